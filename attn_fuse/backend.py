@@ -1,0 +1,153 @@
+"""The torch.compile backend: Dynamo's graph in, a guarded callable out."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule
+
+from attn_fuse.check import Checker
+from attn_fuse.constants import Guard, Proof
+from attn_fuse.errors import NotFusedError
+from attn_fuse.kernels.picker import pick
+from attn_fuse.options import Fuel, Options, chosen_kernels, fuel_of, parse_options
+from attn_fuse.region import INLINE_SUBGRAPHS, op_name, scopes
+from attn_fuse.report import GraphReport, Location, SiteReport, headline, record
+from attn_fuse.sites import Rewriter
+from attn_fuse.torch_internals import compile_with, without_inductor_attention
+
+log = logging.getLogger("attn_fuse")
+
+_PATTERNS_OFF = "Inductor's own attention patterns were kept off this graph: they rewrite look-alikes wrongly"
+
+
+def attn_fuse(
+    graph: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, mode: str | None = None
+) -> Callable[..., Any]:
+    """`graph` with its attention on fused kernels, compiled by the inner backend.
+
+    This is what ``torch.compile(model, backend="attn_fuse", options=..., mode=...)`` calls; see `Options`.
+    Raises: OptionError for an option that does not exist or has an impossible value; NotFusedError under `strict`.
+    """
+    return _compile(graph, example_inputs, parse_options(options, mode), fuel_of(options))
+
+
+def _compile(
+    graph: GraphModule,
+    inputs: Sequence[Any],
+    options: Options,
+    fuel: Fuel,
+    constants: frozenset[str] = frozenset(),
+    locations: Sequence[Location] = (),
+) -> Callable[..., Any]:
+    started = time.perf_counter()
+    original, before, chosen = _copied(graph), _code(graph), chosen_kernels()
+    rewriter = Rewriter(
+        graph,
+        inputs,
+        pick=functools.partial(pick, allowed=options.kernels if chosen is None else chosen, fuse_all=options.pick == "fused"),
+        may_rewrite=fuel.allows,
+        verifier_of=Checker(original, inputs).verifier_of if options.check else None,
+        constants=constants,
+    )
+    sites = rewriter.rewrite()
+    graph.recompile()
+    notes = (_PATTERNS_OFF,) if options.inner_backend == "inductor" else ()
+    seconds = time.perf_counter() - started
+    report = GraphReport(tuple(_relocated(sites, locations)), seconds, notes, before, _code(graph))
+    record(report)
+    if options.strict:
+        _require_all_fused(report.sites)
+    with without_inductor_attention():
+        compiled = compile_with(options.inner_backend, options.mode, graph, inputs)
+    return _guarded(compiled, original, inputs, tuple(rewriter.proofs.values()), options, fuel, report)
+
+
+def _guarded(
+    compiled: Callable[..., Any],
+    original: GraphModule,
+    inputs: Sequence[Any],
+    proofs: tuple[Proof, ...],
+    options: Options,
+    fuel: Fuel,
+    report: GraphReport,
+) -> Callable[..., Any]:
+    """`compiled` while what it rests on holds: the buffers' contents and the kernels chosen by `use_kernels`."""
+    if not report.sites:
+        return compiled
+    guard, chosen = Guard(proofs, inputs), chosen_kernels()
+    locations = [site.location for site in report.sites]
+    constants = frozenset(f"L['{name}']" for name in _placeholders(original, proofs))
+
+    @functools.cache
+    def for_kernels(names: tuple[str, ...] | None) -> Callable[..., Any]:
+        return _compiled_anew(
+            original,
+            functools.partial(_compile, options=options, fuel=fuel, constants=constants, locations=locations),
+        )
+
+    @functools.cache
+    def as_written() -> Callable[..., Any]:
+        changed = ", ".join(sorted({proof.source for proof in proofs}))
+        log.warning("a mask is no longer what it was when the model was compiled (%s): running as written", changed)
+        return _compiled_anew(original, functools.partial(_compile_as_written, options))
+
+    def run(*values: Any) -> Any:
+        if chosen_kernels() != chosen:
+            return for_kernels(chosen_kernels())(*values)
+        if guard.holds(values):
+            return compiled(*values)
+        return as_written()(*values)
+
+    return run
+
+
+def _compile_as_written(options: Options, graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    with without_inductor_attention():
+        return compile_with(options.inner_backend, options.mode, graph, inputs)
+
+
+def _compiled_anew(graph: GraphModule, backend: Callable[..., Any]) -> Callable[..., Any]:
+    """`graph` captured and compiled once more, when it is called, with guards of its own."""
+    if any(op_name(node) in INLINE_SUBGRAPHS for node in graph.graph.nodes):
+        return graph
+    return torch.compile(graph, backend=backend)
+
+
+def _require_all_fused(sites: Sequence[SiteReport]) -> None:
+    left = [f"{site.location}: {headline(site)}" for site in sites if site.status in ("refused", "as written")]
+    if left:
+        raise NotFusedError(f"strict: {len(left)} of {len(sites)} attentions not fused: " + "; ".join(left))
+
+
+def _relocated(sites: Sequence[SiteReport], locations: Sequence[Location]) -> Sequence[SiteReport]:
+    """A graph captured anew has lost its source lines; its sites are those of the first capture, in order."""
+    if len(sites) != len(locations):
+        return sites
+    return [SiteReport(**{**vars(site), "location": where}) for site, where in zip(sites, locations, strict=True)]
+
+
+def _placeholders(graph: GraphModule, proofs: Sequence[Proof]) -> list[str]:
+    nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    return [nodes[proof.input].name for proof in proofs]
+
+
+def _code(graph: GraphModule) -> str:
+    return "\n".join(scope.module.code for scope in scopes(graph))
+
+
+def _copied(module: GraphModule) -> GraphModule:
+    """A copy whose graphs can be rewritten apart; tensors and parameters are shared."""
+    graph = Graph()
+    result = graph.graph_copy(module.graph, {})
+    graph.output(result)
+    copy = GraphModule(module, graph)
+    for name, child in list(copy.named_children()):
+        if isinstance(child, GraphModule):
+            setattr(copy, name, _copied(child))
+    return copy

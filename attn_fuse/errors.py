@@ -1,0 +1,34 @@
+"""Every error a user can meet. Each message says what was wrong, with which value, and what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+from attn_fuse.torch_internals import PassesThroughDynamo
+
+
+class AttnFuseError(PassesThroughDynamo, RuntimeError):
+    """Base of the errors attn_fuse raises on purpose; Dynamo hands them to the user unwrapped."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, first_useful_frame=None)
+
+
+class OptionError(AttnFuseError, ValueError):
+    """An option, or the value of one, that attn_fuse does not know."""
+
+
+class NotFusedError(AttnFuseError):
+    """Raised under ``options={"strict": True}`` where an attention stays as written."""
+
+
+class ExplainError(Exception):
+    """What `python -m attn_fuse.explain` prints as its one line before it exits with code 2."""
+
+
+def nearest(name: object, known: Iterable[str]) -> str:
+    """A ` Did you mean 'x'?` for the known name closest to `name`, or the list of known names."""
+    known = sorted(known)
+    close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
+    return f" Did you mean {close[0]!r}?" if close else f" Known: {', '.join(known)}."

@@ -1,0 +1,96 @@
+"""Facts: what a kernel and the picker need to know of an attention besides its mathematics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import sympy
+import torch
+
+from attn_fuse import expression as ex
+from attn_fuse.attention import Attention
+from attn_fuse.expression import Expr
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Where and on what an attention runs.
+
+    batch, heads, kv_heads, q_len, kv_len, head_dim, value_dim: sizes; for a symbolic one its value on the first call.
+    symbolic: the names of the sizes that may change from call to call.
+    dtype: what query, key and value have when a kernel receives them.
+    training: whether a gradient of query, key, value or bias is wanted.
+    bias_needs_grad: whether one of a bias is.
+    bias_dtype: the widest floating-point type among the tensors that the biases read; None without such.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    batch: int
+    heads: int
+    kv_heads: int
+    q_len: int
+    kv_len: int
+    head_dim: int
+    value_dim: int
+    symbolic: frozenset[str]
+    training: bool
+    bias_needs_grad: bool
+    bias_dtype: torch.dtype | None
+
+    @property
+    def score_bytes(self) -> int:
+        """Bytes of the score matrix that the attention stores when it runs as written."""
+        return self.batch * self.heads * self.q_len * self.kv_len * self.dtype.itemsize
+
+
+def facts_of(attention: Attention, leaves: Sequence[object]) -> Facts:
+    """The facts of `attention`, whose loads are of `leaves` (fake tensors and numbers)."""
+    tensors = [leaf if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
+
+    def read(*expressions: Expr) -> list[torch.Tensor]:
+        numbers = {e.leaf for x in expressions for e in ex.walk(x) if isinstance(e, (ex.Load, ex.Scalar))}
+        return [t for n in sorted(numbers) if (t := tensors[n]) is not None]
+
+    axes = attention.axes
+    sizes = {
+        "batch": _product(attention, attention.batch_axes),
+        "heads": _product(attention, attention.head_axes),
+        "kv_heads": _product(attention, attention.kv_head_axes),
+        "q_len": attention.size(axes.query),
+        "kv_len": attention.size(axes.key),
+        "head_dim": attention.size(axes.inner),
+        "value_dim": attention.size(axes.value),
+    }
+    operands = read(attention.query, attention.key, attention.value, attention.scale)
+    added = read(*attention.biases)
+    wanting = torch.is_grad_enabled()
+    widths = [t.dtype for t in added if t.dtype.is_floating_point]
+    return Facts(
+        device=operands[0].device,
+        dtype=kernel_dtype(attention),
+        symbolic=frozenset(name for name, size in sizes.items() if not size.is_Integer),
+        training=wanting and any(t.requires_grad for t in operands + added),
+        bias_needs_grad=wanting and any(t.requires_grad for t in added),
+        bias_dtype=max(widths, key=lambda d: torch.finfo(d).bits) if widths else None,
+        **{name: _on_first_call(size, leaves) for name, size in sizes.items()},
+    )
+
+
+def kernel_dtype(attention: Attention) -> torch.dtype:
+    """The one dtype for query, key and value that drops below neither product as written."""
+    return torch.promote_types(attention.query_dtype, attention.value_dtype)
+
+
+def _on_first_call(size: sympy.Expr, leaves: Sequence[object]) -> int:
+    if size.is_Integer:
+        return int(size)
+    lengths = [n for leaf in leaves for n in (leaf.shape if isinstance(leaf, torch.Tensor) else (leaf,))]
+    hints = {n.node.expr: n.node.hint for n in lengths if isinstance(n, torch.SymInt) and n.node.hint is not None}
+    found = size.subs(hints)
+    return int(found) if found.is_Integer else 1
+
+
+def _product(attention: Attention, axes: Sequence[sympy.Symbol]) -> sympy.Expr:
+    return sympy.prod([attention.size(a) for a in axes]) if axes else sympy.Integer(1)

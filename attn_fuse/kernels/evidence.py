@@ -1,0 +1,71 @@
+"""Evidence: measured times of an attention as written and on a kernel, from which the picker estimates.
+
+The tables lie beside this file, one a device, as benchmarks/crossover.py writes them.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attn_fuse.attention import Attention
+from attn_fuse.facts import Facts
+
+# What a graph with growing sequences is judged at: its first call is short, most are not.
+_TYPICAL_LENGTH = 256
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A kernel's time over the time as written, where it was measured nearest to the attention asked about."""
+
+    ratio: float
+    where: str
+
+
+def compare(kernel: str, attention: Attention, facts: Facts) -> Comparison | None:
+    """The nearest measurement of `kernel`, or None where nothing like it was measured on this kind of device."""
+    rows = [row for row in table(facts.device.type) if f"{kernel}_us" in row]
+    if not rows:
+        return None
+    row = min(rows, key=lambda r: _distance(r, attention, facts))
+    where = (
+        f"{row['mask']} mask, {'training' if row['training'] else 'inference'}, {row['dtype']}, "
+        f"q_len {row['q_len']}, kv_len {row['kv_len']}"
+    )
+    return Comparison(row[f"{kernel}_us"] / row["as_written_us"], where)
+
+
+@functools.cache
+def table(device: str) -> tuple[dict[str, Any], ...]:
+    """The measurements on this kind of device; none if there is no table."""
+    path = Path(__file__).with_name(f"evidence_{device}.json")
+    return tuple(json.loads(path.read_text())["rows"]) if path.exists() else ()
+
+
+def _distance(row: dict[str, Any], attention: Attention, facts: Facts) -> float:
+    lengths = {
+        name: max(getattr(facts, name), _TYPICAL_LENGTH) if name in facts.symbolic else getattr(facts, name)
+        for name in ("q_len", "kv_len")
+    }
+    apart = sum(abs(math.log2(max(row[name], 1) / max(length, 1))) for name, length in lengths.items())
+    work = facts.batch * facts.heads / (row["batch"] * row["heads"])
+    apart += 0.5 * abs(math.log2(max(work, 1e-9)))
+    apart += 4.0 * (row["mask"] != _mask_kind(attention))
+    apart += 8.0 * (row["training"] != facts.training)
+    apart += 2.0 * ((row["dtype"] in ("bfloat16", "float16")) != (facts.dtype in (torch.bfloat16, torch.float16)))
+    return apart
+
+
+def _mask_kind(attention: Attention) -> str:
+    if attention.biases:
+        return "bias"
+    if attention.mask.is_causal:
+        return "causal"
+    return "bool" if attention.mask.parts else "none"

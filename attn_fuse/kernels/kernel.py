@@ -1,0 +1,44 @@
+"""What a kernel is: its limits as fields, every reason it cannot run an attention, what it costs, how it is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch.fx import Node
+
+from attn_fuse.attention import Attention
+from attn_fuse.facts import Facts
+
+if TYPE_CHECKING:
+    from attn_fuse.call import Call
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One way to run an attention.
+
+    limits: yields the reasons that the fields cannot say, one sentence each; it is asked only where these allow.
+    emit: builds the call; returns the node that holds [batch, heads, q_len, value_dim].
+    """
+
+    name: str
+    devices: frozenset[str]
+    dtypes: frozenset[torch.dtype]
+    limits: Callable[[Attention, Facts], Iterator[str]]
+    emit: Callable[[Call], Node]
+
+    def why_not(self, attention: Attention, facts: Facts) -> tuple[str, ...]:
+        """Every reason why this kernel cannot run `attention`; none means that it can."""
+        reasons = []
+        if facts.device.type not in self.devices:
+            return (f"runs on {' and '.join(sorted(self.devices))}, not on {facts.device.type}",)
+        if facts.dtype not in self.dtypes:
+            reasons.append(f"does not take {_short(facts.dtype)}")
+        return (*reasons, *self.limits(attention, facts))
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

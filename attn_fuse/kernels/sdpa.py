@@ -1,0 +1,197 @@
+"""torch's own fused kernels behind `F.scaled_dot_product_attention`: flash on CPU; cuDNN, flash and efficient on CUDA.
+
+Taken: what torch itself says these can run, asked with tensors of the same shapes. Declined: what would end in the
+unfused fallback, and masks whose rows without a key would come out as another value.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch.fx import Node
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from attn_fuse.attention import Attention
+from attn_fuse.facts import Facts
+from attn_fuse.kernels.kernel import Kernel
+from attn_fuse.torch_internals import FakeTensorMode, sdpa_choice
+
+if TYPE_CHECKING:
+    from attn_fuse.call import Call
+
+_HALF = frozenset({torch.float16, torch.bfloat16})
+
+
+def cpu_limits(attention: Attention, facts: Facts) -> Iterator[str]:
+    # A reason in words first, where there is one; torch's own answer covers the rest.
+    reasons = [*_common_limits(attention, facts)]
+    if attention.dropout_p is not None:
+        reasons.append("torch has no fused attention with dropout on CPU")
+    if facts.bias_needs_grad:
+        reasons.append("a bias needs a gradient, which this kernel does not give")
+    if facts.value_dim != facts.head_dim:
+        reasons.append(f"value_dim {facts.value_dim} differs from head_dim {facts.head_dim}")
+    yield from reasons
+    if not reasons and facts.device.type == "cpu":
+        query, key, value, mask = _stand_ins(attention, facts, facts.device)
+        chosen = sdpa_choice(
+            query, key, value, mask, 0.0, attention.mask.is_causal and mask is None, facts.heads != facts.kv_heads
+        )
+        if chosen != SDPBackend.FLASH_ATTENTION.value:
+            yield "torch would not run flash attention here (is it switched off?)"
+
+
+def cuda_limits(
+    can_use: Callable[[Any, bool], bool], takes_gqa: bool, attention: Attention, facts: Facts
+) -> Iterator[str]:
+    yield from _common_limits(attention, facts)
+    if attention.biases and (facts.bias_dtype or torch.float32) != facts.dtype:
+        yield f"a bias in {facts.bias_dtype or torch.float32} would be rounded to {facts.dtype}"
+    if facts.heads != facts.kv_heads and not takes_gqa:
+        yield "takes no grouped queries"
+    if attention.mask.is_causal and not attention.biases and facts.q_len != facts.kv_len:
+        yield "takes a causal mask only where q_len equals kv_len"
+    if facts.device.type != "cuda":
+        return
+    with FakeTensorMode():
+        query, key, value, mask = _stand_ins(attention, facts, facts.device)
+        parameters = torch.backends.cuda.SDPAParams(
+            query, key, value, mask, _probability(attention), attention.mask.is_causal and mask is None,
+            facts.heads != facts.kv_heads,
+        )  # fmt: skip
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            able = can_use(parameters, True)
+    if not able:
+        yield from {_first_line(w.message) for w in said} or {"torch says that it cannot"}
+
+
+def _common_limits(attention: Attention, facts: Facts) -> Iterator[str]:
+    if attention.mask.empty_rows == "mean" and facts.dtype == torch.float16:
+        yield "a query that sees no key would not get the mean of the values in float16"
+    if facts.q_len == 0 or facts.kv_len == 0 or facts.batch == 0:
+        yield "takes no empty sequence"
+
+
+def _stand_ins(
+    attention: Attention, facts: Facts, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Empty tensors like those of the call; their memory is never touched."""
+
+    def empty(*shape: int, dtype: torch.dtype = facts.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=device, requires_grad=facts.training)
+
+    query = empty(facts.batch, facts.heads, facts.q_len, facts.head_dim)
+    key = empty(facts.batch, facts.kv_heads, facts.kv_len, facts.head_dim)
+    value = empty(facts.batch, facts.kv_heads, facts.kv_len, facts.value_dim)
+    if _is_plain(attention):
+        return query, key, value, None
+    mask = torch.empty(
+        (facts.batch, facts.heads, facts.q_len, facts.kv_len),
+        dtype=torch.bool if _is_boolean(attention) else facts.dtype,
+        device=device,
+        requires_grad=facts.bias_needs_grad,
+    )
+    return query, key, value, mask
+
+
+def _is_plain(attention: Attention) -> bool:
+    return not attention.biases and (attention.mask.is_causal or not attention.mask.parts)
+
+
+def _is_boolean(attention: Attention) -> bool:
+    return not attention.biases and attention.mask.empty_rows != "mean"
+
+
+def _probability(attention: Attention) -> float:
+    number = getattr(attention.dropout_p, "value", None)
+    return 0.0 if attention.dropout_p is None else 0.1 if number is None else float(number)
+
+
+def emit(backend: SDPBackend, call: Call) -> Node:
+    facts = call.facts
+    function = F.scaled_dot_product_attention if facts.device.type == "cpu" else PINNED[backend]
+    return call.node(
+        function,
+        call.query(),
+        call.key(),
+        call.value(),
+        attn_mask=_mask(call),
+        dropout_p=call.dropout_p(),
+        is_causal=call.attention.mask.is_causal and not call.attention.biases,
+        scale=call.scale(),
+        enable_gqa=facts.heads != facts.kv_heads,
+    )
+
+
+def _mask(call: Call) -> Node | None:
+    attention, facts = call.attention, call.facts
+    if _is_plain(attention):
+        return None
+    keep = call.keep()
+    if _is_boolean(attention):
+        return keep
+    dtype = facts.dtype
+    if facts.device.type == "cpu" and attention.biases:
+        dtype = torch.promote_types(dtype, facts.bias_dtype or torch.float32)
+    bias = call.bias(dtype)
+    if keep is None:
+        return bias
+    # The least number swallows the score it is added to, as replacing the score did; infinity hides the key.
+    fill = torch.finfo(dtype).min if attention.mask.empty_rows == "mean" else -math.inf
+    none = call.node(torch.zeros, [], dtype=dtype, device=facts.device) if bias is None else bias
+    return call.node(torch.where, keep, none, fill)
+
+
+def _pinned(backend: SDPBackend) -> Callable[..., torch.Tensor]:
+    def attention(*args: Any, **kwargs: Any) -> torch.Tensor:
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(*args, **kwargs)
+
+    attention.__name__ = attention.__qualname__ = f"sdpa_{backend.name.lower()}"
+    return attention
+
+
+# `F.scaled_dot_product_attention` held to one backend while it is traced.
+PINNED = {
+    backend: _pinned(backend)
+    for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
+}
+
+
+def _first_line(message: Any) -> str:
+    return str(message).partition("\n")[0].partition(" (Triggered")[0]
+
+
+def _cuda(name: str, backend: SDPBackend, can_use: Any, dtypes: frozenset[torch.dtype], takes_gqa: bool) -> Kernel:
+    return Kernel(
+        name=name,
+        devices=frozenset({"cuda"}),
+        dtypes=dtypes,
+        limits=functools.partial(cuda_limits, can_use, takes_gqa),
+        emit=functools.partial(emit, backend),
+    )
+
+
+CPU_FLASH = Kernel(
+    name="cpu_flash",
+    devices=frozenset({"cpu"}),
+    dtypes=_HALF | {torch.float32, torch.float64},
+    limits=cpu_limits,
+    emit=functools.partial(emit, SDPBackend.FLASH_ATTENTION),
+)
+CUDNN = _cuda("cudnn", SDPBackend.CUDNN_ATTENTION, torch.backends.cuda.can_use_cudnn_attention, _HALF, True)
+CUDA_FLASH = _cuda("cuda_flash", SDPBackend.FLASH_ATTENTION, torch.backends.cuda.can_use_flash_attention, _HALF, True)
+CUDA_EFFICIENT = _cuda(
+    "cuda_efficient",
+    SDPBackend.EFFICIENT_ATTENTION,
+    torch.backends.cuda.can_use_efficient_attention,
+    _HALF | {torch.float32},
+    False,
+)

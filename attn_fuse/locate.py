@@ -1,0 +1,42 @@
+"""Where in the user's program a node of Dynamo's graph comes from."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+from torch.fx import Node
+
+from attn_fuse.report import Location
+
+_TORCH = str(Path(torch.__file__).parent)
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]*(?:\n(?P<code>(?!  File)[^\n]*))?')
+
+
+def locate(node: Node) -> Location:
+    """The innermost line of user code that made `node`, and the module whose forward it stands in."""
+    frames = list(_FRAME.finditer(node.stack_trace or ""))
+    own = [f for f in frames if not f["file"].startswith(_TORCH)] or frames
+    module = _module_path(node)
+    if not own:
+        return Location("<unknown>", 0, str(node), module)
+    frame = own[-1]
+    return Location(frame["file"], int(frame["line"]), (frame["code"] or str(node)).strip(), module)
+
+
+def _module_path(node: Node) -> str:
+    """The dotted path of the innermost module that is not one of torch's own."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    own = [(path, kind) for path, kind in stack if not _is_torchs(kind)] or stack
+    if not own:
+        return ""
+    path = str(own[-1][0])
+    path = re.sub(r"\._modules\['([^']+)'\]", r".\1", path)
+    path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path.replace("L['self']", "", 1))
+    return path.replace("__", ".").strip(".")
+
+
+def _is_torchs(kind: object) -> bool:
+    name = kind if isinstance(kind, str) else getattr(kind, "__module__", "")
+    return str(name).startswith("torch.nn")

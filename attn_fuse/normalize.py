@@ -1,0 +1,138 @@
+"""Normalise: a region becomes a graph of core ATen operations, whatever it was spelled with.
+
+The region's operations are run once under make_fx, on fresh fake tensors of Dynamo's own fake mode: method, function,
+operator, in-place form, einsum, baddbmm become one small set. Sizes stay symbolic where they were. Dropout stays whole,
+as a marker, because its decomposition hides what it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx.traceback
+from torch.fx import GraphModule, Node, map_arg
+
+from attn_fuse.region import DROPOUT, Region, op_name, value_of
+from attn_fuse.torch_internals import FakeTensorMode, core_decompositions, functionalized, make_fx
+
+_ORIGIN = "attn_fuse_origin"
+
+
+@torch.library.custom_op("attn_fuse::dropout_marker", mutates_args=())
+def dropout_marker(x: torch.Tensor, number: int) -> torch.Tensor:
+    """Stands for the region's dropout with this number; it is traced and never run."""
+    return x.clone()
+
+
+@dropout_marker.register_fake
+def _(x: torch.Tensor, number: int) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@dataclass(frozen=True, eq=False)
+class Normal:
+    """A region in core ATen operations.
+
+    graph: its placeholders are the region's leaves, in order; its one output is the region's.
+    dropout: the probability of each marker, a number or one of the leaves.
+    origin: each operation's node in Dynamo's graph.
+    """
+
+    region: Region
+    graph: GraphModule
+    dropout: tuple[float | Node, ...]
+    origin: dict[Node, Node]
+    mode: FakeTensorMode
+
+
+class NotNormal(Exception):
+    """The region has no normal form; the message says why, `node` is the operation."""
+
+    def __init__(self, reason: str, node: Node) -> None:
+        super().__init__(reason)
+        self.node = node
+
+
+def normalize(region: Region) -> Normal:
+    """The region's normal form. Raises NotNormal; what torch raises on the region's own operations passes through."""
+    mode = _fake_mode(region)
+    probabilities: list[float | Node] = []
+    by_name = {node.name: node for node in region.nodes}
+
+    def run(*values: Any) -> Any:
+        env: dict[Node, Any] = dict(zip(region.leaves, values, strict=True))
+        for node in region.nodes:
+            with torch.fx.traceback.annotate({_ORIGIN: node.name}):
+                env[node] = _run(node, env, probabilities)
+        return env[region.output]
+
+    with mode, torch.no_grad(), _autocast_as_written(region), torch.fx.traceback.preserve_node_meta():
+        inputs = [_fresh(leaf) for leaf in region.leaves]
+        traced = make_fx(functionalized(run) if region.mutates else run, _decompositions())(*inputs)
+    traced.graph.eliminate_dead_code()
+    origin = {
+        node: by_name[name]
+        for node in traced.graph.nodes
+        if (name := node.meta.get("custom", {}).get(_ORIGIN)) in by_name
+    }
+    return Normal(region, traced, tuple(probabilities), origin, mode)
+
+
+def _run(node: Node, env: dict[Node, Any], probabilities: list[float | Node]) -> Any:
+    if op_name(node) in DROPOUT:
+        return _run_dropout(node, env, probabilities)
+    args, kwargs = map_arg(node.args, env.__getitem__), map_arg(node.kwargs, env.__getitem__)
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    assert callable(node.target)
+    return node.target(*args, **kwargs)
+
+
+def _run_dropout(node: Node, env: dict[Node, Any], probabilities: list[float | Node]) -> Any:
+    named = dict(zip(("input", "p", "training", "inplace"), node.args, strict=False)) | dict(node.kwargs)
+    named["p"] = named.get("p", 0.5)
+    training = named.get("training", named.get("train", True))
+    x, p = env[named["input"]], named["p"]
+    if not isinstance(training, bool):
+        raise NotNormal("whether dropout is active is only known when the program runs", node)
+    if not training or p == 0:
+        return x
+    if isinstance(p, (int, float)) and not 0 < p < 1:
+        raise NotNormal(f"dropout with probability {p}", node)
+    probabilities.append(p)
+    marked = dropout_marker(x, len(probabilities) - 1)
+    return x.copy_(marked) if named.get("inplace") else marked
+
+
+def _fake_mode(region: Region) -> FakeTensorMode:
+    for node in (*region.leaves, *region.nodes):
+        mode = getattr(value_of(node), "fake_mode", None)
+        if mode is not None:
+            return mode
+    raise NotNormal("the graph does not record its tensors", region.output)
+
+
+def _fresh(leaf: Node) -> Any:
+    value = value_of(leaf)
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
+
+
+@contextlib.contextmanager
+def _autocast_as_written(region: Region) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for node in region.context:
+            device, dtype, enabled, cache = node.args
+            stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache))
+        yield
+
+
+@functools.cache
+def _decompositions() -> dict[Any, Any]:
+    return core_decompositions()

@@ -1,0 +1,137 @@
+"""The options of the backend, parsed and validated, and the context manager that chooses kernels."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from attn_fuse.errors import OptionError, nearest
+from attn_fuse.kernels import KERNELS
+from attn_fuse.report import SiteReport
+from attn_fuse.torch_internals import known_backends
+
+PICKS = ("fastest", "fused")
+
+_chosen: contextvars.ContextVar[tuple[str, ...] | None] = contextvars.ContextVar("attn_fuse_kernels", default=None)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What ``torch.compile(model, backend="attn_fuse", options={...})`` takes.
+
+    inner_backend: what compiles the rewritten graph: the name of a registered Dynamo backend, or a callable
+        ``(graph_module, example_inputs) -> callable``.
+    kernels: allow list of kernel names, tried in this order; None allows every kernel.
+    pick: "fastest" leaves a site as written where no kernel is measured faster; "fused" fuses every site that some
+        kernel can run.
+    strict: raise `NotFusedError` where a site stays unfused.
+    fuel: how many sites may still be rewritten; sites beyond it stay as written. For bisecting.
+    check: run each site as written and rewritten on the first inputs, and refuse the rewrite where they disagree.
+    mode: torch.compile's `mode`, handed to the inner backend.
+    """
+
+    inner_backend: str | Callable[..., Any] = "inductor"
+    kernels: tuple[str, ...] | None = None
+    pick: Literal["fastest", "fused"] = "fastest"
+    strict: bool = False
+    fuel: int | None = None
+    check: bool = False
+    mode: str | None = None
+
+
+def parse_options(options: Mapping[str, Any] | None, mode: str | None = None) -> Options:
+    """`Options` from the mapping a user passed. Raises `OptionError` for an unknown name or an impossible value."""
+    options = dict(options or {})
+    known = {field.name for field in fields(Options)} - {"mode"}
+    for name in options:
+        if name not in known:
+            raise OptionError(f"attn_fuse has no option {name!r}.{nearest(name, known)}")
+    _require(options, "strict", "True or False", lambda v: isinstance(v, bool))
+    _require(options, "check", "True or False", lambda v: isinstance(v, bool))
+    _require(options, "fuel", "a whole number of rewrites, 0 or more", _is_count)
+    _require(options, "pick", " or ".join(map(repr, PICKS)), lambda v: v in PICKS)
+    _require(
+        options, "inner_backend", "a backend's name or a callable", lambda v: callable(v) or (isinstance(v, str) and v)
+    )
+    backend = options.get("inner_backend")
+    if isinstance(backend, str) and backend not in known_backends() - {"attn_fuse"}:
+        raise OptionError(f"torch has no inner backend {backend!r}.{nearest(backend, known_backends() - {'attn_fuse'})}")
+    if options.get("kernels") is not None:
+        options["kernels"] = kernel_names(options["kernels"])
+    return Options(mode=mode, **options)
+
+
+def kernel_names(names: object) -> tuple[str, ...]:
+    """`names` as a tuple of known kernel names, in the order given. Raises `OptionError` for any other."""
+    listed = [names] if isinstance(names, str) else list(names) if isinstance(names, (list, tuple)) else None
+    if listed is None:
+        raise OptionError(f"kernels={names!r} is not a list of kernel names. Known: {', '.join(_known_kernels())}.")
+    for name in listed:
+        if name not in _known_kernels():
+            raise OptionError(f"attn_fuse has no kernel {name!r}.{nearest(name, _known_kernels())}")
+    return tuple(listed)
+
+
+@contextlib.contextmanager
+def use_kernels(*names: str) -> Iterator[None]:
+    """Within the block, compiled models run attention on these kernels only, preferred in this order.
+
+    Like `torch.nn.attention.sdpa_kernel`: it holds for models compiled inside the block and for calls, inside the
+    block, of models compiled before it (those are compiled once more, the first time). Without a name every
+    attention runs as written. It takes precedence over ``options={"kernels": ...}``.
+
+    Raises: OptionError for an unknown kernel name.
+    """
+    token = _chosen.set(kernel_names(names))
+    try:
+        yield
+    finally:
+        _chosen.reset(token)
+
+
+def chosen_kernels() -> tuple[str, ...] | None:
+    """The kernels of the innermost `use_kernels` block, or None outside any."""
+    return _chosen.get()
+
+
+def _known_kernels() -> tuple[str, ...]:
+    return tuple(kernel.name for kernel in KERNELS)
+
+
+def _is_count(value: object) -> bool:
+    return value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0)
+
+
+def _require(options: Mapping[str, Any], name: str, wanted: str, holds: Callable[[Any], Any]) -> None:
+    if name in options and not holds(options[name]):
+        raise OptionError(f"attn_fuse option {name}={options[name]!r}: it must be {wanted}.")
+
+
+class Fuel:
+    """How many sites may still be rewritten; a site that was allowed once stays allowed when its graph is recompiled."""
+
+    def __init__(self, limit: int | None) -> None:
+        self._limit = limit
+        self._spent: set[str] = set()
+
+    def allows(self, site: SiteReport) -> bool:
+        """Whether this site may be rewritten; it counts against the limit from then on."""
+        key = str(site.location)
+        if self._limit is not None and key not in self._spent and len(self._spent) >= self._limit:
+            return False
+        self._spent.add(key)
+        return True
+
+
+# One torch.compile call hands the same mapping to the backend for every graph of the model.
+_tanks: dict[int, tuple[object, Fuel]] = {}
+
+
+def fuel_of(options: Mapping[str, Any] | None) -> Fuel:
+    """The fuel shared by every graph compiled with this very mapping."""
+    if not options or options.get("fuel") is None:
+        return Fuel(None)
+    return _tanks.setdefault(id(options), (options, Fuel(options["fuel"])))[1]

@@ -1,0 +1,16 @@
+"""Casts between floating-point types. Taken: any, since the kernels compute at least as precisely as written.
+
+Declined: a cast to whole numbers or Booleans, which is no rounding but another function.
+"""
+
+from __future__ import annotations
+
+from attn_fuse.expression import Cast, Expr
+from attn_fuse.patterns.layer import Answer, Nothing, Peeled
+
+
+def widening(scores: Expr) -> Answer:
+    match scores:
+        case Cast(dtype, inner) if dtype.is_floating_point:
+            return Peeled(inner, Nothing())
+    return None

@@ -1,0 +1,76 @@
+"""What a pattern may take off: the layers of an attention, outermost first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from attn_fuse.attention import Refusal
+from attn_fuse.expression import Add, Binary, Cast, Contract, Div, Dropout, Expr, Mul, Select, Softmax, Unary, has_product
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The scores beneath are multiplied by `factor`."""
+
+    factor: Expr
+
+
+@dataclass(frozen=True)
+class Bias:
+    """`term` is added to the scores beneath."""
+
+    term: Expr
+
+
+@dataclass(frozen=True)
+class Fill:
+    """Where `keep` does not hold, the score becomes `value` (added: it is lowered by it)."""
+
+    keep: Expr
+    value: float
+    added: bool = False
+
+
+@dataclass(frozen=True)
+class Drop:
+    """Dropout with probability `p`."""
+
+    p: Expr
+
+
+@dataclass(frozen=True)
+class Nothing:
+    """A layer that does not change the mathematics."""
+
+
+Layer = Scale | Bias | Fill | Drop | Nothing
+
+
+@dataclass(frozen=True)
+class Peeled:
+    inner: Expr
+    layer: Layer
+
+
+Answer = Peeled | Refusal | None
+
+
+def carrier(a: Expr, b: Expr) -> tuple[Expr, Expr] | None:
+    """(the operand that carries the scores, the other), or None where both or neither do."""
+    if has_product(a) == has_product(b):
+        return None
+    return (a, b) if has_product(a) else (b, a)
+
+
+def dtype_of(scores: Expr) -> torch.dtype:
+    """The dtype that an expression which carries a product is held in."""
+    match scores:
+        case Contract(dtype=dtype) | Cast(dtype=dtype) | Softmax(dtype=dtype):
+            return dtype
+        case Select(_, a, b) | Add(a, b) | Mul(a, b) | Div(a, b) | Binary(_, a, b):
+            return dtype_of(a if has_product(a) else b)
+        case Unary(_, x) | Dropout(x, _):
+            return dtype_of(x)
+    return torch.float64

@@ -1,0 +1,66 @@
+"""Masks: scores replaced by a fill value, or lowered by one, where a condition does not hold.
+
+A fill masks if no ordinary score comes near it: minus infinity, the least number of the scores' dtype, or -1e9 and
+below. Anything nearer to zero is a value like any other: added it is a bias, put in place of scores it is refused.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from attn_fuse.attention import Refusal
+from attn_fuse.expression import FALSE, TRUE, Add, Cast, Const, Expr, Select, has_product, logical_not, select
+from attn_fuse.patterns.layer import Answer, Fill, Peeled, carrier, dtype_of
+
+LEAST_ORDINARY_SCORE = -1e9
+
+
+def is_masking(fill: float, dtype: torch.dtype) -> bool:
+    """Whether scores of `dtype` stay out of reach of `fill`."""
+    return not math.isnan(fill) and (fill <= LEAST_ORDINARY_SCORE or fill <= torch.finfo(dtype).min)
+
+
+def mask(scores: Expr) -> Answer:
+    match scores:
+        case Select(cond, a, b):
+            if has_product(cond):
+                return Refusal("the mask is computed from the scores")
+            parts = carrier(a, b)
+            if parts is None:
+                return Refusal("the scores are chosen from several products")
+            inner, fill = parts
+            if not isinstance(fill, Const):
+                return Refusal("masked scores become something that is not one number")
+            if not is_masking(fill.value, dtype_of(inner)):
+                return Refusal(f"masked scores become {fill.value:g}, which ordinary scores can reach")
+            return Peeled(inner, Fill(cond if inner is a else logical_not(cond), float(fill.value)))
+    return None
+
+
+def additive_mask(scores: Expr) -> Answer:
+    match scores:
+        case Add(a, b) if (parts := carrier(a, b)) is not None:
+            inner, term = parts
+            choice = _zero_or_fill(term, dtype_of(inner))
+            if choice is not None:
+                keep, fill = choice
+                return Peeled(inner, Fill(keep, fill, added=True))
+    return None
+
+
+def _zero_or_fill(term: Expr, dtype: torch.dtype) -> tuple[Expr, float] | None:
+    """(where the term is 0, the largest of its other values) if every other value masks."""
+    match term:
+        case Const(value) if value == 0:
+            return TRUE, -math.inf
+        case Const(value) if is_masking(value, dtype):
+            return FALSE, float(value)
+        case Cast(to, x) if to.is_floating_point:
+            return _zero_or_fill(x, dtype)
+        case Select(cond, a, b):
+            first, second = _zero_or_fill(a, dtype), _zero_or_fill(b, dtype)
+            if first is not None and second is not None:
+                return select(cond, first[0], second[0]), max(first[1], second[1])
+    return None

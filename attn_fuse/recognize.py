@@ -1,0 +1,333 @@
+"""Recognise: an element expression becomes an Attention, or a Refusal that says what it is instead.
+
+The expression is taken apart from the outside: the product with the value, the layers of the weights, the softmax, the
+layers of the scores, the product of query and key. What remains are the axes, and these follow from which index symbol
+occurs where, never from sizes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import sympy
+import torch
+
+from attn_fuse import expression as ex
+from attn_fuse.attention import Attention, Axes, Causal, DenseMask, Mask, MaskPart, Refusal
+from attn_fuse.expression import Const, Contract, Expr, Softmax, index_symbols
+from attn_fuse.lift import Lifted
+from attn_fuse.patterns import SCORE_LAYERS, WEIGHT_LAYERS
+from attn_fuse.patterns.layer import Bias, Drop, Fill, Layer, Scale
+from attn_fuse.space import Space
+from attn_fuse.torch_internals import FloorDiv, Mod
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """The layers of the scores, folded: scale * product + biases, filled."""
+
+    scale: Expr
+    biases: tuple[Expr, ...]
+    fills: tuple[Fill, ...]
+    above_fill: bool
+
+
+def recognize(lifted: Lifted) -> Attention | Refusal:
+    """The attention that `lifted` is an element of."""
+    space = lifted.space
+    element, output = _split_axes(lifted)
+    while isinstance(element, ex.Cast) and element.dtype.is_floating_point:
+        element = element.x
+    if not isinstance(element, Contract):
+        return Refusal("the output is not a matrix product")
+    weights, value = _weights_and_value(element)
+    if weights is None or value is None:
+        return Refusal("the output is not a product of weights and a value")
+
+    drops = _peel(weights, WEIGHT_LAYERS, "weights")
+    if isinstance(drops, Refusal):
+        return drops
+    softmax, weight_layers = drops
+    if not isinstance(softmax, Softmax):
+        return Refusal(f"the weights pass through {_word(softmax)}")
+    key_axis = element.axis
+    if softmax.at != key_axis or not space.same_size(space.sizes[softmax.axis], space.sizes[key_axis]):
+        return Refusal("the softmax runs over another axis than the one that the value is summed over")
+    body = ex.substitute(softmax.body, {softmax.axis: key_axis}, space)
+
+    peeled = _peel(body, SCORE_LAYERS, "scores")
+    if isinstance(peeled, Refusal):
+        return peeled
+    product, score_layers = peeled
+    if not isinstance(product, Contract):
+        return Refusal(f"the scores pass through {_word(product)}")
+    scores = _fold(score_layers, key_axis)
+    if isinstance(scores, Refusal):
+        return scores
+    pair = _query_and_key(product, key_axis)
+    if isinstance(pair, Refusal):
+        return pair
+    query, key, scale = _pull_scale(*pair, scores.scale)
+    query, key, query_dtype = _without_widening(query, key, product.dtype, lifted.leaf_dtypes)
+
+    if key_axis not in index_symbols(value):
+        return Refusal("there is a single key, or the value is the same for every key")
+    axes = _axes(output, query, key, value, product.axis, key_axis, [f.keep for f in scores.fills])
+    if isinstance(axes, Refusal):
+        return axes
+    masked = _mask(scores, axes, space)
+    if isinstance(masked, Refusal):
+        return masked
+    mask, biases = masked
+    probabilities = [layer.p for layer in weight_layers if isinstance(layer, Drop)]
+    if len(probabilities) > 1:
+        return Refusal("the weights pass through dropout twice")
+    return Attention(
+        axes=axes,
+        space=space,
+        query=query,
+        key=key,
+        value=value,
+        scale=scale,
+        mask=mask,
+        biases=biases,
+        dropout_p=probabilities[0] if probabilities else None,
+        query_dtype=query_dtype,
+        value_dtype=element.dtype,
+        softmax_dtype=softmax.dtype,
+        output=output,
+    )
+
+
+def _split_axes(lifted: Lifted) -> tuple[Expr, tuple[tuple[sympy.Symbol, ...], ...]]:
+    """The element with merged axes taken apart, and the symbols that each output dimension is then made of.
+
+    An axis n that is read as n // c and n mod c is two axes: n = outer * c + inner.
+    """
+    element, space = lifted.element, lifted.space
+    output: list[tuple[sympy.Symbol, ...]] = [tuple(i.free_symbols) for i in lifted.indices]
+    while True:
+        digit = next(_digits(element, {s for dim in output for s in dim}), None)
+        if digit is None:
+            return element, tuple(output)
+        axis, base = digit.args
+        size = sympy.cancel(space.sizes[axis] / base)
+        if sympy.denom(size) != 1:
+            return element, tuple(output)
+        outer, inner = space.fresh("o", size), space.fresh("o", base)
+        element = ex.substitute(element, {axis: outer * base + inner}, space)
+        output = [tuple(part for s in dim for part in ((outer, inner) if s == axis else (s,))) for dim in output]
+
+
+def _digits(element: Expr, axes: set[sympy.Symbol]) -> Iterable[sympy.Expr]:
+    for part in ex.walk(element):
+        values = part.index if isinstance(part, ex.Load) else ()
+        for value in values:
+            for digit in sorted(value.atoms(FloorDiv, Mod), key=str):
+                if digit.args[0] in axes:
+                    yield digit
+
+
+def _weights_and_value(product: Contract) -> tuple[Expr | None, Expr | None]:
+    sides = [product.a, product.b]
+    weighing = [any(isinstance(e, Softmax) for e in ex.walk(side)) for side in sides]
+    if weighing == [True, False]:
+        return product.a, product.b
+    if weighing == [False, True]:
+        return product.b, product.a
+    return None, None
+
+
+def _peel(scores: Expr, patterns: Iterable, what: str) -> tuple[Expr, list[Layer]] | Refusal:
+    """What lies beneath every layer that a pattern knows, and the layers, outermost first."""
+    layers: list[Layer] = []
+    while True:
+        for pattern in patterns:
+            answer = pattern(scores)
+            if isinstance(answer, Refusal):
+                return answer
+            if answer is not None:
+                scores = answer.inner
+                layers.append(answer.layer)
+                break
+        else:
+            return scores, layers
+
+
+def _fold(layers: Iterable[Layer], key_axis: sympy.Symbol) -> _Scores | Refusal:
+    scale: Expr = Const(1.0)
+    biases: list[Expr] = []
+    fills: list[Fill] = []
+    above_fill = False
+    for layer in layers:
+        match layer:
+            case Scale(factor):
+                if key_axis in index_symbols(factor):
+                    return Refusal("the scores are scaled differently for each key")
+                scale = ex.mul(scale, factor)
+                above_fill = above_fill or not fills
+            case Bias(term):
+                biases.append(ex.mul(scale, term))
+                above_fill = above_fill or not fills
+            case Fill():
+                if not (isinstance(scale, Const) and scale.value > 0):
+                    return Refusal("masked scores are scaled by something that is not a positive number")
+                fills.append(replace(layer, value=layer.value * scale.value))
+    if not any(not f.added for f in fills):
+        above_fill = False
+    return _Scores(scale, tuple(biases), tuple(fills), above_fill)
+
+
+def _query_and_key(product: Contract, key_axis: sympy.Symbol) -> tuple[Expr, Expr] | Refusal:
+    with_key = [key_axis in index_symbols(side) for side in (product.a, product.b)]
+    if with_key == [False, True]:
+        query, key = product.a, product.b
+    elif with_key == [True, False]:
+        query, key = product.b, product.a
+    else:
+        return Refusal("not exactly one side of the score product runs over the keys")
+    if any(ex.has_product(side) for side in (query, key)):
+        return Refusal("query or key is itself a product")
+    if not all(product.axis in index_symbols(side) for side in (query, key)):
+        return Refusal("the score product does not sum over an axis of query and key")
+    return query, key
+
+
+def _pull_scale(query: Expr, key: Expr, scale: Expr) -> tuple[Expr, Expr, Expr]:
+    """Numbers that query or key are multiplied with become part of the scale."""
+
+    def pulled(side: Expr) -> tuple[Expr, Expr]:
+        match side:
+            case ex.Mul(Const() as number, inner) | ex.Mul(inner, Const() as number) if math.isfinite(number.value):
+                return inner, number
+        return side, Const(1.0)
+
+    query, a = pulled(query)
+    key, b = pulled(key)
+    return query, key, ex.mul(ex.mul(scale, a), b)
+
+
+def _without_widening(
+    query: Expr, key: Expr, dtype: torch.dtype, leaf_dtypes: Mapping[int, torch.dtype]
+) -> tuple[Expr, Expr, torch.dtype]:
+    """Query and key without a cast that only widens them: products are summed in at least fp32 anyway."""
+    match query, key:
+        case ex.Cast(_, ex.Load(q) as narrow_query), ex.Cast(_, ex.Load(k) as narrow_key):
+            narrow = leaf_dtypes[q]
+            if narrow == leaf_dtypes[k] and dtype == torch.float32 and narrow in (torch.bfloat16, torch.float16):
+                return narrow_query, narrow_key, narrow
+    return query, key, dtype
+
+
+def _axes(
+    output: tuple[tuple[sympy.Symbol, ...], ...],
+    query: Expr,
+    key: Expr,
+    value: Expr,
+    inner: sympy.Symbol,
+    key_axis: sympy.Symbol,
+    keeps: list[Expr],
+) -> Axes | Refusal:
+    in_query, in_key, in_value = (index_symbols(side) for side in (query, key, value))
+    batch: list[sympy.Symbol] = []
+    rows: list[sympy.Symbol] = []
+    values: list[sympy.Symbol] = []
+    for symbol in (s for dim in output for s in dim):
+        where = (symbol in in_query, symbol in in_key, symbol in in_value)
+        if where == (True, False, False):
+            rows.append(symbol)
+        elif where == (False, False, True):
+            values.append(symbol)
+        else:
+            batch.append(symbol)
+    if len(values) > 1:
+        return Refusal("the value has more than one dimension of its own")
+    compared = [s for s in rows if any(_compares(keep, s, key_axis) for keep in keeps)]
+    position = (compared or rows or [None])[-1]
+    return Axes(
+        batch=tuple(batch),
+        groups=tuple(s for s in rows if s is not position),
+        query=position,
+        key=key_axis,
+        inner=inner,
+        value=values[0] if values else None,
+    )
+
+
+def _compares(keep: Expr, row: sympy.Symbol, key_axis: sympy.Symbol) -> bool:
+    return any(
+        isinstance(part, (ex.NonNegative, ex.IsZero)) and {row, key_axis} <= part.value.free_symbols
+        for part in ex.walk(keep)
+    )
+
+
+def _mask(scores: _Scores, axes: Axes, space: Space) -> tuple[Mask, tuple[Expr, ...]] | Refusal:
+    """The mask as structure, and the biases, among them what only looked like a mask."""
+    parts = _parts((fill.keep for fill in scores.fills), axes)
+    if _every_row_sees_a_key(parts, space):
+        return Mask(parts), scores.biases
+    # A query may see no key. Minus infinity gives NaN there; a finite fill gives a mean that must come out the same.
+    soft = [fill for fill in scores.fills if fill.added and math.isfinite(fill.value)]
+    hard = [fill for fill in scores.fills if fill not in soft]
+    biases = scores.biases + tuple(ex.select(fill.keep, Const(0.0), Const(fill.value)) for fill in soft)
+    fills = {fill.value for fill in hard}
+    parts = _parts((fill.keep for fill in hard), axes)
+    if not hard:
+        return Mask(), biases
+    if fills == {-math.inf}:
+        return Mask(parts, empty_rows="nan"), biases
+    if len(fills) > 1 or biases or scores.above_fill:
+        return Refusal("a query that sees no key would get another mean of the values")
+    return Mask(parts, empty_rows="mean"), biases
+
+
+def _parts(keeps: Iterable[Expr], axes: Axes) -> tuple[MaskPart, ...]:
+    parts: list[MaskPart] = []
+    for keep in keeps:
+        for condition in _conjuncts(keep):
+            part = _causal(condition, axes) or DenseMask(condition)
+            if part not in parts and condition != ex.TRUE:
+                parts.append(part)
+    return tuple(parts)
+
+
+def _conjuncts(keep: Expr) -> Iterable[Expr]:
+    match keep:
+        case ex.And(a, b):
+            yield from _conjuncts(a)
+            yield from _conjuncts(b)
+        case ex.Select(cond, a, Const(False)):
+            yield from _conjuncts(cond)
+            yield from _conjuncts(a)
+        case ex.Select(cond, Const(False), b):
+            yield from _conjuncts(ex.logical_not(cond))
+            yield from _conjuncts(b)
+        case _:
+            yield keep
+
+
+def _causal(condition: Expr, axes: Axes) -> Causal | None:
+    if not isinstance(condition, ex.NonNegative) or axes.query is None:
+        return None
+    offset = sympy.expand(condition.value - axes.query + axes.key)
+    known = {*axes.batch, *axes.groups, axes.query, axes.key}
+    return None if offset.free_symbols & known or offset.has(FloorDiv, Mod) else Causal(offset)
+
+
+def _every_row_sees_a_key(parts: Iterable[MaskPart], space: Space) -> bool:
+    return all(isinstance(part, Causal) and space.is_nonnegative(part.offset) for part in parts)
+
+
+_WORDS = {
+    ex.Mul: "a product", ex.Add: "a sum", ex.Div: "a quotient", ex.Select: "a choice", ex.Load: "a tensor",
+    ex.Softmax: "a second softmax", ex.Dropout: "dropout before the softmax", ex.Cast: "a cast to whole numbers",
+    ex.Compare: "a comparison", Const: "a number", Contract: "a matrix product",
+}  # fmt: skip
+
+
+def _word(expr: Expr) -> str:
+    if isinstance(expr, (ex.Unary, ex.Binary)):
+        return expr.name
+    return _WORDS.get(type(expr), type(expr).__name__)

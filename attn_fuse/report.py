@@ -1,0 +1,147 @@
+"""What happened to each attention of a compiled graph, as values and as text."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import logging
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+log = logging.getLogger("attn_fuse")
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where in the user's program: file and line, the line's text, and the module that ran it."""
+
+    file: str
+    line: int
+    code: str
+    module: str
+
+    def __str__(self) -> str:
+        where = f"{self.file}:{self.line}"
+        return f"{where} ({self.module})" if self.module else where
+
+
+@dataclass(frozen=True)
+class Blocker:
+    """Why a site stayed as written: the reason in words, the op that blocks and its source line."""
+
+    reason: str
+    op: str
+    location: Location | None
+
+
+@dataclass(frozen=True)
+class SiteReport:
+    """One attention: what was recognised and what was done with it.
+
+    status: "fused", "as written" (recognised, but no kernel took it), "refused" (not proved to be an attention that
+        can be fused), or "already fused" (the program calls `F.scaled_dot_product_attention` itself).
+    attention: the recognised facts in words, by name: heads, head_dim, mask, scale, dropout, ...; empty if refused.
+    kernel: the kernel chosen, or None.
+    why_not: for every other kernel the reasons that it could not, or was not, chosen.
+    blocker: for a site that is not fused, the one cause.
+    score_bytes: bytes of the score matrix that is no longer stored; 0 unless fused.
+    """
+
+    location: Location
+    status: str
+    attention: dict[str, str] = field(default_factory=dict)
+    kernel: str | None = None
+    why_not: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    blocker: Blocker | None = None
+    score_bytes: int = 0
+
+    @property
+    def fused(self) -> bool:
+        return self.status == "fused"
+
+
+@dataclass(frozen=True)
+class GraphReport:
+    """One graph that the backend compiled. `before` and `after` are the graph's code, with the rewrites done."""
+
+    sites: tuple[SiteReport, ...]
+    seconds: float
+    notes: tuple[str, ...] = ()
+    before: str = ""
+    after: str = ""
+
+
+_recent: collections.deque[GraphReport] = collections.deque(maxlen=256)
+
+
+def record(report: GraphReport) -> None:
+    """Keep `report` for `reports()`, and log one line a site."""
+    _recent.append(report)
+    for site in report.sites:
+        log.info("%s: %s", site.location, headline(site))
+
+
+def reports() -> tuple[GraphReport, ...]:
+    """Reports of the graphs compiled in this process, oldest first (the last 256)."""
+    return tuple(_recent)
+
+
+@contextlib.contextmanager
+def collecting() -> Iterator[list[GraphReport]]:
+    """A list that receives the reports of the graphs compiled within the block."""
+    global _recent
+    kept, collected = _recent, []
+    _recent = collections.deque(maxlen=None)
+    try:
+        yield collected
+    finally:
+        collected.extend(_recent)
+        kept.extend(_recent)
+        _recent = kept
+
+
+def headline(site: SiteReport) -> str:
+    """One line on a site: its status, and the kernel or the cause."""
+    if site.fused:
+        return f"fused on {site.kernel}"
+    if site.blocker is None:
+        return site.status
+    return f"{site.status}: {site.blocker.reason}"
+
+
+def as_text(report: GraphReport) -> str:
+    """The report of one graph, as `python -m attn_fuse.explain` prints it."""
+    lines: list[str] = []
+    for number, site in enumerate(report.sites, 1):
+        lines += [f"[{number}] {site.location}", f"    {site.location.code}"]
+        lines.append(f"    {site.status.upper()}" + (f" on {site.kernel}" if site.kernel else ""))
+        lines += [f"      {name + ':':<12}{value}" for name, value in site.attention.items()]
+        if site.score_bytes:
+            lines.append(f"      {'saved:':<12}{bytes_in_words(site.score_bytes)} of scores no longer stored")
+        if site.blocker is not None:
+            lines.append(f"      {'because:':<12}{site.blocker.reason}")
+            if site.blocker.location is not None:
+                lines.append(f"      {'at:':<12}{site.blocker.location}: {site.blocker.location.code}")
+        for kernel, reasons in site.why_not.items():
+            lines.append(f"      not {kernel}: {'; '.join(reasons)}")
+        lines.append("")
+    lines += [f"note: {note}" for note in report.notes]
+    return "\n".join(lines)
+
+
+def as_json(report: GraphReport) -> dict[str, Any]:
+    """The report as plain dictionaries and lists, for ``json.dump``; the graphs' code is left out."""
+    data = asdict(report)
+    del data["before"], data["after"]
+    return data
+
+
+def bytes_in_words(count: int) -> str:
+    """`count` bytes in B, KiB, MiB or GiB."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"

@@ -1,0 +1,237 @@
+"""Sites: each region of a graph taken through the stages, from its normal form to the call that replaces it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node, map_arg
+
+from attn_fuse.attention import Attention, Refusal
+from attn_fuse.call import NotEmitted
+from attn_fuse.constants import ClosedForm, Proof, can_be_guarded, closed_form
+from attn_fuse.emit import Verify, emit
+from attn_fuse.facts import Facts, facts_of
+from attn_fuse.kernels.picker import Choice
+from attn_fuse.lift import NotLifted, lift
+from attn_fuse.locate import locate
+from attn_fuse.normalize import NotNormal, normalize
+from attn_fuse.recognize import recognize
+from attn_fuse.region import Region, Unread, cut_at, find_regions, op_name, scopes, storages, value_of, written_storages
+from attn_fuse.report import Blocker, SiteReport, log
+from attn_fuse.torch_internals import FakeTensorMode, source_name
+from attn_fuse.words import in_words
+
+Picker = Callable[[Attention, Facts], Choice]
+VerifierOf = Callable[[Region], Verify]
+
+# A tensor that the caller passes in, on its own or in a container: another one comes with the next call.
+_ARGUMENT = re.compile(r"L\['[^']+'\](\[[^\]]+\])*")
+_MOST_CUTS = 8
+
+
+@dataclass
+class Rewriter:
+    """Rewrites the sites of one graph. `proofs`: what the rewrites rest on, for the guard.
+
+    inputs: the graph's example inputs. pick: chooses the kernel. may_rewrite: asked, for each site about to be
+    rewritten, with its report. verifier_of: for the `check` option, what compares a site with its rewrite.
+    constants: source names of arguments that are constants all the same.
+    """
+
+    graph: GraphModule
+    inputs: Sequence[Any]
+    pick: Picker
+    may_rewrite: Callable[[SiteReport], bool]
+    verifier_of: VerifierOf | None = None
+    constants: frozenset[str] = frozenset()
+    proofs: dict[int, Proof] = field(default_factory=dict)
+    _known: dict[Any, _Analysis] = field(default_factory=dict)
+
+    def rewrite(self) -> list[SiteReport]:
+        """Every site's report; those that could be fused are fused in the graph afterwards."""
+        fused_before = self._already_fused()
+        return [self._site(region) for region in find_regions(self.graph)] + fused_before
+
+    # ---- one site
+
+    def _site(self, region: Region | Unread) -> SiteReport:
+        location = locate(region.softmax)
+        if isinstance(region, Unread):
+            return SiteReport(location, "refused", blocker=_blocker(region.refusal, region.softmax))
+        try:
+            return self._fuse(region)
+        except NotEmitted as problem:
+            reason = Refusal(f"the call cannot be written into the graph: {problem}", region.output)
+            return SiteReport(location, "refused", blocker=_blocker(reason, region.softmax))
+        except Exception as problem:  # rule 5: nothing that goes wrong in here may break the model
+            log.warning("%s: the attention stays as written, since analysing it failed", location, exc_info=True)
+            reason = Refusal(f"analysing it failed: {type(problem).__name__}: {_first_line(problem)}")
+            return SiteReport(location, "refused", blocker=_blocker(reason, region.softmax))
+
+    def _fuse(self, region: Region) -> SiteReport:
+        location = locate(region.softmax)
+        proofs = self._constants(region)
+        analysis = self._analyse(region, proofs)
+        region = analysis.region
+        if isinstance(analysis.result, Refusal):
+            return SiteReport(location, "refused", blocker=_blocker(analysis.result, region.softmax))
+        attention = analysis.result
+        facts = facts_of(attention, [value_of(leaf) for leaf in region.leaves])
+        used = [proof for leaf, proof in proofs.items() if leaf in region.leaves]
+        words = in_words(attention, facts, tuple(f"the contents of {_plain(p.source)}, {p.form}" for p in used))
+        choice = self.pick(attention, facts)
+        words["picked"] = choice.because
+        if choice.kernel is None:
+            del words["picked"]
+            blocker = _blocker(Refusal(choice.because), region.softmax)
+            return SiteReport(location, "as written", words, None, choice.why_not, blocker)
+        report = SiteReport(
+            location, "fused", words, choice.kernel.name, choice.why_not, score_bytes=facts.score_bytes
+        )
+        if not self.may_rewrite(report):
+            blocker = _blocker(Refusal("the fuel is used up"), region.softmax)
+            return SiteReport(location, "as written", words, None, choice.why_not, blocker)
+        verify = self.verifier_of(region) if self.verifier_of is not None else None
+        emit(region, attention, facts, choice.kernel, analysis.mode, verify)
+        self.proofs |= {proof.input: proof for proof in used}
+        return report
+
+    def _analyse(self, region: Region, proofs: Mapping[Node, Proof]) -> _Analysis:
+        """The region's attention or refusal; identical layers share the work."""
+        key = _fingerprint(region, proofs)
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = _analyse(region, proofs)
+        return known.moved_to(region)
+
+    # ---- constants
+
+    def _constants(self, region: Region) -> dict[Node, Proof]:
+        """The leaves whose contents are known, have a closed form, and can be guarded."""
+        proofs = {}
+        for leaf in region.leaves:
+            top = region.scope.top(leaf)
+            if leaf in region.operands or top is None or top.op != "placeholder":
+                continue
+            number = self._placeholders.index(top)
+            tensor = self.inputs[number]
+            if type(tensor) is not torch.Tensor or tensor.requires_grad or storages(top) & self._written:
+                continue
+            source = source_name(top)
+            if not self._is_constant(source) or not can_be_guarded(tensor):
+                continue
+            form = self._closed_form(number, tensor)
+            if form is not None:
+                proofs[leaf] = Proof(number, form, source)
+        return proofs
+
+    def _is_constant(self, source: str) -> bool:
+        return source in self.constants or (bool(source) and _ARGUMENT.fullmatch(source) is None)
+
+    def _closed_form(self, number: int, tensor: torch.Tensor) -> ClosedForm | None:
+        if number not in self._forms:
+            self._forms[number] = closed_form(tensor)
+        return self._forms[number]
+
+    def __post_init__(self) -> None:
+        self._placeholders = [n for n in self.graph.graph.nodes if n.op == "placeholder"]
+        self._written = written_storages(self.graph)
+        self._forms: dict[int, ClosedForm | None] = {}
+
+    # ---- what needs no rewriting
+
+    def _already_fused(self) -> list[SiteReport]:
+        return [
+            SiteReport(locate(node), "already fused")
+            for scope in scopes(self.graph)
+            for node in scope.module.graph.nodes
+            if op_name(node) == "scaled_dot_product_attention"
+        ]
+
+
+@dataclass(frozen=True, eq=False)
+class _Analysis:
+    """What became of one region. cuts: operations read as leaves, by their number in the region they were cut from."""
+
+    region: Region
+    result: Attention | Refusal
+    mode: FakeTensorMode
+    cuts: tuple[int, ...]
+
+    def moved_to(self, region: Region) -> _Analysis:
+        """The same for a region that is written alike."""
+        for number in self.cuts:
+            cut = cut_at(region, region.nodes[number])
+            assert cut is not None
+            region = cut
+        result = self.result
+        if isinstance(result, Refusal) and result.node in self.region.nodes:
+            result = Refusal(result.reason, region.nodes[self.region.nodes.index(result.node)])
+        return _Analysis(region, result, self.mode, self.cuts)
+
+
+def _analyse(region: Region, proofs: Mapping[Node, Proof]) -> _Analysis:
+    cuts: list[int] = []
+    while True:
+        try:
+            normal = normalize(region)
+        except NotNormal as problem:
+            return _Analysis(region, Refusal(str(problem), problem.node), FakeTensorMode(), tuple(cuts))
+        original, made = value_of(region.output), normal.graph.graph.output_node().args[0].meta["val"]
+        if original.dtype != made.dtype or len(original.shape) != len(made.shape):
+            reason = Refusal("the dtype of its products depends on an autocast that is not visible here", region.output)
+            return _Analysis(region, reason, normal.mode, tuple(cuts))
+        forms = {n: proofs[leaf].form for n, leaf in enumerate(region.leaves) if leaf in proofs}
+        try:
+            return _Analysis(region, recognize(lift(normal, forms)), normal.mode, tuple(cuts))
+        except NotLifted as problem:
+            cut = cut_at(region, problem.node) if problem.node is not None and len(cuts) < _MOST_CUTS else None
+            if cut is None:
+                return _Analysis(region, Refusal(str(problem), problem.node), normal.mode, tuple(cuts))
+            cuts.append(region.nodes.index(problem.node))
+            region = cut
+
+
+def _fingerprint(region: Region, proofs: Mapping[Node, Proof]) -> Any:
+    """Equal for regions that are the same operations on leaves of the same kind."""
+    number: dict[Node, str] = {node: f"%{i}" for i, node in enumerate((*region.leaves, *region.nodes))}
+
+    def written(args: Any) -> str:
+        return repr(map_arg(args, lambda n: _Named(number[n])))
+
+    leaves = []
+    for leaf in region.leaves:
+        value = value_of(leaf)
+        if isinstance(value, torch.Tensor):
+            kind: Any = (str(value.shape), str(value.stride()), value.dtype, value.device)
+        else:
+            kind = (type(value), str(value))
+        leaves.append((kind, proofs[leaf].form if leaf in proofs else None, leaf in region.operands))
+    nodes = tuple((n.op, n.target, written((n.args, n.kwargs))) for n in region.nodes)
+    return (tuple(leaves), nodes, tuple(str(n.args) for n in region.context))
+
+
+@dataclass(frozen=True)
+class _Named:
+    name: str
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def _blocker(refusal: Refusal, softmax: Node) -> Blocker:
+    node = refusal.node if isinstance(refusal.node, Node) else softmax
+    return Blocker(refusal.reason, op_name(node) if node.op.startswith("call_") else node.op, locate(node))
+
+
+def _plain(source: str) -> str:
+    source = re.sub(r"\._(?:modules|buffers|parameters)\['([^']+)'\]", r".\1", source)
+    return source.replace("L['self'].", "", 1)
+
+
+def _first_line(problem: Exception) -> str:
+    return str(problem).partition("\n")[0]

@@ -1,0 +1,132 @@
+"""Index arithmetic: integer index symbols with ranges, and what can be proved of expressions over them.
+
+Expressions are SymPy's, over index symbols (each over [0, size)) and symbolic sizes (each at least a known bound).
+Every proof holds for all values in these ranges; "not proved" is an ordinary answer.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import sympy
+
+from attn_fuse.torch_internals import FloorDiv, Mod
+
+Size = sympy.Expr
+
+
+@dataclass
+class Space:
+    """The index symbols of one region and their ranges: symbol s runs over [0, sizes[s]).
+
+    lower: the least value that a symbolic size can take, as the shape environment guards it.
+    """
+
+    lower: Mapping[sympy.Symbol, int] = field(default_factory=dict)
+    sizes: dict[sympy.Symbol, Size] = field(default_factory=dict)
+    _counter: Iterator[int] = field(default_factory=itertools.count)
+
+    def fresh(self, name: str, size: Size) -> sympy.Symbol:
+        """A new index symbol over [0, size)."""
+        symbol = sympy.Symbol(f"{name}{next(self._counter)}", integer=True, nonnegative=True)
+        self.sizes[symbol] = sympy.sympify(size)
+        return symbol
+
+    def is_nonnegative(self, expr: sympy.Expr) -> bool:
+        """Whether `expr` is >= 0 for every value of its indices and sizes; False where that is not proved."""
+        return self._proves_nonnegative(sympy.expand(expr))
+
+    def is_negative(self, expr: sympy.Expr) -> bool:
+        return self.is_nonnegative(-expr - 1)
+
+    def is_zero(self, expr: sympy.Expr) -> bool:
+        return sympy.expand(expr) == 0
+
+    def same_size(self, a: Size, b: Size) -> bool:
+        return self.is_zero(sympy.sympify(a) - sympy.sympify(b))
+
+    def floordiv(self, expr: sympy.Expr, by: Size) -> sympy.Expr:
+        """floor(expr / by) for expr >= 0, by > 0."""
+        whole, rest = self._split(expr, by)
+        if self.is_nonnegative(rest) and self.is_nonnegative(by - 1 - rest):
+            return whole
+        return sympy.expand(whole + FloorDiv(rest, by))
+
+    def mod(self, expr: sympy.Expr, by: Size) -> sympy.Expr:
+        """expr mod by, for expr >= 0, by > 0."""
+        _, rest = self._split(expr, by)
+        if self.is_nonnegative(rest) and self.is_nonnegative(by - 1 - rest):
+            return rest
+        return Mod(rest, by)
+
+    def _split(self, expr: sympy.Expr, by: Size) -> tuple[sympy.Expr, sympy.Expr]:
+        # expr = whole * by + rest, with every term that `by` divides in `whole`
+        whole, rest = sympy.Integer(0), sympy.Integer(0)
+        for term in sympy.Add.make_args(sympy.expand(expr)):
+            quotient = sympy.cancel(term / by) if term != 0 else term
+            if sympy.denom(quotient) == 1:
+                whole += quotient
+            elif term.is_Integer and by.is_Integer:
+                whole += term // by
+                rest += term % by
+            else:
+                rest += term
+        return whole, rest
+
+    def _proves_nonnegative(self, expr: sympy.Expr) -> bool:
+        if expr.is_Integer:
+            return bool(expr >= 0)
+        if expr.has(FloorDiv, Mod):
+            bounded = self._bound_digits(expr)
+            return bounded is not None and self._proves_nonnegative(bounded)
+        # An expression affine in an index is least at one end of the index's range.
+        for symbol in sorted(expr.free_symbols & self.sizes.keys(), key=str):
+            slope = sympy.diff(expr, symbol)
+            if slope.has(symbol):
+                return False
+            if self._proves_nonnegative(sympy.expand(slope)):
+                return self._proves_nonnegative(sympy.expand(expr.subs(symbol, 0)))
+            if self._proves_nonnegative(sympy.expand(-slope)):
+                return self._proves_nonnegative(sympy.expand(expr.subs(symbol, self.sizes[symbol] - 1)))
+            return False
+        # Only sizes are left: write each as its least value plus something non-negative.
+        shifted = expr.subs({s: self.lower.get(s, 0) + sympy.Dummy(nonnegative=True) for s in expr.free_symbols})
+        return all(bool(term.is_nonnegative) for term in sympy.Add.make_args(sympy.expand(shifted)))
+
+    def _bound_digits(self, expr: sympy.Expr) -> sympy.Expr | None:
+        # Replace x // c and x mod c by fresh indices over their ranges: looser, so a proof still holds.
+        digits = [term for term in expr.atoms(FloorDiv, Mod) if not any(a.has(FloorDiv, Mod) for a in term.args)]
+        if not digits:
+            return None
+        for term in digits:
+            dividend, by = term.args
+            if isinstance(term, Mod):
+                size = by
+            else:
+                top = self._greatest(dividend)
+                if top is None or not (top.is_Integer and by.is_Integer):
+                    return None
+                size = top // by + 1
+            expr = expr.subs(term, self.fresh("digit", size))
+        return sympy.expand(expr)
+
+    def _greatest(self, expr: sympy.Expr) -> sympy.Expr | None:
+        for symbol in expr.free_symbols & self.sizes.keys():
+            if not self.is_nonnegative(sympy.diff(expr, symbol)):
+                return None
+            expr = expr.subs(symbol, self.sizes[symbol] - 1)
+        return sympy.expand(expr)
+
+
+def simplify_index(value: sympy.Expr, space: Space) -> sympy.Expr:
+    """`value` with every floor division and modulo carried out that the ranges allow."""
+    if not value.has(FloorDiv, Mod):
+        return sympy.expand(value)
+    args = [simplify_index(arg, space) for arg in value.args]
+    if isinstance(value, FloorDiv):
+        return space.floordiv(*args)
+    if isinstance(value, Mod):
+        return space.mod(*args)
+    return sympy.expand(value.func(*args))

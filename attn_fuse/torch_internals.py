@@ -1,0 +1,156 @@
+"""The only module that names private torch APIs. Tried on torch 2.13.0 (CPU).
+
+Each name says what it is for; where a public name exists for the same thing, that one is used elsewhere instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._dynamo.backends.registry import lookup_backend
+from torch._dynamo.exc import ShortenTraceback
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._sympy.functions import FloorDiv, Mod
+
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "FloorDiv",
+    "Mod",
+    "PassesThroughDynamo",
+    "compile_with",
+    "core_decompositions",
+    "functionalized",
+    "known_backends",
+    "lower_bounds",
+    "make_fx",
+    "sdpa_choice",
+    "source_name",
+    "without_inductor_attention",
+]
+
+# Dynamo wraps what a backend raises in BackendCompilerFailed, except for this family.
+PassesThroughDynamo = ShortenTraceback
+
+
+def core_decompositions() -> dict[Any, Callable[..., Any]]:
+    """The core ATen decompositions."""
+    from torch._decomp import core_aten_decompositions
+
+    return core_aten_decompositions()
+
+
+def functionalized(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` with its in-place operations undone; unlike `torch.func.functionalize` it keeps sizes symbolic."""
+    from torch._subclasses.functional_tensor import dispatch_functionalize
+
+    return dispatch_functionalize(function)
+
+
+def lower_bounds(mode: FakeTensorMode) -> dict[Any, int]:
+    """The least value of each size symbol that the mode's shape environment guards."""
+    if mode.shape_env is None:
+        return {}
+    return {s: int(r.lower) if r.lower.is_Integer else 0 for s, r in mode.shape_env.var_to_range.items()}
+
+
+def source_name(placeholder: torch.fx.Node) -> str:
+    """Where Dynamo took a graph input from, as in ``L['self']._buffers['bias']``; "" where it does not say."""
+    argument = placeholder.meta.get("grapharg")
+    source = getattr(argument, "source", None)
+    if source is None:
+        source = getattr(placeholder, "_dynamo_source", None)
+    name = getattr(source, "name", "")
+    return str(name() if callable(name) else name)
+
+
+def sdpa_choice(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    enable_gqa: bool,
+) -> int:
+    """The `torch.nn.attention.SDPBackend` that `scaled_dot_product_attention` would run on these real tensors."""
+    return int(torch._fused_sdp_choice(query, key, value, mask, dropout_p, is_causal, enable_gqa=enable_gqa))
+
+
+def known_backends() -> frozenset[str]:
+    """The names of every registered Dynamo backend."""
+    return frozenset(torch.compiler.list_backends(exclude_tags=None))
+
+
+def compile_with(
+    backend: str | Callable[..., Any], mode: str | None, graph: torch.fx.GraphModule, inputs: Sequence[Any]
+) -> Callable[..., Any]:
+    """`graph` compiled by the inner backend."""
+    if backend == "inductor":
+        from torch._inductor.compile_fx import compile_fx
+
+        patches = torch._inductor.list_mode_options(mode) if mode else {}
+        return compile_fx(graph, list(inputs), config_patches=patches)
+    function = lookup_backend(backend) if isinstance(backend, str) else backend
+    return function(graph, list(inputs), **({"mode": mode} if mode else {}))
+
+
+@contextlib.contextmanager
+def without_inductor_attention() -> Iterator[None]:
+    """Keep Inductor's own attention patterns off the graphs compiled within the block.
+
+    They ignore integers, so they rewrite look-alikes (a softmax over another axis, a permuted key) into wrong
+    answers. Their entries are out of the joint-graph passes while one of these runs, and back afterwards; a marker
+    in the config keeps what is compiled here apart, in Inductor's caches, from what it makes of the same graph alone.
+    """
+    from torch._inductor import config
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+    from torch._inductor.fx_passes import fuse_attention, joint_graph
+
+    def is_attention(entry: Any) -> bool:
+        check = getattr(entry, "extra_check", None)
+        if not inspect.isfunction(check):
+            return False
+        search = inspect.getclosurevars(check).nonlocals.get("search_fn")
+        return getattr(search, "__module__", None) == fuse_attention.__name__
+
+    class WithoutAttention:
+        def __init__(self, passes: Any) -> None:
+            self.passes = passes
+
+        def apply(self, graph: Any) -> int:
+            before = {key: list(entries) for key, entries in self.passes.patterns.items()}
+            for key, entries in before.items():
+                self.passes.patterns[key][:] = [entry for entry in entries if not is_attention(entry)]
+            try:
+                return int(self.passes.apply(graph) or 0)
+            finally:
+                for key, entries in before.items():
+                    self.passes.patterns[key][:] = entries
+
+    users_pass = config.joint_custom_post_pass
+
+    class Marker(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            for run in users_pass if isinstance(users_pass, (list, tuple)) else [users_pass]:
+                if run is not None:
+                    run(graph)
+
+        def uuid(self) -> Any:
+            runs = users_pass if isinstance(users_pass, (list, tuple)) else [users_pass]
+            known = [run.uuid() for run in runs if run is not None]
+            return ("attn_fuse: attention patterns off", *map(str, known))
+
+    passes = joint_graph.pass_patterns
+    originals = list(passes)
+    passes[:] = [WithoutAttention(original) for original in originals]
+    try:
+        with config.patch(joint_custom_post_pass=Marker()):
+            yield
+    finally:
+        passes[:] = originals

@@ -1,0 +1,62 @@
+"""An attention in words, for the report."""
+
+from __future__ import annotations
+
+from attn_fuse import expression as ex
+from attn_fuse.attention import Attention, Causal
+from attn_fuse.facts import Facts
+
+
+def in_words(attention: Attention, facts: Facts, proofs: tuple[str, ...]) -> dict[str, str]:
+    """What was recognised, by name. proofs: the buffers whose contents the recognition rests on."""
+    words = {"heads": str(facts.heads)}
+    if facts.kv_heads != facts.heads:
+        words["kv_heads"] = str(facts.kv_heads)
+    words["head_dim"] = str(facts.head_dim)
+    if facts.value_dim != facts.head_dim:
+        words["value_dim"] = str(facts.value_dim)
+    words["q_len"] = _length("q_len", facts)
+    words["kv_len"] = _length("kv_len", facts)
+    words["mask"] = _mask(attention, proofs)
+    words["scale"] = _scale(attention, facts)
+    if attention.biases:
+        words["bias"] = f"{len(attention.biases)} added to the scores"
+    words["dropout"] = _dropout(attention)
+    words["dtype"] = str(facts.dtype).removeprefix("torch.")
+    return words
+
+
+def _length(name: str, facts: Facts) -> str:
+    length = str(getattr(facts, name))
+    return f"{length} on the first call, any later" if name in facts.symbolic else length
+
+
+def _mask(attention: Attention, proofs: tuple[str, ...]) -> str:
+    if not attention.mask.parts:
+        return "none"
+    structure = " & ".join(map(str, attention.mask.parts))
+    if not any(isinstance(part, Causal) for part in attention.mask.parts):
+        return structure
+    offset = attention.mask.causal_parts[0].offset
+    seen = "j <= i" if offset == 0 else f"j <= i + {offset}"
+    because = " and ".join(proofs) if proofs else "the positions that the program compares"
+    return f"{structure}, since query i sees key {seen} by {because}"
+
+
+def _scale(attention: Attention, facts: Facts) -> str:
+    if not isinstance(attention.scale, ex.Const):
+        return "a tensor of the program, multiplied into the query"
+    scale = float(attention.scale.value)
+    usual = facts.head_dim**-0.5
+    return f"{scale:.6g}" + (f" = 1 / sqrt({facts.head_dim})" if abs(scale - usual) < 1e-6 * usual else "")
+
+
+def _dropout(attention: Attention) -> str:
+    match attention.dropout_p:
+        case None:
+            return "none"
+        case ex.Const(p):
+            return f"{p:g}"
+    return "a probability known when the program runs"
+
+
