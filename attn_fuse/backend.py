@@ -82,7 +82,7 @@ def _guarded(
         return compiled
     guard, chosen = Guard(proofs, inputs), chosen_kernels()
     locations = [site.location for site in report.sites]
-    constants = frozenset(f"L['{name}']" for name in _placeholders(original, proofs))
+    constants = frozenset(f"L['values'][{proof.input}]" for proof in proofs)
 
     @functools.cache
     def for_kernels(names: tuple[str, ...] | None) -> Callable[..., Any]:
@@ -116,7 +116,12 @@ def _compiled_anew(graph: GraphModule, backend: Callable[..., Any]) -> Callable[
     """`graph` captured and compiled once more, when it is called, with guards of its own."""
     if any(op_name(node) in INLINE_SUBGRAPHS for node in graph.graph.nodes):
         return graph
-    return torch.compile(graph, backend=backend)
+
+    # Dynamo passes over a generated forward that is called as such, but looks into one that a function calls.
+    def again(*values: Any) -> Any:
+        return graph.forward(*values)
+
+    return torch.compile(again, backend=backend)
 
 
 def _require_all_fused(sites: Sequence[SiteReport]) -> None:
@@ -130,11 +135,6 @@ def _relocated(sites: Sequence[SiteReport], locations: Sequence[Location]) -> Se
     if len(sites) != len(locations):
         return sites
     return [SiteReport(**{**vars(site), "location": where}) for site, where in zip(sites, locations, strict=True)]
-
-
-def _placeholders(graph: GraphModule, proofs: Sequence[Proof]) -> list[str]:
-    nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    return [nodes[proof.input].name for proof in proofs]
 
 
 def _code(graph: GraphModule) -> str:

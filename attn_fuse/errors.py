@@ -13,6 +13,11 @@ class AttnFuseError(PassesThroughDynamo, RuntimeError):
 
     def __init__(self, message: str) -> None:
         super().__init__(message, first_useful_frame=None)
+        self.message = message
+
+    def __str__(self) -> str:
+        # Dynamo adds advice on its own debugging to the arguments of what passes through it.
+        return self.message
 
 
 class OptionError(AttnFuseError, ValueError):

@@ -1,6 +1,6 @@
-"""The model of a source file: the file imported, its outermost nn.Module class, and an instance built from its defaults.
+"""The model of a source file: its outermost nn.Module class, an instance from its defaults, and inputs that it runs on.
 
-Takes a file that only defines classes. Whatever is not certain is asked for in an `ExplainError`, never made up.
+Takes a file that only defines classes. What is not certain is asked for in an `ExplainError`, never made up.
 """
 
 from __future__ import annotations
@@ -16,16 +16,38 @@ import sys
 import traceback
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from attn_fuse.errors import ExplainError
 
-CONFIG_NAMES = ("config", "configuration", "cfg", "conf", "args", "params", "hparams", "opt", "options", "settings")
+CONFIG_NAMES = ("config", "configuration", "cfg", "conf", "args", "params", "hparams", "options", "settings")
+LENGTH_NAMES = (
+    "block_size",
+    "n_positions",
+    "max_position_embeddings",
+    "max_seq_len",
+    "max_seq_length",
+    "max_sequence_length",
+    "seq_len",
+    "seq_length",
+    "sequence_length",
+    "context_length",
+    "context_size",
+    "context_len",
+    "n_ctx",
+    "max_len",
+    "max_length",
+)
+PICTURE_NAMES = ("image_size", "img_size", "input_size", "resolution")
+
+# The length of a first cheap run, the one where the model does not say, and the longest that is tried unasked.
+SHORT, USUAL, LONGEST = 8, 64, 1024
 
 
 @contextlib.contextmanager
@@ -129,6 +151,172 @@ def in_one_line(error: BaseException) -> str:
     return f"{text} ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else text
 
 
+@dataclass(frozen=True)
+class Inputs:
+    """What a model is called with."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return ", ".join([*map(_in_words, self.args), *(f"{name}={_in_words(v)}" for name, v in self.kwargs.items())])
+
+
+def inputs_for(model: nn.Module, configs: Sequence[object] = (), targets: bool = False) -> Inputs:
+    """Inputs that `model` runs on, of the length that it, or one of `configs`, says it takes.
+
+    targets: pass integer targets too, where forward has a parameter for them.
+    Raises: ExplainError where no guess runs.
+    """
+    trial = _Trial(model, targets)
+    holders = [model, *configs, *(getattr(model, name) for name in CONFIG_NAMES if hasattr(model, name))]
+    length = _declared(holders, LENGTH_NAMES)
+    ran = (
+        _on_tokens(trial, model, length)
+        or _on_pictures(trial, model, _declared(holders, PICTURE_NAMES))
+        or _on_floats(trial, model, length)
+    )
+    if ran is not None:
+        return ran.inputs
+    tried = f"with {trial.failures[0]}" if trial.failures else "it has no embedding, convolution or linear layer"
+    raise ExplainError(
+        f"no inputs found that {type(model).__name__} runs on ({tried}); "
+        f"pass them with --inputs, as in --inputs 'torch.randn(1, 64, 512)'"
+    )
+
+
+@dataclass(frozen=True)
+class _Ran:
+    # Inputs that the model ran on, and what each of its embeddings was given.
+    inputs: Inputs
+    embedded: list[tuple[nn.Embedding, Tensor]]
+
+
+class _Trial:
+    """Runs the model on guesses of its first argument, with the other required ones filled in by name."""
+
+    def __init__(self, model: nn.Module, targets: bool) -> None:
+        self.model = model
+        self.parameters = list(inspect.signature(model.forward).parameters.values())
+        self.targets = next((p.name for p in self.parameters[1:] if targets and p.name in ("targets", "labels")), None)
+        weight = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
+        self.device, self.dtype = weight.device, weight.dtype
+        self.failures: list[str] = []
+
+    def __call__(self, first: Tensor) -> _Ran | None:
+        for inputs in self._guesses(first.to(self.device)):
+            try:
+                with torch.no_grad(), _embedded(self.model) as embedded:
+                    self.model(*inputs.args, **inputs.kwargs)
+                return _Ran(inputs, embedded)
+            except Exception as error:
+                self.failures.append(f"{inputs}: {in_one_line(error)}")
+        return None
+
+    def floats(self, *shape: int) -> Tensor:
+        return torch.randn(shape, dtype=self.dtype)
+
+    def _guesses(self, first: Tensor) -> Iterator[Inputs]:
+        if not self.parameters:
+            yield Inputs()
+            return
+        others = [p for p in self.parameters[1:] if p.default is p.empty and p.name != self.targets and _is_named(p)]
+        masks: list[Tensor | None] = [None]
+        if any("mask" in p.name for p in others) and first.dim() > 1:
+            length = first.shape[1]
+            masks += [torch.ones(shape, device=self.device) for shape in ((length, length), (1, length))]
+        for mask in masks:
+            values = {p.name: _filler(p, first, mask) for p in others}
+            args = (first, *(values.pop(p.name) for p in others if p.kind is not p.KEYWORD_ONLY))
+            if self.targets is not None and not first.is_floating_point():
+                yield Inputs(args, {**values, self.targets: first.roll(-1)})
+            yield Inputs(args, values)
+
+
+@contextlib.contextmanager
+def _embedded(model: nn.Module) -> Iterator[list[tuple[nn.Embedding, Tensor]]]:
+    # A list that receives each embedding of the model that is called within the block, and what it is given.
+    calls: list[tuple[nn.Embedding, Tensor]] = []
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    hooks = [m.register_forward_pre_hook(lambda module, args: calls.append((module, args[0]))) for m in embeddings]
+    try:
+        yield calls
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _is_named(parameter: inspect.Parameter) -> bool:
+    return parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+
+
+def _filler(parameter: inspect.Parameter, first: Tensor, mask: Tensor | None) -> object:
+    if "mask" in parameter.name:
+        return mask
+    if parameter.annotation in (int, "int") or parameter.name in ("start_pos", "pos", "offset", "step", "past_len"):
+        return 0
+    return first
+
+
+def _on_tokens(trial: _Trial, model: nn.Module, length: int | None) -> _Ran | None:
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    if not embeddings:
+        return None
+    # Descending tokens: a model makes positions or token types of its own, but not these.
+    vocab = min(embedding.num_embeddings for embedding in embeddings)
+    lengths = (min(SHORT, length or SHORT), min(length or USUAL, LONGEST))
+    probe = _first(trial(torch.arange(size).flip(0)[None] % vocab) for size in lengths)
+    if probe is None:
+        return None
+    tokens = probe.inputs.args[0] if probe.inputs.args else torch.empty(0)
+    takers = [module for module, given in probe.embedded if torch.equal(given.flatten(), tokens.flatten())]
+    if not takers:
+        return None
+    if length is None:
+        length = min((m.num_embeddings for m, _ in probe.embedded if m not in takers), default=USUAL)
+    vocab = min(module.num_embeddings for module in takers)
+    return trial(torch.randint(vocab, (1, min(length, LONGEST)))) or probe
+
+
+def _on_pictures(trial: _Trial, model: nn.Module, size: int | None) -> _Ran | None:
+    convolution = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
+    if convolution is None:
+        return None
+    sizes = (size,) if size else (224, 32)
+    return _first(trial(trial.floats(1, convolution.in_channels, size, size)) for size in sizes)
+
+
+def _on_floats(trial: _Trial, model: nn.Module, length: int | None) -> _Ran | None:
+    linear = next((module for module in model.modules() if isinstance(module, nn.Linear)), None)
+    if linear is None:
+        return None
+    short = trial(trial.floats(1, SHORT, linear.in_features))
+    return trial(trial.floats(1, min(length or USUAL, LONGEST), linear.in_features)) or short
+
+
+def _first(runs: Iterator[_Ran | None]) -> _Ran | None:
+    return next((ran for ran in runs if ran is not None), None)
+
+
+def _declared(holders: Sequence[object], names: Sequence[str]) -> int | None:
+    # The first positive whole number that one of the holders has under one of the names.
+    for name in names:
+        for holder in holders:
+            value = holder.get(name) if isinstance(holder, Mapping) else getattr(holder, name, None)
+            if isinstance(value, (tuple, list)) and value:
+                value = value[0]
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                return value
+    return None
+
+
+def _in_words(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    text = repr(value)
+    return text if len(text) <= 40 else type(value).__name__
+
+
 def _root_and_name(path: Path) -> tuple[Path, str]:
     # The directory to import from, and the dotted name that the file has there.
     root, parts = path.parent, [path.stem]
@@ -228,10 +416,12 @@ def _config_class(cls: type, name: str, hint: Any, namespace: Mapping[str, Any])
     # The class whose defaults make the constructor's argument `name`, or None where it is no config.
     if hint is not None:
         options = [option for option in typing.get_args(hint) or (hint,) if isinstance(option, type)]
-        return next((option for option in options if _is_config_class(option, None)), None)
+        named = name.lower().endswith(CONFIG_NAMES)
+        return next((o for o in options if _is_config_class(o) or (named and o.__module__ != "builtins")), None)
     if not name.lower().endswith(CONFIG_NAMES):
         return None
-    candidates = list(dict.fromkeys(v for v in namespace.values() if _is_config_class(v, namespace.get("__name__"))))
+    own = [v for v in namespace.values() if _is_config_class(v) and v.__module__ == namespace.get("__name__")]
+    candidates = list(dict.fromkeys(own))
     for wanted in (name.replace("_", ""), f"{cls.__name__}{name}".replace("_", "")):
         for candidate in candidates:
             if candidate.__name__.lower() == wanted.lower():
@@ -246,13 +436,8 @@ def _config_class(cls: type, name: str, hint: Any, namespace: Mapping[str, Any])
     return candidates[0] if candidates else None
 
 
-def _is_config_class(value: object, file_module: str | None) -> typing.TypeGuard[type]:
-    # file_module: the module that an unannotated argument's class must be defined in.
-    if not isinstance(value, type) or issubclass(value, nn.Module) or value.__module__ in ("builtins", "torch"):
-        return False
-    if file_module is None:
-        return True
-    if value.__module__ != file_module:
+def _is_config_class(value: object) -> typing.TypeGuard[type]:
+    if not isinstance(value, type) or issubclass(value, nn.Module):
         return False
     return dataclasses.is_dataclass(value) or value.__name__.lower().endswith(CONFIG_NAMES)
 
@@ -278,9 +463,7 @@ def _without_default(function: Callable[..., Any]) -> list[str]:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:  # a class written in C has no signature
         return []
-    return [
-        p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    ]
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
 def _called(cls: type[nn.Module], arguments: Mapping[str, object]) -> nn.Module:

@@ -1,0 +1,204 @@
+"""A mask buffer edited after compiling: the answer follows the buffer, without a restart."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import attn_fuse
+from attn_fuse.backend import attn_fuse as backend
+
+T = 12
+
+
+class Causal(nn.Module):
+    """nanoGPT's attention, one projection, no dropout."""
+
+    def __init__(self, shared: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(32, 96)
+        triangle = torch.tril(torch.ones(T, T)).view(1, 1, T, T)
+        self.register_buffer("bias", triangle if shared is None else shared)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        q, k, v = (part.view(batch, length, 4, 8).transpose(1, 2) for part in self.qkv(x).split(width, dim=2))
+        att = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
+        att = att.masked_fill(self.bias[:, :, :length, :length] == 0, float("-inf"))
+        return (F.softmax(att, dim=-1) @ v).transpose(1, 2).contiguous().view(batch, length, width)
+
+
+def compiled(model: nn.Module, **options: object) -> nn.Module:
+    return torch.compile(model, backend=backend, options={"inner_backend": "eager", "pick": "fused"} | options)
+
+
+def same(model: nn.Module, fused: nn.Module, x: torch.Tensor) -> bool:
+    return torch.allclose(model(x), fused(x), atol=1e-5)
+
+
+def visible_diagonal_and_next() -> torch.Tensor:
+    return torch.tril(torch.ones(T, T), 1).view(1, 1, T, T)
+
+
+def in_place(model: Causal) -> None:
+    model.bias[0, 0, 0, 5] = 1
+
+
+def under_no_grad(model: Causal) -> None:
+    with torch.no_grad():
+        model.bias.fill_(1)
+
+
+def under_inference_mode(model: Causal) -> None:
+    with torch.inference_mode():
+        model.bias.fill_(1)
+
+
+def data_replaced(model: Causal) -> None:
+    model.bias.data = visible_diagonal_and_next()
+
+
+def attribute_replaced(model: Causal) -> None:
+    model.bias = visible_diagonal_and_next()
+
+
+def state_loaded(model: Causal) -> None:
+    model.load_state_dict(model.state_dict() | {"bias": visible_diagonal_and_next()})
+
+
+def state_assigned(model: Causal) -> None:
+    model.load_state_dict(model.state_dict() | {"bias": visible_diagonal_and_next()}, assign=True)
+
+
+EDITS = [
+    in_place, under_no_grad, under_inference_mode, data_replaced, attribute_replaced, state_loaded, state_assigned
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_the_answer_follows_an_edit(edit, dynamic, caplog) -> None:
+    model, x = Causal(), torch.randn(2, T, 32)
+    fused = torch.compile(
+        model, backend=backend, dynamic=dynamic, options={"inner_backend": "eager", "pick": "fused"}
+    )
+    before = fused(x)
+    assert attn_fuse.reports()[-1].sites[0].fused
+    assert same(model, fused, x)
+    edit(model)
+    assert not torch.allclose(before, model(x), atol=1e-3)
+    assert same(model, fused, x)
+    assert same(model, fused, x)
+
+
+def test_an_edit_is_said_once_and_an_edit_back_fuses_again(caplog) -> None:
+    model, x = Causal(), torch.randn(2, T, 32)
+    fused = compiled(model)
+    fused(x)
+    triangle = model.bias.clone()
+    with torch.no_grad():
+        model.bias.fill_(1)
+    assert same(model, fused, x) and same(model, fused, x)
+    assert caplog.text.count("running as written") == 1
+    with torch.no_grad():
+        model.bias.copy_(triangle)
+    assert same(model, fused, x)
+
+
+def test_the_same_contents_elsewhere_stay_fused(caplog) -> None:
+    model, x = Causal(), torch.randn(2, T, 32)
+    fused = compiled(model)
+    fused(x)
+    model.bias.data = model.bias.data.clone()
+    assert same(model, fused, x)
+    assert "running as written" not in caplog.text
+
+
+def test_two_modules_with_one_buffer() -> None:
+    shared = torch.tril(torch.ones(T, T)).view(1, 1, T, T)
+    model, x = nn.Sequential(Causal(shared), Causal(shared)), torch.randn(2, T, 32)
+    fused = compiled(model)
+    assert same(model, fused, x)
+    assert sum(site.fused for site in attn_fuse.reports()[-1].sites) == 2
+    with torch.no_grad():
+        shared[..., 0, 3] = 1
+    assert same(model, fused, x)
+    model[1].bias = torch.ones(1, 1, T, T)
+    assert same(model, fused, x)
+
+
+class EditsItsMask(Causal):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.bias[:, :, 0] = 1 - self.bias[:, :, 0]
+        return super().forward(x)
+
+
+class EditsItsMaskAfterwards(Causal):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        self.bias[:, :, 0, 1:4] += 1
+        return out
+
+
+@pytest.mark.parametrize("kind", [EditsItsMask, EditsItsMaskAfterwards])
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_a_buffer_changed_inside_the_graph(kind, inner) -> None:
+    torch.manual_seed(0)
+    model, x = kind(), torch.randn(2, T, 32)
+    twin = kind()
+    twin.load_state_dict(model.state_dict())
+    fused = compiled(model, inner_backend=inner)
+    with torch.no_grad():
+        for _ in range(3):
+            assert torch.allclose(fused(x), twin(x), atol=1e-5, equal_nan=True)
+
+
+def test_a_buffer_made_under_inference_mode_is_not_relied_on() -> None:
+    with torch.inference_mode():
+        model = Causal()
+    x = torch.randn(2, T, 32)
+    fused = compiled(model)
+    with torch.inference_mode():
+        assert same(model, fused, x)
+        (site,) = attn_fuse.reports()[-1].sites
+        assert site.fused and "causal" not in site.attention["mask"]
+        model.bias[0, 0, 0, 5] = 1
+        assert same(model, fused, x)
+
+
+def test_causal_but_for_one_element_is_not_causal() -> None:
+    model, x = Causal(), torch.randn(2, T, 32)
+    model.bias[0, 0, 3, 7] = 1
+    fused = compiled(model)
+    assert same(model, fused, x)
+    (site,) = attn_fuse.reports()[-1].sites
+    assert site.attention["mask"] == "a mask kept as a tensor"
+
+
+def test_a_mask_given_as_an_argument_is_not_a_constant() -> None:
+    def attention(q: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return (q @ q.mT).masked_fill(mask == 0, float("-inf")).softmax(-1) @ q
+
+    fused = torch.compile(attention, backend=backend, options={"inner_backend": "eager", "pick": "fused"})
+    q = torch.randn(2, 4, T, 8)
+    for mask in (torch.tril(torch.ones(T, T)), torch.triu(torch.ones(T, T))):
+        assert torch.allclose(fused(q, mask), attention(q, mask), atol=1e-5)
+    assert "causal" not in attn_fuse.reports()[-1].sites[0].attention["mask"]
+
+
+def test_training_follows_an_edit() -> None:
+    model, x = Causal(), torch.randn(2, T, 32)
+    fused = compiled(model)
+    fused(x).sum().backward()
+    with torch.no_grad():
+        model.bias.fill_(1)
+    model.zero_grad()
+    fused(x).square().sum().backward()
+    got = model.qkv.weight.grad.clone()
+    model.zero_grad()
+    model(x).square().sum().backward()
+    assert torch.allclose(got, model.qkv.weight.grad, atol=1e-4)

@@ -1,0 +1,171 @@
+"""The harness: a program compiled with attn_fuse, held against itself run eagerly in float64.
+
+The budget is a small multiple of what the program, run as written, is off from float64 in its own dtype, with a floor
+of a few roundings. It is the same for every test.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from attn_fuse.backend import attn_fuse as backend
+from attn_fuse.report import GraphReport, SiteReport, as_text, collecting
+
+TIMES_EAGER = 4.0
+ROUNDINGS = 16.0
+
+Program = Callable[..., Any]
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a compiled program. tensors: its outputs and the gradients, by name."""
+
+    tensors: Tensors
+    graphs: Sequence[GraphReport]
+
+    @property
+    def sites(self) -> list[SiteReport]:
+        """Each attention, one that was compiled again for other sizes only once, as it was compiled last."""
+        return list({str(site.location): site for graph in self.graphs for site in graph.sites}.values())
+
+    @property
+    def site(self) -> SiteReport:
+        (site,) = self.sites
+        return site
+
+    @property
+    def after(self) -> str:
+        return "\n".join(graph.after for graph in self.graphs)
+
+    def __str__(self) -> str:
+        return "\n".join(map(as_text, self.graphs))
+
+
+def compiled(program: Program, inner: str = "eager", dynamic: bool | None = None, **options: Any) -> Program:
+    """`program` as the backend compiles it, every site fused that some kernel can run."""
+    return torch.compile(
+        program, backend=backend, dynamic=dynamic, options={"inner_backend": inner, "pick": "fused"} | options
+    )
+
+
+def check(
+    program: Program,
+    *args: Any,
+    inner: str = "eager",
+    dynamic: bool | None = None,
+    backward: bool = True,
+    more: Sequence[tuple[Any, ...]] = (),
+) -> Outcome:
+    """Compile `program`, run it on `args` and then on each of `more`, and hold every result against float64.
+
+    backward: also compare the gradient of every floating-point argument and parameter.
+    """
+    with collecting() as graphs:
+        run = compiled(program, inner, dynamic)
+        for values in (args, *more):
+            got = _results(run, program, values, backward)
+            assert_as_good_as_eager(got, program, values, backward)
+    return Outcome(got, tuple(graphs))
+
+
+def assert_fused(program: Program, *args: Any, **how: Any) -> Outcome:
+    """`check`, and every attention in it is fused (there is at least one)."""
+    outcome = check(program, *args, **how)
+    assert outcome.sites and all(site.fused for site in outcome.sites), str(outcome) or "no attention was found"
+    return outcome
+
+
+def assert_refused(program: Program, *args: Any, reason: str, **how: Any) -> Outcome:
+    """`check`, nothing is fused, and the one attention found says why: with `reason` in its words.
+
+    An empty reason: no softmax between two products was found, so there is nothing to report.
+    """
+    outcome = check(program, *args, **how)
+    assert not any(site.fused for site in outcome.sites), str(outcome)
+    reasons = [site.blocker.reason for site in outcome.sites if site.blocker is not None]
+    if not reason:
+        assert not outcome.sites, str(outcome)
+    else:
+        assert any(reason in said for said in reasons), f"no {reason!r} among {reasons}"
+    return outcome
+
+
+def assert_causal(outcome: Outcome) -> None:
+    """Every attention runs on the kernel's own causal mask, with no mask tensor."""
+    calls = outcome.after.count("scaled_dot_product_attention(")
+    assert calls and outcome.after.count("is_causal = True") == calls, outcome.after
+    assert outcome.after.count("attn_mask = None") == calls, outcome.after
+
+
+def assert_as_good_as_eager(got: Tensors, program: Program, args: Sequence[Any], backward: bool = True) -> None:
+    """`got` is about as near to float64 as `program` run eagerly on `args`."""
+    wide = _wider(program)
+    exact = _results(wide, wide, pytree.tree_map(_widened, args), backward)
+    eager = _results(program, program, args, backward)
+    assert got.keys() == eager.keys() == exact.keys()
+    for name in exact:
+        reference, as_written, result = exact[name], eager[name], got[name]
+        assert result.shape == as_written.shape and result.dtype == as_written.dtype, name
+        known = reference.isfinite() & as_written.isfinite()
+        if not known.any():
+            continue
+        reference, as_written, result = (t[known].double() for t in (reference, as_written, result))
+        usual = (as_written - reference).abs().max().item()
+        error = (result - reference).abs().max().item()
+        rounding = torch.finfo(got[name].dtype).eps if got[name].dtype.is_floating_point else 0.0
+        allowed = TIMES_EAGER * usual + ROUNDINGS * rounding * reference.abs().max().item()
+        assert error <= allowed, f"{name} is {error:.3g} from float64, as written {usual:.3g}, allowed {allowed:.3g}"
+
+
+def tensors(*shape: int, count: int = 3, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+    """`count` random tensors of one shape; query, key and value by default."""
+    return tuple(torch.randn(count, *shape).to(dtype).unbind(0))
+
+
+def _results(run: Program, program: Program, args: Sequence[Any], backward: bool) -> Tensors:
+    """The outputs, then the gradients of arguments and parameters under a fixed weighting of the outputs."""
+    args = pytree.tree_map(lambda a: _leaf(a, backward), tuple(args))
+    parameters = dict(program.named_parameters()) if isinstance(program, nn.Module) else {}
+    with torch.set_grad_enabled(backward):
+        found = [out for out in pytree.tree_leaves(run(*args)) if isinstance(out, Tensor)]
+        results = {f"output {n}": out.detach() for n, out in enumerate(found)}
+        wanted = {f"argument {n}": a for n, a in enumerate(pytree.tree_leaves(args)) if _is_wanted(a)} | parameters
+        total = sum((out * _weights(out)).sum() for out in found if out.requires_grad)
+        if not backward or not isinstance(total, Tensor) or not wanted:
+            return results
+        gradients = torch.autograd.grad(total, list(wanted.values()), allow_unused=True)
+    named = zip(wanted.items(), gradients, strict=True)
+    return results | {f"gradient of {n}": torch.zeros_like(t) if g is None else g for (n, t), g in named}
+
+
+def _leaf(value: Any, backward: bool) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    copied = value.detach().clone(memory_format=torch.preserve_format)
+    return copied.requires_grad_(backward and value.is_floating_point())
+
+
+def _is_wanted(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def _weights(out: Tensor) -> Tensor:
+    # The same in every dtype, and no multiple of a constant: that would hide a softmax's own gradient.
+    return torch.linspace(-1, 1, out.numel(), dtype=torch.float64).cos().reshape(out.shape).to(out.dtype)
+
+
+def _widened(value: Any) -> Any:
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _wider(program: Program) -> Program:
+    return copy.deepcopy(program).double() if isinstance(program, nn.Module) else program
