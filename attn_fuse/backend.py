@@ -27,7 +27,11 @@ _PATTERNS_OFF = "Inductor's own attention patterns were kept off this graph: the
 
 
 def attn_fuse(
-    graph: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, mode: str | None = None
+    graph: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
 ) -> Callable[..., Any]:
     """`graph` with its attention on fused kernels, compiled by the inner backend.
 
@@ -50,7 +54,9 @@ def _compile(
     rewriter = Rewriter(
         graph,
         inputs,
-        pick=functools.partial(pick, allowed=options.kernels if chosen is None else chosen, fuse_all=options.pick == "fused"),
+        pick=functools.partial(
+            pick, allowed=options.kernels if chosen is None else chosen, fuse_all=options.pick == "fused"
+        ),
         may_rewrite=fuel.allows,
         verifier_of=Checker(original, inputs).verifier_of if options.check else None,
         constants=constants,

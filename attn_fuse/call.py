@@ -152,16 +152,15 @@ class Call:
         if _tensor(node).dtype != self.facts.dtype:
             node = self.node("to", node, self.facts.dtype)
         wanted = [self.attention.size(a) for a in axes]
-        if any(s == 1 and w != 1 for s, w in zip(_tensor(node).shape, wanted, strict=True)):
-            shape = [
-                self._size(w) if s == 1 and w != 1 else -1
-                for s, w in zip(_tensor(node).shape, wanted, strict=True)
-            ]
-            node = self.node("expand", node, *shape)
+        broadcast = [s == 1 and w != 1 for s, w in zip(_shape(node), wanted, strict=True)]
+        if any(broadcast):
+            node = self.node(
+                "expand", node, *(self._size(w) if b else -1 for w, b in zip(wanted, broadcast, strict=True))
+            )
         node = self._folded(node, 0, len(self.attention.batch_axes))
         node = self._folded(node, 1, len(heads))
         # No fused kernel of torch's reads a head_dim that is not dense.
-        return node if _tensor(node).stride(-1) == 1 else self.node("contiguous", node)
+        return node if _size_expr(_tensor(node).stride(-1)) == 1 else self.node("contiguous", node)
 
     def _folded(self, node: Node, place: int, count: int) -> Node:
         if count == 0:
@@ -186,7 +185,7 @@ class Call:
     def _folded_broadcast(self, node: Node, place: int, axes: Sequence[sympy.Symbol]) -> Node:
         """Like `_folded`, for a tensor in which some of the axes may have size 1 to be broadcast."""
         if len(axes) > 1:
-            sizes = _tensor(node).shape[place : place + len(axes)]
+            sizes = _shape(node)[place : place + len(axes)]
             wanted = [self.attention.size(a) for a in axes]
             if any(s != 1 for s in sizes) and any(s == 1 and w != 1 for s, w in zip(sizes, wanted, strict=True)):
                 shape: list[Any] = [-1] * _tensor(node).dim()
@@ -290,7 +289,7 @@ class Call:
     def _load(self, load: ex.Load, axes: Sequence[Axis]) -> Node:
         node = self._region.leaves[load.leaf]
         found: list[sympy.Symbol] = []
-        lengths = [_size_expr(s) for s in _tensor(node).shape]
+        lengths = _shape(node)
         # From the last dimension, so that taking one apart does not move those still to come.
         for place in reversed(range(len(load.index))):
             terms, offset = self._affine(load.index[place])
@@ -355,9 +354,7 @@ class Call:
 
     def _unflattened(self, node: Node, place: int, sizes: Sequence[sympy.Expr]) -> Node:
         symbolic = [s for s in sizes if not s.is_Integer]
-        shape = [
-            -1 if len(symbolic) == 1 and not s.is_Integer else self._size(s) for s in sizes
-        ]
+        shape = [-1 if len(symbolic) == 1 and not s.is_Integer else self._size(s) for s in sizes]
         return self.node("unflatten", node, place, shape)
 
     def _permuted(self, node: Node, order: list[int]) -> Node:
@@ -402,17 +399,14 @@ class Call:
 
 
 # After these, the strides of what they were given are gone.
-_FORGETS_STRIDES = frozenset(
-    "contiguous reshape flatten linear matmul bmm mm einsum cat stack concat".split()
-)
+_FORGETS_STRIDES = frozenset("contiguous reshape flatten linear matmul bmm mm einsum cat stack concat".split())
 _ONLY_REORDERS = frozenset({"transpose", "permute", "swapaxes", "swapdims", "movedim", "moveaxis", "t", "mT"})
 
 
 def _strides_matter(output: Node) -> bool:
     """Whether a later operation could see how the region's output lies in memory."""
     return any(
-        op_name(user) not in _FORGETS_STRIDES
-        and not (op_name(user) in _ONLY_REORDERS and not _strides_matter(user))
+        op_name(user) not in _FORGETS_STRIDES and not (op_name(user) in _ONLY_REORDERS and not _strides_matter(user))
         for user in output.users
     )
 
@@ -421,6 +415,10 @@ def _tensor(node: Node) -> torch.Tensor:
     value = value_of(node)
     assert isinstance(value, torch.Tensor)
     return value
+
+
+def _shape(node: Node) -> list[sympy.Expr]:
+    return [_size_expr(size) for size in _tensor(node).shape]
 
 
 def _is_tensor(node: Node) -> bool:

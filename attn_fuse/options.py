@@ -58,7 +58,9 @@ def parse_options(options: Mapping[str, Any] | None, mode: str | None = None) ->
     )
     backend = options.get("inner_backend")
     if isinstance(backend, str) and backend not in known_backends() - {"attn_fuse"}:
-        raise OptionError(f"torch has no inner backend {backend!r}.{nearest(backend, known_backends() - {'attn_fuse'})}")
+        raise OptionError(
+            f"torch has no inner backend {backend!r}.{nearest(backend, known_backends() - {'attn_fuse'})}"
+        )
     if options.get("kernels") is not None:
         options["kernels"] = kernel_names(options["kernels"])
     return Options(mode=mode, **options)
@@ -111,7 +113,7 @@ def _require(options: Mapping[str, Any], name: str, wanted: str, holds: Callable
 
 
 class Fuel:
-    """How many sites may still be rewritten; a site that was allowed once stays allowed when its graph is recompiled."""
+    """How many sites may still be rewritten; one that was allowed stays allowed when its graph is recompiled."""
 
     def __init__(self, limit: int | None) -> None:
         self._limit = limit

@@ -204,7 +204,10 @@ def _trace(
     walk = _Walk(softmax)
     walk.from_output(products[0])
     if not walk.scores:
-        return None
+        hidden = next((leaf for leaf in walk.leaves - walk.operands if _hides_a_product(leaf)), None)
+        if hidden is None:
+            return None
+        return Unread(scope, softmax, Refusal(f"the scores pass through {op_name(hidden)}", hidden))
 
     def refused(reason: str, node: Node) -> Unread:
         return Unread(scope, softmax, Refusal(reason, node))
@@ -314,14 +317,15 @@ class _Walk:
         name = op_name(node) if node.op.startswith("call_") else node.op
         tensors = [n for n in node.all_input_nodes if _is_tensor(n) or _is_tuple(n)]
         scaling = name in ("mul", "div") and len(tensors) == 1
-        if name in CREATION and name in ("empty", "zeros") or scaling or name in CASTS or (
-            name in LAYOUT and (name != "getitem" or _is_slicing(node))
+        if (
+            (name in CREATION and name in ("empty", "zeros"))
+            or scaling
+            or name in CASTS
+            or (name in LAYOUT and (name != "getitem" or _is_slicing(node)))
         ):
             self.inside.add(node)
             for number, arg in enumerate(node.all_input_nodes):
-                if number == 0 and arg in tensors:
-                    self.operand(arg)
-                elif arg in tensors and scaling:
+                if (number == 0 and arg in tensors) or (arg in tensors and scaling):
                     self.operand(arg)
                 elif arg not in self.inside:
                     self.leaves.add(arg)
@@ -358,21 +362,35 @@ def _include_writes(
 def _writes(graph: Graph) -> Iterator[tuple[Node, int]]:
     """Each (operation, memory it writes in place)."""
     for node in graph.nodes:
-        if not node.op.startswith("call_"):
-            continue
-        target = node.args[0] if node.args and isinstance(node.args[0], Node) else None
-        written = [target] if target is not None and _is_in_place(node, target) else []
-        out = node.kwargs.get("out")
-        written += [out] if isinstance(out, Node) else []
-        for tensor in written:
-            for storage in storages(tensor):
-                yield node, storage
+        if node.op.startswith("call_"):
+            for tensor in _written(node):
+                for storage in storages(tensor):
+                    yield node, storage
+
+
+def _written(node: Node) -> list[Node]:
+    """The arguments that `node` writes in place."""
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        # Those that run a subgraph once are looked into; what another one writes is not known.
+        return [] if op_name(node) in INLINE_SUBGRAPHS else list(node.all_input_nodes)
+    if isinstance(node.target, torch._ops.OpOverload):
+        arguments = node.target._schema.arguments
+        given = dict(zip((a.name for a in arguments), node.args, strict=False)) | dict(node.kwargs)
+        written = [given.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+        return [
+            n
+            for value in written
+            for n in (value if isinstance(value, (list, tuple)) else [value])
+            if isinstance(n, Node)
+        ]
+    target = node.args[0] if node.args and isinstance(node.args[0], Node) else None
+    found = [target] if target is not None and _is_in_place(node, target) else []
+    out = node.kwargs.get("out")
+    return [*found, out] if isinstance(out, Node) else found
 
 
 def _is_in_place(node: Node, target: Node) -> bool:
     raw = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
-    if isinstance(node.target, torch._ops.OpOverload):
-        return bool(node.target._schema.is_mutable)
     if raw in ("setitem", "__setitem__"):
         return True
     if node.target in _IN_PLACE_OPERATORS or (raw.startswith("__i") and raw.strip("_") in _OPERATORS):
@@ -405,6 +423,23 @@ def _is_slicing(node: Node) -> bool:
     """Whether a getitem takes slices, positions and new axes only, not a tensor of positions."""
     parts = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
     return not any(isinstance(p, list) or (isinstance(p, Node) and _is_tensor(p)) for p in parts)
+
+
+def _hides_a_product(leaf: Node) -> bool:
+    """Whether `leaf` is an operation on what a product gives, with nothing but element-wise operations between."""
+    if not leaf.op.startswith("call_") or op_name(leaf) in PRODUCTS:
+        return False
+    seen: set[Node] = set()
+    todo = [n for n in leaf.all_input_nodes[:1]]
+    while todo:
+        node = todo.pop()
+        name = op_name(node) if node.op.startswith("call_") else ""
+        if name in PRODUCTS:
+            return True
+        if node not in seen and (name in ELEMENTWISE or name in LAYOUT):
+            seen.add(node)
+            todo += node.all_input_nodes
+    return False
 
 
 def _ancestors_within(output: Node, softmax: Node) -> set[Node]:

@@ -89,9 +89,7 @@ class Rewriter:
             del words["picked"]
             blocker = _blocker(Refusal(choice.because), region.softmax)
             return SiteReport(location, "as written", words, None, choice.why_not, blocker)
-        report = SiteReport(
-            location, "fused", words, choice.kernel.name, choice.why_not, score_bytes=facts.score_bytes
-        )
+        report = SiteReport(location, "fused", words, choice.kernel.name, choice.why_not, score_bytes=facts.score_bytes)
         if not self.may_rewrite(report):
             blocker = _blocker(Refusal("the fuel is used up"), region.softmax)
             return SiteReport(location, "as written", words, None, choice.why_not, blocker)

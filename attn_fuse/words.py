@@ -58,5 +58,3 @@ def _dropout(attention: Attention) -> str:
         case ex.Const(p):
             return f"{p:g}"
     return "a probability known when the program runs"
-
-

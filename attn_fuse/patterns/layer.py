@@ -7,7 +7,20 @@ from dataclasses import dataclass
 import torch
 
 from attn_fuse.attention import Refusal
-from attn_fuse.expression import Add, Binary, Cast, Contract, Div, Dropout, Expr, Mul, Select, Softmax, Unary, has_product
+from attn_fuse.expression import (
+    Add,
+    Binary,
+    Cast,
+    Contract,
+    Div,
+    Dropout,
+    Expr,
+    Mul,
+    Select,
+    Softmax,
+    Unary,
+    has_product,
+)
 
 
 @dataclass(frozen=True)
