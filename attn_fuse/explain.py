@@ -9,7 +9,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
+import os
 import re
 import sys
 import types
@@ -97,7 +99,7 @@ class Explanation:
         count = len(self.reports)
         graphs = f" in {count} graphs" if count > 1 else ""
         if not self.sites:
-            return f"no attention found: there is no softmax between two products{graphs}"
+            return f"no attention found{graphs}: there is no softmax between two products"
         attentions = f"{len(self.sites)} attention{'s' if len(self.sites) > 1 else ''}"
         summary = f"{attentions}{graphs}: {self.fused} fused, {self.left_as_written} left as written"
         if self.already_fused:
@@ -203,6 +205,8 @@ def _anywhere(site: SiteReport) -> SiteReport:
 
 def _modules_in_words(modules: Sequence[str]) -> str:
     distinct = list(dict.fromkeys(module for module in modules if module))
+    if len(distinct) < 3 and len(distinct) == len(modules):
+        return ", ".join(distinct)
     named = ", ".join(distinct) if len(distinct) < 3 else f"{distinct[0]} ... {distinct[-1]}"
     times = f"{len(modules)} times" if len(modules) > 1 else ""
     return ", ".join(part for part in (named, times) if part)
@@ -261,7 +265,18 @@ def _explain_file(args: argparse.Namespace) -> Explanation:
         if isinstance(model, nn.Module):
             model = model.to(device=device, dtype=dtype).train(args.train)
         inputs = Inputs(_moved(inputs.args, device, dtype), _moved(inputs.kwargs, device, dtype))
-        return _tried(model, inputs, options, args.dynamic, args.train)
+        run = functools.partial(_run, inputs=inputs, train=args.train)
+        if args.inputs or device or dtype:
+            _run_as_written(model, inputs, run)
+        try:
+            return _explanation(model, inputs, run, options, args.dynamic)
+        except (ExplainError, OptionError):
+            raise
+        except Exception as error:
+            _run_as_written(model, inputs, run)
+            raise ExplainError(
+                f"{_name(model)}({inputs}) runs as written, but torch.compile fails on it: {in_one_line(error)}"
+            ) from error
 
 
 def _model(
@@ -297,36 +312,30 @@ def _inputs(
             )
 
 
-def _tried(
-    model: Callable[..., Any], inputs: Inputs, options: Mapping[str, Any], dynamic: bool, train: bool
-) -> Explanation:
-    def use(run: Callable[..., Any]) -> None:
-        with torch.set_grad_enabled(train):
-            out = run(*inputs.args, **inputs.kwargs)
-            if train:
-                _backward(out)
+def _run(model: Callable[..., Any], *, inputs: Inputs, train: bool) -> None:
+    with torch.set_grad_enabled(train):
+        out = model(*inputs.args, **inputs.kwargs)
+        if train:
+            _backward(out)
 
+
+def _run_as_written(model: Callable[..., Any], inputs: Inputs, run: Callable[..., None]) -> None:
+    """Tells a model that raises from one that cannot be compiled; Dynamo would log a traceback of the former."""
     try:
-        return _explanation(model, inputs, use, options, dynamic)
-    except (ExplainError, OptionError):
+        run(model)
+    except ExplainError:
         raise
-    except Exception as failure:
-        try:
-            use(model)
-        except Exception as error:
-            raise ExplainError(
-                f"{_name(model)}({inputs}) raises {in_one_line(error)}; pass inputs that it takes with --inputs"
-            ) from error
+    except Exception as error:
         raise ExplainError(
-            f"{_name(model)}({inputs}) runs as written, but torch.compile fails on it: {in_one_line(failure)}"
-        ) from failure
+            f"{_name(model)}({inputs}) raises {in_one_line(error)}; pass inputs that it takes with --inputs"
+        ) from error
 
 
 def _backward(out: object) -> None:
     losses = [tensor.float().sum() for tensor in _tensors(out) if tensor.requires_grad]
     if not losses:
         raise ExplainError("--train: no output needs a gradient; pass --inputs that do, or leave --train out")
-    torch.stack(losses).sum().backward()
+    sum(losses[1:], losses[0]).backward()
 
 
 def _tensors(value: object) -> Iterator[Tensor]:
@@ -382,4 +391,7 @@ class _Callable(types.ModuleType):
 sys.modules[__name__].__class__ = _Callable
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except BrokenPipeError:  # the reader has seen enough: `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""Normalise: a region becomes a graph of core ATen operations, whatever it was spelled with.
+"""Normalise: a region becomes a graph of few ATen operations, whatever it was spelled with.
 
 The region's operations are run once under make_fx, on fresh fake tensors of Dynamo's own fake mode: method, function,
 operator, in-place form, einsum, baddbmm become one small set. Sizes stay symbolic where they were. Dropout stays whole,
@@ -18,7 +18,7 @@ import torch.fx.traceback
 from torch.fx import GraphModule, Node, map_arg
 
 from attn_fuse.region import DROPOUT, Region, op_name, value_of
-from attn_fuse.torch_internals import FakeTensorMode, core_decompositions, functionalized, make_fx
+from attn_fuse.torch_internals import FakeTensorMode, decompositions, functionalized, make_fx
 
 _ORIGIN = "attn_fuse_origin"
 
@@ -135,4 +135,12 @@ def _autocast_as_written(region: Region) -> Iterator[None]:
 
 @functools.cache
 def _decompositions() -> dict[Any, Any]:
-    return core_decompositions()
+    # What make_fx does not take apart by itself and the lift does not read as it is.
+    aten = torch.ops.aten
+    return decompositions(
+        [
+            aten.addmm, aten.baddbmm, aten.clamp_max, aten.clamp_min, aten.eye, aten.floor_divide, aten.linspace,
+            aten.mv, aten.nan_to_num, aten.native_layer_norm, aten.rsub, aten.squeeze.default, aten.t, aten.where.Scalar,
+            aten.where.ScalarOther, aten.where.ScalarSelf, aten.zero, aten._safe_softmax,
+        ]
+    )  # fmt: skip

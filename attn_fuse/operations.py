@@ -134,6 +134,16 @@ def _clamped(index: Indices, shape: Indices) -> Indices:
     return tuple(sympy.Integer(0) if size == 1 else i for i, size in zip(index, shape, strict=True))
 
 
+def _repeat(call: Operation) -> Tensor:
+    x, space = call["self"], call.space
+    extra = len(shape_of(call.result)) - len(x.shape)
+
+    def at(index: Indices) -> Expr:
+        return x.at(tuple(space.mod(i, size) for i, size in zip(index[extra:], x.shape, strict=True)))
+
+    return call.tensor(at)
+
+
 def _unsqueeze(call: Operation) -> Tensor:
     x, dim = call["self"], call["dim"] % (len(call["self"].shape) + 1)
     return call.tensor(lambda index: x.at(index[:dim] + index[dim + 1 :]))
@@ -440,6 +450,7 @@ OPERATIONS: dict[Any, Callable[[Operation], Any]] = {
     aten.permute.default: _permute,
     aten.transpose.int: _transpose,
     aten.expand.default: _expand,
+    aten.repeat.default: _repeat,
     aten.unsqueeze.default: _unsqueeze,
     aten.squeeze.dim: _squeeze,
     aten.squeeze.dims: _squeeze,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import sympy
 import torch
@@ -19,7 +19,7 @@ from attn_fuse.attention import Attention, Axes, Causal, DenseMask, Mask, MaskPa
 from attn_fuse.expression import Const, Contract, Expr, Softmax, index_symbols
 from attn_fuse.lift import Lifted
 from attn_fuse.patterns import SCORE_LAYERS, WEIGHT_LAYERS
-from attn_fuse.patterns.layer import Bias, Drop, Fill, Layer, Scale
+from attn_fuse.patterns.layer import Bias, Drop, Fill, Floor, Layer, Scale
 from attn_fuse.space import Space
 from attn_fuse.torch_internals import FloorDiv, Mod
 
@@ -161,6 +161,7 @@ def _fold(layers: Iterable[Layer], key_axis: sympy.Symbol) -> _Scores | Refusal:
     biases: list[Expr] = []
     fills: list[Fill] = []
     above_fill = False
+    least = -math.inf
     for layer in layers:
         match layer:
             case Scale(factor):
@@ -169,12 +170,17 @@ def _fold(layers: Iterable[Layer], key_axis: sympy.Symbol) -> _Scores | Refusal:
                 scale = ex.mul(scale, factor)
                 above_fill = above_fill or not fills
             case Bias(term):
-                biases.append(ex.mul(scale, term))
+                raised = term if least == -math.inf else ex.binary("maximum", term, Const(least))
+                biases.append(ex.mul(scale, raised))
                 above_fill = above_fill or not fills
             case Fill():
                 if not (isinstance(scale, Const) and scale.value > 0):
                     return Refusal("masked scores are scaled by something that is not a positive number")
-                fills.append(replace(layer, value=layer.value * scale.value))
+                # What a floor lifts is no longer lowered by the fill but replaced by the floor.
+                lifted = layer.value <= least
+                fills.append(Fill(layer.keep, max(layer.value, least) * scale.value, layer.added and not lifted))
+            case Floor(value):
+                least = max(least, value)
     if not any(not f.added for f in fills):
         above_fill = False
     return _Scores(scale, tuple(biases), tuple(fills), above_fill)

@@ -6,6 +6,7 @@ A pattern answers `None` (this layer is not mine), a `Peeled` (I read it, here i
 
 from attn_fuse.patterns.biases import bias
 from attn_fuse.patterns.casts import widening
+from attn_fuse.patterns.floors import floor
 from attn_fuse.patterns.masks import additive_mask, mask
 from attn_fuse.patterns.scale import quotient, scale
 from attn_fuse.patterns.weights import dropout
@@ -13,4 +14,4 @@ from attn_fuse.patterns.weights import dropout
 # From the output of the softmax to its use.
 WEIGHT_LAYERS = (dropout, widening)
 # From the input of the softmax down to the product of query and key.
-SCORE_LAYERS = (widening, mask, additive_mask, bias, scale, quotient)
+SCORE_LAYERS = (widening, mask, additive_mask, bias, scale, quotient, floor)

@@ -47,6 +47,13 @@ class Fill:
 
 
 @dataclass(frozen=True)
+class Floor:
+    """The scores beneath are at least `value`."""
+
+    value: float
+
+
+@dataclass(frozen=True)
 class Drop:
     """Dropout with probability `p`."""
 
@@ -58,7 +65,7 @@ class Nothing:
     """A layer that does not change the mathematics."""
 
 
-Layer = Scale | Bias | Fill | Drop | Nothing
+Layer = Scale | Bias | Fill | Floor | Drop | Nothing
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,19 @@
+"""Floor: scores raised to at least the lowest number of their dtype, as OPT and M2M100 do after masking.
+
+Taken: a floor out of reach of ordinary scores, which turns minus infinity into a finite fill and changes nothing else.
+Declined: any other bound, which is a function of the scores.
+"""
+
+from __future__ import annotations
+
+from attn_fuse.expression import Binary, Const, Expr
+from attn_fuse.patterns.layer import Answer, Floor, Peeled, dtype_of
+from attn_fuse.patterns.masks import is_masking
+
+
+def floor(scores: Expr) -> Answer:
+    match scores:
+        case Binary("maximum", inner, Const(bound)) | Binary("maximum", Const(bound), inner):
+            if is_masking(bound, dtype_of(inner)):
+                return Peeled(inner, Floor(float(bound)))
+    return None
