@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import sympy
 import torch
@@ -21,7 +21,7 @@ from attn_fuse.facts import Facts
 from attn_fuse.region import Region, op_name, value_of
 from attn_fuse.torch_internals import FakeTensorMode
 
-Axis = sympy.Symbol | None
+Axis: TypeAlias = sympy.Symbol | None
 
 
 class NotEmitted(Exception):

@@ -8,7 +8,9 @@ the contents again.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import sympy
 import torch
@@ -78,7 +80,7 @@ def closed_form(tensor: torch.Tensor) -> ClosedForm | None:
     changes = (diagonals[1:] != diagonals[:-1]).nonzero().flatten() + 1
     if changes.numel() + 1 > _MOST_STEPS or not bool((diagonals == diagonals).all()):
         return None
-    steps = [(None, float(diagonals[0]))]
+    steps: list[tuple[int | None, float]] = [(None, float(diagonals[0]))]
     steps += [(int(c) - rows + 1, float(diagonals[c])) for c in changes]
     return ClosedForm(tensor.dtype, tuple(steps))
 
@@ -100,21 +102,21 @@ def can_be_guarded(tensor: torch.Tensor) -> bool:
 class Guard:
     """Checks, on every call, that the proofs still hold. No device work unless a tensor was touched."""
 
-    def __init__(self, proofs: tuple[Proof, ...], inputs: tuple[object, ...]) -> None:
+    def __init__(self, proofs: tuple[Proof, ...], inputs: Sequence[object]) -> None:
         self._proofs = proofs
-        self._seen: list[tuple[int, weakref.ref[torch.Tensor], int, int, torch.UntypedStorage]] = []
+        self._seen: list[tuple[int, Callable[[], object], int, int, torch.UntypedStorage]] = []
         for proof in proofs:
             self._remember(proof, inputs[proof.input])
 
-    def holds(self, inputs: tuple[object, ...]) -> bool:
+    def holds(self, inputs: Sequence[object]) -> bool:
         """Whether every proof is true of these inputs."""
         for number, tensor_of, version, pointer, _ in self._seen:
-            tensor = inputs[number]
-            if tensor is not tensor_of() or tensor._version != version or tensor.data_ptr() != pointer:  # type: ignore[attr-defined]
+            tensor: Any = inputs[number]
+            if tensor is not tensor_of() or tensor._version != version or tensor.data_ptr() != pointer:
                 return self._prove_again(inputs)
         return True
 
-    def _prove_again(self, inputs: tuple[object, ...]) -> bool:
+    def _prove_again(self, inputs: Sequence[object]) -> bool:
         for proof in self._proofs:
             tensor = inputs[proof.input]
             if not isinstance(tensor, torch.Tensor) or not can_be_guarded(tensor) or not proof.form.equals(tensor):

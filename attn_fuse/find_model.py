@@ -347,8 +347,9 @@ def _module(path: Path, name: str) -> types.ModuleType:
         raise ExplainError(f"{path} cannot be imported: it exits; keep what it runs under __main__") from error
     except Exception as error:
         raise ExplainError(f"{path} cannot be imported: {in_one_line(error)}") from error
-    if Path(module.__file__ or "").resolve() != path:
-        raise ExplainError(f"{path} cannot be imported: {module.__file__} is imported as {name} already")
+    source = getattr(module, "__file__", None) or "another module"
+    if Path(source).resolve() != path:
+        raise ExplainError(f"{path} cannot be imported: {source} is imported as {name} already")
     return module
 
 

@@ -46,7 +46,7 @@ class Operation:
         self.space = space
         self.dropout_probability = dropout_probability
         self._values = values
-        schema = node.target._schema  # type: ignore[union-attr]
+        schema = node.target._schema
         self.named = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
         self.named |= dict(zip((a.name for a in schema.arguments), node.args, strict=False))
         self.named |= node.kwargs
@@ -54,8 +54,9 @@ class Operation:
     def __getitem__(self, name: str) -> Any:
         return map_arg(self.named[name], self._values.__getitem__)
 
-    def __contains__(self, name: str) -> bool:
-        return name in self.named
+    def get(self, name: str, usual: Any) -> Any:
+        """The argument, or `usual` where the schema has none of this name."""
+        return self[name] if name in self.named else usual
 
     @property
     def result(self) -> torch.Tensor:
@@ -285,7 +286,7 @@ def _arithmetic(build: Callable[[Expr, Expr], Expr], scaled: bool = False) -> Ca
     def handler(call: Operation) -> Tensor:
         dtype = call.result.dtype
         a, b = _operand(call, "self", dtype), _operand(call, "other", dtype)
-        alpha = _number(call["alpha"]) if scaled and "alpha" in call else ex.Const(1)
+        alpha = _number(call.get("alpha", 1)) if scaled else ex.Const(1)
 
         def at(index: Indices) -> Expr:
             return _rounded_constant(build(a(index), ex.mul(alpha, b(index))), dtype)

@@ -8,7 +8,7 @@ occurs where, never from sizes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import sympy
@@ -121,7 +121,7 @@ def _split_axes(lifted: Lifted) -> tuple[Expr, tuple[tuple[sympy.Symbol, ...], .
         output = [tuple(part for s in dim for part in ((outer, inner) if s == axis else (s,))) for dim in output]
 
 
-def _digits(element: Expr, axes: set[sympy.Symbol]) -> Iterable[sympy.Expr]:
+def _digits(element: Expr, axes: set[sympy.Symbol]) -> Iterator[sympy.Expr]:
     for part in ex.walk(element):
         values = part.index if isinstance(part, ex.Load) else ()
         for value in values:

@@ -91,7 +91,8 @@ def reports() -> tuple[GraphReport, ...]:
 def collecting() -> Iterator[list[GraphReport]]:
     """A list that receives the reports of the graphs compiled within the block."""
     global _recent
-    kept, collected = _recent, []
+    kept = _recent
+    collected: list[GraphReport] = []
     _recent = collections.deque(maxlen=None)
     try:
         yield collected

@@ -179,7 +179,8 @@ def _analyse(region: Region, proofs: Mapping[Node, Proof]) -> _Analysis:
             normal = normalize(region)
         except NotNormal as problem:
             return _Analysis(region, Refusal(str(problem), problem.node), FakeTensorMode(), tuple(cuts))
-        original, made = value_of(region.output), normal.graph.graph.output_node().args[0].meta["val"]
+        original: Any = value_of(region.output)
+        made = normal.graph.graph.output_node().all_input_nodes[0].meta["val"]
         if original.dtype != made.dtype or len(original.shape) != len(made.shape):
             reason = Refusal("the dtype of its products depends on an autocast that is not visible here", region.output)
             return _Analysis(region, reason, normal.mode, tuple(cuts))

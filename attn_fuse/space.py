@@ -9,12 +9,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import sympy
 
 from attn_fuse.torch_internals import FloorDiv, Mod
 
-Size = sympy.Expr
+Size: TypeAlias = sympy.Expr
 
 
 @dataclass

@@ -95,8 +95,9 @@ def compile_with(
         from torch._inductor.compile_fx import compile_fx
 
         patches = torch._inductor.list_mode_options(mode) if mode else {}
-        return compile_fx(graph, list(inputs), config_patches=patches)
-    function = lookup_backend(backend) if isinstance(backend, str) else backend
+        compiled: Any = compile_fx(graph, list(inputs), config_patches=patches)
+        return compiled
+    function: Callable[..., Any] = lookup_backend(backend) if isinstance(backend, str) else backend
     return function(graph, list(inputs), **({"mode": mode} if mode else {}))
 
 
@@ -133,7 +134,7 @@ def without_inductor_attention() -> Iterator[None]:
                 for key, entries in before.items():
                     self.passes.patterns[key][:] = entries
 
-    users_pass = config.joint_custom_post_pass
+    users_pass: Any = config.joint_custom_post_pass
 
     class Marker(CustomGraphPass):
         def __call__(self, graph: torch.fx.Graph) -> None:
@@ -146,7 +147,7 @@ def without_inductor_attention() -> Iterator[None]:
             known = [run.uuid() for run in runs if run is not None]
             return ("attn_fuse: attention patterns off", *map(str, known))
 
-    passes = joint_graph.pass_patterns
+    passes: list[Any] = joint_graph.pass_patterns
     originals = list(passes)
     passes[:] = [WithoutAttention(original) for original in originals]
     try:

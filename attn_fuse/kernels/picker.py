@@ -7,6 +7,7 @@ the program, unless the caller asks for kernels by name or for everything to be 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from attn_fuse.attention import Attention
 from attn_fuse.facts import Facts
@@ -15,19 +16,22 @@ from attn_fuse.kernels.evidence import compare
 from attn_fuse.kernels.kernel import Kernel
 
 
+WhyNot: TypeAlias = dict[str, tuple[str, ...]]
+
+
 @dataclass(frozen=True)
 class Choice:
     """The kernel, or None to leave the site as written; why each other one was not chosen; what it rests on."""
 
     kernel: Kernel | None
-    why_not: dict[str, tuple[str, ...]]
+    why_not: WhyNot
     because: str
 
 
 def pick(attention: Attention, facts: Facts, allowed: tuple[str, ...] | None, fuse_all: bool) -> Choice:
     """allowed: kernels by name, in order of preference, or None for all. fuse_all: do not ask what is faster."""
     order = KERNELS if allowed is None else tuple(k for name in allowed for k in KERNELS if k.name == name)
-    why_not = {k.name: ("not among the kernels allowed",) for k in KERNELS if k not in order}
+    why_not: WhyNot = {k.name: ("not among the kernels allowed",) for k in KERNELS if k not in order}
     able: list[Kernel] = []
     for kernel in order:
         reasons = kernel.why_not(attention, facts)
@@ -52,12 +56,12 @@ def pick(attention: Attention, facts: Facts, allowed: tuple[str, ...] | None, fu
     return Choice(None, why_not, f"no kernel is faster than the program as written: {best.name} takes {measure}")
 
 
-def _chosen(best: Kernel, able: list[Kernel], why_not: dict[str, tuple[str, ...]], because: str) -> Choice:
+def _chosen(best: Kernel, able: list[Kernel], why_not: WhyNot, because: str) -> Choice:
     others = {k.name: (f"{best.name} is preferred",) for k in able if k is not best}
     return Choice(best, why_not | others, because)
 
 
-def _no_kernel(why_not: dict[str, tuple[str, ...]], facts: Facts, allowed: tuple[str, ...] | None) -> str:
+def _no_kernel(why_not: WhyNot, facts: Facts, allowed: tuple[str, ...] | None) -> str:
     here = [k.name for k in KERNELS if facts.device.type in k.devices and (allowed is None or k.name in allowed)]
     said = [f"{name}: {'; '.join(why_not[name])}" for name in here]
     return "no kernel can run it: " + (", ".join(said) if said else f"none is allowed on {facts.device.type}")

@@ -1,0 +1,507 @@
+"""`python -m attn_fuse.explain` and `attn_fuse.explain`: what they print, what they refuse, what they leave alone."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import attn_fuse
+from attn_fuse.explain import Explanation, explain, main
+from attn_fuse.report import Blocker, GraphReport, Location, SiteReport, reports
+
+# nanoGPT's model.py, cut down to what attention needs: classes, no instance, a config with defaults.
+GPT = """
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+from torch.nn import functional as F
+
+class CausalSelfAttention(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd)
+        self.drop = nn.Dropout(config.dropout)
+        self.n_head = config.n_head
+        mask = torch.tril(torch.ones(config.block_size, config.block_size))
+        self.register_buffer("bias", mask.view(1, 1, config.block_size, config.block_size))
+
+    def forward(self, x):
+        B, T, C = x.size()
+        q, k, v = self.c_attn(x).split(C, dim=2)
+        k = k.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
+        q = q.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
+        v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
+        att = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
+        att = att.masked_fill(self.bias[:, :, :T, :T] == 0, float("-inf"))
+        att = F.softmax(att, dim=-1)
+        y = self.drop(att) @ v
+        return self.c_proj(y.transpose(1, 2).contiguous().view(B, T, C))
+
+class Block(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.ln = nn.LayerNorm(config.n_embd)
+        self.attn = CausalSelfAttention(config)
+
+    def forward(self, x):
+        return x + self.attn(self.ln(x))
+
+@dataclass
+class GPTConfig:
+    block_size: int = 32
+    vocab_size: int = 65
+    n_layer: int = 3
+    n_head: int = 4
+    n_embd: int = 32
+    dropout: float = 0.0
+
+class GPT(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.transformer = nn.ModuleDict(dict(
+            wte=nn.Embedding(config.vocab_size, config.n_embd),
+            wpe=nn.Embedding(config.block_size, config.n_embd),
+            h=nn.ModuleList([Block(config) for _ in range(config.n_layer)]),
+        ))
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        print("number of parameters")
+
+    def forward(self, idx, targets=None):
+        x = self.transformer.wte(idx) + self.transformer.wpe(torch.arange(idx.size(1), device=idx.device))
+        for block in self.transformer.h:
+            x = block(x)
+        logits = self.lm_head(x)
+        if targets is None:
+            return logits, None
+        return logits, F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
+"""
+
+# A softmax over the query axis: a look-alike, to be left alone.
+LOOK_ALIKE = """
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        weights = (q @ k.transpose(-2, -1)).softmax(-2)
+        return weights @ v
+"""
+
+PLAIN = """
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return self.layer(x).relu()
+
+def attention(q, k, v):
+    return (q @ k.mT).softmax(-1) @ v
+
+SIZE = 3
+"""
+
+Write = Callable[[str], str]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def _write(source: str) -> str:
+        path = tmp_path / "model.py"
+        path.write_text(source)
+        return str(path)
+
+    return _write
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return torch.softmax(q @ k.transpose(-2, -1) / 4.0, -1) @ v
+
+
+class Layers(nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.h = nn.ModuleList(Attention() for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.h:
+            x = x + layer(x)
+        return x
+
+
+def site(module: str = "", **changes: object) -> SiteReport:
+    values: dict[str, object] = {
+        "location": Location("model.py", 7, "att = att.softmax(-1)", module),
+        "status": "fused",
+        "attention": {"mask": f"causal, by {module}.bias"},
+        "kernel": "flash",
+        "why_not": {"cudnn": ("runs on cuda, not on cpu",)},
+        "score_bytes": 1024,
+    }
+    return SiteReport(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def explanation(*sites: SiteReport) -> Explanation:
+    return Explanation("GPT(int64[1, 8]), inference", (GraphReport(sites, 0.0, ("a note",), "before()", "after()"),))
+
+
+class TestText:
+    def test_sites_that_differ_only_in_their_module_stand_in_one_block(self) -> None:
+        text = str(explanation(*(site(f"h.{n}.attn") for n in range(12))))
+        assert text.count("FUSED on flash") == 1
+        assert "[1] model.py:7 (h.0.attn ... h.11.attn, 12 times)" in text
+        assert "causal, by self.bias" in text
+        assert "12.0 KiB of scores no longer stored" in text
+        assert "12 attentions: 12 fused, 0 left as written" in text
+
+    @pytest.mark.parametrize(
+        ("modules", "words"),
+        [
+            (["h.0", "h.1"], "(h.0, h.1)"),
+            (["h", "h", "h"], "(h, 3 times)"),
+            (["h", "g", "h"], "(h, g, 3 times)"),
+            (["", ""], "(2 times)"),
+        ],
+    )
+    def test_modules_in_words(self, modules: Sequence[str], words: str) -> None:
+        assert words in str(explanation(*(site(module, attention={}) for module in modules)))
+
+    def test_a_mask_of_the_layer_around_does_not_part_a_group(self) -> None:
+        sites = [site(f"m.h.{n}.attn", attention={"mask": f"by m.h.{n}.mask"}) for n in range(3)]
+        assert "by m.h.*.mask" in str(explanation(*sites))
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"location": Location("model.py", 8, "att = att.softmax(-1)", "h.1.attn")},
+            {"kernel": "chunked"},
+            {"attention": {"mask": "none"}},
+            {"status": "already fused", "kernel": None},
+        ],
+    )
+    def test_other_sites_stand_apart(self, change: dict[str, object]) -> None:
+        text = str(explanation(site("h.0.attn"), site("h.1.attn", **change)))
+        assert "[2] model.py:" in text and "(h.0.attn)" in text and "causal, by h.0.attn.bias" in text
+
+    def test_what_is_left_alone_names_its_blocker(self) -> None:
+        blocker = Blocker("another axis", "softmax", Location("model.py", 9, "x.softmax(-2)", "h.0"))
+        other = Blocker("another axis", "softmax", Location("model.py", 9, "x.softmax(-2)", "h.1"))
+        sites = [site(b.location.module, status="refused", blocker=b, score_bytes=0) for b in (blocker, other)]
+        text = str(explanation(*sites))
+        assert text.count("REFUSED") == 1
+        assert "because:    another axis" in text and "model.py:9: x.softmax(-2)" in text
+        assert text.endswith("2 attentions: 0 fused, 2 left as written")
+
+    def test_summary_names_what_was_fused_already(self) -> None:
+        summary = str(explanation(site(), site(status="already fused", score_bytes=0)))
+        assert "2 attentions: 1 fused, 0 left as written, 1 fused already in the program" in summary
+
+    def test_several_graphs(self) -> None:
+        one = GraphReport((site("h.0.attn"),), 0.0, ("a note",))
+        two = GraphReport((site("h.1.attn"),), 0.0, ("a note",))
+        text = str(Explanation("GPT()", (one, two)))
+        assert text.count("a note") == 1 and "2 attentions in 2 graphs: 2 fused" in text
+
+    def test_no_attention(self) -> None:
+        assert "no attention found: there is no softmax between two products" in str(explanation())
+        assert "no attention found: torch.compile made no graph of it" in str(Explanation("GPT()", ()))
+
+    def test_json_keeps_every_site(self) -> None:
+        given = explanation(*(site(f"h.{n}.attn") for n in range(12)))
+        data = json.loads(json.dumps(given.as_json()))
+        assert [s["location"]["module"] for s in data["graphs"][0]["sites"]] == [f"h.{n}.attn" for n in range(12)]
+        assert (data["fused"], data["left_as_written"], data["score_bytes"]) == (12, 0, 12 * 1024)
+        assert "before" not in data["graphs"][0]
+        assert given.as_json(graphs=True)["graphs"][0]["after"] == "after()"
+
+
+class TestCommandLine:
+    def test_an_unmodified_gpt(self, write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+        path = write(GPT)
+        assert main([path, "--pick", "fused"]) == 0
+        captured = capsys.readouterr()
+        line = GPT.splitlines().index("        att = F.softmax(att, dim=-1)") + 1
+        assert captured.out.startswith("GPT(int64[1, 32]), inference, float32 on cpu\n")
+        assert f"{path}:{line} (transformer.h.0.attn ... transformer.h.2.attn, 3 times)" in captured.out
+        assert "att = F.softmax(att, dim=-1)" in captured.out and "causal" in captured.out
+        assert re.search(r"FUSED on \w+", captured.out) and re.search(r"not \w+: ", captured.out)
+        assert "3 attentions: 3 fused, 0 left as written\n48.0 KiB of scores no longer stored" in captured.out
+        assert "number of parameters" in captured.err and "number of parameters" not in captured.out
+
+    def test_training(self, write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+        assert (
+            main([write(GPT.replace("dropout: float = 0.0", "dropout: float = 0.1")), "--train", "--pick=fused"]) == 0
+        )
+        out = capsys.readouterr().out
+        assert out.startswith("GPT(int64[1, 32], targets=int64[1, 32]), training")
+        assert "3 attentions: " in out
+
+    @pytest.mark.parametrize(
+        ("flags", "words"),
+        [
+            (["--dtype", "bfloat16", "--device", "cpu"], "bfloat16 on cpu"),
+            (["--dynamic", "--pick", "fused"], "3 attentions: 3 fused"),
+            (["--kernels", "cpu_flash"], "FUSED on cpu_flash"),
+            (["--entry", "CausalSelfAttention"], "CausalSelfAttention(float32[1, 32, 32])"),
+        ],
+    )
+    def test_flags(self, write: Write, capsys: pytest.CaptureFixture[str], flags: Sequence[str], words: str) -> None:
+        assert main([write(GPT), *flags]) == 0
+        assert words in capsys.readouterr().out
+
+    def test_entry_and_inputs(self, write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+        config = "GPTConfig(n_layer=1)"
+        assert main([write(GPT), "--entry", f"GPT({config})", "--inputs", "torch.arange(8)[None]"]) == 0
+        out = capsys.readouterr().out
+        assert out.startswith("GPT(int64[1, 8])") and "1 attention: " in out
+
+    @pytest.mark.parametrize("inputs", ["(torch.randn(1, 2, 8, 4),) * 3", "dict.fromkeys('qkv', torch.randn(2, 8, 4))"])
+    def test_entry_of_a_function(self, write: Write, capsys: pytest.CaptureFixture[str], inputs: str) -> None:
+        assert main([write(PLAIN), "--entry", "attention", "--inputs", inputs, "--dtype", "float64"]) == 0
+        out = capsys.readouterr().out
+        assert out.startswith("attention(") and "float64" in out and "1 attention: " in out
+
+    def test_a_trained_function(self, write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+        inputs = "(torch.randn(1, 2, 8, 4, requires_grad=True),) * 3"
+        assert main([write(PLAIN), "--entry", "attention", "--inputs", inputs, "--train"]) == 0
+        assert "1 attention: " in capsys.readouterr().out
+
+    def test_a_look_alike(self, write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+        path = write(LOOK_ALIKE)
+        assert main([path, "--pick", "fused"]) == 0
+        out = capsys.readouterr().out
+        assert "1 attention: 0 fused, 1 left as written" in out
+        assert "because:    " in out and f"at:         {path}:11" in out
+
+    def test_no_attention(self, write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main([write(PLAIN)]) == 0
+        assert "no attention found" in capsys.readouterr().out
+
+    def test_json(self, write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main([write(GPT), "--json", "--graph", "--pick", "fused"]) == 0
+        data = json.loads(capsys.readouterr().out)
+        (graph,) = data["graphs"]
+        assert (data["attentions"], data["fused"], len(graph["sites"])) == (3, 3, 3)
+        assert "softmax" in graph["before"] and "softmax" not in graph["after"]
+
+    def test_graph(self, write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main([write(GPT), "--graph", "--pick", "fused"]) == 0
+        before, after = capsys.readouterr().out.split("graph 1, after:")
+        assert "graph 1, before:" in before and "softmax" in before.split("graph 1, before:")[1]
+        assert "softmax" not in after
+
+
+ERRORS = {
+    "a constructor that needs arguments": (
+        "from torch import nn\nclass Net(nn.Module):\n    def __init__(self, width):\n        super().__init__()\n",
+        [],
+        "cannot build Net: its constructor needs width; pass --entry 'Net(width=...)'",
+    ),
+    "no module class": ("x = 1\n", [], "defines no nn.Module class; pass --entry EXPR"),
+    "several module classes": (
+        f"{PLAIN}\nclass Other(nn.Module): pass\n",
+        [],
+        "Net and Other are equally outermost; say which with --entry",
+    ),
+    "a file that raises": (
+        "import nothing_of_this_name\n",
+        [],
+        "ModuleNotFoundError: No module named 'nothing_of_this",
+    ),
+    "inputs that cannot be guessed": (
+        "from torch import nn\nclass Net(nn.Module):\n    def forward(self, x):\n        return x\n",
+        [],
+        "no inputs found that Net runs on",
+    ),
+    "a function without inputs": (
+        PLAIN,
+        ["--entry", "attention"],
+        "no inputs can be guessed for the function attention",
+    ),
+    "an entry that does not evaluate": (PLAIN, ["--entry", "Nett"], "--entry 'Nett' does not evaluate: NameError"),
+    "an entry of another kind": (PLAIN, ["--entry", "SIZE"], "--entry 'SIZE' gives a value of type int; it must give"),
+    "an entry that is another class": (PLAIN, ["--entry", "dict"], "--entry 'dict' gives the class dict; it must give"),
+    "inputs that do not evaluate": (
+        PLAIN,
+        ["--inputs", "randn(1)"],
+        "--inputs 'randn(1)' does not evaluate: NameError",
+    ),
+    "inputs of another kind": (
+        PLAIN,
+        ["--inputs", "[1]"],
+        "--inputs '[1]' gives a list; it must give a tensor, a tuple",
+    ),
+    "inputs that the model does not take": (
+        PLAIN,
+        ["--inputs", "torch.randn(1, 15)"],
+        "Net(float32[1, 15]) raises RuntimeError: mat1 and mat2 shapes cannot be multiplied",
+    ),
+    "training with nothing to train": (
+        PLAIN,
+        ["--train", "--entry", "attention", "--inputs", "(torch.randn(1, 2, 8, 4),) * 3"],
+        "--train: no output needs a gradient",
+    ),
+    "an unknown device": (PLAIN, ["--device", "gpu"], "--device 'gpu' cannot be used: RuntimeError: "),
+    "an unknown dtype": (
+        PLAIN,
+        ["--dtype", "float23"],
+        "--dtype 'float23' is no dtype to run a model in. Did you mean",
+    ),
+    "an unknown pick": (PLAIN, ["--pick", "best"], "attn_fuse option pick='best': it must be 'fastest' or 'fused'"),
+    "an unknown kernel": (PLAIN, ["--kernels", "cpu_flash,flash"], "attn_fuse has no kernel 'flash'."),
+}
+
+
+class TestErrors:
+    @pytest.mark.parametrize(("source", "flags", "message"), ERRORS.values(), ids=ERRORS)
+    def test_one_line_that_says_what_to_pass(
+        self, write: Write, capfd: pytest.CaptureFixture[str], source: str, flags: Sequence[str], message: str
+    ) -> None:
+        assert main([write(source), *flags]) == 2
+        captured = capfd.readouterr()
+        assert captured.out == "" and captured.err.count("\n") == 1
+        assert captured.err.startswith("attn_fuse.explain: ") and message in captured.err
+
+    def test_no_such_file(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main([str(tmp_path / "none.py")]) == 2
+        assert "none.py: no such file; pass a Python file" in capsys.readouterr().err
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+    def test_a_device_that_is_not_there(self, write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main([write(PLAIN), "--device", "cuda"]) == 2
+        assert "--device 'cuda' cannot be used: " in capsys.readouterr().err
+
+    def test_a_model_that_only_runs_as_written(
+        self, write: Write, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def broken(*_: object, **__: object) -> None:
+            raise ValueError("a backend that fails")
+
+        monkeypatch.setattr("attn_fuse.backend.attn_fuse", broken)
+        assert main([write(PLAIN)]) == 2
+        assert "Net(float32[1, 64, 16]) runs as written, but torch.compile fails on it: " in capsys.readouterr().err
+
+
+class TestFreshProcess:
+    def run(self, *command: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=300)
+
+    def test_a_model(self, write: Write) -> None:
+        done = self.run("-W", "error::RuntimeWarning", "-m", "attn_fuse.explain", write(GPT), "--pick", "fused")
+        assert done.returncode == 0, done.stderr
+        assert "3 attentions: 3 fused, 0 left as written" in done.stdout
+        assert "RuntimeWarning" not in done.stderr
+
+    def test_a_model_that_raises(self, write: Write) -> None:
+        raising = PLAIN.replace("return self.layer(x).relu()", "raise ValueError('not today')")
+        for flags in ([], ["--inputs", "torch.randn(1, 4, 16)"]):
+            done = self.run("-m", "attn_fuse.explain", write(raising), *flags)
+            assert done.returncode == 2 and done.stdout == ""
+            assert "ValueError: not today (model.py:10)" in done.stderr and "--inputs" in done.stderr
+            assert "Traceback" not in done.stderr and done.stderr.count("\n") == 1
+
+    def test_the_function_before_and_after_the_module_is_imported(self) -> None:
+        program = (
+            "import torch, attn_fuse\n"
+            "q = torch.randn(1, 2, 8, 4)\n"
+            "def attention(q):\n"
+            "    return (q @ q.mT).softmax(-1) @ q\n"
+            "assert len(attn_fuse.explain(attention, q).sites) == 1\n"
+            "import attn_fuse.explain\n"
+            "assert len(attn_fuse.explain(attention, q).sites) == 1\n"
+            "from attn_fuse import explain\n"
+            "assert len(explain(attention, q).sites) == 1\n"
+        )
+        done = self.run("-c", program)
+        assert done.returncode == 0, done.stderr
+
+
+class TestFunction:
+    x = torch.randn(2, 8, 16)
+
+    def test_gives_the_report(self) -> None:
+        given = explain(Layers(2), x=self.x)
+        assert given.subject == "Layers(x=float32[2, 8, 16]), training, float32 on cpu"
+        assert [s.location.module for s in given.sites] == ["h.0", "h.1"]
+        assert given.fused + given.left_as_written == 2
+        assert reports()[-1] == given.reports[-1]
+
+    def test_the_module_is_the_function(self) -> None:
+        module = importlib.import_module("attn_fuse.explain")
+        assert len(module(Layers(2), self.x).sites) == 2
+        assert module.explain is explain and module is attn_fuse.explain
+
+    def test_every_time_anew(self) -> None:
+        model = Layers(1)
+        for _ in range(12):
+            assert len(explain(model, self.x).sites) == 1
+
+    def test_a_model_that_is_compiled_already(self) -> None:
+        model = torch.compile(Layers(2), backend="eager")
+        model(self.x)
+        assert len(explain(model, self.x).sites) == 2
+
+    def test_what_is_compiled_stays_compiled(self) -> None:
+        compilations: list[tuple[int, ...]] = []
+
+        def count(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Callable[..., object]:
+            compilations.append(tuple(i.shape[0] for i in inputs if i.dim() == 3))
+            return graph.forward
+
+        model = Layers(1)
+        compiled = torch.compile(model, backend=count)
+        compiled(self.x)
+        explain(model, torch.randn(5, 8, 16))
+        compiled(self.x)
+        assert len(compilations) == 1
+
+    def test_a_later_compilation_does_not_grow_dynamic_by_it(self) -> None:
+        symbols: list[bool] = []
+
+        def see(graph: torch.fx.GraphModule, inputs: Sequence[object]) -> Callable[..., object]:
+            symbols.append(any(isinstance(i, torch.SymInt) for i in inputs))
+            return graph.forward
+
+        model = Layers(1)
+        explain(model, torch.randn(5, 8, 16))
+        torch.compile(model, backend=see)(self.x)
+        assert symbols == [False]
+
+    def test_mode_gradients_and_random_state_stay(self) -> None:
+        model = Layers(1).eval()
+        state = torch.get_rng_state()
+        explain(nn.Sequential(model, nn.Dropout(0.5)), self.x)
+        assert torch.equal(state, torch.get_rng_state())
+        assert not model.training and all(p.grad is None for p in model.parameters())
+
+    def test_a_model_that_raises_raises(self) -> None:
+        def broken(x: torch.Tensor) -> torch.Tensor:
+            raise ValueError("not today")
+
+        with pytest.raises(Exception, match="not today"):
+            explain(broken, self.x)

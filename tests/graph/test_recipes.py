@@ -1,0 +1,79 @@
+"""The recipes of CONTRIBUTING.md, followed as they are written."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+import attn_fuse
+from attn_fuse.backend import attn_fuse as backend
+from attn_fuse.kernels import picker
+
+CONTRIBUTING = Path(__file__).parents[2] / "CONTRIBUTING.md"
+
+
+def block(path: str) -> str:
+    """The code block of CONTRIBUTING.md that begins with the comment naming `path`."""
+    text = CONTRIBUTING.read_text()
+    found = re.search(rf"```python\n( *# {re.escape(path)}\n.*?)```", text, re.DOTALL)
+    assert found is not None
+    return textwrap.dedent(" " * 3 + found[1].lstrip(" "))
+
+
+def test_the_kernel_recipe(tmp_path, monkeypatch) -> None:
+    file = tmp_path / "dense.py"
+    file.write_text(block("attn_fuse/kernels/dense.py"))
+    spec = importlib.util.spec_from_file_location("dense", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(picker, "KERNELS", (module.DENSE, *picker.KERNELS))
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        hidden = torch.triu(torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool), 1)
+        return torch.einsum("bhqk,bhkd->bhqd", ((q @ k.mT) / 4).masked_fill(hidden, float("-inf")).softmax(-1), v)
+
+    q, k, v = torch.randn(3, 2, 4, 7, 16)
+    fused = torch.compile(attention, backend=backend, options={"inner_backend": "eager", "pick": "fused"})
+    torch.testing.assert_close(fused(q, k, v), attention(q, k, v))
+    assert attn_fuse.reports()[-1].sites[0].kernel == "dense"
+
+    torch._dynamo.reset()
+    fused = torch.compile(attention, backend=backend, options={"inner_backend": "eager", "pick": "fused"})
+    fused(q.double(), k.double(), v.double())
+    (site,) = attn_fuse.reports()[-1].sites
+    assert site.kernel == "cpu_flash" and site.why_not["dense"] == ("does not take float64",)
+
+
+def test_the_pattern_recipe_shows_the_pattern_as_it_is() -> None:
+    code = "\n".join(block("attn_fuse/patterns/floors.py").splitlines()[1:])
+    assert code.strip() in (Path(attn_fuse.__file__).parent / "patterns" / "floors.py").read_text()
+
+
+@pytest.mark.parametrize("fill", ["-inf", "lowest"])
+def test_the_pattern_of_the_recipe(fill) -> None:
+    def attention(q: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+        scores = q @ q.mT
+        value = float("-inf") if fill == "-inf" else torch.finfo(scores.dtype).min
+        scores = scores.masked_fill(~keep, value)
+        return torch.max(scores, torch.tensor(torch.finfo(scores.dtype).min)).softmax(-1) @ q
+
+    q, keep = torch.randn(2, 4, 7, 16), torch.rand(2, 1, 7, 7) > 0.4
+    keep[:, :, 2] = False
+    fused = torch.compile(attention, backend=backend, options={"inner_backend": "eager", "pick": "fused"})
+    torch.testing.assert_close(fused(q, keep), attention(q, keep))
+    assert attn_fuse.reports()[-1].sites[0].fused
+
+
+def test_a_floor_within_reach_is_refused() -> None:
+    def attention(q: torch.Tensor) -> torch.Tensor:
+        return torch.clamp(q @ q.mT, min=-1.0).softmax(-1) @ q
+
+    q = torch.randn(2, 4, 7, 16)
+    fused = torch.compile(attention, backend=backend, options={"inner_backend": "eager", "pick": "fused"})
+    torch.testing.assert_close(fused(q), attention(q))
+    assert attn_fuse.reports()[-1].sites[0].blocker.reason == "the scores pass through maximum"
