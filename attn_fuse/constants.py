@@ -104,7 +104,7 @@ class Guard:
 
     def __init__(self, proofs: tuple[Proof, ...], inputs: Sequence[object]) -> None:
         self._proofs = proofs
-        self._seen: list[tuple[int, Callable[[], object], int, int, torch.UntypedStorage]] = []
+        self._seen: list[tuple[int, Callable[[], Any], int, int, torch.UntypedStorage]] = []
         for proof in proofs:
             self._remember(proof, inputs[proof.input])
 
