@@ -1,8 +1,18 @@
-"""attn_fuse: ``torch.compile(model, backend="attn_fuse")`` runs hand-written attention on fused kernels."""
+"""attn_fuse: ``torch.compile(model, backend="attn_fuse")`` runs hand-written attention on fused kernels.
 
-from attn_fuse.errors import AttnFuseError, NotFusedError, OptionError
-from attn_fuse.options import Options, use_kernels
-from attn_fuse.report import GraphReport, SiteReport, reports
+The names below are loaded when they are first used, so that importing attn_fuse brings in nothing heavy.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from attn_fuse import explain
+    from attn_fuse.errors import AttnFuseError, NotFusedError, OptionError
+    from attn_fuse.options import Options, use_kernels
+    from attn_fuse.report import GraphReport, SiteReport, reports
 
 __all__ = [
     "AttnFuseError",
@@ -11,6 +21,26 @@ __all__ = [
     "OptionError",
     "Options",
     "SiteReport",
+    "explain",
     "reports",
     "use_kernels",
 ]
+
+_HOME = {
+    "AttnFuseError": "errors",
+    "GraphReport": "report",
+    "NotFusedError": "errors",
+    "OptionError": "errors",
+    "Options": "options",
+    "SiteReport": "report",
+    "reports": "report",
+    "use_kernels": "options",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "explain":  # the module, which can be called like the function in it
+        return importlib.import_module("attn_fuse.explain")
+    if name in _HOME:
+        return getattr(importlib.import_module(f"attn_fuse.{_HOME[name]}"), name)
+    raise AttributeError(f"module 'attn_fuse' has no attribute {name!r}")

@@ -298,6 +298,8 @@ def negative(x: Expr) -> Expr:
 
 
 def unary(name: str, x: Expr) -> Expr:
+    if name == "exp" and isinstance(x, Unary) and x.name == "log":
+        return x.x
     function = _FOLDED.get(name)
     if function is not None:
         match x:

@@ -434,6 +434,11 @@ def _softmax(call: Operation) -> Tensor:
     return call.tensor(at)
 
 
+def _log_softmax(call: Operation) -> Tensor:
+    weights = _softmax(call)
+    return call.tensor(lambda index: ex.unary("log", weights.at(index)))
+
+
 def _dropout(call: Operation) -> Tensor:
     x, p = call["x"], call.dropout_probability(call["number"])
     return call.tensor(lambda index: ex.Dropout(x.at(index), p))
@@ -510,5 +515,6 @@ OPERATIONS: dict[Any, Callable[[Operation], Any]] = {
     aten.bmm.default: _bmm,
     aten.mm.default: _bmm,
     aten._softmax.default: _softmax,
+    aten._log_softmax.default: _log_softmax,
     torch.ops.attn_fuse.dropout_marker.default: _dropout,
 }  # fmt: skip

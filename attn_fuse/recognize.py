@@ -246,6 +246,8 @@ def _axes(
             rows.append(symbol)
         elif where == (False, False, True):
             values.append(symbol)
+        elif where == (False, True, False):
+            return Refusal("the keys differ along an axis that neither query nor value has")
         else:
             batch.append(symbol)
     if len(values) > 1:

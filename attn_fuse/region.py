@@ -18,7 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from attn_fuse.attention import Refusal
 
-SOFTMAX = frozenset({"softmax", "_softmax"})
+SOFTMAX = frozenset({"softmax", "_softmax", "log_softmax", "_log_softmax"})
 PRODUCTS = frozenset({"matmul", "bmm", "mm", "einsum", "baddbmm"})
 DROPOUT = frozenset({"dropout"})
 LAYOUT = frozenset(
