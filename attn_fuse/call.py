@@ -19,7 +19,7 @@ from attn_fuse.attention import Attention, Causal, DenseMask
 from attn_fuse.expression import Expr
 from attn_fuse.facts import Facts
 from attn_fuse.region import Region, op_name, value_of
-from attn_fuse.torch_internals import FakeTensorMode
+from attn_fuse.torch_internals import FakeTensorMode, on_fake_tensors
 
 Axis: TypeAlias = sympy.Symbol | None
 
@@ -97,7 +97,7 @@ class Call:
         made = self._graph.create_node(kind, target, args, kwargs)
         self.made.append(made)
         fake_args, fake_kwargs = torch.fx.map_arg((args, kwargs), value_of)
-        with self._mode:
+        with on_fake_tensors(self._mode):
             made.meta["example_value"] = (
                 getattr(fake_args[0], target)(*fake_args[1:], **fake_kwargs)
                 if isinstance(target, str)

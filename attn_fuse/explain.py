@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import inspect
 import json
 import os
 import re
@@ -30,6 +31,11 @@ from attn_fuse.options import PICKS, parse_options
 from attn_fuse.report import GraphReport, SiteReport, as_json, as_text, bytes_in_words, collecting
 
 DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.bfloat16, torch.float16, torch.float64)}
+
+# Keeps what graph breaks make of the model's own code apart from what the user compiles; torch 2.13 and later.
+_ISOLATED: dict[str, Any] = {
+    name: True for name in ("isolate_recompiles",) if name in inspect.signature(torch.compile).parameters
+}
 
 
 @dataclass(frozen=True)
@@ -127,13 +133,15 @@ def _explanation(
     options: Mapping[str, Any] | None = None,
     dynamic: bool = False,
 ) -> Explanation:
-    compiled = torch.compile(  # type: ignore[call-overload]  # torch's overloads leave isolate_recompiles out
-        types.MethodType(_call, model),
+    # A new code object each time: Dynamo keeps what it compiled, and what it learns of shapes, by code object.
+    call = types.FunctionType(_call.__code__.replace(), globals())
+    compiled = torch.compile(
+        types.MethodType(call, model),
         backend=backend.attn_fuse,
         # A new function each time: Dynamo never takes an earlier compilation, which reports nothing, for this one.
         options={**(options or {}), "inner_backend": lambda graph, inputs: graph},
         dynamic=dynamic,
-        isolate_recompiles=True,
+        **_ISOLATED,
     )
     with collecting() as reports:
         use(compiled)
@@ -141,8 +149,7 @@ def _explanation(
 
 
 def _call(self: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    # Dynamo keeps what it learns of shapes by code object: it goes here, and not to the model's own forward.
-    # The name `self` makes module paths start at the model.
+    # What Dynamo compiles instead of the model's own forward. The name `self` makes module paths start at the model.
     return self(*args, **kwargs)
 
 

@@ -18,7 +18,7 @@ import torch.fx.traceback
 from torch.fx import GraphModule, Node, map_arg
 
 from attn_fuse.region import DROPOUT, Region, op_name, value_of
-from attn_fuse.torch_internals import FakeTensorMode, decompositions, functionalized, make_fx
+from attn_fuse.torch_internals import FakeTensorMode, decompositions, functionalized, make_fx, on_fake_tensors
 
 _ORIGIN = "attn_fuse_origin"
 
@@ -71,7 +71,7 @@ def normalize(region: Region) -> Normal:
                 env[node] = _run(node, env, probabilities)
         return env[region.output]
 
-    with mode, torch.no_grad(), _autocast_as_written(region), torch.fx.traceback.preserve_node_meta():
+    with on_fake_tensors(mode), torch.no_grad(), _autocast_as_written(region), torch.fx.traceback.preserve_node_meta():
         inputs = [_fresh(leaf) for leaf in region.leaves]
         traced = make_fx(functionalized(run) if region.mutates else run, _decompositions())(*inputs)
     traced.graph.eliminate_dead_code()

@@ -1,4 +1,4 @@
-"""The only module that names private torch APIs. Tried on torch 2.13.0 (CPU).
+"""The only module that names private torch APIs. Tried on torch 2.11.0, 2.13.0 and 2.15.0, on CPU.
 
 Each name says what it is for; where a public name exists for the same thing, that one is used elsewhere instead.
 """
@@ -29,6 +29,7 @@ __all__ = [
     "known_backends",
     "lower_bounds",
     "make_fx",
+    "on_fake_tensors",
     "sdpa_choice",
     "source_name",
     "without_inductor_attention",
@@ -43,6 +44,19 @@ def decompositions(operations: Sequence[Any]) -> dict[Any, Callable[..., Any]]:
     from torch._decomp import get_decompositions
 
     return dict(get_decompositions(operations))
+
+
+@contextlib.contextmanager
+def on_fake_tensors(mode: FakeTensorMode) -> Iterator[None]:
+    """Operations within the block run on the mode's fake tensors, and keep symbolic sizes symbolic.
+
+    Without the Python dispatcher, which is slower, some versions turn sizes into numbers in composite operations.
+    """
+    from torch._dispatch.python import enable_python_dispatcher
+
+    symbolic = mode.shape_env is not None and bool(mode.shape_env.var_to_range)
+    with mode, enable_python_dispatcher() if symbolic else contextlib.nullcontext():
+        yield
 
 
 def functionalized(function: Callable[..., Any]) -> Callable[..., Any]:
