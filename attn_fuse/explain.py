@@ -32,7 +32,7 @@ from attn_fuse.report import GraphReport, SiteReport, as_json, as_text, bytes_in
 
 DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.bfloat16, torch.float16, torch.float64)}
 
-# Keeps what graph breaks make of the model's own code apart from what the user compiles; torch 2.13 and later.
+# Keeps what graph breaks make of the model's own code apart from what the user compiles; torch 2.11 has no such flag.
 _ISOLATED: dict[str, Any] = {
     name: True for name in ("isolate_recompiles",) if name in inspect.signature(torch.compile).parameters
 }

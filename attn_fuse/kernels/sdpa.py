@@ -75,6 +75,8 @@ def cuda_limits(
 def _common_limits(attention: Attention, facts: Facts) -> Iterator[str]:
     if attention.mask.empty_rows == "mean" and facts.dtype == torch.float16:
         yield "a query that sees no key would not get the mean of the values in float16"
+    if attention.mask.empty_rows == "mean" and facts.training:
+        yield "a query that sees no key would get a gradient, which the program's fill value stops"
     if facts.q_len == 0 or facts.kv_len == 0 or facts.batch == 0:
         yield "takes no empty sequence"
 
