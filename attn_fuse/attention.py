@@ -72,12 +72,13 @@ class Mask:
 class Axes:
     """The index symbols of an attention, each with a range in `Attention.space`.
 
-    batch: in query, key and value alike. heads: the last of these where there are two or more; it is the kv_head.
+    batch, kv_heads: in query, key and value alike (a kernel does the same for both; reports tell them apart).
     groups: query heads that share a key and value. query, key: positions (None where the length is 1).
     inner: the head_dim that the scores sum over. value: the value_dim (None where it is 1).
     """
 
     batch: tuple[sympy.Symbol, ...]
+    kv_heads: tuple[sympy.Symbol, ...]
     groups: tuple[sympy.Symbol, ...]
     query: sympy.Symbol | None
     key: sympy.Symbol
@@ -114,11 +115,11 @@ class Attention:
 
     @property
     def batch_axes(self) -> tuple[sympy.Symbol, ...]:
-        return self.axes.batch[:-1] if len(self.axes.batch) > 1 else self.axes.batch
+        return self.axes.batch
 
     @property
     def kv_head_axes(self) -> tuple[sympy.Symbol, ...]:
-        return self.axes.batch[-1:] if len(self.axes.batch) > 1 else ()
+        return self.axes.kv_heads
 
     @property
     def head_axes(self) -> tuple[sympy.Symbol, ...]:

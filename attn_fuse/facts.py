@@ -13,6 +13,9 @@ from attn_fuse.attention import Attention
 from attn_fuse.expression import Expr
 
 
+_ORDINARY = 100.0
+
+
 @dataclass(frozen=True)
 class Facts:
     """Where and on what an attention runs.
@@ -22,6 +25,7 @@ class Facts:
     dtype: what query, key and value have when a kernel receives them.
     training: whether a gradient of query, key, value or bias is wanted.
     bias_needs_grad: whether one of a bias is.
+    bias_may_hide: whether the biases could lower every score of a query by much, as a padding mask does.
     bias_dtype: the widest floating-point type among the tensors that the biases read; None without such.
     """
 
@@ -37,6 +41,7 @@ class Facts:
     symbolic: frozenset[str]
     training: bool
     bias_needs_grad: bool
+    bias_may_hide: bool
     bias_dtype: torch.dtype | None
 
     @property
@@ -73,6 +78,7 @@ def facts_of(attention: Attention, leaves: Sequence[object]) -> Facts:
         symbolic=frozenset(name for name, size in sizes.items() if not size.is_Integer),
         training=wanting and any(t.requires_grad for t in operands + added),
         bias_needs_grad=wanting and any(t.requires_grad for t in added),
+        bias_may_hide=any(_may_hide(term, tensors) for term in attention.biases),
         bias_dtype=max(widths, key=lambda d: torch.finfo(d).bits) if widths else None,
         **{name: _on_first_call(size, leaves) for name, size in sizes.items()},
     )
@@ -81,6 +87,22 @@ def facts_of(attention: Attention, leaves: Sequence[object]) -> Facts:
 def kernel_dtype(attention: Attention) -> torch.dtype:
     """The one dtype for query, key and value that drops below neither product as written."""
     return torch.promote_types(attention.query_dtype, attention.value_dtype)
+
+
+def _may_hide(term: Expr, tensors: Sequence[torch.Tensor | None]) -> bool:
+    """Whether `term` can be far below zero for all keys of a query. What is learned is taken to be ordinary."""
+    match term:
+        case ex.Const(value):
+            return not abs(value) <= _ORDINARY
+        case ex.Load(leaf):
+            tensor = tensors[leaf]
+            return tensor is None or not tensor.requires_grad
+        case ex.Select(_, a, b):
+            return _may_hide(a, tensors) or _may_hide(b, tensors)
+        case ex.Index() | ex.NonNegative() | ex.IsZero() | ex.Compare() | ex.Not() | ex.And() | ex.Or():
+            return False
+        case _:
+            return any(_may_hide(child, tensors) for child in ex.children(term))
 
 
 def _on_first_call(size: sympy.Expr, leaves: Sequence[object]) -> int:

@@ -9,29 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 
 import sympy
 import torch
 
 from attn_fuse import expression as ex
-from attn_fuse.attention import Attention, Axes, Causal, DenseMask, Mask, MaskPart, Refusal
+from attn_fuse.attention import Attention, Axes, Refusal
 from attn_fuse.expression import Const, Contract, Expr, Softmax, index_symbols
+from attn_fuse.fold import fold, mask_and_biases
 from attn_fuse.lift import Lifted
 from attn_fuse.patterns import SCORE_LAYERS, WEIGHT_LAYERS
-from attn_fuse.patterns.layer import Bias, Drop, Fill, Floor, Layer, Scale
-from attn_fuse.space import Space
+from attn_fuse.patterns.layer import Drop, Layer
 from attn_fuse.torch_internals import FloorDiv, Mod
-
-
-@dataclass(frozen=True)
-class _Scores:
-    """The layers of the scores, folded: scale * product + biases, filled."""
-
-    scale: Expr
-    biases: tuple[Expr, ...]
-    fills: tuple[Fill, ...]
-    above_fill: bool
 
 
 def recognize(lifted: Lifted) -> Attention | Refusal:
@@ -63,7 +52,7 @@ def recognize(lifted: Lifted) -> Attention | Refusal:
     product, score_layers = peeled
     if not isinstance(product, Contract):
         return Refusal(f"the scores pass through {_word(product)}")
-    scores = _fold(score_layers, key_axis)
+    scores = fold(score_layers, key_axis)
     if isinstance(scores, Refusal):
         return scores
     pair = _query_and_key(product, key_axis)
@@ -77,7 +66,7 @@ def recognize(lifted: Lifted) -> Attention | Refusal:
     axes = _axes(output, query, key, value, product.axis, key_axis, [f.keep for f in scores.fills])
     if isinstance(axes, Refusal):
         return axes
-    masked = _mask(scores, axes, space)
+    masked = mask_and_biases(scores, axes, space)
     if isinstance(masked, Refusal):
         return masked
     mask, biases = masked
@@ -156,36 +145,6 @@ def _peel(scores: Expr, patterns: Iterable, what: str) -> tuple[Expr, list[Layer
             return scores, layers
 
 
-def _fold(layers: Iterable[Layer], key_axis: sympy.Symbol) -> _Scores | Refusal:
-    scale: Expr = Const(1.0)
-    biases: list[Expr] = []
-    fills: list[Fill] = []
-    above_fill = False
-    least = -math.inf
-    for layer in layers:
-        match layer:
-            case Scale(factor):
-                if key_axis in index_symbols(factor):
-                    return Refusal("the scores are scaled differently for each key")
-                scale = ex.mul(scale, factor)
-                above_fill = above_fill or not fills
-            case Bias(term):
-                raised = term if least == -math.inf else ex.binary("maximum", term, Const(least))
-                biases.append(ex.mul(scale, raised))
-                above_fill = above_fill or not fills
-            case Fill():
-                if not (isinstance(scale, Const) and scale.value > 0):
-                    return Refusal("masked scores are scaled by something that is not a positive number")
-                # What a floor lifts is no longer lowered by the fill but replaced by the floor.
-                lifted = layer.value <= least
-                fills.append(Fill(layer.keep, max(layer.value, least) * scale.value, layer.added and not lifted))
-            case Floor(value):
-                least = max(least, value)
-    if not any(not f.added for f in fills):
-        above_fill = False
-    return _Scores(scale, tuple(biases), tuple(fills), above_fill)
-
-
 def _query_and_key(product: Contract, key_axis: sympy.Symbol) -> tuple[Expr, Expr] | Refusal:
     with_key = [key_axis in index_symbols(side) for side in (product.a, product.b)]
     if with_key == [False, True]:
@@ -237,7 +196,7 @@ def _axes(
     keeps: list[Expr],
 ) -> Axes | Refusal:
     in_query, in_key, in_value = (index_symbols(side) for side in (query, key, value))
-    batch: list[sympy.Symbol] = []
+    shared: list[sympy.Symbol] = []
     rows: list[sympy.Symbol] = []
     values: list[sympy.Symbol] = []
     for symbol in (s for dim in output for s in dim):
@@ -249,13 +208,17 @@ def _axes(
         elif where == (False, True, False):
             return Refusal("the keys differ along an axis that neither query nor value has")
         else:
-            batch.append(symbol)
+            shared.append(symbol)
     if len(values) > 1:
         return Refusal("the value has more than one dimension of its own")
     compared = [s for s in rows if any(_compares(keep, s, key_axis) for keep in keeps)]
     position = (compared or rows or [None])[-1]
+    # Of several shared axes the last are the heads; a single one is, where a batch of 1 stands before it.
+    first_is_one = bool(output) and not output[0]
+    heads = shared[-1:] if len(shared) > 1 or first_is_one else []
     return Axes(
-        batch=tuple(batch),
+        batch=tuple(shared[: len(shared) - len(heads)]),
+        kv_heads=tuple(heads),
         groups=tuple(s for s in rows if s is not position),
         query=position,
         key=key_axis,
@@ -269,63 +232,6 @@ def _compares(keep: Expr, row: sympy.Symbol, key_axis: sympy.Symbol) -> bool:
         isinstance(part, (ex.NonNegative, ex.IsZero)) and {row, key_axis} <= part.value.free_symbols
         for part in ex.walk(keep)
     )
-
-
-def _mask(scores: _Scores, axes: Axes, space: Space) -> tuple[Mask, tuple[Expr, ...]] | Refusal:
-    """The mask as structure, and the biases, among them what only looked like a mask."""
-    parts = _parts((fill.keep for fill in scores.fills), axes)
-    if _every_row_sees_a_key(parts, space):
-        return Mask(parts), scores.biases
-    # A query may see no key. Minus infinity gives NaN there; a finite fill gives a mean that must come out the same.
-    soft = [fill for fill in scores.fills if fill.added and math.isfinite(fill.value)]
-    hard = [fill for fill in scores.fills if fill not in soft]
-    biases = scores.biases + tuple(ex.select(fill.keep, Const(0.0), Const(fill.value)) for fill in soft)
-    fills = {fill.value for fill in hard}
-    parts = _parts((fill.keep for fill in hard), axes)
-    if not hard:
-        return Mask(), biases
-    if fills == {-math.inf}:
-        return Mask(parts, empty_rows="nan"), biases
-    if len(fills) > 1 or biases or scores.above_fill:
-        return Refusal("a query that sees no key would get another mean of the values")
-    return Mask(parts, empty_rows="mean"), biases
-
-
-def _parts(keeps: Iterable[Expr], axes: Axes) -> tuple[MaskPart, ...]:
-    parts: list[MaskPart] = []
-    for keep in keeps:
-        for condition in _conjuncts(keep):
-            part = _causal(condition, axes) or DenseMask(condition)
-            if part not in parts and condition != ex.TRUE:
-                parts.append(part)
-    return tuple(parts)
-
-
-def _conjuncts(keep: Expr) -> Iterable[Expr]:
-    match keep:
-        case ex.And(a, b):
-            yield from _conjuncts(a)
-            yield from _conjuncts(b)
-        case ex.Select(cond, a, Const(False)):
-            yield from _conjuncts(cond)
-            yield from _conjuncts(a)
-        case ex.Select(cond, Const(False), b):
-            yield from _conjuncts(ex.logical_not(cond))
-            yield from _conjuncts(b)
-        case _:
-            yield keep
-
-
-def _causal(condition: Expr, axes: Axes) -> Causal | None:
-    if not isinstance(condition, ex.NonNegative) or axes.query is None:
-        return None
-    offset = sympy.expand(condition.value - axes.query + axes.key)
-    known = {*axes.batch, *axes.groups, axes.query, axes.key}
-    return None if offset.free_symbols & known or offset.has(FloorDiv, Mod) else Causal(offset)
-
-
-def _every_row_sees_a_key(parts: Iterable[MaskPart], space: Space) -> bool:
-    return all(isinstance(part, Causal) and space.is_nonnegative(part.offset) for part in parts)
 
 
 _WORDS = {

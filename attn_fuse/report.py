@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import logging
+import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -22,7 +23,8 @@ class Location:
     module: str
 
     def __str__(self) -> str:
-        where = f"{self.file}:{self.line}"
+        near = os.path.relpath(self.file) if os.path.isabs(self.file) else self.file
+        where = f"{self.file if near.startswith('..') else near}:{self.line}"
         return f"{where} ({self.module})" if self.module else where
 
 
@@ -116,16 +118,18 @@ def as_text(report: GraphReport) -> str:
     lines: list[str] = []
     for number, site in enumerate(report.sites, 1):
         lines += [f"[{number}] {site.location}", f"    {site.location.code}"]
-        lines.append(f"    {site.status.upper()}" + (f" on {site.kernel}" if site.kernel else ""))
+        lines.append(f"    {_HEADINGS[site.status]}" + (f" on {site.kernel}" if site.kernel else ""))
         lines += [f"      {name + ':':<12}{value}" for name, value in site.attention.items()]
         if site.score_bytes:
             lines.append(f"      {'saved:':<12}{bytes_in_words(site.score_bytes)} of scores no longer stored")
         if site.blocker is not None:
             lines.append(f"      {'because:':<12}{site.blocker.reason}")
-            if site.blocker.location is not None:
+            if site.blocker.location is not None and site.blocker.location != site.location:
                 lines.append(f"      {'at:':<12}{site.blocker.location}: {site.blocker.location.code}")
+        kernels: dict[tuple[str, ...], list[str]] = {}
         for kernel, reasons in site.why_not.items():
-            lines.append(f"      not {kernel}: {'; '.join(reasons)}")
+            kernels.setdefault(reasons, []).append(kernel)
+        lines += [f"      not {', '.join(names)}: {'; '.join(reasons)}" for reasons, names in kernels.items()]
         lines.append("")
     lines += [f"note: {note}" for note in report.notes]
     return "\n".join(lines)
@@ -136,6 +140,14 @@ def as_json(report: GraphReport) -> dict[str, Any]:
     data = asdict(report)
     del data["before"], data["after"]
     return data
+
+
+_HEADINGS = {
+    "fused": "FUSED",
+    "as written": "LEFT AS WRITTEN",
+    "refused": "LEFT AS WRITTEN",
+    "already fused": "ALREADY FUSED in the program (F.scaled_dot_product_attention)",
+}
 
 
 def bytes_in_words(count: int) -> str:

@@ -77,6 +77,9 @@ def _common_limits(attention: Attention, facts: Facts) -> Iterator[str]:
         yield "a query that sees no key would not get the mean of the values in float16"
     if attention.mask.empty_rows == "mean" and facts.training:
         yield "a query that sees no key would get a gradient, which the program's fill value stops"
+    if facts.bias_may_hide and facts.training:
+        # Their backward takes exp(score - lse), and at a score like -1e9 the lse has lost the number of keys.
+        yield "a bias that may hide every key of a query, as padding does, would get a wrong gradient"
     if facts.q_len == 0 or facts.kv_len == 0 or facts.batch == 0:
         yield "takes no empty sequence"
 

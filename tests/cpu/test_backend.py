@@ -228,7 +228,7 @@ def test_strict_raises_with_every_reason() -> None:
     q = torch.randn(2, 4, 8)
     with pytest.raises(attn_fuse.NotFusedError, match="weights are also used outside") as raised:
         torch.compile(returns_weights, backend=backend, options=FUSED | {"strict": True})(q)
-    assert __file__ in str(raised.value)
+    assert "test_backend.py:" in str(raised.value)
 
 
 def test_fuel_counts_sites_over_all_graphs_and_recompiles() -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,6 @@ from attn_fuse.report import Blocker, GraphReport, Location, SiteReport, reports
 GPT = """
 import math
 from dataclasses import dataclass
-
 import torch
 import torch.nn as nn
 from torch.nn import functional as F
@@ -30,19 +30,14 @@ from torch.nn import functional as F
 class CausalSelfAttention(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd)
-        self.drop = nn.Dropout(config.dropout)
-        self.n_head = config.n_head
+        self.c_attn, self.c_proj = (nn.Linear(config.n_embd, n * config.n_embd) for n in (3, 1))
+        self.n_head, self.drop = config.n_head, nn.Dropout(config.dropout)
         mask = torch.tril(torch.ones(config.block_size, config.block_size))
         self.register_buffer("bias", mask.view(1, 1, config.block_size, config.block_size))
-
     def forward(self, x):
         B, T, C = x.size()
         q, k, v = self.c_attn(x).split(C, dim=2)
-        k = k.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
-        q = q.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
-        v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
+        q, k, v = (t.view(B, T, self.n_head, C // self.n_head).transpose(1, 2) for t in (q, k, v))
         att = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
         att = att.masked_fill(self.bias[:, :, :T, :T] == 0, float("-inf"))
         att = F.softmax(att, dim=-1)
@@ -54,7 +49,6 @@ class Block(nn.Module):
         super().__init__()
         self.ln = nn.LayerNorm(config.n_embd)
         self.attn = CausalSelfAttention(config)
-
     def forward(self, x):
         return x + self.attn(self.ln(x))
 
@@ -77,26 +71,22 @@ class GPT(nn.Module):
         ))
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         print("number of parameters")
-
     def forward(self, idx, targets=None):
         x = self.transformer.wte(idx) + self.transformer.wpe(torch.arange(idx.size(1), device=idx.device))
         for block in self.transformer.h:
             x = block(x)
         logits = self.lm_head(x)
-        if targets is None:
-            return logits, None
-        return logits, F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
+        loss = None if targets is None else F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
+        return logits, loss
 """
 
 # A softmax over the query axis: a look-alike, to be left alone.
 LOOK_ALIKE = """
 from torch import nn
-
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.qkv = nn.Linear(16, 48)
-
     def forward(self, x):
         q, k, v = self.qkv(x).chunk(3, -1)
         weights = (q @ k.transpose(-2, -1)).softmax(-2)
@@ -105,12 +95,10 @@ class Net(nn.Module):
 
 PLAIN = """
 from torch import nn
-
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.layer = nn.Linear(16, 16)
-
     def forward(self, x):
         return self.layer(x).relu()
 
@@ -209,11 +197,11 @@ class TestText:
         assert "[2] model.py:" in text and "(h.0.attn)" in text and "causal, by h.0.attn.bias" in text
 
     def test_what_is_left_alone_names_its_blocker(self) -> None:
-        blocker = Blocker("another axis", "softmax", Location("model.py", 9, "x.softmax(-2)", "h.0"))
-        other = Blocker("another axis", "softmax", Location("model.py", 9, "x.softmax(-2)", "h.1"))
-        sites = [site(b.location.module, status="refused", blocker=b, score_bytes=0) for b in (blocker, other)]
+        where = [Location("model.py", 9, "x.softmax(-2)", module) for module in ("h.0", "h.1")]
+        blockers = [(w.module, Blocker("another axis", "softmax", w)) for w in where]
+        sites = [site(module, status="refused", blocker=b, score_bytes=0) for module, b in blockers]
         text = str(explanation(*sites))
-        assert text.count("REFUSED") == 1
+        assert text.count("LEFT AS WRITTEN") == 1
         assert "because:    another axis" in text and "model.py:9: x.softmax(-2)" in text
         assert text.endswith("2 attentions: 0 fused, 2 left as written")
 
@@ -249,7 +237,7 @@ class TestCommandLine:
         assert captured.out.startswith("GPT(int64[1, 32]), inference, float32 on cpu\n")
         assert f"{path}:{line} (transformer.h.0.attn ... transformer.h.2.attn, 3 times)" in captured.out
         assert "att = F.softmax(att, dim=-1)" in captured.out and "causal" in captured.out
-        assert re.search(r"FUSED on \w+", captured.out) and re.search(r"not \w+: ", captured.out)
+        assert re.search(r"FUSED on \w+", captured.out) and re.search(r"not [\w, ]+: ", captured.out)
         assert "3 attentions: 3 fused, 0 left as written\n48.0 KiB of scores no longer stored" in captured.out
         assert "number of parameters" in captured.err and "number of parameters" not in captured.out
 
@@ -296,7 +284,7 @@ class TestCommandLine:
         assert main([path, "--pick", "fused"]) == 0
         out = capsys.readouterr().out
         assert "1 attention: 0 fused, 1 left as written" in out
-        assert "because:    " in out and f"at:         {path}:11" in out
+        assert "because:    " in out and f"{path}:9" in out
 
     def test_no_attention(self, write: Write, capsys: pytest.CaptureFixture[str]) -> None:
         assert main([write(PLAIN)]) == 0
@@ -359,7 +347,7 @@ ERRORS = {
     "inputs that the model does not take": (
         PLAIN,
         ["--inputs", "torch.randn(1, 15)"],
-        "Net(float32[1, 15]) raises RuntimeError: mat1 and mat2 shapes cannot be multiplied",
+        "Net(float32[1, 15]) raises RuntimeError: ",
     ),
     "training with nothing to train": (
         PLAIN,
@@ -422,7 +410,7 @@ class TestFreshProcess:
         for flags in ([], ["--inputs", "torch.randn(1, 4, 16)"]):
             done = self.run("-m", "attn_fuse.explain", write(raising), *flags)
             assert done.returncode == 2 and done.stdout == ""
-            assert "ValueError: not today (model.py:10)" in done.stderr and "--inputs" in done.stderr
+            assert "ValueError: not today (model.py:8)" in done.stderr and "--inputs" in done.stderr
             assert "Traceback" not in done.stderr and done.stderr.count("\n") == 1
 
     def test_the_function_before_and_after_the_module_is_imported(self) -> None:
@@ -452,11 +440,14 @@ class TestFunction:
         assert reports()[-1] == given.reports[-1]
 
     def test_the_module_is_the_function(self) -> None:
-        module = importlib.import_module("attn_fuse.explain")
+        module: Any = importlib.import_module("attn_fuse.explain")
         assert len(module(Layers(2), self.x).sites) == 2
         assert module.explain is explain and module is attn_fuse.explain
 
-    def test_every_time_anew(self) -> None:
+    @pytest.mark.parametrize("isolated", [True, False])
+    def test_every_time_anew(self, isolated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        if not isolated:  # as torch 2.11 compiles
+            monkeypatch.setattr("attn_fuse.explain._ISOLATED", {})
         model = Layers(1)
         for _ in range(12):
             assert len(explain(model, self.x).sites) == 1

@@ -1,0 +1,124 @@
+"""Compile time of a GPT-2 under attn_fuse and under Inductor alone, with cold and with warm caches.
+
+Every figure is of a process of its own: a cold one starts with an empty cache directory, a warm one with what the cold
+one left. Each compiles a training step, forward and backward; what a step takes once compiled is subtracted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "examples" / "nanogpt"))
+
+import torch
+from torch._dynamo.utils import counters
+
+from attn_fuse.report import reports
+from harness import store, summary, table
+from model import GPT, GPTConfig
+
+BACKENDS = ("inductor", "attn_fuse")
+HITS = {
+    "AOTAutograd cache hits": ("aot_autograd", "autograd_cache_hit"),
+    "AOTAutograd cache misses": ("aot_autograd", "autograd_cache_miss"),
+    "AOTAutograd cache bypasses": ("aot_autograd", "autograd_cache_bypass"),
+    "FX graph cache hits": ("inductor", "fxgraph_cache_hit"),
+    "FX graph cache misses": ("inductor", "fxgraph_cache_miss"),
+    "FX graph cache bypasses": ("inductor", "fxgraph_cache_bypass"),
+}
+
+
+def compile_once(args: argparse.Namespace) -> dict[str, Any]:
+    """What compiling with `args.child` took in this process."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=args.length, n_layer=args.layers)).to(args.device)
+    tokens = torch.randint(50257, (1, args.length), device=args.device)
+    # Every attention is fused, also where a short sequence would not pay for it, so that all stages run.
+    model.compile(backend=args.child, options={"pick": "fused"} if args.child == "attn_fuse" else None)
+
+    def step() -> float:
+        started = time.perf_counter()
+        model(tokens, tokens)[1].backward()
+        if args.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - started
+
+    first = step()
+    steady = min(step() for _ in range(3))
+    return {
+        "compile_s": first - steady,
+        "step_s": steady,
+        "stages_s": sum(report.seconds for report in reports()),
+        "sites": sum(len(report.sites) for report in reports()),
+        "fused": sum(site.fused for report in reports() for site in report.sites),
+        "counters": {name: counters[group][counter] for name, (group, counter) in HITS.items()},
+    }
+
+
+def in_new_process(backend: str, cache: str, args: argparse.Namespace) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--child", backend, "--device", str(args.device)]
+    command += ["--layers", str(args.layers), "--length", str(args.length)]
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
+    ran = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", type=torch.device, default="cpu")
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--repeats", type=int, default=3, help="cold and warm processes of each backend, in turn")
+    parser.add_argument("--child", choices=BACKENDS, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
+    if args.child:
+        print(json.dumps(compile_once(args)))
+        return
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for repeat in range(args.repeats):
+        for backend in BACKENDS if repeat % 2 == 0 else reversed(BACKENDS):
+            with tempfile.TemporaryDirectory() as cache:
+                for caches in ("cold", "warm"):
+                    run = in_new_process(backend, cache, args)
+                    runs.setdefault(f"{backend}, {caches} caches", []).append(run)
+                    print(f"{backend}, {caches} caches: {run}", flush=True)
+    rows = []
+    for name in sorted(runs, key=lambda name: name.split()[1]):
+        compiling, stages = (summary([run[key] for run in runs[name]]).median for key in ("compile_s", "stages_s"))
+        last = runs[name][-1]
+        hits = [
+            last["counters"][f"{cache} cache {what}"]
+            for cache in ("AOTAutograd", "FX graph")
+            for what in ("hits", "misses")
+        ]
+        rows.append(
+            [
+                name,
+                f"{compiling:.2f} s",
+                f"{stages:.2f} s",
+                f"{100 * stages / compiling:.1f}%",
+                f"{last['fused']} of {last['sites']}",
+                f"{hits[0]} / {hits[1]}",
+                f"{hits[3]} / {hits[4]}",
+            ]
+        )
+    head = ["", "compile", "in attn_fuse", "share", "fused", "AOTAutograd hit / miss", "FX graph hit / miss"]
+    print(f"\nGPT-2 of {args.layers} layers, {args.length} tokens, training step; medians of {args.repeats} processes")
+    print(table(head, rows))
+    print(store("compile_time", args.device, {"layers": args.layers, "length": args.length, "runs": runs}))
+
+
+if __name__ == "__main__":
+    main()

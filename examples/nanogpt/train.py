@@ -1,0 +1,265 @@
+"""Train a character-level GPT on real text four ways, side by side, and say what each costs.
+
+    eager        model.py as it is
+    inductor     model.py under torch.compile(backend="inductor")
+    attn_fuse    model.py under torch.compile(backend="attn_fuse"): one word changed
+    sdpa         model_sdpa.py, the attention edited by hand, under torch.compile(backend="inductor")
+
+All start from the same weights and see the same batches; each step runs every variant, in turn, and is timed. The text
+is Python's own documentation of its language, which comes with Python.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import statistics
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from pydoc_data.topics import topics
+
+# The profiler that measures memory on the CPU warns of every tensor older than itself.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+import attn_fuse
+from attn_fuse.report import as_text, headline
+from harness import bytes_in_words, peak_memory, seconds_in_words, synchronize, table
+from model import GPT, GPTConfig
+from model_sdpa import SDPAGPT
+
+BACKENDS = {"eager": None, "inductor": "inductor", "attn_fuse": "attn_fuse", "sdpa": "inductor"}
+# Steps whose time does not count: the compiler runs in them, or the profiler.
+UNTIMED, PROFILED = 3, 2
+
+
+@dataclass
+class Variant:
+    """One way to train: a model, its optimizer, and what was seen of it."""
+
+    name: str
+    model: GPT
+    optimizer: torch.optim.Optimizer
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    validation: list[float] = field(default_factory=list)
+    peak: int = 0
+
+    def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        _, loss = self.model(inputs, targets)
+        assert loss is not None
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+
+class Text:
+    """The text as numbers, one a character, the last tenth kept for validation."""
+
+    def __init__(self, text: str, device: torch.device) -> None:
+        self.characters = sorted(set(text))
+        number = {character: i for i, character in enumerate(self.characters)}
+        data = torch.tensor([number[character] for character in text], device=device)
+        self.train, self.validation = data[: len(data) * 9 // 10], data[len(data) * 9 // 10 :]
+
+    def batch(self, data: Tensor, size: int, length: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
+        starts = torch.randint(len(data) - length, (size,), generator=draw).tolist()
+        rows = torch.stack([data[start : start + length + 1] for start in starts])
+        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+    def decoded(self, numbers: Tensor) -> str:
+        return "".join(self.characters[i] for i in numbers.tolist())
+
+
+def build(names: list[str], config: GPTConfig, args: argparse.Namespace) -> list[Variant]:
+    """The variants, all with the same weights, each compiled in its own way."""
+    torch.manual_seed(args.seed)
+    weights = GPT(config).state_dict()
+    variants = []
+    for name in names:
+        model = (SDPAGPT if name == "sdpa" else GPT)(config).to(args.device)
+        model.load_state_dict(weights)
+        if BACKENDS[name] is not None and not args.compile_off:
+            model.compile(backend=BACKENDS[name])
+        variants.append(Variant(name, model, torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.99))))
+    return variants
+
+
+def train(variants: list[Variant], text: Text, args: argparse.Namespace) -> None:
+    draw = torch.Generator().manual_seed(args.seed)
+    held_out = [text.batch(text.validation, args.batch, args.block_size, draw) for _ in range(args.eval_batches)]
+    print("The first steps compile; they take a while.", flush=True)
+    bar = tqdm(range(args.steps), desc="training", unit="step", mininterval=1.0)
+    for number in bar:
+        inputs, targets = text.batch(text.train, args.batch, args.block_size, draw)
+        first = number % len(variants)
+        for variant in variants[first:] + variants[:first]:
+            torch.manual_seed(args.seed + number)  # the same dropout, where the kernels draw alike
+            run_step(variant, number, inputs, targets, args.device)
+        bar.set_postfix({v.name: f"{v.losses[-1]:.3f}" for v in variants})
+        if (number + 1) % args.window == 0 or number + 1 == args.steps:
+            for variant in variants:
+                variant.validation.append(evaluate(variant.model, held_out))
+
+
+def run_step(variant: Variant, number: int, inputs: Tensor, targets: Tensor, device: torch.device) -> None:
+    if number == PROFILED:
+        variant.peak = peak_memory(lambda: variant.losses.append(variant.step(inputs, targets).item()), device)
+        return
+    synchronize(device)
+    started = time.perf_counter()
+    loss = variant.step(inputs, targets)
+    synchronize(device)
+    if number >= UNTIMED:
+        variant.seconds.append(time.perf_counter() - started)
+    variant.losses.append(loss.item())
+
+
+@torch.no_grad()
+def evaluate(model: GPT, batches: list[tuple[Tensor, Tensor]]) -> float:
+    model.eval()
+    losses = [float(model(inputs, targets)[1]) for inputs, targets in batches]
+    model.train()
+    return statistics.fmean(losses)
+
+
+def disagreements(variants: list[Variant], window: int) -> list[str]:
+    """Where a variant's losses differ from the first one's by more than noise.
+
+    Noise is how much the loss jumps from one batch to the next. Over a window of n steps, means that differ by more
+    than three standard errors, 3 * noise / sqrt(n), disagree.
+    """
+    found, reference = [], variants[0]
+    for start in range(0, len(reference.losses), window):
+        losses = reference.losses[start : start + window]
+        if len(losses) < 3:
+            continue
+        jumps = [abs(b - a) for a, b in itertools.pairwise(losses)]
+        limit = 3 * statistics.fmean(jumps) / 2**0.5 / len(losses) ** 0.5
+        for variant in variants[1:]:
+            apart = abs(statistics.fmean(losses) - statistics.fmean(variant.losses[start : start + window]))
+            if not apart <= limit:
+                where = f"steps {start + 1}-{start + len(losses)}"
+                found.append(f"{where}: {variant.name} is {apart:.4f} from {reference.name}; noise allows {limit:.4f}")
+    return found
+
+
+def print_results(variants: list[Variant], args: argparse.Namespace) -> None:
+    starts = range(0, args.steps, args.window)
+    head = ["training loss, mean of steps", *(f"{s + 1}-{min(s + args.window, args.steps)}" for s in starts)]
+    curves = [[v.name, *(f"{statistics.fmean(v.losses[s : s + args.window]):.4f}" for s in starts)] for v in variants]
+    print("\n" + table(head, curves))
+    curves = [[v.name, *(f"{loss:.4f}" for loss in v.validation)] for v in variants]
+    print(
+        "\n" + table(["validation loss after step", *(str(min(s + args.window, args.steps)) for s in starts)], curves)
+    )
+    rows = []
+    for v in variants:
+        apart = max(abs(a - b) for a, b in zip(v.losses, variants[0].losses, strict=True))
+        median = statistics.median(v.seconds)
+        speed = f"{statistics.median(variants[0].seconds) / median:.2f}x"
+        rows.append(
+            [v.name, seconds_in_words(median), speed, bytes_in_words(v.peak), f"{v.validation[-1]:.4f}", f"{apart:.1e}"]
+        )
+    first = variants[0].name
+    head = [
+        "",
+        "time per step",
+        f"speed ({first} = 1)",
+        "peak memory of a step",
+        "final val loss",
+        f"largest loss gap to {first}",
+    ]
+    print("\n" + table(head, rows))
+    print(
+        f"\nMedians of {len(variants[0].seconds)} steps, the variants in turn on each batch. "
+        "Peak memory: tensors alive at once in one step, above the weights and the optimizer's state."
+    )
+
+
+def print_sample(variant: Variant, text: Text, args: argparse.Namespace) -> None:
+    """Text drawn from the model, compiled as it is: the context grows up to block_size, then slides."""
+    torch.manual_seed(args.seed)
+    variant.model.eval()
+    prompt = text.validation[: args.prompt].unsqueeze(0)
+    sample = variant.model.generate(prompt, args.sample, temperature=0.8, top_k=20)
+    print(f"\nSample from {variant.name}, after {args.prompt} characters of real text:\n")
+    print(text.decoded(sample[0, : args.prompt]) + "|" + text.decoded(sample[0, args.prompt :]))
+
+
+def print_sites() -> None:
+    for number, report in enumerate(attn_fuse.reports(), 1):
+        spent = f"{len(report.sites)} attentions, {report.seconds:.2f} s in its passes"
+        print(f"\nWhat attn_fuse did with graph {number} ({spent}):")
+        if number == 1:
+            print(as_text(report))
+        else:
+            print("\n".join(f"    {site.location}: {headline(site)}" for site in report.sites))
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--block-size", type=int, default=512)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--dropout", type=float, default=0.0, help="torch has no fused CPU attention with dropout")
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--window", type=int, default=30, help="steps between two checkpoints")
+    parser.add_argument("--eval-batches", type=int, default=8)
+    parser.add_argument("--sample", type=int, default=300, help="characters to generate; 0 for none")
+    parser.add_argument("--prompt", type=int, default=64, help="characters of real text before them")
+    parser.add_argument("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--variants", nargs="+", choices=BACKENDS, default=list(BACKENDS))
+    parser.add_argument(
+        "--compile-off", action="store_true", help="run without torch.compile, where there is no compiler"
+    )
+    args = parser.parse_args()
+    if args.steps <= UNTIMED:
+        parser.error(f"--steps: at least {UNTIMED + 1}")
+    if args.compile_off:
+        args.variants = [name for name in args.variants if name not in ("inductor", "attn_fuse")]
+    if not args.variants:
+        parser.error("--compile-off leaves none of the --variants")
+    return args
+
+
+def main() -> int:
+    args = arguments()
+    text = Text("\n\n".join(topics[name] for name in sorted(topics)), args.device)
+    config = GPTConfig(
+        args.block_size, len(text.characters), args.layers, args.heads, args.width, dropout=args.dropout, bias=False
+    )
+    variants = build(list(dict.fromkeys(args.variants)), config, args)
+    parameters = sum(parameter.numel() for parameter in variants[0].model.parameters())
+    print(
+        f"torch {torch.__version__} on {args.device}; {len(text.train) + len(text.validation):,} characters of text; "
+        f"{parameters:,} parameters; batches of {args.batch} x {args.block_size}"
+    )
+    train(variants, text, args)
+    if args.sample:
+        print_sample(next((v for v in variants if v.name == "attn_fuse"), variants[0]), text, args)
+    print_sites()
+    print_results(variants, args)
+    found = disagreements(variants, args.window)
+    if found:
+        print("\nThe loss curves DISAGREE beyond noise:\n" + "\n".join(f"  {line}" for line in found))
+        return 1
+    if len(variants) > 1:
+        print("The loss curves agree within noise.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
