@@ -35,6 +35,9 @@ __all__ = [
     "without_inductor_attention",
 ]
 
+# What in the caches depends on attn_fuse's own functions is kept apart by this; raise it when one changes.
+__version__ = "1"
+
 # Dynamo wraps what a backend raises in BackendCompilerFailed, except for this family.
 PassesThroughDynamo = ShortenTraceback
 
@@ -96,6 +99,13 @@ def sdpa_choice(
     return int(torch._fused_sdp_choice(query, key, value, mask, dropout_p, is_causal, enable_gqa=enable_gqa))
 
 
+def _called(graph: torch.fx.GraphModule) -> list[str]:
+    """attn_fuse's own functions that `graph` calls; without their names AOTAutograd's cache passes such a graph over."""
+    targets = [node.target for node in graph.graph.nodes if node.op == "call_function"]
+    names = [f"{getattr(t, '__module__', '')}.{getattr(t, '__name__', '')}" for t in targets]
+    return sorted({name for name in names if name.startswith("attn_fuse.")})
+
+
 def known_backends() -> frozenset[str]:
     """The names of every registered Dynamo backend."""
     return frozenset(torch.compiler.list_backends(exclude_tags=None))
@@ -106,9 +116,13 @@ def compile_with(
 ) -> Callable[..., Any]:
     """`graph` compiled by the inner backend."""
     if backend == "inductor":
+        from torch._inductor import config
         from torch._inductor.compile_fx import compile_fx
 
-        patches = torch._inductor.list_mode_options(mode) if mode else {}
+        patches = dict(torch._inductor.list_mode_options(mode) if mode else {})
+        if hasattr(config, "unsafe_marked_cacheable_functions"):
+            known = config.unsafe_marked_cacheable_functions
+            patches["unsafe_marked_cacheable_functions"] = {**known, **dict.fromkeys(_called(graph), __version__)}
         compiled: Any = compile_fx(graph, list(inputs), config_patches=patches)
         return compiled
     function: Callable[..., Any] = lookup_backend(backend) if isinstance(backend, str) else backend

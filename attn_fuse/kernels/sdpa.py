@@ -154,19 +154,29 @@ def _mask(call: Call) -> Node | None:
     return call.node(torch.where, keep, none, fill)
 
 
-def _pinned(backend: SDPBackend) -> Callable[..., torch.Tensor]:
-    def attention(*args: Any, **kwargs: Any) -> torch.Tensor:
-        with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(*args, **kwargs)
-
-    attention.__name__ = attention.__qualname__ = f"sdpa_{backend.name.lower()}"
-    return attention
+# `F.scaled_dot_product_attention` held to one backend while it is traced. They stand by name at the top of a module,
+# so that a graph that calls them can be written to torch's caches and read back.
 
 
-# `F.scaled_dot_product_attention` held to one backend while it is traced.
-PINNED = {
-    backend: _pinned(backend)
-    for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
+def cudnn_attention(*args: Any, **kwargs: Any) -> torch.Tensor:
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return F.scaled_dot_product_attention(*args, **kwargs)
+
+
+def flash_attention(*args: Any, **kwargs: Any) -> torch.Tensor:
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return F.scaled_dot_product_attention(*args, **kwargs)
+
+
+def efficient_attention(*args: Any, **kwargs: Any) -> torch.Tensor:
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        return F.scaled_dot_product_attention(*args, **kwargs)
+
+
+PINNED: dict[SDPBackend, Callable[..., torch.Tensor]] = {
+    SDPBackend.CUDNN_ATTENTION: cudnn_attention,
+    SDPBackend.FLASH_ATTENTION: flash_attention,
+    SDPBackend.EFFICIENT_ATTENTION: efficient_attention,
 }
 
 
