@@ -37,7 +37,7 @@ def compare(kernel: str, attention: Attention, facts: Facts) -> Comparison | Non
     row = min(rows, key=lambda r: _distance(r, attention, facts))
     where = (
         f"{row['mask']} mask, {'training' if row['training'] else 'inference'}, {row['dtype']}, "
-        f"q_len {row['q_len']}, kv_len {row['kv_len']}"
+        f"{row['batch']} x {row['heads']} heads, q_len {row['q_len']}, kv_len {row['kv_len']}"
     )
     return Comparison(row[f"{kernel}_us"] / row["as_written_us"], where)
 
@@ -54,9 +54,12 @@ def _distance(row: dict[str, Any], attention: Attention, facts: Facts) -> float:
         name: max(getattr(facts, name), _TYPICAL_LENGTH) if name in facts.symbolic else getattr(facts, name)
         for name in ("q_len", "kv_len")
     }
-    apart = sum(abs(math.log2(max(row[name], 1) / max(length, 1))) for name, length in lengths.items())
-    work = facts.batch * facts.heads / (row["batch"] * row["heads"])
-    apart += 0.5 * abs(math.log2(max(work, 1e-9)))
+    q_len, kv_len = (max(length, 1) for length in lengths.values())
+    # What decides is whether the scores stay in cache, so their number counts most; then how many keys a query has.
+    scores = facts.batch * facts.heads * q_len * kv_len
+    apart = abs(math.log2(row["batch"] * row["heads"] * row["q_len"] * row["kv_len"] / max(scores, 1)))
+    apart += abs(math.log2((row["q_len"] / row["kv_len"]) / (q_len / kv_len)))
+    apart += 0.25 * abs(math.log2(row["kv_len"] / kv_len))
     apart += 4.0 * (row["mask"] != _mask_kind(attention))
     apart += 8.0 * (row["training"] != facts.training)
     apart += 2.0 * ((row["dtype"] in ("bfloat16", "float16")) != (facts.dtype in (torch.bfloat16, torch.float16)))

@@ -1,0 +1,50 @@
+# `make demo` and `make test` do everything on a fresh machine, set-up included. `make help` lists the rest.
+PYTHON ?=
+python := .venv/bin/python
+PYTEST := $(python) -m pytest
+
+.PHONY: help demo test slow fuzz gpu lint types bench evidence clean
+.DEFAULT_GOAL := help
+
+help: ## this list
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+	@echo "PYTHON=/path/to/python chooses the interpreter; a torch that it has is used. ARGS=... goes to the program."
+
+.venv/ready-%: pyproject.toml tools/setup.sh
+	@PYTHON="$(PYTHON)" tools/setup.sh $*
+
+demo: .venv/ready-demo ## train a hand-written GPT four ways, side by side: loss, time, memory, samples
+	$(python) examples/nanogpt/train.py $(ARGS)
+
+test: .venv/ready-dev ## all tests but the slow, GPU and fuzz ones
+	$(PYTEST) -m "not slow and not gpu and not fuzz" $(ARGS)
+
+slow: .venv/ready-dev ## the slow tests
+	$(PYTEST) -m "slow and not gpu and not fuzz" $(ARGS)
+
+fuzz: .venv/ready-dev ## the long random tests
+	$(PYTEST) -m fuzz $(ARGS)
+
+gpu: .venv/ready-dev ## the GPU tests, then the benchmarks on CUDA
+	@$(python) -c "import torch; raise SystemExit(not torch.cuda.is_available() and 'make gpu: torch sees no CUDA device')"
+	$(PYTEST) -m gpu $(ARGS)
+	$(python) benchmarks/nanogpt.py --device cuda --dtype bfloat16
+	$(python) benchmarks/crossover.py --device cuda
+
+lint: .venv/ready-dev ## ruff
+	$(python) -m ruff check .
+	$(python) -m ruff format --check .
+
+types: .venv/ready-dev ## mypy
+	$(python) -m mypy
+
+bench: .venv/ready-dev ## every benchmark on the CPU; results go to benchmarks/results
+	$(python) benchmarks/nanogpt.py
+	$(python) benchmarks/compile_time.py
+
+evidence: .venv/ready-dev ## measure anew what the kernel picker goes by on this machine
+	$(python) benchmarks/crossover.py $(ARGS)
+
+clean: ## remove .venv and everything built
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,91 @@
+#!/usr/bin/env bash
+# Make .venv, with what `make` needs in it: tools/setup.sh demo|dev. Safe to run again.
+#
+# A supported torch that the user's Python already has is used as it is, whatever its build. Otherwise the CPU build is
+# installed; one for a GPU never is, because that is several gigabytes: install it yourself first to use one.
+# PYTHON=/path/to/python chooses the interpreter. NO_DOWNLOAD=1 fails rather than fetch torch.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+extra=${1:?usage: tools/setup.sh demo|dev}
+torch=2.13.0
+# The same range as pyproject.toml.
+supported='(2, 11) <= tuple(int(part) for part in version("torch").split("+")[0].split(".")[:2]) < (2, 16)'
+
+runs() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; }
+
+has_torch() { "$1" -c "from importlib.metadata import version; raise SystemExit(not ($supported))" >/dev/null 2>&1; }
+
+die() { echo "setup: $*" >&2; exit 1; }
+
+# The user's Python if it has a supported torch, else the first one that is new enough.
+choose_python() {
+    local candidates=(python3 python python3.11 python3.12 python3.13 python3.14) candidate
+    for candidate in "${candidates[@]}"; do
+        if runs "$candidate" && has_torch "$candidate"; then echo "$candidate"; return; fi
+    done
+    for candidate in python3.11 python3.12 python3 python3.13 python3.14; do
+        if runs "$candidate"; then echo "$candidate"; return; fi
+    done
+    die "no Python 3.11 or newer found; set PYTHON=/path/to/python"
+}
+
+# Lets .venv see the packages of the Python it was made from, also where that one is a virtual environment itself.
+see_packages_of() {
+    "$1" - >"$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/user_packages.pth" <<'PY'
+import sys
+for path in sys.path:
+    if path.endswith(("site-packages", "dist-packages")):
+        print(f"import site; site.addsitedir({path!r})")
+PY
+}
+
+make_environment() {
+    local python=${PYTHON:-}
+    [ -n "$python" ] || python=$(choose_python)
+    runs "$python" || die "PYTHON=$python is not a working Python 3.11 or newer"
+    echo "setup: making .venv with $("$python" --version) ($python)"
+    local without_pip=()
+    # Then pip and setuptools are those of the user's Python too; venv would put older ones before them.
+    if has_torch "$python" && "$python" -m pip --version >/dev/null 2>&1; then without_pip=(--without-pip); fi
+    "$python" -m venv --clear ${without_pip[@]+"${without_pip[@]}"} .venv ||
+        die "cannot make a virtual environment (Debian: apt-get install python3-venv)"
+    if has_torch "$python"; then see_packages_of "$python"; fi
+}
+
+install_torch() {
+    [ -z "${NO_DOWNLOAD:-}" ] || die "no supported torch installed, and NO_DOWNLOAD is set"
+    echo "setup: installing the CPU build of torch $torch"
+    if [ "$(uname -s)" = Darwin ]; then
+        .venv/bin/python -m pip install --quiet "torch==$torch"
+        return
+    fi
+    # Only a CPU build carries +cpu, so none of the two can take a CUDA one.
+    .venv/bin/python -m pip install --quiet "torch==$torch+cpu" 2>/dev/null ||
+        .venv/bin/python -m pip install --quiet --extra-index-url https://download.pytorch.org/whl/cpu "torch==$torch+cpu"
+}
+
+# The project, and what the extra names and is not there yet. torch is held to the version that is there.
+install_project() {
+    local constraints=.venv/torch-version.txt isolation=()
+    .venv/bin/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' >"$constraints"
+    # Without a setuptools that is new enough, pip fetches one for the build.
+    if .venv/bin/python -c 'import setuptools as s; raise SystemExit(int(s.__version__.split(".")[0]) < 77)' 2>/dev/null; then
+        isolation=(--no-build-isolation)
+    fi
+    .venv/bin/python -m pip install --quiet ${isolation[@]+"${isolation[@]}"} --constraint "$constraints" --editable ".[$extra]"
+}
+
+check_compiler() {
+    if ! command -v "${CXX:-g++}" >/dev/null && ! command -v clang++ >/dev/null && ! command -v c++ >/dev/null; then
+        die "torch.compile needs a C++ compiler, and there is none (Debian: apt-get install g++)"
+    fi
+    .venv/bin/python -c 'import os, sysconfig as s; raise SystemExit(not os.path.exists(s.get_path("include") + "/Python.h"))' ||
+        die "torch.compile needs Python.h, and it is not there (Debian: apt-get install python3-dev)"
+}
+
+if ! { [ -x .venv/bin/python ] && runs .venv/bin/python; }; then make_environment; fi
+if ! has_torch .venv/bin/python; then install_torch; fi
+install_project
+check_compiler
+.venv/bin/python -c 'import torch, sys; print(f"setup: torch {torch.__version__}, Python {sys.version.split()[0]}: ready")'
+touch ".venv/ready-$extra"
