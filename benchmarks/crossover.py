@@ -2,8 +2,8 @@
 
 Both sides are compiled by Inductor and run in turn: the scores, mask and softmax spelled out, in forms that Inductor's
 own attention patterns do not match (checked), and `scaled_dot_product_attention` on the device's fused kernels. The
-rows go to attn_fuse/kernels/evidence_DEVICE.json when all are there; until then they lie beside it in .part, where
---resume finds them.
+rows go to attn_fuse/kernels/evidence_DEVICE.json when all are there; until then they lie in build/, where --resume
+finds them.
 """
 
 from __future__ import annotations
@@ -216,7 +216,8 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     args = arguments()
     path = args.out or ROOT / "attn_fuse" / "kernels" / f"evidence_{args.device.type}.json"
-    part = path.with_suffix(".part")
+    part = ROOT / "build" / path.with_suffix(".part").name
+    part.parent.mkdir(exist_ok=True)
     head, started = machine(args.device), time.perf_counter()
     rows = stored_rows(part, head) if args.resume else []
     known = {case_of(row) for row in rows}

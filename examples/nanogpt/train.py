@@ -98,16 +98,23 @@ def train(variants: list[Variant], text: Text, args: argparse.Namespace) -> None
     held_out = [text.batch(text.validation, args.batch, args.block_size, draw) for _ in range(args.eval_batches)]
     print("The first steps compile; they take a while.", flush=True)
     bar = tqdm(range(args.steps), desc="training", unit="step", mininterval=1.0)
+    started = time.perf_counter()
     for number in bar:
+        slow = time.perf_counter() - started > 60 * args.minutes and number > UNTIMED
+        last = slow or number + 1 == args.steps
         inputs, targets = text.batch(text.train, args.batch, args.block_size, draw)
         first = number % len(variants)
         for variant in variants[first:] + variants[:first]:
             torch.manual_seed(args.seed + number)  # the same dropout, where the kernels draw alike
             run_step(variant, number, inputs, targets, args.device)
         bar.set_postfix({v.name: f"{v.losses[-1]:.3f}" for v in variants})
-        if (number + 1) % args.window == 0 or number + 1 == args.steps:
+        if last or (number + 1) % args.window == 0:
             for variant in variants:
                 variant.validation.append(evaluate(variant.model, held_out))
+        if slow:
+            bar.close()
+            print(f"Stopped after {number + 1} steps: the --minutes are over.")
+            return
 
 
 def run_step(variant: Variant, number: int, inputs: Tensor, targets: Tensor, device: torch.device) -> None:
@@ -153,14 +160,13 @@ def disagreements(variants: list[Variant], window: int) -> list[str]:
 
 
 def print_results(variants: list[Variant], args: argparse.Namespace) -> None:
-    starts = range(0, args.steps, args.window)
-    head = ["training loss, mean of steps", *(f"{s + 1}-{min(s + args.window, args.steps)}" for s in starts)]
+    steps = len(variants[0].losses)
+    starts = range(0, steps, args.window)
+    head = ["training loss, mean of steps", *(f"{s + 1}-{min(s + args.window, steps)}" for s in starts)]
     curves = [[v.name, *(f"{statistics.fmean(v.losses[s : s + args.window]):.4f}" for s in starts)] for v in variants]
     print("\n" + table(head, curves))
     curves = [[v.name, *(f"{loss:.4f}" for loss in v.validation)] for v in variants]
-    print(
-        "\n" + table(["validation loss after step", *(str(min(s + args.window, args.steps)) for s in starts)], curves)
-    )
+    print("\n" + table(["validation loss after step", *(str(min(s + args.window, steps)) for s in starts)], curves))
     rows = []
     for v in variants:
         apart = max(abs(a - b) for a, b in zip(v.losses, variants[0].losses, strict=True))
@@ -207,17 +213,18 @@ def print_sites() -> None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=240)
+    parser.add_argument("--minutes", type=float, default=4.0, help="stop training after these, wherever it is")
+    parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--block-size", type=int, default=512)
-    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--block-size", type=int, default=1024)
+    parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--dropout", type=float, default=0.0, help="torch has no fused CPU attention with dropout")
-    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--window", type=int, default=30, help="steps between two checkpoints")
-    parser.add_argument("--eval-batches", type=int, default=8)
+    parser.add_argument("--window", type=int, default=40, help="steps between two checkpoints")
+    parser.add_argument("--eval-batches", type=int, default=4)
     parser.add_argument("--sample", type=int, default=300, help="characters to generate; 0 for none")
     parser.add_argument("--prompt", type=int, default=64, help="characters of real text before them")
     parser.add_argument("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu")

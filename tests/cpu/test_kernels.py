@@ -152,7 +152,7 @@ def test_the_picker_goes_by_the_evidence(monkeypatch) -> None:
     monkeypatch.setattr(evidence, "table", lambda device: rows(1.2))
     site = site_of(plain, q, pick="fastest")
     assert site.status == "as written" and "cpu_flash takes 1.20 of the time as written" in site.blocker.reason
-    assert "none mask, inference, float32, q_len 6, kv_len 6" in site.blocker.reason
+    assert "none mask, inference, float32, 1 x 4 heads, q_len 6, kv_len 6" in site.blocker.reason
     torch._dynamo.reset()
     assert site_of(plain, q, pick="fused").fused
     torch._dynamo.reset()
