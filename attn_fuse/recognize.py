@@ -23,6 +23,10 @@ from attn_fuse.patterns.layer import Drop, Layer
 from attn_fuse.torch_internals import FloorDiv, Mod
 
 
+# More than any layout merges; symbolic sizes can keep a digit from coming apart, and then from ever going away.
+_MOST_SPLITS = 6
+
+
 def recognize(lifted: Lifted) -> Attention | Refusal:
     """The attention that `lifted` is an element of."""
     space = lifted.space
@@ -97,17 +101,18 @@ def _split_axes(lifted: Lifted) -> tuple[Expr, tuple[tuple[sympy.Symbol, ...], .
     """
     element, space = lifted.element, lifted.space
     output: list[tuple[sympy.Symbol, ...]] = [tuple(i.free_symbols) for i in lifted.indices]
-    while True:
+    for _ in range(_MOST_SPLITS):
         digit = next(_digits(element, {s for dim in output for s in dim}), None)
         if digit is None:
-            return element, tuple(output)
+            break
         axis, base = digit.args
         size = sympy.cancel(space.sizes[axis] / base)
         if sympy.denom(size) != 1:
-            return element, tuple(output)
+            break
         outer, inner = space.fresh("o", size), space.fresh("o", base)
         element = ex.substitute(element, {axis: outer * base + inner}, space)
         output = [tuple(part for s in dim for part in ((outer, inner) if s == axis else (s,))) for dim in output]
+    return element, tuple(output)
 
 
 def _digits(element: Expr, axes: set[sympy.Symbol]) -> Iterator[sympy.Expr]:

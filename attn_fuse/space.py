@@ -80,6 +80,10 @@ class Space:
         if expr.is_Integer:
             return bool(expr >= 0)
         if expr.has(FloorDiv, Mod):
+            # A quotient of sizes is one more size, of which only the sign is known.
+            sizes = [t for t in expr.atoms(FloorDiv, Mod) if not t.free_symbols & self.sizes.keys()]
+            expr = sympy.expand(expr.subs({t: sympy.Dummy(integer=True, nonnegative=True) for t in sizes}))
+        if expr.has(FloorDiv, Mod):
             bounded = self._bound_digits(expr)
             return bounded is not None and self._proves_nonnegative(bounded)
         # An expression affine in an index is least at one end of the index's range.
