@@ -356,7 +356,14 @@ def _include_writes(
                     walk.inner(arg)
                 added = True
         if not added:
-            return any(node in walk.inside for node, _ in writes)
+            break
+    written = {storage for node, storage in writes if node in walk.inside}
+    for node in sorted(walk.inside, key=position.__getitem__):
+        if node is not output and storages(node) & written:
+            for user in node.users:
+                if user not in walk.inside and op_name(user) not in SIZE_QUERIES:
+                    return Refusal("a tensor written in place in the attention is also used outside it", user)
+    return bool(written)
 
 
 def _writes(graph: Graph) -> Iterator[tuple[Node, int]]:
