@@ -45,21 +45,26 @@ def interleaved(
 ) -> dict[str, Timing]:
     """The time of each callable; every round runs each of them once, in a new order, so that drift hits all alike.
 
-    A first call of each is not counted. Rounds stop early once `seconds` have passed, but not before the third.
+    A first call of each is not counted. Rounds stop early once `seconds` have passed, but not before the third. A round
+    of 0.3 s or more during which other programs took a tenth of the cores is run again, at most `rounds` times in all.
     shortest: a measurement repeats a faster callable until about this many seconds are filled, and divides.
     """
     repeats = {}
     for name, call in callables.items():
         call()
         repeats[name] = max(1, round(shortest / max(_timed(call, 1, device), 1e-9)))
-    order, samples = list(callables), {name: [] for name in callables}  # type: tuple[list[str], dict[str, list[float]]]
+    order, kept, again = list(callables), [], rounds  # type: tuple[list[str], list[dict[str, float]], int]
     shuffle = random.Random(0).shuffle
     end = time.perf_counter() + seconds
-    while len(samples[order[0]]) < rounds and (time.perf_counter() < end or len(samples[order[0]]) < 3):
+    while len(kept) < rounds and (time.perf_counter() < end or len(kept) < 3):
         shuffle(order)
-        for name in order:
-            samples[name].append(_timed(callables[name], repeats[name], device))
-    return {name: summary(times) for name, times in samples.items()}
+        started, load = time.perf_counter(), OtherLoad()
+        times = {name: _timed(callables[name], repeats[name], device) for name in order}
+        if again and time.perf_counter() - started > 0.3 and load.share() > 0.1:
+            again -= 1
+        else:
+            kept.append(times)
+    return {name: summary([times[name] for times in kept]) for name in callables}
 
 
 def summary(times: list[float]) -> Timing:
