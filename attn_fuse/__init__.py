@@ -9,8 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from attn_fuse.explain import explain
     from attn_fuse.errors import AttnFuseError, NotFusedError, OptionError
+    from attn_fuse.explain import explain
     from attn_fuse.options import Options, use_kernels
     from attn_fuse.report import GraphReport, SiteReport, reports
 

@@ -1,7 +1,7 @@
 """Attention: the canonical description that every stage after the patterns sees, and the answer when there is none.
 
-    out[b, h, i, v] = sum_j dropout(softmax_j(scale * sum_e query[b, h, i, e] key[b, h, j, e] + bias[b, h, i, j],
-                            kept where mask[b, h, i, j])) * value[b, h, j, v]
+out[b, h, i, v] = sum_j dropout(softmax_j(scale * sum_e query[b, h, i, e] key[b, h, j, e] + bias[b, h, i, j],
+                        kept where mask[b, h, i, j])) * value[b, h, j, v]
 """
 
 from __future__ import annotations

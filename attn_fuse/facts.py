@@ -12,7 +12,6 @@ from attn_fuse import expression as ex
 from attn_fuse.attention import Attention
 from attn_fuse.expression import Expr
 
-
 _ORDINARY = 100.0
 
 

@@ -140,7 +140,7 @@ def _decompositions() -> dict[Any, Any]:
     return decompositions(
         [
             aten.addmm, aten.baddbmm, aten.clamp_max, aten.clamp_min, aten.eye, aten.floor_divide, aten.linspace,
-            aten.mv, aten.nan_to_num, aten.native_layer_norm, aten.rsub, aten.squeeze.default, aten.t, aten.where.Scalar,
-            aten.where.ScalarOther, aten.where.ScalarSelf, aten.zero, aten._safe_softmax,
+            aten.mv, aten.nan_to_num, aten.native_layer_norm, aten.rsub, aten.squeeze.default, aten.t,
+            aten.where.Scalar, aten.where.ScalarOther, aten.where.ScalarSelf, aten.zero, aten._safe_softmax,
         ]
     )  # fmt: skip

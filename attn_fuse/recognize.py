@@ -22,7 +22,6 @@ from attn_fuse.patterns import SCORE_LAYERS, WEIGHT_LAYERS
 from attn_fuse.patterns.layer import Drop, Layer
 from attn_fuse.torch_internals import FloorDiv, Mod
 
-
 # More than any layout merges; symbolic sizes can keep a digit from coming apart, and then from ever going away.
 _MOST_SPLITS = 6
 

@@ -437,7 +437,7 @@ def _hides_a_product(leaf: Node) -> bool:
     if not leaf.op.startswith("call_") or op_name(leaf) in PRODUCTS:
         return False
     seen: set[Node] = set()
-    todo = [n for n in leaf.all_input_nodes[:1]]
+    todo = leaf.all_input_nodes[:1]
     while todo:
         node = todo.pop()
         name = op_name(node) if node.op.startswith("call_") else ""

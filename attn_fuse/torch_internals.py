@@ -100,7 +100,7 @@ def sdpa_choice(
 
 
 def _called(graph: torch.fx.GraphModule) -> list[str]:
-    """attn_fuse's own functions that `graph` calls; without their names AOTAutograd's cache passes such a graph over."""
+    """attn_fuse's own functions that `graph` calls; AOTAutograd's cache has to be told that they are safe."""
     targets = [node.target for node in graph.graph.nodes if node.op == "call_function"]
     names = [f"{getattr(t, '__module__', '')}.{getattr(t, '__name__', '')}" for t in targets]
     return sorted({name for name in names if name.startswith("attn_fuse.")})

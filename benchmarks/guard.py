@@ -8,9 +8,9 @@ from __future__ import annotations
 import argparse
 
 import torch
-from harness import interleaved, seconds_in_words, store
 
 from attn_fuse.constants import Guard, Proof, closed_form
+from harness import interleaved, seconds_in_words, store
 
 
 def main() -> None:

@@ -15,7 +15,6 @@ from attn_fuse.kernels import KERNELS
 from attn_fuse.kernels.evidence import compare
 from attn_fuse.kernels.kernel import Kernel
 
-
 WhyNot: TypeAlias = dict[str, tuple[str, ...]]
 
 

@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import attn_fuse
-from attn_fuse.backend import attn_fuse as backend
 from attn_fuse.backend import _compile
+from attn_fuse.backend import attn_fuse as backend
 from attn_fuse.options import Fuel, Options
 from attn_fuse.report import collecting
 

@@ -103,7 +103,11 @@ def program(p: dict):
             case "negative":
                 s = s * -0.5
         if p["bias"] != "none":
-            s = s + (bias if p["bias"] != "alibi" else 0.1 * (torch.arange(kv_len) - torch.arange(q_len)[:, None]).to(s.dtype))
+            s = s + (
+                bias
+                if p["bias"] != "alibi"
+                else 0.1 * (torch.arange(kv_len) - torch.arange(q_len)[:, None]).to(s.dtype)
+            )
         if p["mask"] != "none":
             keep = keep_of(p, q_len, kv_len, extra)
             fill = torch.finfo(s.dtype).min if p["fill"] == "lowest" else p["fill"]

@@ -83,9 +83,7 @@ EDITS = [
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_the_answer_follows_an_edit(edit, dynamic, caplog) -> None:
     model, x = Causal(), torch.randn(2, T, 32)
-    fused = torch.compile(
-        model, backend=backend, dynamic=dynamic, options={"inner_backend": "eager", "pick": "fused"}
-    )
+    fused = torch.compile(model, backend=backend, dynamic=dynamic, options={"inner_backend": "eager", "pick": "fused"})
     before = fused(x)
     assert attn_fuse.reports()[-1].sites[0].fused
     assert same(model, fused, x)

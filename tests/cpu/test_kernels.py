@@ -132,9 +132,7 @@ def test_reasons_are_all_given() -> None:
 
 def test_a_kernel_of_another_device_says_so() -> None:
     site = site_of(lambda q: (q @ q.mT).softmax(-1) @ q, torch.randn(2, 4, 6, 8))
-    assert site.why_not == {
-        k.name: ("runs on cuda, not on cpu",) for k in KERNELS if k.devices == frozenset({"cuda"})
-    }
+    assert site.why_not == {k.name: ("runs on cuda, not on cpu",) for k in KERNELS if k.devices == frozenset({"cuda"})}
 
 
 def test_the_picker_goes_by_the_evidence(monkeypatch) -> None:

@@ -189,9 +189,7 @@ def test_refused(written, reason: str) -> None:
 
 
 def test_refused_where_an_operand_is_edited_meanwhile() -> None:
-    assert_refused(
-        query_edited_meanwhile, *tensors(2, 3, S, 16), reason="is also used outside it", backward=False
-    )
+    assert_refused(query_edited_meanwhile, *tensors(2, 3, S, 16), reason="is also used outside it", backward=False)
 
     def argument_edited(q, k, v):
         s = scores(q, k)

@@ -52,8 +52,7 @@ def test_kernel(kernel: str, function, dtype: torch.dtype) -> None:
     exact, usual = function(*wide), function(q, k, v)
     pull = torch.randn_like(exact)
     results = [
-        (o, *torch.autograd.grad(o, t, pull.to(o)))
-        for o, t in ((out, (q, k, v)), (usual, (q, k, v)), (exact, wide))
+        (o, *torch.autograd.grad(o, t, pull.to(o))) for o, t in ((out, (q, k, v)), (usual, (q, k, v)), (exact, wide))
     ]
     for name, found, as_written, reference in zip(("out", "query", "key", "value"), *results, strict=True):
         error = (found.double() - reference).abs().max().item()

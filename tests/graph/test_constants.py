@@ -30,7 +30,9 @@ FOUND = {
     "not contiguous": torch.tril(torch.ones(6, 6)).t(),
 }
 NOT_FOUND = {
-    "one element changed": torch.tril(torch.ones(6, 6)).index_put((torch.tensor(2), torch.tensor(4)), torch.tensor(1.0)),
+    "one element changed": torch.tril(torch.ones(6, 6)).index_put(
+        (torch.tensor(2), torch.tensor(4)), torch.tensor(1.0)
+    ),
     "last element changed": torch.tril(torch.ones(6, 6)).index_put(
         (torch.tensor(5), torch.tensor(5)), torch.tensor(0.0)
     ),

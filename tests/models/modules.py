@@ -73,9 +73,7 @@ class BottomSlice(nn.Module):
         self.register_buffer("bias", torch.tril(torch.ones(BLOCK, BLOCK)).view(1, 1, BLOCK, BLOCK))
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            part.view(*x.shape[:2], HEADS, -1).transpose(1, 2) for part in self.c_attn(x).split(WIDTH, dim=2)
-        )
+        q, k, v = (part.view(*x.shape[:2], HEADS, -1).transpose(1, 2) for part in self.c_attn(x).split(WIDTH, dim=2))
         w = torch.matmul(q, k.transpose(-2, -1)) / math.sqrt(v.size(-1))
         nd, ns = w.size(-2), w.size(-1)
         b = self.bias[:, :, ns - nd : ns, :ns]
