@@ -112,7 +112,7 @@ def test_what_is_printed_of_a_site() -> None:
     where = text.splitlines()[0]
     assert where.startswith("[1] ") and "tests/models/modules.py:" in where
     assert_expected_inline(
-        "\n".join(text.splitlines()[1:-2]),
+        "\n".join(text.splitlines()[1:-1]),
         """\
     att = F.softmax(att, dim=-1)
     FUSED on cpu_flash
