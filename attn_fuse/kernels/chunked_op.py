@@ -1,0 +1,92 @@
+"""The chunked attention of `chunked_blocks` as operators that torch.compile, autograd and the caches take as they are.
+
+    chunked(query, key, value, inputs, numbers, seed, dropout_p, program) -> out, row_max, row_sum
+    chunked_backward(grad_out, ..., out, row_max, row_sum, program, wanted) -> dquery, dkey, dvalue, dinputs
+
+row_max and row_sum carry no gradient; the log-sum-exp of a query's scores is row_max + log(row_sum).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_fuse.kernels.chunked_blocks import attend, attend_backward
+
+# torch's caches on disk know an operator by its name and see no change in what it computes: raise it with each.
+VERSION = 1
+
+_FORWARD = f"chunked_v{VERSION}"
+_BACKWARD = f"chunked_v{VERSION}_backward"
+
+
+def _fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = functools.reduce(torch.promote_types, (key.dtype, value.dtype, torch.float32), query.dtype)
+    rows = query.new_empty(query.shape[:3], dtype=dtype)
+    return query.new_empty(*query.shape[:3], value.shape[3]), rows, torch.empty_like(rows)
+
+
+def _fake_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, inputs: Sequence[Tensor], *rest: Any
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    wanted = rest[-1]
+    sizes = [x.shape if wanted[n] and x.is_floating_point() else (0,) for n, x in enumerate(inputs)]
+    dinputs = [x.new_empty(size) for x, size in zip(inputs, sizes, strict=True)]
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape), dinputs
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    query, key, value, tensors, numbers, seed, ctx.dropout_p, ctx.program = inputs
+    ctx.numbers = list(numbers)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(query, key, value, seed, *output, *tensors)
+
+
+def _gradients(ctx: Any, grad_out: Tensor, *_: Any) -> tuple[Any, ...]:
+    query, key, value, seed, out, row_max, row_sum, *tensors = ctx.saved_tensors
+    wanted = [bool(need) for need in ctx.needs_input_grad[3]]
+    dquery, dkey, dvalue, dinputs = chunked_backward(
+        grad_out, query, key, value, tensors, ctx.numbers, seed, ctx.dropout_p, out, row_max, row_sum, ctx.program,
+        wanted,
+    )  # fmt: skip
+    found = [dquery, dkey, dvalue, *(d if need else None for d, need in zip(dinputs, wanted, strict=True))]
+    anchor = next((x for x in (grad_out, *ctx.saved_tensors) if x is not None and x.requires_grad), None)
+    if torch.is_grad_enabled() and anchor is not None:
+        found = [*_Once.apply(anchor, *(None if d is None else d.detach() for d in found))]
+    # torch takes an empty list for the gradients of a list, and None for no gradient of anything else.
+    return (*found[:3], found[3:], None if ctx.numbers else [], None, None, None)
+
+
+class _Once(torch.autograd.Function):
+    """Gradients that say so when they are to be differentiated, where torch would only warn."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tuple(None if x is None else x.clone() for x in gradients)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError("chunked attention cannot be differentiated twice")
+
+
+_LIBRARY = torch.library.Library("attn_fuse", "FRAGMENT")
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
+_ARGUMENTS = "Tensor query, Tensor key, Tensor value, Tensor[] inputs, SymInt[] numbers, Tensor? seed, float dropout_p"
+_LIBRARY.define(f"{_FORWARD}({_ARGUMENTS}, str program) -> (Tensor out, Tensor row_max, Tensor row_sum)", tags=_TAGS)
+_LIBRARY.define(
+    f"{_BACKWARD}(Tensor grad_out, {_ARGUMENTS}, Tensor out, Tensor row_max, Tensor row_sum, str program, "
+    "bool[] wanted) -> (Tensor dquery, Tensor dkey, Tensor dvalue, Tensor[] dinputs)",
+    tags=_TAGS,
+)
+_LIBRARY.impl(_FORWARD, attend, "CompositeExplicitAutograd")
+_LIBRARY.impl(_BACKWARD, attend_backward, "CompositeExplicitAutograd")
+torch.library.register_fake(f"attn_fuse::{_FORWARD}", _fake, lib=_LIBRARY)
+torch.library.register_fake(f"attn_fuse::{_BACKWARD}", _fake_backward, lib=_LIBRARY)
+torch.library.register_autograd(f"attn_fuse::{_FORWARD}", _gradients, setup_context=_save, lib=_LIBRARY)
+
+chunked = getattr(torch.ops.attn_fuse, _FORWARD).default
+chunked_backward = getattr(torch.ops.attn_fuse, _BACKWARD).default

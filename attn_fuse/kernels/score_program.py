@@ -1,0 +1,345 @@
+"""Score programs: what becomes of one raw score, as a small tree that travels through an operator as a string.
+
+A tree is a nested tuple (a list in JSON) whose first entry names the node:
+
+    ["score"]                the raw product of query and key, unscaled
+    ["b"] ["h"] ["i"] ["j"]  positions, int64: batch, query head, query, key
+    ["const", c]             a bool, int or float; "inf", "-inf" and "nan" where JSON has no number
+    ["number", n]            entry n of `numbers`, an int
+    ["input", n]             tensor n of `inputs`, [B|1, H|1, Lq|1, Lk|1], at this element
+    ["gather", n, x...]      tensor n of `inputs`, whole, at these integers, one a dimension
+    ["cast", "float32", x]   x in the dtype of that name
+    ["where", c, x, y]       ["and", x...]  ["or", x...]  ["not", x]
+    [COMPARISONS, x, y]      [BINARY, x, y]               [UNARY, x]
+
+Arithmetic follows torch's promotion, except that nothing is narrower than it has to be: a half-precision tensor is
+read, and a fractional number taken, at least in the compute dtype, and so is an integer that a fraction is made of.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Tree = tuple[Any, ...]
+# By the identity of a node. None: to be kept once it has been computed.
+Memo = dict[int, Tensor | None]
+
+POSITIONS = ("b", "h", "i", "j")
+COMPARISONS = tuple("ge gt le lt eq ne".split())
+BINARY = tuple("add sub mul div floordiv mod maximum minimum pow fmod remainder atan2".split())
+# Those that keep an integer an integer, or make a bool; then those that make a fraction of it.
+_EXACT = tuple("abs neg sign square floor ceil round trunc relu isnan isinf isfinite".split())
+_FRACTIONAL = tuple(
+    "exp exp2 expm1 log log2 log10 log1p sqrt rsqrt reciprocal frac sin cos tan asin acos atan sinh cosh tanh "
+    "asinh acosh atanh erf erfc sigmoid silu gelu softplus log_sigmoid mish".split()
+)
+UNARY = _EXACT + _FRACTIONAL
+
+_NAMED: Mapping[str, Any] = {"floordiv": torch.floor_divide, "mod": torch.remainder, "log_sigmoid": F.logsigmoid}
+_OPERATIONS: Mapping[str, Callable[..., Any]] = {
+    name: _NAMED.get(name) or getattr(torch, name, None) or getattr(F, name) for name in (*COMPARISONS, *BINARY, *UNARY)
+}
+_BOUNDS: Mapping[str, Callable[..., int]] = {
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "neg": operator.neg, "abs": operator.abs,
+    "floordiv": operator.floordiv, "mod": operator.mod, "maximum": max, "minimum": min,
+}  # fmt: skip
+_ARITY = {
+    **dict.fromkeys(("score", *POSITIONS), 0),
+    **dict.fromkeys(("not", *UNARY), 1),
+    **dict.fromkeys((*COMPARISONS, *BINARY), 2),
+    "where": 3,
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A rectangle of the scores: queries [i0, i1) and keys [j0, j1) of every head, computed in `dtype`."""
+
+    batch: int
+    heads: int
+    queries: tuple[int, int]
+    keys: tuple[int, int]
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return self.batch, self.heads, self.queries[1] - self.queries[0], self.keys[1] - self.keys[0]
+
+
+@dataclass(frozen=True)
+class ScoreProgram:
+    """The score function of one attention. Trees may be given as lists; equal parts become one object.
+
+    score: the final score of a query and a key. factor: multiplies the weight after the softmax. sink: the logit of
+    one more key that has no value, [B|1, H|1, Lq|1, 1]. upper, lower: key j is hidden from query i unless
+    lower <= j - i <= upper; a promise by which blocks are skipped, while `score` holds the mask itself. They are made
+    of constants, numbers and integer arithmetic.
+
+    Raises ValueError for a tree that is not one, naming the node.
+    """
+
+    score: Tree
+    factor: Tree | None = None
+    sink: Tree | None = None
+    upper: Tree | None = None
+    lower: Tree | None = None
+
+    def __post_init__(self) -> None:
+        known: dict[Any, Tree] = {}
+        for part, forbidden in _FORBIDDEN.items():
+            tree = getattr(self, part)
+            if tree is None:
+                continue
+            tree = _interned(tree, known)
+            for node in nodes(tree):
+                if node[0] in forbidden:
+                    raise ValueError(f"{node[0]!r} has no place in {part!r} of a score program")
+            object.__setattr__(self, part, tree)
+
+    @functools.cached_property
+    def shared(self) -> frozenset[int]:
+        """The nodes that `score` and `factor` need more than once, by identity."""
+        return _shared(self.score, self.factor)
+
+    def dumps(self) -> str:
+        parts = {part: _as_json(getattr(self, part)) for part in _FORBIDDEN if getattr(self, part) is not None}
+        return json.dumps(parts, separators=(",", ":"), allow_nan=False)
+
+    @staticmethod
+    @functools.cache
+    def loads(text: str) -> ScoreProgram:
+        """Raises ValueError for what `dumps` cannot have written."""
+        parts = json.loads(text)
+        if not isinstance(parts, dict) or "score" not in parts or not parts.keys() <= _FORBIDDEN.keys():
+            raise ValueError(f"not a score program: {text[:100]}")
+        return ScoreProgram(**parts)
+
+
+_NO_BOUND = frozenset(set(_ARITY) - set(_BOUNDS) | {"input", "gather", "cast", "and", "or"})
+_FORBIDDEN = {
+    "score": frozenset[str](), "factor": frozenset({"score"}), "sink": frozenset({"score", "j"}),
+    "upper": _NO_BOUND, "lower": _NO_BOUND,
+}  # fmt: skip
+
+
+def evaluate(
+    tree: Tree,
+    score: Tensor | None,
+    inputs: Sequence[Tensor],
+    numbers: Sequence[int],
+    block: Block,
+    memo: Memo | None = None,
+) -> Tensor:
+    """`tree` on one block: a tensor of four dimensions that broadcasts to `block.shape`, in whatever dtype it has.
+
+    score: the raw scores of the block, in its compute dtype. memo: holds the nodes whose value is known already, and
+    None for those to keep.
+    Raises ValueError for a node it does not know.
+    """
+    memo = dict.fromkeys(_shared(tree)) if memo is None else memo
+
+    def value(node: Tree) -> Any:
+        known = memo.get(id(node))
+        if known is None:
+            known = compute(node)
+            if id(node) in memo and isinstance(known, Tensor):
+                memo[id(node)] = known
+        return known
+
+    def compute(node: Tree) -> Any:
+        match node:
+            case ("score",):
+                if score is None:
+                    raise ValueError("there is no 'score' in this tree's place")
+                return score
+            case ("const", number):
+                return number
+            case ("number", n):
+                return int(numbers[n])
+            case ("b" | "h" | "i" | "j",):
+                return _position(POSITIONS.index(node[0]), block)
+            case ("input" | "gather", *_):
+                return read(node, inputs, numbers, block, memo)
+            case ("cast", name, x):
+                return tensor(x).to(getattr(torch, name))
+            case ("where", condition, *branches):
+                return torch.where(tensor(condition).bool(), *tensors(branches))
+            case ("and" | "or" as name, *parts):
+                joined = torch.logical_and if name == "and" else torch.logical_or
+                return functools.reduce(joined, tensors(parts))
+            case ("not", x):
+                return torch.logical_not(tensor(x))
+            case (name, *parts) if name in _OPERATIONS:
+                operands = tensors(parts)
+                if name in _FRACTIONAL or name in ("div", "atan2"):
+                    operands = [x if x.is_floating_point() else x.to(block.dtype) for x in operands]
+                return _OPERATIONS[name](*operands)
+        raise ValueError(f"a score program has no node {node[0]!r}")
+
+    def tensor(node: Tree) -> Tensor:
+        return tensors([node])[0]
+
+    def tensors(several: Sequence[Tree]) -> list[Tensor]:
+        return as_tensors([value(node) for node in several], block)
+
+    return tensor(tree)
+
+
+def read(node: Tree, inputs: Sequence[Tensor], numbers: Sequence[int], block: Block, memo: Memo) -> Tensor:
+    """What an "input" or "gather" node reads on this block, at least in the compute dtype where it is floating."""
+    source = inputs[node[1]]
+    if node[0] == "input":
+        return _widened(_narrowed(source, block), block)
+    # Without a dimension there is nothing to index.
+    found = source[gathered(node, inputs, numbers, block, memo)] if source.ndim else source.reshape(1, 1, 1, 1)
+    return _widened(found, block)
+
+
+def gathered(
+    node: Tree, inputs: Sequence[Tensor], numbers: Sequence[int], block: Block, memo: Memo
+) -> tuple[Tensor, ...]:
+    """The indices of a "gather" node: int64, one a dimension, of shapes that broadcast."""
+    return tuple(evaluate(x, None, inputs, numbers, block, memo).long() for x in node[2:])
+
+
+def accumulate(
+    node: Tree,
+    gradient: Tensor,
+    into: Tensor,
+    inputs: Sequence[Tensor],
+    numbers: Sequence[int],
+    block: Block,
+    memo: Memo,
+) -> None:
+    """Add to `into`, the gradient of a whole input, that of what `node` has read of it on this block."""
+    if node[0] == "input":
+        _narrowed(into, block).add_(gradient)
+    elif into.ndim:
+        into.index_put_(gathered(node, inputs, numbers, block, memo), gradient, accumulate=True)
+    else:
+        into.add_(gradient.sum())
+
+
+def bound(tree: Tree | None, numbers: Sequence[int]) -> int | None:
+    """The integer that `upper` or `lower` stands for."""
+    match tree:
+        case None:
+            return None
+        case ("const", value):
+            return int(value)
+        case ("number", n):
+            return int(numbers[n])
+        case (name, *parts):
+            return _BOUNDS[name](*(bound(part, numbers) for part in parts))
+    raise ValueError(f"not a bound: {tree}")
+
+
+def nodes(tree: Tree | None) -> Iterator[Tree]:
+    """Every distinct node of a tree, children first."""
+    seen: set[int] = set()
+
+    def walk(node: Tree) -> Iterator[Tree]:
+        if id(node) not in seen:
+            seen.add(id(node))
+            for child in _children(node):
+                yield from walk(child)
+            yield node
+
+    if tree is not None:
+        yield from walk(tree)
+
+
+def _children(node: Tree) -> Iterator[Tree]:
+    return (part for part in node[1:] if isinstance(part, tuple))
+
+
+def _shared(*trees: Tree | None) -> frozenset[int]:
+    once: set[int] = set()
+    twice: set[int] = set()
+    distinct = {id(node): node for tree in trees for node in nodes(tree)}
+    needed = [tree for tree in trees if tree is not None]
+    needed += [child for node in distinct.values() for child in _children(node)]
+    for node in needed:
+        (twice if id(node) in once else once).add(id(node))
+    return frozenset(twice)
+
+
+def _interned(tree: Any, known: dict[Any, Tree]) -> Tree:
+    """`tree` as tuples, checked, with equal parts as one object."""
+    if not isinstance(tree, (tuple, list)) or not tree:
+        raise ValueError(f"not a node of a score program: {tree!r}")
+    name, *rest = tree
+    constants: list[Any] = []
+    match name, rest:
+        case "const", [str(text)] if text in ("inf", "-inf", "nan"):
+            constants, rest = [float(text)], []
+        case "const", [bool() | int() | float() as number]:
+            constants, rest = [number], []
+        case "number" | "input", [int(n)] if n >= 0:
+            constants, rest = [n], []
+        case "gather", [int(n), *rest] if n >= 0:
+            constants = [n]
+        case "cast", [str(dtype), x] if isinstance(getattr(torch, dtype, None), torch.dtype):
+            constants, rest = [dtype], [x]
+        case "and" | "or", [_, *_]:
+            pass
+        case str(), _ if name in _ARITY:
+            if len(rest) != _ARITY[name]:
+                raise ValueError(f"{name!r} of a score program takes {_ARITY[name]} operands, not {len(rest)}")
+        case "const" | "number" | "input" | "gather" | "cast" | "and" | "or", _:
+            raise ValueError(f"{name!r} of a score program cannot take {rest!r}")
+        case _:
+            raise ValueError(f"a score program has no node {name!r}")
+    children = [_interned(part, known) for part in rest]
+    # True, 1 and 1.0 are equal, but not the same constant.
+    key = (name, *map(repr, constants), *map(id, children))
+    return known.setdefault(key, (name, *constants, *children))
+
+
+def _as_json(part: Any) -> Any:
+    if isinstance(part, tuple):
+        return [_as_json(x) for x in part]
+    return str(part) if isinstance(part, float) and not math.isfinite(part) else part
+
+
+def _position(dimension: int, block: Block) -> Tensor:
+    start, stop = ((0, block.batch), (0, block.heads), block.queries, block.keys)[dimension]
+    shape = [1, 1, 1, 1]
+    shape[dimension] = stop - start
+    return torch.arange(start, stop, device=block.device).view(shape)
+
+
+def _narrowed(source: Tensor, block: Block) -> Tensor:
+    for dimension, (start, stop) in ((2, block.queries), (3, block.keys)):
+        if source.shape[dimension] != 1:
+            source = source.narrow(dimension, start, stop - start)
+    return source
+
+
+def _widened(x: Tensor, block: Block) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, block.dtype)) if x.is_floating_point() else x
+
+
+def as_tensors(values: Sequence[Any], block: Block) -> list[Tensor]:
+    """Constants as tensors of one element. They have four dimensions, so that they widen what they meet."""
+    dtypes = [x.dtype for x in values if isinstance(x, Tensor) and x.is_floating_point()]
+    widest = functools.reduce(torch.promote_types, dtypes, block.dtype)
+
+    def as_tensor(x: Any) -> Tensor:
+        if isinstance(x, Tensor):
+            return x
+        dtype = torch.bool if isinstance(x, bool) else torch.int64 if isinstance(x, int) else widest
+        return torch.full((1, 1, 1, 1), x, dtype=dtype, device=block.device)
+
+    return [as_tensor(x) for x in values]

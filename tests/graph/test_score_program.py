@@ -1,0 +1,159 @@
+"""Score programs by themselves: what is one, what it computes, and its gradient by our rules against autograd's."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_fuse.kernels.score_gradient import differentiable, gradients, needed
+from attn_fuse.kernels.score_program import BINARY, UNARY, Block, Memo, ScoreProgram, bound, evaluate, nodes
+from tests.graph.chunked_cases import CASES, INF, Case, K, Q, S, const
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_programs_survive_the_string(case: Case) -> None:
+    text = case.program.dumps()
+    assert ScoreProgram.loads(text) == case.program
+    assert ScoreProgram.loads(text).dumps() == text
+    assert ScoreProgram.loads(text) is ScoreProgram.loads(text)
+
+
+def test_constants_survive_the_string() -> None:
+    values = [True, 1, 1.0, -0.0, INF, -INF, math.nan, 0.1, torch.finfo(torch.float64).min, 2**53 + 1]
+    program = ScoreProgram(["and", *map(const, values)])
+    loaded = ScoreProgram.loads(program.dumps()).score
+    assert [repr(node[1]) for node in loaded[1:]] == [repr(value) for value in values]
+
+
+@pytest.mark.parametrize(
+    ("parts", "reason"),
+    [
+        ({"score": ["softmax", S]}, "no node 'softmax'"),
+        ({"score": ["add", S]}, "'add' of a score program takes 2 operands, not 1"),
+        ({"score": ["cast", "float31", S]}, "'cast' of a score program cannot take"),
+        ({"score": ["input", S]}, "'input' of a score program cannot take"),
+        ({"score": ["const", "one"]}, "'const' of a score program cannot take"),
+        ({"score": "score"}, "not a node of a score program: 'score'"),
+        ({"score": S, "factor": S}, "'score' has no place in 'factor'"),
+        ({"score": S, "sink": K}, "'j' has no place in 'sink'"),
+        ({"score": S, "upper": ["neg", Q]}, "'i' has no place in 'upper'"),
+        ({"score": S, "lower": ["input", 0]}, "'input' has no place in 'lower'"),
+    ],
+)
+def test_programs_that_are_none(parts: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        ScoreProgram(**parts)
+
+
+def test_equal_parts_are_computed_once() -> None:
+    shared = ["exp", ["mul", S, const(2)]]
+    program = ScoreProgram(["add", shared, ["div", shared, ["exp", ["mul", S, const(2.0)]]]], factor=["exp", Q])
+    left, (_, again, other) = program.score[1:]
+    assert left is again and other is not left
+    assert id(left) in program.shared and id(other) not in program.shared
+
+
+def test_bounds() -> None:
+    program = ScoreProgram(S, upper=["sub", ["number", 1], ["floordiv", ["neg", ["number", 0]], const(2)]])
+    assert bound(program.upper, [5, 7]) == 10
+    assert bound(program.lower, [5, 7]) is None
+
+
+BLOCK = Block(1, 1, (3, 5), (4, 7), torch.device("cpu"), torch.float64)
+
+
+@pytest.mark.parametrize("name", UNARY)
+def test_unary(name: str) -> None:
+    scores = torch.rand(1, 1, 2, 3, dtype=torch.float64) * 0.8 + 0.1
+    scores = scores + 1 if name == "acosh" else scores
+    function = getattr(torch.ops.aten, name).default
+    assert torch.equal(evaluate(ScoreProgram([name, S]).score, scores, [], [], BLOCK), function(scores))
+    of_integers = evaluate(ScoreProgram([name, Q]).score, None, [], [], BLOCK)
+    expected = function(torch.tensor([3.0, 4.0], dtype=torch.float64)).double().view(1, 1, 2, 1)
+    torch.testing.assert_close(of_integers.double(), expected, rtol=0, atol=0, equal_nan=True)
+
+
+def check_gradient(tree: list[Any], block: Block, *inputs: Tensor) -> None:
+    """Our rules against autograd, which records `evaluate` where it is not inside an operator."""
+    root = ScoreProgram(tree).score
+    wanted = [node for node in nodes(root) if node[0] == "input"]
+    path = differentiable([root], wanted)
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    out = evaluate(root, None, leaves, [], block)
+    given = torch.randn(out.shape, dtype=block.dtype)
+    expected = torch.autograd.grad(out, leaves, given, allow_unused=True) if out.requires_grad else [None] * len(inputs)
+    memo: Memo = dict.fromkeys(needed(path))
+    evaluate(root, None, inputs, [], block, memo)
+    found = gradients(path, wanted, [(root, given)], [], block, memo)
+    for node in wanted:
+        reference = torch.zeros_like(inputs[node[1]]) if expected[node[1]] is None else expected[node[1]]
+        got = found.get(id(node), torch.zeros_like(reference))
+        torch.testing.assert_close(got, reference, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", UNARY)
+def test_gradient_of_unary(name: str) -> None:
+    x = torch.linspace(-5, 5, 41, dtype=torch.float64).view(1, 1, 1, 41)
+    if name.startswith("log") or name in ("sqrt", "rsqrt", "reciprocal"):
+        x = x.abs() + 0.1
+    x = x / 6 if name in ("asin", "acos", "atanh") else x.abs() + 1.1 if name == "acosh" else x
+    check_gradient([name, ["input", 0]], Block(1, 1, (0, 1), (0, 41), x.device, x.dtype), x)
+
+
+@pytest.mark.parametrize("name", BINARY)
+def test_gradient_of_binary(name: str) -> None:
+    """The operands broadcast, and are equal or 0 here and there."""
+    a = torch.linspace(0, 4, 17, dtype=torch.float64).view(1, 1, 17, 1)
+    b = torch.linspace(0.25, 3, 12, dtype=torch.float64).view(1, 1, 1, 12)
+    block = Block(1, 1, (0, 17), (0, 12), a.device, a.dtype)
+    if name == "floordiv":
+        assert not differentiable([ScoreProgram([name, ["input", 0], S]).score], [("input", 0)])
+        return
+    check_gradient([name, ["input", 0], ["input", 1]], block, a, b)
+    check_gradient([name, ["input", 0], const(2)], block, a)
+    check_gradient([name, const(2.0), ["input", 0]], block, b)
+
+
+def test_gradient_of_the_rest() -> None:
+    a, b = torch.randn(2, 1, 1, 7, 7, dtype=torch.float64).unbind(0)
+    block = Block(1, 1, (0, 7), (0, 7), a.device, a.dtype)
+    chosen = ["where", ["gt", ["input", 0], ["input", 1]], ["mul", ["input", 0], ["input", 0]], ["input", 1]]
+    check_gradient(chosen, block, a, b)
+    check_gradient(["mul", ["cast", "float64", ["floor", ["input", 0]]], ["cast", "float64", chosen]], block, a, b)
+    check_gradient(["add", ["cast", "int64", ["input", 0]], ["where", const(True), ["input", 1], Q]], block, a, b)
+
+
+@pytest.mark.parametrize(
+    ("tree", "expected"),
+    [
+        (["floordiv", ["sub", Q, K], const(2)], [[-1, -1, -2], [0, -1, -1]]),
+        (["mod", ["sub", Q, K], const(3)], [[2, 1, 0], [0, 2, 1]]),
+        (["fmod", ["sub", Q, K], const(3)], [[-1, -2, 0], [0, -1, -2]]),
+        (["div", Q, const(2)], [[1.5] * 3, [2.0] * 3]),
+        (["pow", Q, const(2)], [[9] * 3, [16] * 3]),
+        (
+            ["where", ["or", ["eq", Q, K], ["ne", K, const(5)]], const(1), const(0.5)],
+            [[1.0, 0.5, 1.0], [1.0, 0.5, 1.0]],
+        ),
+        (["cast", "int64", ["mul", K, const(0.4)]], [[1, 2, 2], [1, 2, 2]]),
+        (["gather", 0], [[0.5] * 3] * 2),
+        (["gather", 1, ["sub", Q, const(3)], ["sub", K, const(4)]], [[1, 2, 3], [4, 5, 6]]),
+        (["add", ["number", 0], ["cast", "float32", ["gt", K, Q]]], [[8.0, 8.0, 8.0], [7.0, 8.0, 8.0]]),
+    ],
+)
+def test_evaluate(tree: list[Any], expected: list[list[float]]) -> None:
+    inputs = [torch.tensor(0.5, dtype=torch.float64), torch.tensor([[1, 2, 3], [4, 5, 6]])]
+    found = evaluate(ScoreProgram(tree).score, None, inputs, [7], BLOCK)
+    assert found.expand(BLOCK.shape).tolist() == [[expected]]
+
+
+def test_half_precision_is_read_in_the_compute_dtype() -> None:
+    block = replace(BLOCK, dtype=torch.float32)
+    bias = torch.randn(1, 1, 8, 8).half()
+    found = evaluate(ScoreProgram(["mul", ["input", 0], const(0.1)]).score, None, [bias], [], block)
+    assert torch.equal(found, bias[:, :, 3:5, 4:7].float() * 0.1)
