@@ -14,10 +14,12 @@ from torch.fx import Graph, GraphModule
 from attn_fuse.check import Checker
 from attn_fuse.constants import Guard, Proof
 from attn_fuse.errors import NotFusedError
+from attn_fuse.expand import expand
 from attn_fuse.kernels.picker import pick
+from attn_fuse.names import INLINE_SUBGRAPHS, op_name
 from attn_fuse.options import Fuel, Options, chosen_kernels, fuel_of, parse_options
-from attn_fuse.region import INLINE_SUBGRAPHS, op_name, scopes
 from attn_fuse.report import GraphReport, Location, SiteReport, headline, record
+from attn_fuse.scopes import scopes
 from attn_fuse.sites import Rewriter
 from attn_fuse.torch_internals import compile_with, without_inductor_attention
 
@@ -51,6 +53,8 @@ def _compile(
 ) -> Callable[..., Any]:
     started = time.perf_counter()
     original, before, chosen = _copied(graph), _code(graph), chosen_kernels()
+    expand(graph)
+    checker = Checker(_copied(graph), inputs) if options.check else None
     rewriter = Rewriter(
         graph,
         inputs,
@@ -58,7 +62,7 @@ def _compile(
             pick, allowed=options.kernels if chosen is None else chosen, fuse_all=options.pick == "fused"
         ),
         may_rewrite=fuel.allows,
-        verifier_of=Checker(original, inputs).verifier_of if options.check else None,
+        verifier_of=None if checker is None else checker.verifier_of,
         constants=constants,
     )
     sites = rewriter.rewrite()

@@ -13,7 +13,8 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node, map_arg
 
 from attn_fuse.emit import Verify
-from attn_fuse.region import DROPOUT, INLINE_SUBGRAPHS, Region, op_name
+from attn_fuse.names import DROPOUT, INLINE_SUBGRAPHS, op_name
+from attn_fuse.region import Region
 
 # How much further from float64 the rewrite may be than the program as written, and its floor in units of rounding.
 _TIMES_AS_WRITTEN = 8.0
@@ -30,23 +31,24 @@ class Checker:
         self._inputs = inputs
         self._values: Values | None = None
 
-    def verifier_of(self, region: Region) -> Verify:
-        """What says whether new operations give what `region` gives."""
+    def verifier_of(self, region: Region, leaves: Sequence[Node]) -> Verify:
+        """What says whether new operations give what `region` gives. leaves: its leaves as they were written."""
+        names = [leaf.name for leaf in leaves]
 
         def verify(made: Sequence[Node], result: Node) -> str | None:
-            leaves = self._leaves(region)
+            leaves = self._leaves(region.scope.path, names)
             written = lambda *v: _run(region.nodes, region.output, region.leaves, v)  # noqa: E731
             rewritten = lambda *v: _run(made, result, region.leaves, v)  # noqa: E731
             return _disagreement(written, rewritten, leaves)
 
         return verify
 
-    def _leaves(self, region: Region) -> list[Any]:
+    def _leaves(self, path: str, names: Sequence[str]) -> list[Any]:
         if self._values is None:
             self._values = {}
             with torch.random.fork_rng(), torch.no_grad():
                 _Recorder(self._original, "", self._values).run(*map(_copied, self._inputs))
-        return [self._values[region.scope.path, leaf.name] for leaf in region.leaves]
+        return [self._values[path, name] for name in names]
 
 
 def _disagreement(written: Callable[..., Any], rewritten: Callable[..., Any], leaves: Sequence[Any]) -> str | None:

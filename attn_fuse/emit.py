@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from torch.fx import Node
 
 from attn_fuse.attention import Attention
-from attn_fuse.call import Call, NotEmitted
+from attn_fuse.builder import NotEmitted
+from attn_fuse.call import Call
 from attn_fuse.facts import Facts
 from attn_fuse.kernels.kernel import Kernel
 from attn_fuse.region import Region
@@ -42,6 +43,7 @@ def emit(
         call.undo()
         raise NotEmitted(objection)
     region.output.replace_all_uses_with(result)
+    call.tidy(keep=result)
     for node in reversed(region.nodes):
         if not node.users:
             graph.erase_node(node)

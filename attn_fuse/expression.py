@@ -10,7 +10,7 @@ a range, kept by `space.Space`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -146,13 +146,37 @@ class Select(Expr):
 
 
 @dataclass(frozen=True)
-class Contract(Expr):
-    """Sum over `axis` in [0, size) of a * b: an element of a matrix product. `dtype` is the product's."""
+class Gather(Expr):
+    """One element of leaf number `leaf`, at positions that are themselves read or computed; one a dimension."""
 
-    axis: sympy.Symbol
+    leaf: int
+    index: tuple[Expr, ...]
+
+
+@dataclass(frozen=True)
+class Score(Expr):
+    """The product of query and key, held in `dtype`, where an expression says what is done with it."""
+
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Contract(Expr):
+    """Sum over `axes`, each in [0, size), of a * b: an element of a matrix product. `dtype` is the product's."""
+
+    axes: tuple[sympy.Symbol, ...]
     a: Expr
     b: Expr
     dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Reduce(Expr):
+    """`body` reduced over `axis` by an operation with its ATen name: sum, amax, amin, any, all."""
+
+    name: str
+    axis: sympy.Symbol
+    body: Expr
 
 
 @dataclass(frozen=True)
@@ -180,6 +204,11 @@ TRUE, FALSE = Const(True), Const(False)
 
 
 def children(expr: Expr) -> tuple[Expr, ...]:
+    match expr:
+        case Const() | Index() | Load() | Scalar() | Score() | NonNegative() | IsZero():
+            return ()
+        case Gather(_, index):
+            return index
     return tuple(value for f in fields(expr) if isinstance(value := getattr(expr, f.name), Expr))  # type: ignore[arg-type]
 
 
@@ -197,8 +226,10 @@ def index_symbols(expr: Expr) -> set[sympy.Symbol]:
             return set().union(*(i.free_symbols for i in index)) if index else set()
         case Index(value) | NonNegative(value) | IsZero(value):
             return set(value.free_symbols)
-        case Contract(axis, a, b):
-            return (index_symbols(a) | index_symbols(b)) - {axis}
+        case Contract(axes, a, b):
+            return (index_symbols(a) | index_symbols(b)) - set(axes)
+        case Reduce(_, axis, body):
+            return index_symbols(body) - {axis}
         case Softmax(axis, body, at):
             return (index_symbols(body) - {axis}) | set(at.free_symbols)
         case _:
@@ -206,34 +237,87 @@ def index_symbols(expr: Expr) -> set[sympy.Symbol]:
 
 
 def has_product(expr: Expr) -> bool:
-    """Whether a matrix product is anywhere in `expr`."""
-    return any(isinstance(e, Contract) for e in walk(expr))
+    """Whether the product of query and key, or any other matrix product, is anywhere in `expr`."""
+    return any(isinstance(e, (Contract, Score)) for e in walk(expr))
+
+
+def replaced(expr: Expr, old: Expr, new: Expr) -> Expr:
+    """`expr` with `new` wherever `old` stands."""
+    if expr == old:
+        return new
+    return rebuilt(expr, lambda child: replaced(child, old, new))
+
+
+def terms(expr: Expr) -> Iterator[Expr]:
+    """What `expr` is the sum of, in order."""
+    match expr:
+        case Add(a, b):
+            yield from terms(a)
+            yield from terms(b)
+        case _:
+            yield expr
 
 
 def substitute(expr: Expr, by: Mapping[sympy.Symbol, sympy.Expr], space: Space) -> Expr:
-    """`expr` with index symbols replaced and every index expression simplified again."""
+    """`expr` with index symbols replaced, and simplified again."""
+    known: dict[int, Expr] = {}
 
     def index(value: sympy.Expr) -> sympy.Expr:
         return simplify_index(value.subs(by, simultaneous=True), space)
 
+    def changed(x: Expr) -> Expr:
+        if id(x) not in known:
+            known[id(x)] = build(x)
+        return known[id(x)]
+
+    def build(x: Expr) -> Expr:
+        match x:
+            case Load(leaf, indices):
+                return Load(leaf, tuple(map(index, indices)))
+            case Gather(leaf, positions):
+                return Gather(leaf, tuple(map(changed, positions)))
+            case Index(value):
+                return Index(index(value))
+            case NonNegative(value):
+                return nonnegative(index(value), space)
+            case IsZero(value):
+                return is_zero(index(value), space)
+            case Softmax(axis, body, at, dtype):
+                return Softmax(axis, changed(body), index(at), dtype)
+            case Compare(op, a, b):
+                return compare(op, changed(a), changed(b), space)
+        return rebuilt(x, changed)
+
+    return changed(expr)
+
+
+def rebuilt(expr: Expr, change: Callable[[Expr], Expr]) -> Expr:
+    """`expr` with each child replaced by what `change` gives for it, simplified again."""
     match expr:
-        case Load(leaf, indices):
-            return Load(leaf, tuple(map(index, indices)))
-        case Index(value):
-            return Index(index(value))
-        case NonNegative(value):
-            return nonnegative(index(value), space)
-        case IsZero(value):
-            return is_zero(index(value), space)
-        case Softmax(axis, body, at, dtype):
-            return Softmax(axis, substitute(body, by, space), index(at), dtype)
-        case _:
-            changed: dict[str, Any] = {
-                f.name: substitute(value, by, space)
-                for f in fields(expr)  # type: ignore[arg-type]
-                if isinstance(value := getattr(expr, f.name), Expr)
-            }
-            return replace(expr, **changed) if changed else expr  # type: ignore[type-var]
+        case Select(cond, a, b):
+            return select(change(cond), change(a), change(b))
+        case Not(x):
+            return logical_not(change(x))
+        case And(a, b):
+            return logical_and(change(a), change(b))
+        case Or(a, b):
+            return logical_or(change(a), change(b))
+        case Add(a, b):
+            return add(change(a), change(b))
+        case Mul(a, b):
+            return mul(change(a), change(b))
+        case Div(a, b):
+            return div(change(a), change(b))
+        case Gather(leaf, index):
+            return Gather(leaf, tuple(map(change, index)))
+        case Const() | Index() | Load() | Scalar() | Score() | NonNegative() | IsZero():
+            return expr
+    new: dict[str, Any] = {
+        f.name: change(value)
+        for f in fields(expr)  # type: ignore[arg-type]
+        if isinstance(value := getattr(expr, f.name), Expr)
+    }
+    return replace(expr, **new)  # type: ignore[type-var]
 
 
 # ---- building a tree
@@ -277,6 +361,8 @@ def mul(a: Expr, b: Expr) -> Expr:
             not isinstance(x, Const)
         ):
             return select(cond, x, Const(0.0))
+        case (Div(Const(1 | 1.0), x), y) | (y, Div(Const(1 | 1.0), x)) if not isinstance(y, Const):
+            return div(y, x)
         case (Select(cond, Const(0 | 0.0), Const(1 | 1.0)), x) | (x, Select(cond, Const(0 | 0.0), Const(1 | 1.0))) if (
             not isinstance(x, Const)
         ):
@@ -300,6 +386,10 @@ def negative(x: Expr) -> Expr:
 def unary(name: str, x: Expr) -> Expr:
     if name == "exp" and isinstance(x, Unary) and x.name == "log":
         return x.x
+    if name == "reciprocal" and not isinstance(x, Const):
+        return Div(Const(1.0), x)
+    if name == "detach" and not any(isinstance(e, (Load, Gather, Score)) for e in walk(x)):
+        return x
     function = _FOLDED.get(name)
     if function is not None:
         match x:
@@ -358,7 +448,7 @@ def select(cond: Expr, a: Expr, b: Expr) -> Expr:
             return a if value else b
         case Not(inner):
             return select(inner, b, a)
-    if a == b:
+    if a == b or _continues(cond, a, b):
         return a
     match a, b:
         case Const(True), Const(False):
@@ -370,6 +460,15 @@ def select(cond: Expr, a: Expr, b: Expr) -> Expr:
         case _, Select(inner, _, y) if inner == cond:
             return select(cond, a, y)
     return Select(cond, a, b)
+
+
+def _continues(cond: Expr, a: Expr, b: Expr) -> bool:
+    """Whether `b`, chosen at the single place before `a` begins, is what `a` would be there."""
+    match cond, a, b:
+        case NonNegative(start), Index(x), Index(y):
+            symbol = sympy.expand(start + 1)
+            return bool(symbol.is_Symbol and x.subs(symbol, 0) == y)
+    return False
 
 
 def nonnegative(value: sympy.Expr, space: Space) -> Expr:

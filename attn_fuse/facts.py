@@ -26,6 +26,7 @@ class Facts:
     bias_needs_grad: whether one of a bias is.
     bias_may_hide: whether the biases could lower every score of a query by much, as a padding mask does.
     bias_dtype: the widest floating-point type among the tensors that the biases read; None without such.
+    weights_used: whether the program also uses the scores or weights elsewhere, so that they are computed anyway.
     """
 
     device: torch.device
@@ -42,6 +43,7 @@ class Facts:
     bias_needs_grad: bool
     bias_may_hide: bool
     bias_dtype: torch.dtype | None
+    weights_used: bool = False
 
     @property
     def score_bytes(self) -> int:
@@ -49,36 +51,40 @@ class Facts:
         return self.batch * self.heads * self.q_len * self.kv_len * self.dtype.itemsize
 
 
-def facts_of(attention: Attention, leaves: Sequence[object]) -> Facts:
+def facts_of(attention: Attention, leaves: Sequence[object], weights_used: bool = False) -> Facts:
     """The facts of `attention`, whose loads are of `leaves` (fake tensors and numbers)."""
     tensors = [leaf if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
 
     def read(*expressions: Expr) -> list[torch.Tensor]:
-        numbers = {e.leaf for x in expressions for e in ex.walk(x) if isinstance(e, (ex.Load, ex.Scalar))}
+        numbers = {e.leaf for x in expressions for e in ex.walk(x) if isinstance(e, (ex.Load, ex.Gather, ex.Scalar))}
         return [t for n in sorted(numbers) if (t := tensors[n]) is not None]
 
     axes = attention.axes
     sizes = {
-        "batch": _product(attention, attention.batch_axes),
-        "heads": _product(attention, attention.head_axes),
-        "kv_heads": _product(attention, attention.kv_head_axes),
-        "q_len": attention.size(axes.query),
-        "kv_len": attention.size(axes.key),
-        "head_dim": attention.size(axes.inner),
-        "value_dim": attention.size(axes.value),
+        "batch": attention.length(attention.batch_axes),
+        "heads": attention.length(attention.head_axes),
+        "kv_heads": attention.length(attention.kv_head_axes),
+        "q_len": attention.length(axes.query),
+        "kv_len": attention.length(axes.key),
+        "head_dim": attention.length(axes.inner),
+        "value_dim": attention.length(axes.value),
     }
     operands = read(attention.query, attention.key, attention.value, attention.scale)
     added = read(*attention.biases)
+    others = read(
+        attention.score, *(x for x in (attention.sink, attention.factor, attention.out_scale) if x is not None)
+    )
     wanting = torch.is_grad_enabled()
     widths = [t.dtype for t in added if t.dtype.is_floating_point]
     return Facts(
         device=operands[0].device,
         dtype=kernel_dtype(attention),
         symbolic=frozenset(name for name, size in sizes.items() if not size.is_Integer),
-        training=wanting and any(t.requires_grad for t in operands + added),
+        training=wanting and any(t.requires_grad for t in operands + others),
         bias_needs_grad=wanting and any(t.requires_grad for t in added),
         bias_may_hide=any(_may_hide(term, tensors) for term in attention.biases),
         bias_dtype=max(widths, key=lambda d: torch.finfo(d).bits) if widths else None,
+        weights_used=weights_used,
         **{name: _on_first_call(size, leaves) for name, size in sizes.items()},
     )
 
@@ -93,7 +99,7 @@ def _may_hide(term: Expr, tensors: Sequence[torch.Tensor | None]) -> bool:
     match term:
         case ex.Const(value):
             return not abs(value) <= _ORDINARY
-        case ex.Load(leaf):
+        case ex.Load(leaf) | ex.Gather(leaf):
             tensor = tensors[leaf]
             return tensor is None or not tensor.requires_grad
         case ex.Select(_, a, b):
@@ -111,7 +117,3 @@ def _on_first_call(size: sympy.Expr, leaves: Sequence[object]) -> int:
     hints = {n.node.expr: n.node.hint for n in lengths if isinstance(n, torch.SymInt) and n.node.hint is not None}
     found = size.subs(hints)
     return int(found) if found.is_Integer else 1
-
-
-def _product(attention: Attention, axes: Sequence[sympy.Symbol]) -> sympy.Expr:
-    return sympy.prod([attention.size(a) for a in axes]) if axes else sympy.Integer(1)

@@ -1,4 +1,4 @@
-"""Fold: the layers of the scores become one scale, a mask as structure, and biases.
+"""Fold: the layers of the scores become one scale, a softcap, a mask as structure, and biases.
 
 What is delicate here is a query that sees no key. Minus infinity gives NaN there, and a kernel may give 0. A finite
 fill gives a mean of the values, over those keys that share the least score; a kernel that skips masked keys does not.
@@ -8,18 +8,18 @@ So a finite fill is dropped only where every query is proved to see a key, and k
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import sympy
 import torch
 
 from attn_fuse import expression as ex
-from attn_fuse.attention import Axes, Causal, DenseMask, Mask, MaskPart, Refusal
+from attn_fuse.attention import Axes, Mask, Refusal
 from attn_fuse.expression import Const, Expr, index_symbols
-from attn_fuse.patterns.layer import Bias, Fill, Floor, Layer, Scale
+from attn_fuse.masks import every_query_sees_a_key, mask_parts
+from attn_fuse.patterns.layer import Bias, Cap, Fill, Floor, Layer, Scale
 from attn_fuse.space import Space
-from attn_fuse.torch_internals import FloorDiv, Mod
 
 
 @dataclass(frozen=True)
@@ -32,31 +32,39 @@ class Term:
 
 @dataclass(frozen=True)
 class Scores:
-    """The layers of the scores: scale * product, plus terms, filled. Terms and fills stand outermost first.
+    """The layers of the scores: softcap(scale * product), plus terms, filled. Terms and fills stand outermost first.
 
     scaled_fill: the scores are scaled after a fill. floored: a term was raised to a floor.
     """
 
     scale: Expr
+    softcap: float | None
     terms: tuple[Term, ...]
     fills: tuple[Fill, ...]
     scaled_fill: bool
     floored: bool
 
 
-def fold(layers: Iterable[Layer], key_axis: sympy.Symbol) -> Scores | Refusal:
-    """`layers`, outermost first, over scores whose keys run along `key_axis`."""
+def fold(layers: Iterable[Layer], key_axes: tuple[sympy.Symbol, ...]) -> Scores | Refusal:
+    """`layers`, outermost first, over scores whose keys run along `key_axes`."""
     scale: Expr = Const(1.0)
     terms: list[Term] = []
     fills: list[Fill] = []
     floored = scaled_fill = False
+    softcap: float | None = None
     least = -math.inf
     for layer in layers:
         match layer:
             case Scale(factor):
-                if key_axis in index_symbols(factor):
+                if index_symbols(factor) & set(key_axes):
                     return Refusal("the scores are scaled differently for each key")
                 scale = ex.mul(scale, factor)
+            case Cap(value):
+                if scale != Const(1.0) or least > -math.inf or softcap is not None:
+                    return Refusal("capped scores are scaled or bounded")
+                softcap = value
+            case Bias() | Fill() | Floor() if softcap is not None:
+                return Refusal("scores are capped after a mask or a bias")
             case Bias(term):
                 floored = floored or least > -math.inf
                 raised = term if least == -math.inf else ex.binary("maximum", term, Const(least))
@@ -70,17 +78,19 @@ def fold(layers: Iterable[Layer], key_axis: sympy.Symbol) -> Scores | Refusal:
                 fills.append(Fill(keep, max(value, least) * scale.value, added and not lifted))
             case Floor(value):
                 least = max(least, value)
-    return Scores(scale, tuple(terms), tuple(fills), scaled_fill, floored)
+    return Scores(scale, softcap, tuple(terms), tuple(fills), scaled_fill, floored)
 
 
-def mask_and_biases(scores: Scores, axes: Axes, space: Space) -> tuple[Mask, tuple[Expr, ...]] | Refusal:
+def mask_and_biases(
+    scores: Scores, axes: Axes, space: Space, leaf_dtypes: Mapping[int, torch.dtype]
+) -> tuple[Mask, tuple[Expr, ...]] | Refusal:
     """The mask as structure, and the biases, among them what only looked like a mask."""
     terms = tuple(term.value for term in scores.terms)
     # A term that is read from memory may hide keys by itself, so that only minus infinity is out of its reach.
     unknown = any(isinstance(part, ex.Load) for term in terms for part in ex.walk(term))
     finite = [fill for fill in scores.fills if math.isfinite(fill.value)]
-    parts = _parts((fill.keep for fill in scores.fills), axes)
-    seen = _every_row_sees_a_key(parts, space)
+    parts = mask_parts((fill.keep for fill in scores.fills), axes, space)
+    seen = every_query_sees_a_key(parts, axes, space, leaf_dtypes)
     if seen and not (unknown and finite) and not scores.floored:
         return Mask(parts), terms
 
@@ -93,13 +103,13 @@ def mask_and_biases(scores: Scores, axes: Axes, space: Space) -> tuple[Mask, tup
     if not hard:
         return Mask(empty_rows=softly), biases
     if values == {-math.inf}:
-        parts = _parts((fill.keep for fill in hard), axes)
-        sees = _every_row_sees_a_key(parts, space)
+        parts = mask_parts((fill.keep for fill in hard), axes, space)
+        sees = every_query_sees_a_key(parts, axes, space, leaf_dtypes)
         return Mask(parts, empty_rows="mean" if scores.floored else "none" if sees else "nan"), biases
     if len(hard) > 1 or (scores.scaled_fill and biases):
         return Refusal("a query that sees no key would get another mean of the values")
     if not biases:
-        return Mask(_parts([hard[0].keep], axes), empty_rows="mean"), ()
+        return Mask(mask_parts([hard[0].keep], axes, space), empty_rows="mean"), ()
     if soft or not _absorbs(hard[0].value):
         return Refusal("a query that sees no key would get another mean of the values")
     # Added to a score, the lowest number swallows it: then adding is replacing, and the fill is one more bias.
@@ -116,40 +126,3 @@ def _as_bias(fill: Fill) -> Expr:
 
 def _absorbs(fill: float) -> bool:
     return fill <= 0.99 * torch.finfo(torch.bfloat16).min
-
-
-def _parts(keeps: Iterable[Expr], axes: Axes) -> tuple[MaskPart, ...]:
-    parts: list[MaskPart] = []
-    for keep in keeps:
-        for condition in _conjuncts(keep):
-            part = _causal(condition, axes) or DenseMask(condition)
-            if part not in parts and condition != ex.TRUE:
-                parts.append(part)
-    return tuple(parts)
-
-
-def _conjuncts(keep: Expr) -> Iterator[Expr]:
-    match keep:
-        case ex.And(a, b):
-            yield from _conjuncts(a)
-            yield from _conjuncts(b)
-        case ex.Select(cond, a, Const(False)):
-            yield from _conjuncts(cond)
-            yield from _conjuncts(a)
-        case ex.Select(cond, Const(False), b):
-            yield from _conjuncts(ex.logical_not(cond))
-            yield from _conjuncts(b)
-        case _:
-            yield keep
-
-
-def _causal(condition: Expr, axes: Axes) -> Causal | None:
-    if not isinstance(condition, ex.NonNegative) or axes.query is None:
-        return None
-    offset = sympy.expand(condition.value - axes.query + axes.key)
-    known = {*axes.batch, *axes.kv_heads, *axes.groups, axes.query, axes.key}
-    return None if offset.free_symbols & known or offset.has(FloorDiv, Mod) else Causal(offset)
-
-
-def _every_row_sees_a_key(parts: Iterable[MaskPart], space: Space) -> bool:
-    return all(isinstance(part, Causal) and space.is_nonnegative(part.offset) for part in parts)

@@ -20,9 +20,13 @@ from attn_fuse import expression as ex
 from attn_fuse.constants import ClosedForm
 from attn_fuse.expression import Expr
 from attn_fuse.normalize import Normal
-from attn_fuse.operations import OPERATIONS, Indices, NoClosedForm, Operation, Tensor, shape_of
+from attn_fuse.operations import OPERATIONS
+from attn_fuse.operations.operation import Indices, NoClosedForm, Operation, Tensor, shape_of
 from attn_fuse.space import Space
-from attn_fuse.torch_internals import lower_bounds
+from attn_fuse.torch_internals import FakeTensor, lower_bounds
+
+# A longer list of numbers is cheaper and clearer as the tensor that it is.
+_MOST_WRITTEN_OUT = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +62,11 @@ def lift(normal: Normal, closed_forms: Mapping[int, ClosedForm]) -> Lifted:
     lifter = _Lifter(normal, closed_forms, space)
     output = lifter.output()
     indices = tuple(sympy.Integer(0) if size == 1 else space.fresh("o", size) for size in output.shape)
-    return Lifted(output.at(indices), indices, output.shape, output.dtype, space, lifter.leaf_dtypes)
+    try:
+        element = output.at(indices)
+    except NoClosedForm as problem:
+        raise NotLifted(str(problem), normal.origin.get(problem.node) if problem.node is not None else None) from None
+    return Lifted(element, indices, output.shape, output.dtype, space, lifter.leaf_dtypes)
 
 
 class _Lifter:
@@ -92,15 +100,22 @@ class _Lifter:
         form = self.closed_forms.get(number)
         if form is not None:
             return Tensor(shape_of(value), value.dtype, lambda index: form.element(index, self.space))
-        return Tensor(shape_of(value), value.dtype, lambda index: ex.Load(number, index))
+        return Tensor(shape_of(value), value.dtype, lambda index: ex.Load(number, index), leaf=number)
 
     def constant(self, node: Node) -> Tensor:
         value = getattr(self.normal.graph, str(node.target))
-        if not isinstance(value, torch.Tensor) or value.numel() != 1:
+        value = getattr(value, "constant", None) if isinstance(value, FakeTensor) else value
+        if not isinstance(value, torch.Tensor) or value.numel() > _MOST_WRITTEN_OUT or value.dim() > 1:
             raise NotLifted("a tensor written out in the program", self.normal.origin.get(node))
-        number = getattr(value, "constant", None)
-        number = value if number is None else number
-        return Tensor(shape_of(value), value.dtype, lambda index: ex.Const(number.item()))
+        numbers = [ex.Const(number) for number in value.flatten().tolist()]
+
+        def at(index: Indices) -> Expr:
+            result: Expr = numbers[0]
+            for n, number in enumerate(numbers[1:], 1):
+                result = ex.select(ex.is_zero(index[0] - n, self.space), number, result)
+            return result
+
+        return Tensor(shape_of(value), value.dtype, at)
 
     def operation(self, node: Node) -> Any:
         if node.target is operator.getitem:

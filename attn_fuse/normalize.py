@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,8 @@ import torch
 import torch.fx.traceback
 from torch.fx import GraphModule, Node, map_arg
 
-from attn_fuse.region import DROPOUT, Region, op_name, value_of
+from attn_fuse.names import DROPOUT, FUSED, op_name, value_of
+from attn_fuse.region import Region
 from attn_fuse.torch_internals import FakeTensorMode, decompositions, functionalized, make_fx, on_fake_tensors
 
 _ORIGIN = "attn_fuse_origin"
@@ -75,6 +77,8 @@ def normalize(region: Region) -> Normal:
         inputs = [_fresh(leaf) for leaf in region.leaves]
         traced = make_fx(functionalized(run) if region.mutates else run, _decompositions())(*inputs)
     traced.graph.eliminate_dead_code()
+    if sum(node.op == "placeholder" for node in traced.graph.nodes) != len(region.leaves):
+        raise NotNormal("not every leaf is one tensor or one number", region.output)
     origin = {
         node: by_name[name]
         for node in traced.graph.nodes
@@ -87,10 +91,41 @@ def _run(node: Node, env: dict[Node, Any], probabilities: list[float | Node]) ->
     if op_name(node) in DROPOUT:
         return _run_dropout(node, env, probabilities)
     args, kwargs = map_arg(node.args, env.__getitem__), map_arg(node.kwargs, env.__getitem__)
+    if op_name(node) in FUSED:
+        return _as_written_out(node, probabilities, *args, **kwargs)
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     assert callable(node.target)
     return node.target(*args, **kwargs)
+
+
+def _as_written_out(
+    node: Node,
+    probabilities: list[float | Node],
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: Any = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """What `F.scaled_dot_product_attention` is documented to compute."""
+    if enable_gqa:
+        groups = query.size(-3) // key.size(-3)
+        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+    scores = query @ key.mT * (query.size(-1) ** -0.5 if scale is None else scale)
+    if is_causal:
+        seen = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool, device=query.device).tril()
+        scores = scores.masked_fill(~seen, -math.inf)
+    if attn_mask is not None:
+        scores = scores.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
+    weights = torch.ops.aten._safe_softmax(scores, -1)
+    if dropout_p != 0:
+        probabilities.append(dropout_p)
+        weights = dropout_marker(weights, len(probabilities) - 1)
+    return weights @ value
 
 
 def _run_dropout(node: Node, env: dict[Node, Any], probabilities: list[float | Node]) -> Any:
@@ -141,6 +176,6 @@ def _decompositions() -> dict[Any, Any]:
         [
             aten.addmm, aten.baddbmm, aten.clamp_max, aten.clamp_min, aten.eye, aten.floor_divide, aten.linspace,
             aten.mv, aten.nan_to_num, aten.native_layer_norm, aten.rsub, aten.squeeze.default, aten.t,
-            aten.where.Scalar, aten.where.ScalarOther, aten.where.ScalarSelf, aten.zero, aten._safe_softmax,
+            aten.where.Scalar, aten.where.ScalarOther, aten.where.ScalarSelf, aten.zero,
         ]
     )  # fmt: skip

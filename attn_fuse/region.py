@@ -1,61 +1,46 @@
 """Regions: the part of Dynamo's graph that one attention is written in.
 
-A region is anchored on a softmax. Forward it reaches to the product of weights and value; backward to the product of
-query and key, from there through layout operations to query and key themselves, and on the mask side through
-element-wise, index-making and layout operations to graph inputs. Everything else is a leaf. What an operation *means*
-is decided later, on its normal form; the names here only say how far to walk, and an unknown name is a leaf, so a
-name that is missing costs structure, never correctness.
+A region is anchored on a softmax, or on an exponential that may be half of one. Forward it reaches to the product of
+weights and value; backward to the product of query and key, from there through layout operations to query and key
+themselves, and on the mask side through element-wise, index-making and layout operations to graph inputs. Everything
+else is a leaf. What an operation *means* is decided later, on its normal form; the names only say how far to walk
+(names.py), and a name that is missing costs structure, never correctness.
+
+Where it takes knowledge of the meaning to say which product is the one of query and key, there are several candidates.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from attn_fuse.attention import Refusal
+from attn_fuse.names import (
+    CASTS,
+    CREATION,
+    DROPOUT,
+    ELEMENTWISE,
+    FUSED,
+    JOINS,
+    LAYOUT,
+    LOOKUPS,
+    PRODUCTS,
+    REDUCTIONS,
+    SIZE_QUERIES,
+    SOFTMAX,
+    op_name,
+    storages,
+    value_of,
+)  # fmt: skip
+from attn_fuse.scopes import Scope, scopes
+from attn_fuse.writes import include_writes, writes_of
 
-SOFTMAX = frozenset({"softmax", "_softmax", "log_softmax", "_log_softmax"})
-PRODUCTS = frozenset({"matmul", "bmm", "mm", "einsum", "baddbmm"})
-DROPOUT = frozenset({"dropout"})
-LAYOUT = frozenset(
-    "view reshape transpose permute t mT T H mH contiguous clone expand expand_as repeat repeat_interleave unsqueeze "
-    "squeeze flatten unflatten movedim moveaxis swapaxes swapdims split split_with_sizes chunk unbind tensor_split "
-    "select narrow getitem view_as reshape_as broadcast_to adjoint".split()
-)
-CASTS = frozenset("to float half bfloat16 double type type_as".split())
-ELEMENTWISE = CASTS | frozenset(
-    "add sub mul div rsub neg eq ne lt le gt ge where masked_fill logical_not logical_and logical_or logical_xor "
-    "and or not xor invert bitwise_and bitwise_or bitwise_not exp log sqrt rsqrt pow tanh clamp clip maximum minimum "
-    "max min abs reciprocal bool int long nan_to_num true_divide divide multiply subtract floordiv floor_divide "
-    "remainder square exp2 sigmoid setitem fill zero isnan isinf copy index_fill".split()
-)
-CREATION = frozenset(
-    "ones zeros full empty arange tril triu ones_like zeros_like full_like tensor scalar_tensor new_ones new_zeros "
-    "new_full new_tensor linspace eye as_tensor".split()
-)
-# Asking for a size does not need the values.
-SIZE_QUERIES = frozenset({"size", "dim", "numel", "stride", "shape", "sym_size", "getattr"})
-# In these the subgraph computes what it says, once, on the operands given.
-INLINE_SUBGRAPHS = frozenset({"tag_activation_checkpoint", "invoke_subgraph", "wrap"})
-
-
-@dataclass(frozen=True, eq=False)
-class Scope:
-    """A graph, and for each of its placeholders the node of the top graph it stands for (None: not one node).
-
-    path: the names of the subgraphs that lead to it, joined by dots; "" for the top graph.
-    """
-
-    module: GraphModule
-    outer: dict[Node, Node | None]
-    path: str = ""
-
-    def top(self, node: Node) -> Node | None:
-        return self.outer.get(node, node if not self.outer else None)
+_BETWEEN = ELEMENTWISE | LAYOUT | CREATION | DROPOUT | REDUCTIONS | JOINS | LOOKUPS | SOFTMAX
+# More score products than this are tried in turn; a graph that joins so many is something else.
+_MOST_CANDIDATES = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +52,9 @@ class Region:
     operands: those of the leaves that query, key or value are made of.
     mutates: whether an operation in it writes in place.
     context: nodes of the graph that open an autocast still open here.
+    weights_used: an operation outside that reads the scores or weights, if there is one.
+    dropped_weights_used: the same for weights after dropout.
+    output_written: whether the program writes into the output in place later.
     """
 
     scope: Scope
@@ -77,6 +65,17 @@ class Region:
     operands: frozenset[Node]
     mutates: bool
     context: tuple[Node, ...]
+    weights_used: Node | None = None
+    dropped_weights_used: Node | None = None
+    output_written: bool = False
+
+    def reading(self, replaced: Mapping[Node, Node]) -> Region:
+        """The region with some of its leaves replaced."""
+        return replace(
+            self,
+            leaves=tuple(replaced.get(leaf, leaf) for leaf in self.leaves),
+            operands=frozenset(replaced.get(leaf, leaf) for leaf in self.operands),
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,53 +87,45 @@ class Unread:
     refusal: Refusal
 
 
-def find_regions(module: GraphModule) -> list[Region | Unread]:
-    """Every softmax between two products in `module` and in the subgraphs that it runs once, in graph order."""
+@dataclass(frozen=True, eq=False)
+class Site:
+    """A place where an attention may be written. candidates: what it may be, the likeliest first.
+
+    unsure: whether only a candidate that is recognised shows that there is an attention at all.
+    """
+
+    softmax: Node
+    candidates: tuple[Region | Unread, ...]
+    unsure: bool = False
+
+    @property
+    def is_fused_already(self) -> bool:
+        """Whether the program calls `F.scaled_dot_product_attention` here."""
+        return op_name(self.softmax) in FUSED
+
+
+def find_sites(module: GraphModule) -> list[Site]:
+    """Every site in `module` and in the subgraphs that it runs once, in graph order."""
     return [found for scope in scopes(module) for found in _in_scope(scope)]
 
 
-def scopes(module: GraphModule) -> Iterator[Scope]:
-    """`module` and the subgraphs of its activation checkpoints and the like, outermost first."""
-    yield from _scopes(Scope(module, {}))
-
-
-def _scopes(scope: Scope) -> Iterator[Scope]:
-    yield scope
-    calls: dict[str, list[Node]] = {}
-    for node in scope.module.graph.nodes:
-        if node.op == "call_function" and op_name(node) in INLINE_SUBGRAPHS:
-            for arg in node.args:
-                if isinstance(arg, Node) and arg.op == "get_attr":
-                    calls.setdefault(str(arg.target), []).append(node)
-    for target, users in calls.items():
-        body = getattr(scope.module, target, None)
-        if not isinstance(body, GraphModule):
-            continue
-        holders = [n for n in body.graph.nodes if n.op == "placeholder"]
-        operands = [a for a in users[0].args if not (isinstance(a, Node) and a.op == "get_attr" and a.target == target)]
-        operands = [a for a in operands if not isinstance(a, str)]
-        single = len(users) == 1 and len(operands) == len(holders)
-        outer = {
-            h: scope.top(o) if single and isinstance(o, Node) else None
-            for h, o in zip(holders, operands if single else holders, strict=True)
-        }
-        yield from _scopes(Scope(body, outer, f"{scope.path}.{target}".lstrip(".")))
-
-
 def cut_at(region: Region, node: Node) -> Region | None:
-    """The region with `node` read as a leaf; None if the scores pass through it."""
-    if node in _dependents_of_products(region) or node not in region.nodes:
+    """The region with `node` read as a leaf; None if the scores pass through it, or if it may be written in place."""
+    places = {node} if not _is_tuple(node) else {user for user in node.users if user in region.nodes}
+    if region.mutates or places & _dependents_of_products(region) or not places <= set(region.nodes):
         return None
     inside: set[Node] = set()
     leaves: set[Node] = set()
     todo = [region.output]
     while todo:
         current = todo.pop()
-        if current is node or current not in region.nodes:
+        if current in places or current not in region.nodes:
             leaves.add(current)
         elif current not in inside:
             inside.add(current)
             todo += current.all_input_nodes
+    if any(_is_tuple(leaf) for leaf in leaves):
+        return None
     order = {n: i for i, n in enumerate((*region.leaves, *region.nodes))}
     return replace(
         region,
@@ -143,96 +134,81 @@ def cut_at(region: Region, node: Node) -> Region | None:
     )
 
 
-def op_name(node: Node) -> str:
-    """The operation's name, the same for the function, the method, the operator and the in-place form."""
-    target = node.target
-    if node.op == "call_method":
-        name = str(target)
-    elif isinstance(target, torch._ops.OpOverload):
-        name = target._schema.name.split("::")[-1]
-    else:
-        name = getattr(target, "__name__", str(target))
-    if name == "getattr" and len(node.args) > 1:
-        return str(node.args[1])
-    bare = name.strip("_") if name.startswith("__") else name.rstrip("_")
-    return _OPERATORS.get(bare, bare)
-
-
-_OPERATORS = {
-    "iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "div", "truediv": "div", "iand": "and", "ior": "or",
-    "ipow": "pow", "imatmul": "matmul", "radd": "add", "rmul": "mul", "multiply": "mul", "divide": "div",
-    "true_divide": "div", "subtract": "sub", "invert": "logical_not",
-}  # fmt: skip
-
-
-def value_of(node: Node) -> object:
-    """The fake tensor, number or symbol that Dynamo recorded for `node`."""
-    return node.meta.get("example_value", node.meta.get("val"))
-
-
-def storages(node: Node) -> set[int]:
-    """Identities of the memory that `node`'s value lives in; views share it."""
-    value = value_of(node)
-    values = value if isinstance(value, (tuple, list)) else (value,)
-    return {v.untyped_storage()._cdata for v in values if isinstance(v, torch.Tensor)}
-
-
-def written_storages(module: GraphModule) -> set[int]:
-    """Memory that some operation of `module` writes in place."""
-    return {s for scope in scopes(module) for _, s in _writes(scope.module.graph)}
-
-
-def _in_scope(scope: Scope) -> Iterator[Region | Unread]:
+def _in_scope(scope: Scope) -> Iterator[Site]:
     graph = scope.module.graph
-    anchors = [n for n in graph.nodes if n.op != "placeholder" and op_name(n) in SOFTMAX]
+    anchors = [n for n in graph.nodes if n.op.startswith("call_") and op_name(n) in SOFTMAX | FUSED | {"exp", "exp2"}]
     if not anchors:
         return
     position = {node: i for i, node in enumerate(graph.nodes)}
-    writes = list(_writes(graph))
-    for anchor in anchors:
-        found = _trace(scope, anchor, position, writes)
-        if found is not None:
-            yield found
+    writes = list(writes_of(graph))
+    outputs: set[Node] = set()
+    # An exponential is looked at last: it may be a part of what another anchor has found.
+    for anchor in sorted(anchors, key=lambda n: op_name(n) in ("exp", "exp2")):
+        for output in [anchor] if op_name(anchor) in FUSED else _outputs(anchor):
+            if output not in outputs:
+                site = _site(scope, anchor, output, position, writes)
+                if site is not None:
+                    outputs.add(output)
+                    yield site
 
 
-def _trace(
-    scope: Scope, softmax: Node, position: dict[Node, int], writes: list[tuple[Node, int]]
-) -> Region | Unread | None:
-    products, strangers = _forward(softmax)
-    if not products:
-        return None
-    walk = _Walk(softmax)
-    walk.from_output(products[0])
+def _site(
+    scope: Scope, anchor: Node, output: Node, position: dict[Node, int], writes: list[tuple[Node, int]]
+) -> Site | None:
+    walk = _Walk(anchor)
+    walk.from_output(output)
+    unsure = op_name(anchor) in ("exp", "exp2") and not any(op_name(n) in REDUCTIONS for n in walk.inside)
+    unsure = unsure or op_name(output) == "sum"
+    if op_name(anchor) in FUSED:
+        return Site(anchor, (_region(scope, anchor, output, walk, position, writes),))
     if not walk.scores:
         hidden = next((leaf for leaf in walk.leaves - walk.operands if _hides_a_product(leaf)), None)
         if hidden is None:
             return None
-        return Unread(scope, softmax, Refusal(f"the scores pass through {op_name(hidden)}", hidden))
+        return Site(
+            anchor, (Unread(scope, anchor, Refusal(f"the scores pass through {op_name(hidden)}", hidden)),), unsure
+        )
+    walks = [walk]
+    if len(walk.scores) > 1:
+        # Together they may be one product over cached and new keys.
+        walks = walks if op_name(output) == "add" else []
+        for product in walk.scores[:_MOST_CANDIDATES]:
+            walks.append(_Walk(anchor, only=product))
+            walks[-1].from_output(output)
+    return Site(anchor, tuple(_region(scope, anchor, output, w, position, writes) for w in walks), unsure)
 
+
+def _region(
+    scope: Scope, softmax: Node, output: Node, walk: _Walk, position: dict[Node, int], writes: list[tuple[Node, int]]
+) -> Region | Unread:
     def refused(reason: str, node: Node) -> Unread:
         return Unread(scope, softmax, Refusal(reason, node))
 
-    if len(products) > 1:
-        return refused("the weights are multiplied with more than one value", products[1])
-    if strangers:
-        return refused("the weights are also used outside the attention", strangers[0])
-    if len(walk.scores) > 1:
-        return refused("the scores join more than one matrix product", walk.scores[1])
-
-    output, scores = products[0], walk.scores[0]
-    mutates = _include_writes(walk, output, position, writes)
+    several = next((n for n in walk.leaves if _is_tuple(n)), None)
+    if several is not None:
+        return refused("several tensors are read at once", several)
+    nested = next((n for n in walk.leaves if getattr(value_of(n), "is_nested", False)), None)
+    if nested is not None:
+        return refused("nested tensors are passed through untouched", nested)
+    mutates = include_writes(walk, output, position, writes)
     if isinstance(mutates, Refusal):
         return Unread(scope, softmax, mutates)
     nodes = tuple(sorted(walk.inside, key=position.__getitem__))
     leaves = tuple(sorted(walk.leaves, key=position.__getitem__))
-
-    between = _dependents(scores, walk.inside)
+    between = set().union(*(_dependents(scores, walk.inside) for scores in walk.scores)) if walk.scores else {output}
+    dropped = set().union(*(_dependents(n, walk.inside) for n in between if op_name(n) in DROPOUT))
+    used: list[Node] = []
+    dropped_used: list[Node] = []
     for node in nodes:
         if node in between and node is not output:
             for user in node.users:
                 if user not in walk.inside and op_name(user) not in SIZE_QUERIES:
-                    what = "weights" if position[node] >= position[softmax] else "scores"
-                    return refused(f"the {what} are also used outside the attention", user)
+                    if mutates:
+                        what = "weights" if position[node] >= position[softmax] else "scores"
+                        return refused(f"the {what} are written in place and also used outside the attention", user)
+                    used.append(user)
+                    if node in dropped:
+                        dropped_used.append(user)
     first = min(position[n] for n in between)
     opened: list[Node] = []
     for node in scope.module.graph.nodes:
@@ -246,69 +222,160 @@ def _trace(
                 opened.append(node)
             elif name == "_exit_autocast":
                 opened = [n for n in opened if n is not node.args[0]]
-    return Region(scope, softmax, output, nodes, leaves, frozenset(walk.operands), mutates, tuple(opened))
+    return Region(
+        scope, softmax, output, nodes, leaves, frozenset(walk.operands), mutates, tuple(opened),
+        used[0] if used else None, dropped_used[0] if dropped_used else None,
+        any(storage in storages(output) and position[node] > position[output] for node, storage in writes),
+    )  # fmt: skip
 
 
-def _forward(softmax: Node) -> tuple[list[Node], list[Node]]:
-    """The products that the weights reach, and the other uses of the weights."""
+def _outputs(anchor: Node) -> list[Node]:
+    """The products that what `anchor` gives reaches, each with the division by a sum that follows it, if one does."""
     products: list[Node] = []
-    strangers: list[Node] = []
-    seen, todo = {softmax}, [softmax]
+    reached, todo = {anchor}, [anchor]
     while todo:
-        for user in todo.pop().users:
-            if user in seen:
+        node = todo.pop()
+        for user in node.users:
+            if user in reached:
                 continue
-            seen.add(user)
+            reached.add(user)
             name = op_name(user) if user.op.startswith("call_") else user.op
-            if name in PRODUCTS:
+            if name in PRODUCTS or (name == "sum" and _is_product(user)):
                 products.append(user)
-            elif name in ELEMENTWISE or name in LAYOUT or name in DROPOUT:
+            if name in _BETWEEN:
                 todo.append(user)
-            elif name not in SIZE_QUERIES:
-                strangers.append(user)
-    return products, strangers
+    # A sum that normalises the weights looks like a product too, but then there is a real one as well.
+    real = [product for product in products if op_name(product) in PRODUCTS] or products
+    # Cached and new keys under one softmax: their products with the values are added.
+    sums = [
+        user
+        for p in real
+        for user in p.users
+        if op_name(user) == "add" and set(user.all_input_nodes) <= set(real) and _is_of_parts(p, anchor)
+    ]
+    joined = {p for node in sums for p in node.all_input_nodes if len(node.all_input_nodes) == 2}
+    pairs = [node for node in dict.fromkeys(sums) if set(node.all_input_nodes) <= joined]
+    return pairs + [_with_division(product, reached) for product in real if product not in joined]
 
 
+def _is_of_parts(product: Node, anchor: Node) -> bool:
+    """Whether what `product` takes of the weights is some of their keys only."""
+    between = _ancestors_within(product, anchor) - {product, anchor}
+    return any(n in between and op_name(n) in ("getitem", "narrow", "select") for n in product.all_input_nodes)
+
+
+def _with_division(product: Node, reached: set[Node]) -> Node:
+    node = product
+    while len(node.users) == 1:
+        (user,) = node.users
+        name = op_name(user) if user.op.startswith("call_") else user.op
+        if name in CASTS:
+            node = user
+        elif name == "div" and user.args and user.args[0] is node:
+            return user if any(n is not node and n in reached for n in user.all_input_nodes) else product
+        else:
+            break
+    return product
+
+
+def _is_product(node: Node) -> bool:
+    """Whether a sum is one over products of elements of two tensors: a matrix product written out."""
+    source = node.all_input_nodes[0] if node.all_input_nodes else None
+    return (
+        source is not None
+        and source.op.startswith("call_")
+        and op_name(source) == "mul"
+        and len([n for n in source.all_input_nodes if _is_tensor(n)]) == 2
+        and len(source.all_input_nodes) == 2
+    )
+
+
+@dataclass(eq=False)
 class _Walk:
-    """The walk backward from the product with the value."""
+    """The walk backward from the product with the value. only: the one product that may be that of query and key."""
 
-    def __init__(self, softmax: Node) -> None:
-        self.softmax = softmax
-        self.inside: set[Node] = set()
-        self.leaves: set[Node] = set()
-        self.operands: set[Node] = set()
-        self.scores: list[Node] = []
+    softmax: Node
+    only: Node | None = None
+    inside: set[Node] = field(default_factory=set)
+    leaves: set[Node] = field(default_factory=set)
+    operands: set[Node] = field(default_factory=set)
+    scores: list[Node] = field(default_factory=list)
 
     def from_output(self, output: Node) -> None:
         self.inside.add(output)
+        if op_name(output) in FUSED:
+            named = dict(zip(("query", "key", "value"), output.args, strict=False)) | dict(output.kwargs)
+            for operand in (named["query"], named["key"], named["value"]):
+                self.operand(operand)
+            for other in output.all_input_nodes:
+                self.inner(other)
+            return
         weights = _ancestors_within(output, self.softmax)
+        if op_name(output) == "add":
+            for product in output.all_input_nodes:
+                self.from_product(product, weights)
+            return
+        while op_name(output) not in PRODUCTS and not (op_name(output) == "sum" and _is_product(output)):
+            # The division by the sum stands after the product.
+            product = next(n for n in output.all_input_nodes if n in weights and _leads_to_product(n, weights))
+            for operand in output.all_input_nodes:
+                if operand is not product:
+                    self.inner(operand)
+            output = product
+        self.from_product(output, weights)
+
+    def from_product(self, output: Node, weights: set[Node]) -> None:
+        self.inside.add(output)
+        if op_name(output) == "sum":
+            output = output.all_input_nodes[0]
+            self.inside.add(output)
         for operand in output.all_input_nodes:
             if operand in weights:
                 self.inner(operand)
             else:
                 self.operand(operand)
 
+    def leaf(self, node: Node) -> None:
+        """Read `node` as it is. A shape is not read but asked for, where it is used."""
+        if not _is_tuple(node):
+            self.leaves.add(node)
+            return
+        self.inside.add(node)
+        for arg in node.all_input_nodes:
+            if arg not in self.inside:
+                self.leaf(arg)
+
     def inner(self, node: Node) -> None:
         """On the way from the weights to the scores, or on the mask side of it."""
         if node in self.inside or node in self.leaves:
             return
         name = op_name(node) if node.op.startswith("call_") else node.op
-        if not _is_tensor(node) and name not in LAYOUT:
-            self.leaves.add(node)
-        elif name in PRODUCTS:
+        if not _is_tensor(node) and not _is_tuple(node) and name not in LAYOUT:
+            self.leaf(node)
+        elif name in PRODUCTS or (name == "sum" and _is_product(node) and not self._is_after_exp(node)):
+            if self.only is not None and node is not self.only:
+                self.leaf(node)
+                return
             self.inside.add(node)
             self.scores.append(node)
-            for arg in node.all_input_nodes:
+            factors = node
+            if name == "sum":
+                factors = node.all_input_nodes[0]
+                self.inside.add(factors)
+            for arg in factors.all_input_nodes:
                 self.operand(arg)
-        elif node is self.softmax or name in ELEMENTWISE or name in LAYOUT or name in CREATION or name in DROPOUT:
-            if name == "getitem" and not _is_slicing(node):
-                self.leaves.add(node)
+        elif node is self.softmax or name in _BETWEEN:
+            if (name == "getitem" and not (_is_slicing(node) or _is_lookup(node))) or _is_one_of_several(node):
+                self.leaf(node)
                 return
             self.inside.add(node)
             for arg in node.all_input_nodes:
                 self.inner(arg)
         else:
-            self.leaves.add(node)
+            self.leaf(node)
+
+    def _is_after_exp(self, node: Node) -> bool:
+        return self.softmax in _ancestors(node)
 
     def operand(self, node: Node) -> None:
         """From a product back to its query, key or value, through the layout and a scale."""
@@ -321,101 +388,17 @@ class _Walk:
             (name in CREATION and name in ("empty", "zeros"))
             or scaling
             or name in CASTS
-            or (name in LAYOUT and (name != "getitem" or _is_slicing(node)))
+            or (name in LAYOUT and (name != "getitem" or _is_slicing(node)) and not _is_one_of_several(node))
         ):
             self.inside.add(node)
             for number, arg in enumerate(node.all_input_nodes):
                 if (number == 0 and arg in tensors) or (arg in tensors and scaling):
                     self.operand(arg)
                 elif arg not in self.inside:
-                    self.leaves.add(arg)
+                    self.leaf(arg)
         else:
-            self.leaves.add(node)
+            self.leaf(node)
             self.operands.add(node)
-
-
-def _include_writes(
-    walk: _Walk, output: Node, position: dict[Node, int], writes: list[tuple[Node, int]]
-) -> bool | Refusal:
-    """Bring into the region what writes in place to its own tensors; refuse where that reaches beyond them."""
-    while True:
-        own = set().union(*(storages(n) for n in walk.inside)) if walk.inside else set()
-        read = set().union(*(storages(n) for n in walk.leaves)) if walk.leaves else set()
-        first = min(position[n] for n in walk.inside)
-        added = False
-        for node, storage in writes:
-            if position[node] >= position[output] or position[node] < first or storage not in own | read:
-                continue
-            if storage in read:
-                return Refusal("a tensor that the attention reads is written in place meanwhile", node)
-            if node not in walk.inside:
-                if op_name(node) not in ELEMENTWISE | DROPOUT | SOFTMAX:
-                    return Refusal("the scores or weights are written in place", node)
-                walk.inside.add(node)
-                for arg in node.all_input_nodes:
-                    walk.inner(arg)
-                added = True
-        if not added:
-            break
-    written = {storage for node, storage in writes if node in walk.inside}
-    for node in sorted(walk.inside, key=position.__getitem__):
-        if node is not output and storages(node) & written:
-            for user in node.users:
-                if user not in walk.inside and op_name(user) not in SIZE_QUERIES:
-                    return Refusal("a tensor written in place in the attention is also used outside it", user)
-    return bool(written)
-
-
-def _writes(graph: Graph) -> Iterator[tuple[Node, int]]:
-    """Each (operation, memory it writes in place)."""
-    for node in graph.nodes:
-        if node.op.startswith("call_"):
-            for tensor in _written(node):
-                for storage in storages(tensor):
-                    yield node, storage
-
-
-def _written(node: Node) -> list[Node]:
-    """The arguments that `node` writes in place."""
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
-        # Those that run a subgraph once are looked into; what another one writes is not known.
-        return [] if op_name(node) in INLINE_SUBGRAPHS else list(node.all_input_nodes)
-    if isinstance(node.target, torch._ops.OpOverload):
-        arguments = node.target._schema.arguments
-        given = dict(zip((a.name for a in arguments), node.args, strict=False)) | dict(node.kwargs)
-        written = [given.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
-        return [
-            n
-            for value in written
-            for n in (value if isinstance(value, (list, tuple)) else [value])
-            if isinstance(n, Node)
-        ]
-    target = node.args[0] if node.args and isinstance(node.args[0], Node) else None
-    found = [target] if target is not None and _is_in_place(node, target) else []
-    out = node.kwargs.get("out")
-    return [*found, out] if isinstance(out, Node) else found
-
-
-def _is_in_place(node: Node, target: Node) -> bool:
-    raw = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
-    if raw in ("setitem", "__setitem__"):
-        return True
-    if node.target in _IN_PLACE_OPERATORS or (raw.startswith("__i") and raw.strip("_") in _OPERATORS):
-        return True
-    if raw.endswith("_") and not raw.endswith("__") and getattr(operator, raw, None) is None:
-        return True
-    if node.kwargs.get("inplace") is True:
-        return True
-    # A result in the same memory that is no view came from an in-place flag given by position.
-    return op_name(node) not in LAYOUT | CASTS and bool(storages(node) & storages(target)) and True in node.args
-
-
-_IN_PLACE_OPERATORS = frozenset(
-    {
-        operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod,
-        operator.iand, operator.ior, operator.ixor, operator.ipow, operator.imatmul,
-    }
-)  # fmt: skip
 
 
 def _is_tensor(node: Node) -> bool:
@@ -426,10 +409,25 @@ def _is_tuple(node: Node) -> bool:
     return isinstance(value_of(node), (tuple, list))
 
 
+def _is_one_of_several(node: Node) -> bool:
+    """Whether `node` is one of the tensors that an operation gives at once, other than by cutting one up."""
+    source = node.all_input_nodes[0] if op_name(node) == "getitem" and node.all_input_nodes else None
+    return source is not None and _is_tuple(source) and op_name(source) not in LAYOUT | {"max", "min", "size", "shape"}
+
+
 def _is_slicing(node: Node) -> bool:
     """Whether a getitem takes slices, positions and new axes only, not a tensor of positions."""
     parts = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
     return not any(isinstance(p, list) or (isinstance(p, Node) and _is_tensor(p)) for p in parts)
+
+
+def _is_lookup(node: Node) -> bool:
+    """Whether a getitem takes tensors of whole-number positions."""
+    parts = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    tensors = [value_of(p) for p in parts if isinstance(p, Node)]
+    return not any(isinstance(p, list) for p in parts) and all(
+        not isinstance(t, torch.Tensor) or t.dtype in (torch.int64, torch.int32) for t in tensors
+    )
 
 
 def _hides_a_product(leaf: Node) -> bool:
@@ -462,6 +460,24 @@ def _ancestors_within(output: Node, softmax: Node) -> set[Node]:
     return reached
 
 
+def _ancestors(node: Node) -> set[Node]:
+    found: set[Node] = set()
+    todo = [node]
+    while todo:
+        for source in todo.pop().all_input_nodes:
+            if source not in found:
+                found.add(source)
+                todo.append(source)
+    return found
+
+
+def _leads_to_product(node: Node, within: set[Node]) -> bool:
+    """Whether `node` is a product of what the softmax gives, or a cast of one."""
+    while op_name(node) in CASTS:
+        node = node.all_input_nodes[0]
+    return op_name(node) in PRODUCTS or (op_name(node) == "sum" and _is_product(node))
+
+
 def _dependents(source: Node, within: set[Node]) -> set[Node]:
     reached, todo = {source}, [source]
     while todo:
@@ -474,5 +490,5 @@ def _dependents(source: Node, within: set[Node]) -> set[Node]:
 
 def _dependents_of_products(region: Region) -> set[Node]:
     within = set(region.nodes)
-    products = [n for n in region.nodes if op_name(n) in PRODUCTS]
+    products = [n for n in region.nodes if op_name(n) in PRODUCTS or (op_name(n) == "sum" and _is_product(n))]
     return set().union(*(_dependents(p, within) for p in products))

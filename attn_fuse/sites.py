@@ -11,22 +11,24 @@ import torch
 from torch.fx import GraphModule, Node, map_arg
 
 from attn_fuse.attention import Attention, Refusal
-from attn_fuse.call import NotEmitted
+from attn_fuse.builder import NotEmitted
 from attn_fuse.constants import ClosedForm, Proof, can_be_guarded, closed_form
 from attn_fuse.emit import Verify, emit
 from attn_fuse.facts import Facts, facts_of
 from attn_fuse.kernels.picker import Choice
 from attn_fuse.lift import NotLifted, lift
 from attn_fuse.locate import locate
+from attn_fuse.names import op_name, storages, value_of
 from attn_fuse.normalize import NotNormal, normalize
 from attn_fuse.recognize import recognize
-from attn_fuse.region import Region, Unread, cut_at, find_regions, op_name, scopes, storages, value_of, written_storages
+from attn_fuse.region import Region, Site, Unread, cut_at, find_sites
 from attn_fuse.report import Blocker, SiteReport, log
 from attn_fuse.torch_internals import FakeTensorMode, source_name
 from attn_fuse.words import in_words
+from attn_fuse.writes import written_storages
 
 Picker = Callable[[Attention, Facts], Choice]
-VerifierOf = Callable[[Region], Verify]
+VerifierOf = Callable[[Region, Sequence[Node]], Verify]
 
 # A tensor that the caller passes in, on its own or in a container: another one comes with the next call.
 _ARGUMENT = re.compile(r"L\['[^']+'\](\[[^\]]+\])*")
@@ -53,17 +55,28 @@ class Rewriter:
 
     def rewrite(self) -> list[SiteReport]:
         """Every site's report; those that could be fused are fused in the graph afterwards."""
-        fused_before = self._already_fused()
-        return [self._site(region) for region in find_regions(self.graph)] + fused_before
+        return [report for site in find_sites(self.graph) if (report := self._site(site)) is not None]
 
     # ---- one site
 
-    def _site(self, region: Region | Unread) -> SiteReport:
+    def _site(self, site: Site) -> SiteReport | None:
+        """The report on the first candidate that is an attention, else on the first."""
+        reports = []
+        for candidate in site.candidates:
+            reports.append(self._candidate(candidate, site))
+            if reports[-1].attention:
+                break
+        report = next((r for r in reports if r.attention), reports[0])
+        if site.is_fused_already and not report.fused:
+            return SiteReport(locate(site.softmax), "already fused")
+        return None if site.unsure and not report.attention else report
+
+    def _candidate(self, region: Region | Unread, site: Site) -> SiteReport:
         location = locate(region.softmax)
         if isinstance(region, Unread):
             return SiteReport(location, "refused", blocker=_blocker(region.refusal, region.softmax))
         try:
-            return self._fuse(region)
+            return self._fuse(region, site)
         except NotEmitted as problem:
             reason = Refusal(f"the call cannot be written into the graph: {problem}", region.output)
             return SiteReport(location, "refused", blocker=_blocker(reason, region.softmax))
@@ -72,7 +85,8 @@ class Rewriter:
             reason = Refusal(f"analysing it failed: {type(problem).__name__}: {_first_line(problem)}")
             return SiteReport(location, "refused", blocker=_blocker(reason, region.softmax))
 
-    def _fuse(self, region: Region) -> SiteReport:
+    def _fuse(self, region: Region, site: Site) -> SiteReport:
+        region = region.reading(self._replaced)
         location = locate(region.softmax)
         proofs = self._constants(region)
         analysis = self._analyse(region, proofs)
@@ -80,11 +94,18 @@ class Rewriter:
         if isinstance(analysis.result, Refusal):
             return SiteReport(location, "refused", blocker=_blocker(analysis.result, region.softmax))
         attention = analysis.result
-        facts = facts_of(attention, [value_of(leaf) for leaf in region.leaves])
+        if attention.dropout_p is not None and region.dropped_weights_used is not None:
+            reason = Refusal(
+                "the weights after dropout are also used outside the attention", region.dropped_weights_used
+            )
+            return SiteReport(location, "refused", blocker=_blocker(reason, region.softmax))
+        facts = facts_of(attention, [value_of(leaf) for leaf in region.leaves], region.weights_used is not None)
         used = [proof for leaf, proof in proofs.items() if leaf in region.leaves]
         words = in_words(attention, facts, tuple(f"the contents of {_plain(p.source)}, {p.form}" for p in used))
         choice = self.pick(attention, facts)
         words["picked"] = choice.because
+        if site.is_fused_already and not _gains(region.output, attention, facts):
+            return SiteReport(location, "already fused")
         if choice.kernel is None:
             del words["picked"]
             blocker = _blocker(Refusal(choice.because), region.softmax)
@@ -93,8 +114,10 @@ class Rewriter:
         if not self.may_rewrite(report):
             blocker = _blocker(Refusal("the fuel is used up"), region.softmax)
             return SiteReport(location, "as written", words, None, choice.why_not, blocker)
-        verify = self.verifier_of(region) if self.verifier_of is not None else None
-        emit(region, attention, facts, choice.kernel, analysis.mode, verify)
+        written = {new: old for old, new in self._replaced.items()}
+        leaves = [written.get(leaf, leaf) for leaf in region.leaves]
+        verify = self.verifier_of(region, leaves) if self.verifier_of is not None else None
+        self._replaced[region.output] = emit(region, attention, facts, choice.kernel, analysis.mode, verify)
         self.proofs |= {proof.input: proof for proof in used}
         return report
 
@@ -139,16 +162,8 @@ class Rewriter:
         self._placeholders = [n for n in self.graph.graph.nodes if n.op == "placeholder"]
         self._written = written_storages(self.graph)
         self._forms: dict[int, ClosedForm | None] = {}
-
-    # ---- what needs no rewriting
-
-    def _already_fused(self) -> list[SiteReport]:
-        return [
-            SiteReport(locate(node), "already fused")
-            for scope in scopes(self.graph)
-            for node in scope.module.graph.nodes
-            if op_name(node) == "scaled_dot_product_attention"
-        ]
+        # What a site that stands before has become, where it is read by one behind.
+        self._replaced: dict[Node, Node] = {}
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,6 +208,16 @@ def _analyse(region: Region, proofs: Mapping[Node, Proof]) -> _Analysis:
                 return _Analysis(region, Refusal(str(problem), problem.node), normal.mode, tuple(cuts))
             cuts.append(region.nodes.index(problem.node))
             region = cut
+
+
+def _gains(call: Node, attention: Attention, facts: Facts) -> bool:
+    """Whether a call of SDPA gives its kernel more to know: a causal mask by proof, or keys that are shared."""
+    named = dict(zip(_SDPA_ARGUMENTS, call.args, strict=False)) | dict(call.kwargs)
+    causal = attention.mask.is_causal and not attention.biases and named.get("attn_mask") is not None
+    return causal or (facts.kv_heads != facts.heads and not named.get("enable_gqa", False))
+
+
+_SDPA_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 
 def _fingerprint(region: Region, proofs: Mapping[Node, Proof]) -> Any:

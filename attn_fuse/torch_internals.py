@@ -32,6 +32,7 @@ __all__ = [
     "on_fake_tensors",
     "sdpa_choice",
     "source_name",
+    "storage_of",
     "without_inductor_attention",
 ]
 
@@ -84,6 +85,15 @@ def source_name(placeholder: torch.fx.Node) -> str:
         source = getattr(placeholder, "_dynamo_source", None)
     name = getattr(source, "name", "")
     return str(name() if callable(name) else name)
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Identity of the memory that `tensor` lives in; for one seen from within a vmap, that of the whole."""
+    from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
+    return int(tensor.untyped_storage()._cdata)
 
 
 def sdpa_choice(

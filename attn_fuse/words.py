@@ -19,6 +19,16 @@ def in_words(attention: Attention, facts: Facts, proofs: tuple[str, ...]) -> dic
     words["kv_len"] = _length("kv_len", facts)
     words["mask"] = _mask(attention, proofs)
     words["scale"] = _scale(attention, facts)
+    if attention.softcap is not None:
+        words["softcap"] = f"{attention.softcap:g}"
+    if attention.score_mod is not None:
+        words["score_mod"] = attention.unread
+    if attention.sink is not None:
+        words["sink"] = f"{attention.sink.value:g}" if isinstance(attention.sink, ex.Const) else "a tensor"
+    if attention.factor is not None:
+        words["factor"] = "the weights are multiplied, differently for each key"
+    if attention.out_scale is not None:
+        words["output"] = "multiplied by what the program multiplies the weights with"
     if attention.biases:
         words["bias"] = f"{len(attention.biases)} added to the scores"
     words["dropout"] = _dropout(attention)
@@ -35,9 +45,10 @@ def _mask(attention: Attention, proofs: tuple[str, ...]) -> str:
     if not attention.mask.parts:
         return "none"
     structure = " & ".join(map(str, attention.mask.parts))
-    if not any(isinstance(part, Causal) for part in attention.mask.parts):
+    causal = next((part for part in attention.mask.parts if isinstance(part, Causal)), None)
+    if causal is None:
         return structure
-    offset = attention.mask.causal_parts[0].offset
+    offset = causal.offset
     seen = "j <= i" if offset == 0 else f"j <= i + {offset}"
     because = " and ".join(proofs) if proofs else "the positions that the program compares"
     return f"{structure}, since query i sees key {seen} by {because}"

@@ -1,5 +1,8 @@
 """The kernels. The order is the one in which the picker prefers them where nothing is measured."""
 
+from attn_fuse.kernels.chunked import CHUNKED
 from attn_fuse.kernels.sdpa import CPU_FLASH, CUDA_EFFICIENT, CUDA_FLASH, CUDNN
 
-KERNELS = (CUDNN, CUDA_FLASH, CUDA_EFFICIENT, CPU_FLASH)
+__all__ = ["CHUNKED", "KERNELS"]
+
+KERNELS = (CUDNN, CUDA_FLASH, CUDA_EFFICIENT, CPU_FLASH, CHUNKED)

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from attn_fuse.attention import Attention
 from attn_fuse.facts import Facts
-from attn_fuse.kernels import KERNELS
+from attn_fuse.kernels import CHUNKED, KERNELS
 from attn_fuse.kernels.evidence import compare
 from attn_fuse.kernels.kernel import Kernel
 
@@ -42,9 +42,15 @@ def pick(attention: Attention, facts: Facts, allowed: tuple[str, ...] | None, fu
         return Choice(None, why_not, _no_kernel(why_not, facts, allowed))
     if fuse_all or allowed is not None:
         return _chosen(able[0], able, why_not, "asked for")
+    if facts.weights_used:
+        because = "the weights are also used outside the attention, so nothing is saved"
+        return Choice(None, why_not | {k.name: (because,) for k in able}, because)
     measured = [(kernel, compare(kernel.name, attention, facts)) for kernel in able]
     known = [(kernel, found) for kernel, found in measured if found is not None]
     if not known:
+        if able == [CHUNKED]:
+            because = f"only {CHUNKED.name} can run it, and it was not measured on {facts.device.type}"
+            return Choice(None, why_not | {CHUNKED.name: ("not measured here",)}, because)
         return _chosen(able[0], able, why_not, f"no measurement on {facts.device.type}; stores no score matrix")
     best, found = min(known, key=lambda pair: pair[1].ratio)
     measure = f"{found.ratio:.2f} of the time as written, measured at {found.where}"

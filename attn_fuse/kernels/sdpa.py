@@ -73,6 +73,14 @@ def cuda_limits(
 
 
 def _common_limits(attention: Attention, facts: Facts) -> Iterator[str]:
+    if attention.score_mod is not None:
+        yield f"takes no function of the scores: {attention.unread}"
+    if attention.softcap is not None:
+        yield "takes no softcap"
+    if attention.sink is not None:
+        yield "takes no sink"
+    if attention.factor is not None:
+        yield "takes no factor on the weights that differs from key to key"
     if attention.mask.empty_rows == "mean" and facts.dtype == torch.float16:
         yield "a query that sees no key would not get the mean of the values in float16"
     if attention.mask.empty_rows == "mean" and facts.training:

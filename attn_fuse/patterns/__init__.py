@@ -9,9 +9,10 @@ from attn_fuse.patterns.casts import widening
 from attn_fuse.patterns.floors import floor
 from attn_fuse.patterns.masks import additive_mask, mask
 from attn_fuse.patterns.scale import quotient, scale
-from attn_fuse.patterns.weights import dropout
+from attn_fuse.patterns.softcap import softcap
+from attn_fuse.patterns.weights import dropout, factor, guard
 
 # From the output of the softmax to its use.
-WEIGHT_LAYERS = (dropout, widening)
+WEIGHT_LAYERS = (dropout, widening, guard, factor)
 # From the input of the softmax down to the product of query and key.
-SCORE_LAYERS = (widening, mask, additive_mask, bias, scale, quotient, floor)
+SCORE_LAYERS = (widening, mask, additive_mask, bias, softcap, scale, quotient, floor)

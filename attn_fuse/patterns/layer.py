@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import sympy
 import torch
 
 from attn_fuse.attention import Refusal
@@ -16,6 +17,7 @@ from attn_fuse.expression import (
     Dropout,
     Expr,
     Mul,
+    Score,
     Select,
     Softmax,
     Unary,
@@ -54,6 +56,13 @@ class Floor:
 
 
 @dataclass(frozen=True)
+class Cap:
+    """The scores beneath are capped softly: value * tanh(x / value)."""
+
+    value: float
+
+
+@dataclass(frozen=True)
 class Drop:
     """Dropout with probability `p`."""
 
@@ -61,11 +70,29 @@ class Drop:
 
 
 @dataclass(frozen=True)
+class Factor:
+    """The weights beneath are multiplied by `value`."""
+
+    value: Expr
+
+
+@dataclass(frozen=True)
+class EmptyIsZero:
+    """The weights of a query that sees no key are zero: one for which all of `scores` along `axis` are minus infinity.
+
+    Without an axis, `scores` are those of the weight itself; without scores, it is for what the softmax gives as NaN.
+    """
+
+    scores: Expr | None = None
+    axis: sympy.Symbol | None = None
+
+
+@dataclass(frozen=True)
 class Nothing:
     """A layer that does not change the mathematics."""
 
 
-Layer = Scale | Bias | Fill | Floor | Drop | Nothing
+Layer = Scale | Bias | Fill | Floor | Cap | Drop | Factor | EmptyIsZero | Nothing
 
 
 @dataclass(frozen=True)
@@ -87,7 +114,7 @@ def carrier(a: Expr, b: Expr) -> tuple[Expr, Expr] | None:
 def dtype_of(scores: Expr) -> torch.dtype:
     """The dtype that an expression which carries a product is held in."""
     match scores:
-        case Contract(dtype=dtype) | Cast(dtype=dtype) | Softmax(dtype=dtype):
+        case Score(dtype=dtype) | Contract(dtype=dtype) | Cast(dtype=dtype) | Softmax(dtype=dtype):
             return dtype
         case Select(_, a, b) | Add(a, b) | Mul(a, b) | Div(a, b) | Binary(_, a, b):
             return dtype_of(a if has_product(a) else b)

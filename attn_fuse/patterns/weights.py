@@ -1,13 +1,101 @@
-"""Dropout of the weights, between the softmax and the product with the value."""
+"""Layers of the weights, between the softmax and the product with the value.
+
+Taken: dropout; a guard that turns the NaN of a query without keys into zero; a factor, be it a head mask, a mask put on
+once more or a random one, with its exact meaning. Declined: weights that are chosen by what the scores are.
+"""
 
 from __future__ import annotations
 
-from attn_fuse.expression import Dropout, Expr
-from attn_fuse.patterns.layer import Answer, Drop, Peeled
+import math
+
+from sympy import Symbol
+
+from attn_fuse.attention import Refusal
+from attn_fuse.expression import (
+    Compare,
+    Const,
+    Div,
+    Dropout,
+    Expr,
+    Mul,
+    Not,
+    Reduce,
+    Select,
+    Softmax,
+    Unary,
+    div,
+    has_product,
+    logical_not,
+    select,
+    walk,
+)
+from attn_fuse.patterns.layer import Answer, Drop, EmptyIsZero, Factor, Peeled, carrier
+
+
+class _Infinite:
+    """A name with a dot is compared by value in a pattern."""
+
+    PLUS = math.inf
+    MINUS = -math.inf
 
 
 def dropout(weights: Expr) -> Answer:
     match weights:
         case Dropout(inner, p):
             return Peeled(inner, Drop(p))
+    return None
+
+
+def guard(weights: Expr) -> Answer:
+    match weights:
+        case Select(cond, a, b) if has_product(cond):
+            return (
+                _guarded(cond, a, b)
+                or _guarded(logical_not(cond), b, a)
+                or Refusal("the weights are chosen by what they or the scores are")
+            )
+    return None
+
+
+def _guarded(cond: Expr, instead: Expr, inner: Expr) -> Peeled | None:
+    match cond:
+        # A weight is never infinite, and no number only where a query sees no key.
+        case Unary("isnan", _) if instead == Const(0):
+            return Peeled(inner, EmptyIsZero())
+        case Unary("isinf", x) | Compare("eq", x, Const(_Infinite.PLUS | _Infinite.MINUS)) if _is_weight(x):
+            return Peeled(inner, EmptyIsZero())
+        case Compare("eq", x, Const(_Infinite.MINUS)) if instead == Const(0):
+            return Peeled(inner, EmptyIsZero(x))
+    row = _all_hidden(cond)
+    return Peeled(inner, EmptyIsZero(*row)) if row is not None and instead == Const(0) else None
+
+
+def _is_weight(x: Expr) -> bool:
+    return any(isinstance(part, Softmax) for part in walk(x))
+
+
+def _all_hidden(cond: Expr) -> tuple[Expr, Symbol] | None:
+    """(the scores, the axis) if `cond` asks whether all of them along the axis are minus infinity."""
+    match cond:
+        case Reduce("all", axis, Compare("eq", x, Const(_Infinite.MINUS))):
+            return x, axis
+        case Not(Reduce("any", axis, Not(Compare("eq", x, Const(_Infinite.MINUS))))):
+            return x, axis
+        case Not(Reduce("any", axis, Compare("ne", x, Const(_Infinite.MINUS)))):
+            return x, axis
+    return None
+
+
+def factor(weights: Expr) -> Answer:
+    match weights:
+        case Select(cond, Const(0 | 0.0), inner):
+            return Peeled(inner, Factor(select(cond, Const(0.0), Const(1.0))))
+        case Select(cond, inner, Const(0 | 0.0)):
+            return Peeled(inner, Factor(select(cond, Const(1.0), Const(0.0))))
+        case Select():
+            return Refusal("weights are replaced by something that is not zero")
+        case Mul(a, b) if (parts := carrier(a, b)) is not None:
+            return Peeled(parts[0], Factor(parts[1]))
+        case Div(a, b) if not has_product(b):
+            return Peeled(a, Factor(div(Const(1.0), b)))
     return None

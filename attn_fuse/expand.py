@@ -1,0 +1,122 @@
+"""Expand: what a graph calls as one is replaced by the operations that it consists of, where attention may hide in it.
+
+Dynamo keeps `F.multi_head_attention_forward` as one call, and a `torch.vmap` as a stretch of operations between markers
+that means nothing without them. Both are run once on fake tensors, and what they did takes their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node, map_arg
+
+from attn_fuse.names import op_name, value_of
+from attn_fuse.report import log
+from attn_fuse.scopes import scopes
+from attn_fuse.torch_internals import FakeTensor, FakeTensorMode, make_fx, on_fake_tensors
+
+_CALLS = frozenset({"multi_head_attention_forward"})
+_OPENS, _CLOSES = "_vmap_increment_nesting", "_vmap_decrement_nesting"
+
+
+def expand(module: GraphModule) -> None:
+    """Write out, in place, the calls and vmaps of `module` and of its subgraphs. One that cannot be stays as it is."""
+    for scope in scopes(module):
+        for stretch in list(_stretches(scope.module)):
+            try:
+                _write_out(scope.module, stretch)
+            except Exception:  # rule 5: what cannot be written out is only not looked into
+                log.debug("%s is not looked into", stretch[0].name, exc_info=True)
+
+
+def _stretches(module: GraphModule) -> Iterator[list[Node]]:
+    """The nodes of each call, and of each outermost vmap, in graph order."""
+    depth, stretch = 0, []
+    for node in module.graph.nodes:
+        name = op_name(node) if node.op.startswith("call_") else ""
+        if name == _OPENS:
+            depth += 1
+        if depth > 0:
+            stretch.append(node)
+        if name == _CLOSES:
+            depth -= 1
+            if depth == 0:
+                yield stretch
+                stretch = []
+        elif depth == 0 and name in _CALLS:
+            yield [node]
+
+
+def _write_out(module: GraphModule, stretch: Sequence[Node]) -> None:
+    inside = set(stretch)
+    inputs = list(dict.fromkeys(a for node in stretch for a in node.all_input_nodes if a not in inside))
+    results = [node for node in stretch if any(user not in inside for user in node.users)]
+    mode = next(m for n in inputs if (m := getattr(value_of(n), "fake_mode", None)) is not None)
+
+    def run(*values: Any) -> Any:
+        env: dict[Node, Any] = dict(zip(inputs, values, strict=True))
+        for node in stretch:
+            args, kwargs = map_arg((node.args, node.kwargs), env.__getitem__)
+            target: Any = getattr(args[0], str(node.target)) if node.op == "call_method" else node.target
+            env[node] = target(*args[node.op == "call_method" :], **kwargs)
+        return [env[node] for node in results]
+
+    # Before dispatch, dropout and SDPA are still what they are called; but there, a vmap leaves no trace.
+    traced = _traced(run, [value_of(n) for n in inputs], mode, pre_dispatch=op_name(stretch[0]) in _CALLS)
+    env: dict[Node, Any] = dict(zip((n for n in traced.graph.nodes if n.op == "placeholder"), inputs, strict=True))
+    with module.graph.inserting_before(stretch[0]):
+        for node in traced.graph.nodes:
+            if node.op == "get_attr":
+                env[node] = _attribute(module, traced, node)
+            elif node.op == "call_function":
+                env[node] = module.graph.node_copy(node, env.__getitem__)
+                env[node].meta = {"example_value": node.meta["val"]} if "val" in node.meta else {}
+                for name in ("stack_trace", "nn_module_stack", "source_fn_stack"):
+                    if name in stretch[0].meta:
+                        env[node].meta[name] = stretch[0].meta[name]
+    (made,) = traced.graph.output_node().args
+    for node, new in zip(results, made, strict=True):
+        _replace(module, node, map_arg(new, env.__getitem__))
+    for node in reversed(stretch):
+        module.graph.erase_node(node)
+
+
+def _traced(run: Any, values: Sequence[Any], mode: FakeTensorMode, pre_dispatch: bool) -> GraphModule:
+    with on_fake_tensors(mode), torch.no_grad():
+        fresh = [
+            torch.empty_strided(v.size(), v.stride(), dtype=v.dtype, device=v.device)
+            if isinstance(v, torch.Tensor)
+            else v
+            for v in values
+        ]
+        traced = make_fx(run, pre_dispatch=pre_dispatch)(*fresh)
+    traced.graph.eliminate_dead_code()
+    return traced
+
+
+def _attribute(module: GraphModule, traced: GraphModule, node: Node) -> Node:
+    value = getattr(traced, str(node.target))
+    if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
+        raise TypeError(f"{node.target} is a {type(value).__name__}")
+    name = f"_expanded_{sum(n.startswith('_expanded_') for n, _ in module.named_buffers())}"
+    module.register_buffer(name, value)
+    made = module.graph.get_attr(name)
+    made.meta["example_value"] = node.meta["val"]
+    return made
+
+
+def _replace(module: GraphModule, node: Node, new: Any) -> None:
+    if isinstance(new, Node):
+        node.replace_all_uses_with(new)
+        return
+    # A call that gives several values: each is read by its place.
+    for user in list(node.users):
+        if op_name(user) != "getitem":
+            raise TypeError(f"{user.name} takes all that {node.name} gives")
+        if isinstance(new[user.args[1]], Node):
+            user.replace_all_uses_with(new[user.args[1]])
+        elif user.users:
+            raise TypeError(f"{user.name} is not made")
+        module.graph.erase_node(user)

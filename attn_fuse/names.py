@@ -1,0 +1,108 @@
+"""Names: what operations are called in Dynamo's graph, and how far a walk goes through each.
+
+They say nothing about what an operation means. A name that stands in no table makes the operation a leaf.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch.fx import Node
+
+from attn_fuse.torch_internals import storage_of
+
+SOFTMAX = frozenset({"softmax", "_softmax", "log_softmax", "_log_softmax", "_safe_softmax"})
+FUSED = frozenset({"scaled_dot_product_attention"})
+PRODUCTS = frozenset(
+    "matmul bmm mm einsum baddbmm addbmm addmm linear tensordot inner dot mv vecdot chain_matmul".split()
+)
+DROPOUT = frozenset({"dropout"})
+LAYOUT = frozenset(
+    "view reshape transpose permute t mT T H mH contiguous clone expand expand_as repeat repeat_interleave unsqueeze "
+    "squeeze flatten unflatten movedim moveaxis swapaxes swapdims split split_with_sizes chunk unbind tensor_split "
+    "select narrow getitem view_as reshape_as broadcast_to adjoint tile ravel alias detach".split()
+)
+# Tensors laid side by side or padded: on the way to a query they are leaves, on the mask side they are looked into.
+JOINS = frozenset("cat concat concatenate stack hstack vstack dstack pad constant_pad_nd roll flip".split())
+# Elements at positions that are read or computed.
+LOOKUPS = frozenset("embedding index_select gather take_along_dim index".split())
+CASTS = frozenset("to float half bfloat16 double type type_as".split())
+ELEMENTWISE = CASTS | frozenset(
+    "abs absolute acos add addcdiv addcmul and asin atan atan2 bitwise_and bitwise_not bitwise_or bitwise_xor bool "
+    "ceil clamp clamp_max clamp_min clip copy cos cosh div divide elu eq equal erf exp exp2 expm1 fill float_power "
+    "floor floor_divide floordiv fmax fmin fmod ge gelu greater greater_equal gt hardtanh index_fill index_put int "
+    "invert isfinite isinf isnan le leaky_relu lerp less less_equal log log10 log1p log2 logical_and logical_not "
+    "logical_or "
+    "logical_xor logsigmoid long lt masked_fill masked_scatter max maximum min minimum mod mul multiply nan_to_num ne "
+    "neg negative not not_equal or positive pow reciprocal relu remainder round rsqrt rsub setitem sigmoid sign silu "
+    "sin sinh softplus sqrt square sub subtract tan tanh true_divide trunc where xor zero".split()
+)
+REDUCTIONS = frozenset("sum amax amin logsumexp any all mean cumsum diff".split())
+CREATION = frozenset(
+    "ones zeros full empty arange tril triu ones_like zeros_like full_like empty_like tensor scalar_tensor new_ones "
+    "new_zeros new_full new_tensor new_empty linspace eye as_tensor tril_indices triu_indices meshgrid".split()
+)
+# Asking for a size does not need the values.
+SIZE_QUERIES = frozenset({"size", "dim", "numel", "stride", "shape", "sym_size", "getattr"})
+# In these the subgraph computes what it says, once, on the operands given.
+INLINE_SUBGRAPHS = frozenset({"tag_activation_checkpoint", "invoke_subgraph", "wrap"})
+# In these it is run any number of times, on operands that the graph does not name.
+LOOPED_SUBGRAPHS = frozenset({"while_loop", "cond", "scan", "map_impl", "map"})
+
+
+def op_name(node: Node) -> str:
+    """The operation's name, the same for the function, the method, the operator and the in-place form."""
+    target = node.target
+    if node.op == "call_method":
+        name = str(target)
+    elif isinstance(target, torch._ops.OpOverload):
+        name = target._schema.name.split("::")[-1]
+    else:
+        name = getattr(target, "__name__", str(target))
+    if name == "getattr" and len(node.args) > 1:
+        return str(node.args[1])
+    bare = name.strip("_") if name.startswith("__") else name.rstrip("_")
+    return _OPERATORS.get(bare, bare)
+
+
+_OPERATORS = {
+    "iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "div", "truediv": "div", "iand": "and", "ior": "or",
+    "ipow": "pow", "imatmul": "matmul", "radd": "add", "rmul": "mul", "multiply": "mul", "divide": "div",
+    "true_divide": "div", "subtract": "sub", "invert": "logical_not",
+}  # fmt: skip
+
+
+def value_of(node: Node) -> object:
+    """The fake tensor, number or symbol that Dynamo recorded for `node`."""
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
+def storages(node: Node) -> set[int]:
+    """Identities of the memory that `node`'s value lives in; views share it."""
+    value = value_of(node)
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return {storage_of(v) for v in values if isinstance(v, torch.Tensor)}
+
+
+def is_in_place(node: Node, target: Node) -> bool:
+    """Whether `node` writes into `target`, its first argument."""
+    raw = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+    if raw in ("setitem", "__setitem__"):
+        return True
+    if node.target in _IN_PLACE_OPERATORS or (raw.startswith("__i") and raw.strip("_") in _OPERATORS):
+        return True
+    if raw.endswith("_") and not raw.endswith("__") and getattr(operator, raw, None) is None:
+        return True
+    if node.kwargs.get("inplace") is True:
+        return True
+    # A result in the same memory that is no view came from an in-place flag given by position.
+    return op_name(node) not in LAYOUT | CASTS and bool(storages(node) & storages(target)) and True in node.args
+
+
+_IN_PLACE_OPERATORS = frozenset(
+    {
+        operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod,
+        operator.iand, operator.ior, operator.ixor, operator.ipow, operator.imatmul,
+    }
+)  # fmt: skip

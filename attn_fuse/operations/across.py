@@ -1,0 +1,177 @@
+"""Operations across an axis: products, softmax, reductions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import sympy
+import torch
+
+from attn_fuse import expression as ex
+from attn_fuse.expression import Expr
+from attn_fuse.operations.operation import Indices, NoClosedForm, Operation, Tensor, aten
+
+
+def _bmm(call: Operation) -> Tensor:
+    a, b = call["self"], call["mat2"]
+    dtype, axis = call.result.dtype, call.axis("e", a.shape[-1])
+
+    def at(index: Indices) -> Expr:
+        *batch, row, column = index
+        return ex.Contract((axis,), a.at((*batch, row, axis)), b.at((*batch, axis, column)), dtype)
+
+    return call.tensor(at)
+
+
+def _softmax(call: Operation) -> Tensor:
+    x, dim = call["self"], call.dim()
+    if not x.shape:
+        raise NoClosedForm("a softmax of one number")
+    dtype, axis = call.result.dtype, call.axis("j", x.shape[dim])
+
+    def at(index: Indices) -> Expr:
+        body = x.at((*index[:dim], axis, *index[dim + 1 :]))
+        return ex.Softmax(axis, ex.cast(dtype, body, x.dtype), index[dim], dtype)
+
+    return call.tensor(at)
+
+
+def _log_softmax(call: Operation) -> Tensor:
+    weights = _softmax(call)
+    return call.tensor(lambda index: ex.unary("log", weights.at(index)))
+
+
+def _dropout(call: Operation) -> Tensor:
+    x, p = call["x"], call.dropout_probability(call["number"])
+    return call.tensor(lambda index: ex.Dropout(x.at(index), p))
+
+
+def _reduced(call: Operation, name: str, dims: list[int]) -> Callable[[Indices], Expr]:
+    x, dtype = call["self"], call.result.dtype
+    keepdim = bool(call.get("keepdim", False))
+    axes = {d: call.axis(f"r{d}_", x.shape[d]) for d in dims}
+
+    def at(index: Indices) -> Expr:
+        rest = iter(index)
+        inside: list[sympy.Expr] = []
+        for d in range(len(x.shape)):
+            if d in axes:
+                inside.append(axes[d])
+                if keepdim:
+                    next(rest)
+            else:
+                inside.append(next(rest))
+        body = x.at(tuple(inside))
+        if not ex.has_product(body) and not (name == "sum" and isinstance(body, ex.Mul)):
+            raise NoClosedForm(f"{name} of something other than the scores")
+        for d in dims:
+            body = _sum(axes[d], body, dtype) if name == "sum" else ex.Reduce(name, axes[d], body)
+        return body
+
+    return at
+
+
+def _sum(axis: sympy.Symbol, body: Expr, dtype: torch.dtype) -> Expr:
+    match body:
+        case ex.Mul(ex.Const() as number, inner) | ex.Mul(inner, ex.Const() as number):
+            return ex.mul(number, _sum(axis, inner, dtype))
+        case ex.Mul(a, b) if axis in ex.index_symbols(a) and axis in ex.index_symbols(b):
+            return ex.Contract((axis,), a, b, dtype)
+        case ex.Contract(axes, a, b, _):
+            return ex.Contract((*axes, axis), a, b, dtype)
+    return ex.Reduce("sum", axis, body)
+
+
+def _reduction(name: str) -> Callable[[Operation], Tensor]:
+    def handler(call: Operation) -> Tensor:
+        x = call["self"]
+        given = call.get("dim", None)
+        if name == "sum" and x.dtype != call.result.dtype and not x.dtype.is_floating_point:
+            raise NoClosedForm("a sum of whole numbers")
+        dims = given if isinstance(given, (list, tuple)) else [given]
+        if not dims or dims == [None]:
+            dims = list(range(len(x.shape)))
+        return call.tensor(_reduced(call, name, [d % len(x.shape) for d in dims]))
+
+    return handler
+
+
+def _mean(call: Operation) -> Tensor:
+    x, dims = call["self"], call["dim"]
+    if not dims:
+        raise NoClosedForm("a reduction to one number")
+    dims = [d % len(x.shape) for d in dims]
+    count = sympy.prod([x.shape[d] for d in dims])
+    if not count.is_Integer:
+        raise NoClosedForm("a mean of unknown length")
+    total = _reduced(call, "sum", dims)
+    return call.tensor(lambda index: ex.mul(ex.Const(1.0 / int(count)), total(index)))
+
+
+def _extreme(name: str) -> Callable[[Operation], list[Tensor]]:
+    """The values of max and min along a dimension; their positions have no closed form."""
+
+    def handler(call: Operation) -> list[Tensor]:
+        values, positions = call.node.meta["val"]
+        x, dim = call["self"], call.dim()
+        axis, keepdim = call.axis("r", x.shape[dim]), bool(call["keepdim"])
+
+        def at(index: Indices) -> Expr:
+            after = index[dim + 1 :] if keepdim else index[dim:]
+            return ex.Reduce(name, axis, x.at((*index[:dim], axis, *after)))
+
+        def unknown(index: Indices) -> Expr:
+            raise NoClosedForm("the position of the largest element")
+
+        return [call.like(values, at), call.like(positions, unknown)]
+
+    return handler
+
+
+def _logsumexp(call: Operation) -> Tensor:
+    x, dims = call["self"], call["dim"]
+    if len(dims) != 1:
+        raise NoClosedForm("a log-sum-exp over several dimensions")
+    dim, keepdim = dims[0] % len(x.shape), bool(call["keepdim"])
+    axis = call.axis("r", x.shape[dim])
+
+    def at(index: Indices) -> Expr:
+        after = index[dim + 1 :] if keepdim else index[dim:]
+        return ex.unary("log", ex.Reduce("sum", axis, ex.unary("exp", x.at((*index[:dim], axis, *after)))))
+
+    return call.tensor(at)
+
+
+def _cumsum(call: Operation) -> Tensor:
+    x = call["self"]
+
+    def at(index: Indices) -> Expr:
+        # Of nothing but zeros, as where no sequence of a batch is made of several.
+        if x.at(index) in (ex.FALSE, ex.Const(0), ex.Const(0.0)):
+            return ex.Const(ex.rounded(0, call.result.dtype))
+        raise NoClosedForm("a running sum")
+
+    return call.tensor(at)
+
+
+ACROSS: dict[Any, Callable[[Operation], Any]] = {
+    aten.bmm.default: _bmm,
+    aten.mm.default: _bmm,
+    aten._softmax.default: _softmax,
+    aten._log_softmax.default: _log_softmax,
+    aten._safe_softmax.default: _softmax,
+    torch.ops.attn_fuse.dropout_marker.default: _dropout,
+    aten.sum.dim_IntList: _reduction("sum"),
+    aten.mean.dim: _mean,
+    aten.amax.default: _reduction("amax"),
+    aten.amin.default: _reduction("amin"),
+    aten.max.default: _reduction("amax"),
+    aten.min.default: _reduction("amin"),
+    aten.any.dim: _reduction("any"),
+    aten.all.dim: _reduction("all"),
+    aten.max.dim: _extreme("amax"),
+    aten.min.dim: _extreme("amin"),
+    aten.logsumexp.default: _logsumexp,
+    aten.cumsum.default: _cumsum,
+}

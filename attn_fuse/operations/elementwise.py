@@ -1,0 +1,261 @@
+"""Element-wise operations: a tree over the elements of the arguments, which broadcast."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import sympy
+import torch
+
+from attn_fuse import expression as ex
+from attn_fuse.expression import Expr
+from attn_fuse.operations.operation import Indices, NoClosedForm, Operation, Tensor, aten, number, operand
+
+
+def _arithmetic(build: Callable[[Expr, Expr], Expr], scaled: bool = False) -> Callable[[Operation], Tensor]:
+    def handler(call: Operation) -> Tensor:
+        dtype = call.result.dtype
+        a, b = operand(call, "self", dtype), operand(call, "other", dtype)
+        alpha = number(call.get("alpha", 1)) if scaled else ex.Const(1)
+
+        def at(index: Indices) -> Expr:
+            return _rounded_constant(build(a(index), ex.mul(alpha, b(index))), dtype)
+
+        return call.tensor(at)
+
+    return handler
+
+
+def _rounded_constant(x: Expr, dtype: torch.dtype) -> Expr:
+    match x:
+        case ex.Const(value) if math.isfinite(value):
+            return ex.Const(ex.rounded(value, dtype))
+        case ex.Select(cond, ex.Const() as a, ex.Const() as b):
+            return ex.select(cond, _rounded_constant(a, dtype), _rounded_constant(b, dtype))
+    return x
+
+
+def _subtract(a: Expr, b: Expr) -> Expr:
+    return ex.add(a, ex.negative(b))
+
+
+def _divide(call: Operation) -> Tensor:
+    mode = call.named.get("rounding_mode")
+    if mode is None:
+        return _arithmetic(ex.div)(call)
+    return _whole_division(call, "floor_divide" if mode == "floor" else "trunc_divide")
+
+
+def _remainder(call: Operation) -> Tensor:
+    return _whole_division(call, "remainder")
+
+
+def _whole_division(call: Operation, name: str) -> Tensor:
+    dtype, space = call.result.dtype, call.space
+    a, b = operand(call, "self", dtype), operand(call, "other", dtype)
+
+    def at(index: Indices) -> Expr:
+        match a(index), b(index):
+            case ex.Index(value), ex.Const(by) if by > 0 and by == int(by) and space.is_nonnegative(value):
+                whole = sympy.Integer(int(by))
+                return ex.Index(space.mod(value, whole) if name == "remainder" else space.floordiv(value, whole))
+            case x, y if name == "trunc_divide":
+                if not dtype.is_floating_point:
+                    raise NoClosedForm("a division that rounds towards zero")
+                return ex.unary("trunc", ex.div(x, y))
+            case x, y:
+                return ex.binary(name, x, y)
+
+    return call.tensor(at)
+
+
+def _of_one(name: str) -> Callable[[Operation], Tensor]:
+    def handler(call: Operation) -> Tensor:
+        x = operand(call, "self", call.result.dtype)
+        return call.tensor(lambda index: ex.unary(name, x(index)))
+
+    return handler
+
+
+def _test(name: str) -> Callable[[Operation], Tensor]:
+    """A question about one number, asked in its own dtype."""
+
+    def handler(call: Operation) -> Tensor:
+        x = call["self"]
+        if not x.dtype.is_floating_point:
+            return call.tensor(lambda index: ex.Const(name == "isfinite"))
+        return call.tensor(lambda index: ex.unary(name, x.at(index)))
+
+    return handler
+
+
+def _is_infinite(value: float) -> Callable[[Operation], Tensor]:
+    return lambda call: call.tensor(lambda index: ex.compare("eq", call["self"].at(index), ex.Const(value)))
+
+
+def _of_two(name: str, second: str = "other") -> Callable[[Operation], Tensor]:
+    def handler(call: Operation) -> Tensor:
+        dtype = call.result.dtype
+        a, b = operand(call, "self", dtype), operand(call, second, dtype)
+        return call.tensor(lambda index: ex.binary(name, a(index), b(index)))
+
+    return handler
+
+
+def _negate(call: Operation) -> Tensor:
+    x = operand(call, "self", call.result.dtype)
+    return call.tensor(lambda index: ex.negative(x(index)))
+
+
+def _clamp(call: Operation) -> Tensor:
+    x, low, high = operand(call, "self", call.result.dtype), call["min"], call["max"]
+    bounds = [
+        (name, operand(call, which, call.result.dtype))
+        for name, which, bound in (("maximum", "min", low), ("minimum", "max", high))
+        if bound is not None
+    ]
+
+    def at(index: Indices) -> Expr:
+        element = x(index)
+        for name, bound in bounds:
+            element = ex.binary(name, element, bound(index))
+        return element
+
+    return call.tensor(at)
+
+
+def _comparison(op: str) -> Callable[[Operation], Tensor]:
+    def handler(call: Operation) -> Tensor:
+        common = torch.result_type(*(_stand_in(call, name) for name in ("self", "other")))
+        a, b = operand(call, "self", common), operand(call, "other", common)
+
+        def at(index: Indices) -> Expr:
+            left, right = a(index), b(index)
+            if op in ("eq", "ne") and left == right and common.is_floating_point:
+                is_nan = ex.unary("isnan", left)
+                return is_nan if op == "ne" else ex.logical_not(is_nan)
+            return ex.compare(op, left, right, call.space)
+
+        return call.tensor(at)
+
+    return handler
+
+
+def _stand_in(call: Operation, name: str) -> Any:
+    x = call[name]
+    if isinstance(x, Tensor):
+        return torch.empty((1,) * len(x.shape), dtype=x.dtype)
+    return 1.0 if isinstance(x, (float, torch.SymFloat, Expr)) else x if isinstance(x, bool) else 1
+
+
+def _logical(build: Callable[[Expr, Expr], Expr]) -> Callable[[Operation], Tensor]:
+    def handler(call: Operation) -> Tensor:
+        if call.result.dtype != torch.bool:
+            raise NoClosedForm("a bitwise operation on whole numbers")
+        a, b = operand(call, "self", torch.bool), operand(call, "other", torch.bool)
+        return call.tensor(lambda index: build(a(index), b(index)))
+
+    return handler
+
+
+def _inverted(call: Operation) -> Tensor:
+    if call.result.dtype != torch.bool:
+        raise NoClosedForm("a bitwise operation on whole numbers")
+    x = operand(call, "self", torch.bool)
+    return call.tensor(lambda index: ex.logical_not(x(index)))
+
+
+def _exclusive_or(a: Expr, b: Expr) -> Expr:
+    return ex.logical_or(ex.logical_and(a, ex.logical_not(b)), ex.logical_and(ex.logical_not(a), b))
+
+
+def _where(call: Operation) -> Tensor:
+    dtype = call.result.dtype
+    cond = operand(call, "condition", torch.bool)
+    a, b = operand(call, "self", dtype), operand(call, "other", dtype)
+    return call.tensor(lambda index: ex.select(cond(index), a(index), b(index)))
+
+
+def _prims_where(call: Operation) -> Tensor:
+    dtype = call.result.dtype
+    cond = operand(call, "pred", torch.bool)
+    a, b = operand(call, "a", dtype), operand(call, "b", dtype)
+    return call.tensor(lambda index: ex.select(cond(index), a(index), b(index)))
+
+
+def _masked_fill(call: Operation) -> Tensor:
+    dtype = call.result.dtype
+    cond, x, value = operand(call, "mask", torch.bool), operand(call, "self", dtype), operand(call, "value", dtype)
+    return call.tensor(lambda index: ex.select(cond(index), value(index), x(index)))
+
+
+def _softplus(call: Operation) -> Tensor:
+    if call["beta"] != 1 or call["threshold"] != 20:
+        raise NoClosedForm("a softplus with its own beta or threshold")
+    return _of_one("softplus")(call)
+
+
+def _gelu(call: Operation) -> Tensor:
+    if call["approximate"] != "none":
+        raise NoClosedForm("an approximate GELU")
+    return _of_one("gelu")(call)
+
+
+def _to_copy(call: Operation) -> Tensor:
+    x, dtype = call["self"], call.result.dtype
+    return call.tensor(lambda index: ex.cast(dtype, x.at(index), x.dtype))
+
+
+# Functions of one number that are taken as they are.
+UNARY = (
+    "exp exp2 expm1 log log2 log10 log1p tanh sqrt rsqrt reciprocal abs sigmoid sin cos tan asin acos atan sinh cosh "
+    "asinh acosh atanh erf erfc floor ceil round trunc sign relu silu"
+).split()
+
+ELEMENTWISE: dict[Any, Callable[[Operation], Any]] = {
+    aten.add.Tensor: _arithmetic(ex.add, scaled=True),
+    aten.add.Scalar: _arithmetic(ex.add, scaled=True),
+    aten.sub.Tensor: _arithmetic(_subtract, scaled=True),
+    aten.sub.Scalar: _arithmetic(_subtract, scaled=True),
+    aten.mul.Tensor: _arithmetic(ex.mul),
+    aten.mul.Scalar: _arithmetic(ex.mul),
+    **dict.fromkeys(
+        (aten.div.Tensor, aten.div.Scalar, aten.div.Tensor_mode, aten.div.Scalar_mode),
+        _divide,
+    ),
+    aten.remainder.Scalar: _remainder,
+    aten.remainder.Tensor: _remainder,
+    aten.neg.default: _negate,
+    **{getattr(aten, name).default: _of_one(name) for name in UNARY},
+    **{getattr(aten, name).default: _test(name) for name in ("isnan", "isinf", "isfinite")},
+    aten.isneginf.default: _is_infinite(-math.inf),
+    aten.isposinf.default: _is_infinite(math.inf),
+    aten.gelu.default: _gelu,
+    aten.softplus.default: _softplus,
+    aten.maximum.default: _of_two("maximum"),
+    aten.minimum.default: _of_two("minimum"),
+    aten.fmod.Scalar: _of_two("fmod"),
+    aten.fmod.Tensor: _of_two("fmod"),
+    aten.atan2.default: _of_two("atan2"),
+    aten.pow.Tensor_Scalar: _of_two("pow", "exponent"),
+    aten.pow.Tensor_Tensor: _of_two("pow", "exponent"),
+    aten.pow.Scalar: _of_two("pow", "exponent"),
+    aten.clamp.default: _clamp,
+    aten.clamp.Tensor: _clamp,
+    **{
+        getattr(getattr(aten, op), kind): _comparison(op)
+        for op in ("eq", "ne", "lt", "le", "gt", "ge")
+        for kind in ("Tensor", "Scalar")
+    },
+    **dict.fromkeys((aten.logical_and.default, aten.bitwise_and.Tensor), _logical(ex.logical_and)),
+    **dict.fromkeys((aten.logical_or.default, aten.bitwise_or.Tensor), _logical(ex.logical_or)),
+    **dict.fromkeys((aten.logical_xor.default, aten.bitwise_xor.Tensor), _logical(_exclusive_or)),
+    **dict.fromkeys((aten.logical_not.default, aten.bitwise_not.default), _inverted),
+    aten.where.self: _where,
+    torch.ops.prims.where.default: _prims_where,
+    aten.masked_fill.Scalar: _masked_fill,
+    aten.masked_fill.Tensor: _masked_fill,
+    aten._to_copy.default: _to_copy,
+}

@@ -1,0 +1,131 @@
+"""An operation of a normal form while it is lifted: its arguments, and what it gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Node, map_arg
+
+from attn_fuse import expression as ex
+from attn_fuse.expression import Expr
+from attn_fuse.space import Space
+
+aten = torch.ops.aten
+Indices = tuple[sympy.Expr, ...]
+
+
+class NoClosedForm(Exception):
+    """The operation, as it is called here, has no closed element expression. node: it, once that is known."""
+
+    node: Node | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Tensor:
+    """A shape, a dtype, and the element expression at given indices. leaf: its number, if it is a leaf as it stands."""
+
+    shape: Indices
+    dtype: torch.dtype
+    at: Callable[[Indices], Expr]
+    leaf: int | None = None
+
+
+class Operation:
+    """One normalised operation with its arguments already lifted, by their names in its schema."""
+
+    def __init__(
+        self, node: Node, values: Mapping[Node, Any], space: Space, dropout_probability: Callable[[int], Expr]
+    ) -> None:
+        self.node = node
+        self.space = space
+        self.dropout_probability = dropout_probability
+        self._values = values
+        self._axes: dict[str, sympy.Symbol] = {}
+        schema = node.target._schema
+        self.named = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
+        self.named |= dict(zip((a.name for a in schema.arguments), node.args, strict=False))
+        self.named |= node.kwargs
+
+    def __getitem__(self, name: str) -> Any:
+        return map_arg(self.named[name], self._values.__getitem__)
+
+    def get(self, name: str, usual: Any) -> Any:
+        """The argument, or `usual` where the schema has none of this name."""
+        return self[name] if name in self.named else usual
+
+    @property
+    def result(self) -> torch.Tensor:
+        return self.node.meta["val"]
+
+    def tensor(self, at: Callable[[Indices], Expr]) -> Tensor:
+        return self.like(self.result, at)
+
+    def like(self, value: torch.Tensor, at: Callable[[Indices], Expr]) -> Tensor:
+        """A result of this operation that has the shape and dtype of `value`."""
+        known: dict[Indices, Expr] = {}
+
+        # The same indices give the same object again: what several readers share stays shared.
+        def remembered(index: Indices) -> Expr:
+            if index not in known:
+                try:
+                    known[index] = at(index)
+                except NoClosedForm as problem:
+                    problem.node = problem.node or self.node
+                    raise
+            return known[index]
+
+        return Tensor(shape_of(value), value.dtype, remembered)
+
+    def axis(self, name: str, length: sympy.Expr) -> sympy.Symbol:
+        """The symbol that this operation sums over; one for all its elements, so that equal elements look equal."""
+        if name not in self._axes:
+            self._axes[name] = self.space.fresh(name, length)
+        return self._axes[name]
+
+    def dim(self, name: str = "dim") -> int:
+        """Argument `name`, a dimension of `self`, counted from the front."""
+        return int(self[name]) % max(len(self["self"].shape), 1)
+
+
+def shape_of(value: torch.Tensor) -> Indices:
+    return tuple(size(s) for s in value.shape)
+
+
+def size(number: Any) -> sympy.Expr:
+    return number.node.expr if isinstance(number, torch.SymInt) else sympy.Integer(number)
+
+
+def clamped(index: Indices, shape: Indices) -> Indices:
+    return tuple(sympy.Integer(0) if length == 1 else i for i, length in zip(index, shape, strict=True))
+
+
+def number(value: Any) -> Expr:
+    if isinstance(value, Expr):
+        return value
+    if isinstance(value, torch.SymInt):
+        return ex.Index(value.node.expr)
+    if isinstance(value, (bool, int, float)):
+        return ex.Const(value)
+    raise NoClosedForm("a number that is computed when the program runs")
+
+
+def operand(call: Operation, name: str, dtype: torch.dtype | None) -> Callable[[Indices], Expr]:
+    """Argument `name` as a function of the result's indices, converted to `dtype`."""
+    x = call[name]
+    rank = len(shape_of(call.result))
+    if not isinstance(x, Tensor):
+        value = number(x)
+        if isinstance(value, ex.Const) and dtype is not None:
+            value = ex.Const(ex.rounded(value.value, dtype))
+        return lambda index: value
+    extra = rank - len(x.shape)
+
+    def at(index: Indices) -> Expr:
+        element = x.at(clamped(index[extra:], x.shape))
+        return element if dtype is None else ex.cast(dtype, element, x.dtype)
+
+    return at

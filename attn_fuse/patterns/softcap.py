@@ -1,0 +1,19 @@
+"""Softcap: cap * tanh(x / cap), as Gemma 2 does before masking (arXiv 2408.00118)."""
+
+from __future__ import annotations
+
+from attn_fuse.expression import Cast, Const, Expr, Mul, Unary
+from attn_fuse.patterns.layer import Answer, Cap, Peeled
+
+
+def softcap(scores: Expr) -> Answer:
+    match scores:
+        case Mul(Const(cap), Unary("tanh", inner)) | Mul(Unary("tanh", inner), Const(cap)) if cap > 0:
+            while isinstance(inner, Cast) and inner.dtype.is_floating_point:
+                inner = inner.x
+            match inner:
+                # Scaled and divided by the cap in one number: what is left of it is a scale.
+                case Mul(Const(number), x) | Mul(x, Const(number)):
+                    return Peeled(Mul(Const(number * cap), x), Cap(float(cap)))
+            return Peeled(Mul(Const(float(cap)), inner), Cap(float(cap)))
+    return None

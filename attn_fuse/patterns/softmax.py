@@ -1,0 +1,219 @@
+"""Softmax, whole or written out: exp(s - max) / sum, exp(log_softmax), with a sink, normalised once more.
+
+Taken: what is positive and divided by its own sum over the keys. What is subtracted from all scores of a query cancels.
+An extra term of the sum is a sink (StreamingLLM, arXiv 2309.17453): one more key that has no value.
+Declined: weights that are not normalised, and a small number added to the sum that could be seen in the result.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import sympy
+import torch
+
+from attn_fuse import expression as ex
+from attn_fuse.attention import Refusal
+from attn_fuse.expression import Add, Binary, Cast, Const, Contract, Div, Expr, Mul, Reduce, Select, Softmax, Unary
+from attn_fuse.space import Space
+
+_NOT_NORMALISED = Refusal("the weights are not normalised by their own sum over the keys")
+# A score this far below the largest of its row weighs less than any dtype's rounding, however many there are.
+_FAR_BELOW = -50.0
+
+
+@dataclass(frozen=True)
+class Normalised:
+    """Weights exp(body) / (sum over the keys of exp(body) + exp(sink)).
+
+    zero: a query that sees no key gets weights of zero.
+    """
+
+    body: Expr
+    sink: Expr | None
+    dtype: torch.dtype | None
+    zero: bool = False
+
+
+def softmax(weights: Expr, key: sympy.Symbol, space: Space) -> Normalised | Refusal:
+    """`weights` of the key at `key` as a softmax over all keys."""
+    match weights:
+        case Softmax():
+            return _whole(weights, key, space)
+        case Div(numerator, denominator):
+            return _written_out(_bare(numerator), denominator, key, space)
+        case Unary("exp", x):
+            parts = list(ex.terms(_bare(x)))
+            for part in parts:
+                match part:
+                    case Mul(Const(-1 | -1.0), Unary("log", total)):
+                        rest = _sum([p for p in parts if p is not part])
+                        return _written_out(ex.unary("exp", rest), total, key, space)
+    return _NOT_NORMALISED
+
+
+def _whole(weights: Softmax, key: sympy.Symbol, space: Space) -> Normalised | Refusal:
+    axis, count = weights.axis, space.sizes[key]
+    extra = space.sizes[axis] - count
+    first = sympy.expand(weights.at - key)
+    if key in first.free_symbols:
+        return Refusal("the softmax runs over another axis than the one that the value is summed over")
+    body = ex.substitute(weights.body, {axis: weights.at}, space)
+    if space.is_zero(extra):
+        if first != 0:
+            return Refusal("the softmax runs over another axis than the one that the value is summed over")
+        inner, _ = _without_shift(body, key)
+        return Normalised(inner, None, weights.dtype)
+    if not space.is_zero(extra - 1) or first not in (0, 1):
+        return Refusal("the softmax runs over keys that have no value")
+    alone = sympy.Integer(0) if first == 1 else count
+    sink = ex.substitute(weights.body, {axis: alone}, space)
+    inner, shift = _without_shift(body, key)
+    return _with_sink(inner, shift, sink, weights.dtype)
+
+
+def _with_sink(inner: Expr, shift: tuple[Expr, ...], sink: Expr, dtype: torch.dtype | None) -> Normalised | Refusal:
+    parts = list(ex.terms(_bare(sink)))
+    for term in shift:
+        if term not in parts:
+            return Refusal("a sink is shifted by another number than the scores")
+        parts.remove(term)
+    logit = _sum(parts)
+    if ex.has_product(logit):
+        return Refusal("the softmax runs over a key that has no value")
+    return Normalised(inner, logit, dtype)
+
+
+def _written_out(numerator: Expr, denominator: Expr, key: sympy.Symbol, space: Space) -> Normalised | Refusal:
+    read = _sum_and_rest(denominator)
+    if read is None:
+        return _NOT_NORMALISED
+    axis, summed, rest, least = read
+    if not space.same_size(space.sizes[axis], space.sizes[key]):
+        return Refusal("the weights are normalised over another number of keys")
+    if _bare(ex.substitute(summed, {axis: key}, space)) != numerator:
+        return _NOT_NORMALISED
+    logarithm = _logarithm(numerator)
+    if isinstance(logarithm, Refusal):
+        return logarithm
+    masked, core = _masks_off(logarithm)
+    if isinstance(core, Softmax):
+        whole = _whole(core, key, space)
+        if isinstance(whole, Refusal) or whole.sink is not None:
+            return whole if isinstance(whole, Refusal) else _NOT_NORMALISED
+        inner, dtype = whole.body, whole.dtype
+        shift: tuple[Expr, ...] = ()
+        at_least_one = core == logarithm
+    else:
+        (inner, shift), dtype = _without_shift(core, key), None
+        at_least_one = core == logarithm and len(shift) == 1 and _is_maximum_of(shift[0], inner, key)
+    body = masked(inner)
+    if least is not None and not (at_least_one and least <= 1):
+        return Refusal(f"the sum of the weights is kept above {least:g}, which could be seen in them")
+    match rest:
+        case None:
+            return Normalised(body, None, dtype, zero=least is not None)
+        case Const(value) if at_least_one and 0 < value <= 8 * torch.finfo(dtype or torch.float32).eps:
+            return Normalised(body, None, dtype, zero=True)
+        case Const(value) if value > 0 and not shift and not isinstance(core, Softmax):
+            return Normalised(body, Const(math.log(value)), dtype)
+        case Unary("exp", logit) if not isinstance(core, Softmax):
+            return _with_sink(body, shift, logit, dtype)
+        case Const(value):
+            return Refusal(f"{value:g} is added to the sum of the weights, which could be seen in them")
+    return Refusal("the sum of the weights has another term, which is no sink")
+
+
+def _sum_and_rest(x: Expr) -> tuple[sympy.Symbol, Expr, Expr | None, float | None] | None:
+    """A denominator as a sum over an axis of a body, another term beside it, and a number it is kept above."""
+    match _bare(x):
+        case Reduce("sum", axis, body):
+            return axis, body, None, None
+        case Contract((axis,), a, b):
+            return axis, Mul(a, b), None, None
+        case Binary("maximum", inner, Const(least)) if (read := _sum_and_rest(inner)) is not None:
+            return (*read[:2], None, float(least)) if read[2:] == (None, None) else None
+        case Add(a, b):
+            for one, other in ((a, b), (b, a)):
+                read = _sum_and_rest(one)
+                if read is not None and read[2:] == (None, None):
+                    return (*read[:2], _bare(other), None)
+    return None
+
+
+def _logarithm(x: Expr) -> Expr | Refusal:
+    """log x, for x that is positive or zero; a softmax stands for its own logarithm."""
+    x = _bare(x)
+    match x:
+        case Unary("exp", a):
+            return a
+        case Softmax():
+            return x
+        case Select(cond, a, Const(0 | 0.0)) if not ex.has_product(cond):
+            inner = _logarithm(a)
+            return inner if isinstance(inner, Refusal) else Select(cond, inner, Const(-math.inf))
+        case Select(cond, Const(0 | 0.0), b) if not ex.has_product(cond):
+            inner = _logarithm(b)
+            return inner if isinstance(inner, Refusal) else Select(ex.logical_not(cond), inner, Const(-math.inf))
+    return _NOT_NORMALISED
+
+
+def _masks_off(body: Expr) -> tuple[Callable[[Expr], Expr], Expr]:
+    """What puts the outermost masks of minus infinity on again, and `body` without them."""
+    match body:
+        case Select(cond, inner, Const(value)) if value == -math.inf:
+            more, core = _masks_off(inner)
+            return (lambda x: ex.select(cond, more(x), Const(-math.inf))), core
+    return (lambda x: x), body
+
+
+def _without_shift(body: Expr, key: sympy.Symbol) -> tuple[Expr, tuple[Expr, ...]]:
+    """`body` without what is computed from the scores and is the same for every key; and that."""
+    body = _bare(body)
+    match body:
+        case Mul(Const() as number, inner):
+            rest, shift = _without_shift(inner, key)
+            return ex.mul(number, rest), tuple(ex.mul(number, s) for s in shift)
+        case Binary("maximum", inner, Const(bound)) if bound <= _FAR_BELOW:
+            rest, shift = _without_shift(inner, key)
+            if len(shift) == 1 and _is_maximum_of(shift[0], rest, key):
+                return rest, shift
+            return body, ()
+        case Binary("minimum", inner, Const(bound)) if bound >= 0:
+            rest, shift = _without_shift(inner, key)
+            if len(shift) == 1 and _is_maximum_of(shift[0], rest, key):
+                return rest, shift
+            return body, ()
+    parts = list(ex.terms(body))
+    shift = tuple(p for p in parts if ex.has_product(p) and key not in ex.index_symbols(p))
+    kept = [p for p in parts if p not in shift]
+    if not shift or not any(ex.has_product(p) for p in kept):
+        return body, ()
+    return _sum(kept), shift
+
+
+def _is_maximum_of(shift: Expr, body: Expr, key: sympy.Symbol) -> bool:
+    match shift:
+        case Mul(Const(-1 | -1.0), Unary("detach", Reduce("amax", axis, over)) | Reduce("amax", axis, over)):
+            return _renamed(over, axis, key) == _bare(body)
+    return False
+
+
+def _renamed(x: Expr, old: sympy.Symbol, new: sympy.Symbol) -> Expr:
+    return _bare(ex.substitute(x, {old: new}, Space()))
+
+
+def _bare(x: Expr) -> Expr:
+    """`x` without a cast between floating-point types around it."""
+    while isinstance(x, Cast) and x.dtype.is_floating_point:
+        x = x.x
+    return x
+
+
+def _sum(parts: list[Expr]) -> Expr:
+    total: Expr = Const(0.0)
+    for part in parts:
+        total = ex.add(total, part)
+    return total

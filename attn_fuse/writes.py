@@ -1,0 +1,112 @@
+"""Writes: what a graph writes in place, and whether a region stays what it is in spite of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from attn_fuse.attention import Refusal
+from attn_fuse.names import (
+    DROPOUT,
+    ELEMENTWISE,
+    INLINE_SUBGRAPHS,
+    SIZE_QUERIES,
+    SOFTMAX,
+    is_in_place,
+    op_name,
+    storages,
+)
+from attn_fuse.scopes import scopes
+
+
+class Walk(Protocol):
+    """The nodes of a region so far, what they read, and a way to go on from one more."""
+
+    inside: set[Node]
+    leaves: set[Node]
+
+    def inner(self, node: Node) -> None: ...
+
+
+def written_storages(module: GraphModule) -> set[int]:
+    """Memory that some operation of `module` writes in place."""
+    return {s for scope in scopes(module) for _, s in writes_of(scope.module.graph)}
+
+
+def include_writes(
+    walk: Walk, output: Node, position: dict[Node, int], writes: list[tuple[Node, int]]
+) -> bool | Refusal:
+    """Bring into the region what writes in place to its own tensors; refuse where that reaches beyond them."""
+    while True:
+        own = set().union(*(storages(n) for n in walk.inside)) if walk.inside else set()
+        read = set().union(*(storages(n) for n in walk.leaves)) if walk.leaves else set()
+        first = min(position[n] for n in walk.inside)
+        added = False
+        for node, storage in writes:
+            if position[node] >= position[output] or node in walk.inside or storage not in own | read:
+                continue
+            if storage in read:
+                # What is written before it is first read is what the call will read as well.
+                if position[node] > _first_read(walk, storage, position, output):
+                    return Refusal("a tensor that the attention reads is written in place meanwhile", node)
+                continue
+            if position[node] < first:
+                continue
+            if op_name(node) not in ELEMENTWISE | DROPOUT | SOFTMAX:
+                return Refusal("the scores or weights are written in place", node)
+            walk.inside.add(node)
+            for arg in node.all_input_nodes:
+                walk.inner(arg)
+            added = True
+        if not added:
+            break
+    written = {storage for node, storage in writes if node in walk.inside}
+    for node in sorted(walk.inside, key=position.__getitem__):
+        if node is not output and storages(node) & written:
+            for user in node.users:
+                if user not in walk.inside and op_name(user) not in SIZE_QUERIES:
+                    return Refusal("a tensor written in place in the attention is also used outside it", user)
+    return bool(written)
+
+
+def _first_read(walk: Walk, storage: int, position: dict[Node, int], output: Node) -> int:
+    """Where the region first takes elements from that memory; a view takes none."""
+    readers = (
+        position[n]
+        for n in walk.inside
+        if storage not in storages(n) and any(storage in storages(arg) for arg in n.all_input_nodes)
+    )
+    return min(readers, default=position[output])
+
+
+def writes_of(graph: Graph) -> Iterator[tuple[Node, int]]:
+    """Each (operation, memory it writes in place)."""
+    for node in graph.nodes:
+        if node.op.startswith("call_"):
+            for tensor in _written(node):
+                for storage in storages(tensor):
+                    yield node, storage
+
+
+def _written(node: Node) -> list[Node]:
+    """The arguments that `node` writes in place."""
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        # Those that run a subgraph once are looked into; what another one writes is not known.
+        return [] if op_name(node) in INLINE_SUBGRAPHS else list(node.all_input_nodes)
+    if isinstance(node.target, torch._ops.OpOverload):
+        arguments = node.target._schema.arguments
+        given = dict(zip((a.name for a in arguments), node.args, strict=False)) | dict(node.kwargs)
+        written = [given.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+        return [
+            n
+            for value in written
+            for n in (value if isinstance(value, (list, tuple)) else [value])
+            if isinstance(n, Node)
+        ]
+    target = node.args[0] if node.args and isinstance(node.args[0], Node) else None
+    found = [target] if target is not None and is_in_place(node, target) else []
+    out = node.kwargs.get("out")
+    return [*found, out] if isinstance(out, Node) else found
