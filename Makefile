@@ -3,11 +3,11 @@ PYTHON ?=
 python := .venv/bin/python
 PYTEST := $(python) -m pytest
 
-.PHONY: help demo test slow fuzz gpu lint types bench evidence clean
+.PHONY: help demo test slow fuzz test-models gpu lint types bench recall evidence clean
 .DEFAULT_GOAL := help
 
 help: ## this list
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 13
 	@echo "PYTHON=/path/to/python chooses the interpreter; a torch that it has is used. ARGS=... goes to the program."
 
 .venv/ready-%: pyproject.toml tools/setup.sh
@@ -16,14 +16,17 @@ help: ## this list
 demo: .venv/ready-demo ## train a hand-written GPT four ways, side by side: loss, time, memory, samples
 	$(python) examples/nanogpt/train.py $(ARGS)
 
-test: .venv/ready-dev ## all tests but the slow, GPU and fuzz ones
-	$(PYTEST) -m "not slow and not gpu and not fuzz" $(ARGS)
+test: .venv/ready-dev ## all tests but the slow, GPU, fuzz and transformers ones
+	$(PYTEST) -m "not slow and not gpu and not fuzz and not models" $(ARGS)
 
 slow: .venv/ready-dev ## the slow tests
-	$(PYTEST) -m "slow and not gpu and not fuzz" $(ARGS)
+	$(PYTEST) -m "slow and not gpu and not fuzz and not models" $(ARGS)
 
 fuzz: .venv/ready-dev ## the long random tests
-	$(PYTEST) -m fuzz $(ARGS)
+	$(PYTEST) -m "fuzz and not models" $(ARGS)
+
+test-models: .venv/ready-dev .venv/ready-models ## the tests with the models of transformers, which it installs into .venv
+	$(PYTEST) -m models $(ARGS)
 
 gpu: .venv/ready-dev ## the GPU tests, then the benchmarks on CUDA
 	@$(python) -c "import torch; raise SystemExit(not torch.cuda.is_available() and 'make gpu: torch sees no CUDA device')"
@@ -41,6 +44,9 @@ types: .venv/ready-dev ## mypy
 bench: .venv/ready-dev ## every benchmark on the CPU; results go to benchmarks/results
 	$(python) benchmarks/nanogpt.py
 	$(python) benchmarks/compile_time.py
+
+recall: .venv/ready-dev ## how many spellings of attention are fused, beside Inductor's own
+	$(python) benchmarks/recall.py $(ARGS)
 
 evidence: .venv/ready-dev ## measure anew what the kernel picker goes by on this machine
 	$(python) benchmarks/crossover.py $(ARGS)
