@@ -16,6 +16,7 @@ import torch
 from torch.fx import Node
 from torch.nn import functional
 
+from attn_fuse import algebra as al
 from attn_fuse import expression as ex
 from attn_fuse.attention import Attention
 from attn_fuse.expression import Expr
@@ -127,7 +128,7 @@ class Builder:
         parts = []
         for x, first, length in ((b, 0, start), (a, start, space.sizes[axis] - start)):
             own = space.fresh("c", length)
-            node = self._as_tensor(self.tensor_of(ex.substitute(x, {axis: own + first}, space), _with(axes, axis, own)))
+            node = self._as_tensor(self.tensor_of(al.substitute(x, {axis: own + first}, space), _with(axes, axis, own)))
             parts.append((node if tensor(node).dim() else self.node("view", node, *[1] * len(axes)), own))
         sizes = [shape(node) for node, _ in parts]
         nodes = []

@@ -8,6 +8,7 @@ import sympy
 import torch
 from torch.fx import Node
 
+from attn_fuse import algebra as al
 from attn_fuse import expression as ex
 from attn_fuse.builder import Builder, NotEmitted, shape, size_expr, tensor
 from attn_fuse.expression import Expr
@@ -24,7 +25,7 @@ class Call(Builder):
     def query(self, scaled: bool = True) -> Node:
         """[batch, heads, q_len, head_dim]. scaled: times the scale of the scores, where that is not a number."""
         a = self.attention
-        query = ex.mul(a.query, a.scale) if scaled and not self.scale_is_number else a.query
+        query = al.mul(a.query, a.scale) if scaled and not self.scale_is_number else a.query
         return self._operand(query, a.head_axes, (a.axes.query, a.axes.inner))
 
     def key(self) -> Node:
@@ -60,7 +61,7 @@ class Call(Builder):
         """Bool [batch or 1, heads or 1, q_len or 1, kv_len or 1], True where the key is seen; None without a mask."""
         condition: Expr | None = None
         for part in self.attention.mask.parts:
-            condition = part.keep if condition is None else ex.logical_and(condition, part.keep)
+            condition = part.keep if condition is None else al.logical_and(condition, part.keep)
         return None if condition is None else self.over_scores(condition, torch.bool)
 
     def bias(self, dtype: torch.dtype) -> Node | None:

@@ -15,6 +15,7 @@ from typing import Any
 import sympy
 import torch
 
+from attn_fuse import algebra as al
 from attn_fuse import expression as ex
 from attn_fuse.expression import Expr
 from attn_fuse.space import Space
@@ -38,8 +39,8 @@ class ClosedForm:
         """The element expression at `index`."""
         result: Expr = self._number(self.steps[0][1])
         for start, value in self.steps[1:]:
-            reached = ex.nonnegative(index[-1] - index[-2] - start, space)
-            result = ex.select(reached, self._number(value), result)
+            reached = al.nonnegative(index[-1] - index[-2] - start, space)
+            result = al.select(reached, self._number(value), result)
         return result
 
     def equals(self, tensor: torch.Tensor) -> bool:
@@ -54,7 +55,7 @@ class ClosedForm:
         return "a band"
 
     def _number(self, value: float) -> Expr:
-        return ex.Const(ex.rounded(value, self.dtype))
+        return ex.Const(al.rounded(value, self.dtype))
 
 
 def closed_form(tensor: torch.Tensor) -> ClosedForm | None:

@@ -14,6 +14,7 @@ from typing import Any
 import sympy
 import torch
 
+from attn_fuse import algebra as al
 from attn_fuse import expression as ex
 from attn_fuse.attention import Refusal
 from attn_fuse.expression import Const, Contract, Expr, Score, index_symbols
@@ -162,10 +163,10 @@ def _joined_output(element: Expr, space: Space) -> Expr:
     if start != 0 or not space.is_zero(middle - space.sizes[head]):
         return element
     key = space.fresh("j", space.sizes[head] + space.sizes[tail])
-    before = [ex.substitute(side, {head: key}, space) for side in one]
-    behind = [ex.substitute(side, {tail: key - middle}, space) for side in other]
-    reached = ex.nonnegative(key - middle, space)
-    whole = [x if x == y else ex.select(reached, y, x) for x, y in zip(before, behind, strict=True)]
+    before = [al.substitute(side, {head: key}, space) for side in one]
+    behind = [al.substitute(side, {tail: key - middle}, space) for side in other]
+    reached = al.nonnegative(key - middle, space)
+    whole = [x if x == y else al.select(reached, y, x) for x, y in zip(before, behind, strict=True)]
     return Contract((key,), whole[0], whole[1], dtype)
 
 
@@ -174,12 +175,12 @@ def _joined_products(x: Expr) -> Expr:
     match x:
         case ex.Select(cond, Contract(axes, a, b, dtype), Contract(others, c, d, _)) if len(axes) == len(others):
             by = dict(zip(others, axes, strict=True))
-            c, d = (ex.substitute(side, by, Space()) for side in (c, d))
+            c, d = (al.substitute(side, by, Space()) for side in (c, d))
             if a == c:
-                return Contract(axes, a, ex.select(cond, b, d), dtype)
+                return Contract(axes, a, al.select(cond, b, d), dtype)
             if b == d:
-                return Contract(axes, ex.select(cond, a, c), b, dtype)
-    return ex.rebuilt(x, _joined_products)
+                return Contract(axes, al.select(cond, a, c), b, dtype)
+    return al.rebuilt(x, _joined_products)
 
 
 def _weights_and_value(product: Contract) -> tuple[Expr | None, Expr | None]:
@@ -199,7 +200,7 @@ def _wrong_guard(layers: Iterable[Layer], body: Expr, key: sympy.Symbol, space: 
             case EmptyIsZero(None, _):
                 continue
             case EmptyIsZero(scores, axis) if scores is not None:
-                asked = scores if axis is None else ex.substitute(scores, {axis: key}, space)
+                asked = scores if axis is None else al.substitute(scores, {axis: key}, space)
                 if asked != body:
                     return Refusal("the weights are set to zero by what other scores are")
     return None
@@ -212,7 +213,7 @@ def _query_and_key(normalised: Normalised, key_axis: sympy.Symbol) -> tuple[Cont
     product = next((p for p in products if not any(p is not o and p in ex.walk(o) for o in products)), None)
     if product is None:
         return Refusal("the scores are not made from a matrix product")
-    score = ex.replaced(body, product, Score(product.dtype))
+    score = al.replaced(body, product, Score(product.dtype))
     left = next((part for part in ex.walk(score) if isinstance(part, (Contract, ex.Softmax, ex.Reduce))), None)
     match left:
         case Contract():
@@ -232,7 +233,7 @@ def _query_and_key(normalised: Normalised, key_axis: sympy.Symbol) -> tuple[Cont
         return Refusal("the score product does not sum over an axis of query and key")
     query, key, number = _without_numbers(query, key)
     if number != 1.0:
-        score = ex.replaced(score, Score(product.dtype), ex.mul(Const(number), Score(product.dtype)))
+        score = al.replaced(score, Score(product.dtype), al.mul(Const(number), Score(product.dtype)))
     return product, query, key, score
 
 
@@ -310,11 +311,11 @@ def _substituted(
     for f in fields(whole):
         value = getattr(whole, f.name)
         if isinstance(value, Expr) and f.name != "dropout_p":
-            changed[f.name] = ex.substitute(value, by, space)
+            changed[f.name] = al.substitute(value, by, space)
     return replace(
         whole,
         **changed,
-        factors=tuple(ex.substitute(x, by, space) for x in whole.factors),
+        factors=tuple(al.substitute(x, by, space) for x in whole.factors),
         output=tuple(map(split, whole.output)),
         key_axes=split(whole.key_axes),
         inner_axes=split(whole.inner_axes),

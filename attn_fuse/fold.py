@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import sympy
 import torch
 
+from attn_fuse import algebra as al
 from attn_fuse import expression as ex
 from attn_fuse.attention import Axes, Mask, Refusal
 from attn_fuse.expression import Const, Expr, index_symbols
@@ -58,7 +59,7 @@ def fold(layers: Iterable[Layer], key_axes: tuple[sympy.Symbol, ...]) -> Scores 
             case Scale(factor):
                 if index_symbols(factor) & set(key_axes):
                     return Refusal("the scores are scaled differently for each key")
-                scale = ex.mul(scale, factor)
+                scale = al.mul(scale, factor)
             case Cap(value):
                 if scale != Const(1.0) or least > -math.inf or softcap is not None:
                     return Refusal("capped scores are scaled or bounded")
@@ -67,8 +68,8 @@ def fold(layers: Iterable[Layer], key_axes: tuple[sympy.Symbol, ...]) -> Scores 
                 return Refusal("scores are capped after a mask or a bias")
             case Bias(term):
                 floored = floored or least > -math.inf
-                raised = term if least == -math.inf else ex.binary("maximum", term, Const(least))
-                terms.append(Term(ex.mul(scale, raised), len(fills)))
+                raised = term if least == -math.inf else al.binary("maximum", term, Const(least))
+                terms.append(Term(al.mul(scale, raised), len(fills)))
             case Fill(keep, value, added):
                 if not (isinstance(scale, Const) and scale.value > 0):
                     return Refusal("masked scores are scaled by something that is not a positive number")
@@ -115,13 +116,13 @@ def mask_and_biases(
     # Added to a score, the lowest number swallows it: then adding is replacing, and the fill is one more bias.
     place = scores.fills.index(hard[0])
     kept = tuple(
-        ex.select(hard[0].keep, term.value, Const(0.0)) if term.below > place else term.value for term in scores.terms
+        al.select(hard[0].keep, term.value, Const(0.0)) if term.below > place else term.value for term in scores.terms
     )
     return Mask(empty_rows="mean"), (*kept, _as_bias(hard[0]))
 
 
 def _as_bias(fill: Fill) -> Expr:
-    return ex.select(fill.keep, Const(0.0), Const(fill.value))
+    return al.select(fill.keep, Const(0.0), Const(fill.value))
 
 
 def _absorbs(fill: float) -> bool:

@@ -16,6 +16,7 @@ import sympy
 import torch
 from torch.fx import Node
 
+from attn_fuse import algebra as al
 from attn_fuse import expression as ex
 from attn_fuse.constants import ClosedForm
 from attn_fuse.expression import Expr
@@ -112,7 +113,7 @@ class _Lifter:
         def at(index: Indices) -> Expr:
             result: Expr = numbers[0]
             for n, number in enumerate(numbers[1:], 1):
-                result = ex.select(ex.is_zero(index[0] - n, self.space), number, result)
+                result = al.select(al.is_zero(index[0] - n, self.space), number, result)
             return result
 
         return Tensor(shape_of(value), value.dtype, at)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import sympy
 import torch
 
+from attn_fuse import algebra as al
 from attn_fuse import expression as ex
 from attn_fuse.attention import Axes, Causal, DenseMask, Documents, KeyPadding, MaskPart, Prefix, Window
 from attn_fuse.expression import Const, Expr
@@ -37,11 +38,11 @@ def conjuncts(keep: Expr) -> Iterator[Expr]:
             yield from conjuncts(cond)
             yield from conjuncts(a)
         case ex.Select(cond, Const(False), b):
-            yield from conjuncts(ex.logical_not(cond))
+            yield from conjuncts(al.logical_not(cond))
             yield from conjuncts(b)
         case ex.Not(ex.Or(a, b)):
-            yield from conjuncts(ex.logical_not(a))
-            yield from conjuncts(ex.logical_not(b))
+            yield from conjuncts(al.logical_not(a))
+            yield from conjuncts(al.logical_not(b))
         case _:
             yield keep
 
@@ -103,7 +104,7 @@ def every_query_sees_a_key(
     if not parts:
         return True
     return any(
-        all(_holds(ex.substitute(part.keep, witness, space), leaf_dtypes) for part in parts)
+        all(_holds(al.substitute(part.keep, witness, space), leaf_dtypes) for part in parts)
         for witness in _witnesses(parts, axes, space)
     )
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import sympy
 
+from attn_fuse import algebra as al
 from attn_fuse import expression as ex
 from attn_fuse.attention import Attention, Axes, Mask, Refusal
 from attn_fuse.draft import Draft, draft
@@ -117,9 +118,9 @@ def _factors(whole: Draft, axes: Axes, mask: Mask) -> tuple[Expr | None, Expr | 
                     mask = Mask(mask.parts, "zero")
                 continue
         if index_symbols(value) & set(axes.key):
-            factor = value if factor is None else ex.mul(factor, value)
+            factor = value if factor is None else al.mul(factor, value)
         else:
-            out_scale = value if out_scale is None else ex.mul(out_scale, value)
+            out_scale = value if out_scale is None else al.mul(out_scale, value)
     return factor, out_scale, mask
 
 

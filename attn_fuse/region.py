@@ -190,7 +190,9 @@ def _region(
     nested = next((n for n in walk.leaves if getattr(value_of(n), "is_nested", False)), None)
     if nested is not None:
         return refused("nested tensors are passed through untouched", nested)
+    walk.close()
     mutates = include_writes(walk, output, position, writes)
+    walk.close()
     if isinstance(mutates, Refusal):
         return Unread(scope, softmax, mutates)
     nodes = tuple(sorted(walk.inside, key=position.__getitem__))
@@ -337,13 +339,13 @@ class _Walk:
 
     def leaf(self, node: Node) -> None:
         """Read `node` as it is. A shape is not read but asked for, where it is used."""
-        if not _is_tuple(node):
-            self.leaves.add(node)
-            return
-        self.inside.add(node)
-        for arg in node.all_input_nodes:
-            if arg not in self.inside:
-                self.leaf(arg)
+        (self.inside if _is_tuple(node) else self.leaves).add(node)
+
+    def close(self) -> None:
+        """Read what is still missing: that of which a shape is asked, unless it is in the region."""
+        while missing := {a for n in self.inside for a in n.all_input_nodes} - self.inside - self.leaves:
+            for node in missing:
+                self.leaf(node)
 
     def inner(self, node: Node) -> None:
         """On the way from the weights to the scores, or on the mask side of it."""

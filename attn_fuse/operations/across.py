@@ -8,6 +8,7 @@ from typing import Any
 import sympy
 import torch
 
+from attn_fuse import algebra as al
 from attn_fuse import expression as ex
 from attn_fuse.expression import Expr
 from attn_fuse.operations.operation import Indices, NoClosedForm, Operation, Tensor, aten
@@ -32,14 +33,14 @@ def _softmax(call: Operation) -> Tensor:
 
     def at(index: Indices) -> Expr:
         body = x.at((*index[:dim], axis, *index[dim + 1 :]))
-        return ex.Softmax(axis, ex.cast(dtype, body, x.dtype), index[dim], dtype)
+        return ex.Softmax(axis, al.cast(dtype, body, x.dtype), index[dim], dtype)
 
     return call.tensor(at)
 
 
 def _log_softmax(call: Operation) -> Tensor:
     weights = _softmax(call)
-    return call.tensor(lambda index: ex.unary("log", weights.at(index)))
+    return call.tensor(lambda index: al.unary("log", weights.at(index)))
 
 
 def _dropout(call: Operation) -> Tensor:
@@ -75,7 +76,7 @@ def _reduced(call: Operation, name: str, dims: list[int]) -> Callable[[Indices],
 def _sum(axis: sympy.Symbol, body: Expr, dtype: torch.dtype) -> Expr:
     match body:
         case ex.Mul(ex.Const() as number, inner) | ex.Mul(inner, ex.Const() as number):
-            return ex.mul(number, _sum(axis, inner, dtype))
+            return al.mul(number, _sum(axis, inner, dtype))
         case ex.Mul(a, b) if axis in ex.index_symbols(a) and axis in ex.index_symbols(b):
             return ex.Contract((axis,), a, b, dtype)
         case ex.Contract(axes, a, b, _):
@@ -106,7 +107,7 @@ def _mean(call: Operation) -> Tensor:
     if not count.is_Integer:
         raise NoClosedForm("a mean of unknown length")
     total = _reduced(call, "sum", dims)
-    return call.tensor(lambda index: ex.mul(ex.Const(1.0 / int(count)), total(index)))
+    return call.tensor(lambda index: al.mul(ex.Const(1.0 / int(count)), total(index)))
 
 
 def _extreme(name: str) -> Callable[[Operation], list[Tensor]]:
@@ -138,7 +139,7 @@ def _logsumexp(call: Operation) -> Tensor:
 
     def at(index: Indices) -> Expr:
         after = index[dim + 1 :] if keepdim else index[dim:]
-        return ex.unary("log", ex.Reduce("sum", axis, ex.unary("exp", x.at((*index[:dim], axis, *after)))))
+        return al.unary("log", ex.Reduce("sum", axis, al.unary("exp", x.at((*index[:dim], axis, *after)))))
 
     return call.tensor(at)
 
@@ -149,7 +150,7 @@ def _cumsum(call: Operation) -> Tensor:
     def at(index: Indices) -> Expr:
         # Of nothing but zeros, as where no sequence of a batch is made of several.
         if x.at(index) in (ex.FALSE, ex.Const(0), ex.Const(0.0)):
-            return ex.Const(ex.rounded(0, call.result.dtype))
+            return ex.Const(al.rounded(0, call.result.dtype))
         raise NoClosedForm("a running sum")
 
     return call.tensor(at)

@@ -8,6 +8,7 @@ from typing import Any
 import sympy
 import torch
 
+from attn_fuse import algebra as al
 from attn_fuse import expression as ex
 from attn_fuse.expression import Expr
 from attn_fuse.operations.operation import Indices, NoClosedForm, Operation, Tensor, aten, number, size
@@ -16,13 +17,13 @@ from attn_fuse.operations.operation import Indices, NoClosedForm, Operation, Ten
 def _filled(name: str) -> Callable[[Operation], Tensor]:
     def handler(call: Operation) -> Tensor:
         value = number(call[name]) if not isinstance(call[name], Tensor) else call[name].at(())
-        return call.tensor(lambda index: ex.cast(call.result.dtype, value, torch.float64))
+        return call.tensor(lambda index: al.cast(call.result.dtype, value, torch.float64))
 
     return handler
 
 
 def _constant_fill(value: float) -> Callable[[Operation], Tensor]:
-    return lambda call: call.tensor(lambda index: ex.Const(ex.rounded(value, call.result.dtype)))
+    return lambda call: call.tensor(lambda index: ex.Const(al.rounded(value, call.result.dtype)))
 
 
 def _iota(call: Operation) -> Tensor:
@@ -33,7 +34,7 @@ def _iota(call: Operation) -> Tensor:
 
     def at(index: Indices) -> Expr:
         value = ex.Index(sympy.expand(size(start) + size(step) * index[0]))
-        return ex.cast(dtype, value, torch.int64)
+        return al.cast(dtype, value, torch.int64)
 
     return call.tensor(at)
 
@@ -45,8 +46,8 @@ def _triangle(keep_lower: bool) -> Callable[[Operation], Tensor]:
         def at(index: Indices) -> Expr:
             row, column = index[-2], index[-1]
             inside = row + diagonal - column if keep_lower else column - row - diagonal
-            zero = ex.Const(ex.rounded(0, x.dtype))
-            return ex.select(ex.nonnegative(inside, call.space), x.at(index), zero)
+            zero = ex.Const(al.rounded(0, x.dtype))
+            return al.select(al.nonnegative(inside, call.space), x.at(index), zero)
 
         return call.tensor(at)
 

@@ -9,6 +9,7 @@ from typing import Any
 import sympy
 import torch
 
+from attn_fuse import algebra as al
 from attn_fuse import expression as ex
 from attn_fuse.expression import Expr
 from attn_fuse.operations.operation import Indices, NoClosedForm, Operation, Tensor, aten, number, operand
@@ -21,7 +22,7 @@ def _arithmetic(build: Callable[[Expr, Expr], Expr], scaled: bool = False) -> Ca
         alpha = number(call.get("alpha", 1)) if scaled else ex.Const(1)
 
         def at(index: Indices) -> Expr:
-            return _rounded_constant(build(a(index), ex.mul(alpha, b(index))), dtype)
+            return _rounded_constant(build(a(index), al.mul(alpha, b(index))), dtype)
 
         return call.tensor(at)
 
@@ -31,20 +32,20 @@ def _arithmetic(build: Callable[[Expr, Expr], Expr], scaled: bool = False) -> Ca
 def _rounded_constant(x: Expr, dtype: torch.dtype) -> Expr:
     match x:
         case ex.Const(value) if math.isfinite(value):
-            return ex.Const(ex.rounded(value, dtype))
+            return ex.Const(al.rounded(value, dtype))
         case ex.Select(cond, ex.Const() as a, ex.Const() as b):
-            return ex.select(cond, _rounded_constant(a, dtype), _rounded_constant(b, dtype))
+            return al.select(cond, _rounded_constant(a, dtype), _rounded_constant(b, dtype))
     return x
 
 
 def _subtract(a: Expr, b: Expr) -> Expr:
-    return ex.add(a, ex.negative(b))
+    return al.add(a, al.negative(b))
 
 
 def _divide(call: Operation) -> Tensor:
     mode = call.named.get("rounding_mode")
     if mode is None:
-        return _arithmetic(ex.div)(call)
+        return _arithmetic(al.div)(call)
     return _whole_division(call, "floor_divide" if mode == "floor" else "trunc_divide")
 
 
@@ -64,9 +65,9 @@ def _whole_division(call: Operation, name: str) -> Tensor:
             case x, y if name == "trunc_divide":
                 if not dtype.is_floating_point:
                     raise NoClosedForm("a division that rounds towards zero")
-                return ex.unary("trunc", ex.div(x, y))
+                return al.unary("trunc", al.div(x, y))
             case x, y:
-                return ex.binary(name, x, y)
+                return al.binary(name, x, y)
 
     return call.tensor(at)
 
@@ -74,7 +75,7 @@ def _whole_division(call: Operation, name: str) -> Tensor:
 def _of_one(name: str) -> Callable[[Operation], Tensor]:
     def handler(call: Operation) -> Tensor:
         x = operand(call, "self", call.result.dtype)
-        return call.tensor(lambda index: ex.unary(name, x(index)))
+        return call.tensor(lambda index: al.unary(name, x(index)))
 
     return handler
 
@@ -86,27 +87,27 @@ def _test(name: str) -> Callable[[Operation], Tensor]:
         x = call["self"]
         if not x.dtype.is_floating_point:
             return call.tensor(lambda index: ex.Const(name == "isfinite"))
-        return call.tensor(lambda index: ex.unary(name, x.at(index)))
+        return call.tensor(lambda index: al.unary(name, x.at(index)))
 
     return handler
 
 
 def _is_infinite(value: float) -> Callable[[Operation], Tensor]:
-    return lambda call: call.tensor(lambda index: ex.compare("eq", call["self"].at(index), ex.Const(value)))
+    return lambda call: call.tensor(lambda index: al.compare("eq", call["self"].at(index), ex.Const(value)))
 
 
 def _of_two(name: str, second: str = "other") -> Callable[[Operation], Tensor]:
     def handler(call: Operation) -> Tensor:
         dtype = call.result.dtype
         a, b = operand(call, "self", dtype), operand(call, second, dtype)
-        return call.tensor(lambda index: ex.binary(name, a(index), b(index)))
+        return call.tensor(lambda index: al.binary(name, a(index), b(index)))
 
     return handler
 
 
 def _negate(call: Operation) -> Tensor:
     x = operand(call, "self", call.result.dtype)
-    return call.tensor(lambda index: ex.negative(x(index)))
+    return call.tensor(lambda index: al.negative(x(index)))
 
 
 def _clamp(call: Operation) -> Tensor:
@@ -120,7 +121,7 @@ def _clamp(call: Operation) -> Tensor:
     def at(index: Indices) -> Expr:
         element = x(index)
         for name, bound in bounds:
-            element = ex.binary(name, element, bound(index))
+            element = al.binary(name, element, bound(index))
         return element
 
     return call.tensor(at)
@@ -134,9 +135,9 @@ def _comparison(op: str) -> Callable[[Operation], Tensor]:
         def at(index: Indices) -> Expr:
             left, right = a(index), b(index)
             if op in ("eq", "ne") and left == right and common.is_floating_point:
-                is_nan = ex.unary("isnan", left)
-                return is_nan if op == "ne" else ex.logical_not(is_nan)
-            return ex.compare(op, left, right, call.space)
+                is_nan = al.unary("isnan", left)
+                return is_nan if op == "ne" else al.logical_not(is_nan)
+            return al.compare(op, left, right, call.space)
 
         return call.tensor(at)
 
@@ -164,31 +165,31 @@ def _inverted(call: Operation) -> Tensor:
     if call.result.dtype != torch.bool:
         raise NoClosedForm("a bitwise operation on whole numbers")
     x = operand(call, "self", torch.bool)
-    return call.tensor(lambda index: ex.logical_not(x(index)))
+    return call.tensor(lambda index: al.logical_not(x(index)))
 
 
 def _exclusive_or(a: Expr, b: Expr) -> Expr:
-    return ex.logical_or(ex.logical_and(a, ex.logical_not(b)), ex.logical_and(ex.logical_not(a), b))
+    return al.logical_or(al.logical_and(a, al.logical_not(b)), al.logical_and(al.logical_not(a), b))
 
 
 def _where(call: Operation) -> Tensor:
     dtype = call.result.dtype
     cond = operand(call, "condition", torch.bool)
     a, b = operand(call, "self", dtype), operand(call, "other", dtype)
-    return call.tensor(lambda index: ex.select(cond(index), a(index), b(index)))
+    return call.tensor(lambda index: al.select(cond(index), a(index), b(index)))
 
 
 def _prims_where(call: Operation) -> Tensor:
     dtype = call.result.dtype
     cond = operand(call, "pred", torch.bool)
     a, b = operand(call, "a", dtype), operand(call, "b", dtype)
-    return call.tensor(lambda index: ex.select(cond(index), a(index), b(index)))
+    return call.tensor(lambda index: al.select(cond(index), a(index), b(index)))
 
 
 def _masked_fill(call: Operation) -> Tensor:
     dtype = call.result.dtype
     cond, x, value = operand(call, "mask", torch.bool), operand(call, "self", dtype), operand(call, "value", dtype)
-    return call.tensor(lambda index: ex.select(cond(index), value(index), x(index)))
+    return call.tensor(lambda index: al.select(cond(index), value(index), x(index)))
 
 
 def _softplus(call: Operation) -> Tensor:
@@ -205,7 +206,7 @@ def _gelu(call: Operation) -> Tensor:
 
 def _to_copy(call: Operation) -> Tensor:
     x, dtype = call["self"], call.result.dtype
-    return call.tensor(lambda index: ex.cast(dtype, x.at(index), x.dtype))
+    return call.tensor(lambda index: al.cast(dtype, x.at(index), x.dtype))
 
 
 # Functions of one number that are taken as they are.
@@ -215,12 +216,12 @@ UNARY = (
 ).split()
 
 ELEMENTWISE: dict[Any, Callable[[Operation], Any]] = {
-    aten.add.Tensor: _arithmetic(ex.add, scaled=True),
-    aten.add.Scalar: _arithmetic(ex.add, scaled=True),
+    aten.add.Tensor: _arithmetic(al.add, scaled=True),
+    aten.add.Scalar: _arithmetic(al.add, scaled=True),
     aten.sub.Tensor: _arithmetic(_subtract, scaled=True),
     aten.sub.Scalar: _arithmetic(_subtract, scaled=True),
-    aten.mul.Tensor: _arithmetic(ex.mul),
-    aten.mul.Scalar: _arithmetic(ex.mul),
+    aten.mul.Tensor: _arithmetic(al.mul),
+    aten.mul.Scalar: _arithmetic(al.mul),
     **dict.fromkeys(
         (aten.div.Tensor, aten.div.Scalar, aten.div.Tensor_mode, aten.div.Scalar_mode),
         _divide,
@@ -249,8 +250,8 @@ ELEMENTWISE: dict[Any, Callable[[Operation], Any]] = {
         for op in ("eq", "ne", "lt", "le", "gt", "ge")
         for kind in ("Tensor", "Scalar")
     },
-    **dict.fromkeys((aten.logical_and.default, aten.bitwise_and.Tensor), _logical(ex.logical_and)),
-    **dict.fromkeys((aten.logical_or.default, aten.bitwise_or.Tensor), _logical(ex.logical_or)),
+    **dict.fromkeys((aten.logical_and.default, aten.bitwise_and.Tensor), _logical(al.logical_and)),
+    **dict.fromkeys((aten.logical_or.default, aten.bitwise_or.Tensor), _logical(al.logical_or)),
     **dict.fromkeys((aten.logical_xor.default, aten.bitwise_xor.Tensor), _logical(_exclusive_or)),
     **dict.fromkeys((aten.logical_not.default, aten.bitwise_not.default), _inverted),
     aten.where.self: _where,

@@ -8,6 +8,7 @@ from typing import Any
 import sympy
 import torch
 
+from attn_fuse import algebra as al
 from attn_fuse import expression as ex
 from attn_fuse.expression import Expr
 from attn_fuse.operations.operation import (
@@ -180,9 +181,9 @@ def _joined(call: Operation, parts: list[Tensor], dim: int) -> Callable[[Indices
         for part in parts:
             end, start = end + part.shape[dim], end
             inside = (*index[:dim], sympy.expand(index[dim] - start), *index[dim + 1 :])
-            element = ex.cast(call.result.dtype, part.at(inside), part.dtype)
-            reached = ex.nonnegative(index[dim] - start, call.space)
-            result = element if result is None else ex.select(reached, element, result)
+            element = al.cast(call.result.dtype, part.at(inside), part.dtype)
+            reached = al.nonnegative(index[dim] - start, call.space)
+            result = element if result is None else al.select(reached, element, result)
         assert result is not None
         return result
 
@@ -191,7 +192,7 @@ def _joined(call: Operation, parts: list[Tensor], dim: int) -> Callable[[Indices
 
 def _padded(call: Operation) -> Tensor:
     x, pad = call["self"], call["pad"]
-    value = ex.cast(x.dtype, number(call["value"]), torch.float64)
+    value = al.cast(x.dtype, number(call["value"]), torch.float64)
     rank = len(x.shape)
     before = {rank - 1 - n: size(pad[2 * n]) for n in range(len(pad) // 2)}
     after = {rank - 1 - n: size(pad[2 * n + 1]) for n in range(len(pad) // 2)}
@@ -200,10 +201,10 @@ def _padded(call: Operation) -> Tensor:
         result = x.at(tuple(sympy.expand(i - before.get(d, 0)) for d, i in enumerate(index)))
         for d, i in enumerate(index):
             if before.get(d, 0) != 0:
-                result = ex.select(ex.nonnegative(i - before[d], call.space), result, value)
+                result = al.select(al.nonnegative(i - before[d], call.space), result, value)
             if after.get(d, 0) != 0:
                 last = x.shape[d] - 1 + before[d]
-                result = ex.select(ex.nonnegative(last - i, call.space), result, value)
+                result = al.select(al.nonnegative(last - i, call.space), result, value)
         return result
 
     return call.tensor(at)
@@ -281,10 +282,10 @@ def _slice_scatter(call: Operation) -> Tensor:
 
     def at(index: Indices) -> Expr:
         i = index[dim]
-        inside = ex.cast(x.dtype, src.at((*index[:dim], sympy.expand(i - start), *index[dim + 1 :])), src.dtype)
-        reached = ex.nonnegative(i - start, call.space)
-        within = ex.nonnegative(start + src.shape[dim] - 1 - i, call.space)
-        return ex.select(ex.logical_and(reached, within), inside, x.at(index))
+        inside = al.cast(x.dtype, src.at((*index[:dim], sympy.expand(i - start), *index[dim + 1 :])), src.dtype)
+        reached = al.nonnegative(i - start, call.space)
+        within = al.nonnegative(start + src.shape[dim] - 1 - i, call.space)
+        return al.select(al.logical_and(reached, within), inside, x.at(index))
 
     return call.tensor(at)
 
@@ -295,8 +296,8 @@ def _select_scatter(call: Operation) -> Tensor:
         position = x.shape[dim] + position
 
     def at(index: Indices) -> Expr:
-        here = ex.is_zero(index[dim] - position, call.space)
-        return ex.select(here, ex.cast(x.dtype, src.at((*index[:dim], *index[dim + 1 :])), src.dtype), x.at(index))
+        here = al.is_zero(index[dim] - position, call.space)
+        return al.select(here, al.cast(x.dtype, src.at((*index[:dim], *index[dim + 1 :])), src.dtype), x.at(index))
 
     return call.tensor(at)
 
@@ -316,28 +317,28 @@ def _index_put(call: Operation) -> Tensor:
             place = where.at((sympy.Integer(n),))
             if not isinstance(place, ex.Const) or place.value < 0:
                 raise NoClosedForm("elements written at positions that are read from a tensor")
-            hit = ex.logical_or(hit, ex.is_zero(index[dim] - int(place.value), call.space))
+            hit = al.logical_or(hit, al.is_zero(index[dim] - int(place.value), call.space))
         return hit
 
     if where.dtype != torch.bool and (len(where.shape) != 1 or not where.shape[0].is_Integer):
         raise NoClosedForm("elements written at positions that are read from a tensor")
 
     def at(index: Indices) -> Expr:
-        element = ex.cast(x.dtype, value.at((sympy.Integer(0),) * len(value.shape)), value.dtype)
-        return ex.select(is_written(index), element, x.at(index))
+        element = al.cast(x.dtype, value.at((sympy.Integer(0),) * len(value.shape)), value.dtype)
+        return al.select(is_written(index), element, x.at(index))
 
     return call.tensor(at)
 
 
 def _detach(call: Operation) -> Tensor:
     x = call["self"]
-    return call.tensor(lambda index: ex.unary("detach", x.at(index)) if x.dtype.is_floating_point else x.at(index))
+    return call.tensor(lambda index: al.unary("detach", x.at(index)) if x.dtype.is_floating_point else x.at(index))
 
 
 def _copy(call: Operation) -> Tensor:
     x, src = call["self"], call["src"]
     extra = len(x.shape) - len(src.shape)
-    return call.tensor(lambda index: ex.cast(x.dtype, src.at(clamped(index[extra:], src.shape)), src.dtype))
+    return call.tensor(lambda index: al.cast(x.dtype, src.at(clamped(index[extra:], src.shape)), src.dtype))
 
 
 LAYOUT: dict[Any, Callable[[Operation], Any]] = {

@@ -10,6 +10,7 @@ import sympy
 import torch
 from torch.fx import Node, map_arg
 
+from attn_fuse import algebra as al
 from attn_fuse import expression as ex
 from attn_fuse.expression import Expr
 from attn_fuse.space import Space
@@ -120,12 +121,12 @@ def operand(call: Operation, name: str, dtype: torch.dtype | None) -> Callable[[
     if not isinstance(x, Tensor):
         value = number(x)
         if isinstance(value, ex.Const) and dtype is not None:
-            value = ex.Const(ex.rounded(value.value, dtype))
+            value = ex.Const(al.rounded(value.value, dtype))
         return lambda index: value
     extra = rank - len(x.shape)
 
     def at(index: Indices) -> Expr:
         element = x.at(clamped(index[extra:], x.shape))
-        return element if dtype is None else ex.cast(dtype, element, x.dtype)
+        return element if dtype is None else al.cast(dtype, element, x.dtype)
 
     return at

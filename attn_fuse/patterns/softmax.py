@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import sympy
 import torch
 
+from attn_fuse import algebra as al
 from attn_fuse import expression as ex
 from attn_fuse.attention import Refusal
 from attn_fuse.expression import Add, Binary, Cast, Const, Contract, Div, Expr, Mul, Reduce, Select, Softmax, Unary
@@ -50,7 +51,7 @@ def softmax(weights: Expr, key: sympy.Symbol, space: Space) -> Normalised | Refu
                 match part:
                     case Mul(Const(-1 | -1.0), Unary("log", total)):
                         rest = _sum([p for p in parts if p is not part])
-                        return _written_out(ex.unary("exp", rest), total, key, space)
+                        return _written_out(al.unary("exp", rest), total, key, space)
     return _NOT_NORMALISED
 
 
@@ -60,7 +61,7 @@ def _whole(weights: Softmax, key: sympy.Symbol, space: Space) -> Normalised | Re
     first = sympy.expand(weights.at - key)
     if key in first.free_symbols:
         return Refusal("the softmax runs over another axis than the one that the value is summed over")
-    body = ex.substitute(weights.body, {axis: weights.at}, space)
+    body = al.substitute(weights.body, {axis: weights.at}, space)
     if space.is_zero(extra):
         if first != 0:
             return Refusal("the softmax runs over another axis than the one that the value is summed over")
@@ -69,7 +70,7 @@ def _whole(weights: Softmax, key: sympy.Symbol, space: Space) -> Normalised | Re
     if not space.is_zero(extra - 1) or first not in (0, 1):
         return Refusal("the softmax runs over keys that have no value")
     alone = sympy.Integer(0) if first == 1 else count
-    sink = ex.substitute(weights.body, {axis: alone}, space)
+    sink = al.substitute(weights.body, {axis: alone}, space)
     inner, shift = _without_shift(body, key)
     return _with_sink(inner, shift, sink, weights.dtype)
 
@@ -93,7 +94,7 @@ def _written_out(numerator: Expr, denominator: Expr, key: sympy.Symbol, space: S
     axis, summed, rest, least = read
     if not space.same_size(space.sizes[axis], space.sizes[key]):
         return Refusal("the weights are normalised over another number of keys")
-    if _bare(ex.substitute(summed, {axis: key}, space)) != numerator:
+    if _bare(al.substitute(summed, {axis: key}, space)) != numerator:
         return _NOT_NORMALISED
     logarithm = _logarithm(numerator)
     if isinstance(logarithm, Refusal):
@@ -156,7 +157,7 @@ def _logarithm(x: Expr) -> Expr | Refusal:
             return inner if isinstance(inner, Refusal) else Select(cond, inner, Const(-math.inf))
         case Select(cond, Const(0 | 0.0), b) if not ex.has_product(cond):
             inner = _logarithm(b)
-            return inner if isinstance(inner, Refusal) else Select(ex.logical_not(cond), inner, Const(-math.inf))
+            return inner if isinstance(inner, Refusal) else Select(al.logical_not(cond), inner, Const(-math.inf))
     return _NOT_NORMALISED
 
 
@@ -165,7 +166,7 @@ def _masks_off(body: Expr) -> tuple[Callable[[Expr], Expr], Expr]:
     match body:
         case Select(cond, inner, Const(value)) if value == -math.inf:
             more, core = _masks_off(inner)
-            return (lambda x: ex.select(cond, more(x), Const(-math.inf))), core
+            return (lambda x: al.select(cond, more(x), Const(-math.inf))), core
     return (lambda x: x), body
 
 
@@ -175,7 +176,7 @@ def _without_shift(body: Expr, key: sympy.Symbol) -> tuple[Expr, tuple[Expr, ...
     match body:
         case Mul(Const() as number, inner):
             rest, shift = _without_shift(inner, key)
-            return ex.mul(number, rest), tuple(ex.mul(number, s) for s in shift)
+            return al.mul(number, rest), tuple(al.mul(number, s) for s in shift)
         case Binary("maximum", inner, Const(bound)) if bound <= _FAR_BELOW:
             rest, shift = _without_shift(inner, key)
             if len(shift) == 1 and _is_maximum_of(shift[0], rest, key):
@@ -202,7 +203,7 @@ def _is_maximum_of(shift: Expr, body: Expr, key: sympy.Symbol) -> bool:
 
 
 def _renamed(x: Expr, old: sympy.Symbol, new: sympy.Symbol) -> Expr:
-    return _bare(ex.substitute(x, {old: new}, Space()))
+    return _bare(al.substitute(x, {old: new}, Space()))
 
 
 def _bare(x: Expr) -> Expr:
@@ -215,5 +216,5 @@ def _bare(x: Expr) -> Expr:
 def _sum(parts: list[Expr]) -> Expr:
     total: Expr = Const(0.0)
     for part in parts:
-        total = ex.add(total, part)
+        total = al.add(total, part)
     return total

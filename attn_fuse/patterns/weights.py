@@ -10,6 +10,7 @@ import math
 
 from sympy import Symbol
 
+from attn_fuse.algebra import div, logical_not, select
 from attn_fuse.attention import Refusal
 from attn_fuse.expression import (
     Compare,
@@ -23,10 +24,7 @@ from attn_fuse.expression import (
     Select,
     Softmax,
     Unary,
-    div,
     has_product,
-    logical_not,
-    select,
     walk,
 )
 from attn_fuse.patterns.layer import Answer, Drop, EmptyIsZero, Factor, Peeled, carrier
