@@ -271,7 +271,7 @@ class Builder:
         ranges = self.attention.space.sizes
         terms, rest = [], sympy.expand(index)
         for symbol in sorted(rest.free_symbols & ranges.keys(), key=str):
-            stride = sympy.diff(rest, symbol)
+            stride = rest.coeff(symbol)
             rest = sympy.expand(rest - stride * symbol)
             terms.append((symbol, stride))
         if rest.free_symbols & ranges.keys() or any(s.free_symbols & ranges.keys() for _, s in terms):
@@ -343,6 +343,8 @@ class Builder:
                 return self._joined(operator.add, size.args)
             case sympy.Mul():
                 return self._joined(operator.mul, size.args)
+            case sympy.Pow(args=(base, power)) if power.is_Integer and power > 0:
+                return self._joined(operator.mul, [base] * int(power))
             case FloorDiv():
                 return self._joined(operator.floordiv, size.args)
             case Mod():
@@ -371,7 +373,15 @@ def _is_tensor(node: Node) -> bool:
 
 
 def size_expr(size: Any) -> sympy.Expr:
-    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
+    """A size as an expression, with every division carried out that leaves no rest."""
+    if not isinstance(size, torch.SymInt):
+        return sympy.Integer(size)
+
+    def divided(top: sympy.Expr, by: sympy.Expr) -> sympy.Expr:
+        quotient = sympy.cancel(top / by)
+        return quotient if sympy.denom(quotient) == 1 else FloorDiv(top, by)
+
+    return size.node.expr.replace(FloorDiv, divided)
 
 
 def _function(name: str) -> Callable[..., torch.Tensor]:

@@ -64,6 +64,12 @@ class Space:
 
     def _split(self, expr: sympy.Expr, by: Size) -> tuple[sympy.Expr, sympy.Expr]:
         # expr = whole * by + rest, with every term that `by` divides in `whole`
+        by = sympy.expand(by)
+        content, sum_of_sizes = by.primitive()
+        if sum_of_sizes.is_Add:
+            quotient, remainder = _divided(sympy.expand(expr), sum_of_sizes)
+            whole, rest = self._split(quotient, content) if content != 1 else (quotient, sympy.Integer(0))
+            return whole, sympy.expand(rest * sum_of_sizes + remainder)
         whole, rest = sympy.Integer(0), sympy.Integer(0)
         for term in sympy.Add.make_args(sympy.expand(expr)):
             quotient = sympy.cancel(term / by) if term != 0 else term
@@ -123,6 +129,17 @@ class Space:
                 return None
             expr = expr.subs(symbol, self.sizes[symbol] - 1)
         return sympy.expand(expr)
+
+
+def _divided(expr: sympy.Expr, by: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr]:
+    """Quotient and remainder of `expr` by a sum of sizes, as polynomials in a size that stands in it by itself."""
+    symbol = next((s for s in sorted(by.free_symbols, key=str) if by.coeff(s) == 1 and not (by - s).has(s)), None)
+    if symbol is None or by.has(FloorDiv, Mod):
+        return sympy.Integer(0), expr
+    digits = {digit: sympy.Dummy(integer=True) for digit in expr.atoms(FloorDiv, Mod)}
+    quotient, remainder = sympy.div(expr.xreplace(digits), by, symbol)
+    back = {dummy: digit for digit, dummy in digits.items()}
+    return sympy.expand(quotient.xreplace(back)), sympy.expand(remainder.xreplace(back))
 
 
 def simplify_index(value: sympy.Expr, space: Space) -> sympy.Expr:

@@ -47,14 +47,16 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 
 
 def _gradients(ctx: Any, grad_out: Tensor, *_: Any) -> tuple[Any, ...]:
-    query, key, value, seed, out, row_max, row_sum, *tensors = ctx.saved_tensors
+    # Read once: under activation checkpointing they can be unpacked only once.
+    saved = ctx.saved_tensors
+    query, key, value, seed, out, row_max, row_sum, *tensors = saved
     wanted = [bool(need) for need in ctx.needs_input_grad[3]]
     dquery, dkey, dvalue, dinputs = chunked_backward(
         grad_out, query, key, value, tensors, ctx.numbers, seed, ctx.dropout_p, out, row_max, row_sum, ctx.program,
         wanted,
     )  # fmt: skip
     found = [dquery, dkey, dvalue, *(d if need else None for d, need in zip(dinputs, wanted, strict=True))]
-    anchor = next((x for x in (grad_out, *ctx.saved_tensors) if x is not None and x.requires_grad), None)
+    anchor = next((x for x in (grad_out, *saved) if x is not None and x.requires_grad), None)
     if torch.is_grad_enabled() and anchor is not None:
         found = [*_Once.apply(anchor, *(None if d is None else d.detach() for d in found))]
     # torch takes an empty list for the gradients of a list, and None for no gradient of anything else.

@@ -1,6 +1,6 @@
 """Evidence: measured times of an attention as written and on a kernel, from which the picker estimates.
 
-The tables lie beside this file, one a device, as benchmarks/crossover.py writes them.
+The tables lie beside this file, by device, as benchmarks/crossover.py and benchmarks/chunked.py write them.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def compare(kernel: str, attention: Attention, facts: Facts) -> Comparison | Non
 @functools.cache
 def table(device: str) -> tuple[dict[str, Any], ...]:
     """The measurements on this kind of device; none if there is no table."""
-    path = Path(__file__).with_name(f"evidence_{device}.json")
-    return tuple(json.loads(path.read_text())["rows"]) if path.exists() else ()
+    paths = sorted(Path(__file__).parent.glob(f"evidence_{device}*.json"))
+    return tuple(row for path in paths for row in json.loads(path.read_text())["rows"])
 
 
 def _distance(row: dict[str, Any], attention: Attention, facts: Facts) -> float:
@@ -61,6 +61,7 @@ def _distance(row: dict[str, Any], attention: Attention, facts: Facts) -> float:
     apart += abs(math.log2((row["q_len"] / row["kv_len"]) / (q_len / kv_len)))
     apart += 0.25 * abs(math.log2(row["kv_len"] / kv_len))
     apart += 4.0 * (row["mask"] != _mask_kind(attention))
+    apart += 4.0 * (row.get("beyond", "") != _beyond_sdpa(attention, facts))
     apart += 8.0 * (row["training"] != facts.training)
     apart += 2.0 * ((row["dtype"] in ("bfloat16", "float16")) != (facts.dtype in (torch.bfloat16, torch.float16)))
     return apart
@@ -72,3 +73,12 @@ def _mask_kind(attention: Attention) -> str:
     if attention.mask.is_causal:
         return "causal"
     return "bool" if attention.mask.parts else "none"
+
+
+def _beyond_sdpa(attention: Attention, facts: Facts) -> str:
+    """What of `attention` the kernels of SDPA do not take everywhere."""
+    if attention.score_mod is not None or attention.softcap is not None or attention.factor is not None:
+        return "function"
+    if attention.dropout_p is not None:
+        return "dropout"
+    return "gradient" if facts.bias_needs_grad else ""
