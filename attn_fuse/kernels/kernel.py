@@ -40,5 +40,17 @@ class Kernel:
         return (*reasons, *self.limits(attention, facts))
 
 
+def beyond_masks_and_biases(attention: Attention) -> Iterator[str]:
+    """The reasons of a kernel that takes scaled scores, masks and biases, and nothing else."""
+    if attention.score_mod is not None:
+        yield f"takes no function of the scores: {attention.unread}"
+    if attention.softcap is not None:
+        yield "takes no softcap"
+    if attention.sink is not None:
+        yield "takes no sink"
+    if attention.factor is not None:
+        yield "takes no factor on the weights that differs from key to key"
+
+
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

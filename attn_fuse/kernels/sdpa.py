@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attn_fuse.attention import Attention
 from attn_fuse.facts import Facts
-from attn_fuse.kernels.kernel import Kernel
+from attn_fuse.kernels.kernel import Kernel, beyond_masks_and_biases
 from attn_fuse.torch_internals import FakeTensorMode, sdpa_choice
 
 if TYPE_CHECKING:
@@ -73,14 +73,7 @@ def cuda_limits(
 
 
 def _common_limits(attention: Attention, facts: Facts) -> Iterator[str]:
-    if attention.score_mod is not None:
-        yield f"takes no function of the scores: {attention.unread}"
-    if attention.softcap is not None:
-        yield "takes no softcap"
-    if attention.sink is not None:
-        yield "takes no sink"
-    if attention.factor is not None:
-        yield "takes no factor on the weights that differs from key to key"
+    yield from beyond_masks_and_biases(attention)
     if attention.mask.empty_rows == "mean" and facts.dtype == torch.float16:
         yield "a query that sees no key would not get the mean of the values in float16"
     if attention.mask.empty_rows == "mean" and facts.training:

@@ -215,6 +215,8 @@ def _padded(call: Operation) -> Tensor:
 
 def _embedding(call: Operation) -> Tensor:
     table, positions = call["weight"], call["indices"]
+    if call["padding_idx"] != -1 or call["scale_grad_by_freq"] or call["sparse"]:
+        raise NoClosedForm("an embedding whose gradient is not that of a lookup")
     return call.tensor(lambda index: _read(table, (positions.at(index[:-1]), ex.Index(index[-1]))))
 
 

@@ -18,6 +18,7 @@ from attn_fuse import algebra as al
 from attn_fuse import expression as ex
 from attn_fuse.attention import Refusal
 from attn_fuse.expression import Add, Binary, Cast, Const, Contract, Div, Expr, Mul, Reduce, Select, Softmax, Unary
+from attn_fuse.patterns.masks import LEAST_ORDINARY_SCORE
 from attn_fuse.space import Space
 
 _NOT_NORMALISED = Refusal("the weights are not normalised by their own sum over the keys")
@@ -177,6 +178,10 @@ def _without_shift(body: Expr, key: sympy.Symbol) -> tuple[Expr, tuple[Expr, ...
         case Mul(Const() as number, inner):
             rest, shift = _without_shift(inner, key)
             return al.mul(number, rest), tuple(al.mul(number, s) for s in shift)
+        # A fill that no score comes near stays out of reach of scores that are moved by the largest of them.
+        case Select(cond, inner, Const(fill)) if fill <= LEAST_ORDINARY_SCORE and not ex.has_product(cond):
+            rest, shift = _without_shift(inner, key)
+            return al.select(cond, rest, Const(fill)), shift
         case Binary("maximum", inner, Const(bound)) if bound <= _FAR_BELOW:
             rest, shift = _without_shift(inner, key)
             if len(shift) == 1 and _is_maximum_of(shift[0], rest, key):

@@ -13,6 +13,7 @@ from sympy import Symbol
 from attn_fuse.algebra import div, logical_not, select
 from attn_fuse.attention import Refusal
 from attn_fuse.expression import (
+    Cast,
     Compare,
     Const,
     Div,
@@ -25,7 +26,6 @@ from attn_fuse.expression import (
     Softmax,
     Unary,
     has_product,
-    walk,
 )
 from attn_fuse.patterns.layer import Answer, Drop, EmptyIsZero, Factor, Peeled, carrier
 
@@ -58,8 +58,8 @@ def guard(weights: Expr) -> Answer:
 def _guarded(cond: Expr, instead: Expr, inner: Expr) -> Peeled | None:
     match cond:
         # A weight is never infinite, and no number only where a query sees no key.
-        case Unary("isnan", _) if instead == Const(0):
-            return Peeled(inner, EmptyIsZero())
+        case Unary("isnan", x) if instead == Const(0):
+            return Peeled(inner, EmptyIsZero() if _is_weight(x) else EmptyIsZero(x))
         case Unary("isinf", x) | Compare("eq", x, Const(_Infinite.PLUS | _Infinite.MINUS)) if _is_weight(x):
             return Peeled(inner, EmptyIsZero())
         case Compare("eq", x, Const(_Infinite.MINUS)) if instead == Const(0):
@@ -69,7 +69,25 @@ def _guarded(cond: Expr, instead: Expr, inner: Expr) -> Peeled | None:
 
 
 def _is_weight(x: Expr) -> bool:
-    return any(isinstance(part, Softmax) for part in walk(x))
+    """Whether `x` is weights as they are, at most guarded already."""
+    match x:
+        case Softmax():
+            return True
+        case Cast(dtype, inner):
+            return dtype.is_floating_point and _is_weight(inner)
+        case Select(_, a, b):
+            return (isinstance(a, Const) and _is_weight(b)) or (isinstance(b, Const) and _is_weight(a))
+        case Div(numerator, denominator):
+            return _guarded_quotient(numerator, denominator)
+    return False
+
+
+def _guarded_quotient(numerator: Expr, denominator: Expr) -> bool:
+    """Whether this is something divided by its own sum, which is at most 1."""
+    match denominator:
+        case Reduce("sum", _, _):
+            return isinstance(numerator, (Unary, Softmax))
+    return False
 
 
 def _all_hidden(cond: Expr) -> tuple[Expr, Symbol] | None:
