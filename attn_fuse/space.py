@@ -53,14 +53,27 @@ class Space:
         whole, rest = self._split(expr, by)
         if self.is_nonnegative(rest) and self.is_nonnegative(by - 1 - rest):
             return whole
-        return sympy.expand(whole + FloorDiv(rest, by))
+        factor, coarse, _ = self._common_factor(rest, by)
+        return sympy.expand(whole + FloorDiv(coarse, sympy.cancel(by / factor)))
 
     def mod(self, expr: sympy.Expr, by: Size) -> sympy.Expr:
         """expr mod by, for expr >= 0, by > 0."""
         _, rest = self._split(expr, by)
         if self.is_nonnegative(rest) and self.is_nonnegative(by - 1 - rest):
             return rest
-        return Mod(rest, by)
+        factor, coarse, fine = self._common_factor(rest, by)
+        return sympy.expand(factor * Mod(coarse, sympy.cancel(by / factor)) + fine)
+
+    def _common_factor(self, expr: sympy.Expr, by: Size) -> tuple[sympy.Expr, sympy.Expr, sympy.Expr]:
+        """(f, a, b) with expr = f * a + b, f dividing `by` and 0 <= b < f: a division by `by` need not look at b."""
+        parts = sympy.Add.make_args(expr)
+        if by.is_Integer and all(term.as_coeff_Mul()[0].is_Integer for term in parts):
+            factors = {abs(sympy.gcd(term.as_coeff_Mul()[0], by)) for term in parts}
+            for factor in sorted(factors - {1, by}, reverse=True):
+                fine = sum((t for t in parts if t.as_coeff_Mul()[0] % factor), sympy.Integer(0))
+                if self.is_nonnegative(fine) and self.is_nonnegative(factor - 1 - fine):
+                    return factor, sympy.expand((expr - fine) / factor), fine
+        return sympy.Integer(1), expr, sympy.Integer(0)
 
     def _split(self, expr: sympy.Expr, by: Size) -> tuple[sympy.Expr, sympy.Expr]:
         # expr = whole * by + rest, with every term that `by` divides in `whole`

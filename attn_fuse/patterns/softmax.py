@@ -179,6 +179,9 @@ def _without_shift(body: Expr, key: sympy.Symbol) -> tuple[Expr, tuple[Expr, ...
             rest, shift = _without_shift(inner, key)
             return al.mul(number, rest), tuple(al.mul(number, s) for s in shift)
         # A fill that no score comes near stays out of reach of scores that are moved by the largest of them.
+        case Select(cond, Const(fill), inner) if fill <= LEAST_ORDINARY_SCORE and not ex.has_product(cond):
+            rest, shift = _without_shift(inner, key)
+            return al.select(cond, Const(fill), rest), shift
         case Select(cond, inner, Const(fill)) if fill <= LEAST_ORDINARY_SCORE and not ex.has_product(cond):
             rest, shift = _without_shift(inner, key)
             return al.select(cond, rest, Const(fill)), shift
