@@ -22,7 +22,7 @@ test: .venv/ready-dev ## all tests but the slow, GPU, fuzz and transformers ones
 slow: .venv/ready-dev ## the slow tests
 	$(PYTEST) -m "slow and not gpu and not fuzz and not models" $(ARGS)
 
-fuzz: .venv/ready-dev ## the long random tests
+fuzz: .venv/ready-dev ## random attention programs for FUZZ_SECONDS=900; it prints the FUZZ_SEED that repeats the run
 	$(PYTEST) -m "fuzz and not models" $(ARGS)
 
 test-models: .venv/ready-dev .venv/ready-models ## the tests with the models of transformers, which it installs into .venv

@@ -81,6 +81,10 @@ def _write_out(module: GraphModule, stretch: Sequence[Node]) -> None:
         _replace(module, node, map_arg(new, env.__getitem__))
     for node in reversed(stretch):
         module.graph.erase_node(node)
+    # Of several results not all are used, as the weights of nn.MultiheadAttention are often not.
+    for node in reversed([n for n in env.values() if n not in inputs]):
+        if not node.users:
+            module.graph.erase_node(node)
 
 
 def _traced(run: Any, values: Sequence[Any], mode: FakeTensorMode, pre_dispatch: bool) -> GraphModule:

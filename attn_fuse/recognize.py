@@ -32,8 +32,9 @@ def recognize(lifted: Lifted) -> Attention | Refusal:
     if isinstance(axes, Refusal):
         return axes
     reading = _read(whole, axes, lifted)
-    factor, out_scale, mask = _factors(whole, axes, reading.mask)
-    if whole.empty_is_zero and mask.empty_rows in ("nan", "mean"):
+    mask = reading.mask
+    factor, out_scale = _factors(whole, axes, mask)
+    if whole.empty_is_zero and mask.empty_rows == "nan":
         mask = Mask(mask.parts, "zero")
     return Attention(
         axes=axes,
@@ -105,23 +106,23 @@ def _layers(score: Expr) -> tuple[Expr, list[Layer], str]:
     return score, layers, ""
 
 
-def _factors(whole: Draft, axes: Axes, mask: Mask) -> tuple[Expr | None, Expr | None, Mask]:
-    """(what the weights are multiplied with, the same for what all keys share, the mask)"""
+def _factors(whole: Draft, axes: Axes, mask: Mask) -> tuple[Expr | None, Expr | None]:
+    """(what the weights are multiplied with, the same for what all keys share)"""
     hidden = {part.keep for part in mask.parts}
     factor: Expr | None = None
     out_scale: Expr | None = None
     for value in whole.factors:
         match value:
-            case ex.Select(cond, Const(1 | 1.0), Const(0 | 0.0)) if hidden and set(conjuncts(cond)) <= hidden:
-                # The mask once more: it only speaks of queries that see no key, and gives them zero.
-                if mask.empty_rows != "none":
-                    mask = Mask(mask.parts, "zero")
+            # The mask once more: where a query sees no key, minus infinity gives NaN with it and without.
+            case ex.Select(cond, Const(1 | 1.0), Const(0 | 0.0)) if (
+                hidden and set(conjuncts(cond)) <= hidden and mask.empty_rows in ("none", "nan")
+            ):
                 continue
         if index_symbols(value) & set(axes.key):
             factor = value if factor is None else al.mul(factor, value)
         else:
             out_scale = value if out_scale is None else al.mul(out_scale, value)
-    return factor, out_scale, mask
+    return factor, out_scale
 
 
 # ---- axes

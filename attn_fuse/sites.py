@@ -86,6 +86,9 @@ class Rewriter:
             return SiteReport(location, "refused", blocker=_blocker(reason, region.softmax))
 
     def _fuse(self, region: Region, site: Site) -> SiteReport:
+        if self._replaced.keys() & set(region.nodes):
+            reason = Refusal("the scores are made from another attention", region.softmax)
+            return SiteReport(locate(region.softmax), "refused", blocker=_blocker(reason, region.softmax))
         region = region.reading(self._replaced)
         location = locate(region.softmax)
         proofs = self._constants(region)

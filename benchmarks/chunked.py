@@ -1,4 +1,4 @@
-"""Where `chunked` beats the attention as written: the evidence that the kernel picker goes by for what SDPA does not take.
+"""Where `chunked` beats the attention as written: what the kernel picker goes by where SDPA does not take it.
 
 The same program is compiled by Inductor alone and by attn_fuse with `chunked`, and both run in turn: dropout in
 training, a bias in training with and without a gradient of its own, a softcap. The rows go to
@@ -57,10 +57,8 @@ def program(case: Case) -> Callable[..., Tensor]:
         scores = (q * 0.125) @ k.transpose(-2, -1)
         if case.beyond == "function":
             scores = 30.0 * torch.tanh(scores / 30.0)
-        if case.mask == "causal":
-            scores = scores.masked_fill(extra == 0, float("-inf"))
-        else:
-            scores = scores + extra
+        hidden = case.mask == "causal"
+        scores = scores.masked_fill(extra == 0, float("-inf")) if hidden else scores + extra
         weights = torch.softmax(scores, -1)
         if case.beyond == "dropout":
             weights = F.dropout(weights, 0.1)

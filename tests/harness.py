@@ -2,6 +2,11 @@
 
 The budget is a small multiple of what the program, run as written, is off from float64 in its own dtype, with a floor
 of a few roundings. It is the same for every test.
+
+The floor of an output is a rounding of its own magnitude; that of a gradient, of the largest magnitude among all that
+is compared. The backward of every flash attention takes sum(grad_out * out) for sum(weights * grad_weights), which is
+the same number by another sum: a gradient that is 0 in mathematics, as that of a query with a single key or of a bias
+that all keys share, cancels to 0 in the program as written and comes out as a rounding of what it cancels from.
 """
 
 from __future__ import annotations
@@ -64,13 +69,14 @@ def check(
     dynamic: bool | None = None,
     backward: bool = True,
     more: Sequence[tuple[Any, ...]] = (),
+    **options: Any,
 ) -> Outcome:
     """Compile `program`, run it on `args` and then on each of `more`, and hold every result against float64.
 
-    backward: also compare the gradient of every floating-point argument and parameter.
+    backward: also compare the gradient of every floating-point argument and parameter. options: of the backend.
     """
     with collecting() as graphs:
-        run = compiled(program, inner, dynamic)
+        run = compiled(program, inner, dynamic, **options)
         for values in (args, *more):
             got = _results(run, program, values, backward)
             assert_as_good_as_eager(got, program, values, backward)
@@ -81,6 +87,23 @@ def assert_fused(program: Program, *args: Any, **how: Any) -> Outcome:
     """`check`, and every attention in it is fused (there is at least one)."""
     outcome = check(program, *args, **how)
     assert outcome.sites and all(site.fused for site in outcome.sites), str(outcome) or "no attention was found"
+    return outcome
+
+
+def assert_chunked(program: Program, *args: Any, reason: str, **how: Any) -> Outcome:
+    """`check`, its one attention is fused on chunked, and cpu_flash declines it with `reason` in its words.
+
+    Allowed cpu_flash alone, the program stays as written.
+    """
+    outcome = assert_fused(program, *args, **how)
+    assert outcome.site.kernel == "chunked", str(outcome)
+    said = outcome.site.why_not["cpu_flash"]
+    assert any(reason in words for words in said), f"no {reason!r} among {said}"
+    with collecting() as graphs:
+        alone = compiled(program, dynamic=how.get("dynamic"), kernels=["cpu_flash"])
+        _results(alone, program, args, how.get("backward", True))
+    site = Outcome({}, tuple(graphs)).site
+    assert site.status == "as written" and site.why_not["cpu_flash"] == said and reason in site.blocker.reason
     return outcome
 
 
@@ -112,6 +135,7 @@ def assert_as_good_as_eager(got: Tensors, program: Program, args: Sequence[Any],
     exact = _results(wide, wide, pytree.tree_map(_widened, args), backward)
     eager = _results(program, program, args, backward)
     assert got.keys() == eager.keys() == exact.keys()
+    largest = max(map(_magnitude, exact.values()), default=0.0)
     for name in exact:
         reference, as_written, result = exact[name], eager[name], got[name]
         assert result.shape == as_written.shape and result.dtype == as_written.dtype, name
@@ -122,7 +146,8 @@ def assert_as_good_as_eager(got: Tensors, program: Program, args: Sequence[Any],
         usual = (as_written - reference).abs().max().item()
         error = (result - reference).abs().max().item()
         rounding = torch.finfo(got[name].dtype).eps if got[name].dtype.is_floating_point else 0.0
-        allowed = TIMES_EAGER * usual + ROUNDINGS * rounding * reference.abs().max().item()
+        magnitude = largest if name.startswith("gradient") else reference.abs().max().item()
+        allowed = TIMES_EAGER * usual + ROUNDINGS * rounding * magnitude
         assert error <= allowed, f"{name} is {error:.3g} from float64, as written {usual:.3g}, allowed {allowed:.3g}"
 
 
@@ -145,6 +170,11 @@ def _results(run: Program, program: Program, args: Sequence[Any], backward: bool
         gradients = torch.autograd.grad(total, list(wanted.values()), allow_unused=True)
     named = zip(wanted.items(), gradients, strict=True)
     return results | {f"gradient of {n}": torch.zeros_like(t) if g is None else g for (n, t), g in named}
+
+
+def _magnitude(x: Tensor) -> float:
+    known = x[x.isfinite()]
+    return known.abs().max().item() if known.numel() else 0.0
 
 
 def _leaf(value: Any, backward: bool) -> Any:

@@ -131,8 +131,9 @@ class _Writer:
             case ex.Select(cond, a, b):
                 return ("where", self.tree(cond), self.tree(a), self.tree(b))
             case ex.Cast(dtype, inner):
-                # What is computed at least as precisely as it was written needs no rounding in between.
-                return self.tree(inner) if dtype.is_floating_point else ("cast", _short(dtype), self.tree(inner))
+                # A score stays at least as precise as it was written; positions and whole numbers round as they do.
+                narrow = dtype in (torch.float16, torch.bfloat16) and ex.has_product(inner)
+                return ("cast", "float32" if narrow else _short(dtype), self.tree(inner))
             case ex.Unary("detach", inner) if not ex.has_product(inner):
                 return self._input(x)
             case ex.Unary(name, inner):

@@ -217,7 +217,7 @@ def _embedding(call: Operation) -> Tensor:
     table, positions = call["weight"], call["indices"]
     if call["padding_idx"] != -1 or call["scale_grad_by_freq"] or call["sparse"]:
         raise NoClosedForm("an embedding whose gradient is not that of a lookup")
-    return call.tensor(lambda index: _read(table, (positions.at(index[:-1]), ex.Index(index[-1]))))
+    return call.tensor(lambda index: _read(call, table, (positions.at(index[:-1]), ex.Index(index[-1]))))
 
 
 def _index_select(call: Operation) -> Tensor:
@@ -225,7 +225,7 @@ def _index_select(call: Operation) -> Tensor:
 
     def at(index: Indices) -> Expr:
         wanted = [*map(ex.Index, index)]
-        return _read(x, (*wanted[:dim], positions.at((index[dim],)), *wanted[dim + 1 :]))
+        return _read(call, x, (*wanted[:dim], positions.at((index[dim],)), *wanted[dim + 1 :]))
 
     return call.tensor(at)
 
@@ -248,7 +248,7 @@ def _index(call: Operation) -> Tensor:
                 wanted.append(ex.Index(next(rest)))
             else:
                 wanted.append(p.at(clamped(read[rank - len(p.shape) :], p.shape)))
-        return _read(x, tuple(wanted))
+        return _read(call, x, tuple(wanted))
 
     return call.tensor(at)
 
@@ -258,17 +258,28 @@ def _gather(call: Operation) -> Tensor:
 
     def at(index: Indices) -> Expr:
         wanted = [*map(ex.Index, index)]
-        return _read(x, (*wanted[:dim], positions.at(index), *wanted[dim + 1 :]))
+        return _read(call, x, (*wanted[:dim], positions.at(index), *wanted[dim + 1 :]))
 
     return call.tensor(at)
 
 
-def _read(x: Tensor, wanted: tuple[Expr, ...]) -> Expr:
+def _read(call: Operation, x: Tensor, wanted: tuple[Expr, ...]) -> Expr:
+    wanted = tuple(_from_the_front(call, w, n) for w, n in zip(wanted, x.shape, strict=True))
     if all(isinstance(w, ex.Index) for w in wanted):
         return x.at(tuple(w.value for w in wanted if isinstance(w, ex.Index)))
     if x.leaf is None:
         raise NoClosedForm("positions that are read from a tensor, in a tensor that is itself computed")
     return ex.Gather(x.leaf, wanted)
+
+
+def _from_the_front(call: Operation, place: Expr, length: sympy.Expr) -> Expr:
+    """A position as it counts from the front; a negative one counts from the end."""
+    match place:
+        case ex.Index(value) if call.space.is_negative(value):
+            return ex.Index(sympy.expand(value + length))
+        case ex.Index(value) if not call.space.is_nonnegative(value):
+            raise NoClosedForm("positions that may count from the end")
+    return place
 
 
 # ---- written in place, as functions of what was there before

@@ -73,10 +73,12 @@ def _whole(weights: Softmax, key: sympy.Symbol, space: Space) -> Normalised | Re
     alone = sympy.Integer(0) if first == 1 else count
     sink = al.substitute(weights.body, {axis: alone}, space)
     inner, shift = _without_shift(body, key)
-    return _with_sink(inner, shift, sink, weights.dtype)
+    return _with_sink(inner, shift, sink, key, weights.dtype)
 
 
-def _with_sink(inner: Expr, shift: tuple[Expr, ...], sink: Expr, dtype: torch.dtype | None) -> Normalised | Refusal:
+def _with_sink(
+    inner: Expr, shift: tuple[Expr, ...], sink: Expr, key: sympy.Symbol, dtype: torch.dtype | None
+) -> Normalised | Refusal:
     parts = list(ex.terms(_bare(sink)))
     for term in shift:
         if term not in parts:
@@ -85,6 +87,8 @@ def _with_sink(inner: Expr, shift: tuple[Expr, ...], sink: Expr, dtype: torch.dt
     logit = _sum(parts)
     if ex.has_product(logit):
         return Refusal("the softmax runs over a key that has no value")
+    if key in ex.index_symbols(logit):
+        return Refusal("the sum of the weights has another term for each key")
     return Normalised(inner, logit, dtype)
 
 
@@ -122,7 +126,7 @@ def _written_out(numerator: Expr, denominator: Expr, key: sympy.Symbol, space: S
         case Const(value) if value > 0 and not shift and not isinstance(core, Softmax):
             return Normalised(body, Const(math.log(value)), dtype)
         case Unary("exp", logit) if not isinstance(core, Softmax):
-            return _with_sink(body, shift, logit, dtype)
+            return _with_sink(body, shift, logit, key, dtype)
         case Const(value):
             return Refusal(f"{value:g} is added to the sum of the weights, which could be seen in them")
     return Refusal("the sum of the weights has another term, which is no sink")

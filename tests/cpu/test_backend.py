@@ -146,15 +146,22 @@ def test_compile_in_place_leaves_the_module_alone() -> None:
     assert list(model.state_dict()) == keys and [type(m) for m in model.modules()] == kinds
 
 
-def test_dropout_in_training_stays_as_written_on_cpu() -> None:
+def test_dropout_in_training_is_for_chunked_alone_on_cpu() -> None:
+    reason = "torch has no fused attention with dropout on CPU"
     model = Stack(1, dropout=0.2)
     torch.compile(model, backend=backend, options=FUSED)(torch.randn(2, 9, 32))
     (site,) = last_sites()
+    assert site.kernel == "chunked" and site.attention["dropout"] == "0.2"
+    assert site.why_not["cpu_flash"] == (reason,)
+    torch._dynamo.reset()
+    torch.compile(model, backend=backend, options=FUSED | {"kernels": ["cpu_flash"]})(torch.randn(2, 9, 32))
+    (site,) = last_sites()
     assert site.status == "as written" and site.attention["dropout"] == "0.2"
-    assert "no fused attention with dropout on CPU" in site.blocker.reason
+    assert reason in site.blocker.reason
+    torch._dynamo.reset()
     model.eval()
     torch.compile(model, backend=backend, options=FUSED)(torch.randn(2, 9, 32))
-    assert last_sites()[0].fused
+    assert last_sites()[0].kernel == "cpu_flash"
 
 
 def test_mode_is_passed_through() -> None:
@@ -225,10 +232,19 @@ def test_strict_raises_with_every_reason() -> None:
         p = (q @ q.mT).softmax(-1)
         return p @ q, p
 
+    def over_queries(q: torch.Tensor) -> torch.Tensor:
+        return (q @ q.mT).softmax(-2) @ q + (q @ q.mT).softmax(-1).softmax(-1) @ q
+
     q = torch.randn(2, 4, 8)
     with pytest.raises(attn_fuse.NotFusedError, match="weights are also used outside") as raised:
-        torch.compile(returns_weights, backend=backend, options=FUSED | {"strict": True})(q)
+        torch.compile(returns_weights, backend=backend, options={"inner_backend": "eager", "strict": True})(q)
     assert "test_backend.py:" in str(raised.value)
+    torch._dynamo.reset()
+    torch.compile(returns_weights, backend=backend, options=FUSED | {"strict": True})(q)
+    assert last_sites()[0].fused
+    with pytest.raises(attn_fuse.NotFusedError, match="2 of 2 attentions not fused") as raised:
+        torch.compile(over_queries, backend=backend, options=FUSED | {"strict": True})(q)
+    assert "over another axis" in str(raised.value) and "a second softmax" in str(raised.value)
 
 
 def test_fuel_counts_sites_over_all_graphs_and_recompiles() -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-import attn_fuse
-from attn_fuse.backend import attn_fuse as backend
+from tests.harness import assert_chunked, assert_fused, check, compiled
 
 T = 8
 LOWEST = torch.finfo(torch.float32).min
@@ -45,15 +44,39 @@ def finite_padding(q: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
     return (q @ q.mT).masked_fill(padding < 0, -1e9).softmax(-1) @ q
 
 
+def added_twice(q: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+    return (q @ q.mT + padding.clamp(min=-1e9) + padding.clamp(min=-1e9)).softmax(-1) @ q
+
+
+def infinite_padding_made_zero(q: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+    return (q @ q.mT).masked_fill(padding < 0, float("-inf")).softmax(-1).nan_to_num(0.0) @ q
+
+
+def infinite_padding_safe(q: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+    return torch.ops.aten._safe_softmax((q @ q.mT).masked_fill(padding < 0, float("-inf")), -1) @ q
+
+
+def infinite_padding_guarded(q: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+    scores = (q @ q.mT).masked_fill(padding < 0, float("-inf"))
+    return torch.where((scores == float("-inf")).all(-1, keepdim=True), 0.0, scores.softmax(-1)) @ q
+
+
 MEAN = "a query that sees no key would get another mean of the values"
+GRADIENT = "a query that sees no key would get a gradient, which the program's fill value stops"
+HIDING = "a bias that may hide every key of a query, as padding does, would get a wrong gradient"
+# What cpu_flash says in inference, and in training.
 CASES = [
-    (causal_then_padding, None),
-    (padding_then_causal, None),
-    (both_added, None),
-    (infinite_causal_then_padding, None),
-    (finite_padding, None),
-    (less_than_lowest_causal, MEAN),
-    (two_fills, MEAN),
+    (causal_then_padding, None, HIDING),
+    (padding_then_causal, None, HIDING),
+    (both_added, None, HIDING),
+    (infinite_causal_then_padding, None, HIDING),
+    (added_twice, None, HIDING),
+    (finite_padding, None, GRADIENT),
+    (less_than_lowest_causal, MEAN, MEAN),
+    (two_fills, MEAN, MEAN),
+    (infinite_padding_made_zero, None, None),
+    (infinite_padding_safe, None, None),
+    (infinite_padding_guarded, None, None),
 ]
 
 
@@ -64,22 +87,33 @@ def padding(first: int) -> torch.Tensor:
     return mask
 
 
-@pytest.mark.parametrize(("written", "refusal"), CASES, ids=lambda c: getattr(c, "__name__", ""))
+@pytest.mark.parametrize("backward", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("first", [0, 3, T])
-def test_inference(written, refusal, first: int) -> None:
-    q = torch.randn(2, 4, T, 16)
-    fused = torch.compile(written, backend=backend, options={"inner_backend": "eager", "pick": "fused"})
-    torch.testing.assert_close(fused(q, padding(first)), written(q, padding(first)))
-    (site,) = attn_fuse.reports()[-1].sites
-    assert site.fused == (refusal is None)
-    assert refusal is None or site.blocker.reason == refusal
+@pytest.mark.parametrize(("written", "inference", "training"), CASES, ids=lambda c: getattr(c, "__name__", ""))
+def test_every_case(written, inference, training, first: int, backward: bool) -> None:
+    q, mask = torch.randn(2, 4, T, 16), padding(first)
+    # The padding takes no gradient: it is a mask.
+    program = lambda q: written(q, mask)  # noqa: E731
+    declined = training if backward else inference
+    if declined is None:
+        assert assert_fused(program, q, backward=backward).site.kernel == "cpu_flash"
+    else:
+        assert_chunked(program, q, reason=declined, backward=backward)
+    check(program, q, backward=backward, kernels=["chunked"])
 
 
-@pytest.mark.parametrize("written", [case for case, _ in CASES], ids=lambda c: c.__name__)
-def test_gradients(written) -> None:
-    q = torch.randn(2, 4, T, 16, requires_grad=True)
-    mask = padding(3)
-    (wanted,) = torch.autograd.grad(written(q, mask).square().sum(), q)
-    fused = torch.compile(written, backend=backend, options={"inner_backend": "eager", "pick": "fused"})
-    (got,) = torch.autograd.grad(fused(q, mask).square().sum(), q)
-    torch.testing.assert_close(got, wanted)
+GUARDED = [infinite_padding_made_zero, infinite_padding_safe, infinite_padding_guarded]
+
+
+@pytest.mark.parametrize("written", [infinite_causal_then_padding, *GUARDED], ids=lambda c: c.__name__)
+def test_float16(written) -> None:
+    # The others fill with numbers that float16 does not have.
+    q, mask = torch.randn(2, 4, T, 16).half(), padding(3).clamp(min=torch.finfo(torch.float16).min).half()
+    check(written, q, mask, backward=False)
+
+
+@pytest.mark.parametrize("kernels", [["cpu_flash"], ["chunked"]], ids=lambda names: names[0])
+@pytest.mark.parametrize("written", GUARDED, ids=lambda f: f.__name__)
+def test_a_guard_gives_exactly_zero(written, kernels) -> None:
+    out = compiled(written, kernels=kernels)(torch.randn(2, 4, T, 16), padding(T))
+    assert not out[0].any() and out[1].all()

@@ -1,4 +1,4 @@
-"""The CPU kernel on every feature that it declares, against float64; and every reason why a kernel says no."""
+"""Each CPU kernel, alone, on one grid against float64; every reason why one says no; and what the picker goes by."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ def extra_for(mask: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Te
 @pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("mask", MASKS)
-def test_grid(mask: str, dtype: torch.dtype, training: bool) -> None:
+@pytest.mark.parametrize("kernel", ["cpu_flash", "chunked"])
+def test_grid(kernel: str, mask: str, dtype: torch.dtype, training: bool) -> None:
     written, accepted = attention(mask), 0
-    fused = torch.compile(written, backend=backend, options=FUSED, dynamic=False)
+    fused = torch.compile(written, backend=backend, options=FUSED | {"kernels": [kernel]}, dynamic=False)
     for shape in SHAPES:
-        torch._dynamo.reset()
         batch, heads, kv_heads, q_len, kv_len, head_dim = shape
         q = torch.randn(batch, q_len, heads, head_dim, dtype=dtype).transpose(1, 2).requires_grad_(training)
         k, v = (torch.randn(batch, kv_heads, kv_len, head_dim, dtype=dtype).requires_grad_(training) for _ in "kv")
@@ -80,59 +80,132 @@ def test_grid(mask: str, dtype: torch.dtype, training: bool) -> None:
             # The inputs are of order 1: what cancels to 0 still carries their rounding.
             budget += 32 * torch.finfo(dtype).eps * max(1.0, reference.abs().max().item())
             assert error <= budget, f"{name} of {shape}: {error:.3g} > {budget:.3g}"
-    # Empty rows under a finite fill are refused in float16 and in training, and so is, in training, a bias that might
+    # cpu_flash refuses empty rows under a finite fill in float16 and in training and, in training, a bias that might
     # make such rows; all else must be accepted.
     refused = (mask == "lowest" and (training or dtype == torch.float16)) or ("bias" in mask and training)
-    assert accepted == (0 if refused else len(SHAPES))
+    assert accepted == (0 if refused and kernel == "cpu_flash" else len(SHAPES))
 
 
-def site_of(function, *inputs: torch.Tensor, **options: object) -> attn_fuse.SiteReport:
+def site_of(function, *inputs: object, **options: object) -> attn_fuse.SiteReport:
     torch.compile(function, backend=backend, options=FUSED | options)(*inputs)
     (site,) = attn_fuse.reports()[-1].sites
     return site
 
 
-def test_every_reason_of_the_cpu_kernel() -> None:
-    q, k, v = torch.randn(3, 2, 4, 6, 8)
-    bias = torch.randn(1, 4, 6, 6, requires_grad=True)
+class TestEveryReasonOfCpuFlash:
+    q, k, v = torch.arange(3.0 * 2 * 4 * 6 * 8).sin().view(3, 2, 4, 6, 8)
+    bias = torch.arange(4.0 * 6 * 6).cos().view(1, 4, 6, 6)
 
-    def dropped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return torch.dropout((q @ k.mT).softmax(-1), 0.5, True) @ v
-
-    def biased(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return (q @ k.mT + bias).softmax(-1) @ v
-
-    def hidden(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return (q * bias.mean() @ k.mT + bias.detach()).softmax(-1) @ v
-
-    def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return (q @ k.mT).softmax(-1) @ v
-
-    said = [
-        (dropped, v, "torch has no fused attention with dropout on CPU"),
-        (biased, v, "a bias needs a gradient, which this kernel does not give"),
-        (hidden, v, "a bias that may hide every key of a query, as padding does, would get a wrong gradient"),
-        (plain, v[..., :5], "value_dim 5 differs from head_dim 8"),
-    ]
-    for function, value, reason in said:
-        site = site_of(function, q, k, value)
+    def declined(self, function, *inputs: torch.Tensor, reason: str) -> None:
+        site = site_of(function, *(inputs or (self.q, self.k, self.v)), kernels=["cpu_flash"])
         assert site.status == "as written" and site.why_not["cpu_flash"] == (reason,)
-        assert reason in site.blocker.reason
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        assert site.blocker.reason == f"no kernel can run it: cpu_flash: {reason}"
         torch._dynamo.reset()
-        assert "switched off" in site_of(plain, q, k, v).why_not["cpu_flash"][0]
+        site = site_of(function, *(inputs or (self.q, self.k, self.v)))
+        assert site.kernel == "chunked" and site.why_not["cpu_flash"] == (reason,)
+
+    def test_dropout(self) -> None:
+        def dropped(q, k, v):
+            return torch.dropout((q @ k.mT).softmax(-1), 0.5, True) @ v
+
+        self.declined(dropped, reason="torch has no fused attention with dropout on CPU")
+
+    def test_a_bias_with_a_gradient(self) -> None:
+        bias = self.bias.clone().requires_grad_()
+
+        def biased(q, k, v):
+            return (q @ k.mT + bias).softmax(-1) @ v
+
+        self.declined(biased, reason="a bias needs a gradient, which this kernel does not give")
+
+    def test_a_bias_that_may_hide(self) -> None:
+        def hidden(q, k, v):
+            return (q @ k.mT + self.bias).softmax(-1) @ v
+
+        reason = "a bias that may hide every key of a query, as padding does, would get a wrong gradient"
+        self.declined(hidden, self.q.clone().requires_grad_(), self.k, self.v, reason=reason)
+
+    def test_a_finite_fill_of_whole_rows(self) -> None:
+        def filled(q, k, v):
+            return (q @ k.mT).masked_fill(self.bias > 0, -1e9).softmax(-1) @ v
+
+        reason = "a query that sees no key would get a gradient, which the program's fill value stops"
+        self.declined(filled, self.q.clone().requires_grad_(), self.k, self.v, reason=reason)
+
+    def test_a_finite_fill_in_float16(self) -> None:
+        def filled(q, k, v):
+            return (q @ k.mT).masked_fill(self.bias > 0, -65504.0).softmax(-1) @ v
+
+        reason = "a query that sees no key would not get the mean of the values in float16"
+        self.declined(filled, self.q.half(), self.k.half(), self.v.half(), reason=reason)
+
+    def test_another_value_dim(self) -> None:
+        def plain(q, k, v):
+            return (q @ k.mT).softmax(-1) @ v
+
+        self.declined(plain, self.q, self.k, self.v[..., :5], reason="value_dim 5 differs from head_dim 8")
+
+    def test_a_softcap(self) -> None:
+        def capped(q, k, v):
+            return (20 * torch.tanh(q @ k.mT / 20)).softmax(-1) @ v
+
+        self.declined(capped, reason="takes no softcap")
+
+    def test_a_sink(self) -> None:
+        def with_sink(q, k, v):
+            scores = q @ k.mT
+            return torch.cat([scores, self.bias[..., :1].expand(2, 4, 6, 1)], -1).softmax(-1)[..., :-1] @ v
+
+        self.declined(with_sink, reason="takes no sink")
+
+    def test_a_factor(self) -> None:
+        def multiplied(q, k, v):
+            return ((q @ k.mT).softmax(-1) * self.bias) @ v
+
+        self.declined(multiplied, reason="takes no factor on the weights that differs from key to key")
+
+    def test_a_function(self) -> None:
+        def rectified(q, k, v):
+            return (q @ k.mT).relu().softmax(-1) @ v
+
+        self.declined(rectified, reason="takes no function of the scores: the scores pass through relu")
+
+    def test_switched_off(self) -> None:
+        def plain(q, k, v):
+            return (q @ k.mT).softmax(-1) @ v
+
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            reason = "torch would not run flash attention here (is it switched off?)"
+            self.declined(plain, reason=reason)
+
+    def test_no_keys(self) -> None:
+        def plain(q, k, v):
+            return (q @ k.mT).softmax(-1) @ v
+
+        site = site_of(plain, self.q, self.k[:, :, :0], self.v[:, :, :0], kernels=["cpu_flash"])
+        assert "takes no empty sequence" in str(site.blocker)
 
 
 def test_reasons_are_all_given() -> None:
     def both(q: torch.Tensor) -> torch.Tensor:
         return torch.dropout((q @ q.mT).softmax(-1), 0.5, True) @ q[..., :5]
 
-    assert len(site_of(both, torch.randn(2, 4, 6, 8)).why_not["cpu_flash"]) == 2
+    site = site_of(both, torch.randn(2, 4, 6, 8))
+    assert len(site.why_not["cpu_flash"]) == 2 and site.kernel == "chunked"
 
 
 def test_a_kernel_of_another_device_says_so() -> None:
     site = site_of(lambda q: (q @ q.mT).softmax(-1) @ q, torch.randn(2, 4, 6, 8))
-    assert site.why_not == {k.name: ("runs on cuda, not on cpu",) for k in KERNELS if k.devices == frozenset({"cuda"})}
+    elsewhere = {k.name: ("runs on cuda, not on cpu",) for k in KERNELS if k.devices == frozenset({"cuda"})}
+    assert site.kernel == "cpu_flash" and site.why_not == elsewhere | {"chunked": ("cpu_flash is preferred",)}
+    torch._dynamo.reset()
+    site = site_of(lambda q: (q @ q.mT).softmax(-1) @ q, torch.randn(2, 4, 6, 8), kernels=["chunked", "cpu_flash"])
+    assert site.kernel == "chunked" and site.why_not["cpu_flash"] == ("chunked is preferred",)
+    assert site.why_not["cudnn"] == ("not among the kernels allowed",)
+
+
+def test_chunked_comes_last() -> None:
+    assert [k.name for k in KERNELS if "cpu" in k.devices] == ["cpu_flash", "chunked"] and KERNELS[-1].name == "chunked"
 
 
 def test_the_picker_goes_by_the_evidence(monkeypatch) -> None:
@@ -159,6 +232,36 @@ def test_the_picker_goes_by_the_evidence(monkeypatch) -> None:
     monkeypatch.setattr(evidence, "table", lambda device: rows(0.5))
     site = site_of(plain, q, pick="fastest")
     assert site.fused and "0.50 of the time as written" in site.attention["picked"]
+
+
+def test_the_default_pick_leaves_a_site_whose_weights_are_used() -> None:
+    def with_weights(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weights = (q @ q.mT).softmax(-1)
+        return weights @ q, weights.mean(1)
+
+    q = torch.randn(1, 4, 6, 8)
+    reason = "the weights are also used outside the attention, so nothing is saved"
+    site = site_of(with_weights, q, pick="fastest")
+    assert site.status == "as written" and site.blocker.reason == reason
+    assert site.why_not["cpu_flash"] == site.why_not["chunked"] == (reason,)
+    for options in ({"pick": "fused"}, {"pick": "fastest", "kernels": ["cpu_flash"]}):
+        torch._dynamo.reset()
+        assert site_of(with_weights, q, **options).kernel == "cpu_flash"
+
+
+def test_the_default_pick_leaves_what_only_chunked_can_run_unless_it_was_measured(monkeypatch) -> None:
+    def capped(q: torch.Tensor) -> torch.Tensor:
+        return (5 * torch.tanh(q @ q.mT / 5)).softmax(-1) @ q
+
+    q = torch.randn(1, 4, 6, 8)
+    monkeypatch.setattr(evidence, "table", lambda device: ())
+    site = site_of(capped, q, pick="fastest")
+    assert site.status == "as written"
+    assert site.blocker.reason == "only chunked can run it, and it was not measured on cpu"
+    assert site.why_not["chunked"] == ("not measured here",) and site.why_not["cpu_flash"] == ("takes no softcap",)
+    for options in ({"pick": "fused"}, {"pick": "fastest", "kernels": ["chunked"]}):
+        torch._dynamo.reset()
+        assert site_of(capped, q, **options).kernel == "chunked"
 
 
 def test_the_shipped_evidence_covers_what_the_picker_asks() -> None:

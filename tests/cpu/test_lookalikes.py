@@ -1,4 +1,4 @@
-"""Programs one step away from an attention: refused with the reason, or computed right. Inductor stands behind us."""
+"""Programs one step away from an attention that no kernel computes: refused, with the reason."""
 
 from __future__ import annotations
 
@@ -6,15 +6,25 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from tests.harness import assert_fused, assert_refused, check, tensors
+import attn_fuse
+from tests.harness import assert_refused, compiled, tensors
 
 S = 7
+INF = math.inf
 
 
 def scores(q: Tensor, k: Tensor) -> Tensor:
     return q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+
+
+def above() -> Tensor:
+    return torch.ones(S, S).triu(1).bool()
+
+
+# ---- another softmax
 
 
 def other_axis(q, k, v):
@@ -25,50 +35,193 @@ def over_heads(q, k, v):
     return scores(q, k).softmax(1) @ v
 
 
-def weights_returned(q, k, v):
+def normalised_over_queries(q, k, v):
+    p = scores(q, k).softmax(-2)
+    return (p / p.sum(-1, keepdim=True)) @ v
+
+
+def weights_of_other_queries(q, k, v):
+    return scores(q, k).softmax(-1).mT @ v
+
+
+def second_softmax(q, k, v):
+    return scores(q, k).softmax(-1).softmax(-1) @ v
+
+
+def logarithm(q, k, v):
+    return scores(q, k).log_softmax(-1) @ v
+
+
+def weights_squared(q, k, v):
     p = scores(q, k).softmax(-1)
-    return p @ v, p
+    return (p * p) @ v
 
 
-def scores_returned(q, k, v):
+def one_minus(q, k, v):
+    return (1 - scores(q, k).softmax(-1)) @ v
+
+
+def weights_gated_by_scores(q, k, v):
     s = scores(q, k)
-    return s.softmax(-1) @ v, s
+    return (s.softmax(-1) * s.sigmoid()) @ v
 
 
-def two_values(q, k, v):
+def detached_weights(q, k, v):
+    return scores(q, k).softmax(-1).detach() @ v
+
+
+def largest_only(q, k, v):
     p = scores(q, k).softmax(-1)
-    return p @ v, p @ k
+    return ((p == p.amax(-1, keepdim=True)).to(q.dtype) - p.detach() + p) @ v
 
 
-def mask_from_scores(q, k, v):
+def divided_by_another_sum(q, k, v):
+    e = scores(q, k).exp()
+    return (e @ v) / e.sum(-2).unsqueeze(-1)
+
+
+def normalised_before_the_mask(q, k, v):
+    p = scores(q, k).softmax(-1)
+    return (p.tril() / p.sum(-1, keepdim=True).square()) @ v
+
+
+def some_keys(q, k, v):
+    return scores(q, k).softmax(-1)[..., 2:5] @ v[:, :, 2:5]
+
+
+def all_keys_but_the_last(q, k, v):
+    return scores(q, k).softmax(-1)[..., :-1] @ v[:, :, :-1]
+
+
+def one_added_after_a_shift(q, k, v):
     s = scores(q, k)
-    return s.masked_fill(s < 0, float("-inf")).softmax(-1) @ v
+    e = (s - s.amax(-1, keepdim=True)).exp()
+    return (e / (1 + e.sum(-1, keepdim=True))) @ v
 
 
-def two_products(q, k, v):
-    return (scores(q, k) + scores(k, v)).softmax(-1) @ v
+def sum_kept_above(q, k, v):
+    e = scores(q, k).exp()
+    return (e / e.sum(-1, keepdim=True).clamp(min=0.5)) @ v
 
 
-def chosen_between_products(q, k, v):
-    keep = torch.ones(S, S, dtype=torch.bool).tril()
-    return torch.where(keep, scores(q, k), scores(k, v)).softmax(-1) @ v
+def another_term_of_the_sum(q, k, v):
+    e = scores(q, k).exp()
+    return (e / (e.sum(-1, keepdim=True) + q[..., :1].square())) @ v
 
 
-def squared_product(q, k, v):
+def sink_at_the_wrong_end(q, k, v):
+    s = torch.cat([q[..., :1], scores(q, k)], -1)
+    return s.softmax(-1)[..., :-1] @ v
+
+
+def unshifted_sink(q, k, v):
     s = scores(q, k)
-    return (s * s).softmax(-1) @ v
+    e = (s - s.amax(-1, keepdim=True)).exp()
+    return (e / (e.sum(-1, keepdim=True) + q[..., :1].exp())) @ v
 
 
-def over_scores(q, k, v):
-    return (1 / scores(q, k)).softmax(-1) @ v
+# ---- other weights
 
 
-def softcap(q, k, v):
-    return (30 * torch.tanh(scores(q, k) / 30)).softmax(-1) @ v
+def weights_thresholded(q, k, v):
+    p = scores(q, k).softmax(-1)
+    return torch.where(p > 0.1, p, 0.0) @ v
+
+
+def weights_filled(q, k, v):
+    return scores(q, k).softmax(-1).masked_fill(above(), 0.5) @ v
+
+
+def not_a_number_becomes_half(q, k, v):
+    return scores(q, k).masked_fill(above(), -INF).softmax(-1).nan_to_num(0.5) @ v
+
+
+def hidden_where_other_scores_are(q, k, v):
+    s = scores(q, k)
+    other = s.masked_fill(torch.ones(S, S).tril(-1) == 0, -INF)
+    return torch.where((other == -INF).all(-1, keepdim=True), 0.0, s.softmax(-1)) @ v
+
+
+def hidden_where_a_column_is(q, k, v):
+    s = scores(q, k).masked_fill(torch.arange(S) == 2, -INF)
+    return torch.where((s == -INF).all(-2, keepdim=True), 0.0, s.softmax(-1)) @ v
+
+
+def hidden_where_any_is(q, k, v):
+    s = scores(q, k).masked_fill(above(), -INF)
+    return torch.where((s == -INF).any(-1, keepdim=True), 0.0, s.softmax(-1)) @ v
+
+
+def shifted_weights(q, k, v):
+    return scores(q, k).softmax(-1).roll(1, -1) @ v
+
+
+# ---- other scores
+
+
+def summed_with_another_product(q, k, v):
+    s = scores(q, k)
+    return (s + s.mT).softmax(-1) @ v
+
+
+def summed_with_other_heads(q, k, v):
+    s = scores(q, k)
+    return (s + s.flip(1)).softmax(-1) @ v
+
+
+def less_the_largest_of_a_key(q, k, v):
+    s = scores(q, k)
+    return (s - s.amax(-2, keepdim=True)).softmax(-1) @ v
+
+
+def running_sum(q, k, v):
+    return scores(q, k).cumsum(-1).softmax(-1) @ v
+
+
+def mask_from_a_running_sum(q, k, v):
+    s = scores(q, k)
+    return s.masked_fill((s > 0).cumsum(-1) > 2, -INF).softmax(-1) @ v
+
+
+def stickbreaking(q, k, v):
+    s = scores(q, k)
+    return (F.logsigmoid(s) - F.softplus(s).cumsum(-1)).exp() @ v
+
+
+def rolled(q, k, v):
+    return scores(q, k).roll(1, -1).softmax(-1) @ v
+
+
+def talking_heads(q, k, v):
+    return torch.einsum("bhij,hg->bgij", scores(q, k), torch.ones(3, 3, dtype=q.dtype)).softmax(-1) @ v
+
+
+def summed_over_heads_of_the_keys(q, k, v):
+    return torch.einsum("bhie,bgje->bhij", q, k).softmax(-1) @ v
+
+
+def summed_over_heads_of_the_values(q, k, v):
+    return torch.einsum("bhij,bgjd->bhid", scores(q, k).softmax(-1), v)
+
+
+def one_key(q, k, v):
+    return scores(q, k[:, :, :1]).softmax(-1) @ v[:, :, :1]
+
+
+def head_dim_of_one(q, k, v):
+    return (q[..., :1] @ k[..., :1].mT).softmax(-1) @ v
+
+
+# ---- gradients
 
 
 def detached_scores(q, k, v):
     return scores(q, k).detach().softmax(-1) @ v
+
+
+def straight_through(q, k, v):
+    s = scores(q, k)
+    return (s + (s.round() - s).detach()).softmax(-1) @ v
 
 
 def scores_without_gradient(q, k, v):
@@ -77,40 +230,112 @@ def scores_without_gradient(q, k, v):
     return s.softmax(-1) @ v
 
 
-def small_fill(q, k, v):
-    return scores(q, k).masked_fill(torch.ones(S, S).triu(1).bool(), -1.0).softmax(-1) @ v
+def autocast_inside(q, k, v):
+    s = scores(q, k)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=False):
+        return s.softmax(-1) @ v
 
 
-def zero_fill(q, k, v):
-    return scores(q, k).masked_fill(torch.ones(S, S).triu(1).bool(), 0.0).softmax(-1) @ v
+# ---- in place
 
 
-def ten_thousand(q, k, v):
-    return (1e3 * scores(q, k)).masked_fill(torch.ones(S, S).triu(1).bool(), -1e4).softmax(-1) @ v
+def scores_scattered_into(q, k, v):
+    s = scores(q, k)
+    s.scatter_(-1, torch.zeros(2, 3, S, 1, dtype=torch.int64), -1.0)
+    return s.softmax(-1) @ v
 
 
-def filled_with_a_tensor(q, k, v):
-    return torch.where(torch.ones(S, S).tril().bool(), scores(q, k), v.mean()).softmax(-1) @ v
+def diagonal_filled(q, k, v):
+    s = scores(q, k)
+    s.diagonal(dim1=-2, dim2=-1).fill_(-INF)
+    return s.softmax(-1) @ v
 
 
-def scaled_by_key(q, k, v):
-    return (scores(q, k) * torch.arange(1.0, S + 1)).softmax(-1) @ v
+def written_and_returned(q, k, v):
+    s = scores(q, k)
+    s.mul_(2)
+    p = s.softmax(-1)
+    return p @ v, p
 
 
-def scaled_by_infinity(q, k, v):
-    return (scores(q, k) * float("inf")).softmax(-1) @ v
+NOT_NORMALISED = "the weights are not normalised by their own sum over the keys"
+ANOTHER_AXIS = "the softmax runs over another axis than the one that the value is summed over"
+CHOSEN = "the weights are chosen by what they or the scores are"
+REFUSED = [
+    (other_axis, ANOTHER_AXIS),
+    (over_heads, ANOTHER_AXIS),
+    (normalised_over_queries, ANOTHER_AXIS),
+    (weights_of_other_queries, ANOTHER_AXIS),
+    (one_key, ""),
+    (second_softmax, "the scores pass through a second softmax"),
+    (logarithm, NOT_NORMALISED),
+    (weights_squared, NOT_NORMALISED),
+    (one_minus, NOT_NORMALISED),
+    (weights_gated_by_scores, NOT_NORMALISED),
+    (detached_weights, NOT_NORMALISED),
+    (largest_only, NOT_NORMALISED),
+    (divided_by_another_sum, NOT_NORMALISED),
+    (normalised_before_the_mask, NOT_NORMALISED),
+    (some_keys, "the softmax runs over keys that have no value"),
+    (all_keys_but_the_last, "the softmax runs over a key that has no value"),
+    (sink_at_the_wrong_end, "the softmax runs over a key that has no value"),
+    (one_added_after_a_shift, "1 is added to the sum of the weights, which could be seen in them"),
+    (sum_kept_above, "the sum of the weights is kept above 0.5, which could be seen in them"),
+    (another_term_of_the_sum, "the sum of the weights has another term, which is no sink"),
+    (unshifted_sink, "a sink is shifted by another number than the scores"),
+    (weights_thresholded, CHOSEN),
+    (not_a_number_becomes_half, CHOSEN),
+    (hidden_where_any_is, CHOSEN),
+    (weights_filled, "weights are replaced by something that is not zero"),
+    (hidden_where_other_scores_are, "the weights are set to zero by what other scores are"),
+    (hidden_where_a_column_is, "the weights are set to zero by what other scores are"),
+    (shifted_weights, "roll has no element expression"),
+    (summed_with_another_product, "the scores join more than one matrix product"),
+    (summed_with_other_heads, "the scores join more than one matrix product"),
+    (less_the_largest_of_a_key, "the scores pass through amax over an axis"),
+    (running_sum, "a running sum"),
+    (mask_from_a_running_sum, "a running sum"),
+    (stickbreaking, "a running sum"),
+    (rolled, "roll has no element expression"),
+    (talking_heads, "the keys differ along an axis that neither query nor value has"),
+    (summed_over_heads_of_the_keys, "sum of something other than the scores"),
+    (summed_over_heads_of_the_values, "sum of something other than the scores"),
+    (head_dim_of_one, "the score product does not sum over an axis of query and key"),
+    (detached_scores, "detach"),
+    (straight_through, "detach"),
+    (scores_without_gradient, "autocast or the gradient mode changes inside the attention"),
+    (autocast_inside, "autocast or the gradient mode changes inside the attention"),
+    (scores_scattered_into, "the scores or weights are written in place"),
+    (diagonal_filled, "a tensor written in place in the attention is also used outside it"),
+    (written_and_returned, "the weights are written in place and also used outside the attention"),
+]
 
 
-def mask_then_negative_scale(q, k, v):
-    return (scores(q, k).masked_fill(torch.ones(S, S).triu(1).bool(), -1e9) * -1.0).softmax(-1) @ v
+@pytest.mark.parametrize(("written", "reason"), REFUSED, ids=lambda c: getattr(c, "__name__", ""))
+def test_refused(written, reason: str) -> None:
+    assert_refused(written, *tensors(2, 3, S, 16), reason=reason or ANOTHER_AXIS)
 
 
-def mask_after_softmax(q, k, v):
-    return (scores(q, k).softmax(-1) * torch.ones(S, S).tril()) @ v
+def test_refused_where_an_operand_is_edited_meanwhile() -> None:
+    def query_edited(q, k, v):
+        q = q.clone()
+        s = scores(q, k)
+        q.add_(1)
+        return s.softmax(-1) @ v + q
+
+    reason = "a tensor written in place in the attention is also used outside it"
+    assert_refused(query_edited, *tensors(2, 3, S, 16), reason=reason, backward=False)
+
+    def argument_edited(q, k, v):
+        s = scores(q, k)
+        q.add_(1)
+        return s.softmax(-1) @ v
+
+    reason = "a tensor that the attention reads is written in place meanwhile"
+    assert_refused(argument_edited, *tensors(2, 3, S, 16), reason=reason, backward=False)
 
 
-def whole_numbers(q, k, v):
-    return scores(q, k).long().to(q.dtype).softmax(-1) @ v
+# ---- dropout where it does something else
 
 
 def dropout_before_softmax(q, k, v):
@@ -125,184 +350,31 @@ def dropout_of_all(q, k, v):
     return torch.dropout(scores(q, k).softmax(-1), 1.0, True) @ v
 
 
-def talking_heads(q, k, v):
-    return torch.einsum("bhij,hg->bgij", scores(q, k), torch.ones(3, 3, dtype=q.dtype)).softmax(-1) @ v
+def dropped_weights_returned(q, k, v):
+    p = torch.dropout(scores(q, k).softmax(-1), 0.5, True)
+    return p @ v, p
 
 
-def query_edited_meanwhile(q, k, v):
-    q = q.clone()
-    s = scores(q, k)
-    q.add_(1)
-    return s.softmax(-1) @ v + q
+def dropped_weights_used_twice(q, k, v):
+    p = torch.dropout(scores(q, k).softmax(-1), 0.5, True)
+    return p @ v, p @ k
 
 
-def one_key(q, k, v):
-    return scores(q, k[:, :, :1]).softmax(-1) @ v[:, :, :1]
-
-
-def autocast_inside(q, k, v):
-    s = scores(q, k)
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=False):
-        return s.softmax(-1) @ v
-
-
-def value_of_two_dimensions(q, k, v):
-    return torch.einsum("bhij,bhjxy->bhixy", scores(q, k).softmax(-1), v.view(*v.shape[:3], 4, 4))
-
-
-REFUSED = [
-    (other_axis, "another axis"),
-    (over_heads, "another axis"),
-    (weights_returned, "the weights are also used outside"),
-    (scores_returned, "the scores are also used outside"),
-    (two_values, "multiplied with more than one value"),
-    (mask_from_scores, "the mask is computed from the scores"),
-    (two_products, "join more than one matrix product"),
-    (chosen_between_products, "join more than one matrix product"),
-    (squared_product, "multiplied with something computed from them"),
-    (over_scores, "the scores pass through"),
-    (softcap, "the scores pass through tanh"),
-    (detached_scores, "the scores pass through detach"),
-    (scores_without_gradient, "the gradient mode changes inside"),
-    (small_fill, "become -1, which ordinary scores can reach"),
-    (zero_fill, "become 0, which ordinary scores can reach"),
-    (ten_thousand, "become -10000, which ordinary scores can reach"),
-    (filled_with_a_tensor, "something that is not one number"),
-    (scaled_by_key, "scaled differently for each key"),
-    (scaled_by_infinity, "the scores are scaled by inf"),
-    (mask_then_negative_scale, "something that is not a positive number"),
-    (mask_after_softmax, "the weights pass through a choice"),
-    (whole_numbers, "a cast to whole numbers"),
-    (talking_heads, "an axis that neither query nor value has"),
-    (autocast_inside, "autocast or the gradient mode changes inside"),
-]
 RANDOM = [
-    (dropout_before_softmax, "dropout before the softmax"),
-    (dropout_twice, "dropout twice"),
+    (dropout_before_softmax, "the scores pass through dropout before the softmax"),
+    (dropout_twice, "the weights pass through dropout twice"),
     (dropout_of_all, "dropout with probability 1"),
+    (dropped_weights_returned, "the weights after dropout are also used outside the attention"),
+    (dropped_weights_used_twice, "the weights after dropout are also used outside the attention"),
 ]
-
-
-@pytest.mark.parametrize(("written", "reason"), REFUSED, ids=lambda c: getattr(c, "__name__", ""))
-def test_refused(written, reason: str) -> None:
-    assert_refused(written, *tensors(2, 3, S, 16), reason=reason)
-
-
-def test_refused_where_an_operand_is_edited_meanwhile() -> None:
-    assert_refused(query_edited_meanwhile, *tensors(2, 3, S, 16), reason="is also used outside it", backward=False)
-
-    def argument_edited(q, k, v):
-        s = scores(q, k)
-        q.add_(1)
-        return s.softmax(-1) @ v
-
-    assert_refused(argument_edited, *tensors(2, 3, S, 16), reason="written in place meanwhile", backward=False)
 
 
 @pytest.mark.parametrize(("written", "reason"), RANDOM, ids=lambda c: getattr(c, "__name__", ""))
 def test_refused_with_dropout(written, reason: str) -> None:
-    import attn_fuse
-    from tests.harness import compiled
-
-    out = compiled(written)(*tensors(2, 3, S, 16))
-    assert out.shape == (2, 3, S, 16)
-    (site,) = attn_fuse.reports()[-1].sites
-    assert not site.fused and reason in site.blocker.reason
-
-
-def swapped_key(q, k, v):
-    """The key permuted wrongly; at these sizes it still multiplies."""
-    return (q @ k.permute(0, 2, 3, 1) / 4.0).softmax(-1) @ v
-
-
-def product_without_transpose(q, k, v):
-    return (q @ k).softmax(-1) @ v
-
-
-def reversed_triangle(q, k, v):
-    return scores(q, k).masked_fill(torch.ones(S, S).tril(-1).bool(), -1e9).softmax(-1) @ v
-
-
-def strict_triangle(q, k, v):
-    return scores(q, k).masked_fill(torch.ones(S, S).tril(-1) == 0, float("-inf")).softmax(-1) @ v
-
-
-def strict_triangle_lowest(q, k, v):
-    return scores(q, k).masked_fill(torch.ones(S, S).tril(-1) == 0, torch.finfo(q.dtype).min).softmax(-1) @ v
-
-
-def bool_added(q, k, v):
-    return (scores(q, k) + torch.ones(S, S).tril().bool()).softmax(-1) @ v
-
-
-def channels(q, k, v):
-    return ((q.mT @ k) / 4).softmax(-1) @ v.mT
-
-
-def differential(q, k, v):
-    return scores(q, k).softmax(-1) @ v - scores(k, q).softmax(-1) @ v
-
-
-def broadcast_value(q, k, v):
-    return scores(q, k).softmax(-1) @ v[:1]
-
-
-def zero_scale(q, k, v):
-    return (q @ k.mT * 0.0).softmax(-1) @ v
-
-
-def mask_with_values(q, k, v):
-    mask = torch.arange(S) % 3
-    return scores(q, k).masked_fill(mask == 0, float("-inf")).softmax(-1) @ v
-
-
-def ten_thousand_added(q, k, v):
-    return (1e3 * scores(q, k) + (1 - torch.ones(S, S).tril()) * -1e4).softmax(-1) @ v
-
-
-def linear_attention(q, k, v):
-    return q.softmax(-1) @ (k.softmax(-2).mT @ v)
-
-
-def row_bias(q, k, v):
-    return (scores(q, k) + q[..., :1]).softmax(-1) @ v
-
-
-@pytest.mark.parametrize(
-    "written",
-    [product_without_transpose, reversed_triangle, strict_triangle, strict_triangle_lowest, bool_added, channels,
-     differential, broadcast_value, zero_scale, mask_with_values, ten_thousand_added, row_bias, one_key,
-     value_of_two_dimensions, linear_attention],
-    ids=lambda f: f.__name__,
-)  # fmt: skip
-@pytest.mark.parametrize("backward", [True, False], ids=["training", "inference"])
-def test_computed_right(written, backward: bool) -> None:
-    shape = (2, 3, 16, 16) if written is product_without_transpose else (2, 3, S, 16)
-    outcome = check(written, *tensors(*shape), backward=backward)
-    assert all(site.fused or site.blocker is not None for site in outcome.sites)
-
-
-def test_a_permuted_key_at_colliding_sizes() -> None:
-    q = torch.randn(1, 4, 4, 16)
-    check(swapped_key, q, torch.randn(1, 16, 4, 4).permute(0, 2, 3, 1), torch.randn(1, 4, 4, 4))
-    k = torch.randn(1, 4, 4, 4)
-    check(swapped_key, torch.randn(1, 4, 4, 4), k, torch.randn(1, 4, 4, 4))
-
-
-def test_heads_in_the_wrong_order_are_still_right() -> None:
-    def repeated(q, k, v):
-        return scores(q, k.repeat(1, 2, 1, 1)).softmax(-1) @ v.repeat(1, 2, 1, 1)
-
-    (q,), (k, v) = tensors(2, 4, S, 16, count=1), tensors(2, 2, S, 16, count=2)
-    assert_fused(repeated, q, k, v)
-
-
-@pytest.mark.parametrize(
-    "written",
-    [other_axis, swapped_key, mask_with_values, strict_triangle_lowest, softcap, weights_returned, small_fill,
-     ten_thousand_added, differential],
-    ids=lambda f: f.__name__,
-)  # fmt: skip
-def test_with_inductor_behind(written) -> None:
-    shape = (1, 4, 4, 4) if written is swapped_key else (2, 3, S, 16)
-    check(written, *tensors(*shape), inner="inductor", backward=False)
+    q, k, v = tensors(2, 3, S, 16)
+    torch.manual_seed(3)
+    got = compiled(written)(q, k, v)
+    torch.manual_seed(3)
+    torch.testing.assert_close(got, written(q, k, v))
+    sites = attn_fuse.reports()[-1].sites
+    assert sites and all(not site.fused and reason in site.blocker.reason for site in sites)

@@ -69,11 +69,20 @@ def test_the_pattern_of_the_recipe(fill) -> None:
     assert attn_fuse.reports()[-1].sites[0].fused
 
 
-def test_a_floor_within_reach_is_refused() -> None:
+def test_a_floor_within_reach_is_a_function_of_the_scores() -> None:
     def attention(q: torch.Tensor) -> torch.Tensor:
         return torch.clamp(q @ q.mT, min=-1.0).softmax(-1) @ q
 
     q = torch.randn(2, 4, 7, 16)
     fused = torch.compile(attention, backend=backend, options={"inner_backend": "eager", "pick": "fused"})
     torch.testing.assert_close(fused(q), attention(q))
-    assert attn_fuse.reports()[-1].sites[0].blocker.reason == "the scores pass through maximum"
+    (site,) = attn_fuse.reports()[-1].sites
+    assert site.kernel == "chunked" and site.attention["score_mod"] == "the scores pass through maximum"
+    reason = "takes no function of the scores: the scores pass through maximum"
+    assert site.why_not["cpu_flash"] == (reason,)
+
+    torch._dynamo.reset()
+    options = {"inner_backend": "eager", "pick": "fused", "kernels": ["cpu_flash"]}
+    torch.testing.assert_close(torch.compile(attention, backend=backend, options=options)(q), attention(q))
+    (site,) = attn_fuse.reports()[-1].sites
+    assert site.status == "as written" and reason in site.blocker.reason

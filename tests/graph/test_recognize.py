@@ -2,87 +2,225 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import sympy
 import torch
 
+from attn_fuse import draft as draft_of
 from attn_fuse import expression as ex
-from attn_fuse.attention import Attention, Refusal
-from attn_fuse.expression import Const, Contract, Expr, Load, Softmax
+from attn_fuse import recognize as recognition
+from attn_fuse.attention import Attention, Causal, DenseMask, KeyPadding, Refusal, Window
+from attn_fuse.expression import Const, Contract, Expr, Load, Mul, NonNegative, Reduce, Score, Select, Softmax, Unary
 from attn_fuse.lift import Lifted
+from attn_fuse.patterns.softmax import Normalised
 from attn_fuse.recognize import recognize
 from attn_fuse.space import Space
+from attn_fuse.torch_internals import FloorDiv, Mod
 
 F32 = torch.float32
+INF = math.inf
 
 
 class Parts:
-    """The symbols of an attention [2, 3, 5, 8] over 7 keys, and its pieces."""
+    """The symbols of an attention [2, 3, 5, 8] over 7 keys, and its pieces. `at`: the key that the value is read at."""
 
     def __init__(self) -> None:
         self.space = Space()
         self.b, self.h, self.i, self.d = (self.space.fresh("o", n) for n in (2, 3, 5, 8))
-        self.j, self.at, self.e = (self.space.fresh(n, s) for n, s in (("j", 7), ("j", 7), ("e", 8)))
+        self.j, self.at, self.r, self.m = (self.space.fresh("j", 7) for _ in range(4))
+        self.e = self.space.fresh("e", 8)
 
-    def product(self, key: Expr | None = None, query: Expr | None = None) -> Contract:
+    def product(self, key: Expr | None = None, query: Expr | None = None, at: sympy.Expr | None = None) -> Contract:
         query = query or Load(0, (self.b, self.h, self.i, self.e))
-        return Contract(self.e, query, key or Load(1, (self.b, self.h, self.j, self.e)), F32)
+        return Contract((self.e,), query, key or Load(1, (self.b, self.h, at or self.j, self.e)), F32)
+
+    def other(self) -> Contract:
+        """Another product of the same shape."""
+        return self.product(query=Load(3, (self.b, self.h, self.i, self.e)))
 
     def softmax(self, body: Expr, at: sympy.Expr | None = None) -> Softmax:
         return Softmax(self.j, body, self.at if at is None else at, F32)
 
     def out(self, weights: Expr, value: Expr | None = None) -> Contract:
-        return Contract(self.at, weights, value or Load(2, (self.b, self.h, self.at, self.d)), F32)
+        return Contract((self.at,), weights, value or Load(2, (self.b, self.h, self.at, self.d)), F32)
+
+    def exp(self, at: sympy.Expr, less: Expr | None = None) -> Expr:
+        body: Expr = self.product(at=at)
+        return Unary("exp", body if less is None else ex.Add(body, Mul(Const(-1), less)))
+
+    def total(self, less: Expr | None = None) -> Reduce:
+        return Reduce("sum", self.r, self.exp(self.r, less))
+
+    def largest(self) -> Reduce:
+        return Reduce("amax", self.m, self.product(at=self.m))
 
     def recognized(self, element: Expr) -> Attention | Refusal:
+        return recognize(self.lifted(element))
+
+    def lifted(self, element: Expr) -> Lifted:
         indices = (self.b, self.h, self.i, self.d)
         shape = tuple(self.space.sizes[s] for s in indices)
-        return recognize(Lifted(element, indices, shape, F32, self.space, {0: F32, 1: F32, 2: F32}))
+        return Lifted(element, indices, shape, F32, self.space, dict.fromkeys(range(4), F32))
 
 
 def test_the_plain_one() -> None:
     p = Parts()
-    found = p.recognized(p.out(p.softmax(ex.mul(Const(0.5), p.product()))))
+    found = p.recognized(p.out(p.softmax(Mul(Const(0.5), p.product()))))
     assert isinstance(found, Attention)
-    assert found.axes.batch == (p.b,) and found.axes.kv_heads == (p.h,) and found.axes.query == p.i
+    assert found.axes.batch == (p.b,) and found.axes.kv_heads == (p.h,) and found.axes.groups == ()
+    assert found.axes.query == (p.i,) and found.axes.key == (p.at,) and found.axes.inner == (p.e,)
+    assert found.axes.value == (p.d,) and found.head_axes == (p.h,)
     assert found.scale == Const(0.5) and not found.mask.parts and not found.biases
+    assert found.score == Mul(Const(0.5), Score(F32)) and found.score_mod is None and found.unread == ""
+    assert found.sink is None and found.factor is None and found.out_scale is None and found.dropout_p is None
+    assert found.softcap is None and found.softmax_dtype == F32 and found.query_dtype == F32
 
 
-def keys_of_their_own(p: Parts) -> Expr:
-    group = p.space.fresh("o", 4)
-    return p.out(p.softmax(p.product(key=Load(1, (p.b, p.h, group, p.j, p.e)))))
+def test_axes_of_grouped_queries() -> None:
+    p = Parts()
+    g = p.space.fresh("o", 4)
+    query, key, value = (p.b, p.h, g, p.i, p.e), (p.b, p.h, p.j, p.e), (p.b, p.h, p.at, p.d)
+    element = p.out(p.softmax(p.product(Load(1, key), Load(0, query))), Load(2, value))
+    found = recognize(replace(p.lifted(element), indices=(p.b, p.h, g, p.i, p.d)))
+    assert isinstance(found, Attention)
+    assert (found.axes.kv_heads, found.axes.groups, found.axes.query) == ((p.h,), (g,), (p.i,))
+    assert found.length(found.head_axes) == 12 and found.length(()) == 1
 
 
-CASES: list[tuple[str, Callable[[Parts], Expr]]] = [
+def test_keys_along_two_axes() -> None:
+    p = Parts()
+    j, at = p.space.fresh("j", 14), p.space.fresh("j", 14)
+    key = Load(1, (p.b, p.h, FloorDiv(j, 7), Mod(j, 7), p.e))
+    value = Load(2, (p.b, p.h, FloorDiv(at, 7), Mod(at, 7), p.d))
+    weights = Softmax(j, Contract((p.e,), Load(0, (p.b, p.h, p.i, p.e)), key, F32), at, F32)
+    found = p.recognized(Contract((at,), weights, value, F32))
+    assert isinstance(found, Attention) and len(found.axes.key) == 2
+    assert found.length(found.axes.key) == 14
+
+
+MASKS = [
+    (lambda p: NonNegative(p.i - p.j), Causal),
+    (lambda p: NonNegative(p.j - p.i + 2), Window),
+    (lambda p: ex.Compare("gt", Load(3, (p.b, p.j)), Const(0)), KeyPadding),
+    (lambda p: ex.Compare("gt", Load(3, (p.b, p.i, p.j)), Const(0)), DenseMask),
+]
+
+
+@pytest.mark.parametrize(("keep", "kind"), MASKS, ids=[kind.__name__ for _, kind in MASKS])
+def test_kinds_of_masks(keep, kind) -> None:
+    p = Parts()
+    found = p.recognized(p.out(p.softmax(Select(keep(p), p.product(), Const(-INF)))))
+    assert isinstance(found, Attention) and [type(part) for part in found.mask.parts] == [kind]
+    assert found.mask.empty_rows == ("none" if kind in (Causal, Window) else "nan") and found.score_mod is None
+
+
+def test_structure_in_every_place_at_once() -> None:
+    p = Parts()
+    bias, factor, gate = Load(3, (p.h, p.i, p.j)), Load(3, (p.h, p.i, p.at)), Load(3, (p.b, p.h, p.i))
+    capped = Mul(Const(20.0), Unary("tanh", Mul(Const(0.05), p.product())))
+    scores = Select(NonNegative(p.i - p.j), capped, Const(-INF))
+    found = p.recognized(p.out(Mul(Mul(p.softmax(scores), factor), gate)))
+    assert isinstance(found, Attention) and found.softcap == 20.0 and found.scale == Const(1.0) and found.mask.is_causal
+    assert found.factor == factor and found.out_scale == gate
+    found = p.recognized(p.out(ex.Dropout(p.softmax(ex.Add(p.product(), bias)), Const(0.25))))
+    assert isinstance(found, Attention) and found.dropout_p == Const(0.25)
+    assert found.biases == (Load(3, (p.h, p.i, p.at)),)
+
+
+REFUSED: list[tuple[str, Callable[[Parts], Expr]]] = [
     ("the output is not a matrix product", lambda p: ex.Add(p.out(p.softmax(p.product())), Const(1.0))),
-    ("the output is not a product of weights and a value", lambda p: p.out(p.product())),
+    ("the output is not a product of weights and a value", lambda p: p.out(Load(0, (p.b, p.h, p.i, p.at)))),
     (
         "the output is not a product of weights and a value",
         lambda p: p.out(p.softmax(p.product()), p.softmax(p.product())),
     ),
-    ("the weights pass through exp", lambda p: p.out(ex.Unary("exp", p.softmax(p.product())))),
-    ("the softmax runs over another axis", lambda p: p.out(p.softmax(p.product(), at=p.i))),
-    ("the softmax runs over another axis", lambda p: p.out(p.softmax(p.product(), at=p.at + 1))),
-    ("the scores pass through tanh", lambda p: p.out(p.softmax(ex.Unary("tanh", p.product())))),
-    ("the scores are a sum of several products", lambda p: p.out(p.softmax(ex.Add(p.product(), p.product())))),
     (
-        "the scores are chosen from several products",
-        lambda p: p.out(p.softmax(ex.Select(ex.NonNegative(p.i - p.j), p.product(), p.product(query=Const(1.0))))),
+        "the output sums over several axes at once",
+        lambda p: Contract((p.at, p.h), p.softmax(p.product()), Load(2, (p.b, p.h, p.at, p.d)), F32),
     ),
     (
-        "the scores are multiplied with something computed from them",
-        lambda p: p.out(p.softmax(ex.Mul(p.product(), p.product()))),
+        "the weights are not normalised by their own sum over the keys",
+        lambda p: p.out(Unary("exp", p.softmax(p.product()))),
     ),
-    ("something is divided by the scores", lambda p: p.out(p.softmax(ex.Div(Const(1.0), p.product())))),
+    ("the weights are not normalised by their own sum over the keys", lambda p: p.out(p.product(at=p.at))),
+    (
+        "the weights are not normalised by their own sum over the keys",
+        lambda p: p.out(ex.Div(p.exp(p.at), Reduce("sum", p.r, Unary("exp", Mul(Const(2.0), p.product(at=p.r)))))),
+    ),
+    (
+        "the weights are not normalised by their own sum over the keys",
+        lambda p: p.out(ex.Div(p.exp(p.at), Reduce("amax", p.r, p.exp(p.r)))),
+    ),
+    (
+        "the weights are chosen by what they or the scores are",
+        lambda p: p.out(Select(ex.Compare("gt", p.product(at=p.at), Const(0)), p.softmax(p.product()), Const(0.0))),
+    ),
+    (
+        "weights are replaced by something that is not zero",
+        lambda p: p.out(Select(NonNegative(p.i - p.at), p.softmax(p.product()), Const(0.5))),
+    ),
+    (
+        "the weights are set to zero by what other scores are",
+        lambda p: p.out(Select(ex.Compare("eq", p.product(at=p.at), Const(-INF)), Const(0.0), p.softmax(p.other()))),
+    ),
+    (
+        "the weights are set to zero by what other scores are",
+        lambda p: p.out(
+            Select(
+                Reduce("all", p.r, ex.Compare("eq", p.product(at=p.r), Const(-INF))), Const(0.0), p.softmax(p.other())
+            )
+        ),
+    ),
+    (
+        "the softmax runs over another axis than the one that the value is summed over",
+        lambda p: p.out(p.softmax(p.product(), at=p.i)),
+    ),
+    (
+        "the softmax runs over another axis than the one that the value is summed over",
+        lambda p: p.out(p.softmax(p.product(), at=p.at + 1)),
+    ),
+    ("the softmax runs over keys that have no value", lambda p: few_values(p, 5)),
+    ("the softmax runs over a key that has no value", lambda p: few_values(p, 6)),
+    (
+        "a sink is shifted by another number than the scores",
+        lambda p: p.out(ex.Div(p.exp(p.at, p.largest()), ex.Add(p.total(p.largest()), Unary("exp", Load(3, (p.h,)))))),
+    ),
+    (
+        "the weights are normalised over another number of keys",
+        lambda p: p.out(ex.Div(p.exp(p.at), Reduce("sum", p.e, p.exp(p.e)))),
+    ),
+    (
+        "the sum of the weights is kept above 0.5, which could be seen in them",
+        lambda p: p.out(ex.Div(p.exp(p.at), ex.Binary("maximum", p.total(), Const(0.5)))),
+    ),
+    (
+        "0.5 is added to the sum of the weights, which could be seen in them",
+        lambda p: p.out(ex.Div(p.exp(p.at, p.largest()), ex.Add(p.total(p.largest()), Const(0.5)))),
+    ),
+    (
+        "the sum of the weights has another term, which is no sink",
+        lambda p: p.out(ex.Div(p.exp(p.at), ex.Add(p.total(), Load(3, (p.h,))))),
+    ),
+    ("the scores join more than one matrix product", lambda p: p.out(p.softmax(ex.Add(p.product(), p.other())))),
+    (
+        "not exactly one side of the score product runs over the keys",
+        lambda p: p.out(p.softmax(Select(NonNegative(p.i - p.j), p.product(), p.other()))),
+    ),
+    (
+        "the scores pass through a second softmax",
+        lambda p: p.out(p.softmax(Softmax(p.r, p.product(at=p.r), p.j, F32))),
+    ),
+    (
+        "the scores pass through amax over an axis",
+        lambda p: p.out(p.softmax(ex.Add(p.product(), Reduce("amax", p.h, Mul(p.product(), Const(1.0)))))),
+    ),
     (
         "not exactly one side of the score product runs over the keys",
         lambda p: p.out(p.softmax(p.product(query=Load(0, (p.b, p.h, p.j, p.e))))),
-    ),
-    (
-        "query or key is itself a product",
-        lambda p: p.out(p.softmax(p.product(query=Contract(p.d, Load(0, (p.i, p.e, p.d)), Load(3, (p.d,)), F32)))),
     ),
     (
         "the score product does not sum over an axis of query and key",
@@ -93,23 +231,126 @@ CASES: list[tuple[str, Callable[[Parts], Expr]]] = [
         lambda p: p.out(p.softmax(p.product()), Load(2, (p.b, p.h, sympy.Integer(0), p.d))),
     ),
     (
-        "the value has more than one dimension of its own",
-        lambda p: p.out(
-            p.softmax(p.product(Load(1, (p.b, p.j, p.e)), Load(0, (p.b, p.i, p.e)))), Load(2, (p.b, p.h, p.at, p.d))
-        ),
-    ),
-    (
         "the keys differ along an axis that neither query nor value has",
         lambda p: p.out(p.softmax(p.product(query=Load(0, (p.b, p.i, p.e)))), Load(2, (p.b, p.at, p.d))),
     ),
-    ("the weights pass through dropout twice", lambda p: p.out(ex.Dropout(
-        ex.Dropout(p.softmax(p.product()), Const(0.1)), Const(0.1)
-    ))),
-]  # fmt: skip
+    ("key or value is the same for several keys", lambda p: several_keys_alike(p)),
+    (
+        "the weights pass through dropout twice",
+        lambda p: p.out(ex.Dropout(ex.Dropout(p.softmax(p.product()), Const(0.1)), Const(0.1))),
+    ),
+    (
+        "the scores pass through dropout before the softmax",
+        lambda p: p.out(p.softmax(ex.Dropout(p.product(), Const(0.1)))),
+    ),
+]
 
 
-@pytest.mark.parametrize(("reason", "element"), CASES, ids=[reason for reason, _ in CASES])
+def few_values(p: Parts, count: int) -> Expr:
+    """A softmax over 7 keys of which only the first `count` have a value."""
+    at = p.space.fresh("j", count)
+    return Contract((at,), p.softmax(p.product(), at=at), Load(2, (p.b, p.h, at, p.d)), F32)
+
+
+def several_keys_alike(p: Parts) -> Expr:
+    """Keys in pairs: two have the same key and each its own value."""
+    j, at = p.space.fresh("j", 14), p.space.fresh("j", 14)
+    key = Load(1, (p.b, p.h, FloorDiv(j, 2), p.e))
+    weights = Softmax(j, Contract((p.e,), Load(0, (p.b, p.h, p.i, p.e)), key, F32), at, F32)
+    return Contract((at,), weights, Load(2, (p.b, p.h, at, p.d)), F32)
+
+
+@pytest.mark.parametrize(("reason", "element"), REFUSED, ids=[f"{n} {case[0]}" for n, case in enumerate(REFUSED)])
 def test_refused(reason: str, element: Callable[[Parts], Expr]) -> None:
     p = Parts()
     found = p.recognized(element(p))
-    assert isinstance(found, Refusal) and found.reason.startswith(reason)
+    assert isinstance(found, Refusal) and found.reason == reason
+
+
+def test_a_query_that_differs_from_key_to_key() -> None:
+    p = Parts()
+    whole = draft_of.draft(p.lifted(p.out(p.softmax(p.product()))))
+    assert isinstance(whole, draft_of.Draft)
+    found = recognition._axes(replace(whole, query=Load(0, (p.b, p.h, p.i, p.at, p.e))))
+    assert found == Refusal("the query differs from key to key")
+
+
+def test_scores_without_a_product() -> None:
+    p = Parts()
+    found = draft_of._query_and_key(Normalised(Load(0, (p.b, p.h, p.i, p.at)), None, F32), p.at)
+    assert found == Refusal("the scores are not made from a matrix product")
+
+
+# ---- scores that are read as one function, and why
+
+
+def filled(p: Parts, score: Expr, fill: float) -> Expr:
+    return Select(NonNegative(p.i - p.j), score, Const(fill))
+
+
+UNREAD: list[tuple[str, Callable[[Parts], Expr]]] = [
+    ("the scores pass through tanh", lambda p: Unary("tanh", p.product())),
+    ("the scores pass through maximum", lambda p: ex.Binary("maximum", p.product(), Const(-1.0))),
+    ("the scores pass through a cast to whole numbers", lambda p: ex.Cast(torch.int64, p.product())),
+    ("the scores are a sum of several products", lambda p: ex.Add(p.product(), Unary("tanh", p.product()))),
+    (
+        "the scores are chosen from several products",
+        lambda p: Select(NonNegative(p.i - p.j), p.product(), Mul(Const(2.0), p.product())),
+    ),
+    ("the scores are multiplied with something computed from them", lambda p: Mul(p.product(), p.product())),
+    ("something is divided by the scores", lambda p: ex.Div(Const(1.0), p.product())),
+    ("the scores are scaled by inf", lambda p: Mul(p.product(), Const(INF))),
+    (
+        "the mask is computed from the scores",
+        lambda p: Select(ex.Compare("gt", p.product(), Const(0)), p.product(), Const(-INF)),
+    ),
+    (
+        "masked scores become something that is not one number",
+        lambda p: Select(NonNegative(p.i - p.j), p.product(), Load(3, (p.h,))),
+    ),
+    ("masked scores become -5, which ordinary scores can reach", lambda p: filled(p, p.product(), -5.0)),
+    ("the scores are scaled differently for each key", lambda p: Mul(p.product(), Load(3, (p.j,)))),
+    (
+        "masked scores are scaled by something that is not a positive number",
+        lambda p: Mul(Const(-1.0), filled(p, p.product(), -1e9)),
+    ),
+    (
+        "masked scores are scaled by something that is not a positive number",
+        lambda p: Mul(Load(3, (p.h,)), filled(p, p.product(), -1e9)),
+    ),
+    ("capped scores are scaled or bounded", lambda p: capped(2.0, capped(3.0, p.product()))),
+    ("scores are capped after a mask or a bias", lambda p: capped(2.0, filled(p, p.product(), -INF))),
+    ("scores are capped after a mask or a bias", lambda p: capped(2.0, ex.Add(p.product(), Load(3, (p.h, p.i, p.j))))),
+    (
+        "a query that sees no key would get another mean of the values",
+        lambda p: Select(
+            ex.Compare("gt", Load(3, (p.b, p.j)), Const(0)),
+            Select(NonNegative(p.j - p.i), p.product(), Const(-1e9)),
+            Const(-1e10),
+        ),
+    ),
+]
+
+
+def capped(cap: float, score: Expr) -> Expr:
+    return Mul(Const(cap), Unary("tanh", Mul(Const(1 / cap), score)))
+
+
+@pytest.mark.parametrize(("reason", "scores"), UNREAD, ids=[f"{n} {case[0]}" for n, case in enumerate(UNREAD)])
+def test_read_as_one_function(reason: str, scores: Callable[[Parts], Expr]) -> None:
+    p = Parts()
+    body = scores(p)
+    found = p.recognized(p.out(p.softmax(body)))
+    assert isinstance(found, Attention) and found.unread == reason and found.score_mod is not None
+    # The whole of it, in any case, over the product at the key that the value is read at.
+    assert Score(F32) in set(ex.walk(found.score)) and not any(isinstance(x, Contract) for x in ex.walk(found.score))
+    assert p.j not in ex.index_symbols(found.score)
+
+
+def test_what_is_read_of_a_function_stays_structure() -> None:
+    p = Parts()
+    found = p.recognized(p.out(p.softmax(filled(p, Mul(Const(2.0), Unary("tanh", p.product())), -INF))))
+    assert isinstance(found, Attention) and found.mask.is_causal and found.unread == "" and found.softcap == 2.0
+    found = p.recognized(p.out(p.softmax(filled(p, Mul(Const(2.0), Unary("sin", p.product())), -INF))))
+    assert isinstance(found, Attention) and found.mask.is_causal and found.scale == Const(2.0)
+    assert found.score_mod == Unary("sin", Score(F32)) and found.unread == "the scores pass through sin"

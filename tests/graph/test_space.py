@@ -70,6 +70,14 @@ def test_symbolic_sizes() -> None:
     assert space.floordiv(length * i + j, length) == i and space.mod(length * i + j, length) == j
 
 
+def test_a_common_factor_is_divided_out() -> None:
+    space = Space()
+    n, d = space.fresh("n", 6), space.fresh("d", 8)
+    # As where batch and heads were merged before a packed projection was taken apart.
+    assert space.floordiv(8 * n + d, sympy.Integer(24)) == FloorDiv(n, 3)
+    assert sympy.expand(space.mod(8 * n + d, sympy.Integer(24)) - 8 * Mod(n, 3) - d) == 0
+
+
 def test_a_size_of_which_nothing_is_known_proves_nothing() -> None:
     length = sympy.Symbol("u0", integer=True)
     assert not Space().is_nonnegative(length - 1)

@@ -1,0 +1,432 @@
+"""Attention among what real programs have around it: SDPA calls, torch's own modules, caches, checkpoints, autocast."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from attn_fuse.report import collecting
+from tests.harness import Outcome, assert_causal, assert_fused, assert_refused, check, compiled, tensors
+
+S = 7
+INF = math.inf
+
+
+def scores(q: Tensor, k: Tensor) -> Tensor:
+    return q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+
+
+def written(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return scores(q, k).softmax(-1) @ v
+
+
+# ---- calls of F.scaled_dot_product_attention
+
+
+def sdpa_tril(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=torch.ones(S, S, dtype=torch.bool).tril())
+
+
+def sdpa_triangle_of_infinities(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=torch.full((S, S), -INF, dtype=q.dtype).triu(1))
+
+
+def sdpa_compared_positions(q, k, v):
+    i = torch.arange(S)
+    return F.scaled_dot_product_attention(q, k, v, i[:, None] >= i, scale=0.3)
+
+
+def sdpa_tril_without_heads(q, k, v):
+    return F.scaled_dot_product_attention(q[:, 0], k[:, 0], v[:, 0], torch.ones(S, S, dtype=torch.bool).tril())
+
+
+@pytest.mark.parametrize(
+    "call", [sdpa_tril, sdpa_triangle_of_infinities, sdpa_compared_positions, sdpa_tril_without_heads]
+)
+def test_an_sdpa_call_becomes_causal(call) -> None:
+    assert_causal(assert_fused(call, *tensors(2, 3, S, 16)))
+
+
+def repeated(q, k, v):
+    return F.scaled_dot_product_attention(q, k.repeat_interleave(3, 1), v.repeat_interleave(3, 1))
+
+
+def repeated_causal(q, k, v):
+    return F.scaled_dot_product_attention(q, k.repeat_interleave(3, 1), v.repeat_interleave(3, 1), is_causal=True)
+
+
+def repeated_by_expanding(q, k, v):
+    k, v = (t[:, :, None].expand(-1, -1, 3, -1, -1).reshape(2, 6, -1, 16) for t in (k, v))
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+def tiled(q, k, v):
+    return F.scaled_dot_product_attention(q, k.repeat(1, 3, 1, 1), v.repeat(1, 3, 1, 1))
+
+
+@pytest.mark.parametrize("q_len", [S, 5])
+@pytest.mark.parametrize("call", [repeated, repeated_causal, repeated_by_expanding, tiled])
+def test_an_sdpa_call_reads_shared_keys_once(call, q_len: int) -> None:
+    (q,), (k, v) = tensors(2, 6, q_len, 16, count=1), tensors(2, 2, S, 16, count=2)
+    outcome = assert_fused(call, q, k, v)
+    assert "enable_gqa = True" in outcome.after and "repeat" not in outcome.after
+    assert outcome.site.attention["kv_heads"] == "2"
+
+
+def sdpa_plain(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+def sdpa_causal(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def sdpa_with_a_band(q, k, v):
+    mask = torch.ones(S, S, dtype=torch.bool).tril().triu(-2)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def sdpa_reversed(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=torch.ones(S, S, dtype=torch.bool).triu())
+
+
+def sdpa_with_offset(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=torch.ones(S, S, dtype=torch.bool).tril(1))
+
+
+def sdpa_empty_rows(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=torch.ones(S, S, dtype=torch.bool).tril(-1))
+
+
+def sdpa_finite(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=torch.full((S, S), -2.0, dtype=q.dtype).triu(1))
+
+
+def sdpa_keys_and_values_repeated_apart(q, k, v):
+    return F.scaled_dot_product_attention(q, k[:, :1].repeat(1, 3, 1, 1), v)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [sdpa_plain, sdpa_causal, sdpa_with_a_band, sdpa_reversed, sdpa_with_offset, sdpa_empty_rows, sdpa_finite,
+     sdpa_keys_and_values_repeated_apart],
+)  # fmt: skip
+def test_any_other_sdpa_call_stays(call) -> None:
+    outcome = check(call, *tensors(2, 3, S, 16))
+    assert outcome.site.status == "already fused" and outcome.site.blocker is None and not outcome.site.attention
+    assert "is_causal = True" not in outcome.after or call is sdpa_causal
+
+
+def test_an_sdpa_call_with_dropout_keeps_dropping() -> None:
+    def call(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, torch.ones(64, 64, dtype=torch.bool).tril(), dropout_p=0.5)
+
+    q, k = torch.randn(2, 2, 4, 64, 8).unbind(0)
+    kept = compiled(call)(q, k, torch.eye(64).expand(2, 4, 64, 64).contiguous())[:, :, 32:, :32] != 0
+    assert abs(kept.double().mean().item() - 0.5) < 0.05
+
+
+# ---- torch's own modules
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, **options: bool) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(24, 3, batch_first=True, **options)
+
+    def forward(self, x: Tensor, padding: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return self.attention(x, x, x, key_padding_mask=padding)
+
+
+class WithoutWeights(SelfAttention):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+class OutputOnly(SelfAttention):
+    """The usual call: the weights are asked for and thrown away."""
+
+    def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
+        return self.attention(x, x, x, key_padding_mask=padding)[0]
+
+
+class CausalByMask(SelfAttention):
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        return self.attention(x, x, x, attn_mask=mask)[0]
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
+@pytest.mark.parametrize("options", [{}, {"bias": False}, {"add_bias_kv": True}, {"add_zero_attn": True}], ids=str)
+@pytest.mark.parametrize("kind", [SelfAttention, OutputOnly, CausalByMask])
+def test_multihead_attention(kind, options, training: bool) -> None:
+    outcome = assert_fused(kind(**options).train(training), torch.randn(2, S, 24), backward=training)
+    assert outcome.site.kernel == "cpu_flash" and outcome.site.attention["head_dim"] == "8"
+
+
+@pytest.mark.parametrize("kind", [SelfAttention, OutputOnly])
+def test_multihead_attention_with_padding(kind) -> None:
+    padding = torch.arange(S) >= torch.tensor([[4], [S]])
+    assert_fused(kind(), torch.randn(2, S, 24), padding)
+
+
+def test_multihead_attention_reads_its_packed_projection_where_it_lies() -> None:
+    outcome = assert_fused(OutputOnly(), torch.randn(2, S, 24))
+    assert "floor_divide" not in outcome.after and "getitem" not in outcome.after.partition("scaled_dot_product")[0]
+
+
+def test_weights_that_are_thrown_away_are_not_used() -> None:
+    for kind, used in ((OutputOnly, False), (SelfAttention, True)):
+        torch._dynamo.reset()
+        with collecting() as graphs:
+            compiled(kind(), pick="fastest")(torch.randn(2, S, 24))
+        (site,) = graphs[0].sites
+        reason = "" if site.blocker is None else site.blocker.reason
+        assert (reason == "the weights are also used outside the attention, so nothing is saved") == used, reason
+
+
+def test_multihead_attention_without_weights_is_fused_already() -> None:
+    assert check(WithoutWeights(), torch.randn(2, S, 24)).site.status == "already fused"
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
+def test_transformer_layers(training: bool) -> None:
+    layer = nn.TransformerEncoderLayer(24, 3, 48, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).train(training)
+    outcome = check(model, torch.randn(2, S, 24), backward=training)
+    assert outcome.sites and all(site.status in ("already fused", "fused") for site in outcome.sites)
+    decoder = nn.TransformerDecoderLayer(24, 3, 48, dropout=0.0, batch_first=True).train(training)
+    outcome = check(decoder, torch.randn(2, S, 24), torch.randn(2, 5, 24), backward=training)
+    assert outcome.sites and all(site.status in ("already fused", "fused") for site in outcome.sites)
+
+
+# ---- what is passed through
+
+
+def test_nested_tensors_are_passed_through() -> None:
+    def cross(x: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (x @ k.mT / 4).softmax(-1) @ v
+
+    def self_attention(x: Tensor) -> Tensor:
+        x = x.view(x.shape[0], -1, 2, 8).transpose(1, 2)
+        return F.scaled_dot_product_attention(x, x, x)
+
+    ragged = torch.nested.nested_tensor([torch.randn(3, 16), torch.randn(5, 16)], layout=torch.jagged)
+    k, v = torch.randn(2, S, 16)
+    with collecting() as graphs:
+        got = compiled(cross)(ragged, k, v)
+        torch.testing.assert_close(got.values(), cross(ragged, k, v).values())
+    (site,) = graphs[0].sites
+    assert site.status == "refused" and site.blocker.reason == "nested tensors are passed through untouched"
+    assert "nested" not in graphs[0].before or graphs[0].before == graphs[0].after
+    got = compiled(self_attention)(ragged)
+    torch.testing.assert_close(got.values(), self_attention(ragged).values())
+
+
+def test_several_tensors_read_at_once() -> None:
+    def smallest(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return scores(q, k).masked_fill(torch.topk(q[..., 0], S)[1][:, :, None] < 2, -1e9).softmax(-1) @ v
+
+    outcome = check(smallest, *tensors(2, 3, S, 16))
+    assert outcome.site.fused or outcome.site.blocker.reason == "several tensors are read at once"
+
+
+def test_an_operation_on_the_scores_that_is_not_known() -> None:
+    def unknown(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.special.entr(scores(q, k).abs()).softmax(-1) @ v
+
+    assert_refused(unknown, *tensors(2, 3, S, 16), reason="the scores pass through ")
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(written(self.q(x), self.k(x), self.v(x)))
+
+
+def test_dynamically_quantised_linears_around_it() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = torch.ao.quantization.quantize_dynamic(Net().eval(), {nn.Linear})
+    x = torch.randn(2, S, 16)
+    with collecting() as graphs, torch.no_grad():
+        torch.testing.assert_close(compiled(model)(x), model(x), rtol=1e-3, atol=1e-3)
+    assert all(site.fused for graph in graphs for site in graph.sites)
+
+
+# ---- key-value caches
+
+
+def joined(q, k, v, past_k, past_v):
+    k, v = torch.cat([past_k, k], 2), torch.cat([past_v, v], 2)
+    apart = torch.arange(q.shape[2])[:, None] + past_k.shape[2] - torch.arange(k.shape[2])
+    return scores(q, k).masked_fill(apart < 0, -INF).softmax(-1) @ v, k, v
+
+
+def test_a_cache_that_grows() -> None:
+    calls = [(*tensors(2, 3, 1, 16), *tensors(2, 3, past, 16, count=2)) for past in (4, 5, 6, 11)]
+    outcome = assert_fused(joined, *calls[0], more=calls[1:])
+    assert len(outcome.graphs) <= 2
+    prompt = (*tensors(2, 3, 5, 16), *tensors(2, 3, 4, 16, count=2))
+    torch._dynamo.reset()
+    assert "causal with offset 4" in assert_fused(joined, *prompt).site.attention["mask"]
+
+
+class StaticCache(nn.Module):
+    """A cache of a fixed length, written where the tokens stand; later positions are hidden."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.register_buffer("k", torch.zeros(2, 3, 12, 16))
+        self.register_buffer("v", torch.zeros(2, 3, 12, 16))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, place: Tensor) -> Tensor:
+        if self.how == "index_copy_":
+            self.k.index_copy_(2, place, k)
+            self.v.index_copy_(2, place, v)
+        elif self.how == "index":
+            self.k[:, :, place], self.v[:, :, place] = k, v
+        else:
+            self.k, self.v = self.k.index_copy(2, place, k), self.v.index_copy(2, place, v)
+        hidden = torch.arange(12) > place[:, None]
+        return scores(q, self.k).masked_fill(hidden, -INF).softmax(-1) @ self.v
+
+
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@pytest.mark.parametrize("how", ["index_copy_", "index", "replaced"])
+def test_a_static_cache(how: str, inner: str) -> None:
+    model, twin = StaticCache(how), StaticCache(how)
+    with collecting() as graphs, torch.no_grad():
+        run = compiled(model, inner=inner)
+        for first, length in ((0, 4), (4, 1), (5, 1), (6, 3)):
+            step = (*tensors(2, 3, length, 16), torch.arange(first, first + length))
+            torch.testing.assert_close(run(*step), twin(*step))
+            torch.testing.assert_close(model.k, twin.k)
+    assert graphs and all(site.fused for graph in graphs for site in graph.sites)
+
+
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_a_cache_written_by_slices(inner: str) -> None:
+    def step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, first: int) -> Tensor:
+        last = first + q.shape[2]
+        keys[:, :, first:last], values[:, :, first:last] = k, v
+        return written(q, keys[:, :, :last], values[:, :, :last])
+
+    mine, theirs = ([torch.zeros(2, 3, 12, 16) for _ in "kv"] for _ in range(2))
+    with collecting() as graphs, torch.no_grad():
+        run = compiled(step, inner=inner)
+        for first, length in ((0, 4), (4, 1), (5, 1), (6, 1)):
+            new = tensors(2, 3, length, 16)
+            torch.testing.assert_close(run(*new, *mine, first), step(*new, *theirs, first))
+            torch.testing.assert_close(mine, theirs)
+    assert graphs and all(site.fused for graph in graphs for site in graph.sites)
+
+
+def in_two_parts(q, k, v, past_k, past_v):
+    weights = torch.cat([scores(q, past_k), scores(q, k)], -1).softmax(-1)
+    return weights[..., :4] @ past_v + weights[..., 4:] @ v
+
+
+def in_two_parts_the_other_way_round(q, k, v, past_k, past_v):
+    weights = torch.cat([scores(q, past_k), scores(q, k)], -1).softmax(-1)
+    return weights[..., :S] @ v + weights[..., S:] @ past_v
+
+
+def subtracted(q, k, v, past_k, past_v):
+    weights = torch.cat([scores(q, past_k), scores(q, k)], -1).softmax(-1)
+    return weights[..., :4] @ past_v - weights[..., 4:] @ v
+
+
+def with_another_query(q, k, v, past_k, past_v):
+    weights = torch.cat([scores(q, past_k), scores(q.flip(1), k)], -1).softmax(-1)
+    return weights[..., :4] @ past_v + weights[..., 4:] @ v
+
+
+@pytest.mark.parametrize("program", [in_two_parts, in_two_parts_the_other_way_round, subtracted, with_another_query])
+def test_products_with_cached_and_new_keys(program) -> None:
+    check(program, *tensors(2, 3, S, 16), *tensors(2, 3, 4, 16, count=2))
+
+
+# ---- activation checkpointing, autocast
+
+
+def capped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(1)
+    return (5 * torch.tanh(scores(q, k) / 5)).masked_fill(hidden, -INF).softmax(-1) @ v
+
+
+def assert_chunked_alone(outcome: Outcome) -> None:
+    assert outcome.sites and all(site.kernel == "chunked" for site in outcome.sites), str(outcome)
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager", "inductor"])
+def test_activation_checkpointing(inner: str) -> None:
+    def layers(q, k, v):
+        for _ in range(2):
+            v = checkpoint(capped, q, k, v, use_reentrant=False)
+        return v
+
+    assert_chunked_alone(check(layers, *tensors(2, 3, S, 16), inner=inner))
+
+
+# torch's own eager backend draws other random numbers when it computes a checkpoint again.
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_activation_checkpointing_drops_the_same_weights_again(inner: str) -> None:
+    def dropped(q, k, v):
+        return F.dropout(scores(q, k).softmax(-1), 0.5) @ v
+
+    def layer(q, k, v):
+        return checkpoint(dropped, q, k, v, use_reentrant=False)
+
+    q, k = torch.randn(2, 1, 2, 32, 8)
+    v = torch.eye(32).expand(1, 2, 32, 32).clone()
+    q, k, v = (t.requires_grad_() for t in (q, k, v))
+    with collecting() as graphs:
+        out = compiled(layer, inner=inner)(q, k, v)
+    assert graphs[0].sites[0].kernel == "chunked" and graphs[0].sites[0].attention["dropout"] == "0.5"
+    pull = torch.randn_like(out)
+    got = torch.autograd.grad(out, (q, k, v), pull)
+    again = scores(q, k).softmax(-1) * 2.0 * (out.detach() != 0) @ v
+    for name, mine, wanted in zip("qkv", got, torch.autograd.grad(again, (q, k, v), pull), strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=1e-4, atol=1e-5, msg=name)
+
+
+class Autocast(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=x.dtype != torch.float64):
+            return self.out(capped(*(layer(x)[:, None] for layer in (self.q, self.k, self.v)))[:, 0])
+
+
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_autocast_inside_the_model(inner: str) -> None:
+    outcome = check(Autocast(), torch.randn(2, S, 16), inner=inner)
+    assert_chunked_alone(outcome)
+    assert outcome.site.attention["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_autocast_around_the_compiled_model(inner: str) -> None:
+    class Capped(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(capped(*(layer(x)[:, None] for layer in (self.q, self.k, self.v)))[:, 0])
+
+    model, x = Capped(), torch.randn(2, S, 16)
+    (exact,) = torch.autograd.grad(model(x).square().sum(), model.q.weight)
+    results = []
+    for run in (model, compiled(model, inner=inner)):
+        with torch.autocast("cpu", dtype=torch.bfloat16), collecting() as graphs:
+            out = run(x)
+        assert out.dtype == torch.bfloat16
+        results.append(torch.autograd.grad(out.float().square().sum(), model.q.weight)[0])
+    usual, mine = ((result - exact).abs().max().item() for result in results)
+    assert mine <= 4 * usual + 1e-3 and graphs[0].sites[0].kernel == "chunked"

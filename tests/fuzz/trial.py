@@ -1,0 +1,181 @@
+"""One program tried: compiled, held against float64 by the harness, counted, and made smaller where it fails."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import linecache
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+
+from attn_fuse.report import SiteReport
+from tests.fuzz.description import Program, Sizes
+from tests.fuzz.draw import fitting, oddity
+from tests.fuzz.write import write
+from tests.harness import Outcome, _results, check
+
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Failure:
+    program: Program
+    error: str
+
+    def __str__(self) -> str:
+        return f"{self.error}\n{self.program}\n\n{write(self.program)}\n{_TAIL.format(p=self.program)}"
+
+
+_TAIL = """
+if __name__ == "__main__":
+    from tests.harness import check
+    print(check(Program(), *inputs(), backward={p.backward}, dynamic={p.dynamic} or None))
+"""
+
+
+class Tally:
+    """What was tried so far. refused: why sites were not fused, for each kind of program.
+
+    A program is "mutated", or "odd" where it may be left as written (draw.oddity), or "plain".
+    """
+
+    def __init__(self) -> None:
+        self.counts: collections.Counter[str] = collections.Counter()
+        self.refused: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+        self.failures: list[Failure] = []
+
+    def run(self, program: Program, inner: str = "eager") -> None:
+        """Try `program`; what goes wrong is kept, not raised."""
+        self.counts["programs"] += 1
+        self.counts["mutated"] += program.mutation is not None
+        try:
+            outcome = attempt(program, inner)
+        except Exception as error:
+            self.failures.append(Failure(program, f"{type(error).__name__}: {error}"))
+            return
+        if outcome is None:
+            self.counts["not run: eager raises"] += 1
+            return
+        self.failures += [Failure(program, _reason(site)) for site in outcome.sites if _broke(site)]
+        sites = [(site.fused, _reason(site)) for site in outcome.sites] or [(False, "no attention was found")]
+        kind = "mutated" if program.mutation is not None else "odd" if oddity(program) else "plain"
+        for fused, reason in sites:
+            self.counts[f"{kind} sites"] += 1
+            self.counts[f"{kind} sites fused"] += fused
+            if not fused:
+                self.refused[kind][reason] += 1
+
+    @property
+    def share_fused(self) -> float:
+        """Of the sites of plain programs."""
+        return self.counts["plain sites fused"] / max(self.counts["plain sites"], 1)
+
+    def __str__(self) -> str:
+        lines = [f"{count:6} {what}" for what, count in self.counts.items()]
+        for kind, reasons in sorted(self.refused.items(), reverse=True):
+            lines.append(f"       {kind} sites that are not fused:")
+            lines += [f"{count:6}   {what}" for what, count in reasons.most_common()]
+        lines.append(f"{self.share_fused:6.1%} of the plain sites fused")
+        return "\n".join([*lines, f"{len(self.failures):6} failures"])
+
+
+def _reason(site: SiteReport) -> str:
+    return site.blocker.reason if site.blocker is not None else site.status
+
+
+def _broke(site: SiteReport) -> bool:
+    """Whether an exception, not a reason, left the site as written."""
+    return site.blocker is not None and "analysing it failed" in site.blocker.reason
+
+
+def attempt(program: Program, inner: str = "eager") -> Outcome | None:
+    """Compile `program` and hold it against float64; None where it does not run eagerly either."""
+    module = loaded(write(program))
+    written, args = module.Program(), module.inputs()
+    if not _runs(written, args, program.backward):
+        return None
+    more = []
+    if program.dynamic:
+        s = program.sizes
+        longer = module.inputs(s.batch + 1, s.q_len + 2, s.kv_len + (2 if s.q_len == s.kv_len else 3))
+        more = [longer] if _runs(written, longer, program.backward) else []
+    torch._dynamo.reset()
+    return check(
+        written, *args, inner=inner, dynamic=program.dynamic or None, backward=program.backward, more=tuple(more)
+    )
+
+
+def loaded(source: str) -> types.ModuleType:
+    """`source` as a module that Dynamo and tracebacks find the lines of."""
+    name = f"<drawn {next(_numbers)}>"
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+    module = types.ModuleType(f"drawn_{next(_numbers)}")
+    exec(compile(source, name, "exec"), module.__dict__)
+    return module
+
+
+def _runs(program: torch.nn.Module, args: Any, backward: bool) -> bool:
+    try:
+        _results(program, program, args, backward)
+    except Exception:
+        return False
+    return True
+
+
+# ---- making a failing program smaller
+
+
+def smallest(failure: Failure, inner: str = "eager") -> Failure:
+    """The same failure with as many choices as possible put back to the plain one."""
+    kind = _kind(failure)
+    return _failure(plainest(failure.program, lambda p: _kind(_failure(p, inner)) == kind), inner) or failure
+
+
+def plainest(program: Program, still: Callable[[Program], bool], most: int = 80) -> Program:
+    """`program` with as many choices as possible put back to the plain one while `still` holds, after `most` tries."""
+    for tried, candidate in enumerate(itertools.islice(_simpler(program), most), 1):
+        if still(candidate):
+            return plainest(candidate, still, most - tried)
+    return program
+
+
+def _simpler(program: Program) -> Iterator[Program]:
+    seen = {program}
+    for candidate in _candidates(program):
+        candidate = fitting(candidate)
+        if candidate not in seen:
+            seen.add(candidate)
+            yield candidate
+
+
+def _candidates(program: Program) -> Iterator[Program]:
+    plain = Program()
+    for f in fields(Program):
+        if f.name not in ("seed", "sizes", "layers") and getattr(program, f.name) != getattr(plain, f.name):
+            yield replace(program, **{f.name: getattr(plain, f.name)})
+    for n, layer in enumerate(program.layers):
+        rest = program.layers[:n], program.layers[n + 1 :]
+        yield replace(program, layers=(*rest[0], *rest[1]))
+        for f in fields(layer):
+            if getattr(layer, f.name) != f.default:
+                yield replace(program, layers=(*rest[0], replace(layer, **{f.name: f.default}), *rest[1]))
+    for f in fields(Sizes):
+        if getattr(program.sizes, f.name) > 1:
+            yield replace(program, sizes=replace(program.sizes, **{f.name: 1}))
+
+
+def _failure(program: Program, inner: str) -> Failure | None:
+    try:
+        outcome = attempt(program, inner)
+    except Exception as error:
+        return Failure(program, f"{type(error).__name__}: {error}")
+    broken = next(filter(_broke, outcome.sites), None) if outcome is not None else None
+    return None if broken is None else Failure(program, _reason(broken))
+
+
+def _kind(failure: Failure | None) -> str:
+    return failure.error.split(":")[0] if failure is not None else ""

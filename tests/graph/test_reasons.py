@@ -1,0 +1,56 @@
+"""Every reason that a refusal can carry is named by a test."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FILES = [
+    *(ROOT / "attn_fuse" / f"{name}.py" for name in ("draft", "fold", "recognize", "region", "writes")),
+    *sorted((ROOT / "attn_fuse" / "patterns").glob("*.py")),
+]
+# What makes a refusal of a text, in these files.
+MAKERS = {"Refusal", "refused"}
+
+
+def reasons(file: Path) -> Iterator[tuple[int, str]]:
+    """(line, text) of each refusal; of a text with values in it, the longest part without."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in MAKERS and node.args:
+            parts = node.args[0].values if isinstance(node.args[0], ast.JoinedStr) else [node.args[0]]
+            texts = [p.value for p in parts if isinstance(p, ast.Constant) and isinstance(p.value, str)]
+            if texts:
+                yield node.lineno, max(texts, key=len).strip()
+
+
+@functools.cache
+def texts_of_tests() -> str:
+    found: list[str] = []
+    for file in sorted((ROOT / "tests").rglob("test_*.py")):
+        if file != Path(__file__):
+            found += (
+                node.value
+                for node in ast.walk(ast.parse(file.read_text()))
+                if isinstance(node, ast.Constant) and isinstance(node.value, str)
+            )
+    return "\n".join(found)
+
+
+CASES = [(f"{file.relative_to(ROOT)}: {text}", text) for file in FILES for _, text in reasons(file)]
+
+
+def test_reasons_are_found() -> None:
+    assert len(CASES) >= 45
+    assert {"draft.py", "region.py", "softmax.py", "weights.py", "fold.py", "writes.py"} <= {
+        file.name for file in FILES if any(reasons(file))
+    }
+
+
+@pytest.mark.parametrize("text", dict.fromkeys(text for _, text in CASES), ids=str)
+def test_a_test_names_it(text: str) -> None:
+    assert text in texts_of_tests(), [case for case, _ in CASES if case.endswith(text)]
