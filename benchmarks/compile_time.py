@@ -1,4 +1,4 @@
-"""Compile time of a GPT-2 under attn_fuse and under Inductor alone, with cold and with warm caches.
+"""Compile time of a GPT-2 or a T5 under attn_fuse and under Inductor alone, with cold and with warm caches.
 
 Every figure is of a process of its own: a cold one starts with an empty cache directory, a warm one with what the cold
 one left. Each compiles a training step, forward and backward; what a step takes once compiled is subtracted.
@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,17 +37,38 @@ HITS = {
 }
 
 
+def gpt(args: argparse.Namespace) -> tuple[torch.nn.Module, Callable[[], torch.Tensor]]:
+    model = GPT(GPTConfig(block_size=args.length, n_layer=args.layers)).to(args.device)
+    tokens = torch.randint(50257, (1, args.length), device=args.device)
+    return model, lambda: model(tokens, tokens)[1]
+
+
+def t5(args: argparse.Namespace) -> tuple[torch.nn.Module, Callable[[], torch.Tensor]]:
+    """T5-small's widths with `transformers`' eager attention, half of the layers in the encoder, padded."""
+    from transformers import T5Config, T5Model
+
+    half = args.layers // 2
+    config = T5Config(num_layers=half, num_decoder_layers=half, attn_implementation="eager", dropout_rate=0.0)
+    model = T5Model(config).to(args.device)
+    tokens = torch.randint(config.vocab_size, (2, args.length), device=args.device)
+    seen = torch.arange(args.length, device=args.device) < torch.tensor([[args.length], [args.length // 2]])
+    inputs = {"input_ids": tokens, "attention_mask": seen.long(), "decoder_input_ids": tokens, "use_cache": False}
+    return model, lambda: model(**inputs).last_hidden_state.square().mean()
+
+
+MODELS = {"gpt": gpt, "t5": t5}
+
+
 def compile_once(args: argparse.Namespace) -> dict[str, Any]:
     """What compiling with `args.child` took in this process."""
     torch.manual_seed(0)
-    model = GPT(GPTConfig(block_size=args.length, n_layer=args.layers)).to(args.device)
-    tokens = torch.randint(50257, (1, args.length), device=args.device)
+    model, loss = MODELS[args.model](args)
     # Every attention is fused, also where a short sequence would not pay for it, so that all stages run.
     model.compile(backend=args.child, options={"pick": "fused"} if args.child == "attn_fuse" else None)
 
     def step() -> float:
         started = time.perf_counter()
-        model(tokens, tokens)[1].backward()
+        loss().backward()
         if args.device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter() - started
@@ -65,7 +87,7 @@ def compile_once(args: argparse.Namespace) -> dict[str, Any]:
 
 def in_new_process(backend: str, cache: str, args: argparse.Namespace) -> dict[str, Any]:
     command = [sys.executable, __file__, "--child", backend, "--device", str(args.device)]
-    command += ["--layers", str(args.layers), "--length", str(args.length)]
+    command += ["--layers", str(args.layers), "--length", str(args.length), "--model", args.model]
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
     ran = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(ran.stdout.splitlines()[-1])
@@ -73,6 +95,7 @@ def in_new_process(backend: str, cache: str, args: argparse.Namespace) -> dict[s
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="gpt", help="t5 needs the package transformers")
     parser.add_argument("--device", type=torch.device, default="cpu")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--length", type=int, default=256)
@@ -111,13 +134,16 @@ def main() -> None:
                 f"{100 * stages / compiling:.1f}%",
                 f"{last['fused']} of {last['sites']}",
                 f"{hits[0]} / {hits[1]}",
-                f"{hits[3]} / {hits[4]}",
+                f"{hits[2]} / {hits[3]}",
             ]
         )
     head = ["", "compile", "in attn_fuse", "share", "fused", "AOTAutograd hit / miss", "FX graph hit / miss"]
-    print(f"\nGPT-2 of {args.layers} layers, {args.length} tokens, training step; medians of {args.repeats} processes")
+    print(
+        f"\n{args.model} of {args.layers} layers, {args.length} tokens, training step; medians of {args.repeats} runs"
+    )
     print(table(head, rows))
-    print(store("compile_time", args.device, {"layers": args.layers, "length": args.length, "runs": runs}))
+    facts = {"layers": args.layers, "length": args.length, "runs": runs}
+    print(store(f"compile_time-{args.model}", args.device, facts))
 
 
 if __name__ == "__main__":

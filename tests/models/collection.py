@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.cpu import test_lookalikes as lookalikes
+from tests.cpu import test_relatives as relatives
 from tests.models import biases, causal, grouped, masks, plain
 from tests.models.biases import BIASES
 from tests.models.groups import GROUPS
@@ -153,27 +154,23 @@ def other_cap_outside(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 _G = "look-alikes"
 _S = lookalikes.S
-_KNOWN = (
-    *(written for written, _ in lookalikes.REFUSED), lookalikes.reversed_triangle, lookalikes.strict_triangle,
-    lookalikes.strict_triangle_lowest, lookalikes.bool_added, lookalikes.channels,
-    lookalikes.broadcast_value, lookalikes.mask_with_values, lookalikes.ten_thousand_added, lookalikes.row_bias,
-    lookalikes.one_key, lookalikes.value_of_two_dimensions, lookalikes.linear_attention,
-)  # fmt: skip
-_ATTENTIONS = (lookalikes.softcap, lookalikes.weights_returned, lookalikes.talking_heads)
+_KNOWN = dict.fromkeys((*(written for written, _ in lookalikes.REFUSED), *relatives.RIGHT))
+# One is called with other shapes below, the other is two attentions and among the spellings.
+_ELSEWHERE = (relatives.product_without_transpose, relatives.differential)
 _NEW = (
     other_axis_transposed_back, over_both_axes, batch_and_heads_summed, scores_edited_and_used, weights_with_a_zero,
-    top_scores, kernel_trick,
-    sum_over_wrong_axis, sum_without_last, twice_softmax, sink_kept, other_cap_outside, divided_by_other_sum,
+    top_scores, kernel_trick, sum_over_wrong_axis, sum_without_last, twice_softmax,
+    sink_kept, other_cap_outside, divided_by_other_sum,
 )  # fmt: skip
 _EMPTY = given(lambda: (torch.arange(11) >= torch.tensor([[3], [11]])).long())
 _WRONG_GROUPS = (grouped.wrong_order, grouped.key_and_value_in_different_orders)
 
 LOOKALIKES: tuple[Spelling, ...] = (
-    *(function(_G, f, square(_S)) for f in _KNOWN if f not in _ATTENTIONS),
+    *(function(_G, f, square(_S)) for f in _KNOWN if f not in _ELSEWHERE),
     *(function(_G, f, heads()) for f in (plain.zero, plain.negative, *_NEW)),
     function(_G, lookalikes.other_axis, square(4, batch=4, heads=4, head_dim=4), "other_axis_equal_sizes"),
-    function(_G, lookalikes.product_without_transpose, square(16)),
-    function(_G, lookalikes.swapped_key, square(4, batch=1, heads=4, head_dim=4)),
+    function(_G, relatives.product_without_transpose, square(16)),
+    function(_G, relatives.swapped_key, square(4, batch=1, heads=4, head_dim=4)),
     *(function(_G, f, heads(heads=6, kv_heads=2)) for f in _WRONG_GROUPS),
     function(_G, grouped.repeated_along_the_length, heads(heads=6, kv_heads=2, kv_len=16)),
     function(_G, mask_of_other_numbers, joined(heads(), given(lambda: torch.arange(22).view(2, 11) % 3))),
