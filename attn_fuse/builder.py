@@ -155,7 +155,14 @@ class Builder:
     def _as_tensor(self, value: Any) -> Node:
         if isinstance(value, Node) and _is_tensor(value):
             return value
-        return self.node(torch.full, [], value, dtype=_dtype_of_number(value), device=self.facts.device)
+        return self.node(torch.full, [], value, dtype=self.dtype_of_number(value), device=self.facts.device)
+
+    def dtype_of_number(self, value: Any) -> torch.dtype | None:
+        """What a number becomes as a tensor of its own: one in which it is not rounded more than the scores are."""
+        number = value_of(value) if isinstance(value, Node) else value
+        if isinstance(number, (float, torch.SymFloat)):
+            return torch.float64 if self.facts.dtype == torch.float64 else torch.float32
+        return torch.bool if isinstance(number, bool) else None
 
     def _choice(self, cond: Any, a: Any, b: Any, x: Expr) -> Node:
         if not isinstance(a, Node) and not isinstance(b, Node):
@@ -398,7 +405,3 @@ _FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
     "gelu": functional.gelu,
     "softplus": functional.softplus,
 }
-
-
-def _dtype_of_number(value: Any) -> torch.dtype | None:
-    return torch.bool if isinstance(value, bool) else torch.float32 if isinstance(value, float) else None

@@ -127,6 +127,7 @@ class Call(Builder):
         axes = [axis for group in groups for axis in group]
         node = self.tensor_of(x, axes)
         if not isinstance(node, Node) or not isinstance(value_of(node), torch.Tensor):
+            dtype = self.dtype_of_number(node) if dtype is None else dtype
             return self.node(torch.full, [1] * len(groups), node, dtype=dtype, device=self.facts.device)
         if dtype is not None and tensor(node).dtype != dtype:
             node = self.node("to", node, dtype)

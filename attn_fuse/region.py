@@ -211,6 +211,10 @@ def _region(
                     used.append(user)
                     if node in dropped:
                         dropped_used.append(user)
+    returned = next((n for n in leaves if n in _reached_from(used)), None) if used else None
+    if returned is not None:
+        # Computed once more, a score is another number by a rounding, and a comparison with its like turns over.
+        return refused("the scores are compared or joined with what is computed from them", returned)
     first = min(position[n] for n in between)
     opened: list[Node] = []
     for node in scope.module.graph.nodes:
@@ -459,6 +463,16 @@ def _ancestors_within(output: Node, softmax: Node) -> set[Node]:
                 reached.add(user)
                 if user is not output:
                     todo.append(user)
+    return reached
+
+
+def _reached_from(nodes: list[Node]) -> set[Node]:
+    reached, todo = set(nodes), list(nodes)
+    while todo:
+        for user in todo.pop().users:
+            if user not in reached:
+                reached.add(user)
+                todo.append(user)
     return reached
 
 

@@ -1,7 +1,7 @@
 """chunked: our memory-efficient attention in plain torch operations, for every attention, device and dtype.
 
 The score function of the program travels with the call as a small program of its own (score_program.py), so nothing of
-it has to be known in advance. Declined: dropout with a probability that is only known when the program runs.
+it has to be known in advance. Declined is nothing that is recognised.
 """
 
 from __future__ import annotations

@@ -64,8 +64,8 @@ def _reduced(call: Operation, name: str, dims: list[int]) -> Callable[[Indices],
             else:
                 inside.append(next(rest))
         body = x.at(tuple(inside))
-        if not ex.has_product(body) and not (name == "sum" and isinstance(body, ex.Mul)):
-            raise NoClosedForm(f"{name} of something other than the scores")
+        if not (name == "sum" and isinstance(body, ex.Mul)):
+            _of_scores(body, name)
         for d in dims:
             body = _sum(axes[d], body, dtype) if name == "sum" else ex.Reduce(name, axes[d], body)
         return body
@@ -98,6 +98,12 @@ def _reduction(name: str) -> Callable[[Operation], Tensor]:
     return handler
 
 
+def _of_scores(body: Expr, name: str) -> Expr:
+    if not ex.has_product(body):
+        raise NoClosedForm(f"{name} of something other than the scores")
+    return body
+
+
 def _mean(call: Operation) -> Tensor:
     x, dims = call["self"], call["dim"]
     if not dims:
@@ -120,7 +126,7 @@ def _extreme(name: str) -> Callable[[Operation], list[Tensor]]:
 
         def at(index: Indices) -> Expr:
             after = index[dim + 1 :] if keepdim else index[dim:]
-            return ex.Reduce(name, axis, x.at((*index[:dim], axis, *after)))
+            return ex.Reduce(name, axis, _of_scores(x.at((*index[:dim], axis, *after)), name))
 
         def unknown(index: Indices) -> Expr:
             raise NoClosedForm("the position of the largest element")
@@ -139,7 +145,8 @@ def _logsumexp(call: Operation) -> Tensor:
 
     def at(index: Indices) -> Expr:
         after = index[dim + 1 :] if keepdim else index[dim:]
-        return al.unary("log", ex.Reduce("sum", axis, al.unary("exp", x.at((*index[:dim], axis, *after)))))
+        body = _of_scores(x.at((*index[:dim], axis, *after)), "logsumexp")
+        return al.unary("log", ex.Reduce("sum", axis, al.unary("exp", body)))
 
     return call.tensor(at)
 

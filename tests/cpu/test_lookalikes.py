@@ -258,6 +258,17 @@ def written_and_returned(q, k, v):
     return p @ v, p
 
 
+def largest_three(q, k, v):
+    """Computed once more, the third largest may fall below itself."""
+    s = scores(q, k)
+    return s.masked_fill(s < s.topk(3, -1).values[..., -1:], -INF).softmax(-1) @ v
+
+
+def weights_above_a_quantile(q, k, v):
+    p = scores(q, k).softmax(-1)
+    return (p * (p >= p.kthvalue(3, -1, keepdim=True).values)) @ v
+
+
 NOT_NORMALISED = "the weights are not normalised by their own sum over the keys"
 ANOTHER_AXIS = "the softmax runs over another axis than the one that the value is summed over"
 CHOSEN = "the weights are chosen by what they or the scores are"
@@ -297,6 +308,8 @@ REFUSED = [
     (mask_from_a_running_sum, "a running sum"),
     (stickbreaking, "a running sum"),
     (rolled, "roll has no element expression"),
+    (largest_three, "the scores are compared or joined with what is computed from them"),
+    (weights_above_a_quantile, "the scores are compared or joined with what is computed from them"),
     (talking_heads, "the keys differ along an axis that neither query nor value has"),
     (summed_over_heads_of_the_keys, "sum of something other than the scores"),
     (summed_over_heads_of_the_values, "sum of something other than the scores"),

@@ -205,6 +205,10 @@ REFUSED: list[tuple[str, Callable[[Parts], Expr]]] = [
         "the sum of the weights has another term, which is no sink",
         lambda p: p.out(ex.Div(p.exp(p.at), ex.Add(p.total(), Load(3, (p.h,))))),
     ),
+    (
+        "the sum of the weights has another term for each key",
+        lambda p: p.out(ex.Div(p.exp(p.at), ex.Add(p.total(), Unary("exp", Load(3, (p.at,)))))),
+    ),
     ("the scores join more than one matrix product", lambda p: p.out(p.softmax(ex.Add(p.product(), p.other())))),
     (
         "not exactly one side of the score product runs over the keys",
