@@ -8,26 +8,19 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import sympy
 import torch
 from torch.fx import Node
 
-from attn_fuse import expression as ex
-from attn_fuse.attention import Attention, Causal, Window
-from attn_fuse.builder import NotEmitted
-from attn_fuse.expression import Expr
+from attn_fuse.attention import Attention
 from attn_fuse.facts import Facts
 from attn_fuse.kernels import chunked_op
 from attn_fuse.kernels.kernel import Kernel
-from attn_fuse.kernels.score_program import ScoreProgram
-from attn_fuse.torch_internals import FloorDiv, Mod
+from attn_fuse.kernels.writer import written
 
 if TYPE_CHECKING:
     from attn_fuse.call import Call
-
-Tree = tuple[Any, ...]
 
 
 def limits(attention: Attention, facts: Facts) -> Iterator[str]:
@@ -35,180 +28,21 @@ def limits(attention: Attention, facts: Facts) -> Iterator[str]:
 
 
 def emit(call: Call) -> Node:
-    attention, facts = call.attention, call.facts
-    writer = _Writer(call)
-    upper, lower = writer.bounds()
-    program = ScoreProgram(
-        score=writer.tree(attention.score),
-        factor=None if attention.factor is None else writer.tree(attention.factor),
-        sink=None if attention.sink is None else writer.tree(attention.sink),
-        upper=upper,
-        lower=lower,
-    )
-    drops = attention.dropout_p is not None
-    seed = call.node(torch.randint, 2**62, [1], dtype=torch.int64, device=facts.device) if drops else None
+    score = written(call)
+    drops = call.attention.dropout_p is not None
+    seed = call.node(torch.randint, 2**62, [1], dtype=torch.int64, device=call.facts.device) if drops else None
     results = call.node(
         chunked_op.chunked,
         call.query(scaled=False),
         call.key(),
         call.value(),
-        writer.inputs,
-        writer.numbers,
+        score.inputs,
+        score.numbers,
         seed,
         dropout_p=call.dropout_p(),
-        program=program.dumps(),
+        program=score.program.dumps(),
     )
     return call.node(operator.getitem, results, 0)
-
-
-class _Writer:
-    """Writes element expressions as trees of the score program. inputs, numbers: what these read, by position."""
-
-    def __init__(self, call: Call) -> None:
-        self.inputs: list[Node] = []
-        self.numbers: list[Any] = []
-        self._call = call
-        self._space = call.attention.space
-        self._known: dict[Expr, Tree] = {}
-        axes = call.attention.axes
-        self._digits = {
-            symbol: tree
-            for name, symbols in (
-                ("b", axes.batch), ("h", call.attention.head_axes), ("i", axes.query), ("j", axes.key),
-            )
-            for symbol, tree in self._digits_of(name, symbols)
-        }  # fmt: skip
-
-    def _digits_of(self, name: str, symbols: tuple[sympy.Symbol, ...]) -> Iterator[tuple[sympy.Symbol, Tree]]:
-        """Each symbol as a function of the place along all of `symbols` together."""
-        stride = sympy.Integer(1)
-        for number, symbol in reversed(list(enumerate(symbols))):
-            tree: Tree = (name,)
-            if stride != 1:
-                tree = ("floordiv", tree, self._number(stride))
-            if number > 0:
-                tree = ("mod", tree, self._number(self._space.sizes[symbol]))
-            yield symbol, tree
-            stride = stride * self._space.sizes[symbol]
-
-    def bounds(self) -> tuple[Tree | None, Tree | None]:
-        """Bounds of (key position - query position) outside of which the mask hides the key."""
-        mask = self._call.attention.mask
-        if mask.empty_rows == "mean":
-            return None, None
-        upper = next((part.offset for part in mask.parts if isinstance(part, Causal)), None)
-        lower = next((-part.reach for part in mask.parts if isinstance(part, Window)), None)
-        return (
-            None if upper is None else self._number(upper),
-            None if lower is None else self._number(lower),
-        )
-
-    def tree(self, x: Expr) -> Tree:
-        if x not in self._known:
-            self._known[x] = self._written(x)
-        return self._known[x]
-
-    def _written(self, x: Expr) -> Tree:
-        match x:
-            case ex.Score():
-                return ("score",)
-            case ex.Const(value):
-                return ("const", value)
-            case ex.Scalar():
-                return self._input(x)
-            case ex.Load() if self._is_one_element(x):
-                return self._input(x)
-            case ex.Load(leaf, index):
-                return self._gather(leaf, [self._within(leaf, d, i) for d, i in enumerate(index)])
-            case ex.Gather(leaf, positions):
-                return self._gather(leaf, [self.tree(p) for p in positions])
-            case ex.Index(value):
-                return self._position(value)
-            case ex.NonNegative(value):
-                return ("ge", self._position(value), ("const", 0))
-            case ex.IsZero(value):
-                return ("eq", self._position(value), ("const", 0))
-            case ex.Select(cond, a, b):
-                return ("where", self.tree(cond), self.tree(a), self.tree(b))
-            case ex.Cast(dtype, inner):
-                # A score stays at least as precise as it was written; positions and whole numbers round as they do.
-                narrow = dtype in (torch.float16, torch.bfloat16) and ex.has_product(inner)
-                return ("cast", "float32" if narrow else _short(dtype), self.tree(inner))
-            case ex.Unary("detach", inner) if not ex.has_product(inner):
-                return self._input(x)
-            case ex.Unary(name, inner):
-                return (name, self.tree(inner))
-            case ex.Binary(name, a, b):
-                return (_BINARY.get(name, name), self.tree(a), self.tree(b))
-            case ex.Compare(op, a, b):
-                return (op, self.tree(a), self.tree(b))
-            case ex.Not(inner):
-                return ("not", self.tree(inner))
-            case ex.And(a, b) | ex.Or(a, b) | ex.Add(a, b) | ex.Mul(a, b) | ex.Div(a, b):
-                return (type(x).__name__.lower(), self.tree(a), self.tree(b))
-        raise NotEmitted(f"{type(x).__name__} has no place in a score program")
-
-    def _is_one_element(self, load: ex.Load) -> bool:
-        """Whether a view of the leaf has, at each score, the element that is read."""
-        return self._call.has_view(load, self._call.score_axes)
-
-    def _input(self, x: Expr) -> Tree:
-        self.inputs.append(self._call.over_scores(x))
-        return ("input", len(self.inputs) - 1)
-
-    def _gather(self, leaf: int, positions: list[Tree]) -> Tree:
-        node = self._call.leaf(leaf)
-        if node not in self.inputs:
-            self.inputs.append(node)
-        return ("gather", self.inputs.index(node), *positions)
-
-    def _within(self, leaf: int, dim: int, index: sympy.Expr) -> Tree:
-        """A position, held within the leaf: of tensors laid end to end, those not chosen are read out of range."""
-        tree, length = self._position(index), self._call.lengths(leaf)[dim]
-        if not self._space.is_nonnegative(index):
-            tree = ("maximum", tree, ("const", 0))
-        if not self._space.is_nonnegative(length - 1 - index):
-            tree = ("minimum", tree, self._number(length - 1))
-        return tree
-
-    def _position(self, value: sympy.Expr) -> Tree:
-        value = sympy.expand(value)
-        if not value.free_symbols & self._digits.keys():
-            return self._number(value)
-        match value:
-            case sympy.Symbol():
-                return self._digits[value]
-            case sympy.Add():
-                return self._joined("add", value.args)
-            case sympy.Mul():
-                return self._joined("mul", value.args)
-            case FloorDiv():
-                return self._joined("floordiv", value.args)
-            case Mod():
-                return self._joined("mod", value.args)
-        raise NotEmitted(f"position {value} cannot be computed")
-
-    def _joined(self, name: str, parts: tuple[sympy.Expr, ...]) -> Tree:
-        tree = self._position(parts[0])
-        for part in parts[1:]:
-            tree = (name, tree, self._position(part))
-        return tree
-
-    def _number(self, value: sympy.Expr) -> Tree:
-        value = sympy.sympify(value)
-        if value.is_Integer:
-            return ("const", int(value))
-        node = self._call.size(value)
-        if node not in self.numbers:
-            self.numbers.append(node)
-        return ("number", self.numbers.index(node))
-
-
-_BINARY = {"floor_divide": "floordiv"}
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 CHUNKED = Kernel(

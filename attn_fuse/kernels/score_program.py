@@ -82,9 +82,11 @@ class ScoreProgram:
     """The score function of one attention. Trees may be given as lists; equal parts become one object.
 
     score: the final score of a query and a key. factor: multiplies the weight after the softmax. sink: the logit of
-    one more key that has no value, [B|1, H|1, Lq|1, 1]. upper, lower: key j is hidden from query i unless
-    lower <= j - i <= upper; a promise by which blocks are skipped, while `score` holds the mask itself. They are made
-    of constants, numbers and integer arithmetic.
+    one more key that has no value, [B|1, H|1, Lq|1, 1].
+
+    Two promises by which blocks of keys are skipped, while `score` holds the mask itself: where the Boolean `visible`
+    does not hold, the weight is 0 (in a query all of whose keys are hidden, the original's output is NaN or 0); and
+    nothing is visible unless lower <= j - i <= upper, made of constants, numbers and integer arithmetic.
 
     Raises ValueError for a tree that is not one, naming the node.
     """
@@ -92,6 +94,7 @@ class ScoreProgram:
     score: Tree
     factor: Tree | None = None
     sink: Tree | None = None
+    visible: Tree | None = None
     upper: Tree | None = None
     lower: Tree | None = None
 
@@ -129,7 +132,7 @@ class ScoreProgram:
 _NO_BOUND = frozenset(set(_ARITY) - set(_BOUNDS) | {"input", "gather", "cast", "and", "or"})
 _FORBIDDEN = {
     "score": frozenset[str](), "factor": frozenset({"score"}), "sink": frozenset({"score", "j"}),
-    "upper": _NO_BOUND, "lower": _NO_BOUND,
+    "visible": frozenset({"score"}), "upper": _NO_BOUND, "lower": _NO_BOUND,
 }  # fmt: skip
 
 
