@@ -1,0 +1,123 @@
+"""Which blocks of the scores a mask hides: exactly so for structured masks, and never a block that is seen."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from attn_fuse.kernels.score_program import Block, ScoreProgram, evaluate
+from attn_fuse.kernels.visibility import visibility
+
+Q, K, B, H = ["i"], ["j"], ["b"], ["h"]
+CPU = torch.device("cpu")
+CAUSAL = ["le", K, ["add", Q, ["number", 0]]]
+WINDOW = ["and", ["le", K, Q], ["gt", K, ["sub", Q, ["const", 9]]]]
+PREFIX = ["or", ["le", K, Q], ["lt", K, ["gather", 0, B]]]
+LENGTHS = ["lt", K, ["gather", 0, B]]
+DOCUMENTS = ["eq", ["input", 0], ["input", 1]]
+
+
+def sees(tree: list, inputs: list[Tensor], numbers: list[int], sizes: tuple[int, int, int, int]) -> Tensor:
+    """The mask itself, [B, H, q_len, kv_len]."""
+    batch, heads, q_len, kv_len = sizes
+    block = Block(batch, heads, (0, q_len), (0, kv_len), CPU, torch.float32)
+    program = ScoreProgram(["score"], visible=tree)
+    assert program.visible is not None
+    return evaluate(program.visible, None, inputs, numbers, block).bool().expand(sizes)
+
+
+def blockwise(keep: Tensor, blocks: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Any and all of each block."""
+    rows = [strip.split(blocks[1], 3) for strip in keep.split(blocks[0], 2)]
+    some = [[part.any(3).any(2) for part in row] for row in rows]
+    every = [[part.all(3).all(2) for part in row] for row in rows]
+    return tuple(torch.stack([torch.stack(row, -1) for row in table], -2) for table in (some, every))  # type: ignore[return-value]
+
+
+def sorted_documents(sizes: tuple[int, int, int, int]) -> list[Tensor]:
+    numbers = torch.randint(0, 5, (sizes[0], sizes[3])).sort(-1).values
+    return [numbers[:, None, : sizes[2], None], numbers[:, None, None, :]]
+
+
+@pytest.mark.parametrize("blocks", [(8, 8), (16, 4), (64, 64)], ids=str)
+@pytest.mark.parametrize(
+    ("tree", "inputs", "numbers"),
+    [
+        (CAUSAL, lambda s: [], [0]),
+        (CAUSAL, lambda s: [], [11]),
+        (CAUSAL, lambda s: [], [-7]),
+        (WINDOW, lambda s: [], []),
+        (PREFIX, lambda s: [torch.randint(0, 20, (s[0],))], []),
+        (LENGTHS, lambda s: [torch.randint(0, 50, (s[0],))], []),
+        (["and", CAUSAL, LENGTHS], lambda s: [torch.randint(0, 50, (s[0],))], [3]),
+        (DOCUMENTS, sorted_documents, []),
+        (["input", 0], lambda s: [torch.rand(s[0], 1, *s[2:]) > 0.9], []),
+        (["eq", ["floordiv", Q, ["const", 8]], ["floordiv", K, ["const", 8]]], lambda s: [], []),
+    ],
+    ids="causal ahead behind window prefix lengths both documents tensor chunks".split(),
+)
+def test_structured_masks_are_exact(tree, inputs, numbers, blocks) -> None:
+    torch.manual_seed(0)
+    sizes = (2, 3, 37, 45)
+    given_inputs = inputs(sizes)
+    some, every = blockwise(sees(tree, given_inputs, numbers, sizes), blocks)
+    found = visibility(ScoreProgram(["score"], visible=tree), given_inputs, numbers, sizes, blocks, CPU)
+    assert torch.equal(found.some.expand(some.shape), some)
+    assert torch.equal(found.every.expand(every.shape), every)
+
+
+def test_bounds_alone() -> None:
+    program = ScoreProgram(["score"], upper=["number", 0], lower=["const", -9])
+    found = visibility(program, [], [2], (1, 1, 40, 48), (8, 8), CPU)
+    j, i = torch.arange(48), torch.arange(40)[:, None]
+    some, every = blockwise(((j - i <= 2) & (j - i >= -9))[None, None], (8, 8))
+    assert torch.equal(found.some, some) and torch.equal(found.every, every)
+
+
+def test_no_mask_shows_everything() -> None:
+    found = visibility(ScoreProgram(["score"]), [], [], (2, 3, 40, 8), (16, 16), CPU)
+    assert found.some.shape == (1, 1, 3, 1) and found.some.all() and found.every.all()
+
+
+def test_nothing_to_see() -> None:
+    for sizes in ((1, 1, 0, 8), (1, 1, 8, 0), (0, 1, 8, 8)):
+        found = visibility(ScoreProgram(["score"], visible=LENGTHS), [torch.ones(sizes[0])], [], sizes, (4, 4), CPU)
+        assert found.some.shape[2:] == (-(-sizes[2] // 4), -(-sizes[3] // 4))
+
+
+NUMBERS = st.sampled_from(
+    [Q, K, B, H, ["const", -3], ["const", 4], ["const", 0.5], ["number", 0], ["input", 0], ["input", 1], ["input", 2],
+     ["input", 3], ["gather", 4, ["mod", ["add", Q, K], ["const", 7]]]]
+)  # fmt: skip
+
+
+def joined(children: st.SearchStrategy) -> st.SearchStrategy:
+    pairs = "add sub mul maximum minimum ge gt le lt eq ne and or floordiv".split()
+    return st.one_of(
+        st.tuples(st.sampled_from(pairs), children, children).map(list),
+        st.tuples(st.sampled_from(["neg", "abs", "not", "square", "sign"]), children).map(list),
+        st.tuples(st.just("where"), children, children, children).map(list),
+        st.tuples(st.just("cast"), st.sampled_from(["int64", "float32", "bool", "int32"]), children).map(list),
+    )
+
+
+@given(tree=st.recursive(NUMBERS, joined, max_leaves=8), seed=st.integers(0, 99))
+@settings(max_examples=400, deadline=None, derandomize=True)
+def test_no_block_that_is_seen_is_hidden(tree: list, seed: int) -> None:
+    torch.manual_seed(seed)
+    sizes, blocks = (2, 2, 11, 13), (4, 4)
+    inputs = [
+        torch.randint(0, 4, (2, 1, 11, 1)), torch.randint(0, 4, (2, 1, 1, 13)), torch.randn(1, 2, 11, 13),
+        torch.tensor([1.0, torch.nan, torch.inf, -torch.inf]).repeat(4)[:13].view(1, 1, 1, 13), torch.randn(7),
+    ]  # fmt: skip
+    try:
+        keep = sees(tree, inputs, [3], sizes)
+    except RuntimeError:  # torch subtracts no Booleans, for one
+        return
+    some, every = blockwise(keep, blocks)
+    found = visibility(ScoreProgram(["score"], visible=tree), inputs, [3], sizes, blocks, CPU)
+    assert not (some & ~found.some).any()
+    assert not (found.every & ~every).any()
