@@ -1,0 +1,71 @@
+"""Our own kernels as operators: each row of the grid as a score program, straight into them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attn_fuse.kernels.chunked_op import chunked
+from tests.grid import cover
+from tests.grid.case import AXES, PLAIN, Case, Operands, operands, program
+from tests.grid.cover import Row
+from tests.grid.oracle import complaint, results
+
+SEED = 2**40 + 7
+
+
+@dataclass(frozen=True)
+class Operator:
+    """call: (query, key, value, inputs, numbers, seed, dropout_p, program) -> out.
+
+    only: the values of an axis that it takes, where these are not all.
+    """
+
+    name: str
+    call: Callable[..., Tensor]
+    only: Mapping[str, Sequence[str]]
+
+    @property
+    def axes(self) -> dict[str, Sequence[str]]:
+        return {**AXES, **self.only}
+
+    def rows(self, strength: int = 2) -> list[Row]:
+        base = PLAIN | {axis: values[0] for axis, values in self.only.items()}
+        return [*cover.distinct([*cover.alone(self.axes, base), *cover.covering(self.axes, strength)])]
+
+
+CHUNKED = Operator("chunked", lambda *args: chunked(*args)[0], {})
+
+
+def check(operator: Operator, c: Case, device: torch.device) -> str:
+    """What is wrong with the operator's output and gradients; empty where nothing is."""
+    o = operands(c, device)
+    what, numbers = program(c)
+    seed = torch.tensor([SEED], device=device) if c.dropout_p else None
+
+    def run(query: Tensor, key: Tensor, value: Tensor, *inputs: Tensor) -> Tensor:
+        return operator.call(query, key, value, [*inputs], numbers, seed, c.dropout_p, what.dumps())
+
+    with torch.set_grad_enabled(c.training):
+        got = results(run, o, c.training)
+    return complaint(got, c, o, kept_weights(run, c, o) if c.dropout_p else None)
+
+
+def kept_weights(run: Callable[..., Tensor], c: Case, o: Operands) -> Tensor:
+    """What dropout multiplies each weight with, read off the output for values that are columns of the identity.
+
+    The values keep their shape, so that nothing about the kernel changes but them.
+    """
+    s = c.sizes
+    query, key, value, *rest = (t.detach() for t in o.tensors)
+    columns = []
+    with torch.no_grad():
+        for start in range(0, s.kv_len, s.value_dim):
+            part = torch.eye(s.kv_len, device=value.device)[:, start : start + s.value_dim]
+            part = torch.nn.functional.pad(part, (0, s.value_dim - part.shape[1])).to(value.dtype)
+            columns.append(run(query, key, part.expand(value.shape).contiguous(), *rest))
+    found = torch.cat(columns, -1)[..., : s.kv_len]
+    return (found != 0).double() / (1 - c.dropout_p)
