@@ -91,7 +91,7 @@ def differentiable(trees: Iterable[Tree], sources: Iterable[Tree]) -> list[Tree]
     starts = set(found)
     order: dict[int, Tree] = {}
     for node in (node for tree in trees for node in nodes(tree)):
-        if id(node) in starts or any(id(child) in found for child, _ in _paths(node)):
+        if id(node) in starts or any(id(child) in found for child, _ in paths(node)):
             found[id(node)] = order[id(node)] = node
     return list(order.values())
 
@@ -130,13 +130,13 @@ def gradients(
             continue
         gradient, result = found.pop(id(node)), memo[id(node)]
         operands = as_tensors([_value(part, numbers, memo) for part in node[1:] if isinstance(part, tuple)], block)
-        for child, rule in _paths(node):
+        for child, rule in paths(node):
             if id(child) in on_path:
                 add(child, rule(gradient, result, *operands))
     return found
 
 
-def _paths(node: Tree) -> list[tuple[Tree, Rule]]:
+def paths(node: Tree) -> list[tuple[Tree, Rule]]:
     """The operands that have a gradient, and how it is had."""
     if node[0] == "cast":
         floating = getattr(torch, node[1]).is_floating_point
@@ -146,7 +146,10 @@ def _paths(node: Tree) -> list[tuple[Tree, Rule]]:
 
 
 def _value(node: Tree, numbers: Sequence[int], memo: Memo) -> object:
-    return node[1] if node[0] == "const" else int(numbers[node[1]]) if node[0] == "number" else memo[id(node)]
+    known = memo.get(id(node))
+    if known is not None:
+        return known
+    return node[1] if node[0] == "const" else int(numbers[node[1]])
 
 
 def _won(gradient: Tensor, won: Tensor, drawn: Tensor) -> Tensor:

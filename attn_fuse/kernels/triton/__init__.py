@@ -1,0 +1,1 @@
+"""Our own kernels in Triton. Nothing here is imported before one of them is to run."""

@@ -1,0 +1,418 @@
+"""Emitter: trees of a score program as lines of Triton, of the same meaning as `score_program.evaluate` gives them.
+
+Each node is one line, each equal line one variable. What is known of a node while it is written: the dtype that it has
+in torch, by which it is computed, and of an integer the least and greatest value that it can have, so that int64 is
+carried in an int32 wherever that holds it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_fuse.kernels.score_program import COMPARISONS, UNARY, Block, Tree, evaluate
+
+# Positions stay below; whoever launches a kernel checks it.
+LONGEST = (1 << 30) - 1
+
+_INT32 = (-(1 << 31), (1 << 31) - 1)
+_INT64 = (-(1 << 63), (1 << 63) - 1)
+_LARGEST_POWER = 16
+
+
+@dataclass(frozen=True)
+class Described:
+    """What the code depends on of a tensor that it reads. narrow: whether an int32 holds every offset within it."""
+
+    dtype: torch.dtype
+    single: tuple[bool, ...]
+    narrow: bool
+
+    @property
+    def dims(self) -> int:
+        return len(self.single)
+
+
+def described(x: Tensor) -> Described:
+    last = sum((n - 1) * abs(step) for n, step in zip(x.shape, x.stride(), strict=True))
+    return Described(x.dtype, tuple(n == 1 for n in x.shape), last <= _INT32[1])
+
+
+@dataclass(frozen=True)
+class Value:
+    """A node as Triton. code: a variable or a literal, where `constant` is not None; of a literal the dtype is open.
+
+    dtype: in torch; carrier: in Triton. depends: on which of score, b, h, i, j. span: of an integer or a Boolean.
+    """
+
+    code: str
+    dtype: torch.dtype
+    carrier: torch.dtype
+    depends: frozenset[str] = frozenset()
+    span: tuple[int, int] = _INT64
+    constant: bool | int | float | None = None
+
+
+class Emitter:
+    """The lines of one function."""
+
+    def __init__(self, inputs: Sequence[Described], wide_numbers: bool) -> None:
+        self.lines: list[str] = []
+        self._inputs = inputs
+        self._number_span = _INT64 if wide_numbers else (-LONGEST, LONGEST)
+        self._known: dict[int, tuple[Tree, Value]] = {}
+        self._variables: dict[str, str] = {}
+        self._first_size = [2 * sum(x.dims for x in inputs[:n]) for n in range(len(inputs))]
+
+    def value(self, tree: Tree) -> Value:
+        # The tree is kept with its value: the identity of one that is gone could come back.
+        if id(tree) not in self._known:
+            self._known[id(tree)] = tree, self._folded(tree) or self._written(tree)
+        return self._known[id(tree)][1]
+
+    def float32(self, tree: Tree, like: str, whole: frozenset[str]) -> str:
+        """`tree` as float32 in the shape of the variable `like`, which depends on the positions in `whole`."""
+        value = self.value(tree)
+        code = self._as(value, torch.float32)
+        if "score" in value.depends or whole <= value.depends:
+            return code
+        return self._let(f"{code} + tl.zeros({like}.shape, tl.float32)")
+
+    def boolean(self, tree: Tree) -> str:
+        return self._as_bool(self.value(tree))
+
+    # ---- one node
+
+    def _folded(self, tree: Tree) -> Value | None:
+        if tree[0] == "const":
+            return _literal(tree[1])
+        if not all(self._is_constant(part) for part in tree[1:] if isinstance(part, tuple)) or len(tree) < 2:
+            return None
+        if tree[0] in ("number", "input", "gather", "given"):
+            return None
+        found = evaluate(tree, None, (), (), Block(1, 1, (0, 1), (0, 1), torch.device("cpu"), torch.float32))
+        constant = found.item()
+        return Value(_as_text(constant, found.dtype), found.dtype, found.dtype, constant=constant, span=_span(constant))
+
+    def _is_constant(self, tree: Tree) -> bool:
+        return self.value(tree).constant is not None
+
+    def _written(self, tree: Tree) -> Value:
+        match tree:
+            case ("score",):
+                return Value("raw", torch.float32, torch.float32, frozenset({"score"}))
+            case ("given", n):
+                return Value(f"given{n}", torch.float32, torch.float32, frozenset({"score"}))
+            case ("b" | "h" | "i" | "j" as name,):
+                return Value(name, torch.int64, torch.int32, frozenset({name}), (0, LONGEST))
+            case ("number", n):
+                carrier = torch.int64 if self._number_span == _INT64 else torch.int32
+                code = self._let(f"tl.cast(reads[2][{n}], tl.{_short(carrier)})")
+                return Value(code, torch.int64, carrier, span=self._number_span)
+            case ("input", n):
+                return self._read(n, *self._offset_of_element(n))
+            case ("gather", n, *index):
+                return self._read(n, *self._offset_of_gathered(n, [self.value(x) for x in index]))
+            case ("cast", name, x):
+                return self._cast(self.value(x), getattr(torch, name))
+            case ("where", condition, x, y):
+                return self._where(self.value(condition), self.value(x), self.value(y))
+            case ("and" | "or" as name, *parts):
+                values = [self.value(part) for part in parts]
+                sign = " & " if name == "and" else " | "
+                return self._boolean(sign.join(map(self._as_bool, values)), *values)
+            case ("not", x):
+                value = self.value(x)
+                return self._boolean(f"~{self._as_bool(value)}", value)
+            case (name, x, y) if name in COMPARISONS:
+                return self._compared(name, self.value(x), self.value(y))
+            case (name, x) if name in UNARY:
+                return self._unary(name, self.value(x))
+            case (name, x, y):
+                return self._binary(name, self.value(x), self.value(y))
+        raise ValueError(f"a score program has no node {tree[0]!r}")
+
+    # ---- reading
+
+    def _offset_of_element(self, n: int) -> tuple[list[str], frozenset[str]]:
+        one, first = self._inputs[n].single, self._first_size[n]
+        along = [(name, first + d) for d, name in enumerate("bhij") if not one[d]]
+        # Of one dimension each, so that int64 costs nothing here.
+        terms = [self._let(f"tl.cast({name}, tl.int64) * reads[1][{size}]") for name, size in along]
+        return terms, frozenset(name for name, _ in along)
+
+    def _offset_of_gathered(self, n: int, index: list[Value]) -> tuple[list[str], frozenset[str]]:
+        source, first = self._inputs[n], self._first_size[n]
+        if not source.dims:
+            return [], frozenset()
+        wide = torch.int32 if source.narrow else torch.int64
+        terms = []
+        for d, value in enumerate(index):
+            if source.single[d]:
+                continue
+            code = self._as(self._cast(value, torch.int64), wide)
+            if value.span[0] < 0 or value.dtype.is_floating_point:
+                size = f"reads[1][{first + source.dims + d}]"
+                code = self._let(f"tl.where({code} < 0, {code} + {size}, {code})")
+            terms.append(self._let(f"{code} * reads[1][{first + d}]"))
+        used = [value for d, value in enumerate(index) if not source.single[d]]
+        return terms, frozenset().union(*(value.depends for value in used))
+
+    def _read(self, n: int, offset: list[str], depends: frozenset[str]) -> Value:
+        dtype = self._inputs[n].dtype
+        inside = [f"({x} < {end})" for x, end in (("i", "q_len"), ("j", "kv_len")) if x in depends]
+        masked = f", mask={' & '.join(inside)}, other=0" if inside else ""
+        code = f"tl.load({' + '.join([f'reads[0][{n}]', *offset])}{masked})"
+        if dtype == torch.bool:
+            return Value(self._let(f"{code} != 0"), dtype, dtype, depends, (0, 1))
+        if dtype in _HALF:
+            return Value(self._let(f"tl.cast({code}, tl.float32)"), torch.float32, torch.float32, depends)
+        span = _INT64 if dtype.is_floating_point else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+        return Value(self._let(code), dtype, dtype, depends, span)
+
+    # ---- computing
+
+    def _cast(self, x: Value, dtype: torch.dtype) -> Value:
+        if dtype == torch.bool:
+            return x if x.dtype == dtype else self._boolean(self._as_bool(x), x)
+        if dtype.is_floating_point:
+            if x.constant is not None and dtype not in _HALF:
+                return _literal(float(x.constant))
+            return Value(self._as(x, dtype), dtype, dtype, x.depends)
+        limits = torch.iinfo(dtype)
+        if not x.dtype.is_floating_point and limits.min <= x.span[0] and x.span[1] <= limits.max:
+            carrier = _carrier(dtype, x.span)
+            return Value(self._as(x, carrier), dtype, carrier, x.depends, x.span, x.constant)
+        return Value(self._as(x, dtype), dtype, dtype, x.depends, (limits.min, limits.max))
+
+    def _where(self, condition: Value, x: Value, y: Value) -> Value:
+        dtype, span = _promoted(x, y), (min(x.span[0], y.span[0]), max(x.span[1], y.span[1]))
+        carrier = _carrier(dtype, span)
+        code = self._let(f"tl.where({self._as_bool(condition)}, {self._as(x, carrier)}, {self._as(y, carrier)})")
+        return Value(code, dtype, carrier, condition.depends | x.depends | y.depends, span)
+
+    def _compared(self, name: str, x: Value, y: Value) -> Value:
+        dtype = _promoted(x, y)
+        carrier = _carrier(dtype, (min(x.span[0], y.span[0]), max(x.span[1], y.span[1])))
+        return self._boolean(f"{self._as(x, carrier)} {_SIGNS[name]} {self._as(y, carrier)}", x, y)
+
+    def _unary(self, name: str, x: Value) -> Value:
+        floating = x.dtype.is_floating_point
+        if name in ("isnan", "isinf", "isfinite"):
+            if not floating:
+                return self._boolean("tl.full((), " + str(name == "isfinite") + ", tl.int1)")
+            code = self._as(x, _computed(x.dtype))
+            return self._boolean(_TESTS[name].format(code), x)
+        if not floating and name in ("neg", "abs", "sign", "square", "relu", "floor", "ceil", "round", "trunc"):
+            return self._unary_of_integer(name, x)
+        dtype = x.dtype if floating else torch.float32
+        code = _UNARY.get(name, f"fn.{name}({{0}})").format(self._as(x, _computed(dtype)))
+        return self._rounded(code, dtype, x)
+
+    def _unary_of_integer(self, name: str, x: Value) -> Value:
+        if x.dtype == torch.bool:
+            raise ValueError(f"{name} of a Boolean")
+        low, high = x.span
+        most = max(abs(low), abs(high))
+        least = 0 if low <= 0 <= high else min(abs(low), abs(high))
+        span = {
+            "neg": (-high, -low), "abs": (least, most), "sign": ((low > 0) - (low < 0), (high > 0) - (high < 0)),
+            "square": (least * least, most * most), "relu": (max(low, 0), max(high, 0)),
+        }.get(name, x.span)  # fmt: skip
+        if name in ("floor", "ceil", "round", "trunc"):
+            return x
+        return self._integer(_INTEGERS[name], x.dtype, span, x)
+
+    def _binary(self, name: str, x: Value, y: Value) -> Value:
+        if name == "div" or name == "atan2":
+            x, y = (v if v.dtype.is_floating_point else self._cast(v, torch.float32) for v in (x, y))
+        dtype = _promoted(x, y)
+        if name == "pow":
+            return self._power(x, y, dtype)
+        if dtype == torch.bool:
+            if name not in _LOGICAL:
+                raise ValueError(f"{name} of Booleans")
+            return self._boolean(f"{self._as_bool(x)} {_LOGICAL[name]} {self._as_bool(y)}", x, y)
+        if dtype.is_floating_point:
+            return self._binary_of_floats(name, x, y, dtype)
+        whole = x.span[0] >= 0 and y.span[0] > 0
+        code = {"floordiv": "{0} // {1}" if whole else "fn.floor_divide({0}, {1})", "fmod": "{0} % {1}"}.get(name)
+        if name in ("mod", "remainder"):
+            code = "{0} % {1}" if whole else "fn.modulo({0}, {1})"
+        return self._integer(code or _ARITHMETIC[name], dtype, _spanned(name, x.span, y.span), x, y)
+
+    def _binary_of_floats(self, name: str, x: Value, y: Value, dtype: torch.dtype) -> Value:
+        computed = _computed(dtype)
+        template = _FLOATS.get(name) or _ARITHMETIC[name]
+        if name == "div" and "score" in x.depends | y.depends:
+            template = "{0} / {1}"
+            if y.constant and abs(math.frexp(y.constant)[1]) < 100:
+                y, template = _literal(1.0 / y.constant), "{0} * {1}"
+        elif name == "div" and computed == torch.float32:
+            # Positions and lookups come of such quotients, so they are rounded as torch rounds them.
+            template = "tl.div_rn({0}, {1})"
+        return self._rounded(template.format(self._as(x, computed), self._as(y, computed)), dtype, x, y)
+
+    def _power(self, x: Value, y: Value, dtype: torch.dtype) -> Value:
+        if y.constant is not None and y.constant == int(y.constant) and abs(y.constant) <= _LARGEST_POWER:
+            base, times = self._cast(x, dtype), int(y.constant)
+            found: Value | None = None
+            for digit in f"{abs(times):b}" if times else "":
+                found = None if found is None else self._binary("mul", found, found)
+                if digit == "1":
+                    found = base if found is None else self._binary("mul", found, base)
+            if found is None:
+                return self._cast(_literal(1), dtype)
+            return found if times > 0 else self._binary("div", _literal(1.0), found)
+        if not dtype.is_floating_point:
+            raise ValueError("a power of integers whose exponent is no small number")
+        computed = _computed(dtype)
+        if y.constant == 0.5:
+            return self._rounded(f"tl.sqrt({self._as(x, computed)})", dtype, x)
+        return self._rounded(f"fn.power({self._as(x, computed)}, {self._as(y, computed)})", dtype, x, y)
+
+    # ---- lines
+
+    def _integer(self, template: str, dtype: torch.dtype, span: tuple[int, int], *operands: Value) -> Value:
+        """Computed wide enough for operands and result, as far as `dtype` is int64; a narrower one wraps around."""
+        if dtype != torch.int64:
+            limits = torch.iinfo(dtype)
+            code = self._let(template.format(*(self._as(x, dtype) for x in operands)))
+            return Value(code, dtype, dtype, _depends(operands), (limits.min, limits.max))
+        if span[0] < _INT64[0] or span[1] > _INT64[1]:
+            span = _INT64
+        spans = [span, *(x.span for x in operands)]
+        wide = _carrier(dtype, (min(low for low, _ in spans), max(high for _, high in spans)))
+        code = self._let(template.format(*(self._as(x, wide) for x in operands)))
+        carrier = _carrier(dtype, span)
+        found = Value(code, dtype, wide, _depends(operands), span)
+        return found if carrier == wide else Value(self._as(found, carrier), dtype, carrier, found.depends, span)
+
+    def _rounded(self, code: str, dtype: torch.dtype, *operands: Value) -> Value:
+        computed = _computed(dtype)
+        found = Value(self._let(code), dtype, computed, _depends(operands))
+        return found if computed == dtype else Value(self._as(found, dtype), dtype, dtype, found.depends)
+
+    def _boolean(self, code: str, *operands: Value) -> Value:
+        return Value(self._let(code), torch.bool, torch.bool, _depends(operands), (0, 1))
+
+    def _as_bool(self, x: Value) -> str:
+        if x.constant is not None:
+            return f"tl.full((), {bool(x.constant)}, tl.int1)"
+        return x.code if x.carrier == torch.bool else self._let(f"{x.code} != 0")
+
+    def _as(self, x: Value, dtype: torch.dtype) -> str:
+        """`x` in the Triton dtype for `dtype`."""
+        if x.constant is not None:
+            return _as_text(x.constant, dtype)
+        return x.code if x.carrier == dtype else self._let(f"tl.cast({x.code}, tl.{_short(dtype)})")
+
+    def _let(self, code: str) -> str:
+        if code not in self._variables:
+            self._variables[code] = f"v{len(self._variables)}"
+            self.lines.append(f"{self._variables[code]} = {code}")
+        return self._variables[code]
+
+
+def _depends(values: Sequence[Value]) -> frozenset[str]:
+    return frozenset().union(*(x.depends for x in values))
+
+
+def _promoted(*values: Value) -> torch.dtype:
+    """As torch promotes tensors of these, fractional constants at least in float32."""
+    floats = [x.dtype for x in values if x.dtype.is_floating_point and x.constant is None]
+    widest = functools.reduce(torch.promote_types, floats, torch.float32)
+    dtypes = [widest if isinstance(x.constant, float) else x.dtype for x in values]
+    return functools.reduce(torch.promote_types, dtypes)
+
+
+def _carrier(dtype: torch.dtype, span: tuple[int, int]) -> torch.dtype:
+    return torch.int32 if dtype == torch.int64 and _INT32[0] <= span[0] and span[1] <= _INT32[1] else dtype
+
+
+def _computed(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in _HALF else dtype
+
+
+def _literal(x: bool | int | float) -> Value:
+    dtype = torch.bool if isinstance(x, bool) else torch.int64 if isinstance(x, int) else torch.float32
+    return Value(_as_text(x, dtype), dtype, dtype, constant=x, span=_span(x))
+
+
+def _span(x: bool | int | float) -> tuple[int, int]:
+    return _INT64 if isinstance(x, float) else (int(x), int(x))
+
+
+def _as_text(x: bool | int | float, dtype: torch.dtype) -> str:
+    if dtype == torch.bool:
+        return f"tl.full((), {bool(x)}, tl.int1)"
+    if not dtype.is_floating_point:
+        return str(int(x))
+    rounded = torch.tensor(x, dtype=torch.float64).to(dtype).item()
+    return repr(rounded) if math.isfinite(rounded) else f'float("{rounded}")'
+
+
+def _spanned(name: str, x: tuple[int, int], y: tuple[int, int]) -> tuple[int, int]:
+    match name:
+        case "add":
+            return x[0] + y[0], x[1] + y[1]
+        case "sub":
+            return x[0] - y[1], x[1] - y[0]
+        case "mul":
+            products = [a * b for a in x for b in y]
+            return min(products), max(products)
+        case "maximum":
+            return max(x[0], y[0]), max(x[1], y[1])
+        case "minimum":
+            return min(x[0], y[0]), min(x[1], y[1])
+        case "floordiv" if y[0] > 0:
+            quotients = [a // b for a in x for b in y]
+            return min(quotients), max(quotients)
+        case "mod" | "remainder" if y[0] > 0:
+            return 0, y[1] - 1
+        case "mod" | "remainder" | "fmod":
+            most = max(abs(y[0]), abs(y[1]))
+            return -most, most
+    most = max(abs(x[0]), abs(x[1]))
+    return -most, most
+
+
+def _short(dtype: torch.dtype) -> str:
+    return "int1" if dtype == torch.bool else str(dtype).removeprefix("torch.")
+
+
+_HALF = (torch.float16, torch.bfloat16)
+_SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "eq": "==", "ne": "!="}
+_LOGICAL = {"add": "|", "maximum": "|", "mul": "&", "minimum": "&"}
+_ARITHMETIC: dict[str, Any] = {
+    "add": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}",
+    "maximum": "tl.maximum({0}, {1})", "minimum": "tl.minimum({0}, {1})",
+}  # fmt: skip
+_FLOATS = {
+    "maximum": "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
+    "minimum": "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
+    "div": "{0} / {1}",
+    "fmod": "{0} % {1}",
+    "mod": "fn.float_modulo({0}, {1})",
+    "remainder": "fn.float_modulo({0}, {1})",
+    "floordiv": "fn.float_floor_divide({0}, {1})",
+    "atan2": "fn.atan2({0}, {1})",
+}
+_INTEGERS = {
+    "neg": "-{0}", "abs": "tl.abs({0})", "sign": "fn.sign({0})", "square": "{0} * {0}", "relu": "tl.maximum({0}, 0)",
+}  # fmt: skip
+_TESTS = {"isnan": "{0} != {0}", "isinf": 'tl.abs({0}) == float("inf")', "isfinite": 'tl.abs({0}) < float("inf")'}
+_UNARY = {
+    **{name: f"tl.{name}({{0}})" for name in "abs floor ceil exp exp2 log log2 sqrt rsqrt sin cos erf".split()},
+    "neg": "-{0}",
+    "square": "{0} * {0}",
+    "reciprocal": "1.0 / {0}",
+    "relu": "tl.where({0} <= 0.0, 0.0, {0})",
+    "round": "fn.round_({0})",
+}
