@@ -76,6 +76,11 @@ class Block:
     def shape(self) -> tuple[int, int, int, int]:
         return self.batch, self.heads, self.queries[1] - self.queries[0], self.keys[1] - self.keys[0]
 
+    @property
+    def one(self) -> tuple[int, ...]:
+        """The shape of a constant."""
+        return 1, 1, 1, 1
+
 
 @dataclass(frozen=True)
 class ScoreProgram:
@@ -205,7 +210,7 @@ def read(node: Tree, inputs: Sequence[Tensor], numbers: Sequence[int], block: Bl
     if node[0] == "input":
         return _widened(_narrowed(source, block), block)
     # Without a dimension there is nothing to index.
-    found = source[gathered(node, inputs, numbers, block, memo)] if source.ndim else source.reshape(1, 1, 1, 1)
+    found = source[gathered(node, inputs, numbers, block, memo)] if source.ndim else source.reshape(block.one)
     return _widened(found, block)
 
 
@@ -343,6 +348,6 @@ def as_tensors(values: Sequence[Any], block: Block) -> list[Tensor]:
         if isinstance(x, Tensor):
             return x
         dtype = torch.bool if isinstance(x, bool) else torch.int64 if isinstance(x, int) else widest
-        return torch.full((1, 1, 1, 1), x, dtype=dtype, device=block.device)
+        return torch.full(block.one, x, dtype=dtype, device=block.device)
 
     return [as_tensor(x) for x in values]
