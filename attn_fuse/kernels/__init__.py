@@ -2,7 +2,8 @@
 
 from attn_fuse.kernels.chunked import CHUNKED
 from attn_fuse.kernels.sdpa import CPU_FLASH, CUDA_EFFICIENT, CUDA_FLASH, CUDNN
+from attn_fuse.kernels.triton_decode import TRITON_DECODE
 
 __all__ = ["CHUNKED", "KERNELS"]
 
-KERNELS = (CUDNN, CUDA_FLASH, CUDA_EFFICIENT, CPU_FLASH, CHUNKED)
+KERNELS = (CUDNN, CUDA_FLASH, CUDA_EFFICIENT, CPU_FLASH, TRITON_DECODE, CHUNKED)

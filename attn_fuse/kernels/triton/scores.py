@@ -19,7 +19,7 @@ Every function is about one tile of any shape and orientation:
     visible(b, h, i, j, q_len, kv_len, reads)                whether the mask lets the query see the key, in whatever
                                                              shape, where lower <= j - i <= upper
     score_backward(given0, raw, b, ...)                      gradient of the score (without unit) -> of raw
-    Gradient.function(given0, given1, raw, b, ...)           gradients of score and factor -> of the elements of an input
+    Gradient.function(given0, given1, raw, b, ...)           gradients of score and factor -> of an input's elements
 
 The weight of an element is exp2((score - maximum) * (LOG2E / unit)): where a score can be had in units of log(2) at no
 cost, it is; elsewhere, and where a finite fill in a bias could overflow, it is as it is. The difference is to be taken
@@ -73,8 +73,9 @@ class Gradient:
 class ScoreCode:
     """The functions, each a `triton.jit` one; see above. path: where their source is.
 
-    unit: log2(e) or 1. factor, sink, visible: None where the program has none. score_inside: `score` itself where it is no
-    other. gradients: of the floating-point inputs that score and factor read, in no order.
+    unit: log2(e) or 1. factor, sink, visible: None where the program has none, or lets each key be seen within its
+    bounds. score_inside: `score` itself where it is no other. gradients: of the floating-point inputs that score and
+    factor read, in no order.
     """
 
     program: ScoreProgram
@@ -179,7 +180,7 @@ def _function(
 
 def _visible(program: ScoreProgram, trees: Trees, inputs: Sequence[Described], wide: bool) -> str | None:
     tree = program.visible and inside(trees, dataclasses.replace(program, score=program.visible))
-    if tree is None or tree[0] == "const" and tree[1]:
+    if tree is None or (tree[0] == "const" and tree[1]):
         return None
     emitter = Emitter(inputs, wide)
     result = emitter.boolean(tree)
