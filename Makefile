@@ -3,7 +3,7 @@ PYTHON ?=
 python := .venv/bin/python
 PYTEST := $(python) -m pytest
 
-.PHONY: help demo test slow fuzz test-models gpu lint types bench recall evidence clean
+.PHONY: help demo test slow fuzz test-models test-gpu gpu lint types bench recall evidence clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -28,11 +28,12 @@ fuzz: .venv/ready-dev ## random attention programs for FUZZ_SECONDS=900; it prin
 test-models: .venv/ready-dev .venv/ready-models ## the tests with the models of transformers, which it installs into .venv
 	$(PYTEST) -m models $(ARGS)
 
-gpu: .venv/ready-dev ## the GPU tests, then the benchmarks on CUDA
-	@$(python) -c "import torch; raise SystemExit(not torch.cuda.is_available() and 'make gpu: torch sees no CUDA device')"
+gpu: .venv/ready-dev ## measure everything on CUDA in 8 minutes; results go to benchmarks/results
+	$(python) benchmarks/gpu.py $(ARGS)
+
+test-gpu: .venv/ready-dev ## the GPU tests
+	@$(python) -c "import torch; raise SystemExit(not torch.cuda.is_available() and 'make test-gpu: torch sees no CUDA device')"
 	$(PYTEST) -m gpu $(ARGS)
-	$(python) benchmarks/nanogpt.py --device cuda --dtype bfloat16
-	$(python) benchmarks/crossover.py --device cuda
 
 lint: .venv/ready-dev ## ruff
 	$(python) -m ruff check .

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,7 +12,7 @@ from torch import Tensor
 
 from attn_fuse.kernels.chunked_op import chunked
 from tests.grid import cover
-from tests.grid.case import AXES, PLAIN, Case, Operands, operands, program
+from tests.grid.case import AXES, Case, Operands, operands, program
 from tests.grid.cover import Row
 from tests.grid.oracle import complaint, results
 
@@ -28,16 +30,46 @@ class Operator:
     call: Callable[..., Tensor]
     only: Mapping[str, Sequence[str]]
 
-    @property
-    def axes(self) -> dict[str, Sequence[str]]:
-        return {**AXES, **self.only}
-
-    def rows(self, strength: int = 2) -> list[Row]:
-        base = PLAIN | {axis: values[0] for axis, values in self.only.items()}
-        return [*cover.distinct([*cover.alone(self.axes, base), *cover.covering(self.axes, strength)])]
+    def rows(self, strength: int = 2, lengths: Sequence[str] = AXES["lengths"]) -> list[Row]:
+        """Each value alone, then in every combination of `strength`. lengths: in place of those of the grid."""
+        axes = {**AXES, "lengths": lengths, **self.only}
+        base = {axis: values[0] for axis, values in axes.items()}
+        return [*cover.distinct([*cover.alone(axes, base), *cover.covering(axes, strength)])]
 
 
 CHUNKED = Operator("chunked", lambda *args: chunked(*args)[0], {})
+
+
+def operators(device: torch.device) -> dict[str, Operator]:
+    """Those that run on the device, by name: on a CPU those in Triton run only under its interpreter."""
+    found = [CHUNKED]
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if importlib.util.find_spec("triton") is not None and (interpreted or device.type == "cuda"):
+        found.append(Operator("triton_decode", _decode, _DECODING))
+    return {operator.name: operator for operator in found}
+
+
+_DECODING = {
+    "gradient": ("none",),
+    "dropout": ("none",),
+    "lengths": ("1, 17", "13, 29", "1, 333"),
+    "dtype": ("float32", "bfloat16", "float16"),
+}
+
+
+def _decode(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    inputs: Sequence[Tensor],
+    numbers: Sequence[int],
+    seed: Tensor | None,
+    dropout_p: float,
+    program: str,
+) -> Tensor:
+    from attn_fuse.kernels.triton.decode_op import decode
+
+    return decode(query, key, value, inputs, numbers, program)
 
 
 def check(operator: Operator, c: Case, device: torch.device) -> str:
