@@ -64,6 +64,7 @@ def _compile(
         may_rewrite=fuel.allows,
         verifier_of=None if checker is None else checker.verifier_of,
         constants=constants,
+        compiled=options.inner_backend == "inductor",
     )
     sites = rewriter.rewrite()
     graph.recompile()

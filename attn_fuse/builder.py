@@ -19,6 +19,7 @@ from torch.nn import functional
 from attn_fuse import algebra as al
 from attn_fuse import expression as ex
 from attn_fuse.attention import Attention
+from attn_fuse.earlier import earlier
 from attn_fuse.expression import Expr
 from attn_fuse.facts import Facts
 from attn_fuse.names import value_of
@@ -59,6 +60,11 @@ class Builder:
             if name in self._region.output.meta:
                 made.meta[name] = self._region.output.meta[name]
         return made
+
+    def node_once(self, target: Callable[..., Any], *args: Any) -> Node:
+        """The same operation on the same values from earlier in the graph, else a new one; for one without effects."""
+        found = earlier(self._graph, self._region.output, target, args)
+        return self.node(target, *args) if found is None else found
 
     def undo(self) -> None:
         for node in reversed(self.made):

@@ -27,6 +27,7 @@ class Facts:
     bias_may_hide: whether the biases could lower every score of a query by much, as a padding mask does.
     bias_dtype: the widest floating-point type among the tensors that the biases read; None without such.
     weights_used: whether the program also uses the scores or weights elsewhere, so that they are computed anyway.
+    compiled: whether Inductor compiles what becomes of the graph.
     """
 
     device: torch.device
@@ -44,6 +45,7 @@ class Facts:
     bias_may_hide: bool
     bias_dtype: torch.dtype | None
     weights_used: bool = False
+    compiled: bool = True
 
     @property
     def score_bytes(self) -> int:
@@ -51,7 +53,9 @@ class Facts:
         return self.batch * self.heads * self.q_len * self.kv_len * self.dtype.itemsize
 
 
-def facts_of(attention: Attention, leaves: Sequence[object], weights_used: bool = False) -> Facts:
+def facts_of(
+    attention: Attention, leaves: Sequence[object], weights_used: bool = False, compiled: bool = True
+) -> Facts:
     """The facts of `attention`, whose loads are of `leaves` (fake tensors and numbers)."""
     tensors = [leaf if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
 
@@ -85,6 +89,7 @@ def facts_of(attention: Attention, leaves: Sequence[object], weights_used: bool 
         bias_may_hide=any(_may_hide(term, tensors) for term in attention.biases),
         bias_dtype=max(widths, key=lambda d: torch.finfo(d).bits) if widths else None,
         weights_used=weights_used,
+        compiled=compiled,
         **{name: _on_first_call(size, leaves) for name, size in sizes.items()},
     )
 

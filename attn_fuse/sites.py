@@ -41,7 +41,7 @@ class Rewriter:
 
     inputs: the graph's example inputs. pick: chooses the kernel. may_rewrite: asked, for each site about to be
     rewritten, with its report. verifier_of: for the `check` option, what compares a site with its rewrite.
-    constants: source names of arguments that are constants all the same.
+    constants: source names of arguments that are constants all the same. compiled: whether Inductor compiles the graph.
     """
 
     graph: GraphModule
@@ -50,6 +50,7 @@ class Rewriter:
     may_rewrite: Callable[[SiteReport], bool]
     verifier_of: VerifierOf | None = None
     constants: frozenset[str] = frozenset()
+    compiled: bool = True
     proofs: dict[int, Proof] = field(default_factory=dict)
     _known: dict[Any, _Analysis] = field(default_factory=dict)
 
@@ -102,7 +103,7 @@ class Rewriter:
                 "the weights after dropout are also used outside the attention", region.dropped_weights_used
             )
             return SiteReport(location, "refused", blocker=_blocker(reason, region.softmax))
-        facts = facts_of(attention, [value_of(leaf) for leaf in region.leaves], region.weights_used is not None)
+        facts = facts_of(attention, [value_of(leaf) for leaf in region.leaves], region.weights_used is not None, self.compiled)
         used = [proof for leaf, proof in proofs.items() if leaf in region.leaves]
         words = in_words(attention, facts, tuple(f"the contents of {_plain(p.source)}, {p.form}" for p in used))
         choice = self.pick(attention, facts)

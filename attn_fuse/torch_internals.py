@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -25,6 +26,8 @@ __all__ = [
     "PassesThroughDynamo",
     "compile_with",
     "decompositions",
+    "flex_attention",
+    "flex_runs_on_cpu",
     "functionalized",
     "known_backends",
     "lower_bounds",
@@ -107,6 +110,78 @@ def sdpa_choice(
 ) -> int:
     """The `torch.nn.attention.SDPBackend` that `scaled_dot_product_attention` would run on these real tensors."""
     return int(torch._fused_sdp_choice(query, key, value, mask, dropout_p, is_causal, enable_gqa=enable_gqa))
+
+
+def flex_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    score_mod: Callable[..., torch.Tensor],
+    block_mask: Any,
+    scale: float,
+    score_read: Sequence[torch.Tensor],
+    mask_read: Sequence[torch.Tensor],
+    lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The operator behind `torch.nn.attention.flex_attention`, and the log-sum-exp, for graphs that are being traced.
+
+    score_read, mask_read: what `score_mod` and the mask_mod of `block_mask` (a `BlockMask`) are given besides the
+    score and its place. lse: whether the log-sum-exp is used. The public function compiles itself when it is called.
+    """
+    on_cpu = query.device.type == "cpu"
+    options = {
+        "BACKEND": "AUTO",
+        "PRESCALE_QK": False,
+        "ROWS_GUARANTEED_SAFE": False,
+        "BLOCKS_ARE_CONTIGUOUS": False,
+        "WRITE_DQ": True,
+        "OUTPUT_LOGSUMEXP": not on_cpu and (lse or torch.is_grad_enabled()),
+        "OUTPUT_MAX": False,
+    }
+    # Autocast reaches into the operator and would round query, key and value.
+    with torch.autocast(query.device.type, enabled=False):
+        out, log2_sum, *_ = torch.ops.higher_order.flex_attention(
+            query, key, value, score_mod, block_mask.as_tuple(), scale, options, tuple(score_read), tuple(mask_read)
+        )
+    return out, log2_sum * math.log(2.0) if lse else log2_sum
+
+
+def flex_runs_on_cpu() -> bool:
+    """Whether Inductor has FlexAttention for this CPU."""
+    from torch._inductor.kernel.flex.flex_cpu import check_cpu_supported
+
+    return bool(check_cpu_supported())
+
+
+def sdpa_switches() -> tuple[bool, bool, bool, bool]:
+    """Whether SDPA may run flash, efficient, math and cuDNN: the public names ask four times slower, on every call."""
+    c = torch._C
+    return (
+        c._get_flash_sdp_enabled(),
+        c._get_mem_efficient_sdp_enabled(),
+        c._get_math_sdp_enabled(),
+        c._get_cudnn_sdp_enabled(),
+    )
+
+
+@contextlib.contextmanager
+def apart_from_dynamo() -> Iterator[None]:
+    """Within a backend, a block that compiles and runs other graphs as if Dynamo was not compiling one just now.
+
+    Without it AOTAutograd takes up the fake tensors of the graph being compiled, and a backward that is compiled when
+    it first runs finds its metrics set already.
+    """
+    from torch._dynamo import utils
+    from torch._guards import compile_context, tracing
+
+    kept = utils.get_metrics_context()
+    here: Any = utils._metrics_context_tls
+    here.metrics_context = utils.MetricsContext(on_exit=lambda *args: None)
+    try:
+        with tracing(None), compile_context(None):
+            yield
+    finally:
+        here.metrics_context = kept
 
 
 def _called(graph: torch.fx.GraphModule) -> list[str]:
