@@ -9,6 +9,7 @@ the programs leave is joined by a second kernel, always in the same order.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -48,10 +49,10 @@ def tiles(rows: int, width: int, itemsize: int) -> Tiles:
     two programs fit on one multiprocessor, and what they take fits on any from sm_80 on.
     """
     width = max(16, triton.next_power_of_2(width))
-    most = 32 if itemsize > 2 or width > 128 else 64
+    most = 16 if itemsize > 2 else 32 if width > 128 else 64
     rows = min(most, max(16, triton.next_power_of_2(rows)))
     keys = max(16, min(32, 4096 // width)) if itemsize > 2 else max(32, min(128, 8192 // width))
-    stages = 3 if rows == 16 or (rows == 32 and itemsize == 2) else 2
+    stages = 2 if rows == 64 else 3
     return Tiles(rows, keys, stages, scan=max(1, 256 // keys))
 
 
@@ -83,6 +84,9 @@ def attend(
     size = tiles(heads // kv_heads * q_len, max(head_dim, value_dim), query.element_size())
     first, last = _keys(code.program, numbers, q_len, kv_len, size.keys)
     blocks = triton.cdiv(last - first, size.keys)
+    # Triton sees of a stride only whether 16 divides it; 8 elements are enough to be read at a time.
+    key_strides, value_strides = _strides(key), _strides(value)
+    step = math.gcd(16, *key_strides, *value_strides)
     to_log2 = LOG2E / code.unit
     planes = batch * kv_heads * triton.cdiv(heads // kv_heads * q_len, size.rows)
     if splits is None:
@@ -93,12 +97,13 @@ def attend(
         row_max, row_sum = query.new_empty(2, batch, heads, q_len, splits, dtype=torch.float32)
     attend_split[planes, splits](
         query, key, value, part, row_max, row_sum, code.reads(inputs, numbers),
-        *query.stride(), *key.stride(), *value.stride(),
+        *query.stride(), *(n // step for n in key_strides), key.stride(3),
+        *(n // step for n in value_strides), value.stride(3),
         kv_heads, q_len, kv_len, first, last, splits,
         GROUPS=heads // kv_heads, HEAD_DIM=head_dim, VALUE_DIM=value_dim,
         ROWS=size.rows, KEYS=size.keys, INNER=_padded(head_dim), WIDTH=_padded(value_dim),
         SCORE=code.score, FACTOR=code.factor, SINK=code.sink, VISIBLE=code.visible,
-        TO_LOG2=to_log2, SCAN=size.scan, WHOLE=splits == 1, STAGES=size.stages,
+        STEP=step, TO_LOG2=to_log2, SCAN=size.scan, WHOLE=splits == 1, STAGES=size.stages,
         num_warps=size.warps, num_stages=size.stages,
     )  # fmt: skip
     if splits > 1:
@@ -135,6 +140,11 @@ def _keys(program: ScoreProgram, numbers: Sequence[int], q_len: int, kv_len: int
     last = kv_len if upper is None else min(kv_len, q_len + upper)
     first = 0 if lower is None else max(0, lower) // block * block
     return first, max(first, last)
+
+
+def _strides(x: Tensor) -> list[int]:
+    """Those of all dimensions but the last; 0 where there is nothing to step to."""
+    return [0 if n == 1 else step for n, step in zip(x.shape[:3], x.stride()[:3], strict=True)]
 
 
 def _padded(width: int) -> int:

@@ -19,14 +19,15 @@ def attend_split(
     GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, INNER: tl.constexpr, WIDTH: tl.constexpr,
     SCORE: tl.constexpr, FACTOR: tl.constexpr, SINK: tl.constexpr, VISIBLE: tl.constexpr,
-    TO_LOG2: tl.constexpr, SCAN: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
+    STEP: tl.constexpr, TO_LOG2: tl.constexpr, SCAN: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Keys [first_key, last_key) of one batch entry and key head, every `splits`-th block of them.
 
     A row is a query of one of the GROUPS heads: row = group * q_len + i. out, row_max, row_sum: contiguous
     [batch, kv_heads, GROUPS, q_len, splits, VALUE_DIM or nothing]. WHOLE: there is one split, and out is final.
     SCORE, FACTOR, SINK, VISIBLE, reads: as `scores` gives them; TO_LOG2: a difference of scores times this is one of
-    base 2. SCAN: blocks that are searched at a time for visible keys.
+    base 2. The strides of key and value but those of d are in units of STEP, by which they are known to be aligned.
+    SCAN: blocks that are searched at a time for visible keys.
     """
     tiles = tl.cdiv(GROUPS * q_len, ROWS)
     plane = tl.program_id(0) // tiles
@@ -43,10 +44,10 @@ def attend_split(
     d = tl.arange(0, INNER).to(tl.int64)
     e = tl.arange(0, WIDTH).to(tl.int64)
 
-    at = b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh + i.to(tl.int64) * stride_qi + d[None, :] * stride_qd
-    q = tl.load(query + at, mask=d[None, :] < HEAD_DIM, other=0.0)
-    key += b.to(tl.int64) * stride_kb + kv_head.to(tl.int64) * stride_kh
-    value += b.to(tl.int64) * stride_vb + kv_head.to(tl.int64) * stride_vh
+    offset = b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh + i.to(tl.int64) * stride_qi
+    q = tl.load(query + offset + d[None, :] * stride_qd, mask=d[None, :] < HEAD_DIM, other=0.0)
+    key += (b.to(tl.int64) * stride_kb + kv_head.to(tl.int64) * stride_kh) * STEP
+    value += (b.to(tl.int64) * stride_vb + kv_head.to(tl.int64) * stride_vh) * STEP
 
     blocks = tl.cdiv(last_key - first_key, KEYS)
     own = (blocks - split + splits - 1) // splits
@@ -72,10 +73,10 @@ def attend_split(
     for block in tl.range(start, stop, num_stages=STAGES):
         first = first_key + (block * splits + split) * KEYS
         j = (first + n)[None, :]
-        at = (first + n).to(tl.int64)[None, :] * stride_kj + d[:, None] * stride_kd
-        k = tl.load(key + at, mask=(j < last_key) & (d[:, None] < HEAD_DIM), other=0.0)
-        at = (first + n).to(tl.int64)[:, None] * stride_vj + e[None, :] * stride_vd
-        v = tl.load(value + at, mask=(first + n < last_key)[:, None] & (e[None, :] < VALUE_DIM), other=0.0)
+        at_key = (first + n).to(tl.int64)[None, :] * stride_kj * STEP + d[:, None] * stride_kd
+        k = tl.load(key + at_key, mask=(j < last_key) & (d[:, None] < HEAD_DIM), other=0.0)
+        at_value = (first + n).to(tl.int64)[:, None] * stride_vj * STEP + e[None, :] * stride_vd
+        v = tl.load(value + at_value, mask=(first + n < last_key)[:, None] & (e[None, :] < VALUE_DIM), other=0.0)
         raw = tl.dot(q, k, input_precision="ieee")
         scores = SCORE(raw, b, h, i, j, q_len, kv_len, reads)
         scores = tl.where(j < last_key, scores, float("-inf"))
