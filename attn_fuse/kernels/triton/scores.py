@@ -139,7 +139,7 @@ def _score_code(text: str, inputs: tuple[Described, ...], wide: bool) -> ScoreCo
         visible=getattr(module, "visible", None),
         score_backward=module.score_backward,
         gradients=tuple(
-            Gradient(node, Emitter(inputs, wide).value(node).depends, getattr(module, f"gradient{n}"))
+            Gradient(node, _along(node, inputs), getattr(module, f"gradient{n}"))
             for n, (node, _) in enumerate(wanted)
         ),
     )
@@ -157,6 +157,16 @@ def _gradients(program: ScoreProgram, trees: Trees, inputs: Sequence[Described])
         if node[0] == "score" or (node[0] in ("input", "gather") and inputs[node[1]].dtype.is_floating_point)
     ]
     return {which: (distinct[which], tree) for which, tree in gradient_trees(trees, given, sources).items()}
+
+
+def _along(node: Tree, inputs: Sequence[Described]) -> frozenset[str]:
+    """The positions along which `evaluate` gives more than one element."""
+    if node[0] == "input":
+        return frozenset(name for name, single in zip("bhij", inputs[node[1]].single, strict=True) if not single)
+    if node[0] == "gather" and not inputs[node[1]].dims:
+        return frozenset()
+    children = (_along(part, inputs) for part in node[1:] if isinstance(part, tuple))
+    return frozenset({node[0]} & set("bhij")).union(*children)
 
 
 _HEADER = """\

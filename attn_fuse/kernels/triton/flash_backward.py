@@ -1,0 +1,289 @@
+"""Flash attention backward (FlashAttention-2, arXiv 2307.08691) in three kernels without atomic additions.
+
+Each computes the scores of its blocks again: one for the gradient of the query, one for those of key and value over all
+query heads that share them, and one, where it is wanted, for the gradient of a tensor that the score function reads,
+added up over what that tensor broadcasts over. So every sum has one order, and results do not change from run to run.
+
+The arguments are those of `flash_forward.forward`; delta: fp32 [B, H, Lq], sum(grad_out * out).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from attn_fuse.kernels.triton.flash_forward import key_phases
+from attn_fuse.kernels.triton.tiles import kept, load_rows, plane, span, store_rows
+
+
+@triton.jit
+def sum_of_products(
+    grad_out, out, delta, heads, q_len, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr
+):
+    blocks = tl.cdiv(q_len, BLOCK_M)
+    rows = tl.program_id(0) % blocks * BLOCK_M + tl.arange(0, BLOCK_M)
+    h = tl.program_id(0) // blocks % heads
+    b = tl.program_id(0) // blocks // heads
+    x = load_rows(grad_out, plane(grad_out, b, h), rows, q_len, VALUE_DIM, BLOCK_V, True)
+    y = load_rows(out, plane(out, b, h), rows, q_len, VALUE_DIM, BLOCK_V, True)
+    total = tl.sum(x.to(tl.float32) * y.to(tl.float32), 1)
+    tl.store(delta + (tl.cast(b, tl.int64) * heads + h) * q_len + rows, total, mask=rows < q_len)
+
+
+@triton.jit
+def load_statistics(row_max, row_sum, delta, b, h, heads, rows, q_len):
+    """What the scores of `rows` are shifted by, one over their sum, and delta; 0 beyond q_len."""
+    row = (tl.cast(b, tl.int64) * heads + h) * q_len + rows
+    shift = tl.load(row_max + row, mask=rows < q_len, other=0.0)
+    total = tl.load(row_sum + row, mask=rows < q_len, other=0.0)
+    over = 1.0 / tl.where(total == 0.0, float("inf"), total)
+    return tl.where(shift == float("-inf"), 0.0, shift), over, tl.load(delta + row, mask=rows < q_len, other=0.0)
+
+
+@triton.jit
+def backward_query(
+    grad_out, query, key, value, dquery, row_max, row_sum, delta, seed, spans, reads,
+    lower, upper, heads, groups, q_len, kv_len, dropout_p, dropout_scale,
+    SCORE: tl.constexpr, SCORE_INSIDE: tl.constexpr, FACTOR: tl.constexpr, BACKWARD: tl.constexpr,
+    TO_LOG2: tl.constexpr,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(q_len, BLOCK_M)
+    start = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK_M
+    h = tl.program_id(0) // blocks % heads
+    b = tl.program_id(0) // blocks // heads
+    rows = start + tl.arange(0, BLOCK_M)
+    i = rows[:, None]
+    key_start, value_start = plane(key, b, h // groups), plane(value, b, h // groups)
+    q = load_rows(query, plane(query, b, h), rows, q_len, HEAD_DIM, BLOCK_D, True)
+    do = load_rows(grad_out, plane(grad_out, b, h), rows, q_len, VALUE_DIM, BLOCK_V, True)
+    shift, over, row_delta = load_statistics(row_max, row_sum, delta, b, h, heads, rows, q_len)
+    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    first, last = span(spans, b, h, start, q_len, BLOCK_M, kv_len)
+    first, inner_first, inner_last, last = key_phases(
+        first, last, start, lower, upper, q_len, kv_len, BLOCK_M, BLOCK_N
+    )  # fmt: skip
+    for phase in tl.static_range(3):
+        if phase == 0:
+            begin, end = first, inner_first
+        elif phase == 1:
+            begin, end = inner_first, inner_last
+        else:
+            begin, end = inner_last, last
+        if phase > 0 or lower is not None:
+            for n in tl.range(begin, end, BLOCK_N):
+                columns = n + tl.arange(0, BLOCK_N)
+                j = columns[None, :]
+                k = load_rows(key, key_start, columns, kv_len, HEAD_DIM, BLOCK_D, phase != 1)
+                v = load_rows(value, value_start, columns, kv_len, VALUE_DIM, BLOCK_V, phase != 1)
+                raw = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+                if phase == 1:
+                    scores = SCORE_INSIDE(raw, b, h, i, j, q_len, kv_len, reads)
+                else:
+                    scores = SCORE(raw, b, h, i, j, q_len, kv_len, reads)
+                    scores = tl.where(j < kv_len, scores, float("-inf"))
+                weights = tl.exp2((scores - shift[:, None]) * TO_LOG2) * over[:, None]
+                dweights = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+                if seed is not None:
+                    is_kept = kept(seed, dropout_p, b, h, heads, i, j)
+                    dweights = tl.where(is_kept, dweights * dropout_scale, 0.0)
+                if FACTOR is not None:
+                    dweights = dweights * FACTOR(raw, b, h, i, j, q_len, kv_len, reads)
+                draw = BACKWARD(weights * (dweights - row_delta[:, None]), raw, b, h, i, j, q_len, kv_len, reads)
+                if phase != 1:
+                    draw = tl.where(j < kv_len, draw, 0.0)
+                dq = tl.dot(draw.to(k.dtype), k, dq, input_precision=PRECISION)
+    store_rows(dquery, plane(dquery, b, h), rows, q_len, dq, HEAD_DIM, BLOCK_D)
+
+
+@triton.jit
+def query_phases(first, last, start, lower, upper, q_len, kv_len, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """As `key_phases`, of the queries in [first, last) that may see keys from `start` on."""
+    stop = tl.minimum(start + BLOCK_N, kv_len)
+    last = tl.minimum(last, q_len)
+    if lower is not None:
+        last = tl.minimum(last, stop - lower)
+    if upper is not None:
+        first = tl.maximum(first, start - upper)
+    first = first // BLOCK_M * BLOCK_M
+    last = tl.maximum(first, last)
+    inner_first, inner_last = first, last // BLOCK_M * BLOCK_M
+    if upper is not None:
+        inner_first = tl.minimum(tl.maximum(first, tl.cdiv(tl.maximum(stop - 1 - upper, 0), BLOCK_M) * BLOCK_M), last)
+    if lower is not None:
+        inner_last = tl.minimum(inner_last, tl.maximum(start - lower + 1, 0) // BLOCK_M * BLOCK_M)
+    return first, inner_first, tl.maximum(inner_first, inner_last), last
+
+
+@triton.jit
+def backward_key_value(
+    grad_out, query, key, value, dkey, dvalue, row_max, row_sum, delta, seed, spans, reads,
+    lower, upper, heads, groups, q_len, kv_len, dropout_p, dropout_scale,
+    SCORE: tl.constexpr, SCORE_INSIDE: tl.constexpr, FACTOR: tl.constexpr, BACKWARD: tl.constexpr,
+    TO_LOG2: tl.constexpr,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The scores are [keys, queries] here: so they stay in registers for the products with grad_out and query."""
+    blocks = tl.cdiv(kv_len, BLOCK_N)
+    start = tl.program_id(0) % blocks * BLOCK_N
+    kv_head = tl.program_id(0) // blocks % (heads // groups)
+    b = tl.program_id(0) // blocks // (heads // groups)
+    columns = start + tl.arange(0, BLOCK_N)
+    j = columns[:, None]
+    k = load_rows(key, plane(key, b, kv_head), columns, kv_len, HEAD_DIM, BLOCK_D, True)
+    v = load_rows(value, plane(value, b, kv_head), columns, kv_len, VALUE_DIM, BLOCK_V, True)
+    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
+    for group in range(groups):
+        h = kv_head * groups + group
+        query_start, grad_start = plane(query, b, h), plane(grad_out, b, h)
+        first, last = span(spans, b, h, start, kv_len, BLOCK_N, q_len)
+        first, inner_first, inner_last, last = query_phases(
+            first, last, start, lower, upper, q_len, kv_len, BLOCK_M, BLOCK_N
+        )  # fmt: skip
+        for phase in tl.static_range(3):
+            if phase == 0:
+                begin, end = first, inner_first
+            elif phase == 1:
+                begin, end = inner_first, inner_last
+            else:
+                begin, end = inner_last, last
+            if phase > 0 or upper is not None:
+                for m in tl.range(begin, end, BLOCK_M):
+                    rows = m + tl.arange(0, BLOCK_M)
+                    i = rows[None, :]
+                    q = load_rows(query, query_start, rows, q_len, HEAD_DIM, BLOCK_D, phase != 1)
+                    raw = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+                    if phase == 1:
+                        scores = SCORE_INSIDE(raw, b, h, i, j, q_len, kv_len, reads)
+                    else:
+                        scores = SCORE(raw, b, h, i, j, q_len, kv_len, reads)
+                    shift, over, row_delta = load_statistics(row_max, row_sum, delta, b, h, heads, rows, q_len)
+                    weights = tl.exp2((scores - shift[None, :]) * TO_LOG2) * over[None, :]
+                    if phase != 1:
+                        weights = tl.where(i < q_len, weights, 0.0)
+                    do = load_rows(grad_out, grad_start, rows, q_len, VALUE_DIM, BLOCK_V, phase != 1)
+                    dweights = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+                    used = weights
+                    if seed is not None:
+                        scale = tl.where(kept(seed, dropout_p, b, h, heads, i, j), dropout_scale, 0.0)
+                        dweights = dweights * scale
+                        used = used * scale
+                    if FACTOR is not None:
+                        factor = FACTOR(raw, b, h, i, j, q_len, kv_len, reads)
+                        dweights = dweights * factor
+                        used = used * factor
+                        if phase != 1:
+                            used = tl.where(i < q_len, used, 0.0)
+                    dv = tl.dot(used.to(do.dtype), do, dv, input_precision=PRECISION)
+                    draw = BACKWARD(weights * (dweights - row_delta[None, :]), raw, b, h, i, j, q_len, kv_len, reads)
+                    if phase != 1:
+                        draw = tl.where(i < q_len, draw, 0.0)
+                    dk = tl.dot(draw.to(q.dtype), q, dk, input_precision=PRECISION)
+    store_rows(dkey, plane(dkey, b, kv_head), columns, kv_len, dk, HEAD_DIM, BLOCK_D)
+    store_rows(dvalue, plane(dvalue, b, kv_head), columns, kv_len, dv, VALUE_DIM, BLOCK_V)
+
+
+@triton.jit
+def backward_input(
+    grad_out, query, key, value, dinput, row_max, row_sum, delta, seed, reads,
+    lower, upper, batch, heads, groups, q_len, kv_len, first_row, row_count, parts, dropout_p, dropout_scale,
+    SCORE: tl.constexpr, FACTOR: tl.constexpr, GRADIENT: tl.constexpr, TO_LOG2: tl.constexpr,
+    ALONG_B: tl.constexpr, ALONG_H: tl.constexpr, ALONG_I: tl.constexpr, ALONG_J: tl.constexpr,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The gradient of what reads one input, for queries [first_row, first_row + row_count).
+
+    dinput: [parts, batch, heads, row_count, kv_len], contiguous, with 1 for each dimension that ALONG says the input
+    does not have; over those it is added up, in `parts` parts.
+    """
+    row_blocks, column_blocks = tl.cdiv(row_count, BLOCK_M), tl.cdiv(kv_len, BLOCK_N)
+    # What this program writes, then what it adds up: each a number in the mixed base of the dimensions concerned.
+    place = tl.program_id(0)
+    count = 1
+    own_b, own_h, own_m, own_n = 0, 0, 0, 0
+    if ALONG_J:
+        own_n = place % column_blocks
+        place = place // column_blocks
+    else:
+        count = count * column_blocks
+    if ALONG_I:
+        own_m = place % row_blocks
+        place = place // row_blocks
+    else:
+        count = count * row_blocks
+    if ALONG_H:
+        own_h = place % heads
+        place = place // heads
+    else:
+        count = count * heads
+    if ALONG_B:
+        own_b = place % batch
+        place = place // batch
+    else:
+        count = count * batch
+    each = tl.cdiv(count, parts)
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for summand in range(place * each, tl.minimum(place * each + each, count)):
+        left = summand
+        b, h, m, n = own_b, own_h, own_m, own_n
+        if not ALONG_J:
+            n = left % column_blocks
+            left = left // column_blocks
+        if not ALONG_I:
+            m = left % row_blocks
+            left = left // row_blocks
+        if not ALONG_H:
+            h = left % heads
+            left = left // heads
+        if not ALONG_B:
+            b = left
+        row, column = first_row + m * BLOCK_M, n * BLOCK_N
+        seen = True
+        if upper is not None:
+            seen = seen & (column - (row + BLOCK_M - 1) <= upper)
+        if lower is not None:
+            seen = seen & (column + BLOCK_N - 1 - row >= lower)
+        if seen:
+            rows, columns = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
+            i, j = rows[:, None], columns[None, :]
+            q = load_rows(query, plane(query, b, h), rows, q_len, HEAD_DIM, BLOCK_D, True)
+            k = load_rows(key, plane(key, b, h // groups), columns, kv_len, HEAD_DIM, BLOCK_D, True)
+            v = load_rows(value, plane(value, b, h // groups), columns, kv_len, VALUE_DIM, BLOCK_V, True)
+            do = load_rows(grad_out, plane(grad_out, b, h), rows, q_len, VALUE_DIM, BLOCK_V, True)
+            shift, over, row_delta = load_statistics(row_max, row_sum, delta, b, h, heads, rows, q_len)
+            raw = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            scores = SCORE(raw, b, h, i, j, q_len, kv_len, reads)
+            weights = tl.exp2((scores - shift[:, None]) * TO_LOG2) * over[:, None]
+            dweights = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+            if seed is not None:
+                dweights = tl.where(kept(seed, dropout_p, b, h, heads, i, j), dweights * dropout_scale, 0.0)
+            dfactor = weights * dweights
+            if FACTOR is not None:
+                dweights = dweights * FACTOR(raw, b, h, i, j, q_len, kv_len, reads)
+            dscores = weights * (dweights - row_delta[:, None])
+            found = GRADIENT(dscores, dfactor, raw, b, h, i, j, q_len, kv_len, reads)
+            total += tl.where((i < first_row + row_count) & (j < kv_len), found, 0.0)
+    own_rows = own_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    own_columns = own_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    # The elements of the gradient that lie before this program's.
+    before = tl.cast(place, tl.int64)
+    if ALONG_B:
+        before = before * batch + own_b
+    if ALONG_H:
+        before = before * heads + own_h
+    if ALONG_I and ALONG_J:
+        at = (before * row_count + own_rows[:, None]) * kv_len + own_columns[None, :]
+        mask = (own_rows < row_count)[:, None] & (own_columns < kv_len)[None, :]
+        tl.store(dinput + at, total.to(dinput.dtype.element_ty), mask=mask)
+    elif ALONG_I:
+        summed = tl.sum(total, 1)
+        tl.store(dinput + before * row_count + own_rows, summed.to(dinput.dtype.element_ty), mask=own_rows < row_count)
+    elif ALONG_J:
+        summed = tl.sum(total, 0)
+        tl.store(dinput + before * kv_len + own_columns, summed.to(dinput.dtype.element_ty), mask=own_columns < kv_len)
+    else:
+        tl.store(dinput + before, tl.sum(total).to(dinput.dtype.element_ty))
