@@ -18,6 +18,9 @@ from tests.grid.operators import kept_weights
 from tests.grid.oracle import complaint, results
 from tests.harness import compiled
 
+# Not compiled, these run as something else: each row takes seconds.
+COMPILED = frozenset({"flex"})
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -35,6 +38,7 @@ class Grid:
     """
 
     kernel: Kernel
+    device: torch.device
     training: bool
     lengths: tuple[str, ...] = AXES["lengths"]
 
@@ -43,7 +47,7 @@ class Grid:
 
     @property
     def takes(self) -> Takes:
-        return TAKES.get(self.kernel.name, {}).get(self.training, Takes({}))
+        return TAKES[self.device.type].get(self.kernel.name, {}).get(self.training, Takes({}))
 
     @property
     def axes(self) -> dict[str, tuple[str, ...]]:
@@ -68,23 +72,32 @@ class Grid:
         declined = self.takes.declined
         return {axis: [v for v in values if v not in declined.get(axis, ())] for axis, values in self.axes.items()}
 
-    def declines(self, device: torch.device) -> Values:
+    @property
+    def declined(self) -> Values:
+        """What is written down of this grid's values."""
+        written = {axis: [v for v in self.axes[axis] if v in values] for axis, values in self.takes.declined.items()}
+        return {axis: values for axis, values in written.items() if values}
+
+    def answer(self, row: Row) -> Answer:
+        return answer(self.kernel, self.device, Case.of(row))
+
+    def declines(self) -> Values:
         """The values that the kernel does not take alone, by axis, in the order of the axis."""
-        found: dict[str, tuple[str, ...]] = {}
+        found: dict[str, list[str]] = {}
         for row in self.alone():
-            if answer(self.kernel, device, Case.of(row)).reasons:
+            if self.answer(row).reasons:
                 ((axis, value),) = row.items() - self.base.items()
-                found[axis] = (*found.get(axis, ()), value)
+                found.setdefault(axis, []).append(value)
         return found
 
 
-def grids(kernels: tuple[Kernel, ...], device: str, lengths: tuple[str, ...] = AXES["lengths"]) -> list[Grid]:
+def grids(kernels: tuple[Kernel, ...], device: torch.device, lengths: tuple[str, ...] = AXES["lengths"]) -> list[Grid]:
     """Of each kernel that runs on the device; of one about which nothing is written down, both."""
     return [
-        Grid(kernel, training, lengths)
+        Grid(kernel, device, training, lengths)
         for kernel in kernels
-        if device in kernel.devices
-        for training in TAKES.get(kernel.name, (True, False))
+        if device.type in kernel.devices
+        for training in TAKES[device.type].get(kernel.name, (True, False))
     ]
 
 
@@ -93,7 +106,8 @@ def answer(kernel: Kernel, device: torch.device, c: Case) -> Answer:
     """What `kernel` does with the attention of a row."""
     o = operands(c, device)
     torch._dynamo.reset()
-    fused = compiled(attention(c), dynamic=False, kernels=[kernel.name])
+    inner = "inductor" if kernel.name in COMPILED else "eager"
+    fused = compiled(attention(c), inner, dynamic=False, kernels=[kernel.name])
 
     def run(*tensors: Tensor) -> Tensor:
         torch.manual_seed(1)

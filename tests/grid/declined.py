@@ -1,7 +1,7 @@
 """What each kernel declines of the grid, one value at a time, and of how many rows of the rest it takes how many.
 
-Written down, so that a kernel which begins to say no where it said yes fails a test. The figures of the CUDA kernels
-come from what torch documents; where `accepted` is None nobody has counted yet.
+Written down, so that a kernel which begins to say no where it said yes fails a test. Those on CUDA are what torch
+documents; where `accepted` is None nobody has counted yet.
 """
 
 from __future__ import annotations
@@ -22,16 +22,45 @@ class Takes:
     accepted: int | None = None
 
 
-_BEYOND_SDPA: Values = {"function": ("softcap", "arbitrary"), "sink": ("of each head",), "factor": ("of the keys",)}
-_BEYOND_CPU_FLASH: Values = _BEYOND_SDPA | {"dropout": ("0.25",), "dims": ("24, 40", "64, 8")}
-_ANY_BIAS: Values = {"bias": tuple(name for name in AXES["bias"] if name != "none")}
+def _all_but(axis: str, *taken: str) -> Values:
+    return {axis: tuple(value for value in AXES[axis] if value not in taken)}
 
-# By kernel, then by whether there are gradients. A kernel that gives none has no entry for training.
-TAKES: Mapping[str, Mapping[bool, Takes]] = {
-    "cpu_flash": {
-        # A bias may hide all keys of a query, and their backward gets that wrong.
-        True: Takes(_BEYOND_CPU_FLASH | _ANY_BIAS, accepted=59),
-        False: Takes(_BEYOND_CPU_FLASH, accepted=99),
+
+_BEYOND_SDPA: Values = {"function": ("softcap", "arbitrary"), "sink": ("of each head",), "factor": ("of the keys",)}
+_TWO_DIMS: Values = {"dims": ("24, 40", "64, 8")}
+_DROPOUT: Values = {"dropout": ("0.25",)}
+_ANY_BIAS = _all_but("bias", "none")
+# A bias that is not learned may hide all keys of a query, and many a backward gets that wrong.
+_GIVEN_BIAS: Values = {"bias": ("full", "of the keys", "alibi")}
+_CPU_FLASH = _BEYOND_SDPA | _TWO_DIMS | _DROPOUT
+_CUDA_FLASH = (
+    _BEYOND_SDPA
+    | _TWO_DIMS
+    | _ANY_BIAS
+    | _all_but("positions", "every key", "causal")
+    | _all_but("visible", "every key")
+)
+_EFFICIENT: Values = _BEYOND_SDPA | {"heads": ("4 of 2", "4 of 1")}
+_FLEX = _DROPOUT | {"factor": ("of the keys",)}
+_FLEX_CUDA: Values = _FLEX | {"dims": ("8, 8", "64, 8")}
+_DECODE: Values = _DROPOUT | {"lengths": ("251, 127", "257, 515")}
+
+# By device and kernel, then by whether there are gradients. A kernel that gives none has no entry for training.
+TAKES: Mapping[str, Mapping[str, Mapping[bool, Takes]]] = {
+    "cpu": {
+        "cpu_flash": {True: Takes(_CPU_FLASH | _ANY_BIAS, accepted=59), False: Takes(_CPU_FLASH, accepted=99)},
+        "triton_flash": {True: Takes({}), False: Takes({})},
+        "triton_decode": {False: Takes(_DECODE)},
+        "flex": {False: Takes(_FLEX | {"sink": ("of each head",)})},
+        "chunked": {True: Takes({}, accepted=122), False: Takes({}, accepted=120)},
     },
-    "chunked": {True: Takes({}, accepted=122), False: Takes({}, accepted=120)},
+    "cuda": {
+        "cudnn": {True: Takes(_BEYOND_SDPA | _GIVEN_BIAS), False: Takes(_BEYOND_SDPA)},
+        "cuda_flash": {True: Takes(_CUDA_FLASH), False: Takes(_CUDA_FLASH)},
+        "cuda_efficient": {True: Takes(_EFFICIENT | _GIVEN_BIAS), False: Takes(_EFFICIENT)},
+        "triton_flash": {True: Takes({}), False: Takes({})},
+        "triton_decode": {False: Takes(_DECODE)},
+        "flex": {True: Takes(_FLEX_CUDA | _GIVEN_BIAS), False: Takes(_FLEX_CUDA)},
+        "chunked": {True: Takes({}, accepted=122), False: Takes({}, accepted=120)},
+    },
 }

@@ -6,11 +6,13 @@ import importlib.util
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from attn_fuse.kernels.chunked_op import chunked
+from attn_fuse.kernels.score_program import ScoreProgram
 from tests.grid import cover
 from tests.grid.case import AXES, Case, Operands, operands, program
 from tests.grid.cover import Row
@@ -30,14 +32,46 @@ class Operator:
     call: Callable[..., Tensor]
     only: Mapping[str, Sequence[str]]
 
+    def axes(self, lengths: Sequence[str] = AXES["lengths"]) -> dict[str, Sequence[str]]:
+        return {**AXES, "lengths": lengths, **self.only}
+
     def rows(self, strength: int = 2, lengths: Sequence[str] = AXES["lengths"]) -> list[Row]:
         """Each value alone, then in every combination of `strength`. lengths: in place of those of the grid."""
-        axes = {**AXES, "lengths": lengths, **self.only}
+        axes = self.axes(lengths)
         base = {axis: values[0] for axis, values in axes.items()}
         return [*cover.distinct([*cover.alone(axes, base), *cover.covering(axes, strength)])]
 
 
+def _flash(
+    query: Tensor, key: Tensor, value: Tensor, inputs: Any, numbers: Any, seed: Any, dropout_p: float, program: str
+) -> Tensor:
+    from attn_fuse.kernels.triton.flash_op import triton_flash
+    from attn_fuse.kernels.triton.spans import spans
+
+    found: tuple[Any, Any] = (None, None)
+    if ScoreProgram.loads(program).visible is not None:
+        sizes = (*query.shape[:3], key.shape[2])
+        found = spans([x.detach() for x in inputs], numbers, *sizes, program, query.device)
+    return triton_flash(query, key, value, inputs, numbers, seed, *found, dropout_p, program)[0]
+
+
+def _decode(
+    query: Tensor, key: Tensor, value: Tensor, inputs: Any, numbers: Any, seed: Any, dropout_p: float, program: str
+) -> Tensor:
+    from attn_fuse.kernels.triton.decode_op import decode
+
+    return decode(query, key, value, inputs, numbers, program)
+
+
+_IN_TRITON = {"dtype": ("float32", "bfloat16", "float16")}
 CHUNKED = Operator("chunked", lambda *args: chunked(*args)[0], {})
+FLASH = Operator("triton_flash", _flash, _IN_TRITON)
+DECODE = Operator(
+    "triton_decode",
+    _decode,
+    _IN_TRITON
+    | {"gradient": ("none",), "dropout": ("none",), "lengths": ("1, 17", "13, 29", "1, 333", "16, 251", "29, 13")},
+)
 
 
 def operators(device: torch.device) -> dict[str, Operator]:
@@ -45,31 +79,8 @@ def operators(device: torch.device) -> dict[str, Operator]:
     found = [CHUNKED]
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if importlib.util.find_spec("triton") is not None and (interpreted or device.type == "cuda"):
-        found.append(Operator("triton_decode", _decode, _DECODING))
+        found += [DECODE, FLASH]
     return {operator.name: operator for operator in found}
-
-
-_DECODING = {
-    "gradient": ("none",),
-    "dropout": ("none",),
-    "lengths": ("1, 17", "13, 29", "1, 333"),
-    "dtype": ("float32", "bfloat16", "float16"),
-}
-
-
-def _decode(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    inputs: Sequence[Tensor],
-    numbers: Sequence[int],
-    seed: Tensor | None,
-    dropout_p: float,
-    program: str,
-) -> Tensor:
-    from attn_fuse.kernels.triton.decode_op import decode
-
-    return decode(query, key, value, inputs, numbers, program)
 
 
 def check(operator: Operator, c: Case, device: torch.device) -> str:

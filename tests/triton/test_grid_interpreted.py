@@ -1,0 +1,66 @@
+"""The shared grid on the kernels in Triton, interpreted on the CPU: as operators, and through the backend.
+
+Triton is told to interpret before it is imported, so the tests run in a process of their own. The interpreter computes
+bfloat16 wrongly; on a GPU tests/gpu has it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from attn_fuse.kernels import KERNELS
+from tests.grid import cover
+from tests.grid.backend import Grid, grids
+from tests.grid.case import Case
+from tests.grid.operators import DECODE, FLASH, check, operators
+
+CPU = torch.device("cpu")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+GRIDS = [grid for grid in grids(KERNELS, CPU) if grid.kernel.name.startswith("triton")] if INTERPRETED else []
+OPERATED = [
+    (operator.name, Case.of(row))
+    for operator in (FLASH, DECODE)
+    for row in cover.covering({**operator.axes(), "dtype": ("float32", "float16")})
+]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="runs in that process")
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+def test_in_a_process_that_interprets() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "1"})
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+
+
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1 from the start")
+
+
+@interpreted
+@pytest.mark.parametrize(("name", "c"), OPERATED, ids=str)
+def test_operator(name: str, c: Case) -> None:
+    assert not check(operators(CPU)[name], c, CPU)
+
+
+@interpreted
+def test_kernels_take_the_cpu_when_interpreted() -> None:
+    assert {grid.kernel.name for grid in GRIDS} >= {"triton_decode"}
+
+
+@interpreted
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_each_value_alone_through_the_backend(grid: Grid) -> None:
+    rows = [row for row in grid.alone() if row["dtype"] != "bfloat16"]
+    wrong = {str(Case.of(row)): grid.answer(row).wrong for row in rows}
+    assert not {c: text for c, text in wrong.items() if text}
+
+
+@interpreted
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_what_is_declined_alone(grid: Grid) -> None:
+    assert grid.declines() == grid.declined
