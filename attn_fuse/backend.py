@@ -9,19 +9,23 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 
+from attn_fuse.attention import Attention
 from attn_fuse.check import Checker
 from attn_fuse.constants import Guard, Proof
 from attn_fuse.errors import NotFusedError
 from attn_fuse.expand import expand
-from attn_fuse.kernels.picker import pick
+from attn_fuse.facts import Facts
+from attn_fuse.kernels.picker import Stopwatch, pick
 from attn_fuse.names import INLINE_SUBGRAPHS, op_name
 from attn_fuse.options import Fuel, Options, chosen_kernels, fuel_of, parse_options
+from attn_fuse.region import Region
 from attn_fuse.report import GraphReport, Location, SiteReport, headline, record
 from attn_fuse.scopes import scopes
 from attn_fuse.sites import Rewriter
-from attn_fuse.torch_internals import compile_with, without_inductor_attention
+from attn_fuse.torch_internals import FakeTensorMode, compile_with, sdpa_switches, without_inductor_attention
+from attn_fuse.trial import Trial
 
 log = logging.getLogger("attn_fuse")
 
@@ -64,6 +68,7 @@ def _compile(
         may_rewrite=fuel.allows,
         verifier_of=None if checker is None else checker.verifier_of,
         constants=constants,
+        stopwatch_of=functools.partial(_stopwatch, options) if options.pick == "measured" else None,
         compiled=options.inner_backend == "inductor",
     )
     sites = rewriter.rewrite()
@@ -88,15 +93,18 @@ def _guarded(
     fuel: Fuel,
     report: GraphReport,
 ) -> Callable[..., Any]:
-    """`compiled` while what it rests on holds: the buffers' contents and the kernels chosen by `use_kernels`."""
+    """`compiled` while what it rests on holds: the buffers' contents, and the kernels that may run.
+
+    Which may run is for `use_kernels` to say, and for torch's switches of SDPA; its others Dynamo guards by itself.
+    """
     if not report.sites:
         return compiled
-    guard, chosen = Guard(proofs, inputs), chosen_kernels()
+    guard, allowed = Guard(proofs, inputs), (chosen_kernels(), sdpa_switches())
     locations = [site.location for site in report.sites]
     constants = frozenset(f"L['values'][{proof.input}]" for proof in proofs)
 
     @functools.cache
-    def for_kernels(names: tuple[str, ...] | None) -> Callable[..., Any]:
+    def for_kernels(now_allowed: tuple[Any, ...]) -> Callable[..., Any]:
         return _compiled_anew(
             original,
             functools.partial(_compile, options=options, fuel=fuel, constants=constants, locations=locations),
@@ -109,13 +117,26 @@ def _guarded(
         return _compiled_anew(original, functools.partial(_compile_as_written, options))
 
     def run(*values: Any) -> Any:
-        if chosen_kernels() != chosen:
-            return for_kernels(chosen_kernels())(*values)
+        if (now := (chosen_kernels(), sdpa_switches())) != allowed:
+            return for_kernels(now)(*values)
         if guard.holds(values):
             return compiled(*values)
         return as_written()(*values)
 
     return run
+
+
+def _stopwatch(
+    options: Options,
+    region: Region,
+    attention: Attention,
+    facts: Facts,
+    mode: FakeTensorMode,
+    values: Mapping[Node, Any],
+) -> Stopwatch:
+    """What measures a site as written and on kernels, for `pick`."""
+    trial = Trial(region, attention, facts, mode, values, options.inner_backend, options.mode)
+    return trial.measure
 
 
 def _compile_as_written(options: Options, graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

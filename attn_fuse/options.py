@@ -13,7 +13,8 @@ from attn_fuse.kernels import KERNELS
 from attn_fuse.report import SiteReport
 from attn_fuse.torch_internals import known_backends
 
-PICKS = ("fastest", "fused")
+PICKS = ("fastest", "measured", "fused")
+_MEASURING_MODES = ("max-autotune", "max-autotune-no-cudagraphs")
 
 _chosen: contextvars.ContextVar[tuple[str, ...] | None] = contextvars.ContextVar("attn_fuse_kernels", default=None)
 
@@ -25,17 +26,19 @@ class Options:
     inner_backend: what compiles the rewritten graph: the name of a registered Dynamo backend, or a callable
         ``(graph_module, example_inputs) -> callable``.
     kernels: allow list of kernel names, tried in this order; None allows every kernel.
-    pick: "fastest" leaves a site as written where no kernel is measured faster; "fused" fuses every site that some
-        kernel can run.
+    pick: "fastest" leaves a site as written where no kernel is faster by the evidence (`python -m attn_fuse.bench`
+        shows it, and measures this device); "measured" measures each site while compiling, on stand-ins of its sizes,
+        and keeps the result; "fused" fuses every site that some kernel can run.
     strict: raise `NotFusedError` where a site stays unfused.
     fuel: how many sites may still be rewritten; sites beyond it stay as written. For bisecting.
     check: run each site as written and rewritten on the first inputs, and refuse the rewrite where they disagree.
-    mode: torch.compile's `mode`, handed to the inner backend.
+    mode: torch.compile's `mode`, handed to the inner backend. "max-autotune" and "max-autotune-no-cudagraphs" mean
+        pick="measured", too (torch.compile takes a mode or options, not both).
     """
 
     inner_backend: str | Callable[..., Any] = "inductor"
     kernels: tuple[str, ...] | None = None
-    pick: Literal["fastest", "fused"] = "fastest"
+    pick: Literal["fastest", "measured", "fused"] = "fastest"
     strict: bool = False
     fuel: int | None = None
     check: bool = False
@@ -63,6 +66,8 @@ def parse_options(options: Mapping[str, Any] | None, mode: str | None = None) ->
         )
     if options.get("kernels") is not None:
         options["kernels"] = kernel_names(options["kernels"])
+    if mode in _MEASURING_MODES:
+        options.setdefault("pick", "measured")
     return Options(mode=mode, **options)
 
 

@@ -15,7 +15,7 @@ from attn_fuse.builder import NotEmitted
 from attn_fuse.constants import ClosedForm, Proof, can_be_guarded, closed_form
 from attn_fuse.emit import Verify, emit
 from attn_fuse.facts import Facts, facts_of
-from attn_fuse.kernels.picker import Choice
+from attn_fuse.kernels.picker import Choice, Stopwatch
 from attn_fuse.lift import NotLifted, lift
 from attn_fuse.locate import locate
 from attn_fuse.names import op_name, storages, value_of
@@ -27,8 +27,9 @@ from attn_fuse.torch_internals import FakeTensorMode, source_name
 from attn_fuse.words import in_words
 from attn_fuse.writes import written_storages
 
-Picker = Callable[[Attention, Facts], Choice]
+Picker = Callable[[Attention, Facts, Stopwatch | None], Choice]
 VerifierOf = Callable[[Region, Sequence[Node]], Verify]
+StopwatchOf = Callable[[Region, Attention, Facts, FakeTensorMode, Mapping[Node, Any]], Stopwatch]
 
 # A tensor that the caller passes in, on its own or in a container: another one comes with the next call.
 _ARGUMENT = re.compile(r"L\['[^']+'\](\[[^\]]+\])*")
@@ -42,6 +43,7 @@ class Rewriter:
     inputs: the graph's example inputs. pick: chooses the kernel. may_rewrite: asked, for each site about to be
     rewritten, with its report. verifier_of: for the `check` option, what compares a site with its rewrite.
     constants: source names of arguments that are constants all the same. compiled: whether Inductor compiles the graph.
+    stopwatch_of: what measures a site, where the picker is to go by that.
     """
 
     graph: GraphModule
@@ -51,6 +53,7 @@ class Rewriter:
     verifier_of: VerifierOf | None = None
     constants: frozenset[str] = frozenset()
     compiled: bool = True
+    stopwatch_of: StopwatchOf | None = None
     proofs: dict[int, Proof] = field(default_factory=dict)
     _known: dict[Any, _Analysis] = field(default_factory=dict)
 
@@ -103,13 +106,15 @@ class Rewriter:
                 "the weights after dropout are also used outside the attention", region.dropped_weights_used
             )
             return SiteReport(location, "refused", blocker=_blocker(reason, region.softmax))
-        facts = facts_of(attention, [value_of(leaf) for leaf in region.leaves], region.weights_used is not None, self.compiled)
+        facts = facts_of(
+            attention, [value_of(leaf) for leaf in region.leaves], region.weights_used is not None, self.compiled
+        )
         used = [proof for leaf, proof in proofs.items() if leaf in region.leaves]
         words = in_words(attention, facts, tuple(f"the contents of {_plain(p.source)}, {p.form}" for p in used))
-        choice = self.pick(attention, facts)
-        words["picked"] = choice.because
         if site.is_fused_already and not _gains(region.output, attention, facts):
             return SiteReport(location, "already fused")
+        choice = self.pick(attention, facts, self._stopwatch(region, attention, facts, analysis.mode))
+        words["picked"] = choice.because
         if choice.kernel is None:
             del words["picked"]
             blocker = _blocker(Refusal(choice.because), region.softmax)
@@ -132,6 +137,15 @@ class Rewriter:
         if known is None:
             known = self._known[key] = _analyse(region, proofs)
         return known.moved_to(region)
+
+    def _stopwatch(self, region: Region, attention: Attention, facts: Facts, mode: FakeTensorMode) -> Stopwatch | None:
+        if self.stopwatch_of is None:
+            return None
+        tops = {leaf: region.scope.top(leaf) for leaf in region.leaves}
+        values = {
+            leaf: self.inputs[self._placeholders.index(top)] for leaf, top in tops.items() if top in self._placeholders
+        }
+        return self.stopwatch_of(region, attention, facts, mode, values)
 
     # ---- constants
 

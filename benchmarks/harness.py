@@ -2,120 +2,28 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
-import platform
-import random
-import statistics
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from attn_fuse.kernels.measure import OtherLoad, Timing, interleaved, seconds_in_words, summary, synchronize, table
+from attn_fuse.kernels.measure import machine as facts_of
+
+__all__ = [
+    "RESULTS", "ROOT", "OtherLoad", "Timing", "bytes_in_words", "commit", "interleaved", "machine", "peak_memory",
+    "seconds_in_words", "store", "summary", "synchronize", "table",
+]  # fmt: skip
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results"
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Seconds of one call: the median and the quartiles of `runs` measurements."""
-
-    median: float
-    lower: float
-    upper: float
-    runs: int
-
-    def __str__(self) -> str:
-        return f"{seconds_in_words(self.median)} ({seconds_in_words(self.lower)}-{seconds_in_words(self.upper)})"
-
-
-def interleaved(
-    callables: Mapping[str, Callable[[], object]],
-    device: torch.device,
-    rounds: int = 30,
-    seconds: float = 60.0,
-    shortest: float = 0.0,
-) -> dict[str, Timing]:
-    """The time of each callable; every round runs each of them once, in a new order, so that drift hits all alike.
-
-    A first call of each is not counted. Rounds stop early once `seconds` have passed, but not before the third. A round
-    of 0.3 s or more during which other programs took a tenth of the cores is run again, at most `rounds` times in all.
-    shortest: a measurement repeats a faster callable until about this many seconds are filled, and divides.
-    """
-    repeats = {}
-    for name, call in callables.items():
-        call()
-        repeats[name] = max(1, round(shortest / max(_timed(call, 1, device), 1e-9)))
-    order, kept, again = list(callables), [], rounds  # type: tuple[list[str], list[dict[str, float]], int]
-    shuffle = random.Random(0).shuffle
-    end = time.perf_counter() + seconds
-    while len(kept) < rounds and (time.perf_counter() < end or len(kept) < 3):
-        shuffle(order)
-        started, load = time.perf_counter(), OtherLoad()
-        times = {name: _timed(callables[name], repeats[name], device) for name in order}
-        if again and time.perf_counter() - started > 0.3 and load.share() > 0.1:
-            again -= 1
-        else:
-            kept.append(times)
-    return {name: summary([times[name] for times in kept]) for name in callables}
-
-
-def summary(times: list[float]) -> Timing:
-    """Median and quartiles of `times`."""
-    if len(times) < 2:
-        return Timing(times[0], times[0], times[0], len(times))
-    lower, median, upper = statistics.quantiles(times, n=4, method="inclusive")
-    return Timing(median, lower, upper, len(times))
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what was asked of it."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _timed(call: Callable[[], object], repeats: int, device: torch.device) -> float:
-    synchronize(device)
-    if device.type == "cuda":
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        for _ in range(repeats):
-            call()
-        end.record()
-        synchronize(device)
-        return begin.elapsed_time(end) / 1e3 / repeats
-    started = time.perf_counter()
-    for _ in range(repeats):
-        call()
-    return (time.perf_counter() - started) / repeats
-
-
-class OtherLoad:
-    """The share of the machine's cores that other programs took since this was made; 0 where the system cannot say."""
-
-    def __init__(self) -> None:
-        self._others, self._wall = _cpu_seconds_of_others(), time.perf_counter()
-
-    def share(self) -> float:
-        cores = os.cpu_count() or 1
-        taken = _cpu_seconds_of_others() - self._others
-        return max(0.0, taken / (cores * (time.perf_counter() - self._wall)))
-
-
-def _cpu_seconds_of_others() -> float:
-    try:
-        ticks = [int(count) for count in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
-    except (OSError, ValueError):
-        return 0.0
-    idle, waiting = ticks[3:5]
-    return (sum(ticks) - idle - waiting) / os.sysconf("SC_CLK_TCK") - time.process_time()
 
 
 def peak_memory(call: Callable[[], object], device: torch.device) -> int:
@@ -148,27 +56,7 @@ def peak_memory(call: Callable[[], object], device: torch.device) -> int:
 
 def machine(device: torch.device) -> dict[str, Any]:
     """What the figures depend on, for the head of a result file."""
-    facts = {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "commit": commit(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "system": platform.platform(),
-        "cpu": _cpu_name(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-    }
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        facts |= {
-            "gpu": properties.name,
-            "capability": f"sm_{properties.major}{properties.minor}",
-            "gpu_memory": properties.total_memory,
-            "cuda": torch.version.cuda,
-            "cudnn": torch.backends.cudnn.version(),
-        }
-    return facts
+    return {"commit": commit(), **facts_of(device)}
 
 
 def commit() -> str:
@@ -189,27 +77,6 @@ def store(name: str, device: torch.device, results: Mapping[str, Any]) -> Path:
     return path
 
 
-def table(head: list[str], rows: list[list[str]]) -> str:
-    """Rows in aligned columns; the first column to the left, the others to the right."""
-    widths = [max(len(line[column]) for line in [head, *rows]) for column in range(len(head))]
-    lines = [
-        "  ".join(
-            cell.rjust(width) if column else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in [head, *rows]
-    ]
-    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
-
-
-def seconds_in_words(seconds: float) -> str:
-    """`seconds` with three digits, in µs, ms or s."""
-    for unit, factor in (("µs", 1e6), ("ms", 1e3)):
-        if seconds * factor < 1000:
-            return f"{seconds * factor:.3g} {unit}"
-    return f"{seconds:.2f} s"
-
-
 def bytes_in_words(count: int) -> str:
     """`count` bytes in MiB."""
     return f"{count / 2**20:.1f} MiB"
@@ -223,11 +90,3 @@ def _plain(value: object) -> object:
 
 def _git(*arguments: str) -> str:
     return subprocess.run(("git", *arguments), cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())

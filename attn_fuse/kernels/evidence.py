@@ -1,84 +1,223 @@
-"""Evidence: measured times of an attention as written and on a kernel, from which the picker estimates.
+"""Evidence: measured times of attentions as written and on kernels, from which the picker estimates.
 
-The tables lie beside this file, by device, as benchmarks/crossover.py and benchmarks/chunked.py write them.
+A table holds the rows that were measured on one device with one torch. Tables that ship with attn_fuse lie beside this
+file (benchmarks/crossover.py writes them); the user's own, from ``python -m attn_fuse.bench --calibrate``, in the
+directory that `cache_dir` gives. Only ratios are taken from a row, never times.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import logging
 import math
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+from attn_fuse.kernels.case import Case
+from attn_fuse.kernels.measure import Device
 
-from attn_fuse.attention import Attention
-from attn_fuse.facts import Facts
+log = logging.getLogger("attn_fuse")
 
-# What a graph with growing sequences is judged at: its first call is short, but its time goes into the long ones.
-_TYPICAL_LENGTH = 1024
+AS_WRITTEN = "as_written"
+_TIME = "_us"
+
+
+@dataclass(frozen=True)
+class Row:
+    """Microseconds of one case, by what it ran on: "as_written" and the names of kernels."""
+
+    case: Case
+    times: Mapping[str, float]
+
+    def as_json(self) -> dict[str, Any]:
+        return self.case.as_json() | {f"{name}{_TIME}": time for name, time in self.times.items()}
+
+    @staticmethod
+    def from_json(data: object) -> Row:
+        """Raises ValueError for what `as_json` cannot have given."""
+        if not isinstance(data, dict):
+            raise ValueError(f"not a row: {data!r}")
+        times = {name.removesuffix(_TIME): time for name, time in data.items() if name.endswith(_TIME)}
+        if not all(isinstance(time, (int, float)) and time > 0 for time in times.values()):
+            raise ValueError("a time is a number above 0")
+        return Row(Case.from_json({name: value for name, value in data.items() if not name.endswith(_TIME)}), times)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows measured on one device. own: whether the user measured them."""
+
+    device: Device
+    torch: str
+    rows: tuple[Row, ...]
+    own: bool = False
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A kernel's time over the time as written, where it was measured nearest to the attention asked about."""
+    """A kernel's time over the time as written. how: how that is known, in words. is_estimate: not measured."""
 
     ratio: float
-    where: str
+    how: str
+    is_estimate: bool = False
 
 
-def compare(kernel: str, attention: Attention, facts: Facts) -> Comparison | None:
-    """The nearest measurement of `kernel`, or None where nothing like it was measured on this kind of device."""
-    rows = [row for row in table(facts.device.type) if f"{kernel}_us" in row]
-    if not rows:
+def compare(kernel: str, case: Case, device: Device, torch: str, known: Iterable[Table]) -> Comparison | None:
+    """The ratio of `kernel` on `case`, from the rows nearest to it; None where nothing within REACH was measured.
+
+    Rows that the user measured on this device with this torch, where there are any within reach, are asked alone.
+    """
+    found = [
+        (apart(row.case, case) + _elsewhere(table, device, torch), row, table)
+        for table in known
+        if table.device.type == device.type
+        for row in table.rows
+        if kernel in row.times and AS_WRITTEN in row.times
+    ]
+    found = [near for near in found if near[0] <= REACH]
+    found = [near for near in found if _is_own(near[2], device, torch)] or found
+    if not found:
         return None
-    row = min(rows, key=lambda r: _distance(r, attention, facts))
-    where = (
-        f"{row['mask']} mask, {'training' if row['training'] else 'inference'}, {row['dtype']}, "
-        f"{row['batch']} x {row['heads']} heads, q_len {row['q_len']}, kv_len {row['kv_len']}"
-    )
-    return Comparison(row[f"{kernel}_us"] / row["as_written_us"], where)
+    found.sort(key=lambda near: near[0])
+    weights = [(near[0] + _AT_LEAST) ** -2 for near in found[:_NEIGHBOURS]]
+    logs = [math.log(row.times[kernel] / row.times[AS_WRITTEN]) for _, row, _ in found[:_NEIGHBOURS]]
+    ratio = math.exp(sum(w * x for w, x in zip(weights, logs, strict=True)) / sum(weights))
+    _, row, table = found[0]
+    return Comparison(ratio, f"measured {_where(table, device, torch)} at {row.case}")
+
+
+# How far cases are apart: by how many octaves the ratio of a kernel's time to the time as written is expected to
+# change from the one to the other. The figures are means over the pairs of rows of the shipped CPU table that differ
+# in one thing (torch 2.13, AMD EPYC): an octave of scores 0.17, of their shape 0.15 (a single query against a square
+# 1.4), 16-bit against fp32 0.9, training against inference 0.5, one mask against another 0.3, a bias against none 0.1.
+# Not measured yet and so set with caution: what only some kernels take is worth a factor of two; an octave of what is
+# seen is worth one to a kernel that skips the rest and none to the others.
+_PER_OCTAVE = {"scores": 0.17, "shape": 0.15, "head_dim": 0.25, "value_dim": 0.25, "kv_heads": 0.1, "visible": 0.5}
+_PER_KIND = {"mask": 0.3, "training": 0.5, "function": 1.0, "dropout": 1.0, "sink": 1.0}
+_HALF, _DOUBLE, _BIAS, _BIAS_GRADIENT = 0.9, 0.9, 0.1, 1.0
+_OTHER_DEVICE, _OTHER_TORCH = 0.3, 0.1
+# Beyond two octaves a row says nothing, and a cost model is the better guess.
+REACH = 2.0
+_NEIGHBOURS = 3
+_AT_LEAST = 0.02
+
+
+def apart(a: Case, b: Case) -> float:
+    """The distance of two cases, in octaves of the ratio."""
+
+    def octaves(x: float, y: float) -> float:
+        return abs(math.log2(x / y))
+
+    distance = _PER_OCTAVE["scores"] * octaves(a.scores, b.scores)
+    distance += _PER_OCTAVE["shape"] * octaves(a.q_len / a.kv_len, b.q_len / b.kv_len)
+    distance += _PER_OCTAVE["head_dim"] * octaves(a.head_dim, b.head_dim)
+    distance += _PER_OCTAVE["value_dim"] * octaves(a.value_dim / a.head_dim, b.value_dim / b.head_dim)
+    distance += _PER_OCTAVE["kv_heads"] * octaves(a.heads / a.kv_heads, b.heads / b.kv_heads)
+    distance += _PER_OCTAVE["visible"] * octaves(a.visible, b.visible) * (a.mask == b.mask)
+    distance += sum(cost for name, cost in _PER_KIND.items() if getattr(a, name) != getattr(b, name))
+    distance += _HALF * ((a.itemsize == 2) != (b.itemsize == 2)) + _DOUBLE * ((a.itemsize == 8) != (b.itemsize == 8))
+    if a.bias != b.bias:
+        distance += _BIAS_GRADIENT if "gradient" in (a.bias, b.bias) else _BIAS
+    return distance
+
+
+def _elsewhere(table: Table, device: Device, torch: str) -> float:
+    return _OTHER_DEVICE * (table.device != device) + _OTHER_TORCH * (_minor(table.torch) != _minor(torch))
+
+
+def _is_own(table: Table, device: Device, torch: str) -> bool:
+    return table.own and table.device == device and _minor(table.torch) == _minor(torch)
+
+
+def _where(table: Table, device: Device, torch: str) -> str:
+    where = "here" if table.own and table.device == device else "" if table.device == device else f"on {table.device}"
+    version = "" if _minor(table.torch) == _minor(torch) else f"with torch {_minor(table.torch)}"
+    return " ".join(word for word in (where, version) if word) or "on a device of this name"
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+# ---- tables
 
 
 @functools.cache
-def table(device: str) -> tuple[dict[str, Any], ...]:
-    """The measurements on this kind of device; none if there is no table."""
-    paths = sorted(Path(__file__).parent.glob(f"evidence_{device}*.json"))
-    return tuple(row for path in paths for row in json.loads(path.read_text())["rows"])
+def tables() -> tuple[Table, ...]:
+    """The shipped tables and the user's. One of the user's that cannot be read is left out with a warning, once."""
+    found = [read_table(path) for path in sorted(Path(__file__).parent.glob("evidence_*.json"))]
+    for path in own_paths():
+        try:
+            found.append(read_table(path, own=True))
+        except (OSError, ValueError) as problem:
+            log.warning(
+                "the calibration in %s is ignored: %s (python -m attn_fuse.bench --forget deletes it)", path, problem
+            )
+    return tuple(found)
 
 
-def _distance(row: dict[str, Any], attention: Attention, facts: Facts) -> float:
-    lengths = {
-        name: max(getattr(facts, name), _TYPICAL_LENGTH) if name in facts.symbolic else getattr(facts, name)
-        for name in ("q_len", "kv_len")
-    }
-    q_len, kv_len = (max(length, 1) for length in lengths.values())
-    # What decides is whether the scores stay in cache, so their number counts most; then how many keys a query has.
-    scores = facts.batch * facts.heads * q_len * kv_len
-    apart = abs(math.log2(row["batch"] * row["heads"] * row["q_len"] * row["kv_len"] / max(scores, 1)))
-    apart += abs(math.log2((row["q_len"] / row["kv_len"]) / (q_len / kv_len)))
-    apart += 0.25 * abs(math.log2(row["kv_len"] / kv_len))
-    apart += 4.0 * (row["mask"] != _mask_kind(attention))
-    apart += 4.0 * (row.get("beyond", "") != _beyond_sdpa(attention, facts))
-    apart += 8.0 * (row["training"] != facts.training)
-    apart += 2.0 * ((row["dtype"] in ("bfloat16", "float16")) != (facts.dtype in (torch.bfloat16, torch.float16)))
-    return apart
+def read_table(path: Path, own: bool = False) -> Table:
+    """Raises OSError, and ValueError for what `write_table` cannot have written."""
+    try:
+        data = json.loads(path.read_text())
+        head = data["machine"]
+        rows = tuple(map(Row.from_json, data["rows"]))
+        return Table(Device.of_machine(head), str(head["torch"]), rows, own)
+    except (KeyError, TypeError) as problem:
+        raise ValueError(f"it is no table of measurements ({type(problem).__name__}: {problem})") from problem
 
 
-def _mask_kind(attention: Attention) -> str:
-    if attention.biases:
-        return "bias"
-    if attention.mask.is_causal:
-        return "causal"
-    return "bool" if attention.mask.parts else "none"
+def write_table(path: Path, machine: Mapping[str, Any], rows: Sequence[Row]) -> None:
+    """`rows` under `machine`, one a line; the file is whole or not there."""
+    lines = ",\n".join("  " + json.dumps(row.as_json()) for row in rows)
+    write_whole(path, f'{{\n "machine": {json.dumps(dict(machine))},\n "rows": [\n{lines}\n ]\n}}\n')
 
 
-def _beyond_sdpa(attention: Attention, facts: Facts) -> str:
-    """What of `attention` the kernels of SDPA do not take everywhere."""
-    if attention.score_mod is not None or attention.softcap is not None or attention.factor is not None:
-        return "function"
-    if attention.dropout_p is not None:
-        return "dropout"
-    return "gradient" if facts.bias_needs_grad else ""
+def write_whole(path: Path, text: str) -> None:
+    """`text` as the file at `path`, which another process sees whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as part:
+        part.write(text)
+    os.replace(part.name, path)
+
+
+# ---- the user's own
+
+
+def cache_dir() -> Path:
+    """Where what was measured on the user's devices is kept.
+
+    The environment variable ATTN_FUSE_CACHE, where it is set; else attn_fuse in the platform's directory for caches:
+    $XDG_CACHE_HOME or ~/.cache, on macOS ~/Library/Caches, on Windows %LOCALAPPDATA%.
+    """
+    chosen = os.environ.get("ATTN_FUSE_CACHE")
+    if chosen:
+        return Path(chosen).expanduser()
+    if sys.platform == "win32":
+        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+    elif sys.platform == "darwin":
+        base = Path.home() / "Library" / "Caches"
+    else:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return base / "attn_fuse"
+
+
+def own_paths() -> list[Path]:
+    """The files with the user's calibrations."""
+    try:
+        return sorted(cache_dir().glob("calibration_*.json"))
+    except (OSError, RuntimeError):
+        return []
+
+
+def own_path(device: Device, torch: str) -> Path:
+    """The file for calibrations of this device with this torch."""
+    name = re.sub(r"[^a-z0-9]+", "-", str(device).lower()).strip("-")
+    return cache_dir() / f"calibration_{device.type}_{name}_torch{_minor(torch)}.json"

@@ -1,21 +1,45 @@
 """Picker: which kernel runs an attention, with every reason why the others do not.
 
-"As written" is a candidate like the kernels: it wins where no kernel was measured faster than what Inductor makes of
-the program, unless the caller asks for kernels by name or for everything to be fused.
+"As written" is a candidate like the kernels: it wins where no kernel is faster than what Inductor makes of the program,
+unless the caller asks for kernels by name or for everything to be fused. What is faster is measured on the site itself
+where a stopwatch is given, else estimated from evidence, else from a cost model, which has to promise more.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import torch
+
 from attn_fuse.attention import Attention
 from attn_fuse.facts import Facts
-from attn_fuse.kernels import CHUNKED, KERNELS
-from attn_fuse.kernels.evidence import compare
+from attn_fuse.kernels import KERNELS, cost, evidence, switches
+from attn_fuse.kernels.case import Case, case_of
+from attn_fuse.kernels.evidence import AS_WRITTEN, Comparison
 from attn_fuse.kernels.kernel import Kernel
+from attn_fuse.kernels.measure import this_device
 
 WhyNot: TypeAlias = dict[str, tuple[str, ...]]
+
+# A time of the model may be off by that much; so a kernel that was not measured has to be this much faster.
+_DOUBT = 0.7
+
+
+@dataclass(frozen=True)
+class Times:
+    """What measuring a site gave: seconds by name, "as_written" among them, and why a kernel has none.
+
+    failed: why the site could not be measured at all; the times are then none.
+    """
+
+    seconds: Mapping[str, float]
+    why_not: Mapping[str, str]
+    failed: str = ""
+
+
+Stopwatch: TypeAlias = Callable[[Case, Sequence[Kernel]], Times]
 
 
 @dataclass(frozen=True)
@@ -27,43 +51,68 @@ class Choice:
     because: str
 
 
-def pick(attention: Attention, facts: Facts, allowed: tuple[str, ...] | None, fuse_all: bool) -> Choice:
-    """allowed: kernels by name, in order of preference, or None for all. fuse_all: do not ask what is faster."""
+def pick(
+    attention: Attention,
+    facts: Facts,
+    stopwatch: Stopwatch | None = None,
+    allowed: tuple[str, ...] | None = None,
+    fuse_all: bool = False,
+) -> Choice:
+    """stopwatch: measures the site as written and on kernels, where that is wanted. allowed: kernels by name, in order
+    of preference, or None for all. fuse_all: do not ask what is faster."""
     order = KERNELS if allowed is None else tuple(k for name in allowed for k in KERNELS if k.name == name)
     why_not: WhyNot = {k.name: ("not among the kernels allowed",) for k in KERNELS if k not in order}
-    able: list[Kernel] = []
+    able, set_so = [], switches.current()
     for kernel in order:
-        reasons = kernel.why_not(attention, facts)
+        reasons = (*switches.forbidden(kernel.name, facts, set_so), *kernel.why_not(attention, facts))
         if reasons:
             why_not[kernel.name] = reasons
         else:
             able.append(kernel)
     if not able:
         return Choice(None, why_not, _no_kernel(why_not, facts, allowed))
-    if fuse_all or allowed is not None:
-        return _chosen(able[0], able, why_not, "asked for")
+    if allowed is not None or fuse_all:
+        others = {k.name: (f"{able[0].name} is preferred",) for k in able[1:]}
+        return Choice(able[0], why_not | others, "asked for")
     if facts.weights_used:
         because = "the weights are also used outside the attention, so nothing is saved"
         return Choice(None, why_not | {k.name: (because,) for k in able}, because)
-    measured = [(kernel, compare(kernel.name, attention, facts)) for kernel in able]
-    known = [(kernel, found) for kernel, found in measured if found is not None]
+    case = case_of(attention, facts)
+    times = stopwatch(case, able) if stopwatch is not None else None
+    if times is not None and not times.failed:
+        known = {k: Comparison(times.seconds[k.name] / times.seconds[AS_WRITTEN], "measured here on its own sizes")
+                 for k in able if k.name in times.seconds}  # fmt: skip
+        why_not |= {name: (reason,) for name, reason in times.why_not.items()}
+        return _fastest(known, why_not, "")
+    known = {k: found for k in able if (found := _judged(k.name, case, facts.device)) is not None}
+    why_not |= {k.name: ("neither measured nor estimated",) for k in able if k not in known}
+    return _fastest(known, why_not, f"; measuring here failed ({times.failed})" if times is not None else "")
+
+
+def _judged(kernel: str, case: Case, device: torch.device) -> Comparison | None:
+    here, version = this_device(device), torch.__version__
+    found = evidence.compare(kernel, case, here, version, evidence.tables())
+    return found if found is not None else cost.estimated(kernel, case, device)
+
+
+def _fastest(known: dict[Kernel, Comparison], why_not: WhyNot, note: str) -> Choice:
+    """The kernel that takes the least of the time as written, if that is less than all of it."""
     if not known:
-        if able == [CHUNKED]:
-            because = f"only {CHUNKED.name} can run it, and it was not measured on {facts.device.type}"
-            return Choice(None, why_not | {CHUNKED.name: ("not measured here",)}, because)
-        return _chosen(able[0], able, why_not, f"no measurement on {facts.device.type}; stores no score matrix")
-    best, found = min(known, key=lambda pair: pair[1].ratio)
-    measure = f"{found.ratio:.2f} of the time as written, measured at {found.where}"
-    if found.ratio < 1:
-        return _chosen(best, able, why_not, measure)
-    for kernel, other in known:
-        why_not[kernel.name] = (f"{other.ratio:.2f} of the time as written, measured at {other.where}",)
-    return Choice(None, why_not, f"no kernel is faster than the program as written: {best.name} takes {measure}")
+        return Choice(None, why_not, "no kernel was measured, nor can its time be estimated" + note)
 
+    def doubted(found: Comparison) -> float:
+        return found.ratio / (_DOUBT if found.is_estimate else 1.0)
 
-def _chosen(best: Kernel, able: list[Kernel], why_not: WhyNot, because: str) -> Choice:
-    others = {k.name: (f"{best.name} is preferred",) for k in able if k is not best}
-    return Choice(best, why_not | others, because)
+    said = {k: f"{found.ratio:.2f} of the time as written, {found.how}" for k, found in known.items()}
+    best = min(known, key=lambda k: doubted(known[k]))
+    for kernel in known:
+        why_not[kernel.name] = (said[kernel],)
+    if doubted(known[best]) < 1:
+        del why_not[best.name]
+        return Choice(best, why_not, said[best] + note)
+    return Choice(
+        None, why_not, f"no kernel is faster than the program as written: {best.name} takes {said[best]}{note}"
+    )
 
 
 def _no_kernel(why_not: WhyNot, facts: Facts, allowed: tuple[str, ...] | None) -> str:

@@ -1,0 +1,285 @@
+"""Measure this device: ``python -m attn_fuse.bench --calibrate``, and from then on the kernel picker goes by it.
+
+Attentions written out by hand are compiled by Inductor as they are and on every kernel that can run them, and take
+turns. The times are kept in the user's cache directory (`$ATTN_FUSE_CACHE`, else attn_fuse in the platform's own) for
+this device and this version of torch. ``--show`` says what the picker has to go by here, ``--forget`` deletes it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import torch
+
+from attn_fuse.backend import attn_fuse
+from attn_fuse.errors import NotFusedError
+from attn_fuse.kernels import KERNELS, evidence
+from attn_fuse.kernels.case import Case, visible_share
+from attn_fuse.kernels.evidence import AS_WRITTEN, Row, Table, apart
+from attn_fuse.kernels.measure import OtherLoad, interleaved, machine, table, this_device
+from attn_fuse.kernels.specimens import program, runner, tensors
+
+_TOLERANCE = {"float64": 1e-6, "float32": 1e-3}
+
+
+class BenchError(Exception):
+    """What `python -m attn_fuse.bench` prints as its one line before it exits with code 2."""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long a case is measured: rounds, and seconds of them, at most; how long one measurement lasts at least."""
+
+    rounds: int = 15
+    seconds: float = 3.0
+    shortest: float = 2e-3
+
+
+QUICK = Effort(rounds=5, seconds=0.5)
+
+
+def measured(
+    case: Case, device: torch.device, effort: Effort, kernels: Sequence[str] | None = None
+) -> tuple[Row, dict[str, str]]:
+    """The times of `case` as written and on `kernels` (None: all that can run it), and why a kernel has none."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    written, values = program(case), tensors(case, device)
+
+    def compiled(*names: str) -> Any:
+        options: dict[str, Any] = {"kernels": list(names), "strict": bool(names)}
+        return runner(torch.compile(written, backend=attn_fuse, dynamic=False, options=options), case, values)
+
+    runs = {AS_WRITTEN: compiled()}
+    expected, why_not = runs[AS_WRITTEN](), {}
+    for name in _kernels_on(device) if kernels is None else kernels:
+        run = compiled(name)
+        try:
+            found = run()
+        except NotFusedError as problem:
+            why_not[name] = str(problem).rpartition(f"{name}: ")[2]
+            continue
+        except Exception as problem:
+            why_not[name] = f"{type(problem).__name__}: {problem}".partition("\n")[0]
+            continue
+        if case.dropout or _agree(found, expected, case):
+            runs[name] = run
+        else:
+            why_not[name] = "its result differs from that as written"
+    timings = interleaved(runs, device, effort.rounds, effort.seconds, effort.shortest)
+    return Row(case, {name: round(timing.median * 1e6, 2) for name, timing in timings.items()}), why_not
+
+
+def _kernels_on(device: torch.device) -> list[str]:
+    return [kernel.name for kernel in KERNELS if device.type in kernel.devices]
+
+
+def _agree(found: Any, expected: Any, case: Case) -> bool:
+    """A time must never stand for a wrong answer."""
+    tolerance = _TOLERANCE.get(case.dtype, 6e-2)
+    both = zip(*(x if isinstance(x, tuple) else (x,) for x in (found, expected)), strict=True)
+    return all(torch.allclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True) for a, b in both)
+
+
+# ---- what is measured
+
+
+def grid(device_type: str, lengths: Sequence[int] = (), heads: int = 0) -> list[Case]:
+    """The cases of a calibration, in the order in which they tell most.
+
+    The first is the most usual one; each next one is the farthest, as `evidence.apart` has it, from all before it, so
+    that whenever it ends, no attention is far from one that was measured.
+    """
+    on_gpu = device_type == "cuda"
+    lengths = lengths or ((256, 1024, 4096, 8192) if on_gpu else (64, 256, 1024, 2048))
+    dtypes = ("bfloat16", "float32") if on_gpu else ("float32", "bfloat16")
+    usual = Case(dtypes[0], True, 4 if on_gpu else 1, heads or (16 if on_gpu else 8), max(lengths), max(lengths), 64)
+    left = list(dict.fromkeys(_cases(usual, lengths, dtypes)))
+    ordered = [left.pop(0)]
+    distances = [apart(ordered[0], case) for case in left]
+    while left:
+        farthest = max(range(len(left)), key=distances.__getitem__)
+        ordered.append(left.pop(farthest))
+        distances.pop(farthest)
+        distances = [min(d, apart(ordered[-1], case)) for d, case in zip(distances, left, strict=True)]
+    return ordered
+
+
+def _cases(usual: Case, lengths: Sequence[int], dtypes: Sequence[str]) -> Iterator[Case]:
+    for dtype in dtypes:
+        for length in sorted(lengths, reverse=True):
+            square = replace(usual, dtype=dtype, q_len=length, kv_len=length)
+            causal = replace(square, mask="causal", visible=visible_share(length, length, 0, None))
+            window = max(2, length // 8)
+            narrow = replace(square, mask="window", visible=visible_share(length, length, 0, window))
+            for training in (True, False):
+                for case in (
+                    causal,
+                    square,
+                    narrow,
+                    replace(square, mask="dense"),
+                    replace(square, mask="documents"),
+                    replace(square, bias="constant"),
+                    replace(causal, function=True),
+                    replace(causal, sink=True),
+                    replace(causal, kv_heads=max(1, usual.heads // 4)),
+                    replace(causal, head_dim=128, value_dim=128),
+                    replace(square, value_dim=128),
+                ):
+                    yield replace(case, training=training)
+            yield replace(causal, dropout=True)
+            yield replace(square, dropout=True)
+            yield replace(square, bias="gradient")
+            yield replace(square, training=False, q_len=1)
+            yield replace(square, training=False, q_len=1, kv_heads=max(1, usual.heads // 4))
+
+
+# ---- the three commands
+
+
+def calibrate(device: torch.device, cases: Sequence[Case], minutes: float, effort: Effort) -> int:
+    """Measure `cases`, in order, until the time is up, keeping each at once; the number measured."""
+    here = this_device(device)
+    path = evidence.own_path(here, torch.__version__)
+    rows = {row.case: row for known in _own(here) for row in known.rows}
+    print(f"measuring {here} with torch {torch.__version__} for {minutes:g} min at most; kept in {path}")
+    started, load, count = time.perf_counter(), OtherLoad(), 0
+    for case in cases:
+        row, _ = measured(case, device, effort)
+        count += 1
+        rows[case] = row
+        print(f"{time.perf_counter() - started:5.0f} s  {_in_words(row)}", flush=True)
+        try:
+            evidence.write_table(path, machine(device), list(rows.values()))
+        except OSError as problem:
+            raise BenchError(f"cannot write {path}: {problem.strerror or problem}") from problem
+        if time.perf_counter() - started > 60 * minutes:
+            break
+    evidence.tables.cache_clear()
+    print("\n" + _as_table([rows[case] for case in cases[:count]]))
+    if load.share() > 0.1:
+        print(f"note: other programs took {load.share():.0%} of the cores meanwhile; measure again on a quiet machine")
+    return count
+
+
+def show(device: torch.device) -> None:
+    """Print what the picker has to go by on `device`."""
+    here = this_device(device)
+    own, others = _own(here), [t for t in evidence.tables() if t.device.type == device.type]
+    print(f"device: {here}, torch {torch.__version__}")
+    print(f"calibrations: {evidence.cache_dir()}")
+    for known in own:
+        print(f"\nmeasured here with torch {known.torch}:\n{_as_table(known.rows)}")
+    for known in others:
+        if known not in own:
+            whose = "this device" if known.device == here else "another device, so only ratios are taken from it"
+            kernels = sorted({name for row in known.rows for name in row.times} - {AS_WRITTEN})
+            print(f"\n{known.device}, torch {known.torch}: {whose}; {len(known.rows)} rows on {', '.join(kernels)}")
+    if not own and not others:
+        print("\nnothing was measured on such a device: the picker goes by a cost model")
+
+
+def forget() -> None:
+    """Delete every calibration, and what ``pick="measured"`` has kept."""
+    paths = [path for path in (*evidence.own_paths(), evidence.cache_dir() / "measured") if path.exists()]
+    for path in paths:
+        try:
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+        except OSError as problem:
+            raise BenchError(f"cannot delete {path}: {problem.strerror or problem}") from problem
+        print(f"deleted {path}")
+    if not paths:
+        print(f"nothing is kept in {evidence.cache_dir()}")
+    evidence.tables.cache_clear()
+
+
+def _own(here: Any) -> list[Table]:
+    return [known for known in evidence.tables() if known.own and known.device == here]
+
+
+def _in_words(row: Row) -> str:
+    return f"{row.case}: " + ", ".join(f"{name} {time / 1e3:.3g} ms" for name, time in row.times.items())
+
+
+def _as_table(rows: Sequence[Row]) -> str:
+    names = [k.name for k in KERNELS if any(k.name in row.times for row in rows)]
+    lines = []
+    for row in rows:
+        written = row.times[AS_WRITTEN]
+        ratios = [f"{row.times[name] / written:.2f}" if name in row.times else "-" for name in names]
+        lines.append([str(row.case), f"{written / 1e3:.3g} ms", *ratios])
+    return table(["time over that as written", "as written", *names], lines)
+
+
+# ---- the command line
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise BenchError(message)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The program; gives its exit code."""
+    try:
+        args = _parsed(arguments)
+        if args.forget:
+            forget()
+            return 0
+        device = _device(args.device)
+        if args.show:
+            show(device)
+            return 0
+        cases = grid(device.type, args.lengths or (), args.heads or 0)
+        minutes = args.minutes or (1.0 if args.quick else 15.0)
+        calibrate(device, cases, minutes, QUICK if args.quick else Effort())
+    except BenchError as problem:
+        print(f"attn_fuse.bench: {problem}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = _Parser(prog="python -m attn_fuse.bench", description=__doc__)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--calibrate", action="store_true", help="measure this device; the picker uses it from then on")
+    what.add_argument("--show", action="store_true", help="print what the picker has to go by here")
+    what.add_argument("--forget", action="store_true", help="delete what was measured here")
+    parser.add_argument("--device", help="cpu or cuda; cuda where there is one is the default")
+    parser.add_argument("--minutes", type=float, help="at most, after the first case; 15, and 1 with --quick")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds of each case, and a minute of them")
+    parser.add_argument("--lengths", type=int, nargs="+", help="lengths of the sequences, for other than the usual")
+    parser.add_argument("--heads", type=int, help="number of heads, for another than the usual")
+    args = parser.parse_args(arguments)
+    for name in ("minutes", "heads", "lengths"):
+        value = getattr(args, name)
+        if value is not None and not min(value if isinstance(value, list) else [value]) > 0:
+            raise BenchError(f"--{name} is above 0, not {' '.join(map(str, value)) if name == 'lengths' else value}")
+    return args
+
+
+def _device(name: str | None) -> torch.device:
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise BenchError(f"--device {name}: it is cpu or cuda")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise BenchError(f"--device {name}: torch sees no CUDA device")
+    return device
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    raise SystemExit(main())

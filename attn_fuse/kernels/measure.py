@@ -1,0 +1,204 @@
+"""Measure: interleaved medians, what else the machine is doing, and the device that a time was measured on."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import os
+import platform
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one call: the median and the quartiles of `runs` measurements."""
+
+    median: float
+    lower: float
+    upper: float
+    runs: int
+
+    def __str__(self) -> str:
+        return f"{seconds_in_words(self.median)} ({seconds_in_words(self.lower)}-{seconds_in_words(self.upper)})"
+
+
+@dataclass(frozen=True)
+class Device:
+    """What times belong to: a device by the name that the driver or the system gives it. threads: torch's, on a CPU."""
+
+    type: str
+    name: str
+    threads: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.name}, {self.threads} thread{'s' * (self.threads != 1)}" if self.threads else self.name
+
+    @staticmethod
+    def of_machine(facts: Mapping[str, Any]) -> Device:
+        """The device of a table whose head is what `machine` gave."""
+        if "gpu" in facts:
+            return Device("cuda", str(facts["gpu"]))
+        return Device("cpu", str(facts["cpu"]), int(facts["threads"]))
+
+
+def this_device(device: torch.device) -> Device:
+    """The device that programs on `device` run on now."""
+    if device.type == "cuda":
+        return Device("cuda", torch.cuda.get_device_name(device))
+    return Device(device.type, cpu_name(), torch.get_num_threads())
+
+
+def interleaved(
+    callables: Mapping[str, Callable[[], object]],
+    device: torch.device,
+    rounds: int = 30,
+    seconds: float = 60.0,
+    shortest: float = 0.0,
+) -> dict[str, Timing]:
+    """The time of each callable; every round runs each of them once, in a new order, so that drift hits all alike.
+
+    A first call of each is not counted. Rounds stop early once `seconds` have passed, but not before the third. A round
+    of 0.3 s or more during which other programs took a tenth of the cores is run again, at most `rounds` times in all.
+    shortest: a measurement repeats a faster callable until about this many seconds are filled, and divides.
+    """
+    repeats = {}
+    for name, call in callables.items():
+        call()
+        repeats[name] = max(1, round(shortest / max(_timed(call, 1, device), 1e-9)))
+    order, kept, again = list(callables), [], rounds  # type: tuple[list[str], list[dict[str, float]], int]
+    shuffle = random.Random(0).shuffle
+    end = time.perf_counter() + seconds
+    while len(kept) < rounds and (time.perf_counter() < end or len(kept) < 3):
+        shuffle(order)
+        started, load = time.perf_counter(), OtherLoad()
+        times = {name: _timed(callables[name], repeats[name], device) for name in order}
+        if again and time.perf_counter() - started > 0.3 and load.share() > 0.1:
+            again -= 1
+        else:
+            kept.append(times)
+    return {name: summary([times[name] for times in kept]) for name in callables}
+
+
+def summary(times: list[float]) -> Timing:
+    """Median and quartiles of `times`."""
+    if len(times) < 2:
+        return Timing(times[0], times[0], times[0], len(times))
+    lower, median, upper = statistics.quantiles(times, n=4, method="inclusive")
+    return Timing(median, lower, upper, len(times))
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what was asked of it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _timed(call: Callable[[], object], repeats: int, device: torch.device) -> float:
+    synchronize(device)
+    if device.type == "cuda":
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for _ in range(repeats):
+            call()
+        end.record()
+        synchronize(device)
+        return begin.elapsed_time(end) / 1e3 / repeats
+    started = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    return (time.perf_counter() - started) / repeats
+
+
+class OtherLoad:
+    """The share of the machine's cores that other programs took since this was made; 0 where the system cannot say."""
+
+    def __init__(self) -> None:
+        self._others, self._wall = _cpu_seconds_of_others(), time.perf_counter()
+
+    def share(self) -> float:
+        cores = os.cpu_count() or 1
+        taken = _cpu_seconds_of_others() - self._others
+        return max(0.0, taken / (cores * (time.perf_counter() - self._wall)))
+
+
+def _cpu_seconds_of_others() -> float:
+    try:
+        ticks = [int(count) for count in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    except (OSError, ValueError):
+        return 0.0
+    idle, waiting = ticks[3:5]
+    return (sum(ticks) - idle - waiting) / os.sysconf("SC_CLK_TCK") - time.process_time()
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What times depend on, for the head of a table of them."""
+    facts = {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "cpu": cpu_name(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        facts |= {
+            "gpu": properties.name,
+            "capability": f"sm_{properties.major}{properties.minor}",
+            "gpu_memory": properties.total_memory,
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+        }
+    return facts
+
+
+@functools.cache
+def cpu_name() -> str:
+    """The CPU's model, as the system names it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that can be taken on `device`; None where the system does not say."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        return int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def seconds_in_words(seconds: float) -> str:
+    """`seconds` with three digits, in µs, ms or s."""
+    for unit, factor in (("µs", 1e6), ("ms", 1e3)):
+        if seconds * factor < 1000:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds:.2f} s"
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """Rows in aligned columns; the first column to the left, the others to the right."""
+    widths = [max(len(line[column]) for line in [head, *rows]) for column in range(len(head))]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if column else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in [head, *rows]
+    ]
+    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])

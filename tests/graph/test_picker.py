@@ -1,0 +1,548 @@
+"""What the picker goes by: evidence, then a cost model, torch's switches, and what a caller asks for by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import attn_fuse
+from attn_fuse.backend import attn_fuse as backend
+from attn_fuse.bench import grid
+from attn_fuse.kernels import KERNELS, cost, evidence, switches
+from attn_fuse.kernels.case import Case, visible_share
+from attn_fuse.kernels.evidence import AS_WRITTEN, REACH, Row, Table, apart, compare
+from attn_fuse.kernels.measure import Device, machine, this_device
+from attn_fuse.kernels.specimens import reach_of
+from attn_fuse.kernels.switches import Switches, forbidden
+
+CPU = torch.device("cpu")
+HERE = this_device(CPU)
+ELSEWHERE = Device("cpu", "Another CPU", 64)
+VERSION = torch.__version__
+# The model was fitted to squares in fp32.
+FITTED = [
+    row for t in evidence.tables() if not t.own and t.device.type == "cpu" for row in t.rows
+    if row.case.dtype == "float32" and row.case.q_len > 1 and "cpu_flash" in row.times
+][::8]  # fmt: skip
+PLAIN = Case("float32", False, 1, 8, 1024, 1024, 64)
+CAUSAL = dataclasses.replace(PLAIN, mask="causal", visible=0.5)
+TINY = Case("float32", False, 1, 4, 6, 6, 8)
+
+
+def rows(ratios: dict[str, float], *cases: Case) -> tuple[Row, ...]:
+    return tuple(Row(case, {AS_WRITTEN: 10.0} | {name: 10.0 * r for name, r in ratios.items()}) for case in cases)
+
+
+def table(ratios: dict[str, float], *cases: Case, device: Device = HERE, torch: str = VERSION, own: bool = False):
+    return Table(device, torch, rows(ratios, *cases), own)
+
+
+@pytest.fixture
+def known(monkeypatch) -> Callable[..., None]:
+    """Replaces every table of the picker."""
+    return lambda *tables: monkeypatch.setattr(evidence, "tables", lambda: tables)
+
+
+def site_of(function, *inputs: object, **options: object) -> attn_fuse.SiteReport:
+    torch._dynamo.reset()
+    torch.compile(function, backend=backend, options={"inner_backend": "eager"} | options)(*inputs)
+    (site,) = attn_fuse.reports()[-1].sites
+    return site
+
+
+def plain(q: torch.Tensor) -> torch.Tensor:
+    return (q @ q.mT).softmax(-1) @ q
+
+
+def capped(q: torch.Tensor) -> torch.Tensor:
+    return (5 * torch.tanh(q @ q.mT / 5)).softmax(-1) @ q
+
+
+Q = torch.arange(1.0 * 4 * 6 * 8).sin().view(1, 4, 6, 8)
+
+
+class TestRows:
+    full = Case(
+        "bfloat16", True, 2, 8, 100, 200, 64, kv_heads=2, value_dim=128, mask="window", visible=0.25, bias="gradient",
+        function=True, dropout=True, sink=True,
+    )  # fmt: skip
+
+    @pytest.mark.parametrize("case", [PLAIN, CAUSAL, full], ids=str)
+    def test_there_and_back(self, case: Case) -> None:
+        (row,) = rows({"chunked": 0.5}, case)
+        assert Row.from_json(json.loads(json.dumps(row.as_json()))) == row
+
+    def test_what_says_nothing_is_left_out(self) -> None:
+        assert PLAIN.as_json().keys() == {"dtype", "training", "batch", "heads", "q_len", "kv_len", "head_dim"}
+
+    @pytest.mark.parametrize(
+        "change, words",
+        [
+            ({"dtype": "int8"}, "dtype 'int8' is none of"),
+            ({"mask": "bool"}, "mask 'bool' is none of"),
+            ({"bias": True}, "bias True is no str"),
+            ({"heads": True}, "heads True is no int"),
+            ({"q_len": 0}, "sizes are 1 or more"),
+            ({"visible": 1.5}, "at most 1"),
+            ({"softcap": 3}, "unexpected keyword argument 'softcap'"),
+            ({"chunked_us": 0}, "a time is a number above 0"),
+            ({"chunked_us": "fast"}, "a time is a number above 0"),
+        ],
+    )
+    def test_what_is_no_row(self, change: dict[str, Any], words: str) -> None:
+        with pytest.raises(ValueError, match=words):
+            Row.from_json(rows({}, PLAIN)[0].as_json() | change)
+
+    def test_words(self) -> None:
+        assert str(PLAIN) == "no mask, inference, float32, 1 x 8 heads, head_dim 64, q_len 1024, kv_len 1024"
+        assert str(self.full) == (
+            "window mask (25% seen), bias with gradient, a function of the scores, dropout, sink, training, bfloat16, "
+            "2 x 8 heads, 2 kv_heads, head_dim 64, value_dim 128, q_len 100, kv_len 200"
+        )
+
+    @pytest.mark.parametrize(
+        "q_len, kv_len, offset, reach", [(7, 7, 0, None), (5, 9, 4, 2), (1, 30, 29, 3), (9, 4, 0, 1), (8, 8, None, 3)]
+    )
+    def test_the_share_that_is_seen(self, q_len: int, kv_len: int, offset: int | None, reach: int | None) -> None:
+        i, j = torch.arange(q_len)[:, None], torch.arange(kv_len)[None, :]
+        seen = torch.ones(q_len, kv_len, dtype=torch.bool)
+        if offset is not None:
+            seen &= j <= i + offset
+        if reach is not None:
+            seen &= j >= i - reach
+        assert visible_share(q_len, kv_len, offset, reach) == pytest.approx(seen.double().mean().item(), abs=1e-4)
+
+    def test_of_long_sequences_a_part_of_the_queries_tells(self) -> None:
+        assert visible_share(100_000, 100_000, 0, None) == pytest.approx(0.5, abs=1e-3)
+
+    def test_a_window_from_its_share(self) -> None:
+        case = dataclasses.replace(PLAIN, mask="window", visible=visible_share(1024, 1024, 0, 100))
+        assert reach_of(case) == 100
+
+    def test_the_shipped_tables(self) -> None:
+        shipped = [t for t in evidence.tables() if not t.own]
+        assert shipped and all(t.rows for t in shipped)
+        cases = [row.case for t in shipped for row in t.rows if t.device.type == "cpu"]
+        assert {case.mask for case in cases} >= {"none", "causal", "dense"} and {c.training for c in cases} == {
+            True,
+            False,
+        }
+        assert all(AS_WRITTEN in row.times for t in shipped for row in t.rows)
+
+
+class TestCases:
+    """The case of an attention that was recognised, as the report tells it."""
+
+    @pytest.fixture(autouse=True)
+    def _asked(self, monkeypatch) -> None:
+        self.cases: list[Case] = []
+        monkeypatch.setattr(evidence, "compare", lambda kernel, case, *rest: self.cases.append(case))
+
+    def asked(self, function, *inputs: object) -> str:
+        site_of(function, *inputs)
+        return str(self.cases[0])
+
+    def test_causal(self) -> None:
+        def causal(q):
+            return (q @ q.mT).masked_fill(torch.ones(6, 6).tril() == 0, -math.inf).softmax(-1) @ q
+
+        assert self.asked(causal, Q).startswith("causal mask, inference, float32, 1 x 4 heads, head_dim 8, q_len 6")
+
+    def test_a_window(self) -> None:
+        def window(q):
+            i, j = torch.arange(6)[:, None], torch.arange(6)[None, :]
+            return (q @ q.mT).masked_fill((j > i) | (j < i - 1), -math.inf).softmax(-1) @ q
+
+        assert self.asked(window, Q).startswith("window mask (31% seen), inference")
+
+    def test_a_causal_mask_at_an_offset(self) -> None:
+        def cached(q):
+            i, j = torch.arange(2)[:, None] + 4, torch.arange(6)[None, :]
+            return (q[:, :, 4:] @ q.mT).masked_fill(j > i, -math.inf).softmax(-1) @ q
+
+        assert "window mask (92% seen)" in self.asked(cached, Q)
+
+    def test_training_grouped_heads_and_a_gradient_of_the_bias(self) -> None:
+        bias = torch.zeros(1, 4, 6, 6, requires_grad=True)
+
+        def grouped(q, k, v):
+            k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+            return (torch.tanh(q @ k.mT) + bias).softmax(-1) @ v
+
+        q, k, v = Q.clone().requires_grad_(), Q[:, :2], Q[:, :2, :, :5]
+        assert self.asked(grouped, q, k, v) == (
+            "no mask, bias with gradient, a function of the scores, training, float32, 1 x 4 heads, 2 kv_heads, "
+            "head_dim 8, value_dim 5, q_len 6, kv_len 6"
+        )
+
+
+class TestEvidence:
+    def ask(self, kernel: str, case: Case, *tables: Table) -> evidence.Comparison | None:
+        return compare(kernel, case, HERE, VERSION, tables)
+
+    def test_the_nearest_row_tells(self) -> None:
+        far = dataclasses.replace(PLAIN, q_len=64, kv_len=64)
+        tables = [table({"a": 0.25}, PLAIN), table({"a": 3.0}, far)]
+        found = self.ask("a", PLAIN, *tables)
+        assert found.ratio == pytest.approx(0.25, rel=0.02) and str(PLAIN) in found.how
+
+    def test_between_two_rows_the_ratio_lies_between_theirs(self) -> None:
+        short, long = (dataclasses.replace(PLAIN, q_len=n, kv_len=n) for n in (512, 2048))
+        found = self.ask("a", PLAIN, table({"a": 0.9}, short), table({"a": 0.4}, long))
+        assert found.ratio == pytest.approx(0.6, rel=1e-6)
+
+    def test_nothing_is_said_of_another_kernel_or_device(self) -> None:
+        assert self.ask("b", PLAIN, table({"a": 0.25}, PLAIN)) is None
+        assert self.ask("a", PLAIN, table({"a": 0.25}, PLAIN, device=Device("cuda", "A GPU"))) is None
+
+    def test_what_is_out_of_reach_says_nothing(self) -> None:
+        other = Case("bfloat16", True, 1, 8, 1024, 1024, 64, dropout=True)
+        assert apart(PLAIN, other) > REACH and self.ask("a", PLAIN, table({"a": 0.25}, other)) is None
+
+    def test_own_rows_win_over_shipped_ones_that_are_nearer(self) -> None:
+        near, off = table({"a": 0.2}, PLAIN), dataclasses.replace(PLAIN, q_len=256, kv_len=256)
+        found = self.ask("a", PLAIN, near, table({"a": 0.8}, off, own=True))
+        assert found.ratio == pytest.approx(0.8) and found.how.startswith("measured here at")
+
+    def test_another_device_and_another_torch_are_said(self) -> None:
+        found = self.ask("a", PLAIN, table({"a": 0.2}, PLAIN, device=ELSEWHERE, torch="1.9.1"))
+        assert found.how == f"measured on Another CPU, 64 threads with torch 1.9 at {PLAIN}"
+        found = self.ask("a", PLAIN, table({"a": 0.2}, PLAIN))
+        assert found.how == f"measured on a device of this name at {PLAIN}"
+
+    def test_this_device_is_preferred(self) -> None:
+        found = self.ask("a", PLAIN, table({"a": 0.2}, PLAIN, device=ELSEWHERE), table({"a": 0.9}, PLAIN))
+        assert found.ratio > 0.85
+
+    def test_own_rows_of_an_older_torch_are_rows_like_others(self) -> None:
+        found = self.ask("a", PLAIN, table({"a": 0.9}, PLAIN, torch="1.9", own=True), table({"a": 0.2}, PLAIN))
+        assert found.ratio < 0.25
+
+    def test_the_distance_is_one(self) -> None:
+        cases = [PLAIN, CAUSAL, TestRows.full, TINY]
+        assert all(apart(a, a) == 0 for a in cases)
+        assert all(apart(a, b) == apart(b, a) > 0 for a in cases for b in cases if a != b)
+
+
+class TestPick:
+    def test_the_fastest_kernel_or_as_written(self, known) -> None:
+        known(table({"cpu_flash": 1.2, "chunked": 1.5, "flex": 2.0}, TINY))
+        site = site_of(plain, Q)
+        assert site.status == "as written"
+        assert site.blocker.reason == (
+            "no kernel is faster than the program as written: cpu_flash takes 1.20 of the time as written, measured on "
+            f"a device of this name at {TINY}"
+        )
+        assert "1.50 of the time as written" in site.why_not["chunked"][0]
+        assert site_of(plain, Q, pick="fused").fused
+        assert site_of(plain, Q, kernels=["cpu_flash"]).attention["picked"] == "asked for"
+        known(table({"cpu_flash": 0.5, "chunked": 0.4, "flex": 2.0}, TINY))
+        site = site_of(plain, Q)
+        assert site.kernel == "chunked" and "0.40 of the time as written" in site.attention["picked"]
+        assert "0.50 of the time as written" in site.why_not["cpu_flash"][0]
+
+    def test_an_estimate_has_to_promise_more(self, known, monkeypatch) -> None:
+        known(table({"cpu_flash": 0.9, "flex": 2.0}, TINY))
+        promise = {}
+        monkeypatch.setattr(
+            cost, "estimated", lambda *_: evidence.Comparison(promise["ratio"], "estimated, not measured", True)
+        )
+        promise["ratio"] = 0.8
+        assert site_of(plain, Q).kernel == "cpu_flash"
+        promise["ratio"] = 0.5
+        site = site_of(plain, Q)
+        assert (
+            site.kernel == "chunked"
+            and site.attention["picked"] == "0.50 of the time as written, estimated, not measured"
+        )
+        known()
+        promise["ratio"] = 0.8
+        assert site_of(plain, Q).status == "as written"
+
+    def test_without_any_measurement_the_cost_model_tells(self, known) -> None:
+        known()
+        site = site_of(capped, Q)
+        assert site.status == "as written" and "estimated, not measured" in site.blocker.reason
+        assert "takes no softcap" in str(site.why_not["cpu_flash"])
+        for options in ({"pick": "fused"}, {"kernels": ["chunked"]}):
+            assert site_of(capped, Q, **options).kernel == "chunked"
+        long = torch.zeros(1, 8, 4096, 64)
+        site = site_of(lambda q: (q @ q.mT).softmax(-1) @ q, long)
+        assert site.fused and "estimated, not measured" in site.attention["picked"]
+
+    def test_weights_that_are_used(self, known) -> None:
+        def both(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            weights = (q @ q.mT).softmax(-1)
+            return weights @ q, weights.mean(1)
+
+        known(table({"cpu_flash": 0.1}, TINY))
+        assert site_of(both, Q).blocker.reason == "the weights are also used outside the attention, so nothing is saved"
+
+    def test_a_kernel_by_name_never_gives_way_silently(self, known) -> None:
+        known(table({"chunked": 0.1}, TINY))
+        site = site_of(capped, Q, kernels=["cpu_flash", "cudnn"])
+        assert site.status == "as written" and site.why_not["chunked"] == ("not among the kernels allowed",)
+        assert site.why_not["cudnn"] == ("runs on cuda, not on cpu",)
+        assert site.blocker.reason == "no kernel can run it: cpu_flash: takes no softcap"
+        with attn_fuse.use_kernels("cpu_flash"):
+            assert site_of(capped, Q).status == "as written"
+        with pytest.raises(attn_fuse.NotFusedError, match="cpu_flash: takes no softcap"):
+            site_of(capped, Q, kernels=["cpu_flash"], strict=True)
+
+
+class TestCost:
+    """The model ranks as the figures that were published do; its times may be off by two."""
+
+    def times(self, case: Case, here: cost.Peaks, classes: dict[str, cost.Reach], *names: str) -> list[float]:
+        return [cost.seconds(classes[name], case, here) for name in names]
+
+    def test_cpu(self) -> None:
+        here = cost._cpu_peaks(2)
+        for training, names in ((False, ("flex", "cpu_flash", AS_WRITTEN)), (True, ("cpu_flash", AS_WRITTEN))):
+            case = dataclasses.replace(CAUSAL, q_len=2048, kv_len=2048, training=training)
+            times = self.times(case, here, cost._CPU, *names)
+            assert times == sorted(times)
+        small = dataclasses.replace(CAUSAL, q_len=16, kv_len=16)
+        as_written, chunked = self.times(small, here, cost._CPU, AS_WRITTEN, "chunked")
+        assert as_written < chunked
+
+    @pytest.mark.parametrize("row", FITTED, ids=lambda row: str(row.case))
+    def test_near_the_shipped_table(self, row: Row) -> None:
+        here = cost._cpu_peaks(2)
+        model, flash = self.times(row.case, here, cost._CPU, AS_WRITTEN, "cpu_flash")
+        assert abs(math.log2(flash / model) - math.log2(row.times["cpu_flash"] / row.times[AS_WRITTEN])) < 1.6
+
+    def test_hopper(self) -> None:
+        # An H200 as torch describes it: 132 SMs at 1.98 GHz, 4.8 TB/s.
+        cycles = 132 * 1.98e9
+        here = cost.Peaks(cycles * 4096, cycles * 256, cycles * 2048, 4.3e12, 14e12, 50e6, 4e-6)
+        case = Case("bfloat16", False, 4, 16, 4096, 4096, 128, mask="causal", visible=0.5)
+        names = ("cudnn", "triton_flash", "cuda_flash", "flex", "cuda_efficient", AS_WRITTEN)
+        times = self.times(case, here, cost._CUDA, *names)
+        assert times == sorted(times)
+        flops = 4 * case.scores * case.visible * case.head_dim / times[0] / 1e12
+        assert 400 < flops < 800
+
+    def test_every_kernel_has_a_class_where_it_runs(self) -> None:
+        for kernel in KERNELS:
+            assert "cpu" not in kernel.devices or kernel.name in cost._CPU, kernel.name
+            assert "cuda" not in kernel.devices or kernel.name in cost._CUDA, kernel.name
+
+
+class TestSwitches:
+    @pytest.fixture(autouse=True)
+    def _facts(self) -> None:
+        self.facts = SimpleNamespace(training=True, bias_needs_grad=True)
+
+    def said(self, kernel: str, **on: bool) -> str:
+        return "; ".join(forbidden(kernel, self.facts, Switches(**on)))
+
+    def test_a_backend_of_sdpa_that_is_off(self) -> None:
+        assert "flash attention is switched off" in self.said("cuda_flash", flash=False)
+        assert "flash attention is switched off" in self.said("cpu_flash", flash=False)
+        assert "enable_mem_efficient_sdp" in self.said("cuda_efficient", efficient=False)
+        assert "enable_cudnn_sdp" in self.said("cudnn", cudnn=False)
+        assert not self.said("chunked", flash=False, efficient=False, cudnn=False)
+        assert not self.said("cuda_flash", math=False)
+
+    def test_deterministic_algorithms(self) -> None:
+        reason = "torch.use_deterministic_algorithms is on"
+        assert reason in self.said("cudnn", deterministic=True) and reason in self.said("flex", deterministic=True)
+        assert not self.said("cuda_efficient", deterministic=True)
+        assert reason in self.said("cuda_efficient", deterministic=True, warns_only=True)
+        assert not any(self.said(k, deterministic=True) for k in ("chunked", "cpu_flash", "cuda_flash", "triton_flash"))
+        self.facts.bias_needs_grad = False
+        assert not self.said("flex", deterministic=True) and reason in self.said("cudnn", deterministic=True)
+        self.facts.training = False
+        assert not self.said("cudnn", deterministic=True)
+
+    def test_they_are_read_from_torch(self) -> None:
+        assert switches.current().flash
+        with sdpa_kernel([SDPBackend.MATH]):
+            assert switches.current()[:4] == (False, False, True, False)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            assert switches.current()[4:] == (True, True)
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+    def test_a_compiled_program_notices(self) -> None:
+        torch._dynamo.reset()
+        options = {"inner_backend": "eager", "kernels": ["cpu_flash"]}
+        run = torch.compile(plain, backend=backend, options=options)
+        expected = run(Q)
+        count = len(attn_fuse.reports())
+        assert attn_fuse.reports()[-1].sites[0].fused
+        with sdpa_kernel([SDPBackend.MATH]):
+            assert torch.allclose(run(Q), expected, atol=1e-6)
+            site = attn_fuse.reports()[-1].sites[0]
+            assert not site.fused and "switched off" in site.blocker.reason
+            after = len(attn_fuse.reports())
+            run(Q)
+        run(Q)
+        with sdpa_kernel([SDPBackend.MATH]):
+            run(Q)
+        assert len(attn_fuse.reports()) == after > count, "each setting is compiled for once"
+
+
+class TestMeasured:
+    """Sites measured while they are compiled, here with no compiler behind."""
+
+    @pytest.fixture(autouse=True)
+    def _cache(self, monkeypatch, tmp_path: Path) -> None:
+        from attn_fuse import trial
+
+        monkeypatch.setenv("ATTN_FUSE_CACHE", str(tmp_path))
+        monkeypatch.setattr(trial, "_known", {})
+        self.folder = tmp_path / "measured"
+
+    def test_it_is_said_and_kept(self, monkeypatch) -> None:
+        from attn_fuse import trial
+
+        q = Q.clone().requires_grad_()
+        site = site_of(plain, q, pick="measured")
+        because = site.attention["picked"] if site.fused else site.blocker.reason
+        assert "of the time as written, measured here" in because
+        (kept,) = self.folder.iterdir()
+        seconds = json.loads(kept.read_text())["seconds"]
+        assert {AS_WRITTEN, "cpu_flash", "chunked"} <= seconds.keys() and min(seconds.values()) > 0
+        for name, fast in (("chunked", 1e-9), (AS_WRITTEN, 1e-12)):
+            # What is on disk is believed, so that the choice is known.
+            kept.write_text(json.dumps({"seconds": seconds | {name: fast}, "why_not": {}}))
+            monkeypatch.setattr(trial, "_known", {})
+            assert site_of(plain, q, pick="measured").kernel == (None if name == AS_WRITTEN else name)
+
+    def test_equal_sites_are_measured_once(self, monkeypatch) -> None:
+        def layers(q):
+            return plain(plain(plain(q)))
+
+        torch._dynamo.reset()
+        torch.compile(layers, backend=backend, options={"inner_backend": "eager", "pick": "measured"})(Q)
+        assert len(attn_fuse.reports()[-1].sites) == 3 and len([*self.folder.iterdir()]) == 1
+
+    def test_dropout_and_the_random_state(self) -> None:
+        def dropped(q):
+            return torch.dropout((q @ q.mT).softmax(-1), 0.5, True) @ q
+
+        torch._dynamo.reset()
+        run = torch.compile(dropped, backend=backend, options={"inner_backend": "eager", "pick": "measured"})
+        torch.manual_seed(3)
+        state = torch.get_rng_state()
+        run(Q)
+        first = torch.rand(1)
+        torch.set_rng_state(state)
+        run(Q)
+        assert first == torch.rand(1), "measuring draws from no random state of the user's"
+
+    def test_growing_lengths(self) -> None:
+        torch._dynamo.reset()
+        run = torch.compile(
+            plain, backend=backend, dynamic=True, options={"inner_backend": "eager", "pick": "measured"}
+        )
+        for length in (5, 6):
+            q = Q[:, :, :length]
+            assert torch.allclose(run(q), plain(q), atol=1e-6)
+
+    def test_a_failure_falls_back_to_the_evidence(self, monkeypatch, known) -> None:
+        from attn_fuse import trial
+
+        def fails(*_: object) -> None:
+            raise RuntimeError("no such\nluck")
+
+        monkeypatch.setattr(trial, "interleaved", fails)
+        known(table({"cpu_flash": 0.5, "chunked": 2.0, "flex": 2.0}, TINY))
+        site = site_of(plain, Q, pick="measured")
+        assert site.kernel == "cpu_flash"
+        assert site.attention["picked"].endswith("; measuring here failed (RuntimeError: no such)")
+        assert not self.folder.exists()
+
+    def test_a_kernel_that_fails_is_left_out(self, monkeypatch) -> None:
+        from attn_fuse import trial
+
+        real = trial.emit
+
+        def emit(region, attention, facts, kernel, mode):
+            if kernel.name == "cpu_flash":
+                raise RuntimeError("out of luck")
+            return real(region, attention, facts, kernel, mode)
+
+        monkeypatch.setattr(trial, "emit", emit)
+        site = site_of(plain, Q, pick="measured")
+        assert site.kernel != "cpu_flash"
+        assert site.why_not["cpu_flash"] == ("running it here failed: RuntimeError: out of luck",)
+
+    def test_too_large_to_try(self, monkeypatch) -> None:
+        from attn_fuse import trial
+
+        monkeypatch.setattr(trial, "free_memory", lambda device: 100)
+        site = site_of(plain, Q, pick="measured")
+        because = site.attention["picked"] if site.fused else site.blocker.reason
+        assert "measuring here failed (as written it takes" in because
+
+    def test_by_mode(self) -> None:
+        from attn_fuse.options import parse_options
+
+        assert (
+            parse_options({}, "max-autotune").pick == parse_options({}, "max-autotune-no-cudagraphs").pick == "measured"
+        )
+        assert parse_options({}, "reduce-overhead").pick == parse_options({}, None).pick == "fastest"
+        assert parse_options({"pick": "fused"}, "max-autotune").pick == "fused"
+        with pytest.raises(attn_fuse.OptionError, match="'fastest' or 'measured' or 'fused'"):
+            parse_options({"pick": "mesured"})
+
+
+class TestCalibration:
+    @pytest.fixture(autouse=True)
+    def _cache(self, monkeypatch, tmp_path: Path):
+        monkeypatch.setenv("ATTN_FUSE_CACHE", str(tmp_path))
+        evidence.tables.cache_clear()
+        yield
+        evidence.tables.cache_clear()
+
+    def test_is_kept_and_believed(self) -> None:
+        evidence.write_table(evidence.own_path(HERE, VERSION), machine(CPU), rows({"cpu_flash": 0.01}, TINY))
+        site = site_of(plain, Q)
+        assert (
+            site.kernel == "cpu_flash" and "0.01 of the time as written, measured here at" in site.attention["picked"]
+        )
+
+    @pytest.mark.parametrize(
+        "text",
+        ["", "[]", "{}", '{"machine": {}, "rows": []}', '{"machine": {"cpu": 1}, "rows": [{}]}', "\0", "[1", "7"],
+    )
+    def test_malformed_is_ignored_with_one_warning(self, text: str, caplog) -> None:
+        path = evidence.own_path(HERE, VERSION)
+        path.write_text(text)
+        with caplog.at_level(logging.WARNING, "attn_fuse"):
+            assert not any(t.own for t in evidence.tables()) and evidence.tables()
+            evidence.tables()
+            site_of(plain, Q)
+        (warning,) = [r.getMessage() for r in caplog.records if "is ignored" in r.getMessage()]
+        assert str(path) in warning and "--forget" in warning and "\n" not in warning
+
+    def test_where(self, monkeypatch, tmp_path: Path) -> None:
+        assert evidence.cache_dir() == tmp_path
+        monkeypatch.delenv("ATTN_FUSE_CACHE")
+        monkeypatch.setattr(sys, "platform", "linux")
+        monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+        assert evidence.cache_dir() == Path("/somewhere/attn_fuse")
+        monkeypatch.setattr(sys, "platform", "darwin")
+        assert evidence.cache_dir() == Path.home() / "Library" / "Caches" / "attn_fuse"
+
+    def test_the_grid_tells_most_first(self) -> None:
+        cases = grid("cpu")
+        assert len(cases) == len(set(cases)) > 100 and cases[0].mask == "causal" and cases[0].training
+        gaps = [min(apart(case, before) for before in cases[:n]) for n, case in enumerate(cases) if n]
+        assert gaps == pytest.approx(sorted(gaps, reverse=True))
+        assert max(min(apart(case, one) for one in cases[:24]) for case in cases) < REACH
