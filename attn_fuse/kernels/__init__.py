@@ -1,9 +1,11 @@
 """The kernels. The order is the one in which the picker prefers them where nothing is measured."""
 
 from attn_fuse.kernels.chunked import CHUNKED
+from attn_fuse.kernels.flex import FLEX
 from attn_fuse.kernels.sdpa import CPU_FLASH, CUDA_EFFICIENT, CUDA_FLASH, CUDNN
 from attn_fuse.kernels.triton_decode import TRITON_DECODE
+from attn_fuse.kernels.triton_flash import TRITON_FLASH
 
 __all__ = ["CHUNKED", "KERNELS"]
 
-KERNELS = (CUDNN, CUDA_FLASH, CUDA_EFFICIENT, CPU_FLASH, TRITON_DECODE, CHUNKED)
+KERNELS = (CUDNN, CUDA_FLASH, CUDA_EFFICIENT, CPU_FLASH, TRITON_DECODE, TRITON_FLASH, FLEX, CHUNKED)

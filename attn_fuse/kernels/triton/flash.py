@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from attn_fuse.kernels.score_gradient import differentiable, gradients, needed
-from attn_fuse.kernels.score_program import Block, Memo, ScoreProgram, accumulate, bound, evaluate, nodes
+from attn_fuse.kernels.score_program import Block, Memo, accumulate, bound, evaluate, nodes
 from attn_fuse.kernels.triton import flash_backward, flash_forward
 from attn_fuse.kernels.triton.emitter import LONGEST
 from attn_fuse.kernels.triton.flash_configs import Config, config
@@ -134,15 +134,17 @@ def attend_backward(
     row_sum: Tensor,
     program: str,
     wanted: Sequence[bool],
+    into: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """The gradients of query, key, value, in memory [B, L, H, D], and of each input, contiguous; each in its own dtype.
 
     out, row_max, row_sum: what `attend` gave. wanted: one for each input; those not wanted, and those that are not
-    floating, get an empty tensor. Every sum has one order: results do not change from run to run.
+    floating, get an empty tensor. into: where to write the first three instead. Every sum has one order: results do not
+    change from run to run.
     """
     call = _call(query, key, value, inputs, numbers, seed, dropout_p, program)
     batch, heads, q_len, _ = query.shape
-    dquery, dkey, dvalue = (_laid_out(x, x.shape[3]) for x in (query, key, value))
+    dquery, dkey, dvalue = into or (_laid_out(x, x.shape[3]) for x in (query, key, value))
     delta = torch.empty_like(row_max)
     saved = (row_max, row_sum, delta)
     tensors = [*map(_strided, (grad_out, query, key, value))]

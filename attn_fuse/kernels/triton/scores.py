@@ -139,8 +139,7 @@ def _score_code(text: str, inputs: tuple[Described, ...], wide: bool) -> ScoreCo
         visible=getattr(module, "visible", None),
         score_backward=module.score_backward,
         gradients=tuple(
-            Gradient(node, _along(node, inputs), getattr(module, f"gradient{n}"))
-            for n, (node, _) in enumerate(wanted)
+            Gradient(node, _along(node, inputs), getattr(module, f"gradient{n}")) for n, (node, _) in enumerate(wanted)
         ),
     )
 

@@ -23,13 +23,14 @@ def load_rows(tensor, start, at, length, WIDTH: tl.constexpr, BLOCK: tl.constexp
     d = tl.arange(0, BLOCK)
     pointers = start + tl.cast(at, tl.int64)[:, None] * tensor[1][2] + tl.cast(d, tl.int64)[None, :] * tensor[1][3]
     if CHECKED and WIDTH != BLOCK:
-        return tl.load(pointers, mask=(at < length)[:, None] & (d < WIDTH)[None, :], other=0.0)
+        found = tl.load(pointers, mask=(at < length)[:, None] & (d < WIDTH)[None, :], other=0.0)
     elif CHECKED:
-        return tl.load(pointers, mask=(at < length)[:, None], other=0.0)
+        found = tl.load(pointers, mask=(at < length)[:, None], other=0.0)
     elif WIDTH != BLOCK:
-        return tl.load(pointers, mask=(d < WIDTH)[None, :], other=0.0)
+        found = tl.load(pointers, mask=(d < WIDTH)[None, :], other=0.0)
     else:
-        return tl.load(pointers)
+        found = tl.load(pointers)
+    return found
 
 
 @triton.jit
