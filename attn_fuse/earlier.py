@@ -26,9 +26,9 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, Node) and isinstance(b, Node):
         if a is b:
             return True
-        sizes = value_of(a), value_of(b)
-        if all(isinstance(size, torch.SymInt) for size in sizes):
-            return bool(sizes[0].node.expr == sizes[1].node.expr)
+        first, second = value_of(a), value_of(b)
+        if isinstance(first, torch.SymInt) and isinstance(second, torch.SymInt):
+            return bool(first.node.expr == second.node.expr)
         alike = a.op == b.op and a.target == b.target and op_name(a) in LAYOUT
         return alike and _same(a.args, b.args) and _same(a.kwargs, b.kwargs)
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):

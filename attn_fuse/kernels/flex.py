@@ -1,0 +1,174 @@
+"""flex: torch's FlexAttention (arXiv 2412.05496), with the score function and the block mask of the score program.
+
+Taken: any function of the scores, any mask, biases, grouped queries, another value_dim; sinks where the kernel gives
+its log-sum-exp. Declined: dropout and factors on the weights, which it has no place for; gradients on the CPU; and
+graphs that Inductor does not compile, where torch stores every score.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.nn.attention.flex_attention import BlockMask
+
+from attn_fuse.attention import Attention
+from attn_fuse.facts import Facts
+from attn_fuse.kernels.flex_blocks import flex_blocks, flex_operands
+from attn_fuse.kernels.flex_program import mask_mod, mask_part, over_queries, scaled, score_mod, score_part
+from attn_fuse.kernels.kernel import Kernel
+from attn_fuse.kernels.score_program import ScoreProgram
+from attn_fuse.kernels.writer import written
+from attn_fuse.torch_internals import flex_attention, flex_runs_on_cpu
+
+if TYPE_CHECKING:
+    from attn_fuse.call import Call
+
+# Queries and keys in one block of the mask.
+BLOCKS = (128, 128)
+# For one query torch's C++ template has a second form, which it takes where the keys of a block divide 128. That one
+# gives 0 for scores far below 0 where a part of the keys is hidden.
+ONE_QUERY_BLOCKS = (128, 256)
+# A BlockMask's, in the order of `flex_blocks`.
+_TABLES = tuple(f"{kind}_{what}" for kind in ("kv", "full_kv", "q", "full_q") for what in ("num_blocks", "indices"))
+# What torch's Triton template takes at least.
+_LEAST_DIM = 16
+
+
+def limits(attention: Attention, facts: Facts) -> Iterator[str]:
+    on_cpu = facts.device.type == "cpu"
+    if not facts.compiled:
+        yield "stores every score where the graph is not compiled by Inductor"
+    if attention.dropout_p is not None:
+        yield "takes no dropout"
+    if attention.factor is not None:
+        yield "takes no factor on the weights that differs from key to key"
+    if facts.symbolic & {"heads", "kv_heads", "head_dim", "value_dim"}:
+        yield "needs numbers of heads and head_dims that stay the same"
+    if facts.q_len == 0 or facts.kv_len == 0 or facts.batch == 0:
+        yield "takes no empty sequence"
+    if on_cpu and facts.training:
+        yield "gives no gradients on CPU"
+    if on_cpu and attention.sink is not None:
+        yield "gives no log-sum-exp on CPU, which a sink needs"
+    if on_cpu and facts.compiled and not flex_runs_on_cpu():
+        yield "torch has it on CPU only with AVX2, and not on macOS"
+    if not on_cpu and min(facts.head_dim, facts.value_dim) < _LEAST_DIM:
+        yield f"takes no head_dim or value_dim below {_LEAST_DIM}"
+    # Its backward takes exp(score - lse), and at a score like -1e9 the lse has lost the number of keys.
+    if facts.training and attention.mask.empty_rows == "mean":
+        yield "a query that sees no key would get a wrong gradient"
+    if facts.training and facts.bias_may_hide:
+        yield "a bias that may hide every key of a query, as padding does, would get a wrong gradient"
+    if facts.bias_needs_grad and torch.are_deterministic_algorithms_enabled():
+        yield "adds up the gradient of a bias in an order that changes from run to run"
+
+
+def emit(call: Call) -> Node:
+    facts, attention, score = call.facts, call.attention, written(call)
+    said, seen = score_part(score.program), mask_part(score.program)
+    on_cpu = facts.device.type == "cpu"
+    blocks = ONE_QUERY_BLOCKS if on_cpu and facts.q_len == 1 and "q_len" not in facts.symbolic else BLOCKS
+    axes = (attention.batch_axes, attention.head_axes, attention.axes.query, attention.axes.key)
+    tables = call.node_once(
+        flex_blocks,
+        [score.inputs[n] for n in seen.inputs],
+        [score.numbers[n] for n in seen.numbers],
+        [call.size(attention.length(symbols)) for symbols in axes],
+        list(blocks),
+        facts.training,
+        facts.device,
+        seen.program.dumps(),
+    )
+    operands = [call.query(scaled=False), call.key(), call.value()]
+    read = [score.inputs[n] for part in (said, seen) for n in part.inputs]
+    numbers = [score.numbers[n] for part in (said, seen) for n in part.numbers]
+    if on_cpu:
+        copies = call.node(flex_operands, [*operands, *read], numbers)
+        everything = [call.node(operator.getitem, copies, n) for n in range(3 + len(read) + len(numbers))]
+    else:
+        made = [call.node(torch.full, [], n, dtype=torch.int64, device=facts.device) for n in numbers]
+        everything = [*operands, *read, *made]
+    inputs, counts = everything[3 : 3 + len(read)], everything[3 + len(read) :]
+    ours, others = len(said.inputs), len(said.numbers)
+    return call.node(
+        attend,
+        *everything[:3],
+        (inputs[:ours], counts[:others]),
+        (inputs[ours:], counts[others:]),
+        [call.node_once(operator.getitem, tables, n) for n in range(8 if facts.training else 4)],
+        blocks=blocks,
+        score=said.program.dumps(),
+        mask=seen.program.dumps(),
+    )
+
+
+_Read = tuple[Sequence[Tensor], Sequence[Tensor]]
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_read: _Read,
+    mask_read: _Read,
+    tables: Sequence[Tensor],
+    blocks: tuple[int, int],
+    score: str,
+    mask: str,
+) -> Tensor:
+    """The attention as FlexAttention has it; it stands in the graph by name and is traced.
+
+    query [B, H, Lq, D], key [B, Hkv, Lk, D], value [B, Hkv, Lk, Dv] of one dtype, H a multiple of Hkv. score_read,
+    mask_read: the inputs and numbers (int64, no dimensions) of the two programs, `score`, which has the final score
+    where a key is seen and the sink, and `mask`, whose `visible` says where that is. tables, blocks: from
+    `flex_blocks`. A query that sees no key gives 0.
+
+    Gives [B, H, Lq, Dv] in query's dtype.
+    """
+    program = ScoreProgram.loads(score)
+    factor, tree = scaled(program)
+    inputs, numbers = [_summed_wide(x) for x in score_read[0]], score_read[1]
+    given: dict[str, Any] = dict.fromkeys(_TABLES) | dict(zip(_TABLES, tables, strict=False))
+    block_mask = BlockMask(
+        (query.shape[2], key.shape[2]),
+        **given,
+        BLOCK_SIZE=blocks,
+        mask_mod=mask_mod(ScoreProgram.loads(mask).visible, len(mask_read[0])),
+    )
+    out, lse = flex_attention(
+        query,
+        key,
+        value,
+        score_mod(tree, len(inputs)),
+        block_mask,
+        factor,
+        (*inputs, *numbers),
+        (*mask_read[0], *mask_read[1]),
+        lse=program.sink is not None,
+    )
+    if program.sink is None:
+        return out
+    sink = over_queries(program.sink, inputs, numbers, query)
+    # exp(lse) / (exp(lse) + exp(sink)); where no key is seen both may be -inf.
+    kept = torch.where(lse == -torch.inf, 0.0, torch.sigmoid(lse - sink))
+    return (out * kept.unsqueeze(-1)).to(out.dtype)
+
+
+def _summed_wide(x: Tensor) -> Tensor:
+    # FlexAttention adds a gradient up in the dtype of what it is of.
+    narrow = x.requires_grad and x.dtype in (torch.float16, torch.bfloat16)
+    return x.float() if narrow else x
+
+
+FLEX = Kernel(
+    name="flex",
+    devices=frozenset({"cpu", "cuda"}),
+    dtypes=frozenset({torch.float16, torch.bfloat16, torch.float32}),
+    limits=limits,
+    emit=emit,
+)
