@@ -1,4 +1,4 @@
-"""Every reason that a refusal can carry is named by a test."""
+"""Every reason that a refusal can carry, and every reason why a kernel says no, is named by a test."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ FILES = [
     *(ROOT / "attn_fuse" / f"{name}.py" for name in ("draft", "fold", "recognize", "region", "writes")),
     *sorted((ROOT / "attn_fuse" / "patterns").glob("*.py")),
 ]
+KERNELS = sorted((ROOT / "attn_fuse" / "kernels").glob("*.py"))
 # What makes a refusal of a text, in these files.
 MAKERS = {"Refusal", "refused"}
 
@@ -22,10 +23,24 @@ def reasons(file: Path) -> Iterator[tuple[int, str]]:
     """(line, text) of each refusal; of a text with values in it, the longest part without."""
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in MAKERS and node.args:
-            parts = node.args[0].values if isinstance(node.args[0], ast.JoinedStr) else [node.args[0]]
-            texts = [p.value for p in parts if isinstance(p, ast.Constant) and isinstance(p.value, str)]
-            if texts:
-                yield node.lineno, max(texts, key=len).strip()
+            yield from texts_of(node.args[0])
+
+
+def reasons_of_kernels(file: Path) -> Iterator[tuple[int, str]]:
+    """The same of each text that is yielded, or put into a list of reasons."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        match node:
+            case ast.Yield(value=ast.Constant() | ast.JoinedStr() as said):
+                yield from texts_of(said)
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="reasons"), attr="append"), args=[said]):
+                yield from texts_of(said)
+
+
+def texts_of(node: ast.expr) -> Iterator[tuple[int, str]]:
+    parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+    texts = [p.value for p in parts if isinstance(p, ast.Constant) and isinstance(p.value, str)]
+    if texts:
+        yield node.lineno, max(texts, key=len).strip()
 
 
 @functools.cache
@@ -41,13 +56,19 @@ def texts_of_tests() -> str:
     return "\n".join(found)
 
 
-CASES = [(f"{file.relative_to(ROOT)}: {text}", text) for file in FILES for _, text in reasons(file)]
+CASES = [
+    *((f"{file.relative_to(ROOT)}: {text}", text) for file in FILES for _, text in reasons(file)),
+    *((f"{file.relative_to(ROOT)}: {text}", text) for file in KERNELS for _, text in reasons_of_kernels(file)),
+]
 
 
 def test_reasons_are_found() -> None:
-    assert len(CASES) >= 45
+    assert len(CASES) >= 75
     assert {"draft.py", "region.py", "softmax.py", "weights.py", "fold.py", "writes.py"} <= {
         file.name for file in FILES if any(reasons(file))
+    }
+    assert {"kernel.py", "sdpa.py", "flex.py", "triton_decode.py"} <= {
+        file.name for file in KERNELS if any(reasons_of_kernels(file))
     }
 
 

@@ -1,0 +1,164 @@
+"""Each reason why a kernel does not run an attention, asked of the kernel itself, also for devices that are not here.
+
+What cpu_flash says in whole programs is in tests/cpu/test_kernels.py; that all reasons are named, in test_reasons.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_fuse.attention import Attention
+from attn_fuse.facts import Facts
+from attn_fuse.kernels import KERNELS, flex, triton_decode
+from attn_fuse.kernels.picker import pick
+from attn_fuse.kernels.switches import Switches, forbidden
+from tests.harness import compiled
+
+BACKEND = importlib.import_module("attn_fuse.backend")
+KERNEL = {kernel.name: kernel for kernel in KERNELS}
+CUDA = {"device": torch.device("cuda")}
+HALF = CUDA | {"dtype": torch.float16}
+TRAINED = {"training": True}
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, extra: Tensor) -> Tensor:
+    return (q @ k.mT).softmax(-1) @ v
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor, extra: Tensor) -> Tensor:
+    hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(1)
+    return (q @ k.mT).masked_fill(hidden, -torch.inf).softmax(-1) @ v
+
+
+def filled(q: Tensor, k: Tensor, v: Tensor, extra: Tensor) -> Tensor:
+    return (q @ k.mT).masked_fill(extra > 0, torch.finfo(q.dtype).min).softmax(-1) @ v
+
+
+def biased(q: Tensor, k: Tensor, v: Tensor, extra: Tensor) -> Tensor:
+    return (q @ k.mT + extra).softmax(-1) @ v
+
+
+def dropped(q: Tensor, k: Tensor, v: Tensor, extra: Tensor) -> Tensor:
+    return torch.dropout((q @ k.mT).softmax(-1), 0.5, True) @ v
+
+
+def gated(q: Tensor, k: Tensor, v: Tensor, extra: Tensor) -> Tensor:
+    return ((q @ k.mT).softmax(-1) * extra) @ v
+
+
+def capped(q: Tensor, k: Tensor, v: Tensor, extra: Tensor) -> Tensor:
+    return (5 * torch.tanh(q @ k.mT / 5)).softmax(-1) @ v
+
+
+def with_sink(q: Tensor, k: Tensor, v: Tensor, extra: Tensor) -> Tensor:
+    s = q @ k.mT
+    return torch.cat([s, extra[..., :1].expand(2, 4, 6, 1)], -1).softmax(-1)[..., :-1] @ v
+
+
+@functools.cache
+def recognised(function: Callable[..., Tensor]) -> tuple[Attention, Facts]:
+    """What the picker is asked about the one attention of `function`, in float32, without gradients."""
+    asked: list[tuple[Attention, Facts]] = []
+
+    def spy(attention: Attention, facts: Facts, *rest: Any, **how: Any) -> Any:
+        asked.append((attention, facts))
+        return pick(attention, facts, *rest, **how)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(BACKEND, "pick", spy)
+        torch._dynamo.reset()
+        compiled(function)(*torch.randn(3, 2, 4, 6, 16), torch.randn(1, 4, 6, 6))
+    (found,) = asked
+    return found
+
+
+REASONS = [
+    ("chunked", plain, {"dtype": torch.complex64}, "does not take complex64"),
+    ("cudnn", plain, {}, "runs on cuda, not on cpu"),
+    ("cudnn", capped, HALF, "takes no softcap"),
+    ("cuda_flash", filled, HALF, "a query that sees no key would not get the mean of the values in float16"),
+    ("cuda_efficient", filled, CUDA | TRAINED, "a query that sees no key would get a gradient, which the"),
+    ("cuda_efficient", biased, CUDA | TRAINED, "a bias that may hide every key of a query, as padding does, would get"),
+    ("cudnn", biased, HALF, "a bias in torch.float32 would be rounded to torch.float16"),
+    ("cuda_efficient", plain, CUDA | {"kv_heads": 2}, "takes no grouped queries"),
+    ("cuda_flash", causal, HALF | {"q_len": 5}, "takes a causal mask only where q_len equals kv_len"),
+    ("cuda_efficient", plain, CUDA | {"q_len": 0}, "takes no empty sequence"),
+    ("flex", plain, {"compiled": False}, "stores every score where the graph is not compiled by Inductor"),
+    ("flex", dropped, {}, "takes no dropout"),
+    ("flex", gated, {}, "takes no factor on the weights that differs from key to key"),
+    ("flex", plain, {"symbolic": frozenset({"heads"})}, "needs numbers of heads and head_dims that stay the same"),
+    ("flex", plain, {"batch": 0}, "takes no empty sequence"),
+    ("flex", plain, TRAINED, "gives no gradients on CPU"),
+    ("flex", with_sink, {}, "gives no log-sum-exp on CPU, which a sink needs"),
+    ("flex", plain, CUDA | {"value_dim": 8}, "takes no head_dim or value_dim below 16"),
+    ("flex", filled, CUDA | TRAINED, "a query that sees no key would get a wrong gradient"),
+    ("flex", biased, CUDA | TRAINED, "a bias that may hide every key of a query, as padding does, would get a wrong"),
+    ("triton_decode", plain, CUDA | TRAINED, "gives no gradient"),
+    ("triton_decode", dropped, CUDA, "has no dropout"),
+    ("triton_decode", plain, CUDA | {"q_len": 129}, "takes at most 16 queries, not 129"),
+    ("triton_decode", plain, CUDA | {"symbolic": frozenset({"q_len"})},
+     "takes at most 16 queries, and their number may change from call to call"),
+    ("triton_decode", plain, CUDA | {"value_dim": 257}, "takes a value_dim of at most 256, not 257"),
+    ("triton_decode", plain, CUDA | {"symbolic": frozenset({"head_dim"})},
+     "takes a head_dim of at most 256, and it may change from call to call"),
+    ("triton_flash", plain, CUDA | {"head_dim": 257}, "takes a head_dim of at most 256, not 257"),
+    ("triton_flash", plain, CUDA | {"dtype": torch.float64}, "does not take float64"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "function", "changed", "reason"), REASONS, ids=str)
+def test_reason(name: str, function: Callable[..., Tensor], changed: dict[str, Any], reason: str) -> None:
+    attention, facts = recognised(function)
+    said = KERNEL[name].why_not(attention, dataclasses.replace(facts, **changed))
+    assert any(reason in text for text in said), said
+
+
+def test_flex_under_deterministic_algorithms() -> None:
+    attention, facts = recognised(biased)
+    wanting = dataclasses.replace(facts, **CUDA, training=True, bias_needs_grad=True, bias_may_hide=False)
+    reason = "adds up the gradient of a bias in an order that changes from run to run"
+    assert reason not in KERNEL["flex"].why_not(attention, wanting)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert reason in KERNEL["flex"].why_not(attention, wanting)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_torchs_switches() -> None:
+    _, facts = recognised(plain)
+    trained = dataclasses.replace(facts, training=True)
+    (said,) = forbidden("cudnn", trained, Switches(deterministic=True))
+    assert said == "torch.use_deterministic_algorithms is on, and its backward is not deterministic"
+    (said,) = forbidden("cuda_flash", facts, Switches(flash=False))
+    assert said.startswith("flash attention is switched off")
+    assert not [*forbidden("chunked", trained, Switches(False, False, False, False, True))]
+
+
+def test_an_old_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    attention, facts = recognised(plain)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    said = KERNEL["triton_flash"].why_not(attention, dataclasses.replace(facts, **CUDA))
+    assert "needs compute capability 8.0, this device has 7.5" in said
+
+
+def test_what_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    attention, facts = recognised(plain)
+    monkeypatch.setattr(flex, "flex_runs_on_cpu", lambda: False)
+    inductor = dataclasses.replace(facts, compiled=True)
+    assert "torch has it on CPU only with AVX2, and not on macOS" in KERNEL["flex"].why_not(attention, inductor)
+    monkeypatch.setattr(triton_decode, "_has_triton", lambda: False)
+    there = dataclasses.replace(facts, **CUDA)
+    assert "Triton is not installed" in KERNEL["triton_decode"].why_not(attention, there)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "Triton is not installed" in KERNEL["triton_flash"].why_not(attention, there)
