@@ -7,6 +7,7 @@ graphs that Inductor does not compile, where torch stores every score.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from attn_fuse.attention import Attention
 from attn_fuse.facts import Facts
 from attn_fuse.kernels.flex_blocks import flex_blocks, flex_operands
-from attn_fuse.kernels.flex_program import mask_mod, mask_part, over_queries, scaled, score_mod, score_part
+from attn_fuse.kernels.flex_program import mask_mod, mask_part, over_queries, scaled, score_mod, score_part, sink_part
 from attn_fuse.kernels.kernel import Kernel
 from attn_fuse.kernels.score_program import ScoreProgram
 from attn_fuse.kernels.writer import written
@@ -70,9 +71,10 @@ def limits(attention: Attention, facts: Facts) -> Iterator[str]:
 
 def emit(call: Call) -> Node:
     facts, attention, score = call.facts, call.attention, written(call)
-    said, seen = score_part(score.program), mask_part(score.program)
     on_cpu = facts.device.type == "cpu"
     blocks = ONE_QUERY_BLOCKS if on_cpu and facts.q_len == 1 and "q_len" not in facts.symbolic else BLOCKS
+    parts = (score_part(score.program), mask_part(score.program), sink_part(score.program))
+    seen = parts[1]
     axes = (attention.batch_axes, attention.head_axes, attention.axes.query, attention.axes.key)
     tables = call.node_once(
         flex_blocks,
@@ -85,75 +87,65 @@ def emit(call: Call) -> Node:
         seen.program.dumps(),
     )
     operands = [call.query(scaled=False), call.key(), call.value()]
-    read = [score.inputs[n] for part in (said, seen) for n in part.inputs]
-    numbers = [score.numbers[n] for part in (said, seen) for n in part.numbers]
+    inputs = [score.inputs[n] for part in parts for n in part.inputs]
+    numbers = [score.numbers[n] for part in parts for n in part.numbers]
     if on_cpu:
-        copies = call.node(flex_operands, [*operands, *read], numbers)
-        everything = [call.node(operator.getitem, copies, n) for n in range(3 + len(read) + len(numbers))]
+        copies = call.node(flex_operands, [*operands, *inputs], numbers)
+        everything = iter([call.node(operator.getitem, copies, n) for n in range(3 + len(inputs) + len(numbers))])
     else:
         made = [call.node(torch.full, [], n, dtype=torch.int64, device=facts.device) for n in numbers]
-        everything = [*operands, *read, *made]
-    inputs, counts = everything[3 : 3 + len(read)], everything[3 + len(read) :]
-    ours, others = len(said.inputs), len(said.numbers)
+        everything = iter([*operands, *inputs, *made])
+    query, key, value = itertools.islice(everything, 3)
+    read = [list(itertools.islice(everything, len(part.inputs))) for part in parts]
+    counts = [list(itertools.islice(everything, len(part.numbers))) for part in parts]
     return call.node(
         attend,
-        *everything[:3],
-        (inputs[:ours], counts[:others]),
-        (inputs[ours:], counts[others:]),
+        query,
+        key,
+        value,
+        list(zip(read, counts, strict=True)),
         [call.node_once(operator.getitem, tables, n) for n in range(8 if facts.training else 4)],
         blocks=blocks,
-        score=said.program.dumps(),
-        mask=seen.program.dumps(),
+        programs=[part.program.dumps() for part in parts],
     )
-
-
-_Read = tuple[Sequence[Tensor], Sequence[Tensor]]
 
 
 def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    score_read: _Read,
-    mask_read: _Read,
+    read: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]],
     tables: Sequence[Tensor],
     blocks: tuple[int, int],
-    score: str,
-    mask: str,
+    programs: Sequence[str],
 ) -> Tensor:
     """The attention as FlexAttention has it; it stands in the graph by name and is traced.
 
-    query [B, H, Lq, D], key [B, Hkv, Lk, D], value [B, Hkv, Lk, Dv] of one dtype, H a multiple of Hkv. score_read,
-    mask_read: the inputs and numbers (int64, no dimensions) of the two programs, `score`, which has the final score
-    where a key is seen and the sink, and `mask`, whose `visible` says where that is. tables, blocks: from
-    `flex_blocks`. A query that sees no key gives 0.
+    query [B, H, Lq, D], key [B, Hkv, Lk, D], value [B, Hkv, Lk, Dv] of one dtype, H a multiple of Hkv. programs: one
+    for the score where a key is seen, one whose `visible` says where that is, one for the sink; read: the inputs and
+    numbers (int64, no dimensions) of each. tables, blocks: from `flex_blocks`. A query that sees no key gives 0.
 
     Gives [B, H, Lq, Dv] in query's dtype.
     """
-    program = ScoreProgram.loads(score)
-    factor, tree = scaled(program)
-    inputs, numbers = [_summed_wide(x) for x in score_read[0]], score_read[1]
+    said, seen, beside = map(ScoreProgram.loads, programs)
+    (inputs, numbers), mask_read, sink_read = read
+    factor, tree = scaled(said)
     given: dict[str, Any] = dict.fromkeys(_TABLES) | dict(zip(_TABLES, tables, strict=False))
-    block_mask = BlockMask(
-        (query.shape[2], key.shape[2]),
-        **given,
-        BLOCK_SIZE=blocks,
-        mask_mod=mask_mod(ScoreProgram.loads(mask).visible, len(mask_read[0])),
-    )
+    visible = mask_mod(seen.visible, len(mask_read[0]))
     out, lse = flex_attention(
         query,
         key,
         value,
         score_mod(tree, len(inputs)),
-        block_mask,
+        BlockMask((query.shape[2], key.shape[2]), **given, BLOCK_SIZE=blocks, mask_mod=visible),
         factor,
-        (*inputs, *numbers),
+        (*map(_summed_wide, inputs), *numbers),
         (*mask_read[0], *mask_read[1]),
-        lse=program.sink is not None,
+        lse=beside.sink is not None,
     )
-    if program.sink is None:
+    if beside.sink is None:
         return out
-    sink = over_queries(program.sink, inputs, numbers, query)
+    sink = over_queries(beside.sink, *sink_read, query)
     # exp(lse) / (exp(lse) + exp(sink)); where no key is seen both may be -inf.
     kept = torch.where(lse == -torch.inf, 0.0, torch.sigmoid(lse - sink))
     return (out * kept.unsqueeze(-1)).to(out.dtype)

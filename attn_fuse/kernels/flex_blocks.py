@@ -81,6 +81,7 @@ def _tables(
 
 def _ordered(table: Tensor) -> tuple[Tensor, Tensor]:
     """In each row, how many blocks there are and, first of all, which."""
+    table = table.contiguous()
     places = torch.argsort(table.to(torch.int8), dim=-1, descending=True, stable=True)
     return table.sum(-1, dtype=torch.int32), places.to(torch.int32)
 

@@ -29,14 +29,18 @@ class Part:
 
 
 def score_part(program: ScoreProgram) -> Part:
-    """The score where the mask lets the key be seen, and the sink."""
-    score = program.score if program.visible is None else _assuming(program.visible, program.score)
-    return _part(score, program.sink, None)
+    """The score where the mask lets the key be seen."""
+    return _part(program.score if program.visible is None else _assuming(program.visible, program.score))
 
 
 def mask_part(program: ScoreProgram) -> Part:
     """Where the mask lets a key be seen, as `visible`, with its bounds; its score is the raw one."""
-    return _part(("score",), None, program.visible, program.upper, program.lower)
+    return _part(("score",), visible=program.visible, upper=program.upper, lower=program.lower)
+
+
+def sink_part(program: ScoreProgram) -> Part:
+    """The sink, if there is one; its score is the raw one."""
+    return _part(("score",), sink=program.sink)
 
 
 def scaled(program: ScoreProgram) -> tuple[float, Tree]:
@@ -123,11 +127,9 @@ def _on_element(
 # ---- a program without what it does not read
 
 
-def _part(
-    score: Tree, sink: Tree | None, visible: Tree | None, upper: Tree | None = None, lower: Tree | None = None
-) -> Part:
-    trees = (score, sink, visible, upper, lower)
-    read = [node for tree in trees for node in nodes(tree)]
+def _part(score: Tree, **others: Tree | None) -> Part:
+    trees = {"score": score} | {name: tree for name, tree in others.items() if tree is not None}
+    read = [node for tree in trees.values() for node in nodes(tree)]
     inputs = sorted({node[1] for node in read if node[0] in ("input", "gather")})
     numbers = sorted({node[1] for node in read if node[0] == "number"})
 
@@ -141,8 +143,7 @@ def _part(
                 return tuple(map(renumbered, tree))
         return tree
 
-    score, sink, visible, upper, lower = map(renumbered, trees)
-    program = ScoreProgram(score, sink=sink, visible=visible, upper=upper, lower=lower)
+    program = ScoreProgram(**{name: renumbered(tree) for name, tree in trees.items()})
     return Part(program, tuple(inputs), tuple(numbers))
 
 

@@ -1,0 +1,240 @@
+"""flex without a compiler: its programs and block tables against dense ones, on FlexAttention's own dense form."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx import Graph
+from torch.nn.attention.flex_attention import create_block_mask
+
+from attn_fuse.earlier import earlier
+from attn_fuse.kernels.flex import BLOCKS, attend
+from attn_fuse.kernels.flex_blocks import flex_blocks, flex_operands
+from attn_fuse.kernels.flex_program import mask_mod, mask_part, scaled, score_part, sink_part
+from attn_fuse.kernels.score_program import ScoreProgram
+from tests.graph.chunked_cases import CASES, INF, SIZES, USUAL, H, K, Q, S, Sizes, assert_near, drawn, naive, where
+from tests.graph.chunked_cases import Case as DenseCase
+
+TAKEN = [case for case in CASES if case.program.factor is None]
+CAUSAL = ["ge", ["sub", Q, K], ["const", 0]]
+
+
+def program(**parts: object) -> ScoreProgram:
+    return ScoreProgram(**parts)  # type: ignore[arg-type]
+
+
+def on_flex(case: DenseCase, s: Sizes, query: Tensor, key: Tensor, value: Tensor, *inputs: Tensor) -> Tensor:
+    """The case on `attend`, as `emit` splices it."""
+    parts = (score_part(case.program), mask_part(case.program), sink_part(case.program))
+    seen, numbers = parts[1], case.numbers(s)
+    tables = flex_blocks(
+        [inputs[n] for n in seen.inputs],
+        [numbers[n] for n in seen.numbers],
+        [s.batch, s.heads, s.q_len, s.kv_len],
+        list(BLOCKS),
+        True,
+        query.device,
+        seen.program.dumps(),
+    )
+    read = [([inputs[n] for n in part.inputs], [torch.tensor(numbers[n]) for n in part.numbers]) for part in parts]
+    return attend(query, key, value, read, tables, blocks=BLOCKS, programs=[part.program.dumps() for part in parts])
+
+
+class TestTheScoreFunction:
+    @pytest.mark.parametrize("s", SIZES, ids=str)
+    @pytest.mark.parametrize("case", TAKEN, ids=lambda case: case.name)
+    def test_forward(self, case: DenseCase, s: Sizes) -> None:
+        torch.manual_seed(0)
+        tensors = drawn(case, s, torch.float32)
+        got = on_flex(case, s, *tensors)
+        exact = naive(case, *(x.double() if x.is_floating_point() else x for x in tensors))
+        usual = naive(case, *tensors)
+        eps = torch.finfo(torch.float32).eps
+        allowed = 4 * (usual - exact).abs().max().item() + 16 * eps * exact.abs().max().item()
+        assert (got - exact).abs().max().item() <= allowed
+
+    @pytest.mark.parametrize("name", ["scaled", "softcap", "sink from a table", "relative table", "documents"])
+    def test_gradients(self, name: str) -> None:
+        case = next(case for case in CASES if case.name == name)
+        torch.manual_seed(0)
+        tensors = drawn(case, USUAL, torch.float32)
+        leaves = [x.requires_grad_(x.is_floating_point()) for x in tensors]
+        out = on_flex(case, USUAL, *leaves)
+        pull = torch.randn_like(out)
+        wanted = [x for x in leaves if x.requires_grad]
+        found = iter(torch.autograd.grad(out, wanted, pull))
+        names = ["query", "key", "value", *(f"input {n}" for n in range(len(leaves) - 3))]
+        got = {n: next(found) for n, x in zip(names, leaves, strict=True) if x.requires_grad}
+        assert_near({"out": out.detach()} | got, partial(naive, case), [x.detach() for x in leaves], pull)
+
+
+class TestTheMaskIsTakenOut:
+    """Where `mask_mod` decides, the score of a block that is seen whole is what it is without a mask."""
+
+    @pytest.mark.parametrize(
+        ("score", "visible"),
+        [
+            (where(CAUSAL, S), CAUSAL),
+            (["where", ["not", CAUSAL], ["const", -INF], S], CAUSAL),
+            (where(["ge", K, ["const", 3]], where(CAUSAL, S)), ["and", CAUSAL, ["ge", K, ["const", 3]]]),
+            (["where", ["ge", ["sub", ["sub", K, Q], ["const", 1]], ["const", 0]], ["const", -INF], S], CAUSAL),
+            (["where", ["lt", Q, K], ["const", -INF], S], CAUSAL),
+            (where(["le", K, Q], S), CAUSAL),
+            (["add", S, where(CAUSAL, ["const", 0.0])], CAUSAL),
+            (
+                where(["gt", ["add", Q, ["number", 0]], K], S),
+                ["ge", ["sub", ["add", Q, ["number", 0]], K], ["const", 1]],
+            ),
+        ],
+    )
+    def test_taken_out(self, score: list, visible: list) -> None:
+        part = score_part(program(score=score, visible=visible))
+        assert json.loads(part.program.dumps()) == {"score": S} and part.inputs == part.numbers == ()
+
+    @pytest.mark.parametrize(
+        ("score", "visible"),
+        [
+            # Another condition, though it looks alike.
+            (where(["gt", Q, K], S), CAUSAL),
+            (where(["ge", K, Q], S), CAUSAL),
+            (where(["ge", ["sub", Q, H], ["const", 0]], S), CAUSAL),
+            # One of two that need not both hold.
+            (where(CAUSAL, S), ["or", CAUSAL, ["ge", K, ["const", 3]]]),
+            # Of fractions, one of x >= 0 and -1 - x >= 0 need not hold.
+            (where(["ge", ["input", 0], ["const", 0]], S), ["ge", ["const", -1], ["input", 0]]),
+        ],
+    )
+    def test_left(self, score: list, visible: list) -> None:
+        whole = program(score=score, visible=visible)
+        part = score_part(whole)
+        assert ScoreProgram(part.program.score) == ScoreProgram(whole.score)
+
+    def test_a_truth_value_stays_one(self) -> None:
+        score = ["add", S, ["add", ["where", CAUSAL, ["eq", Q, K], ["const", 0.0]], ["eq", H, K]]]
+        part = score_part(program(score=score, visible=CAUSAL))
+        assert part.program.score[2][1][0] == "where"
+
+    def test_what_is_not_read_any_more_goes(self) -> None:
+        both = program(score=where(["eq", ["input", 0], ["input", 1]], ["add", S, ["input", 2]]),
+                       visible=["eq", ["input", 0], ["input", 1]], upper=["number", 1])  # fmt: skip
+        said, seen = score_part(both), mask_part(both)
+        assert (said.inputs, said.numbers) == ((2,), ()) and (seen.inputs, seen.numbers) == ((0, 1), (1,))
+        assert said.program.score == ("add", ("score",), ("input", 0)) and seen.program.upper == ("number", 0)
+
+
+@pytest.mark.parametrize(
+    ("score", "factor", "rest"),
+    [
+        (["mul", S, ["const", 0.125]], 0.125, ("score",)),
+        (["mul", ["const", 2], S], 2.0, ("score",)),
+        (["div", S, ["const", 8.0]], 0.125, ("score",)),
+        (["div", ["const", 8.0], S], 1.0, ("div", ("const", 8.0), ("score",))),
+        (["mul", S, ["const", INF]], 1.0, ("mul", ("score",), ("const", INF))),
+    ],
+)
+def test_a_scale(score: list, factor: float, rest: tuple) -> None:
+    assert scaled(program(score=score)) == (factor, rest)
+
+
+# Each with the numbers that it reads.
+MASKS = {
+    "causal": (["ge", Q, K], []),
+    "window": (["and", ["ge", Q, K], ["lt", ["sub", Q, K], ["const", 70]]], []),
+    "prefix": (["or", ["ge", Q, K], ["lt", K, ["number", 0]]], [40]),
+    "offset": (["ge", ["add", Q, ["number", 0]], K], [100]),
+    "none of the first": (["ge", K, ["const", 130]], []),
+    "of each head": (["ge", ["sub", Q, ["mul", H, ["const", 64]]], K], []),
+}
+
+
+class TestBlockTables:
+    @pytest.mark.parametrize("lengths", [(256, 256), (300, 170), (1, 333), (64, 64)], ids=str)
+    @pytest.mark.parametrize("name", MASKS)
+    def test_as_torch_makes_them_of_the_mask(self, name: str, lengths: tuple[int, int]) -> None:
+        visible, numbers = MASKS[name]
+        mask = ScoreProgram(S, visible=visible)
+        got = flex_blocks([], numbers, [2, 3, *lengths], [64, 64], True, torch.device("cpu"), mask.dumps())
+        read = [torch.tensor(n) for n in numbers]
+        see = mask_mod(mask.visible, 0)
+        heads = 3 if name == "of each head" else 1
+        wanted = create_block_mask(lambda b, h, i, j: see(b, h, i, j, *read), 1, heads, *lengths, "cpu", BLOCK_SIZE=64)
+        theirs = (
+            (wanted.kv_num_blocks, wanted.kv_indices), (wanted.full_kv_num_blocks, wanted.full_kv_indices),
+            (wanted.q_num_blocks, wanted.q_indices), (wanted.full_q_num_blocks, wanted.full_q_indices),
+        )  # fmt: skip
+        for ours, (counts, places) in zip(zip(got[::2], got[1::2], strict=True), theirs, strict=True):
+            assert ours[0].dtype == ours[1].dtype == torch.int32
+            assert torch.equal(ours[0], counts) and torch.equal(_listed(*ours), _listed(counts, places))
+
+    def test_those_that_read_tensors(self) -> None:
+        lengths = torch.tensor([10, 130, 256]).view(3, 1, 1, 1)
+        mask = ScoreProgram(S, visible=["lt", K, ["input", 0]]).dumps()
+        got = flex_blocks([lengths], [], [3, 2, 100, 256], [64, 64], False, torch.device("cpu"), mask)
+        assert got[0].shape == (3, 1, 2) and got[0][:, 0].tolist() == [[1, 1], [1, 3], [0, 4]]
+        assert got[2][:, 0].tolist() == [[0, 0], [2, 0], [4, 0]]
+
+    def test_a_caller_may_write_into_them(self) -> None:
+        arguments = ([], [], [1, 1, 300, 300], [64, 64], False, torch.device("cpu"), program(score=S).dumps())
+        flex_blocks(*arguments)[0].zero_()
+        assert flex_blocks(*arguments)[0].any()
+
+    @pytest.mark.parametrize("transposed", [True, False])
+    def test_operator(self, transposed: bool) -> None:
+        mask = ScoreProgram(S, visible=["and", ["lt", K, ["input", 0]], ["ge", Q, ["number", 0]]]).dumps()
+        arguments = ([torch.tensor([9, 130]).view(2, 1, 1, 1)], [3], [2, 2, 100, 256], [64, 128], transposed)
+        torch.library.opcheck(flex_blocks, (*arguments, torch.device("cpu"), mask))
+
+
+def test_operands_are_whole_buffers_of_their_own() -> None:
+    x = torch.randn(3, 4, 5)
+    first, second, number = flex_operands([x[1:], x.mT], [7])
+    assert torch.equal(first, x[1:]) and torch.equal(second, x.mT) and number.item() == 7 and number.shape == ()
+    assert first.is_contiguous() and second.is_contiguous() and first.storage_offset() == 0
+    torch.library.opcheck(flex_operands, ([x[1:].requires_grad_(), x.mT], [7]))
+
+
+def _listed(counts: Tensor, places: Tensor) -> Tensor:
+    """Which blocks a table names, in order; -1 beyond them."""
+    named = torch.arange(places.shape[-1]) < counts.unsqueeze(-1)
+    return torch.where(named, places, -1)
+
+
+class TestEarlier:
+    def graph(self) -> tuple[Graph, torch.fx.Node, torch.fx.Node]:
+        graph = Graph()
+        x, y = graph.placeholder("x"), graph.placeholder("y")
+        x.meta["example_value"], y.meta["example_value"] = torch.zeros(4), torch.zeros(4)
+        return graph, x, y
+
+    def call(self, graph: Graph, target: object, *args: object) -> torch.fx.Node:
+        node = graph.call_function(target, args)  # type: ignore[arg-type]
+        node.meta["example_value"] = torch.zeros(4)
+        return node
+
+    def test_the_same_views_of_the_same(self) -> None:
+        graph, x, y = self.graph()
+        first = self.call(graph, torch.cumsum, self.call(graph, torch.unsqueeze, x, 0), 0)
+        again = (self.call(graph, torch.unsqueeze, x, 0), 0)
+        end = graph.output(first)
+        assert earlier(graph, end, torch.cumsum, again) is first
+        assert earlier(graph, first, torch.cumsum, again) is None
+        assert earlier(graph, end, torch.cumsum, (y, 0)) is None
+        assert earlier(graph, end, torch.cumsum, (again[0], 0.0)) is None
+
+    def test_not_the_same_where_it_may_differ(self) -> None:
+        graph, x, _ = self.graph()
+        first = self.call(graph, torch.cumsum, self.call(graph, torch.rand_like, x), 0)
+        end = graph.output(first)
+        with graph.inserting_before(end):
+            again = self.call(graph, torch.rand_like, x)
+        assert earlier(graph, end, torch.cumsum, (again, 0)) is None
+
+    def test_not_where_it_is_written_into(self) -> None:
+        graph, x, _ = self.graph()
+        first = self.call(graph, torch.cumsum, x, 0)
+        graph.call_method("add_", (x, 1)).meta["example_value"] = x.meta["example_value"]
+        assert earlier(graph, graph.output(first), torch.cumsum, (x, 0)) is None
