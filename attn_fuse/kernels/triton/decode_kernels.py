@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 # Their values change from call to call, and a kernel for each would be compiled for nothing.
-_CHANGING = ["kv_len", "first_key", "last_key", "splits"]
+_CHANGING = ["kv_len", "first_key", "last_key", "splits", "stride_kb", "stride_kh", "stride_vb", "stride_vh"]
 
 
 @triton.jit(do_not_specialize=_CHANGING)
