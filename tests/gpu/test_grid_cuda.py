@@ -21,7 +21,7 @@ ROWS = [pytest.param(grid, row, id=f"{grid}-{Case.of(row)}") for grid in GRIDS f
 OPERATED = [
     pytest.param(operator, Case.of(row), id=f"{operator.name}-{Case.of(row)}")
     for operator in (operators(CUDA).values() if torch.cuda.is_available() else ())
-    for row in operator.rows(lengths=LONGER)
+    for row in operator.rows(other=LONGER)
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,13 +35,13 @@ class Answer:
 class Grid:
     """The rows for one kernel, with gradients or without: each value alone, then what it takes in every combination.
 
-    lengths: in place of those of the grid.
+    other: values of axes in place of those of the grid.
     """
 
     kernel: Kernel
     device: torch.device
     training: bool
-    lengths: tuple[str, ...] = AXES["lengths"]
+    other: cover.Axes | None = None
 
     def __str__(self) -> str:
         return f"{self.kernel.name}-{'training' if self.training else 'inference'}"
@@ -50,10 +51,10 @@ class Grid:
         return TAKES[self.device.type].get(self.kernel.name, {}).get(self.training, Takes({}))
 
     @property
-    def axes(self) -> dict[str, tuple[str, ...]]:
+    def axes(self) -> dict[str, Sequence[str]]:
         gradients = tuple(g for g in AXES["gradient"] if (g != "none") == self.training)
         dtypes = tuple(name for name, dtype in DTYPES.items() if dtype in self.kernel.dtypes)
-        return {**AXES, "lengths": self.lengths, "gradient": gradients, "dtype": dtypes}
+        return {**AXES, **(self.other or {}), "gradient": gradients, "dtype": dtypes}
 
     @property
     def base(self) -> Row:
@@ -91,10 +92,10 @@ class Grid:
         return found
 
 
-def grids(kernels: tuple[Kernel, ...], device: torch.device, lengths: tuple[str, ...] = AXES["lengths"]) -> list[Grid]:
+def grids(kernels: tuple[Kernel, ...], device: torch.device, other: cover.Axes | None = None) -> list[Grid]:
     """Of each kernel that runs on the device; of one about which nothing is written down, both."""
     return [
-        Grid(kernel, device, training, lengths)
+        Grid(kernel, device, training, other)
         for kernel in kernels
         if device.type in kernel.devices
         for training in TAKES[device.type].get(kernel.name, (True, False))

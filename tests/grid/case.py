@@ -39,8 +39,9 @@ AXES: Mapping[str, tuple[str, ...]] = {
 }
 # Each axis at its plainest.
 PLAIN: Row = {axis: values[0] for axis, values in AXES.items()}
-# Beside these, the lengths on a device whose kernels work on larger blocks.
-LONGER = ("128, 128", "1, 333", "127, 251", "251, 127", "257, 515")
+# In place of these, where kernels work on larger blocks; and where the least thing takes long.
+LONGER = {"lengths": ("128, 128", "1, 333", "127, 251", "251, 127", "257, 515")}
+SMALLER = {"heads": ("2 of 2", "2 of 1"), "batch": ("2", "1"), "dims": ("24, 24", "8, 8", "80, 80", "24, 40")}
 
 
 @dataclass(frozen=True)

@@ -32,12 +32,9 @@ class Operator:
     call: Callable[..., Tensor]
     only: Mapping[str, Sequence[str]]
 
-    def axes(self, lengths: Sequence[str] = AXES["lengths"]) -> dict[str, Sequence[str]]:
-        return {**AXES, "lengths": lengths, **self.only}
-
-    def rows(self, strength: int = 2, lengths: Sequence[str] = AXES["lengths"]) -> list[Row]:
-        """Each value alone, then in every combination of `strength`. lengths: in place of those of the grid."""
-        axes = self.axes(lengths)
+    def rows(self, strength: int = 2, other: cover.Axes | None = None) -> list[Row]:
+        """Each value alone, then in every combination of `strength`. other: values in place of those of the grid."""
+        axes = {**AXES, **(other or {}), **self.only}
         base = {axis: values[0] for axis, values in axes.items()}
         return [*cover.distinct([*cover.alone(axes, base), *cover.covering(axes, strength)])]
 
