@@ -39,11 +39,11 @@ COMPARISONS = tuple("ge gt le lt eq ne".split())
 BINARY = tuple("add sub mul div floordiv mod maximum minimum pow fmod remainder atan2".split())
 # Those that keep an integer an integer, or make a bool; then those that make a fraction of it.
 _EXACT = tuple("abs neg sign square floor ceil round trunc relu isnan isinf isfinite".split())
-_FRACTIONAL = tuple(
+FRACTIONAL = tuple(
     "exp exp2 expm1 log log2 log10 log1p sqrt rsqrt reciprocal frac sin cos tan asin acos atan sinh cosh tanh "
     "asinh acosh atanh erf erfc sigmoid silu gelu softplus log_sigmoid mish".split()
 )
-UNARY = _EXACT + _FRACTIONAL
+UNARY = _EXACT + FRACTIONAL
 
 _NAMED: Mapping[str, Any] = {"floordiv": torch.floor_divide, "mod": torch.remainder, "log_sigmoid": F.logsigmoid}
 _OPERATIONS: Mapping[str, Callable[..., Any]] = {
@@ -63,7 +63,10 @@ _ARITY = {
 
 @dataclass(frozen=True)
 class Block:
-    """A rectangle of the scores: queries [i0, i1) and keys [j0, j1) of every head, computed in `dtype`."""
+    """A rectangle of the scores: queries [i0, i1) and keys [j0, j1) of some heads, computed in `dtype`.
+
+    batch, heads: how many. origin: the first batch entry and the first head.
+    """
 
     batch: int
     heads: int
@@ -71,6 +74,7 @@ class Block:
     keys: tuple[int, int]
     device: torch.device
     dtype: torch.dtype
+    origin: tuple[int, int] = (0, 0)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -80,6 +84,12 @@ class Block:
     def one(self) -> tuple[int, ...]:
         """The shape of a constant."""
         return 1, 1, 1, 1
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """Start and stop along each of the four dimensions."""
+        b, h = self.origin
+        return (b, b + self.batch), (h, h + self.heads), self.queries, self.keys
 
 
 @dataclass(frozen=True)
@@ -190,7 +200,7 @@ def evaluate(
                 return torch.logical_not(tensor(x))
             case (name, *parts) if name in _OPERATIONS:
                 operands = tensors(parts)
-                if name in _FRACTIONAL or name in ("div", "atan2"):
+                if name in FRACTIONAL or name in ("div", "atan2"):
                     operands = [x if x.is_floating_point() else x.to(block.dtype) for x in operands]
                 return _OPERATIONS[name](*operands)
         raise ValueError(f"a score program has no node {node[0]!r}")
@@ -208,10 +218,10 @@ def read(node: Tree, inputs: Sequence[Tensor], numbers: Sequence[int], block: Bl
     """What an "input" or "gather" node reads on this block, at least in the compute dtype where it is floating."""
     source = inputs[node[1]]
     if node[0] == "input":
-        return _widened(_narrowed(source, block), block)
+        return widened(narrowed(source, block), block)
     # Without a dimension there is nothing to index.
     found = source[gathered(node, inputs, numbers, block, memo)] if source.ndim else source.reshape(block.one)
-    return _widened(found, block)
+    return widened(found, block)
 
 
 def gathered(
@@ -232,7 +242,7 @@ def accumulate(
 ) -> None:
     """Add to `into`, the gradient of a whole input, that of what `node` has read of it on this block."""
     if node[0] == "input":
-        _narrowed(into, block).add_(gradient)
+        narrowed(into, block).add_(gradient)
     elif into.ndim:
         into.index_put_(gathered(node, inputs, numbers, block, memo), gradient, accumulate=True)
     else:
@@ -322,20 +332,22 @@ def _as_json(part: Any) -> Any:
 
 
 def _position(dimension: int, block: Block) -> Tensor:
-    start, stop = ((0, block.batch), (0, block.heads), block.queries, block.keys)[dimension]
+    start, stop = block.spans[dimension]
     shape = [1, 1, 1, 1]
     shape[dimension] = stop - start
     return torch.arange(start, stop, device=block.device).view(shape)
 
 
-def _narrowed(source: Tensor, block: Block) -> Tensor:
-    for dimension, (start, stop) in ((2, block.queries), (3, block.keys)):
+def narrowed(source: Tensor, block: Block) -> Tensor:
+    """The part of `source`, [B|1, H|1, Lq|1, Lk|1], that a block sees."""
+    for dimension, (start, stop) in enumerate(block.spans):
         if source.shape[dimension] != 1:
             source = source.narrow(dimension, start, stop - start)
     return source
 
 
-def _widened(x: Tensor, block: Block) -> Tensor:
+def widened(x: Tensor, block: Block) -> Tensor:
+    """`x` at least in the compute dtype, where it is floating."""
     return x.to(torch.promote_types(x.dtype, block.dtype)) if x.is_floating_point() else x
 
 

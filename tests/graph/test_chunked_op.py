@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attn_fuse.kernels import chunked_blocks
+from attn_fuse.kernels import chunked_blocks, chunked_plan
 from attn_fuse.kernels.chunked_op import chunked, chunked_backward
 from attn_fuse.kernels.score_program import ScoreProgram
 from tests.graph.chunked_cases import (
@@ -39,8 +39,9 @@ from tests.graph.chunked_cases import (
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunked_blocks, "QUERY_BLOCK", 16)
-    monkeypatch.setattr(chunked_blocks, "KEY_BLOCK", 8)
+    monkeypatch.setattr(chunked_plan, "QUERY_BLOCK", 16)
+    monkeypatch.setattr(chunked_plan, "MOST_QUERIES", 16)
+    monkeypatch.setattr(chunked_plan, "KEY_BLOCK", 8)
 
 
 @pytest.mark.parametrize("s", SIZES, ids=str)
@@ -59,18 +60,20 @@ def test_dtypes(case: Case, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("blocks", [(64, 64), (7, 5), (1, 64), (64, 1)], ids=str)
 def test_block_sizes(blocks: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunked_blocks, "QUERY_BLOCK", blocks[0])
-    monkeypatch.setattr(chunked_blocks, "KEY_BLOCK", blocks[1])
+    monkeypatch.setattr(chunked_plan, "QUERY_BLOCK", blocks[0])
+    monkeypatch.setattr(chunked_plan, "MOST_QUERIES", blocks[0])
+    monkeypatch.setattr(chunked_plan, "KEY_BLOCK", blocks[1])
     check(CASE["everything"], USUAL)
 
 
-def test_blocks_shrink_to_their_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunked_blocks, "QUERY_BLOCK", 512)
-    monkeypatch.setattr(chunked_blocks, "KEY_BLOCK", 512)
-    monkeypatch.setattr(chunked_blocks, "BLOCK_ELEMENTS", 8 * 64 * 128)
+def test_blocks_keep_to_their_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunked_plan, "KEY_BLOCK", 128)
+    monkeypatch.setattr(chunked_plan, "MOST_QUERIES", 128)
+    monkeypatch.setattr(chunked_plan, "ELEMENTS_PER_THREAD", 2 * 128 * 128 // torch.get_num_threads())
+    query, key, value = torch.randn(3, 2, 4, 300, 8)
     with Largest() as seen:
-        chunked_blocks.attend(*torch.randn(3, 2, 4, 300, 8), [], [], None, 0.0, CASE["plain"].program.dumps())
-    assert seen.elements == 8 * 64 * 128
+        chunked_blocks.attend(query, key, value, [], [], None, 0.0, CASE["plain"].program.dumps())
+    assert seen.elements == 2 * 128 * 128
 
 
 @pytest.mark.parametrize("name", ["plain", "bias", "everything"])
@@ -173,8 +176,9 @@ def test_dropout_depends_on_the_seed_alone(monkeypatch: pytest.MonkeyPatch) -> N
     for other in (2, -1, 2**62):
         same = (first == kept_weights(seeded(other), 0.5, 1, 2, 40, 40)).double().mean()
         assert abs(same - 0.5) < 6 * 0.5 / math.sqrt(first.numel())
-    monkeypatch.setattr(chunked_blocks, "QUERY_BLOCK", 13)
-    monkeypatch.setattr(chunked_blocks, "KEY_BLOCK", 64)
+    monkeypatch.setattr(chunked_plan, "QUERY_BLOCK", 13)
+    monkeypatch.setattr(chunked_plan, "MOST_QUERIES", 13)
+    monkeypatch.setattr(chunked_plan, "KEY_BLOCK", 64)
     torch.testing.assert_close(first, kept_weights(seeded(1), 0.5, 1, 2, 40, 40))
 
 
@@ -206,29 +210,35 @@ class Largest(TorchDispatchMode):
 
 
 def test_memory_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunked_blocks, "QUERY_BLOCK", 128)
-    monkeypatch.setattr(chunked_blocks, "KEY_BLOCK", 128)
-    length = 2048
-    query, key, value = torch.randn(3, 1, 1, length, 16).unbind(0)
-    inputs = [torch.randn(1, 17), torch.randn(1, 1, length, 1), torch.randn(1, 1, length, 1)]
-    how = (query, key, value, inputs, [2], seeded(1), 0.1)
+    monkeypatch.setattr(chunked_plan, "QUERY_BLOCK", 128)
+    monkeypatch.setattr(chunked_plan, "MOST_QUERIES", 128)
+    monkeypatch.setattr(chunked_plan, "KEY_BLOCK", 128)
     program = CASE["everything"].program.dumps()
-    with Largest() as seen:
-        outputs = chunked_blocks.attend(*how, program)
-        chunked_blocks.attend_backward(torch.randn(query.shape), *how, *outputs, program, [True] * 3)
-    assert seen.elements == length * 16
+
+    def largest(length: int) -> int:
+        query, key, value = torch.randn(3, 1, 1, length, 16).unbind(0)
+        inputs = [torch.randn(1, 17), torch.randn(1, 1, length, 1), torch.randn(1, 1, length, 1)]
+        how = (query, key, value, inputs, [2], seeded(1), 0.1)
+        with Largest() as seen:
+            outputs = chunked_blocks.attend(*how, program)
+            chunked_blocks.attend_backward(torch.randn(query.shape), *how, *outputs, program, [True] * 3)
+        return seen.elements
+
+    assert largest(8192) <= 2 * largest(4096)
 
 
-def test_only_visible_blocks_are_computed() -> None:
+def test_only_visible_blocks_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     products: list[torch.Size] = []
 
     class Products(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func is torch.ops.aten.bmm.default:
+            if func in (torch.ops.aten.bmm.out, torch.ops.aten.baddbmm.out):
                 products.append(args[0].shape)
             return func(*args, **(kwargs or {}))
 
-    # Queries 16 to 31 with a window of 5 see keys 12 to 31.
+    # In a window of 5, queries 16 to 31 see keys 12 to 31.
+    monkeypatch.setattr(chunked_plan, "MOST_QUERIES", 0)
+    monkeypatch.setattr(chunked_plan, "QUERY_BLOCK", 32)
     program = CASE["window"].program
     with Products():
         chunked_blocks.attend(*torch.randn(3, 1, 1, 64, 8), [], [], None, 0.0, program.dumps())

@@ -1,0 +1,70 @@
+"""Which weights dropout keeps: a hash of seed, head, query and key, so that blocks of any size drop the same ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_WORD = (1 << 31) - 1
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """rows: int32 [B, H, Lq, 1]. keys: int32 [1, 1, 1, Lk]. threshold: a hash below it drops; scale: 1 / (1 - p)."""
+
+    rows: Tensor
+    keys: Tensor
+    threshold: Tensor
+    scale: Tensor
+
+
+def dropout(seed: Tensor, p: float, batch: int, heads: int, q_len: int, kv_len: int, dtype: torch.dtype) -> Dropout:
+    """seed: int64, one element. Four rounds of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) give rows and keys."""
+    device = seed.device
+    start = _hashed(seed.reshape(()).to(torch.int64) + _GOLDEN)
+    planes = _hashed(start + (torch.arange(batch * heads, device=device) + 1) * _GOLDEN).view(batch, heads, 1, 1)
+    rows = _hashed(planes + (torch.arange(q_len, device=device).view(-1, 1) + 1) * _GOLDEN)
+    keys = _hashed(~start - (torch.arange(kv_len, device=device).view(1, 1, 1, -1) + 1) * _GOLDEN)
+    return Dropout(
+        _low(rows),
+        _low(keys),
+        torch.tensor(min(round(p * 2**31), _WORD), dtype=torch.int32, device=device).view(1, 1, 1, 1),
+        # Everything is dropped at p = 1: `kept` gives 0 there.
+        torch.tensor(0.0 if p == 1.0 else 1.0 / (1.0 - p), dtype=dtype, device=device).view(1, 1, 1, 1),
+    )
+
+
+def kept(rows: Tensor, keys: Tensor, threshold: Tensor, scale: Tensor) -> Tensor:
+    """What the weights of a block are multiplied by, 0 or 1 / (1 - p): of a part of `rows` and a part of `keys`.
+
+    The mixing is that of lowbias32 (Wellons, 2018), whose 32-bit words fill vector registers.
+    """
+    word = rows ^ keys
+    word = (word ^ _shifted(word, 16)) * 0x7FEB352D
+    word = (word ^ _shifted(word, 15)) * _signed(0x846CA68B, 32)
+    word = word ^ _shifted(word, 16)
+    return torch.where((word & _WORD) >= threshold, scale, 0.0)
+
+
+def _signed(word: int, bits: int) -> int:
+    return word - (1 << bits) if word >= 1 << (bits - 1) else word
+
+
+_GOLDEN = _signed(0x9E3779B97F4A7C15, 64)
+
+
+def _hashed(x: Tensor) -> Tensor:
+    x = (x ^ _shifted(x, 30)) * _signed(0xBF58476D1CE4E5B9, 64)
+    x = (x ^ _shifted(x, 27)) * _signed(0x94D049BB133111EB, 64)
+    return x ^ _shifted(x, 31)
+
+
+def _low(x: Tensor) -> Tensor:
+    return ((x & 0xFFFFFFFF) - ((x & 0x80000000) << 1)).to(torch.int32)
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    # torch shifts copies of the sign in; a logical shift has zeros there.
+    return (x >> bits) & ((1 << (x.dtype.itemsize * 8 - bits)) - 1)

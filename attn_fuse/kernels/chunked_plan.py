@@ -1,0 +1,277 @@
+"""The plan of one call of chunked attention: its blocks, which of them the mask hides, and what each of them reads.
+
+Blocks are sized for the cache that a thread has to itself. Heads are taken together as far as blocks of all of them
+fit, so that the products find work for every thread.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from attn_fuse.kernels.chunked_diagonals import Diagonals, diagonals, differences
+from attn_fuse.kernels.chunked_dropout import Dropout, dropout
+from attn_fuse.kernels.chunked_steps import Steps
+from attn_fuse.kernels.score_gradient import differentiable
+from attn_fuse.kernels.score_program import POSITIONS, Block, Tree, bound, evaluate, narrowed, nodes
+from attn_fuse.kernels.visibility import visibility
+
+# Queries in one block: these, more where there are too few heads to fill one, up to so many; fewer in a window.
+QUERY_BLOCK, MOST_QUERIES = 256, 512
+KEY_BLOCK = 256
+# Scores in one block for each thread: with what is computed from them they stay in a core's own cache.
+ELEMENTS_PER_THREAD = 1 << 18
+# A GPU is one thread here.
+ELEMENTS_ON_GPU = 1 << 23
+# Keys by which the mask is asked what it hides.
+MASK_TILE = 128
+# Below so many scores, compiling the steps takes longer than it could save in thousands of calls.
+COMPILE_FROM = 1 << 22
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some heads of some batch entries. key, value: [their key heads, Lk, D or Dv], in the compute dtype."""
+
+    batch: slice
+    heads: slice
+    kv_heads: slice
+    key: Tensor
+    value: Tensor
+
+    @property
+    def keys(self) -> tuple[slice, slice]:
+        return self.batch, self.kv_heads
+
+    def rows(self, start: int, stop: int) -> tuple[slice, slice, slice]:
+        return self.batch, self.heads, slice(start, stop)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One call. inputs: the caller's, then those along diagonals. wanted: the numbers of those with a gradient."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    inputs: list[Tensor]
+    numbers: Sequence[int]
+    wanted: frozenset[int]
+    diagonals: Diagonals
+    steps: Steps
+    dropout: Dropout | None
+    compiles: bool
+    positions: list[Tensor]
+    constants: list[Tensor]
+    buffers: dict[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.steps.dtype
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """batch, heads, q_len, kv_len"""
+        return (*self.query.shape[:3], self.key.shape[2])
+
+    @property
+    def groups(self) -> int:
+        return self.query.shape[1] // max(self.key.shape[1], 1)
+
+    @functools.cached_property
+    def block_sizes(self) -> tuple[int, int, int]:
+        """The most planes (heads of batch entries), queries and keys in one block."""
+        batch, heads, _, _ = self.sizes
+        on_cpu = self.query.device.type == "cpu"
+        most = ELEMENTS_PER_THREAD * torch.get_num_threads() if on_cpu else ELEMENTS_ON_GPU
+        rows, columns = QUERY_BLOCK, KEY_BLOCK
+        while rows * 2 <= MOST_QUERIES and batch * heads * rows * columns < most:
+            rows *= 2
+        lower, upper = (bound(tree, self.numbers) for tree in (self.steps.program.lower, self.steps.program.upper))
+        if lower is not None and upper is not None and upper - lower < 4 * rows:
+            rows = max(1, rows // 2)
+        return max(1, most // (rows * columns)), rows, columns
+
+    # ---- blocks
+
+    def parts(self) -> Iterator[Part]:
+        batch, heads, _, _ = self.sizes
+        together = max(1, self.block_sizes[0] // max(heads, 1))
+        kv_heads = max(1, min(self.block_sizes[0] // max(self.groups, 1), self.key.shape[1]))
+        for b in range(0, batch, together):
+            for h in range(0, self.key.shape[1], kv_heads):
+                entries, of_keys = slice(b, min(b + together, batch)), slice(h, min(h + kv_heads, self.key.shape[1]))
+                of_queries = slice(of_keys.start * self.groups, of_keys.stop * self.groups)
+                key, value = (x[entries, of_keys].to(self.dtype).flatten(0, 1) for x in (self.key, self.value))
+                yield Part(entries, of_queries, of_keys, key, value)
+
+    def query_blocks(self) -> Iterator[tuple[int, int]]:
+        q_len, size = self.sizes[2], self.block_sizes[1]
+        return ((start, min(start + size, q_len)) for start in range(0, q_len, size))
+
+    def key_blocks(self, part: Part, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """The keys that queries [start, stop) may see."""
+        program, kv_len = self.steps.program, self.sizes[3]
+        lower, upper = bound(program.lower, self.numbers), bound(program.upper, self.numbers)
+        first = 0 if lower is None else max(0, start + lower)
+        last = kv_len if upper is None else min(kv_len, stop + upper)
+        for begin, end in self._visible(part, start) if self._table is not None else [(0, kv_len)]:
+            begin, end = max(begin, first), min(end, last)
+            size = self.block_sizes[2]
+            yield from ((j, min(j + size, end)) for j in range(begin, end, size))
+
+    def _visible(self, part: Part, start: int) -> Iterator[tuple[int, int]]:
+        """The stretches of keys of which the mask shows some to the queries of the block at `start`."""
+        assert self._table is not None
+        table = self._table
+        for dim, span in ((0, part.batch), (1, part.heads)):
+            table = table[(slice(None),) * dim + (span,)] if table.shape[dim] != 1 else table
+        seen = table.flatten(0, 1).any(0)[start // self.block_sizes[1]].tolist()
+        begin = None
+        for tile, some in enumerate([*seen, False]):
+            if some and begin is None:
+                begin = tile
+            elif not some and begin is not None:
+                yield begin * MASK_TILE, min(tile * MASK_TILE, self.sizes[3])
+                begin = None
+
+    @functools.cached_property
+    def _table(self) -> Tensor | None:
+        """Bool [B|1, H|1, query blocks, tiles of keys]: whether the mask shows any; None where it is not asked."""
+        program, device = self.steps.program, self.query.device
+        if program.visible is None or device.type != "cpu" or self.sizes[3] <= MASK_TILE:
+            return None
+        tiles = (self.block_sizes[1], MASK_TILE)
+        return visibility(program, self.inputs, self.numbers, self.sizes, tiles, device).some
+
+    def block(self, part: Part, queries: tuple[int, int], keys: tuple[int, int]) -> Block:
+        batch, heads = part.batch.stop - part.batch.start, part.heads.stop - part.heads.start
+        origin = (part.batch.start, part.heads.start)
+        return Block(batch, heads, queries, keys, self.query.device, self.dtype, origin)
+
+    # ---- what they read
+
+    def rows_of(self, x: Tensor, part: Part, start: int, stop: int) -> Tensor:
+        """Queries of a part, or what is shaped like them: [key heads, groups * rows, n] in the compute dtype.
+
+        So one product serves all query heads that share a key head.
+        """
+        return x[part.rows(start, stop)].to(self.dtype).reshape(len(part.key), -1, x.shape[-1])
+
+    def scores(self, part: Part, block: Block, which: int) -> Tensor:
+        """Memory for the scores of a block, [key heads, groups * rows, columns]; `which` of several."""
+        count = math.prod(block.shape)
+        if which not in self.buffers or self.buffers[which].numel() < count:
+            self.buffers[which] = self.query.new_empty(count, dtype=self.dtype)
+        return self.buffers[which][:count].view(len(part.key), -1, block.shape[3])
+
+    def read(self, block: Block) -> list[Tensor]:
+        """What the steps take after their own tensors."""
+        tensors = [self._leaf(node, block) for node in self.steps.leaves]
+        tensors += [self.inputs[n] for n in self.steps.sources]
+        if self.dropout is not None:
+            d = self.dropout
+            tensors += [narrowed(d.rows, block), narrowed(d.keys, block), d.threshold, d.scale]
+        return tensors
+
+    def _leaf(self, node: Tree, block: Block) -> Tensor:
+        match node:
+            case ("number", n):
+                return self.constants[n]
+            case ("input", n) if n >= self.diagonals.first:
+                values = self.diagonal(self.inputs[n], block).squeeze(-2)
+                return values.unfold(-1, block.shape[3], 1)
+            case ("input", n):
+                return narrowed(self.inputs[n], block)
+        return narrowed(self.positions[POSITIONS.index(node[0])], block)
+
+    def diagonal(self, values: Tensor, block: Block) -> Tensor:
+        """Of values for each difference of positions, [B|1, H|1, 1, Lq + Lk - 1], those that a block has."""
+        first = block.keys[0] - block.queries[1] + self.sizes[2]
+        whole = Block(block.batch, block.heads, (0, 1), (first, first + sum(block.shape[2:]) - 1), block.device,
+                      block.dtype, block.origin)  # fmt: skip
+        return narrowed(values, whole)
+
+
+def planned(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    inputs: Sequence[Tensor],
+    numbers: Sequence[int],
+    seed: Tensor | None,
+    dropout_p: float,
+    program: str,
+    wanted: Sequence[bool] = (),
+) -> Plan:
+    """wanted: whether each input's gradient is. Raises ValueError for shapes, dtypes or a program that do not fit."""
+    dtype = _checked(query, key, value, seed, dropout_p)
+    sizes = (*query.shape[:3], key.shape[2])
+    batch, heads, q_len, kv_len = sizes
+    device = query.device
+    found = diagonals(program, [x.shape for x in inputs])
+    where = differences(q_len, kv_len, batch, heads, device, dtype)
+    along = [evaluate(tree, None, inputs, numbers, where) for tree in found.trees]
+    grows = {n for n, want in enumerate(wanted) if want and inputs[n].is_floating_point()}
+    grows |= {found.first + n for n, tree in enumerate(found.trees) if differentiable([tree], reads(tree, grows))}
+    drops = dropout_p > 0 and seed is not None
+    return Plan(
+        query=query,
+        key=key,
+        value=value,
+        inputs=[*inputs, *along],
+        numbers=numbers,
+        wanted=frozenset(grows),
+        diagonals=found,
+        steps=_steps(found, frozenset(grows), drops, dtype),
+        dropout=dropout(seed, dropout_p, batch, heads, q_len, kv_len, dtype) if drops and seed is not None else None,
+        compiles=math.prod(sizes) >= COMPILE_FROM,
+        positions=[_along(torch.arange(n, device=device), dim) for dim, n in enumerate(sizes)],
+        constants=[_along(torch.tensor([int(n)], device=device), 0) for n in numbers],
+    )
+
+
+def reads(tree: Tree, wanted: Container[int]) -> list[Tree]:
+    """The nodes of `tree` that read an input whose number is in `wanted`."""
+    return [node for node in nodes(tree) if node[0] in ("input", "gather") and node[1] in wanted]
+
+
+@functools.cache
+def _steps(found: Diagonals, wanted: frozenset[int], drops: bool, dtype: torch.dtype) -> Steps:
+    program = found.program
+    trees = [program.score] if program.factor is None else [program.score, program.factor]
+    distinct = list({id(node): node for tree in trees for node in nodes(tree)}.values())
+    return Steps(
+        program=program,
+        leaves=tuple(node for node in distinct if node[0] in ("number", "input", *POSITIONS)),
+        sources=tuple(sorted({node[1] for node in distinct if node[0] == "gather"})),
+        wanted=tuple(node for node in distinct if node[0] in ("input", "gather") and node[1] in wanted),
+        diagonal=found.first,
+        drops=drops,
+        dtype=dtype,
+    )
+
+
+def _along(values: Tensor, dim: int) -> Tensor:
+    return values.view([-1 if at == dim else 1 for at in range(4)])
+
+
+def _checked(query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None, dropout_p: float) -> torch.dtype:
+    """The dtype that the attention is computed in."""
+    if not (query.ndim == key.ndim == value.ndim == 4):
+        raise ValueError("query, key and value need four dimensions")
+    if key.shape[:3] != value.shape[:3] or query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
+        raise ValueError(f"shapes do not fit: {[*query.shape]}, {[*key.shape]}, {[*value.shape]}")
+    if query.shape[1] != key.shape[1] and (key.shape[1] == 0 or query.shape[1] % key.shape[1]):
+        raise ValueError(f"{query.shape[1]} query heads are no multiple of {key.shape[1]} key heads")
+    if not 0.0 <= dropout_p <= 1.0 or (dropout_p > 0.0 and (seed is None or seed.numel() != 1)):
+        raise ValueError("dropout needs a probability and a seed of one element")
+    dtype = torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
+    if not dtype.is_floating_point:
+        raise ValueError(f"attention is not computed in {dtype}")
+    return torch.promote_types(dtype, torch.float32)

@@ -1,0 +1,157 @@
+"""The point-wise steps of one block, between the products: one pass over the scores each way, fused by Inductor.
+
+A step is traced with sizes that stand for any, and compiled once for a score program and the dtypes it reads; blocks of
+all sizes and places share it. Small attentions run the same steps uncompiled, and so does all where no compiler works.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_fuse.kernels.chunked_dropout import kept
+from attn_fuse.kernels.score_gradient import differentiable, gradients, needed
+from attn_fuse.kernels.score_program import Block, Memo, ScoreProgram, Tree, evaluate, nodes, widened
+from attn_fuse.torch_internals import make_fx
+
+log = logging.getLogger("attn_fuse")
+
+# What the block sizes are while a step is traced: none equal to another, so that none is taken for another.
+_STAND_INS = (3, 7, 120, 440)
+
+
+@dataclass(frozen=True, eq=False)
+class Steps:
+    """The point-wise steps of a score program.
+
+    leaves: the nodes whose tensors are handed in, block by block; an input from number `diagonal` on with its rows
+    in reverse. sources: the inputs that are looked up, handed in whole. wanted: those of the leaves and lookups whose
+    gradient is. drops: whether there is dropout.
+    """
+
+    program: ScoreProgram
+    leaves: tuple[Tree, ...]
+    sources: tuple[int, ...]
+    wanted: tuple[Tree, ...]
+    diagonal: int
+    drops: bool
+    dtype: torch.dtype
+
+    @functools.cached_property
+    def trees(self) -> tuple[Tree, ...]:
+        return (self.program.score,) if self.program.factor is None else (self.program.score, self.program.factor)
+
+    @functools.cached_property
+    def path(self) -> list[Tree]:
+        return differentiable(self.trees, [*_raw_scores(self.trees), *self.wanted])
+
+    def forward(self, raw: Tensor, row_max: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """raw [B, H, rows, columns] becomes exp(score - maximum), times factor and dropout.
+
+        row_max [B, H, rows, 1]: the greatest score of the blocks before. tensors: of the leaves, the sources, then
+        those of the dropout. Gives the new maximum, the sum of exp(score - maximum), and what sums so far shrink by.
+        """
+        block, memo = self._read(raw, tensors, set(self.program.shared))
+        scores = self._final(self.trees[0], raw, tensors, block, memo)
+        new_max = torch.maximum(row_max, scores.amax(-1, keepdim=True))
+        shift = shift_of(new_max)
+        weights = (scores - shift).exp()
+        total = weights.sum(-1, keepdim=True)
+        for tree in self.trees[1:]:
+            weights = weights * self._final(tree, None, tensors, block, memo)
+        if self.drops:
+            weights = weights * kept(*tensors[-4:])
+        raw.copy_(weights)
+        return new_max, total, (row_max - shift).exp()
+
+    def backward(
+        self, raw: Tensor, dweights: Tensor, shift: Tensor, over_sum: Tensor, delta: Tensor, *tensors: Tensor
+    ) -> list[Tensor]:
+        """raw becomes its own gradient; dweights, grad_out times value, becomes the weights that met the value.
+
+        shift, over_sum, delta [B, H, rows, 1]: the maximum, 1 / the sum, grad_out . out. Gives the gradients of
+        `wanted`, in that order, as large as what they read.
+        """
+        block, memo = self._read(raw, tensors, set(self.program.shared) | needed(self.path))
+        scores, *factors = (self._final(tree, raw, tensors, block, memo) for tree in self.trees)
+        weights = (scores - shift).exp() * over_sum
+        used, flowing, given = weights, dweights, []
+        if self.drops:
+            keep = kept(*tensors[-4:])
+            used, flowing = used * keep, flowing * keep
+        for tree, factor in zip(self.trees[1:], factors, strict=True):
+            given.append((tree, weights * flowing))
+            used, flowing = used * factor, flowing * factor
+        given.append((self.trees[0], (flowing - delta) * weights))
+        score = _raw_scores(self.trees)
+        found = gradients(self.path, [*score, *self.wanted], given, (), block, memo)
+        nothing = raw.new_zeros(1, 1, 1, 1)
+        results = [found.get(id(node), nothing) for node in self.wanted]
+        draw = found.get(id(score[0]), nothing) if score else nothing
+        dweights.copy_(used)
+        raw.copy_(draw)
+        return results
+
+    def _read(self, raw: Tensor, tensors: Sequence[Tensor], keep: set[int]) -> tuple[Block, Memo]:
+        batch, heads, rows, columns = raw.shape
+        block = Block(batch, heads, (0, rows), (0, columns), raw.device, self.dtype)
+        memo: Memo = dict.fromkeys(keep)
+        for node, tensor in zip(self.leaves, tensors, strict=False):
+            reverse = node[0] == "input" and node[1] >= self.diagonal
+            memo[id(node)] = widened(tensor.flip(-2) if reverse else tensor, block)
+        return block, memo
+
+    def _final(self, tree: Tree, raw: Tensor | None, tensors: Sequence[Tensor], block: Block, memo: Memo) -> Tensor:
+        inputs: Any = dict(zip(self.sources, tensors[len(self.leaves) :], strict=False))
+        return evaluate(tree, raw, inputs, (), block, memo).to(self.dtype).expand(block.shape)
+
+
+def shift_of(row_max: Tensor) -> Tensor:
+    """The maximum, 0 where it is -inf: -inf less -inf is NaN, and a query that sees no key has weights exp(-inf)."""
+    return torch.where(row_max == -torch.inf, 0.0, row_max)
+
+
+def _raw_scores(trees: Sequence[Tree]) -> list[Tree]:
+    return list({id(node): node for tree in trees for node in nodes(tree) if node[0] == "score"}.values())
+
+
+def run(steps: Steps, name: str, tensors: Sequence[Tensor], compiles: bool) -> Any:
+    """One step, forward or backward; compiled, if that can be, for any sizes of its tensors but those that are 1."""
+    if not compiles:
+        return getattr(steps, name)(*tensors)
+    known = (steps, name, *((t.dtype, t.device, *(min(n, 2) for n in t.shape)) for t in tensors))
+    try:
+        if known not in _compiled:
+            _compiled[known] = _made(getattr(steps, name), tensors)
+        return _compiled[known](*tensors)
+    except Exception as problem:
+        log.warning("chunked attention runs uncompiled: %s", str(problem).partition("\n")[0])
+        _compiled[known] = getattr(steps, name)
+        return _compiled[known](*tensors)
+
+
+_compiled: dict[Any, Callable[..., Any]] = {}
+
+
+def _made(step: Callable[..., Any], tensors: Sequence[Tensor]) -> Callable[..., Any]:
+    taken = {n for t in tensors for n in t.shape}
+    sizes = [next(n for n in itertools.count(at) if n not in taken) for at in _STAND_INS]
+    stand_ins = [_stand_in(t, tensors[0].shape, sizes) for t in tensors]
+    with torch.no_grad():
+        function = torch.compile(make_fx(step, tracing_mode="symbolic")(*stand_ins), dynamic=True, fullgraph=True)
+        function(*stand_ins)
+    return function
+
+
+def _stand_in(tensor: Tensor, block: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    """One for a tensor that spans a block's dimensions or some of them; any other tensor itself."""
+    if tensor.ndim != 4 or any(n not in (1, whole) for n, whole in zip(tensor.shape, block, strict=True)):
+        return tensor
+    return tensor.new_zeros([1 if n == 1 else size for n, size in zip(tensor.shape, sizes, strict=True)])
