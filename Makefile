@@ -3,7 +3,7 @@ PYTHON ?=
 python := .venv/bin/python
 PYTEST := $(python) -m pytest
 
-.PHONY: help demo test slow fuzz test-models test-gpu gpu lint types bench recall evidence clean
+.PHONY: help demo test slow fuzz test-models test-gpu gpu lint types bench recall evidence regret clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -49,8 +49,11 @@ bench: .venv/ready-dev ## every benchmark on the CPU; results go to benchmarks/r
 recall: .venv/ready-dev ## how many spellings of attention are fused, beside Inductor's own
 	$(python) benchmarks/recall.py $(ARGS)
 
-evidence: .venv/ready-dev ## measure anew what the kernel picker goes by on this machine
+evidence: .venv/ready-dev ## measure anew the evidence that ships for the kernel picker, on a quiet machine
 	$(python) benchmarks/crossover.py $(ARGS)
+
+regret: .venv/ready-dev ## what the picker's choices take over the best there is, on 60 attentions; ARGS=--quick: 6
+	$(python) benchmarks/regret.py $(ARGS)
 
 clean: ## remove .venv and everything built
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

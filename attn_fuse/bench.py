@@ -23,7 +23,7 @@ from attn_fuse.errors import NotFusedError
 from attn_fuse.kernels import KERNELS, evidence
 from attn_fuse.kernels.case import Case, visible_share
 from attn_fuse.kernels.evidence import AS_WRITTEN, Row, Table, apart
-from attn_fuse.kernels.measure import OtherLoad, interleaved, machine, table, this_device
+from attn_fuse.kernels.measure import OtherLoad, Timing, interleaved, machine, table, this_device
 from attn_fuse.kernels.specimens import program, runner, tensors
 
 _TOLERANCE = {"float64": 1e-6, "float32": 1e-3}
@@ -49,6 +49,14 @@ def measured(
     case: Case, device: torch.device, effort: Effort, kernels: Sequence[str] | None = None
 ) -> tuple[Row, dict[str, str]]:
     """The times of `case` as written and on `kernels` (None: all that can run it), and why a kernel has none."""
+    timings, why_not = timed(case, device, effort, kernels)
+    return Row(case, {name: round(timing.median * 1e6, 2) for name, timing in timings.items()}), why_not
+
+
+def timed(
+    case: Case, device: torch.device, effort: Effort, kernels: Sequence[str] | None = None
+) -> tuple[dict[str, Timing], dict[str, str]]:
+    """What `measured` makes rows of."""
     torch.compiler.reset()
     torch.manual_seed(0)
     written, values = program(case), tensors(case, device)
@@ -73,8 +81,7 @@ def measured(
             runs[name] = run
         else:
             why_not[name] = "its result differs from that as written"
-    timings = interleaved(runs, device, effort.rounds, effort.seconds, effort.shortest)
-    return Row(case, {name: round(timing.median * 1e6, 2) for name, timing in timings.items()}), why_not
+    return interleaved(runs, device, effort.rounds, effort.seconds, effort.shortest), why_not
 
 
 def _kernels_on(device: torch.device) -> list[str]:
@@ -163,7 +170,7 @@ def calibrate(device: torch.device, cases: Sequence[Case], minutes: float, effor
         if time.perf_counter() - started > 60 * minutes:
             break
     evidence.tables.cache_clear()
-    print("\n" + _as_table([rows[case] for case in cases[:count]]))
+    print("\n" + as_table([rows[case] for case in cases[:count]]))
     if load.share() > 0.1:
         print(f"note: other programs took {load.share():.0%} of the cores meanwhile; measure again on a quiet machine")
     return count
@@ -176,7 +183,7 @@ def show(device: torch.device) -> None:
     print(f"device: {here}, torch {torch.__version__}")
     print(f"calibrations: {evidence.cache_dir()}")
     for known in own:
-        print(f"\nmeasured here with torch {known.torch}:\n{_as_table(known.rows)}")
+        print(f"\nmeasured here with torch {known.torch}:\n{as_table(known.rows)}")
     for known in others:
         if known not in own:
             whose = "this device" if known.device == here else "another device, so only ratios are taken from it"
@@ -211,7 +218,8 @@ def _in_words(row: Row) -> str:
     return f"{row.case}: " + ", ".join(f"{name} {time / 1e3:.3g} ms" for name, time in row.times.items())
 
 
-def _as_table(rows: Sequence[Row]) -> str:
+def as_table(rows: Sequence[Row]) -> str:
+    """Each kernel's time over that as written."""
     names = [k.name for k in KERNELS if any(k.name in row.times for row in rows)]
     lines = []
     for row in rows:

@@ -99,7 +99,8 @@ def compare(kernel: str, case: Case, device: Device, torch: str, known: Iterable
 # 1.4), 16-bit against fp32 0.9, training against inference 0.5, one mask against another 0.3, a bias against none 0.1.
 # Not measured yet and so set with caution: what only some kernels take is worth a factor of two; an octave of what is
 # seen is worth one to a kernel that skips the rest and none to the others.
-_PER_OCTAVE = {"scores": 0.17, "shape": 0.15, "head_dim": 0.25, "value_dim": 0.25, "kv_heads": 0.1, "visible": 0.5}
+# What counts as the length of the queries is how many share a key: of a single query, heads that share one are queries.
+_PER_OCTAVE = {"scores": 0.17, "shape": 0.15, "head_dim": 0.25, "value_dim": 0.25, "visible": 0.5}
 _PER_KIND = {"mask": 0.3, "training": 0.5, "function": 1.0, "dropout": 1.0, "sink": 1.0}
 _HALF, _DOUBLE, _BIAS, _BIAS_GRADIENT = 0.9, 0.9, 0.1, 1.0
 _OTHER_DEVICE, _OTHER_TORCH = 0.3, 0.1
@@ -116,16 +117,19 @@ def apart(a: Case, b: Case) -> float:
         return abs(math.log2(x / y))
 
     distance = _PER_OCTAVE["scores"] * octaves(a.scores, b.scores)
-    distance += _PER_OCTAVE["shape"] * octaves(a.q_len / a.kv_len, b.q_len / b.kv_len)
+    distance += _PER_OCTAVE["shape"] * octaves(_shape(a), _shape(b))
     distance += _PER_OCTAVE["head_dim"] * octaves(a.head_dim, b.head_dim)
     distance += _PER_OCTAVE["value_dim"] * octaves(a.value_dim / a.head_dim, b.value_dim / b.head_dim)
-    distance += _PER_OCTAVE["kv_heads"] * octaves(a.heads / a.kv_heads, b.heads / b.kv_heads)
     distance += _PER_OCTAVE["visible"] * octaves(a.visible, b.visible) * (a.mask == b.mask)
     distance += sum(cost for name, cost in _PER_KIND.items() if getattr(a, name) != getattr(b, name))
     distance += _HALF * ((a.itemsize == 2) != (b.itemsize == 2)) + _DOUBLE * ((a.itemsize == 8) != (b.itemsize == 8))
     if a.bias != b.bias:
         distance += _BIAS_GRADIENT if "gradient" in (a.bias, b.bias) else _BIAS
     return distance
+
+
+def _shape(case: Case) -> float:
+    return case.q_len * case.heads / case.kv_heads / case.kv_len
 
 
 def _elsewhere(table: Table, device: Device, torch: str) -> float:

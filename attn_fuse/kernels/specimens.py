@@ -41,7 +41,8 @@ def program(case: Case) -> Program:
             scores = scores.masked_fill(~others["keep"], -math.inf)
         if case.mask == "documents":
             numbers = others["documents"]
-            scores = scores.masked_fill(numbers[:, None, :, None] != numbers[:, None, None, :], -math.inf)
+            same = numbers[:, None, :, None] == numbers[:, None, None, :]
+            scores = scores.masked_fill(~same, -math.inf)
         if case.sink:
             logit = others["sink"].view(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], 1)
             weights = torch.cat([scores, logit], -1).softmax(-1)[..., :-1]

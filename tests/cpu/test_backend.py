@@ -182,7 +182,7 @@ def test_mode_is_passed_through() -> None:
     ("options", "said"),
     [
         ({"pik": "fused"}, "no option 'pik'. Did you mean 'pick'?"),
-        ({"pick": "fast"}, "pick='fast': it must be 'fastest' or 'fused'"),
+        ({"pick": "fast"}, "pick='fast': it must be 'fastest' or 'measured' or 'fused'"),
         ({"kernels": ["cpu_flush"]}, "no kernel 'cpu_flush'. Did you mean 'cpu_flash'?"),
         ({"kernels": 3}, "kernels=3 is not a list"),
         ({"strict": 1}, "strict=1"),

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 import math
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,11 +15,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attn_fuse
 from attn_fuse.backend import attn_fuse as backend
-from attn_fuse.bench import grid
 from attn_fuse.kernels import KERNELS, cost, evidence, switches
 from attn_fuse.kernels.case import Case, visible_share
 from attn_fuse.kernels.evidence import AS_WRITTEN, REACH, Row, Table, apart, compare
-from attn_fuse.kernels.measure import Device, machine, this_device
+from attn_fuse.kernels.measure import Device, this_device
 from attn_fuse.kernels.specimens import reach_of
 from attn_fuse.kernels.switches import Switches, forbidden
 
@@ -394,155 +390,3 @@ class TestSwitches:
         with sdpa_kernel([SDPBackend.MATH]):
             run(Q)
         assert len(attn_fuse.reports()) == after > count, "each setting is compiled for once"
-
-
-class TestMeasured:
-    """Sites measured while they are compiled, here with no compiler behind."""
-
-    @pytest.fixture(autouse=True)
-    def _cache(self, monkeypatch, tmp_path: Path) -> None:
-        from attn_fuse import trial
-
-        monkeypatch.setenv("ATTN_FUSE_CACHE", str(tmp_path))
-        monkeypatch.setattr(trial, "_known", {})
-        self.folder = tmp_path / "measured"
-
-    def test_it_is_said_and_kept(self, monkeypatch) -> None:
-        from attn_fuse import trial
-
-        q = Q.clone().requires_grad_()
-        site = site_of(plain, q, pick="measured")
-        because = site.attention["picked"] if site.fused else site.blocker.reason
-        assert "of the time as written, measured here" in because
-        (kept,) = self.folder.iterdir()
-        seconds = json.loads(kept.read_text())["seconds"]
-        assert {AS_WRITTEN, "cpu_flash", "chunked"} <= seconds.keys() and min(seconds.values()) > 0
-        for name, fast in (("chunked", 1e-9), (AS_WRITTEN, 1e-12)):
-            # What is on disk is believed, so that the choice is known.
-            kept.write_text(json.dumps({"seconds": seconds | {name: fast}, "why_not": {}}))
-            monkeypatch.setattr(trial, "_known", {})
-            assert site_of(plain, q, pick="measured").kernel == (None if name == AS_WRITTEN else name)
-
-    def test_equal_sites_are_measured_once(self, monkeypatch) -> None:
-        def layers(q):
-            return plain(plain(plain(q)))
-
-        torch._dynamo.reset()
-        torch.compile(layers, backend=backend, options={"inner_backend": "eager", "pick": "measured"})(Q)
-        assert len(attn_fuse.reports()[-1].sites) == 3 and len([*self.folder.iterdir()]) == 1
-
-    def test_dropout_and_the_random_state(self) -> None:
-        def dropped(q):
-            return torch.dropout((q @ q.mT).softmax(-1), 0.5, True) @ q
-
-        torch._dynamo.reset()
-        run = torch.compile(dropped, backend=backend, options={"inner_backend": "eager", "pick": "measured"})
-        torch.manual_seed(3)
-        state = torch.get_rng_state()
-        run(Q)
-        first = torch.rand(1)
-        torch.set_rng_state(state)
-        run(Q)
-        assert first == torch.rand(1), "measuring draws from no random state of the user's"
-
-    def test_growing_lengths(self) -> None:
-        torch._dynamo.reset()
-        run = torch.compile(
-            plain, backend=backend, dynamic=True, options={"inner_backend": "eager", "pick": "measured"}
-        )
-        for length in (5, 6):
-            q = Q[:, :, :length]
-            assert torch.allclose(run(q), plain(q), atol=1e-6)
-
-    def test_a_failure_falls_back_to_the_evidence(self, monkeypatch, known) -> None:
-        from attn_fuse import trial
-
-        def fails(*_: object) -> None:
-            raise RuntimeError("no such\nluck")
-
-        monkeypatch.setattr(trial, "interleaved", fails)
-        known(table({"cpu_flash": 0.5, "chunked": 2.0, "flex": 2.0}, TINY))
-        site = site_of(plain, Q, pick="measured")
-        assert site.kernel == "cpu_flash"
-        assert site.attention["picked"].endswith("; measuring here failed (RuntimeError: no such)")
-        assert not self.folder.exists()
-
-    def test_a_kernel_that_fails_is_left_out(self, monkeypatch) -> None:
-        from attn_fuse import trial
-
-        real = trial.emit
-
-        def emit(region, attention, facts, kernel, mode):
-            if kernel.name == "cpu_flash":
-                raise RuntimeError("out of luck")
-            return real(region, attention, facts, kernel, mode)
-
-        monkeypatch.setattr(trial, "emit", emit)
-        site = site_of(plain, Q, pick="measured")
-        assert site.kernel != "cpu_flash"
-        assert site.why_not["cpu_flash"] == ("running it here failed: RuntimeError: out of luck",)
-
-    def test_too_large_to_try(self, monkeypatch) -> None:
-        from attn_fuse import trial
-
-        monkeypatch.setattr(trial, "free_memory", lambda device: 100)
-        site = site_of(plain, Q, pick="measured")
-        because = site.attention["picked"] if site.fused else site.blocker.reason
-        assert "measuring here failed (as written it takes" in because
-
-    def test_by_mode(self) -> None:
-        from attn_fuse.options import parse_options
-
-        assert (
-            parse_options({}, "max-autotune").pick == parse_options({}, "max-autotune-no-cudagraphs").pick == "measured"
-        )
-        assert parse_options({}, "reduce-overhead").pick == parse_options({}, None).pick == "fastest"
-        assert parse_options({"pick": "fused"}, "max-autotune").pick == "fused"
-        with pytest.raises(attn_fuse.OptionError, match="'fastest' or 'measured' or 'fused'"):
-            parse_options({"pick": "mesured"})
-
-
-class TestCalibration:
-    @pytest.fixture(autouse=True)
-    def _cache(self, monkeypatch, tmp_path: Path):
-        monkeypatch.setenv("ATTN_FUSE_CACHE", str(tmp_path))
-        evidence.tables.cache_clear()
-        yield
-        evidence.tables.cache_clear()
-
-    def test_is_kept_and_believed(self) -> None:
-        evidence.write_table(evidence.own_path(HERE, VERSION), machine(CPU), rows({"cpu_flash": 0.01}, TINY))
-        site = site_of(plain, Q)
-        assert (
-            site.kernel == "cpu_flash" and "0.01 of the time as written, measured here at" in site.attention["picked"]
-        )
-
-    @pytest.mark.parametrize(
-        "text",
-        ["", "[]", "{}", '{"machine": {}, "rows": []}', '{"machine": {"cpu": 1}, "rows": [{}]}', "\0", "[1", "7"],
-    )
-    def test_malformed_is_ignored_with_one_warning(self, text: str, caplog) -> None:
-        path = evidence.own_path(HERE, VERSION)
-        path.write_text(text)
-        with caplog.at_level(logging.WARNING, "attn_fuse"):
-            assert not any(t.own for t in evidence.tables()) and evidence.tables()
-            evidence.tables()
-            site_of(plain, Q)
-        (warning,) = [r.getMessage() for r in caplog.records if "is ignored" in r.getMessage()]
-        assert str(path) in warning and "--forget" in warning and "\n" not in warning
-
-    def test_where(self, monkeypatch, tmp_path: Path) -> None:
-        assert evidence.cache_dir() == tmp_path
-        monkeypatch.delenv("ATTN_FUSE_CACHE")
-        monkeypatch.setattr(sys, "platform", "linux")
-        monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-        assert evidence.cache_dir() == Path("/somewhere/attn_fuse")
-        monkeypatch.setattr(sys, "platform", "darwin")
-        assert evidence.cache_dir() == Path.home() / "Library" / "Caches" / "attn_fuse"
-
-    def test_the_grid_tells_most_first(self) -> None:
-        cases = grid("cpu")
-        assert len(cases) == len(set(cases)) > 100 and cases[0].mask == "causal" and cases[0].training
-        gaps = [min(apart(case, before) for before in cases[:n]) for n, case in enumerate(cases) if n]
-        assert gaps == pytest.approx(sorted(gaps, reverse=True))
-        assert max(min(apart(case, one) for one in cases[:24]) for case in cases) < REACH
