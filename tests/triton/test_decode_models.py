@@ -1,0 +1,157 @@
+"""triton_decode through torch.compile: decode steps of hand-written models with caches, interpreted on the CPU."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from attn_fuse.attention import Attention
+from attn_fuse.backend import attn_fuse as backend
+from attn_fuse.facts import Facts
+from attn_fuse.kernels.triton_decode import TRITON_DECODE
+from attn_fuse.report import collecting
+from tests.models.surroundings import GrowingCache, SlicedCache
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1 from the start")
+
+
+@pytest.mark.skipif(INTERPRETED, reason="runs in that process")
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+def test_in_a_process_that_interprets() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "1"})
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+
+
+class Decoder(nn.Module):
+    """Two layers with grouped queries and a static cache, masked by a buffer that is read at the positions."""
+
+    def __init__(self, length: int = 96, fill: float = float("-inf")) -> None:
+        super().__init__()
+        self.fill = fill
+        self.layers = nn.ModuleList(nn.ModuleList((nn.Linear(32, 48), nn.Linear(32, 32))) for _ in range(2))
+        self.register_buffer("cache", torch.zeros(2, 2, 2, 2, length, 4))
+        self.register_buffer("causal", torch.tril(torch.ones(length, length, dtype=torch.bool)))
+
+    def forward(self, x: Tensor, position: Tensor) -> Tensor:
+        batch, n, _ = x.shape
+        mask = self.causal[position][None, None]
+        for layer, (qkv, out) in enumerate(self.layers):
+            q, k, v = qkv(x).split([32, 8, 8], dim=-1)
+            q, k, v = (y.view(batch, n, -1, 4).transpose(1, 2) for y in (q, k, v))
+            keys, values = self.cache[layer].unbind(0)
+            keys.index_copy_(2, position, k)
+            values.index_copy_(2, position, v)
+            keys, values = keys.repeat_interleave(4, dim=1), values.repeat_interleave(4, dim=1)
+            scores = q @ keys.transpose(-2, -1) / 2.0
+            scores = scores.masked_fill(~mask, self.fill)
+            x = x + out((scores.softmax(-1) @ values).transpose(1, 2).reshape(batch, n, 32))
+        return x
+
+
+def steps(model: nn.Module, calls: list[tuple[Any, ...]], attentions: int, inner: str = "eager") -> None:
+    """Each call of `model` compiled gives what the same call gives in float64; every attention is fused."""
+    wide = copy.deepcopy(model).double()
+    with torch.no_grad(), collecting() as graphs:
+        run = torch.compile(model, backend=backend, options={"kernels": ["triton_decode"], "inner_backend": inner})
+        for call in calls:
+            exact = wide(*(_widened(x) for x in call))
+            for got, wanted in zip(_leaves(run(*call)), _leaves(exact), strict=True):
+                torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-5)
+    assert graphs and all(len(graph.sites) == attentions for graph in graphs)
+    assert all(site.kernel == "triton_decode" for graph in graphs for site in graph.sites), graphs
+
+
+def _widened(x: Any) -> Any:
+    if isinstance(x, tuple):
+        return tuple(map(_widened, x))
+    return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+
+
+def _leaves(x: Any) -> list[Tensor]:
+    return [x] if isinstance(x, Tensor) else [leaf for part in x for leaf in _leaves(part)]
+
+
+@interpreted
+@pytest.mark.parametrize("fill", [float("-inf"), -1e9], ids=str)
+def test_a_static_cache(fill: float) -> None:
+    model = Decoder(fill=fill).eval()
+    calls = [(torch.randn(2, 5, 32), torch.arange(5))]
+    calls += [(torch.randn(2, 1, 32), torch.tensor([n])) for n in range(5, 8)]
+    steps(model, calls, attentions=2)
+
+
+@interpreted
+def test_a_static_cache_with_inductor() -> None:
+    steps(Decoder().eval(), [(torch.randn(2, 1, 32), torch.tensor([n])) for n in range(3)], 2, "inductor")
+
+
+@interpreted
+def test_a_sliced_cache() -> None:
+    steps(SlicedCache().eval(), [(torch.randn(2, 2, 24), start) for start in (0, 2, 4, 6)], attentions=1)
+
+
+@interpreted
+def test_a_growing_cache() -> None:
+    def past(n: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(2, 3, n, 8), torch.randn(2, 3, n, 8)
+
+    steps(GrowingCache().eval(), [(torch.randn(2, 1, 24), past(n)) for n in (7, 8, 9, 40)], attentions=1)
+
+
+@interpreted
+def test_all_queries_of_one_key_head() -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q @ k.transpose(-2, -1) * 0.3).softmax(-1) @ v
+
+    class Model(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attention(q, k.expand(-1, 40, -1, -1), v.expand(-1, 40, -1, -1))
+
+    steps(Model(), [(torch.randn(2, 40, 1, 8), *torch.randn(2, 2, 1, 50, 8).unbind(0))], attentions=1)
+
+
+# ---- what it takes; every other reason is in tests/graph/test_kernel_reasons.py
+
+CUDA = Facts(
+    device=torch.device("cuda"), dtype=torch.bfloat16, batch=2, heads=8, kv_heads=2, q_len=1, kv_len=4096,
+    head_dim=128, value_dim=128, symbolic=frozenset({"kv_len", "batch"}), training=False, bias_needs_grad=False,
+    bias_may_hide=False, bias_dtype=None,
+)  # fmt: skip
+PLAIN = cast(Attention, SimpleNamespace(dropout_p=None))
+
+
+def test_it_takes_few_queries_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attn_fuse.kernels.triton_decode._has_triton", lambda: True)
+    for facts in (CUDA, replace(CUDA, q_len=16), replace(CUDA, heads=71, kv_heads=1), replace(CUDA, q_len=32)):
+        assert not TRITON_DECODE.why_not(PLAIN, facts)
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        (replace(CUDA, bias_needs_grad=True), "gives no gradient"),
+        (replace(CUDA, q_len=33), "takes at most 16 queries, not 33"),
+        (replace(CUDA, q_len=17, heads=16), "takes at most 16 queries, not 17"),
+        (replace(CUDA, head_dim=264), "takes a head_dim of at most 256, not 264"),
+    ],
+)
+def test_just_beyond(facts: Facts, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attn_fuse.kernels.triton_decode._has_triton", lambda: True)
+    assert TRITON_DECODE.why_not(PLAIN, facts) == (reason,)
+
+
+def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attn_fuse.kernels.triton_decode._has_triton", lambda: False)
+    assert TRITON_DECODE.why_not(PLAIN, CUDA) == ("Triton is not installed",)
