@@ -47,11 +47,13 @@ def gradient_trees(trees: Trees, given: Sequence[tuple[Tree, Tree]], sources: It
     for node in reversed(path):
         if id(node) in leaves or id(node) not in found:
             continue
-        gradient, result = (_Written(trees, tree) for tree in (found.pop(id(node)), node))
-        operands = [_Written(trees, part) for part in node[1:] if isinstance(part, tuple)]
+        incoming = found.pop(id(node))
+        given_to_rule: list[Any] = [_Written(trees, tree) for tree in (incoming, node)]
+        given_to_rule += [_Written(trees, part) for part in node[1:] if isinstance(part, tuple)]
         for child, rule in paths(node):
             if id(child) in on_path:
-                add(child, gradient.tree if _hides(node) else rule(gradient, result, *operands).tree)
+                written: Any = rule(*given_to_rule)
+                add(child, incoming if _hides(node) else written.tree)
     return {leaf: tree for leaf, tree in found.items() if leaf in leaves}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -59,8 +60,16 @@ class _Call:
         lower, upper = (None if n is None else max(-LONGEST, min(n, LONGEST)) for n in found)
         return lower, upper
 
+    @property
+    def _is_heavy(self) -> bool:
+        """Whether dropout or what the scores read for each element takes registers that a tile has not left."""
+        tiles = any(x.ndim == 4 and 1 not in x.shape[2:] for x in self.inputs)
+        looks_up = any(node[0] == "gather" for node in nodes(self.code.program.score))
+        return self.seed is not None or tiles or looks_up
+
     def config(self, kernel: str) -> Config:
-        return config(kernel, self.query.dtype, max(self.query.shape[3], self.value.shape[3]))
+        width = max(self.query.shape[3], self.value.shape[3])
+        return config(kernel, self.query.dtype, width, _capability(self.query.device), self._is_heavy)
 
     def constants(self, kernel: str) -> dict[str, Any]:
         head_dim, value_dim = self.query.shape[3], self.value.shape[3]
@@ -252,7 +261,8 @@ def _add_sink_gradients(
         return
     memo: Memo = dict.fromkeys(needed(path))
     row_max, row_sum, delta = (x.unsqueeze(-1) for x in saved)
-    block = Block(*call.query.shape[:2], (0, call.query.shape[2]), (0, 1), call.query.device, torch.float32)
+    batch, heads, q_len, _ = call.query.shape
+    block = Block(batch, heads, (0, q_len), (0, 1), call.query.device, torch.float32)
     sink = evaluate(program.sink, None, call.inputs, call.numbers, block, memo).float()
     shift = torch.where(row_max == -torch.inf, 0.0, row_max)
     weight = torch.exp2((sink * unit - shift) * (LOG2E / unit)) * torch.where(row_sum == 0, 0.0, 1 / row_sum)
@@ -316,6 +326,14 @@ def _precision(dtype: torch.dtype, width: int) -> str:
         return "tf32"
     # Three products of the halves of each number, about as precise as float32; wider rows would not fit the registers.
     return "tf32x3" if width <= 64 else "ieee"
+
+
+@functools.cache
+def _capability(device: torch.device) -> int:
+    """The major one; of the device that Triton compiles for where the tensors are on none."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device)[0]
+    return 0
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:

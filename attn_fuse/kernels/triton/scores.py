@@ -104,21 +104,21 @@ def score_code(program: str, inputs: Sequence[Tensor], numbers: Sequence[int]) -
 @functools.cache
 def _score_code(text: str, inputs: tuple[Described, ...], wide: bool) -> ScoreCode:
     program, trees = ScoreProgram.loads(text), Trees()
-    scored = [program.score, inside(trees, program)]
-    united = [in_unit(trees, tree, LOG2E) for tree in scored]
-    sink = None if program.sink is None else trees.node("mul", program.sink, trees.node("const", LOG2E))
-    unit = LOG2E
-    if united[0] is None or united[1] is None:
-        united, sink, unit = scored, program.sink, 1.0
+    scored, scored_inside = program.score, inside(trees, program)
+    sink, unit = program.sink, 1.0
+    united, united_inside = (in_unit(trees, tree, LOG2E) for tree in (scored, scored_inside))
+    if united is not None and united_inside is not None:
+        scored, scored_inside, unit = united, united_inside, LOG2E
+        sink = sink and trees.node("mul", sink, trees.node("const", LOG2E))
     write = functools.partial(_function, inputs=inputs, wide=wide)
-    sources = {
-        "score": write("score", f"raw, {_PLACE}", united[0], "raw", _TILE),
-        "factor": program.factor and write("factor", f"raw, {_PLACE}", program.factor, "raw", _TILE),
+    sources: dict[str, str | None] = {
+        "score": write("score", f"raw, {_PLACE}", scored, "raw", _TILE),
+        "factor": None if program.factor is None else write("factor", f"raw, {_PLACE}", program.factor, "raw", _TILE),
         "visible": _visible(program, trees, inputs, wide),
-        "sink": sink and write("sink", "b, h, i, q_len, kv_len, reads", sink, "i", frozenset("i")),
+        "sink": None if sink is None else write("sink", "b, h, i, q_len, kv_len, reads", sink, "i", frozenset("i")),
     }
-    if united[1] is not united[0]:
-        sources["score_inside"] = write("score_inside", f"raw, {_PLACE}", united[1], "raw", _TILE)
+    if scored_inside is not scored:
+        sources["score_inside"] = write("score_inside", f"raw, {_PLACE}", scored_inside, "raw", _TILE)
     found = _gradients(program, trees, inputs)
     nought = trees.node("const", 0.0)
     reads_score = [node for node in nodes(program.score) if node[0] == "score"]

@@ -1,0 +1,99 @@
+"""Compiles the flash kernels for a device that is not there, and prints what came of each as one line of JSON.
+
+    python tests/triton/flash_compile.py CAPABILITY DTYPE HEAD_DIM [CASE]
+
+The kernels are launched as always, through a driver that only says which device it would be. A process of its own:
+Triton's interpreter cannot be on here, and a compiler pass that fails may end the process.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from attn_fuse.kernels.score_program import ScoreProgram
+from attn_fuse.kernels.triton import flash, flash_backward, flash_forward
+from tests.graph.chunked_cases import CASE, CAUSAL, S, Sizes, const, where
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+KERNELS = {
+    "forward": flash_forward.forward,
+    "sum_of_products": flash_backward.sum_of_products,
+    "query": flash_backward.backward_query,
+    "key_value": flash_backward.backward_key_value,
+    "input": flash_backward.backward_input,
+}
+PLAIN = ScoreProgram(where(CAUSAL, ["mul", S, const(0.125)]), upper=["number", 0])
+SEED = torch.zeros(1, dtype=torch.int64)
+
+
+class NoDevice:
+    """As much of a driver as compiling asks for."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def facts(compiled: Any) -> dict[str, Any]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage, code = (
+            subprocess.run([CUOBJDUMP, how, file.name], capture_output=True, text=True, check=True).stdout
+            for how in ("-res-usage", "-sass")
+        )
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found is not None, usage
+    counted = collections.Counter(re.findall(r"\b(HGMMA|HMMA|UTCHMMA|LDL|STL|ATOM|RED)\b", code))
+    shared = compiled.metadata.shared
+    return {"registers": int(found[1]), "stack": int(found[2]), "shared": shared, **counted}
+
+
+def only_compile(kernel: Any, found: list[Any]) -> None:
+    launch = kernel.run
+    kernel.run = lambda *args, grid, warmup, **how: found.append(launch(*args, grid=grid, warmup=True, **how))
+
+
+def main(capability: int, dtype: torch.dtype, head_dim: int, name: str) -> None:
+    driver.set_active(NoDevice(capability))
+    flash._capability = lambda device: capability // 10  # type: ignore[assignment]
+    made: dict[str, list[Any]] = {kernel: [] for kernel in KERNELS}
+    for kernel, function in KERNELS.items():
+        only_compile(function, made[kernel])
+    s = Sizes(2, 4, 2, 1024, 1024, head_dim, head_dim)
+    inputs: list[Tensor] = [] if name == "plain" else CASE[name].inputs(s)
+    program, numbers = (PLAIN, [0]) if name == "plain" else (CASE[name].program, CASE[name].numbers(s))
+    query = torch.empty(s.batch, s.q_len, s.heads, head_dim, dtype=dtype).transpose(1, 2)
+    key, value = (torch.empty(s.batch, s.kv_len, s.kv_heads, head_dim, dtype=dtype).transpose(1, 2) for _ in range(2))
+    dropout = (SEED, None, None, 0.1) if name != "plain" else (None, None, None, 0.0)
+    how = (query, key, value, inputs, numbers, *dropout)
+    outputs = flash.attend(*how, program.dumps())
+    flash.attend_backward(outputs[0], *how, *outputs, program.dumps(), [True] * len(inputs))
+    for kernel, several in made.items():
+        for compiled in several:
+            print(json.dumps({"kernel": kernel, **facts(compiled)}), flush=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), getattr(torch, sys.argv[2]), int(sys.argv[3]), (sys.argv[4:] or ["plain"])[0])

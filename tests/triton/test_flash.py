@@ -1,0 +1,451 @@
+"""triton_flash, interpreted on the CPU: every score program of `chunked_cases` against dense float64, and gradients.
+
+Triton is told to interpret before it is imported, so the tests run in a process of their own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_fuse.kernels.score_program import ScoreProgram
+from tests.graph.chunked_cases import (
+    CASE,
+    CASES,
+    INF,
+    SIZES,
+    USUAL,
+    At,
+    B,
+    Case,
+    K,
+    Q,
+    S,
+    Sizes,
+    assert_near,
+    biased,
+    const,
+    drawn,
+    naive,
+    results,
+    where,
+)
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if INTERPRETED:
+    from attn_fuse.kernels.triton import flash
+    from attn_fuse.kernels.triton.flash_configs import Config
+    from attn_fuse.kernels.triton.flash_op import triton_flash, triton_flash_backward
+    from attn_fuse.kernels.triton.spans import spans
+
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1 from the start")
+
+
+@pytest.mark.skipif(INTERPRETED, reason="runs in that process")
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+def test_in_a_process_that_interprets() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "1"})
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    if INTERPRETED:
+        monkeypatch.setattr(flash, "config", lambda *_: Config(16, 32, 4, 1))
+
+
+def operator(
+    case: Case,
+    *tensors: Tensor,
+    numbers: Sequence[int],
+    seed: Tensor | None = None,
+    p: float = 0.0,
+    tables: tuple[Any, Any] = (None, None),
+) -> Tensor:
+    query, key, value, *inputs = tensors
+    return triton_flash(query, key, value, inputs, numbers, seed, *tables, p, case.program.dumps())[0]
+
+
+def check(case: Case, s: Sizes, dtype: torch.dtype = torch.float32, spanned: bool = False) -> None:
+    tensors = drawn(case, s, dtype)
+    grad_out = torch.randn(s.batch, s.heads, s.q_len, s.value_dim).to(dtype)
+    how: dict[str, Any] = {"numbers": case.numbers(s)}
+    if spanned:
+        how["tables"] = tables_of(case, s, tensors[3:])
+    got = results(lambda *x: operator(case, *x, **how), tensors, grad_out)
+    assert_near(got, partial(naive, case), tensors, grad_out)
+
+
+def tables_of(case: Case, s: Sizes, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    program = case.program.dumps()
+    return spans(inputs, case.numbers(s), s.batch, s.heads, s.q_len, s.kv_len, program, torch.device("cpu"))
+
+
+@interpreted
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_scores(case: Case) -> None:
+    check(case, USUAL)
+
+
+@interpreted
+@pytest.mark.parametrize("s", SIZES[1:], ids=str)
+@pytest.mark.parametrize("name", ["causal", "window", "relative table", "everything"])
+def test_sizes(name: str, s: Sizes) -> None:
+    check(CASE[name], s)
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize("s", SIZES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_scores_of_all_sizes(case: Case, s: Sizes) -> None:
+    check(case, s)
+
+
+@interpreted
+@pytest.mark.parametrize("name", ["causal", "documents", "bias of every batch", "everything"])
+def test_half_precision(name: str) -> None:
+    check(CASE[name], USUAL, torch.float16)
+
+
+@interpreted
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(40, 24), (80, 80), (128, 128), (3, 130), (256, 16)])
+def test_widths(head_dim: int, value_dim: int) -> None:
+    check(CASE["causal"], replace(USUAL, batch=1, heads=2, kv_heads=1, head_dim=head_dim, value_dim=value_dim))
+
+
+# ---- what is left out
+
+
+def banded(lower: int | None, upper: int | None) -> Case:
+    """Hidden outside of lower <= j - i <= upper, said in the words of the program and as bounds."""
+    parts = [] if upper is None else [["le", ["sub", K, Q], const(upper)]]
+    parts += [] if lower is None else [["ge", K, ["add", Q, const(lower)]]]
+    condition = ["and", *parts]
+
+    def dense(s: Tensor, at: At) -> Tensor:
+        seen = (at.j - at.i <= (INF if upper is None else upper)) & (at.j - at.i >= (-INF if lower is None else lower))
+        return s.masked_fill(~seen, -INF)
+
+    bounds = {name: const(n) for name, n in (("upper", upper), ("lower", lower)) if n is not None}
+    return Case(f"{lower} to {upper}", ScoreProgram(where(condition, S), visible=condition, **bounds), dense)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("lower", "upper"),
+    [(None, 0), (None, 5), (None, -20), (None, -70), (0, None), (-70, 70), (-30, 3), (-3, 30), (40, 45), (-60, -50)],
+)
+@pytest.mark.parametrize("lengths", [(70, 70), (33, 97), (97, 64)], ids=str)
+def test_bounds(lower: int | None, upper: int | None, lengths: tuple[int, int]) -> None:
+    """Bands that begin and end within tiles and between them, that hide whole rows, and everything."""
+    check(banded(lower, upper), Sizes(1, 1, 1, *lengths, 16, 16))
+
+
+@interpreted
+def test_within_the_bounds_nothing_is_compared() -> None:
+    from attn_fuse.kernels.triton.scores import score_code
+
+    for lower, upper in ((None, 0), (-5, 5)):
+        code = score_code(banded(lower, upper).program.dumps(), [], [])
+        assert "where" not in code.path.read_text().split("def score_inside")[1].split("def ")[0]
+    other = ScoreProgram(where(["le", K, ["add", Q, const(1)]], S), upper=const(2)).dumps()
+    assert score_code(other, [], []).score_inside is score_code(other, [], []).score
+
+
+def seen_by(name: str, condition: list[Any]) -> Case:
+    case = CASE[name]
+    return replace(case, program=replace(case.program, visible=condition))
+
+
+@interpreted
+@pytest.mark.parametrize("tile", [(16, 32), (64, 32), (128, 16)], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        seen_by("documents", ["eq", ["input", 0], ["input", 1]]),
+        seen_by("key padding", ["not", ["ge", K, ["gather", 0, B]]]),
+        seen_by("prefix", ["or", ["ge", Q, K], ["lt", K, ["number", 0]]]),
+    ],
+    ids=lambda c: c.name,
+)
+def test_spans(case: Case, tile: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash, "config", lambda *_: Config(*tile, 4, 1))
+    s = replace(USUAL, heads=2, kv_heads=1, q_len=150, kv_len=201)
+    if case.name == "documents":
+
+        def in_order(s: Sizes) -> list[Tensor]:
+            ids = torch.randint(0, 4, (s.batch, 1, s.kv_len)).sort(-1).values
+            return [ids[:, :, : s.q_len, None].contiguous(), ids[:, :, None, :].contiguous()]
+
+        case = replace(case, inputs=in_order)
+    check(case, s, spanned=True)
+
+
+@interpreted
+def test_hidden_keys_are_not_read() -> None:
+    """NaN in a value that nobody sees does not come out, where whole blocks are left out."""
+    case = seen_by("key padding", ["not", ["ge", K, ["gather", 0, B]]])
+    s = Sizes(2, 1, 1, 70, 300, 16, 16)
+    tensors = drawn(case, s, torch.float32)
+    tensors[3] = torch.tensor([60, 128])
+    tensors[2][0, :, 64:], tensors[2][1, :, 128:] = math.nan, math.nan
+    assert operator(case, *tensors, numbers=[], tables=tables_of(case, s, tensors[3:])).isfinite().all()
+    assert not operator(case, *tensors, numbers=[]).isfinite().any()
+
+
+@interpreted
+def test_opcheck_of_spans() -> None:
+    case = seen_by("documents", ["eq", ["input", 0], ["input", 1]])
+    inputs = case.inputs(USUAL)
+    torch.library.opcheck(spans, (inputs, [], 2, 4, 37, 53, case.program.dumps(), torch.device("cpu")))
+
+
+# ---- memory
+
+
+@interpreted
+@pytest.mark.parametrize("name", ["plain", "bias", "everything"])
+def test_strides(name: str) -> None:
+    """Transposed tensors, one head for all, a mask's expanded input, and a gradient that is one number."""
+    case, s = CASE[name], replace(USUAL, kv_heads=4, value_dim=24)
+    query, key, value, *inputs = drawn(case, s, torch.float32)
+    transposed = query.transpose(1, 2).contiguous().transpose(1, 2)
+    one_head = key[:, :1].expand(-1, s.kv_heads, -1, -1)
+    flipped = value.mT.contiguous().mT
+    inputs = [x[:1].expand(x.shape) for x in inputs]
+    tensors = [transposed, one_head, flipped, *inputs]
+    grad_out = torch.full((), 0.7).expand(s.batch, s.heads, s.q_len, s.value_dim)
+    got = results(lambda *x: operator(case, *x, numbers=case.numbers(s)), tensors, grad_out)
+    assert_near(got, partial(naive, case), tensors, grad_out)
+
+
+@interpreted
+@pytest.mark.parametrize("s", [replace(USUAL, q_len=0), replace(USUAL, kv_len=0), replace(USUAL, batch=0)], ids=str)
+@pytest.mark.parametrize("name", ["bias", "sink of each head", "everything"])
+def test_empty(name: str, s: Sizes) -> None:
+    case = CASE[name]
+    tensors = drawn(case, s, torch.float32)
+    grad_out = torch.randn(s.batch, s.heads, s.q_len, s.value_dim)
+    got = results(lambda *x: operator(case, *x, numbers=case.numbers(s)), tensors, grad_out)
+    assert got["out"].shape == grad_out.shape
+    assert all((x == 0).all() for x in got.values())
+
+
+@interpreted
+def test_a_table_in_strips(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash, "_STRIP", 20 * USUAL.kv_len * USUAL.heads)
+    check(CASE["everything"], USUAL)
+
+
+@interpreted
+@pytest.mark.parametrize("programs", [1, 7, 10**6])
+def test_sums_in_parts(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash, "_PROGRAMS", programs)
+    for name in ("bias of every batch", "bias of the heads", "bias of the keys"):
+        check(CASE[name], USUAL)
+
+
+# ---- rows that see nothing, or only fills
+
+
+@interpreted
+@pytest.mark.parametrize("with_sink", [False, True], ids=["no sink", "sink"])
+def test_queries_that_see_no_key(with_sink: bool) -> None:
+    keep = torch.ones(1, 1, 19, 1, dtype=torch.bool)
+    keep[:, :, ::3] = False
+    program = ScoreProgram(where(["input", 0], S), sink=const(0.5) if with_sink else None).dumps()
+    query, key, value = (x.requires_grad_() for x in torch.randn(3, 1, 2, 19, 8).unbind(0))
+    out, row_max, row_sum = triton_flash(query, key, value, [keep], [], None, None, None, 0.0, program)
+    gradients = torch.autograd.grad(out.sum(), [query, key, value])
+    assert (out[:, :, ::3] == 0).all() and (gradients[0][:, :, ::3] == 0).all()
+    assert all(x.isfinite().all() for x in (out, *gradients))
+    assert not row_max.requires_grad and not row_sum.requires_grad
+
+
+@interpreted
+@pytest.mark.parametrize("fill", [-1e4, -1e9, -3e38, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("scale", [1.0, 0.3])
+def test_a_finite_fill_gives_the_mean(fill: float, scale: float) -> None:
+    """log(kv_len) is lost beside the fill, so that a backward from the log-sum-exp alone would be kv_len times off."""
+    program = ScoreProgram(where(const(False), ["mul", S, const(scale)], fill)).dumps()
+    query, key, value = (x.requires_grad_() for x in torch.randn(3, 1, 2, 75, 8).unbind(0))
+    out = triton_flash(query, key, value, [], [], None, None, None, 0.0, program)[0]
+    grad_out = torch.randn(out.shape)
+    dquery, dkey, dvalue = torch.autograd.grad(out, [query, key, value], grad_out)
+    torch.testing.assert_close(out, value.mean(2, keepdim=True).expand_as(out))
+    torch.testing.assert_close(dvalue, (grad_out.sum(2, keepdim=True) / 75).expand_as(dvalue), rtol=1e-5, atol=1e-6)
+    assert (dquery == 0).all() and (dkey == 0).all()
+
+
+@interpreted
+@pytest.mark.parametrize("bad", [math.nan, INF])
+def test_not_a_number_stays_one(bad: float) -> None:
+    bias = torch.zeros(1, 1, 19, 23)
+    bias[0, 0, 5, 20] = bad
+    tensors = [torch.randn(1, 1, n, 8) for n in (19, 23, 23)]
+    out = operator(biased("", -1, -1, -1, -1), *tensors, bias, numbers=[])
+    assert out[:, :, 5].isnan().all()
+    assert out[:, :, :5].isfinite().all() and out[:, :, 6:].isfinite().all()
+
+
+# ---- dropout
+
+
+def seeded(number: int) -> Tensor:
+    return torch.tensor([number])
+
+
+def kept_weights(seed: Tensor, p: float, batch: int, heads: int, q_len: int, kv_len: int) -> Tensor:
+    """What the operator multiplies the weights by: with equal scores, the values tell."""
+    zeros = torch.zeros(batch, heads, q_len, 4)
+    values = torch.eye(kv_len).expand(batch, heads, -1, -1)
+    program = ScoreProgram(const(0.0)).dumps()
+    keys = zeros.new_zeros(batch, heads, kv_len, 4)
+    return triton_flash(zeros, keys, values, [], [], seed, None, None, p, program)[0] * kv_len
+
+
+@interpreted
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_dropout_keeps_its_distribution(p: float) -> None:
+    kept = kept_weights(seeded(7), p, 2, 3, 64, 96)
+    share = (kept > 0).double()
+    torch.testing.assert_close(kept[kept > 0], torch.full_like(kept[kept > 0], 1 / (1 - p)))
+    # Six standard deviations, of all entries and of those of each batch, head, query and key.
+    deviation = 6 * math.sqrt(p * (1 - p))
+    for over in [(0, 1, 2, 3), (1, 2, 3), (0, 2, 3), (0, 1, 3), (0, 1, 2)]:
+        means = share.mean(over)
+        assert (means - (1 - p)).abs().max() <= deviation / math.sqrt(share.numel() / means.numel())
+    # No entry tells of its neighbour, of the next query, head or batch.
+    centred = (share - (1 - p)) / math.sqrt(p * (1 - p))
+    for dimension, size in enumerate(share.shape):
+        pairs = centred.narrow(dimension, 0, size - 1) * centred.narrow(dimension, 1, size - 1)
+        assert pairs.mean().abs() <= 6 / math.sqrt(pairs.numel())
+
+
+@interpreted
+def test_dropout_depends_on_the_seed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = kept_weights(seeded(1), 0.5, 1, 2, 40, 40)
+    assert torch.equal(first, kept_weights(torch.tensor(1), 0.5, 1, 2, 40, 40))
+    for other in (2, -1, 2**62):
+        same = (first == kept_weights(seeded(other), 0.5, 1, 2, 40, 40)).double().mean()
+        assert abs(same - 0.5) < 6 * 0.5 / math.sqrt(first.numel())
+    monkeypatch.setattr(flash, "config", lambda *_: Config(32, 16, 4, 1))
+    torch.testing.assert_close(first, kept_weights(seeded(1), 0.5, 1, 2, 40, 40))
+
+
+@interpreted
+@pytest.mark.parametrize("p", [0.3, 1.0])
+@pytest.mark.parametrize("name", ["plain", "sink of each head", "everything"])
+def test_dropout_against_its_own_mask(name: str, p: float) -> None:
+    case, s = CASE[name], USUAL
+    tensors = drawn(case, s, torch.float32)
+    kept = kept_weights(seeded(3), p, s.batch, s.heads, s.q_len, s.kv_len)
+    kept = torch.where(kept > 0, 1 / (1 - p) if p < 1 else 0.0, 0.0).double()
+    grad_out = torch.randn(s.batch, s.heads, s.q_len, s.value_dim)
+    got = results(lambda *x: operator(case, *x, numbers=case.numbers(s), seed=seeded(3), p=p), tensors, grad_out)
+    assert_near(got, partial(naive, case, kept=kept), tensors, grad_out)
+    assert p < 1 or all((x == 0).all() for x in got.values())
+
+
+# ---- the operators
+
+
+@interpreted
+@pytest.mark.parametrize("name", ["causal", "everything"])
+def test_opcheck(name: str) -> None:
+    case, s = CASE[name], Sizes(2, 2, 1, 19, 17, 8, 4)
+    query, key, value, *inputs = (x.requires_grad_(x.is_floating_point()) for x in drawn(case, s, torch.float32))
+    how = (query, key, value, inputs, case.numbers(s), seeded(1), None, None, 0.2, case.program.dumps())
+    torch.library.opcheck(triton_flash, how)
+
+
+@interpreted
+def test_opcheck_of_the_backward() -> None:
+    case, s = CASE["everything"], Sizes(2, 2, 1, 19, 17, 8, 4)
+    query, key, value, *inputs = drawn(case, s, torch.float32)
+    how = (query, key, value, inputs, case.numbers(s), seeded(1), None, None, 0.2)
+    program = case.program.dumps()
+    outputs = triton_flash(*how, program)
+    args = (torch.randn(outputs[0].shape), *how, *outputs, program, [True, False, True])
+    torch.library.opcheck(triton_flash_backward, args)
+
+
+@interpreted
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_training_step_compiles(inner: str) -> None:
+    case = CASE["everything"]
+    text = case.program.dumps()
+
+    def program(query: Tensor, key: Tensor, value: Tensor, *inputs: Tensor) -> Tensor:
+        key = key.transpose(1, 2).contiguous().transpose(1, 2)
+        return triton_flash(query * 1, key, value, list(inputs), [2], None, None, None, 0.0, text)[0]
+
+    run = torch.compile(program, backend=inner, fullgraph=True, dynamic=True)
+    for s in (USUAL, replace(USUAL, batch=3, q_len=29, kv_len=31)):
+        tensors = drawn(case, s, torch.float32)
+        grad_out = torch.randn(s.batch, s.heads, s.q_len, s.value_dim)
+        got, eager = results(run, tensors, grad_out), results(program, tensors, grad_out)
+        assert all(torch.equal(got[name], eager[name]) for name in eager)
+
+
+@interpreted
+def test_results_do_not_change_from_run_to_run() -> None:
+    case = CASE["everything"]
+    tensors = drawn(case, USUAL, torch.float32)
+    grad_out = torch.randn(USUAL.batch, USUAL.heads, USUAL.q_len, USUAL.value_dim)
+    first, second = (results(partial(operator, case, numbers=[2]), tensors, grad_out) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@interpreted
+def test_only_wanted_inputs_have_gradients() -> None:
+    case = CASE["everything"]
+    query, key, value, *inputs = drawn(case, USUAL, torch.float32)
+    inputs[1].requires_grad_()
+    operator(case, query, key, value, *inputs, numbers=[2]).sum().backward()
+    assert inputs[1].grad is not None
+    assert all(x.grad is None for x in (query, key, value, inputs[0], inputs[2]))
+
+
+@interpreted
+def test_second_derivatives_are_refused() -> None:
+    query, key, value = (x.requires_grad_() for x in torch.randn(3, 1, 1, 5, 4).unbind(0))
+    out = operator(CASE["plain"], query, key, value, numbers=[])
+    (dquery,) = torch.autograd.grad(out.sum(), query, create_graph=True)
+    with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
+        dquery.sum().backward()
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"key": torch.ones(1, 3, 5, 4), "value": torch.ones(1, 3, 5, 4)}, "no multiple of 3"),
+        ({"key": torch.ones(1, 2, 5, 3)}, "shapes do not fit"),
+        ({"value": torch.ones(1, 2, 4, 4)}, "shapes do not fit"),
+        ({"query": torch.ones(2, 5, 4)}, "four dimensions"),
+        ({"value": torch.ones(1, 2, 5, 4, dtype=torch.float64)}, "not computed in"),
+        ({"value": torch.ones(1, 2, 5, 257)}, "too large"),
+        ({"dropout_p": 0.5}, "seed"),
+        ({"dropout_p": 1.5, "seed": torch.zeros(1, dtype=torch.int64)}, "probability"),
+        ({"program": '{"score":["softmax",["score"]]}'}, "no node 'softmax'"),
+    ],
+)
+def test_what_does_not_fit_is_said(change: dict[str, Any], reason: str) -> None:
+    how: dict[str, Any] = dict.fromkeys(("query", "key", "value"), torch.ones(1, 2, 5, 4))
+    how |= {"inputs": [], "numbers": [], "seed": None, "of_queries": None, "of_keys": None, "dropout_p": 0.0}
+    with pytest.raises(ValueError, match=reason):
+        triton_flash(**how | {"program": '{"score":["score"]}'} | change)
