@@ -1,0 +1,207 @@
+"""flex end to end, compiled by Inductor: what it takes computes the same, and every reason why it says no."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attn_fuse.report import SiteReport, collecting
+from tests.harness import Outcome, check, compiled, tensors
+
+INF = math.inf
+ONLY = {"kernels": ["flex"], "inner": "inductor", "backward": False}
+
+
+def scores(q: Tensor, k: Tensor) -> Tensor:
+    return q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+
+
+def positions(q: Tensor, k: Tensor) -> Tensor:
+    """How far each key stands before each query."""
+    return torch.arange(q.shape[-2])[:, None] - torch.arange(k.shape[-2])
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return scores(q, k).softmax(-1) @ v
+
+
+def on_flex(program, *args, **how) -> Outcome:
+    """`check`, and flex ran all of it."""
+    outcome = check(program, *args, **(ONLY | how))
+    assert outcome.sites and all(site.kernel == "flex" for site in outcome.sites), str(outcome)
+    return outcome
+
+
+class Layer(nn.Module):
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(64, 192), nn.Linear(64, 64)
+        self.register_buffer("mask", torch.tril(torch.ones(length, length)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        q, k, v = (t.view(batch, length, 2, 32).transpose(1, 2) for t in self.qkv(x).split(64, 2))
+        s = scores(q, k).masked_fill(self.mask[:length, :length] == 0, -INF)
+        return x + self.out((s.softmax(-1) @ v).transpose(1, 2).reshape(batch, length, 64))
+
+
+class TestModels:
+    @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+    def test_layers_share_their_block_mask(self, dynamic: bool) -> None:
+        model = nn.Sequential(Layer(320), Layer(320))
+        # Up to 128, one block, is another graph.
+        lengths = [(torch.randn(3, 200, 64),), (torch.randn(2, 131, 64),)] if dynamic else []
+        outcome = on_flex(model, torch.randn(2, 300, 64), dynamic=dynamic, more=lengths)
+        assert len(outcome.sites) == 2 and outcome.after.count("flex_blocks_v1.default(") == 1, outcome.after
+
+    def test_parameters_that_require_a_gradient_under_inference_mode(self) -> None:
+        model, x = Layer(150), torch.randn(1, 150, 64)
+        with torch.inference_mode(), collecting() as graphs:
+            got = compiled(model, inner="inductor", kernels=["flex"])(x)
+            torch.testing.assert_close(got, model(x))
+        assert graphs[0].sites[0].kernel == "flex"
+
+    def test_autocast(self) -> None:
+        model, x = Layer(150), torch.randn(1, 150, 64)
+
+        def cast(x: Tensor) -> Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return model(x)
+
+        with torch.no_grad(), collecting() as graphs:
+            got = compiled(cast, inner="inductor", kernels=["flex"])(x)
+            torch.testing.assert_close(got, model(x), rtol=0.05, atol=0.05)
+        assert graphs[0].sites[0].kernel == "flex"
+
+
+class TestFeatures:
+    def test_everything_at_once(self) -> None:
+        def program(q, k, v, added, ids):
+            k, v = (t.repeat_interleave(2, 1) for t in (k, v))
+            s = 5 * torch.tanh(scores(q, k) / 5) + added
+            same = (ids[:, :, None] == ids[:, None, :])[:, None]
+            near = (positions(q, k) >= 0) & (positions(q, k) < 70)
+            return s.masked_fill(~(same & near), -INF).softmax(-1) @ v
+
+        q, (k,), (v,) = torch.randn(2, 4, 300, 24), tensors(2, 2, 300, 24, count=1), tensors(2, 2, 300, 40, count=1)
+        ids = (torch.arange(300) // 90).expand(2, -1).contiguous()
+        on_flex(program, q, k, v, torch.randn(1, 4, 300, 300), ids)
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+    def test_half_precision(self, dtype: torch.dtype) -> None:
+        def program(q, k, v, slopes):
+            s = scores(q, k) - slopes.view(-1, 1, 1) * positions(q, k).abs()
+            return s.masked_fill(positions(q, k) < 0, -INF).softmax(-1) @ v
+
+        on_flex(program, *tensors(1, 2, 200, 25, dtype=dtype), torch.rand(2).to(dtype))
+
+    def test_queries_that_see_no_key(self) -> None:
+        def guarded(q, k, v, lengths):
+            hidden = torch.arange(k.shape[2]) >= lengths.view(-1, 1, 1, 1)
+            return scores(q, k).masked_fill(hidden, -INF).softmax(-1).nan_to_num() @ v
+
+        def mean(q, k, v, lengths):
+            hidden = torch.arange(k.shape[2]) >= lengths.view(-1, 1, 1, 1)
+            return scores(q, k).masked_fill(hidden, -1e9).softmax(-1) @ v
+
+        operands = (*tensors(3, 2, 150, 16), torch.tensor([0, 150, 70]))
+        assert on_flex(guarded, *operands).site.attention["mask"]
+        torch._dynamo.reset()
+        on_flex(mean, *operands)
+
+    def test_one_query_whose_scores_are_far_below_zero(self) -> None:
+        # A part of the keys is hidden. torch's form for one query takes 0 for the greatest score of such a part.
+        def program(q, k, v, slopes, length):
+            s = scores(q, k) - 50 * slopes.view(-1, 1, 1) - 300
+            return s.masked_fill(torch.arange(k.shape[2]) < length.view(-1, 1, 1, 1), -INF).softmax(-1) @ v
+
+        (q,), (k, v) = tensors(2, 2, 1, 16, count=1), tensors(2, 2, 1100, 16, count=2)
+        on_flex(program, q, k, v, torch.rand(2), torch.tensor([700, 130]), dynamic=False)
+
+
+class TestOperandsThatShareMemory:
+    """torch's template for the CPU goes by the buffer, and knows no offsets into it."""
+
+    def test_one_tensor_for_all(self) -> None:
+        on_flex(lambda x: plain(x, x, x), torch.randn(1, 2, 140, 16))
+
+    def test_slices(self) -> None:
+        def program(x, kv):
+            return plain(x[:, 1:], kv[0], kv[1])
+
+        on_flex(program, torch.randn(1, 3, 140, 16), torch.randn(2, 1, 2, 140, 16))
+
+    def test_a_bias_beside_the_query(self) -> None:
+        def program(x, k, v):
+            return (scores(x[..., :16], k) + x[0, 0, :, 16:]).softmax(-1) @ v
+
+        on_flex(program, torch.randn(1, 2, 140, 156), *tensors(1, 2, 140, 16, count=2))
+
+    def test_what_is_computed_in_the_graph(self) -> None:
+        def program(q, k, v, table):
+            return (scores(q, k) + (table * 2)[:, (positions(q, k) + 139)]).softmax(-1) @ v
+
+        on_flex(program, *tensors(1, 2, 140, 16), torch.randn(2, 279))
+
+
+class TestEveryReason:
+    q, k, v = torch.arange(3.0 * 2 * 4 * 6 * 8).sin().view(3, 2, 4, 6, 8)
+    bias = torch.arange(4.0 * 6 * 6).cos().view(1, 4, 6, 6)
+
+    def site(self, program, *args: Tensor, **how) -> SiteReport:
+        options = {"inner": "inductor", "kernels": ["flex", "chunked"]} | how
+        with collecting() as graphs:
+            compiled(program, **options)(*(args or (self.q, self.k, self.v)))
+        return Outcome({}, tuple(graphs)).site
+
+    def declined(self, program, *args: Tensor, reason: str, **how) -> None:
+        site = self.site(program, *args, **how)
+        assert site.kernel == "chunked" and site.why_not["flex"] == (reason,), str(site.why_not)
+
+    def test_not_compiled(self) -> None:
+        self.declined(plain, reason="stores every score where the graph is not compiled by Inductor", inner="eager")
+
+    def test_gradients(self) -> None:
+        q = self.q.clone().requires_grad_()
+        self.declined(plain, q, self.k, self.v, reason="gives no gradients on CPU")
+
+    def test_dropout(self) -> None:
+        def dropped(q, k, v):
+            return F.dropout(scores(q, k).softmax(-1), 0.5) @ v
+
+        self.declined(dropped, reason="takes no dropout")
+
+    def test_a_factor(self) -> None:
+        def multiplied(q, k, v):
+            return (scores(q, k).softmax(-1) * self.bias) @ v
+
+        self.declined(multiplied, reason="takes no factor on the weights that differs from key to key")
+
+    def test_a_sink(self) -> None:
+        def with_sink(q, k, v):
+            s = torch.cat([scores(q, k), self.bias[..., :1].expand(2, 4, 6, 1)], -1)
+            return s.softmax(-1)[..., :-1] @ v
+
+        self.declined(with_sink, reason="gives no log-sum-exp on CPU, which a sink needs")
+
+    def test_float64(self) -> None:
+        self.declined(plain, *(x.double() for x in (self.q, self.k, self.v)), reason="does not take float64")
+
+    def test_no_keys(self) -> None:
+        site = self.site(plain, self.q, self.k[:, :, :0], self.v[:, :, :0], kernels=["flex"])
+        assert site.status == "as written" and "takes no empty sequence" in site.blocker.reason
+
+    def test_heads_that_change(self) -> None:
+        with collecting() as graphs:
+            compiled(plain, inner="inductor", dynamic=True, kernels=["flex"])(self.q, self.k, self.v)
+        (site,) = graphs[0].sites
+        assert site.status == "as written"
+        assert site.why_not["flex"] == ("needs numbers of heads and head_dims that stay the same",)
+
+    def test_a_machine_without_it(self, monkeypatch) -> None:
+        monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
+        self.declined(plain, reason="torch has it on CPU only with AVX2, and not on macOS")
