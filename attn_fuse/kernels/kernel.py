@@ -22,6 +22,7 @@ class Kernel:
 
     limits: yields the reasons that the fields cannot say, one sentence each; it is asked only where these allow.
     emit: builds the call; returns the node that holds [batch, heads, q_len, value_dim].
+    needs_evidence: not even tried on a device without measurements of it there, unless it is asked for by name.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Kernel:
     dtypes: frozenset[torch.dtype]
     limits: Callable[[Attention, Facts], Iterator[str]]
     emit: Callable[[Call], Node]
+    needs_evidence: bool = False
 
     def why_not(self, attention: Attention, facts: Facts) -> tuple[str, ...]:
         """Every reason why this kernel cannot run `attention`; none means that it can."""

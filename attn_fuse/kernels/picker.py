@@ -78,6 +78,11 @@ def pick(
         because = "the weights are also used outside the attention, so nothing is saved"
         return Choice(None, why_not | {k.name: (because,) for k in able}, because)
     case = case_of(attention, facts)
+    untried = [k for k in able if k.needs_evidence and _evidence(k.name, case, facts.device) is None]
+    why_not |= {
+        k.name: ("was not measured on such a device, and is not tried unless it is asked for",) for k in untried
+    }
+    able = [k for k in able if k not in untried]
     times = stopwatch(case, able) if stopwatch is not None else None
     if times is not None and not times.failed:
         known = {k: Comparison(times.seconds[k.name] / times.seconds[AS_WRITTEN], "measured here on its own sizes")
@@ -90,9 +95,12 @@ def pick(
 
 
 def _judged(kernel: str, case: Case, device: torch.device) -> Comparison | None:
-    here, version = this_device(device), torch.__version__
-    found = evidence.compare(kernel, case, here, version, evidence.tables())
+    found = _evidence(kernel, case, device)
     return found if found is not None else cost.estimated(kernel, case, device)
+
+
+def _evidence(kernel: str, case: Case, device: torch.device) -> Comparison | None:
+    return evidence.compare(kernel, case, this_device(device), torch.__version__, evidence.tables())
 
 
 def _fastest(known: dict[Kernel, Comparison], why_not: WhyNot, note: str) -> Choice:

@@ -21,8 +21,9 @@ from attn_fuse.builder import tensor
 from attn_fuse.facts import Facts
 from attn_fuse.kernels.kernel import Kernel
 from attn_fuse.kernels.score_program import ScoreProgram, Tree, nodes
-from attn_fuse.kernels.triton import flash_op
+from attn_fuse.kernels.triton import flash_op, packed_op
 from attn_fuse.kernels.triton.derivative import Trees
+from attn_fuse.kernels.triton.packed import packed_operands
 from attn_fuse.kernels.triton.simplify import inside
 from attn_fuse.kernels.triton.spans import spans
 from attn_fuse.kernels.writer import Written, written
@@ -52,13 +53,12 @@ def emit(call: Call) -> Node:
     score = written(call)
     drops = call.attention.dropout_p is not None
     seed = call.node(torch.randint, 2**62, [1], dtype=torch.int64, device=call.facts.device) if drops else None
-    query, key, value = call.query(scaled=False), call.key(), call.value()
-    of_queries, of_keys = _spans(call, score, query, key)
+    of_queries, of_keys = _spans(call, score)
+    packed = packed_operands(call)
+    operands = (call.query(scaled=False), call.key(), call.value()) if packed is None else packed
     results = call.node(
-        flash_op.triton_flash,
-        query,
-        key,
-        value,
+        flash_op.triton_flash if packed is None else packed_op.flash_packed,
+        *operands,
         score.inputs,
         score.numbers,
         seed,
@@ -70,7 +70,7 @@ def emit(call: Call) -> Node:
     return call.node(operator.getitem, results, 0)
 
 
-def _spans(call: Call, score: Written, query: Node, key: Node) -> tuple[Node | None, Node | None]:
+def _spans(call: Call, score: Written) -> tuple[Node | None, Node | None]:
     """Which keys and queries see each other at all, as far as the mask's structure and not its bounds say so."""
     program = _structure(score)
     if program is None:

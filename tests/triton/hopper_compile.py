@@ -38,9 +38,9 @@ KERNELS = {
 
 
 SOFTCAP = 50.0
-S, I, J = ["score"], ["i"], ["j"]
+S, Q, K = ["score"], ["i"], ["j"]
 CAPPED = ["mul", ["tanh", ["mul", S, ["const", 0.125 / SOFTCAP]]], ["const", SOFTCAP]]
-CAUSAL = ["le", J, I]
+CAUSAL = ["le", K, Q]
 
 
 def hidden(condition: list[Any], tree: list[Any]) -> list[Any]:
@@ -51,7 +51,7 @@ def hidden(condition: list[Any], tree: list[Any]) -> list[Any]:
 PROGRAMS: dict[str, tuple[ScoreProgram | None, tuple[Tensor, ...]]] = {
     "causal": (None, ()),
     "softcap": (ScoreProgram(hidden(CAUSAL, CAPPED), upper=["const", 0]), ()),
-    "alibi": (ScoreProgram(hidden(CAUSAL, ["add", S, ["mul", ["sub", J, I], ["const", 0.1]]]), upper=["const", 0]), ()),
+    "alibi": (ScoreProgram(hidden(CAUSAL, ["add", S, ["mul", ["sub", K, Q], ["const", 0.1]]]), upper=["const", 0]), ()),
     "bias": (ScoreProgram(["add", ["mul", S, ["const", 0.1]], ["input", 0]]), (torch.zeros(1, 8, 999, 999),)),
     "documents": (
         ScoreProgram(hidden(["eq", ["input", 0], ["input", 1]], S)),

@@ -5,17 +5,18 @@ SPECIALIZED, one warp group loads while two compute. Triton 3.6 does that only t
 rows held, everything else loaded through descriptors of as many dimensions as the tensor has, and the mask in every
 block. What a block reads beyond a tensor's end is 0.
 
-Nothing is visible unless lower <= j - i <= upper. Where SCORE is None the score is scale * (query . key), scale > 0, and
-those bounds are the mask, if there is one; otherwise SCORE and SCORE_BACKWARD are functions as `scores` makes them, mask
-included, and TO_LOG2 times a difference of scores is one in base 2. `lse` is log2(sum_j exp(score_j)), 0 in a row that
-sees no key.
+Nothing is visible unless lower <= j - i <= upper. Where SCORE is None the score is scale * (query . key), scale > 0,
+and those bounds are the mask, if there is one; otherwise SCORE and SCORE_BACKWARD are functions as `scores` makes them,
+mask included, and TO_LOG2 times a difference of scores is one in base 2. `lse` is log2(sum_j exp(score_j)), 0 in a row
+that sees no key.
 """
+
+# mypy: disallow-untyped-defs=False
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-
 
 LOG2E = tl.constexpr(1.4426950408889634)
 

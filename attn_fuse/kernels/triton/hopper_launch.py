@@ -161,7 +161,7 @@ def attend_backward(
     lse: Tensor,
     score: Score,
     specialized: bool,
-    into: tuple[Tensor, Tensor, Tensor],
+    into: Sequence[Tensor],
 ) -> None:
     """Writes the gradients of query, key and value `into` three tensors of their shapes, each with a dense last
     dimension. Always summed in the same order."""

@@ -27,8 +27,9 @@ SCORE = "Tensor[] inputs, SymInt[] numbers, str program, float scale, bool speci
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
 
 
-def heads_inside(like: Tensor, batch: Any, heads: Any, length: Any, dim: Any) -> Tensor:
+def heads_inside(like: Tensor, shape: Sequence[Any]) -> Tensor:
     """An empty [batch, heads, length, dim] that lies in memory as [batch, length, heads, dim]."""
+    batch, heads, length, dim = shape
     return like.new_empty(batch, length, heads, dim).transpose(1, 2)
 
 
@@ -44,7 +45,7 @@ def forward(
     from attn_fuse.kernels.triton import hopper_launch as launch
 
     query, key, value = operands
-    out = heads_inside(query, *query.shape[:3], value.shape[3])
+    out = heads_inside(query, (*query.shape[:3], value.shape[3]))
     score = launch.score_of(program, inputs, numbers, scale)
     return out, launch.attend(query, key, value, score, specialized, out)
 
@@ -72,7 +73,7 @@ def backward(
 def fake_results(query: Tensor, value_dim: Any, sizes: Sequence[Any]) -> tuple[Tensor, Tensor]:
     batch, heads, q_len = sizes
     lse = query.new_empty(batch, heads, (q_len + 3) // 4 * 4, dtype=torch.float32)
-    return heads_inside(query, batch, heads, q_len, value_dim), lse
+    return heads_inside(query, (batch, heads, q_len, value_dim)), lse
 
 
 def once(gradient: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
@@ -82,20 +83,21 @@ def once(gradient: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, .
         # Read once: under activation checkpointing they can be unpacked only once.
         saved = ctx.saved_tensors
         results = gradient(ctx, saved, grad_out)
-        anchor = next((x for x in (grad_out, *saved) if x.requires_grad), None)
+        anchor = next((x for x in (grad_out, *saved) if x is not None and x.requires_grad), None)
         if not torch.is_grad_enabled() or anchor is None:
             return results
-        tensors = [n for n, x in enumerate(results) if isinstance(x, Tensor)]
-        guarded = dict(zip(tensors, _Once.apply(anchor, *(results[n].detach() for n in tensors)), strict=True))
-        return tuple(guarded.get(n, x) for n, x in enumerate(results))
+        # Some are lists of tensors.
+        flat = [x for found in results for x in (found if isinstance(found, list) else [found])]
+        guarded = iter(_Once.apply(anchor, *(x.detach() if isinstance(x, Tensor) else x for x in flat)))
+        return tuple([next(guarded) for _ in x] if isinstance(x, list) else next(guarded) for x in results)
 
     return found
 
 
 class _Once(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, *gradients: Tensor) -> tuple[Tensor, ...]:
-        return tuple(x.clone() for x in gradients)
+    def forward(ctx: Any, anchor: Tensor, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tuple(None if x is None else x.clone() for x in gradients)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
@@ -112,7 +114,7 @@ def register(
         torch.library.register_fake(f"attn_fuse::{name}", fake, lib=library)
     gradients, save = autograd
     torch.library.register_autograd(f"attn_fuse::{names[0]}", gradients, setup_context=save, lib=library)
-    return tuple(getattr(torch.ops.attn_fuse, name).default for name in names)  # type: ignore[return-value]
+    return tuple(getattr(torch.ops.attn_fuse, name).default for name in names)
 
 
 def _run(query: Tensor, key: Tensor, value: Tensor, *score: Any) -> tuple[Tensor, Tensor]:
@@ -122,7 +124,7 @@ def _run(query: Tensor, key: Tensor, value: Tensor, *score: Any) -> tuple[Tensor
 def _run_backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *score: Any
 ) -> tuple[Tensor, ...]:
-    into = tuple(heads_inside(x, *x.shape) for x in (query, key, value))
+    into = tuple(heads_inside(x, x.shape) for x in (query, key, value))
     backward(grad_out, (query, key, value), into, out, lse, *score)
     return into
 
@@ -132,7 +134,7 @@ def _fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, T
 
 
 def _fake_backward(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    return tuple(heads_inside(x, *x.shape) for x in (query, key, value))
+    return tuple(heads_inside(x, x.shape) for x in (query, key, value))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

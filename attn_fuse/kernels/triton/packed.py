@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import sympy
 
 from attn_fuse.attention import Attention
+from attn_fuse.builder import tensor
 from attn_fuse.expression import Load
 from attn_fuse.space import Space
 
@@ -51,6 +52,14 @@ class Packed:
     key: View
     value: View
 
+    @property
+    def can_be_written(self) -> bool:
+        """Whether head_dim and value_dim are dense in the last dimension, which is all that kernels write."""
+        return all(
+            sum(map(abs, view.steps[3][:-1])) == 0 and view.steps[3][-1] in (0, 1)
+            for view in (self.query, self.key, self.value)
+        )
+
 
 def packed_views(attention: Attention) -> Packed | None:
     """How query, key and value lie in one tensor; None where that is not proved."""
@@ -85,12 +94,15 @@ def packed_views(attention: Attention) -> Packed | None:
     return Packed(a.query.leaf, *views)
 
 
-def packed_arguments(call: Call, packed: Packed) -> tuple[Any, list[Any], list[Any]]:
-    """For the operator: the packed tensor, the numbers of the three views, and the sizes.
+def packed_operands(call: Call) -> tuple[Any, list[Any], list[Any]] | None:
+    """For an operator: the packed tensor, the numbers of the three views, and the sizes; None where there is none.
 
     sizes: batch, heads, kv_heads, q_len, kv_len, head_dim, value_dim.
     """
     a = call.attention
+    packed = packed_views(a)
+    if packed is None or not packed.can_be_written or tensor(call.leaf(packed.leaf)).dtype != call.facts.dtype:
+        return None
     lengths = (
         a.batch_axes, a.head_axes, a.kv_head_axes, a.axes.query, a.axes.key, a.axes.inner, a.axes.value,
     )  # fmt: skip
