@@ -8,6 +8,7 @@ imported by the first call.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -32,7 +33,9 @@ def _run(
 ) -> Tensor:
     from attn_fuse.kernels.triton.decode import attend
 
-    return attend(query, key, value, inputs, numbers, program, splits)
+    # Triton launches on the current device, which need not be that of the tensors.
+    with torch.cuda.device(query.device) if query.is_cuda else contextlib.nullcontext():
+        return attend(query, key, value, inputs, numbers, program, splits)
 
 
 def _fake(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
