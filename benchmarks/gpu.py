@@ -32,7 +32,6 @@ import gpu_attention
 from gpu_attention import Bench, Row
 from harness import RESULTS, ROOT, machine, seconds_in_words
 
-_WORKERS = 12
 _OVERHEAD = 7.0
 
 
@@ -57,7 +56,7 @@ def correctness(bench: Bench) -> Iterator[Row]:
         asked += [(name, Case.of(row), bench.device) for row in (rows[:4] if bench.tiny else rows)]
     taken, wrong = dict.fromkeys(known, 0), 0
     context = multiprocessing.get_context("spawn")
-    with context.Pool(2 if bench.tiny else _WORKERS) as pool:
+    with context.Pool(2 if bench.tiny else gpu_attention.WORKERS) as pool:
         for name, c, said in pool.imap_unordered(_checked, asked):
             taken[name] += 1
             if said:
@@ -121,7 +120,8 @@ def nanogpt(bench: Bench) -> Iterator[Row]:
         "sdpa": run("sdpa", script.SDPAGPT, backend=inner),
     }
     yield row(f"GPT-2 small, {tokens}", runs)
-    for kernel in operators(bench.device).keys() & ({"chunked"} if bench.tiny else {"triton_flash"}):
+    own = [name for name in reversed(operators(bench.device)) if name.startswith("triton_flash")]
+    for kernel in own or ["chunked"]:
         options = {"inner_backend": inner, "kernels": [kernel], "strict": True}
         runs["attn_fuse"] = run("attn_fuse", script.GPT, backend=attn_fuse, options=options)
         yield row(f"GPT-2 small on {kernel}, {tokens}", runs)

@@ -7,10 +7,13 @@ counted as 4 * batch * heads * q_len * kv_len * head_dim, half of that where the
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import math
+import multiprocessing
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +26,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from attn_fuse.kernels.score_program import ScoreProgram
 from attn_fuse.torch_internals import sdpa_choice
 from harness import interleaved
-from tests.grid.operators import Operator, operators
+from tests.grid.operators import Call, Operator, operators
 
 Row = dict[str, Any]
 Calls = Mapping[str, Callable[[], Any]]
@@ -32,6 +35,8 @@ BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
+# Processes that compile, or check, at once.
+WORKERS = 12
 I, J, H = ["i"], ["j"], ["h"]  # noqa: E741
 CAUSAL = ["le", J, I]
 
@@ -87,40 +92,72 @@ def sdpa(bench: Bench) -> Iterator[Row]:
     """Each of SDPA's kernels, and which one it picks by itself."""
     dims, lengths = ((16,), (64,)) if bench.tiny else ((128, 64, 256, 96), (4096, 1024, 16384, 2048, 512, 8192))
     for length, head_dim, causal in itertools.product(lengths, dims, (True, False)):
-        yield from _beside(bench, length, head_dim, causal, dict.fromkeys(BACKENDS))
+        yield from _beside(bench, length, head_dim, causal, [*BACKENDS])
 
 
 def ours(bench: Bench) -> Iterator[Row]:
     """Our kernels beside what SDPA picks and its fastest kernels, plain and causal."""
     dims, lengths = ((16,), (64,)) if bench.tiny else ((128, 64, 256, 80, 96), (4096, 1024, 16384, 512))
-    own = {name: operator for name, operator in operators(bench.device).items() if name != "triton_decode"}
+    own = [name for name in operators(bench.device) if name != "triton_decode"]
+    _compile_beside(bench, [(name, dim, causal) for dim in dims for causal in (True, False) for name in own])
     for length, head_dim, causal in itertools.product(lengths, dims, (True, False)):
         # chunked is no rival at these lengths on a GPU; one shape says how far off it is.
-        shown = {n: o for n, o in own.items() if n != "chunked" or bench.tiny or (length, head_dim) == (4096, 64)}
-        yield from _beside(bench, length, head_dim, causal, {"cudnn": None, "flash": None, **shown})
+        shown = [name for name in own if name != "chunked" or bench.tiny or (length, head_dim) == (4096, 64)]
+        yield from _beside(bench, length, head_dim, causal, ["cudnn", "flash", *shown])
 
 
-def _beside(
-    bench: Bench, length: int, head_dim: int, causal: bool, candidates: Mapping[str, Operator | None]
-) -> Iterator[Row]:
+def _beside(bench: Bench, length: int, head_dim: int, causal: bool, names: Sequence[str]) -> Iterator[Row]:
     batch, heads = (2, 2) if bench.tiny else (max(1, 16384 // length), max(1, 2048 // head_dim))
+    forward, operands = _plain(bench, batch, heads, length, head_dim, causal, names)
+    flops = 4 * batch * heads * length**2 * head_dim / (2 if causal else 1)
+    head = {"head_dim": head_dim, "causal": causal, "length": length, "batch": batch, "heads": heads}
+    head["picked"] = (
+        SDPBackend(sdpa_choice(*operands, None, 0.0, causal, False)).name.removesuffix("_ATTENTION").lower()
+    )
+    for row in _both_ways(bench, head, forward, operands, bench.random(batch, heads, length, head_dim)):
+        factor = flops * (2.5 if row["pass"] == "backward" else 1)
+        yield row | {"tflops": {name: round(factor / us * 1e-6, 1) for name, us in row["us"].items()}}
+
+
+def _plain(
+    bench: Bench, batch: int, heads: int, length: int, head_dim: int, causal: bool, names: Sequence[str]
+) -> tuple[Calls, list[Tensor]]:
+    """What SDPA picks and each of `names`, its backends' or our operators'; and query, key and value."""
     q, k, v = (bench.random(batch, heads, length, head_dim, learned=True) for _ in range(3))
-    gradient = bench.random(batch, heads, length, head_dim)
-    score = ["mul", ["score"], ["const", head_dim**-0.5]]
+    score = _scaled(head_dim**-0.5)
     program = _masked(score, CAUSAL, upper=["const", 0]) if causal else ScoreProgram(score)
 
     def picked() -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
-    forward: dict[str, Callable[[], Tensor]] = {"sdpa": picked}
-    for name, operator in candidates.items():
-        forward[name] = _on(BACKENDS[name], picked) if operator is None else _own(operator, program, q, k, v)
-    flops = 4 * batch * heads * length**2 * head_dim / (2 if causal else 1)
-    head = {"head_dim": head_dim, "causal": causal, "length": length, "batch": batch, "heads": heads}
-    head["picked"] = SDPBackend(sdpa_choice(q, k, v, None, 0.0, causal, False)).name.removesuffix("_ATTENTION").lower()
-    for row in _both_ways(bench, head, forward, [q, k, v], gradient):
-        factor = flops * (2.5 if row["pass"] == "backward" else 1)
-        yield row | {"tflops": {name: round(factor / us * 1e-6, 1) for name, us in row["us"].items()}}
+    known = operators(bench.device)
+    calls: dict[str, Callable[[], Tensor]] = {"sdpa": picked}
+    for name in names:
+        calls[name] = _on(BACKENDS[name], picked) if name in BACKENDS else _own(known[name], program, q, k, v)
+    return calls, [q, k, v]
+
+
+def _compile_beside(bench: Bench, asked: Sequence[tuple[Any, ...]]) -> None:
+    """Compile our kernels in several processes at once; Triton keeps what is compiled on disk, and finds it there."""
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(2 if bench.tiny else WORKERS) as pool:
+        for _ in pool.imap_unordered(_compiled_once, [(bench, *task) for task in asked]):
+            pass
+
+
+def _compiled_once(task: tuple[Any, ...]) -> None:
+    bench, name, *rest = task
+    # What fails here fails again where it is measured, and is said there.
+    with contextlib.suppress(Exception):
+        if len(rest) == 2:
+            # The number of heads is as it will be: Triton compiles anew where it is no multiple of 16, or 1.
+            heads = 2 if bench.tiny else max(1, 2048 // rest[0])
+            calls, operands = _plain(bench, 2, heads, 64 if bench.tiny else 512, *rest, [name])
+        else:
+            calls, operands, _ = _feature_calls(bench, rest[0], 64 if bench.tiny else 512, [name])
+        out = calls[name]()
+        if out.requires_grad:
+            torch.autograd.grad(out, operands, torch.ones_like(out))
 
 
 def _both_ways(
@@ -149,32 +186,51 @@ def _pulled(call: Callable[[], Tensor], wanted: list[Tensor], gradient: Tensor) 
 
 def flex(bench: Bench) -> Iterator[Row]:
     """What SDPA takes only as a tensor or not at all: FlexAttention, SDPA with that tensor, and ours."""
-    # On the CPU FlexAttention has no backward, and uncompiled it stores the scores.
     on_gpu = bench.device.type == "cuda"
-    for name, make in _FEATURES.items():
-        # Past a few programs compiled as one function, torch would run it unfused.
-        torch.compiler.reset()
-        compiled = torch.compile(flex_attention, dynamic=False) if on_gpu else flex_attention
-        length = 64 if bench.tiny else _LENGTHS.get(name, 8192)
-        batch, heads, dim = (2, 2, 16) if bench.tiny else (max(1, 16384 // length), 16, 128)
-        q, k, v = (bench.random(batch, heads, length, dim, learned=on_gpu) for _ in range(3))
-        feature = make(bench, batch, heads, length)
-        scale = dim**-0.5
-        wanted = [q, k, v, *(t for t in feature.tensors if t.requires_grad)] if on_gpu else []
-        calls: dict[str, Callable[[], Tensor]] = {}
-        if feature.score_mod or feature.keep:
-            mask = _block_mask(feature, length, bench) if feature.keep else None
-            calls["flex"] = lambda c=compiled, q=q, k=k, v=v, f=feature, m=mask: c(
-                q, k, v, score_mod=f.score_mod, block_mask=m
-            )
-        if feature.sdpa is not None:
-            calls["sdpa"] = lambda q=q, k=k, v=v, f=feature: f.sdpa(q, k, v)
-        for own, operator in operators(bench.device).items():
-            if own == "triton_flash" or (own == "chunked" and (bench.tiny or length <= 4096)):
-                calls[own] = _own(operator, feature.program(scale), q, k, v, feature.tensors, feature.dropout_p)
-        gradient = bench.random(batch, heads, length, dim)
-        head = {"feature": name, "length": length, "batch": batch, "heads": heads, "head_dim": dim}
+    own = [name for name in operators(bench.device) if name != "triton_decode"]
+    _compile_beside(bench, [(name, feature) for feature in _FEATURES for name in own if on_gpu])
+    for feature in _FEATURES:
+        length = 64 if bench.tiny else _LENGTHS.get(feature, 8192)
+        shown = [name for name in own if name != "chunked" or length <= 4096]
+        calls, wanted, head = _feature_calls(bench, feature, length, ["flex", "sdpa", *shown])
+        gradient = bench.random(head["batch"], head["heads"], length, head["head_dim"])
+        # On the CPU FlexAttention has no backward.
         yield from _both_ways(bench, head, calls, wanted, gradient, backward=on_gpu)
+
+
+def _feature_calls(bench: Bench, name: str, length: int, names: Sequence[str]) -> tuple[Calls, list[Tensor], Row]:
+    """The call of each of `names` that has this feature, what has a gradient, and what the row is of."""
+    on_gpu = bench.device.type == "cuda"
+    batch, heads, dim = (2, 2, 16) if bench.tiny else (max(1, 16384 // length), 16, 128)
+    q, k, v = (bench.random(batch, heads, length, dim, learned=on_gpu) for _ in range(3))
+    feature = _FEATURES[name](bench, batch, heads, length)
+    known = operators(bench.device)
+    calls: dict[str, Callable[[], Tensor]] = {}
+    for kernel in names:
+        if kernel == "flex":
+            if feature.score_mod or feature.keep:
+                calls[kernel] = _flex_call(bench, feature, q, k, v)
+        elif kernel == "sdpa":
+            if feature.sdpa is not None:
+                calls[kernel] = functools.partial(feature.sdpa, q, k, v)
+        else:
+            program = feature.program(dim**-0.5)
+            calls[kernel] = _own(known[kernel], program, q, k, v, feature.tensors, feature.dropout_p)
+            if kernel.startswith("triton_flash_hopper") and name in ("learned bias", "dropout"):
+                del calls[kernel]
+    wanted = [t for t in (q, k, v, *feature.tensors) if t.requires_grad]
+    return calls, wanted, {"feature": name, "length": length, "batch": batch, "heads": heads, "head_dim": dim}
+
+
+def _flex_call(bench: Bench, feature: Feature, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
+    # Past a few programs compiled as one function, torch would run it unfused; on the CPU it is unfused in any case.
+    torch.compiler.reset()
+    call = torch.compile(flex_attention, dynamic=False) if bench.device.type == "cuda" else flex_attention
+    length = q.shape[2]
+    mask = None
+    if feature.keep is not None:
+        mask = create_block_mask(feature.keep, None, None, length, length, device=bench.device.type)
+    return functools.partial(call, q, k, v, score_mod=feature.score_mod, block_mask=mask)
 
 
 def decoding(bench: Bench) -> Iterator[Row]:
@@ -212,9 +268,8 @@ def _own(
     inputs: tuple[Tensor, ...] = (),
     dropout_p: float = 0.0,
 ) -> Callable[[], Tensor]:
-    text, numbers = program.dumps(), [q.shape[2], k.shape[2]]
     seed = torch.tensor([1], device=q.device) if dropout_p else None
-    return lambda: operator.call(q, k, v, list(inputs), numbers, seed, dropout_p, text)
+    return operator.bind(Call(q, k, v, list(inputs), [q.shape[2], k.shape[2]], seed, dropout_p, program.dumps()))
 
 
 def _masked(score: Any, keep: Any, **bounds: Any) -> ScoreProgram:
@@ -234,10 +289,6 @@ class Feature:
     keep: Callable[..., Any] | None = None
     sdpa: Callable[..., Tensor] | None = None
     dropout_p: float = 0.0
-
-
-def _block_mask(feature: Feature, length: int, bench: Bench) -> Any:
-    return create_block_mask(feature.keep, None, None, length, length, device=bench.device.type)
 
 
 def _scaled(scale: float) -> Any:

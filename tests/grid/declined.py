@@ -44,12 +44,17 @@ _EFFICIENT: Values = _BEYOND_SDPA | {"heads": ("4 of 2", "4 of 1")}
 _FLEX = _DROPOUT | {"factor": ("of the keys",)}
 _FLEX_CUDA: Values = _FLEX | {"dims": ("8, 8", "64, 8")}
 _DECODE: Values = _DROPOUT | {"lengths": ("251, 127", "257, 515")}
+_HOPPER: Values = _DROPOUT | {"sink": ("of each head",), "factor": ("of the keys",)}
+_HOPPER_TRAINING: Values = _HOPPER | _ANY_BIAS | {"function": ("temperature of each head",)}
+_ON_HOPPER = {True: Takes(_HOPPER_TRAINING), False: Takes(_HOPPER)}
 
 # By device and kernel, then by whether there are gradients. A kernel that gives none has no entry for training.
 TAKES: Mapping[str, Mapping[str, Mapping[bool, Takes]]] = {
     "cpu": {
         "cpu_flash": {True: Takes(_CPU_FLASH | _ANY_BIAS, accepted=59), False: Takes(_CPU_FLASH, accepted=99)},
         "triton_flash": {True: Takes({}), False: Takes({})},
+        "triton_flash_hopper": _ON_HOPPER,
+        "triton_flash_hopper_specialized": _ON_HOPPER,
         "triton_decode": {False: Takes(_DECODE)},
         "flex": {False: Takes(_FLEX | {"sink": ("of each head",)})},
         "chunked": {True: Takes({}, accepted=122), False: Takes({}, accepted=120)},
@@ -59,6 +64,8 @@ TAKES: Mapping[str, Mapping[str, Mapping[bool, Takes]]] = {
         "cuda_flash": {True: Takes(_CUDA_FLASH), False: Takes(_CUDA_FLASH)},
         "cuda_efficient": {True: Takes(_EFFICIENT | _GIVEN_BIAS), False: Takes(_EFFICIENT)},
         "triton_flash": {True: Takes({}), False: Takes({})},
+        "triton_flash_hopper": _ON_HOPPER,
+        "triton_flash_hopper_specialized": _ON_HOPPER,
         "triton_decode": {False: Takes(_DECODE)},
         "flex": {True: Takes(_FLEX_CUDA | _GIVEN_BIAS), False: Takes(_FLEX_CUDA)},
         "chunked": {True: Takes({}, accepted=122), False: Takes({}, accepted=120)},

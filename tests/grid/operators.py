@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attn_fuse.kernels.chunked_op import chunked
-from attn_fuse.kernels.score_program import ScoreProgram
+from attn_fuse.kernels.score_program import ScoreProgram, nodes
 from tests.grid import cover
 from tests.grid.case import AXES, Case, Operands, operands, program
 from tests.grid.cover import Row
@@ -22,14 +24,46 @@ SEED = 2**40 + 7
 
 
 @dataclass(frozen=True)
+class Call:
+    """What an operator is called with. program: as a string."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    inputs: Sequence[Tensor]
+    numbers: Sequence[int]
+    seed: Tensor | None
+    dropout_p: float
+    program: str
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether what the mask hides is no more than what is out of the program's bounds."""
+        program = ScoreProgram.loads(self.program)
+        reads = {"input", "gather", "or"} & {node[0] for node in nodes(program.visible)}
+        return program.visible is None or (not reads and (program.lower or program.upper) is not None)
+
+    @property
+    def scale(self) -> float:
+        """What the scores are multiplied by, where nothing else is done but that the bounds hide some; else 0."""
+        score: Any = ScoreProgram.loads(self.program).score
+        if score[0] == "where" and self.is_bounded:
+            score = score[2] if score[3] == ("const", -math.inf) else score
+        match score:
+            case ("mul", ("score",), ("const", scale)) if scale > 0:
+                return float(scale)
+        return 0.0
+
+
+@dataclass(frozen=True)
 class Operator:
-    """call: (query, key, value, inputs, numbers, seed, dropout_p, program) -> out.
+    """bind: prepares what layers share, and gives the call itself.
 
     only: the values of an axis that it takes, where these are not all.
     """
 
     name: str
-    call: Callable[..., Tensor]
+    bind: Callable[[Call], Callable[[], Tensor]]
     only: Mapping[str, Sequence[str]]
 
     def rows(self, strength: int = 2, other: cover.Axes | None = None) -> list[Row]:
@@ -39,29 +73,46 @@ class Operator:
         return [*cover.distinct([*cover.alone(axes, base), *cover.covering(axes, strength)])]
 
 
-def _flash(
-    query: Tensor, key: Tensor, value: Tensor, inputs: Any, numbers: Any, seed: Any, dropout_p: float, program: str
-) -> Tensor:
+def _chunked(c: Call) -> Callable[[], Tensor]:
+    return lambda: chunked(c.query, c.key, c.value, c.inputs, c.numbers, c.seed, c.dropout_p, c.program)[0]
+
+
+def _flash(c: Call) -> Callable[[], Tensor]:
     from attn_fuse.kernels.triton.flash_op import triton_flash
     from attn_fuse.kernels.triton.spans import spans
 
     found: tuple[Any, Any] = (None, None)
-    if ScoreProgram.loads(program).visible is not None:
-        sizes = (*query.shape[:3], key.shape[2])
-        found = spans([x.detach() for x in inputs], numbers, *sizes, program, query.device)
-    return triton_flash(query, key, value, inputs, numbers, seed, *found, dropout_p, program)[0]
+    if not c.is_bounded:
+        sizes = (*c.query.shape[:3], c.key.shape[2])
+        found = spans([x.detach() for x in c.inputs], c.numbers, *sizes, c.program, c.query.device)
+    return lambda: triton_flash(c.query, c.key, c.value, c.inputs, c.numbers, c.seed, *found, c.dropout_p, c.program)[0]
 
 
-def _decode(
-    query: Tensor, key: Tensor, value: Tensor, inputs: Any, numbers: Any, seed: Any, dropout_p: float, program: str
-) -> Tensor:
+def _decode(c: Call) -> Callable[[], Tensor]:
     from attn_fuse.kernels.triton.decode_op import decode
 
-    return decode(query, key, value, inputs, numbers, program)
+    return lambda: decode(c.query, c.key, c.value, c.inputs, c.numbers, c.program)
+
+
+def _hopper(specialized: bool, c: Call) -> Callable[[], Tensor]:
+    from attn_fuse.kernels.triton.hopper_op import hopper
+
+    scale = c.scale
+    return lambda: hopper(c.query, c.key, c.value, c.inputs, c.numbers, c.program, scale, specialized)[0]
 
 
 _IN_TRITON = {"dtype": ("float32", "bfloat16", "float16")}
-CHUNKED = Operator("chunked", lambda *args: chunked(*args)[0], {})
+_IN_HOPPER = {
+    "dtype": ("float16", "bfloat16"),
+    "dropout": ("none",),
+    "sink": ("none",),
+    "factor": ("none",),
+    # Its gradients are those of query, key and value, and not where a query sees no key and a mean is wanted.
+    "bias": ("none", "full", "of the keys", "alibi"),
+    "function": ("none", "softcap", "arbitrary", "temperature of each query"),
+    "empty rows": ("nan", "zero"),
+}
+CHUNKED = Operator("chunked", _chunked, {})
 FLASH = Operator("triton_flash", _flash, _IN_TRITON)
 DECODE = Operator(
     "triton_decode",
@@ -69,6 +120,8 @@ DECODE = Operator(
     _IN_TRITON
     | {"gradient": ("none",), "dropout": ("none",), "lengths": ("1, 17", "13, 29", "1, 333", "16, 251", "29, 13")},
 )
+HOPPER = Operator("triton_flash_hopper", functools.partial(_hopper, False), _IN_HOPPER)
+SPECIALIZED = Operator("triton_flash_hopper_specialized", functools.partial(_hopper, True), _IN_HOPPER)
 
 
 def operators(device: torch.device) -> dict[str, Operator]:
@@ -77,6 +130,8 @@ def operators(device: torch.device) -> dict[str, Operator]:
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if importlib.util.find_spec("triton") is not None and (interpreted or device.type == "cuda"):
         found += [DECODE, FLASH]
+        if interpreted or torch.cuda.get_device_capability(device) == (9, 0):
+            found += [HOPPER, SPECIALIZED]
     return {operator.name: operator for operator in found}
 
 
@@ -87,7 +142,7 @@ def check(operator: Operator, c: Case, device: torch.device) -> str:
     seed = torch.tensor([SEED], device=device) if c.dropout_p else None
 
     def run(query: Tensor, key: Tensor, value: Tensor, *inputs: Tensor) -> Tensor:
-        return operator.call(query, key, value, [*inputs], numbers, seed, c.dropout_p, what.dumps())
+        return operator.bind(Call(query, key, value, [*inputs], numbers, seed, c.dropout_p, what.dumps()))()
 
     with torch.set_grad_enabled(c.training):
         got = results(run, o, c.training)
