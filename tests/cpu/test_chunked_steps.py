@@ -1,0 +1,93 @@
+"""chunked's point-wise steps as Inductor compiles them: the same numbers as uncompiled, whatever the sizes."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_fuse.kernels import chunked_blocks, chunked_plan
+from attn_fuse.kernels.chunked_diagonals import diagonals, summed_along_diagonals
+from attn_fuse.kernels.score_program import ScoreProgram
+from tests.graph.chunked_cases import CASE, Case, Sizes, drawn
+
+# The second has blocks of other sizes than the first.
+SEVERAL = (Sizes(2, 4, 2, 150, 130, 8, 12), Sizes(3, 6, 6, 91, 301, 16, 16))
+
+
+def run(case: Case, s: Sizes, tensors: list[Tensor]) -> list[Tensor]:
+    query, key, value, *inputs = tensors
+    how = (query, key, value, inputs, case.numbers(s), torch.tensor([3]), 0.25)
+    program = case.program.dumps()
+    outputs = chunked_blocks.attend(*how, program)
+    grad = torch.randn(outputs[0].shape, generator=torch.Generator().manual_seed(1)).to(query.dtype)
+    *gradients, of_inputs = chunked_blocks.attend_backward(grad, *how, *outputs, program, [True] * len(inputs))
+    return [*outputs, *gradients, *of_inputs]
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("everything", torch.float32), ("relative table", torch.bfloat16)])
+def test_compiled_is_uncompiled(name: str, dtype: torch.dtype, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(chunked_plan, "QUERY_BLOCK", 64)
+    monkeypatch.setattr(chunked_plan, "MOST_QUERIES", 64)
+    monkeypatch.setattr(chunked_plan, "KEY_BLOCK", 48)
+    for s in SEVERAL:
+        torch.manual_seed(0)
+        tensors = [x.to(dtype) if x.is_floating_point() else x for x in drawn(CASE[name], s, torch.float32)]
+        usual = run(CASE[name], s, tensors)
+        with monkeypatch.context() as patched, caplog.at_level(logging.WARNING, "attn_fuse"):
+            patched.setattr(chunked_plan, "COMPILE_FROM", 0)
+            found = run(CASE[name], s, tensors)
+        assert not caplog.records
+        for a, b in zip(found, usual, strict=True):
+            torch.testing.assert_close(
+                a, b, equal_nan=True, **({} if dtype == torch.float32 else {"atol": 0.02, "rtol": 0.02})
+            )
+
+
+def test_without_a_compiler_the_steps_run_as_they_are(monkeypatch, caplog) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("no compiler here\nand more lines")
+
+    case, s = CASE["softcap"], SEVERAL[0]
+    tensors = drawn(case, s, torch.float32)
+    usual = run(case, s, tensors)
+    monkeypatch.setattr(torch, "compile", broken)
+    monkeypatch.setattr(chunked_plan, "COMPILE_FROM", 0)
+    with caplog.at_level(logging.WARNING, "attn_fuse"):
+        torch.testing.assert_close(run(case, s, tensors), usual)
+    assert {record.getMessage() for record in caplog.records} == {"chunked attention runs uncompiled: no compiler here"}
+
+
+DISTANCE = ["sub", ["j"], ["i"]]
+FLOATING = ["sub", ["cast", "float32", ["j"]], ["cast", "float32", ["i"]]]
+
+
+@pytest.mark.parametrize(
+    ("part", "found"),
+    [
+        (["gather", 0, ["abs", DISTANCE]], True),
+        (["gather", 0, ["add", ["j"], ["add", ["mul", ["const", -1], ["i"]], ["const", 9]]]], True),
+        (["gather", 0, ["minimum", ["abs", DISTANCE], ["number", 0]], ["h"]], True),
+        (["log", ["add", ["abs", DISTANCE], ["input", 1]]], True),
+        (["gather", 0, ["add", ["i"], ["j"]]], False),
+        (["gather", 0, ["abs", ["sub", ["mul", ["const", 2], ["j"]], ["i"]]]], False),
+        (["gather", 0, ["sub", ["floordiv", ["j"], ["const", 2]], ["floordiv", ["i"], ["const", 2]]]], False),
+        (["gather", 0, ["cast", "int64", FLOATING]], False),
+        (["log", ["add", ["abs", DISTANCE], ["input", 2]]], False),
+        (["exp", ["mul", ["score"], DISTANCE]], False),
+        (["abs", DISTANCE], False),
+    ],
+)  # fmt: skip
+def test_what_depends_on_the_distance_alone(part: list, found: bool) -> None:
+    program = ScoreProgram(["add", ["score"], part])
+    shapes = [(9, 3), (1, 3, 1, 1), (1, 1, 8, 1)]
+    assert bool(diagonals(program.dumps(), shapes).trees) == found
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (5, 7), (32, 8), (64, 3), (96, 130)])
+def test_sums_along_diagonals(rows: int, columns: int) -> None:
+    block = torch.randn(2, 3, rows, columns, dtype=torch.float64)
+    exact = [block.diagonal(apart, -2, -1).sum(-1) for apart in range(1 - rows, columns)]
+    torch.testing.assert_close(summed_along_diagonals(block).squeeze(-2), torch.stack(exact, -1))
