@@ -65,8 +65,6 @@ def limits(attention: Attention, facts: Facts) -> Iterator[str]:
         yield "a query that sees no key would get a wrong gradient"
     if facts.training and facts.bias_may_hide:
         yield "a bias that may hide every key of a query, as padding does, would get a wrong gradient"
-    if facts.bias_needs_grad and torch.are_deterministic_algorithms_enabled():
-        yield "adds up the gradient of a bias in an order that changes from run to run"
 
 
 def emit(call: Call) -> Node:
