@@ -29,14 +29,16 @@ JOINS = frozenset("cat concat concatenate stack hstack vstack dstack pad constan
 LOOKUPS = frozenset("embedding index_select gather take_along_dim index".split())
 CASTS = frozenset("to float half bfloat16 double type type_as".split())
 ELEMENTWISE = CASTS | frozenset(
-    "abs absolute acos add addcdiv addcmul and asin atan atan2 bitwise_and bitwise_not bitwise_or bitwise_xor bool "
-    "ceil clamp clamp_max clamp_min clip copy cos cosh div divide elu eq equal erf exp exp2 expm1 fill float_power "
-    "floor floor_divide floordiv fmax fmin fmod ge gelu greater greater_equal gt hardtanh index_fill index_put int "
-    "invert isfinite isinf isnan le leaky_relu lerp less less_equal log log10 log1p log2 logical_and logical_not "
-    "logical_or "
-    "logical_xor logsigmoid long lt masked_fill masked_scatter max maximum min minimum mod mul multiply nan_to_num ne "
-    "neg negative not not_equal or positive pow reciprocal relu remainder round rsqrt rsub setitem sigmoid sign silu "
-    "sin sinh softplus sqrt square sub subtract tan tanh true_divide trunc where xor zero".split()
+    "abs absolute acos acosh add addcdiv addcmul and arccos arccosh arcsin arcsinh arctan arctan2 arctanh asin asinh "
+    "atan atan2 atanh bitwise_and bitwise_not bitwise_or bitwise_xor bool ceil celu clamp clamp_max clamp_min clip "
+    "copy cos cosh deg2rad div divide elu eq equal erf erfc exp exp2 expm1 fill fix float_power floor "
+    "floor_divide floordiv fmax fmin fmod frac ge gelu greater greater_equal gt hardshrink hardsigmoid hardswish "
+    "hardtanh heaviside index_fill index_put int invert isfinite isinf isnan ldexp le leaky_relu lerp less "
+    "less_equal log log10 log1p log2 log_sigmoid logaddexp logaddexp2 logical_and logical_not logical_or logical_xor "
+    "logit logsigmoid long lt masked_fill masked_scatter max maximum min minimum mish mod mul multiply nan_to_num ne "
+    "neg negative not not_equal or positive pow prelu rad2deg reciprocal relu relu6 remainder round rsqrt rsub selu "
+    "setitem sgn sigmoid sign silu sin sinc sinh softplus softshrink softsign special_expit sqrt square sub subtract "
+    "tan tanh tanhshrink threshold true_divide trunc where xlogy xor zero".split()
 )
 REDUCTIONS = frozenset("sum amax amin logsumexp any all mean cumsum diff".split())
 CREATION = frozenset(
@@ -45,6 +47,11 @@ CREATION = frozenset(
 )
 # Asking for a size does not need the values.
 SIZE_QUERIES = frozenset({"size", "dim", "numel", "stride", "shape", "sym_size", "getattr"})
+# They make a tensor in the shape of another, whose values they do not see.
+IN_THE_SHAPE_OF = frozenset(
+    "ones_like zeros_like full_like empty_like rand_like randn_like randint_like new_ones new_zeros new_full new_empty "
+    "new_tensor".split()
+)
 # In these the subgraph computes what it says, once, on the operands given.
 INLINE_SUBGRAPHS = frozenset({"tag_activation_checkpoint", "invoke_subgraph", "wrap"})
 # In these it is run any number of times, on operands that the graph does not name.

@@ -24,6 +24,7 @@ from attn_fuse.names import (
     DROPOUT,
     ELEMENTWISE,
     FUSED,
+    IN_THE_SHAPE_OF,
     JOINS,
     LAYOUT,
     LOOKUPS,
@@ -211,7 +212,8 @@ def _region(
                     used.append(user)
                     if node in dropped:
                         dropped_used.append(user)
-    returned = next((n for n in leaves if n in _reached_from(used)), None) if used else None
+    seen = [user for user in used if op_name(user) not in IN_THE_SHAPE_OF]
+    returned = next((n for n in leaves if n in _reached_from(seen)), None) if seen else None
     if returned is not None:
         # Computed once more, a score is another number by a rounding, and a comparison with its like turns over.
         return refused("the scores are compared or joined with what is computed from them", returned)

@@ -38,7 +38,7 @@ POSITIONS = ("b", "h", "i", "j")
 COMPARISONS = tuple("ge gt le lt eq ne".split())
 BINARY = tuple("add sub mul div floordiv mod maximum minimum pow fmod remainder atan2".split())
 # Those that keep an integer an integer, or make a bool; then those that make a fraction of it.
-_EXACT = tuple("abs neg sign square floor ceil round trunc relu isnan isinf isfinite".split())
+_EXACT = tuple("detach abs neg sign square floor ceil round trunc relu isnan isinf isfinite".split())
 FRACTIONAL = tuple(
     "exp exp2 expm1 log log2 log10 log1p sqrt rsqrt reciprocal frac sin cos tan asin acos atan sinh cosh tanh "
     "asinh acosh atanh erf erfc sigmoid silu gelu softplus log_sigmoid mish".split()

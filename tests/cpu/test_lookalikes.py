@@ -215,15 +215,6 @@ def head_dim_of_one(q, k, v):
 # ---- gradients
 
 
-def detached_scores(q, k, v):
-    return scores(q, k).detach().softmax(-1) @ v
-
-
-def straight_through(q, k, v):
-    s = scores(q, k)
-    return (s + (s.round() - s).detach()).softmax(-1) @ v
-
-
 def scores_without_gradient(q, k, v):
     with torch.no_grad():
         s = scores(q, k)
@@ -314,8 +305,6 @@ REFUSED = [
     (summed_over_heads_of_the_keys, "sum of something other than the scores"),
     (summed_over_heads_of_the_values, "sum of something other than the scores"),
     (head_dim_of_one, "the score product does not sum over an axis of query and key"),
-    (detached_scores, "detach"),
-    (straight_through, "detach"),
     (scores_without_gradient, "autocast or the gradient mode changes inside the attention"),
     (autocast_inside, "autocast or the gradient mode changes inside the attention"),
     (scores_scattered_into, "the scores or weights are written in place"),

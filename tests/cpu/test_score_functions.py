@@ -220,6 +220,44 @@ def test_fused_as_it_is(written, reason: str) -> None:
     assert outcome.site.kernel == "chunked" and reason in outcome.site.attention["score_mod"]
 
 
+ACTIVATIONS = (
+    "logsigmoid mish selu celu hardsigmoid hardswish softsign relu6 hardshrink softshrink tanhshrink elu gelu silu "
+    "leaky_relu softplus hardtanh"
+).split()
+POINTWISE = "expm1 erfc asinh atan sgn sinc frac exp2".split()
+OF_TWO = "logaddexp logaddexp2 atan2 xlogy fmod maximum".split()
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS + POINTWISE + OF_TWO)
+def test_functions_of_torch(name: str) -> None:
+    function = getattr(F, name, None) or getattr(torch, name)
+
+    def written(q, k, v):
+        s = scores(q, k)
+        return (function(s, 0.5 * s.abs() + 1) if name in OF_TWO else function(s)).softmax(-1) @ v
+
+    assert assert_fused(written, *tensors(2, 3, S, 16)).site.kernel == "chunked"
+
+
+def detached(q, k, v):
+    return scores(q, k).detach().softmax(-1) @ v
+
+
+def half_detached(q, k, v):
+    s = scores(q, k)
+    return (0.5 * s + 0.5 * s.detach()).softmax(-1) @ v
+
+
+def straight_through(q, k, v):
+    s = scores(q, k)
+    return (s + (s.round() - s).detach()).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("written", [detached, half_detached, straight_through], ids=lambda f: f.__name__)
+def test_no_gradient_goes_through_what_is_detached(written) -> None:
+    assert assert_fused(written, *tensors(2, 3, S, 16)).site.kernel == "chunked"
+
+
 @pytest.mark.parametrize("dynamic", [True, False], ids=["dynamic", "static"])
 @pytest.mark.parametrize(
     "written", [mask_from_scores, squared, capped_after_a_mask, hyperbolic_tangent, softsign], ids=lambda f: f.__name__
