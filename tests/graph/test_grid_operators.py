@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from attn_fuse.kernels import chunked_blocks
+from attn_fuse.kernels import chunked_plan
 from tests.grid import cover
 from tests.grid.case import AXES, PLAIN, Case
 from tests.grid.operators import CHUNKED, check
@@ -17,8 +17,9 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunked_blocks, "QUERY_BLOCK", 16)
-    monkeypatch.setattr(chunked_blocks, "KEY_BLOCK", 8)
+    monkeypatch.setattr(chunked_plan, "QUERY_BLOCK", 16)
+    monkeypatch.setattr(chunked_plan, "MOST_QUERIES", 16)
+    monkeypatch.setattr(chunked_plan, "KEY_BLOCK", 8)
 
 
 @pytest.mark.parametrize("strength", [2, 3])

@@ -122,23 +122,16 @@ def test_reason(name: str, function: Callable[..., Tensor], changed: dict[str, A
     assert any(reason in text for text in said), said
 
 
-def test_flex_under_deterministic_algorithms() -> None:
-    attention, facts = recognised(biased)
-    wanting = dataclasses.replace(facts, **CUDA, training=True, bias_needs_grad=True, bias_may_hide=False)
-    reason = "adds up the gradient of a bias in an order that changes from run to run"
-    assert reason not in KERNEL["flex"].why_not(attention, wanting)
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert reason in KERNEL["flex"].why_not(attention, wanting)
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 def test_torchs_switches() -> None:
     _, facts = recognised(plain)
     trained = dataclasses.replace(facts, training=True)
     (said,) = forbidden("cudnn", trained, Switches(deterministic=True))
     assert said == "torch.use_deterministic_algorithms is on, and its backward is not deterministic"
+    (said,) = forbidden("cuda_efficient", trained, Switches(deterministic=True, warns_only=True))
+    assert said.endswith("its backward is not deterministic while torch is only to warn")
+    wanting = dataclasses.replace(trained, bias_needs_grad=True)
+    (said,) = forbidden("flex", wanting, Switches(deterministic=True))
+    assert said.endswith("it adds up the gradient of a bias by atomics")
     (said,) = forbidden("cuda_flash", facts, Switches(flash=False))
     assert said.startswith("flash attention is switched off")
     assert not [*forbidden("chunked", trained, Switches(False, False, False, False, True))]
