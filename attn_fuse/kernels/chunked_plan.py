@@ -30,8 +30,8 @@ ELEMENTS_PER_THREAD = 1 << 18
 ELEMENTS_ON_GPU = 1 << 23
 # Keys by which the mask is asked what it hides.
 MASK_TILE = 128
-# Below so many scores, compiling the steps takes longer than it could save in thousands of calls.
-COMPILE_FROM = 1 << 22
+# Below so many scores, compiling the steps takes longer than it could save in a thousand calls.
+COMPILE_FROM = 1 << 19
 
 
 @dataclass(frozen=True)

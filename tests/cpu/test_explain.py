@@ -360,7 +360,11 @@ ERRORS = {
         ["--dtype", "float23"],
         "--dtype 'float23' is no dtype to run a model in. Did you mean",
     ),
-    "an unknown pick": (PLAIN, ["--pick", "best"], "attn_fuse option pick='best': it must be 'fastest' or 'measured' or 'fused'"),
+    "an unknown pick": (
+        PLAIN,
+        ["--pick", "best"],
+        "attn_fuse option pick='best': it must be 'fastest' or 'measured' or 'fused'",
+    ),
     "an unknown kernel": (PLAIN, ["--kernels", "cpu_flash,flash"], "attn_fuse has no kernel 'flash'."),
 }
 

@@ -203,6 +203,8 @@ class Emitter:
         return self._boolean(f"{self._as(x, carrier)} {_SIGNS[name]} {self._as(y, carrier)}", x, y)
 
     def _unary(self, name: str, x: Value) -> Value:
+        if name == "detach":
+            return x
         floating = x.dtype.is_floating_point
         if name in ("isnan", "isinf", "isfinite"):
             if not floating:

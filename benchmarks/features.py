@@ -1,0 +1,212 @@
+"""What torch has no fused CPU kernel for, as people write it: dropout, biases that learn, softcaps, windows.
+
+The same hand-written program runs eagerly, compiled by Inductor, and compiled by attn_fuse (once as its picker
+chooses, once on each kernel named); beside them the same attention rewritten by hand to F.scaled_dot_product_attention
+and compiled by Inductor, where that can say it. One run, in turn, in a new order each round; medians. Memory is what
+tensors take during one call above what was there before it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import attn_fuse
+from harness import bytes_in_words, interleaved, peak_memory, seconds_in_words, store, table
+
+BATCH, HEADS, HEAD_DIM, WINDOW = 1, 8, 64, 256
+
+
+def seen(length: int, window: int | None) -> Tensor:
+    """Bool [length, length]: causal, in a window where there is one."""
+    i = torch.arange(length)
+    apart = i[:, None] - i
+    return (apart >= 0) if window is None else (apart >= 0) & (apart < window)
+
+
+class Dropped(nn.Module):
+    """Causal attention with dropout on the weights, as in nanoGPT."""
+
+    training_step = True
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
+        scores = scores.masked_fill(~seen(q.size(-2), None), float("-inf"))
+        return F.dropout(F.softmax(scores, dim=-1), p=0.1) @ v
+
+    @staticmethod
+    def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=0.1, is_causal=True)
+
+
+class RelativeBias(nn.Module):
+    """T5's encoder: unscaled scores and a learned bias for each bucket of distances (arXiv 1910.10683)."""
+
+    training_step = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(32, HEADS)
+
+    def bias(self, length: int) -> Tensor:
+        i = torch.arange(length)
+        apart = i[None, :] - i[:, None]
+        near, far = 8, 128
+        log = near + (torch.log(apart.abs().float() / near) / math.log(far / near) * (16 - near)).long()
+        bucket = torch.where(apart.abs() < near, apart.abs(), torch.clamp(log, max=15)) + (apart > 0) * 16
+        return self.table(bucket).permute(2, 0, 1).unsqueeze(0)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = torch.matmul(q, k.transpose(3, 2)) + self.bias(q.size(-2))
+        return torch.matmul(F.softmax(scores.float(), dim=-1).type_as(scores), v)
+
+    def by_hand(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=self.bias(q.size(-2)), scale=1.0)
+
+
+class Capped(nn.Module):
+    """Gemma 2's local layers: a softcap and a sliding window (arXiv 2408.00118)."""
+
+    training_step = True
+    by_hand = None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = torch.matmul(q, k.transpose(2, 3)) * (1.0 / math.sqrt(k.size(-1)))
+        scores = torch.tanh(scores / 50.0) * 50.0
+        scores = scores.masked_fill(~seen(q.size(-2), WINDOW), float("-inf"))
+        return torch.matmul(scores.softmax(-1), v)
+
+
+class Windowed(nn.Module):
+    """A sliding window, inference."""
+
+    training_step = False
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = torch.matmul(q, k.transpose(2, 3)) * (1.0 / math.sqrt(k.size(-1)))
+        return torch.matmul(scores.masked_fill(~seen(q.size(-2), WINDOW), float("-inf")).softmax(-1), v)
+
+    @staticmethod
+    def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen(q.size(-2), WINDOW))
+
+
+class Causal(nn.Module):
+    """Causal attention, inference."""
+
+    training_step = False
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = torch.matmul(q, k.transpose(2, 3)) * (1.0 / math.sqrt(k.size(-1)))
+        return torch.matmul(scores.masked_fill(~seen(q.size(-2), None), float("-inf")).softmax(-1), v)
+
+    @staticmethod
+    def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+PROGRAMS: dict[str, tuple[type[nn.Module], tuple[str, ...]]] = {
+    "causal, dropout 0.1, training": (Dropped, ()),
+    "T5 bias with gradient, training": (RelativeBias, ()),
+    "softcap, window 256, training": (Capped, ()),
+    "window 256, inference": (Windowed, ("chunked", "flex", "cpu_flash")),
+    "causal, inference": (Causal, ("flex", "cpu_flash", "chunked")),
+}
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A way to run a program. kernel: the one that attn_fuse put under it; None where it is not attn_fuse's."""
+
+    run: Callable[[], object]
+    kernel: str | None = None
+
+
+def contestants(kind: type[nn.Module], kernels: tuple[str, ...], length: int) -> dict[str, Contestant]:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(BATCH, HEADS, length, HEAD_DIM, requires_grad=kind.training_step) for _ in range(3))
+    pull = torch.randn(BATCH, HEADS, length, HEAD_DIM)
+    module = kind()
+
+    def step(function: Callable[..., Tensor]) -> Callable[[], object]:
+        def run() -> object:
+            if not kind.training_step:
+                with torch.no_grad():
+                    return function(q, k, v)
+            return torch.autograd.grad(function(q, k, v), [q, k, v, *module.parameters()], pull)
+
+        return run
+
+    def fused(**options: object) -> Contestant:
+        run = step(torch.compile(module, backend="attn_fuse", options=options, dynamic=False))
+        run()
+        (site,) = attn_fuse.reports()[-1].sites
+        return Contestant(run, site.kernel or "as written")
+
+    torch._dynamo.reset()
+    found = {
+        "eager": Contestant(step(module)),
+        "inductor": Contestant(step(torch.compile(module, dynamic=False))),
+    }
+    if kind.by_hand is not None:
+        by_hand = kind.by_hand if isinstance(kind.__dict__["by_hand"], staticmethod) else module.by_hand
+        found["by hand to sdpa"] = Contestant(step(torch.compile(by_hand, dynamic=False)))
+    found["attn_fuse"] = fused()
+    for name in kernels or ("chunked",):
+        found[name] = fused(kernels=[name])
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096])
+    parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=list(PROGRAMS), metavar="PROGRAM")
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--seconds", type=float, default=40.0, help="the most time for one row of the table")
+    parser.add_argument("--dry-run", action="store_true", help="print, and store nothing")
+    args = parser.parse_args()
+    device = torch.device("cpu")
+    rows = []
+    for program in args.programs:
+        for length in args.lengths:
+            rows.append(measured(program, length, args.rounds, args.seconds, device))
+            show(rows[-1])
+    if not args.dry_run:
+        print(store("features", device, {"rows": rows}))
+
+
+def measured(program: str, length: int, rounds: int, seconds: float, device: torch.device) -> dict[str, object]:
+    found = contestants(*PROGRAMS[program], length)
+    times = interleaved({name: c.run for name, c in found.items()}, device, rounds, seconds)
+    return {
+        "program": program,
+        "length": length,
+        "kernels": {name: c.kernel for name, c in found.items() if c.kernel},
+        "times": times,
+        "over_inductor": {name: t.median / times["inductor"].median for name, t in times.items()},
+        "memory": {name: peak_memory(c.run, device) for name, c in found.items()},
+    }
+
+
+def show(row: dict) -> None:
+    lines = [
+        [
+            name + (f" ({row['kernels'][name]})" if row["kernels"].get(name, name) != name else ""),
+            seconds_in_words(time.median),
+            f"{row['over_inductor'][name]:.2f}",
+            bytes_in_words(row["memory"][name]),
+        ]
+        for name, time in row["times"].items()
+    ]
+    print(f"\n{row['program']}, T = {row['length']}")
+    print(table(["", "median", "over inductor", "memory"], lines), flush=True)
+
+
+if __name__ == "__main__":
+    main()
