@@ -26,6 +26,7 @@ from attn_fuse.kernels.kernel import Kernel
 from attn_fuse.kernels.score_program import ScoreProgram
 from attn_fuse.kernels.triton.hopper import TRITON_FLASH_HOPPER
 from attn_fuse.kernels.triton.packed import Packed, packed_views
+from attn_fuse.kernels.triton_flash import TRITON_FLASH
 from tests.harness import assert_fused
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -285,7 +286,8 @@ COPIES = ("cat", "clone", "copy", "split", "slice", "select", "stack", "add", "n
 def test_nothing_around_the_operator(
     program: Callable[..., Any], dynamic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    only(monkeypatch, TRITON_FLASH_HOPPER)
+    # The one on static sizes, the other on changing ones.
+    only(monkeypatch, TRITON_FLASH if dynamic else TRITON_FLASH_HOPPER)
     graphs = graphs_of(program, projected(PACKED[program]), dynamic=dynamic)
     for which, operator in (("forward", "packed_v1.default"), ("backward", "packed_v1_backward.default")):
         assert sum(operator in name for name in graphs[which]) == 1, graphs[which]
@@ -293,8 +295,9 @@ def test_nothing_around_the_operator(
 
 
 @interpreted
+@pytest.mark.parametrize("kernel", (TRITON_FLASH, TRITON_FLASH_HOPPER), ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("program", [*PACKED, *NOT_PACKED])
-def test_through_the_backend(program: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    only(monkeypatch, TRITON_FLASH_HOPPER)
+def test_through_the_backend(program: Callable[..., Any], kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch, kernel)
     outcome = assert_fused(program, projected({**PACKED, **NOT_PACKED}[program]))
     assert ("packed" in outcome.after) == (program in PACKED)
