@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
-# Make .venv, with what `make` needs in it: tools/setup.sh demo|dev. Safe to run again.
+# Make .venv, with what `make` needs in it: tools/setup.sh demo|dev|models. Safe to run again.
 #
 # A supported torch that the user's Python already has is used as it is, whatever its build. Otherwise the CPU build is
 # installed; one for a GPU never is, because that is several gigabytes: install it yourself first to use one.
 # PYTHON=/path/to/python chooses the interpreter. NO_DOWNLOAD=1 fails rather than fetch torch.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-extra=${1:?usage: tools/setup.sh demo|dev}
+extra=${1:?usage: tools/setup.sh demo|dev|models}
 torch=2.13.0
+# The version that the kernels' registers and shared memory are held to in the tests; its interpreter wants this numpy.
+triton=3.6.0 numpy='<2.4'
 # The same range as pyproject.toml.
 supported='(2, 11) <= tuple(int(part) for part in version("torch").split("+")[0].split(".")[:2]) < (2, 16)'
 
@@ -64,10 +66,18 @@ install_torch() {
         .venv/bin/python -m pip install --quiet --extra-index-url https://download.pytorch.org/whl/cpu "torch==$torch+cpu"
 }
 
-# The project, and what the extra names and is not there yet. torch is held to the version that is there.
+# The project, and what the extra names and is not there yet. torch and Triton are held to the version that is there.
 install_project() {
-    local constraints=.venv/torch-version.txt isolation=()
-    .venv/bin/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' >"$constraints"
+    local constraints=.venv/versions.txt isolation=()
+    .venv/bin/python - "$triton" "$numpy" >"$constraints" <<'PY'
+import sys
+from importlib.metadata import PackageNotFoundError, version
+print("torch==" + version("torch"))
+try:
+    print("triton==" + version("triton"))
+except PackageNotFoundError:
+    print("triton==" + sys.argv[1], "numpy" + sys.argv[2], sep="\n")
+PY
     # Without a setuptools that is new enough, pip fetches one for the build.
     if .venv/bin/python -c 'import setuptools as s; raise SystemExit(int(s.__version__.split(".")[0]) < 77)' 2>/dev/null; then
         isolation=(--no-build-isolation)
