@@ -96,7 +96,7 @@ def emit(call: Call) -> Node:
     query, key, value = itertools.islice(everything, 3)
     read = [list(itertools.islice(everything, len(part.inputs))) for part in parts]
     counts = [list(itertools.islice(everything, len(part.numbers))) for part in parts]
-    return call.node(
+    out = call.node(
         attend,
         query,
         key,
@@ -106,6 +106,8 @@ def emit(call: Call) -> Node:
         blocks=blocks,
         programs=[part.program.dumps() for part in parts],
     )
+    # Inductor would fuse what follows into its C++ template, and that raises.
+    return call.node(operator.getitem, call.node(flex_operands, [out], []), 0) if on_cpu else out
 
 
 def attend(

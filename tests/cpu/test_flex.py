@@ -205,3 +205,9 @@ class TestEveryReason:
     def test_a_machine_without_it(self, monkeypatch) -> None:
         monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
         self.declined(plain, reason="torch has it on CPU only with AVX2, and not on macOS")
+
+
+class TestWhatFollows:
+    @pytest.mark.parametrize("follows", [lambda out, q: out * 2, lambda out, q: out + q, lambda out, q: out.relu()])
+    def test_point_wise_operations(self, follows) -> None:
+        on_flex(lambda q, k, v: follows(plain(q, k, v), q), *tensors(2, 3, 40, 24))
