@@ -77,4 +77,5 @@ TRITON_DECODE = Kernel(
     dtypes=frozenset({torch.float16, torch.bfloat16, torch.float32}),
     limits=limits,
     emit=emit,
+    needs_evidence=True,
 )

@@ -123,4 +123,5 @@ TRITON_FLASH = Kernel(
     dtypes=frozenset({torch.float16, torch.bfloat16, torch.float32}),
     limits=limits,
     emit=emit,
+    needs_evidence=True,
 )

@@ -205,6 +205,8 @@ class Emitter:
     def _unary(self, name: str, x: Value) -> Value:
         if name == "detach":
             return x
+        if name == "detach":
+            return x
         floating = x.dtype.is_floating_point
         if name in ("isnan", "isinf", "isfinite"):
             if not floating:

@@ -136,52 +136,55 @@ def backward_key_value(
     v = load_rows(value, plane(value, b, kv_head), columns, kv_len, VALUE_DIM, BLOCK_V, True)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
+    first, last = q_len, 0
     for group in range(groups):
-        h = kv_head * groups + group
-        query_start, grad_start = plane(query, b, h), plane(grad_out, b, h)
-        first, last = span(spans, b, h, start, kv_len, BLOCK_N, q_len)
-        first, inner_first, inner_last, last = query_phases(
-            first, last, start, lower, upper, q_len, kv_len, BLOCK_M, BLOCK_N
-        )  # fmt: skip
-        for phase in tl.static_range(3):
-            if phase == 0:
-                begin, end = first, inner_first
-            elif phase == 1:
-                begin, end = inner_first, inner_last
-            else:
-                begin, end = inner_last, last
-            if phase > 0 or upper is not None:
-                for m in tl.range(begin, end, BLOCK_M):
-                    rows = m + tl.arange(0, BLOCK_M)
-                    i = rows[None, :]
-                    q = load_rows(query, query_start, rows, q_len, HEAD_DIM, BLOCK_D, phase != 1)
-                    raw = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-                    if phase == 1:
-                        scores = SCORE_INSIDE(raw, b, h, i, j, q_len, kv_len, reads)
-                    else:
-                        scores = SCORE(raw, b, h, i, j, q_len, kv_len, reads)
-                    shift, over, row_delta = load_statistics(row_max, row_sum, delta, b, h, heads, rows, q_len)
-                    weights = tl.exp2((scores - shift[None, :]) * TO_LOG2) * over[None, :]
+        of_head = span(spans, b, kv_head * groups + group, start, kv_len, BLOCK_N, q_len)
+        first, last = tl.minimum(first, of_head[0]), tl.maximum(last, of_head[1])
+    first, inner_first, inner_last, last = query_phases(
+        first, last, start, lower, upper, q_len, kv_len, BLOCK_M, BLOCK_N
+    )  # fmt: skip
+    for phase in tl.static_range(3):
+        if phase == 0:
+            begin, end = first, inner_first
+        elif phase == 1:
+            begin, end = inner_first, inner_last
+        else:
+            begin, end = inner_last, last
+        if phase > 0 or upper is not None:
+            # One loop over the query heads and their blocks: two within each other take many more registers.
+            count = tl.cdiv(tl.maximum(end - begin, 0), BLOCK_M)
+            for step in tl.range(0, groups * count):
+                h = kv_head * groups + step // count
+                rows = begin + step % count * BLOCK_M + tl.arange(0, BLOCK_M)
+                i = rows[None, :]
+                q = load_rows(query, plane(query, b, h), rows, q_len, HEAD_DIM, BLOCK_D, phase != 1)
+                raw = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+                if phase == 1:
+                    scores = SCORE_INSIDE(raw, b, h, i, j, q_len, kv_len, reads)
+                else:
+                    scores = SCORE(raw, b, h, i, j, q_len, kv_len, reads)
+                shift, over, row_delta = load_statistics(row_max, row_sum, delta, b, h, heads, rows, q_len)
+                weights = tl.exp2((scores - shift[None, :]) * TO_LOG2) * over[None, :]
+                if phase != 1:
+                    weights = tl.where(i < q_len, weights, 0.0)
+                do = load_rows(grad_out, plane(grad_out, b, h), rows, q_len, VALUE_DIM, BLOCK_V, phase != 1)
+                dweights = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+                used = weights
+                if seed is not None:
+                    scale = tl.where(kept(seed, dropout_p, b, h, heads, i, j), dropout_scale, 0.0)
+                    dweights = dweights * scale
+                    used = used * scale
+                if FACTOR is not None:
+                    factor = FACTOR(raw, b, h, i, j, q_len, kv_len, reads)
+                    dweights = dweights * factor
+                    used = used * factor
                     if phase != 1:
-                        weights = tl.where(i < q_len, weights, 0.0)
-                    do = load_rows(grad_out, grad_start, rows, q_len, VALUE_DIM, BLOCK_V, phase != 1)
-                    dweights = tl.dot(v, tl.trans(do), input_precision=PRECISION)
-                    used = weights
-                    if seed is not None:
-                        scale = tl.where(kept(seed, dropout_p, b, h, heads, i, j), dropout_scale, 0.0)
-                        dweights = dweights * scale
-                        used = used * scale
-                    if FACTOR is not None:
-                        factor = FACTOR(raw, b, h, i, j, q_len, kv_len, reads)
-                        dweights = dweights * factor
-                        used = used * factor
-                        if phase != 1:
-                            used = tl.where(i < q_len, used, 0.0)
-                    dv = tl.dot(used.to(do.dtype), do, dv, input_precision=PRECISION)
-                    draw = BACKWARD(weights * (dweights - row_delta[None, :]), raw, b, h, i, j, q_len, kv_len, reads)
-                    if phase != 1:
-                        draw = tl.where(i < q_len, draw, 0.0)
-                    dk = tl.dot(draw.to(q.dtype), q, dk, input_precision=PRECISION)
+                        used = tl.where(i < q_len, used, 0.0)
+                dv = tl.dot(used.to(do.dtype), do, dv, input_precision=PRECISION)
+                draw = BACKWARD(weights * (dweights - row_delta[None, :]), raw, b, h, i, j, q_len, kv_len, reads)
+                if phase != 1:
+                    draw = tl.where(i < q_len, draw, 0.0)
+                dk = tl.dot(draw.to(q.dtype), q, dk, input_precision=PRECISION)
     store_rows(dkey, plane(dkey, b, kv_head), columns, kv_len, dk, HEAD_DIM, BLOCK_D)
     store_rows(dvalue, plane(dvalue, b, kv_head), columns, kv_len, dv, VALUE_DIM, BLOCK_V)
 
