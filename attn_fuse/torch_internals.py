@@ -36,6 +36,7 @@ __all__ = [
     "on_fake_tensors",
     "sdpa_choice",
     "sdpa_switches",
+    "sizes_apart",
     "source_name",
     "storage_of",
     "without_inductor_attention",
@@ -73,6 +74,18 @@ def functionalized(function: Callable[..., Any]) -> Callable[..., Any]:
     from torch._subclasses.functional_tensor import dispatch_functionalize
 
     return dispatch_functionalize(function)
+
+
+@contextlib.contextmanager
+def sizes_apart() -> Iterator[None]:
+    """What is compiled within takes no two sizes to be the same because they are on the first call."""
+    from torch.fx.experimental import _config
+
+    before, _config.use_duck_shape = _config.use_duck_shape, False
+    try:
+        yield
+    finally:
+        _config.use_duck_shape = before
 
 
 def lower_bounds(mode: FakeTensorMode) -> dict[Any, int]:

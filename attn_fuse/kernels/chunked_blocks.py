@@ -107,7 +107,8 @@ def attend_backward(
     """
     with torch.no_grad(), _no_autocast(query.device):
         plan = planned(query, key, value, inputs, numbers, seed, dropout_p, program, wanted)
-        dquery, dkey, dvalue = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
+        dquery = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        found: list[Tensor] = []
         sums = {
             n: torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, plan.dtype), device=x.device)
             for n, x in enumerate(plan.inputs)
@@ -124,10 +125,16 @@ def attend_backward(
                 columns = [shift_of(row_max[rows].unsqueeze(-1)), over_sum, delta]
                 dquery[rows].copy_(_rows_backward(plan, part, (start, stop), columns, grad_rows, dkeys, dvalues, sums))
                 _sink_backward(plan, part, (start, stop), columns, sums)
-            for whole, sum_ in ((dkey, dkeys), (dvalue, dvalues)):
-                whole[part.keys].copy_(sum_.mT.unflatten(0, whole[part.keys].shape[:2]))
+            parts = [dvalues, dkeys]
+            del dvalues, dkeys
+            for n, x in enumerate((key, value)):
+                if len(found) == n:
+                    found.append(torch.empty(x.shape, dtype=x.dtype, device=x.device))
+                into = found[n][part.keys]
+                into.copy_(parts.pop().mT.unflatten(0, into.shape[:2]))
         _diagonals_backward(plan, sums)
     dinputs = [sums[n].to(x.dtype) if n in sums else x.new_empty(0) for n, x in enumerate(inputs)]
+    dkey, dvalue = found or (key.new_empty(key.shape), value.new_empty(value.shape))
     return dquery, dkey, dvalue, dinputs
 
 

@@ -176,7 +176,7 @@ class Plan:
         tensors += [self.inputs[n] for n in self.steps.sources]
         if self.dropout is not None:
             d = self.dropout
-            tensors += [narrowed(d.rows, block), narrowed(d.keys, block), d.threshold, d.scale]
+            tensors += [_small(narrowed(d.rows, block)), _small(narrowed(d.keys, block)), d.threshold, d.scale]
         return tensors
 
     def _leaf(self, node: Tree, block: Block) -> Tensor:
@@ -184,11 +184,10 @@ class Plan:
             case ("number", n):
                 return self.constants[n]
             case ("input", n) if n >= self.diagonals.first:
-                values = self.diagonal(self.inputs[n], block).squeeze(-2)
-                return values.unfold(-1, block.shape[3], 1)
+                return _small(self.diagonal(self.inputs[n], block)).squeeze(-2).unfold(-1, block.shape[3], 1)
             case ("input", n):
-                return narrowed(self.inputs[n], block)
-        return narrowed(self.positions[POSITIONS.index(node[0])], block)
+                return _small(narrowed(self.inputs[n], block))
+        return _small(narrowed(self.positions[POSITIONS.index(node[0])], block))
 
     def diagonal(self, values: Tensor, block: Block) -> Tensor:
         """Of values for each difference of positions, [B|1, H|1, 1, Lq + Lk - 1], those that a block has."""
@@ -196,6 +195,11 @@ class Plan:
         whole = Block(block.batch, block.heads, (0, 1), (first, first + sum(block.shape[2:]) - 1), block.device,
                       block.dtype, block.origin)  # fmt: skip
         return narrowed(values, whole)
+
+
+def _small(part: Tensor) -> Tensor:
+    """A copy of what is no larger than a side of a block: views that begin elsewhere would each be compiled for."""
+    return part if part.shape[2] > 1 and part.shape[3] > 1 else part.clone(memory_format=torch.contiguous_format)
 
 
 def planned(

@@ -19,7 +19,7 @@ from torch import Tensor
 from attn_fuse.kernels.chunked_dropout import kept
 from attn_fuse.kernels.score_gradient import differentiable, gradients, needed
 from attn_fuse.kernels.score_program import Block, Memo, ScoreProgram, Tree, evaluate, nodes, widened
-from attn_fuse.torch_internals import make_fx
+from attn_fuse.torch_internals import make_fx, sizes_apart
 
 log = logging.getLogger("attn_fuse")
 
@@ -130,7 +130,8 @@ def run(steps: Steps, name: str, tensors: Sequence[Tensor], compiles: bool) -> A
     try:
         if known not in _compiled:
             _compiled[known] = _made(getattr(steps, name), tensors)
-        return _compiled[known](*tensors)
+        with sizes_apart():
+            return _compiled[known](*tensors)
     except Exception as problem:
         log.warning("chunked attention runs uncompiled: %s", str(problem).partition("\n")[0])
         _compiled[known] = getattr(steps, name)
@@ -144,7 +145,7 @@ def _made(step: Callable[..., Any], tensors: Sequence[Tensor]) -> Callable[..., 
     taken = {n for t in tensors for n in t.shape}
     sizes = [next(n for n in itertools.count(at) if n not in taken) for at in _STAND_INS]
     stand_ins = [_stand_in(t, tensors[0].shape, sizes) for t in tensors]
-    with torch.no_grad():
+    with torch.no_grad(), sizes_apart():
         function = torch.compile(make_fx(step, tracing_mode="symbolic")(*stand_ins), dynamic=True, fullgraph=True)
         function(*stand_ins)
     return function

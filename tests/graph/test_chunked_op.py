@@ -42,6 +42,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunked_plan, "QUERY_BLOCK", 16)
     monkeypatch.setattr(chunked_plan, "MOST_QUERIES", 16)
     monkeypatch.setattr(chunked_plan, "KEY_BLOCK", 8)
+    monkeypatch.setattr(chunked_plan, "COMPILE_FROM", math.inf)
 
 
 @pytest.mark.parametrize("s", SIZES, ids=str)
