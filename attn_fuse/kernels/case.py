@@ -11,6 +11,7 @@ import sympy
 import torch
 
 from attn_fuse.attention import Attention, Causal, DenseMask, Documents, KeyPadding, Prefix, Window
+from attn_fuse.expression import Expr, Load, walk
 from attn_fuse.facts import Facts
 
 # What a mask may be. "window": a band of keys about each query, a causal mask that is not the square one included.
@@ -113,6 +114,10 @@ def case_of(attention: Attention, facts: Facts) -> Case:
         name: max(getattr(facts, name), TYPICAL_LENGTH if name in facts.symbolic else 1) for name in ("q_len", "kv_len")
     }
     mask, visible = _mask(attention, facts, sizes["q_len"], sizes["kv_len"])
+    # A learned bias that is looked up in a table costs what a function of the scores does, not what a stored one does.
+    looked_up = facts.bias_needs_grad and not any(_is_stored(term, attention) for term in attention.biases)
+    bias = "none" if looked_up or not attention.biases else "gradient" if facts.bias_needs_grad else "constant"
+    beyond = (attention.score_mod, attention.softcap, attention.factor)
     return Case(
         dtype=str(facts.dtype).removeprefix("torch."),
         training=facts.training or facts.bias_needs_grad,
@@ -120,11 +125,18 @@ def case_of(attention: Attention, facts: Facts) -> Case:
         **sizes,
         mask=mask,
         visible=visible,
-        bias="gradient" if facts.bias_needs_grad else "constant" if attention.biases else "none",
-        function=any(x is not None for x in (attention.score_mod, attention.softcap, attention.factor)),
+        bias=bias,
+        function=looked_up or any(x is not None for x in beyond),
         dropout=attention.dropout_p is not None,
         sink=attention.sink is not None,
     )
+
+
+def _is_stored(bias: Expr, attention: Attention) -> bool:
+    """Whether a tensor with an element for each query and key is read."""
+    query, key = {*attention.axes.query}, {*attention.axes.key}
+    symbols = [set().union(*(i.free_symbols for i in x.index)) for x in walk(bias) if isinstance(x, Load)]
+    return any(found & query and found & key for found in symbols)
 
 
 def _mask(attention: Attention, facts: Facts, q_len: int, kv_len: int) -> tuple[str, float]:

@@ -68,8 +68,8 @@ class _Call:
         return self.seed is not None or tiles or looks_up
 
     def config(self, kernel: str) -> Config:
-        width = max(self.query.shape[3], self.value.shape[3])
-        return config(kernel, self.query.dtype, width, _capability(self.query.device), self._is_heavy)
+        widths = (self.query.shape[3], self.value.shape[3])
+        return config(kernel, self.query.dtype, widths, _capability(self.query.device), self._is_heavy)
 
     def constants(self, kernel: str) -> dict[str, Any]:
         head_dim, value_dim = self.query.shape[3], self.value.shape[3]

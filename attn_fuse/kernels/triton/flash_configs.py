@@ -39,17 +39,21 @@ _FLOAT = {
 }
 
 
-def config(kernel: str, dtype: torch.dtype, width: int, capability: int, heavy: bool) -> Config:
-    """kernel: forward, query, key_value or input. width: of the wider of a row of key and of value.
+def config(kernel: str, dtype: torch.dtype, widths: tuple[int, int], capability: int, heavy: bool) -> Config:
+    """kernel: forward, query, key_value or input. widths: of a row of key and of one of value.
 
     capability: the major one of the device. heavy: whether the scores need many registers of their own.
     """
     half = dtype.itemsize == 2
     table = (_HALF if half else _FLOAT)[kernel]
-    most = next(most for most in table if width <= most)
+    most = next(most for most in table if max(widths) <= most)
     others = _HALF_ON.get(capability, {}).get(kernel, {}) if half else {}
     chosen = others.get(most, table[most])
-    if not heavy:
-        return chosen
-    rows = max(16, chosen.block_m // 2) if kernel == "key_value" else chosen.block_m
-    return replace(chosen, block_m=rows, num_warps=8, num_stages=min(2, chosen.num_stages))
+    if heavy:
+        rows = max(16, chosen.block_m // 2) if kernel == "key_value" else chosen.block_m
+        chosen = replace(chosen, block_m=rows, num_warps=8, num_stages=min(2, chosen.num_stages))
+    # Triton 3.6 does not compile for 9.0 what gives each of two warps 8 columns of a product.
+    return replace(chosen, num_warps=4) if min(widths) <= _NARROW else chosen
+
+
+_NARROW = 32
