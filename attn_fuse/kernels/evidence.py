@@ -120,7 +120,7 @@ def apart(a: Case, b: Case) -> float:
     distance += _PER_OCTAVE["shape"] * octaves(_shape(a), _shape(b))
     distance += _PER_OCTAVE["head_dim"] * octaves(a.head_dim, b.head_dim)
     distance += _PER_OCTAVE["value_dim"] * octaves(a.value_dim / a.head_dim, b.value_dim / b.head_dim)
-    distance += _PER_OCTAVE["visible"] * octaves(a.visible, b.visible) * (a.mask == b.mask)
+    distance += _PER_OCTAVE["visible"] * octaves(a.visible, b.visible)
     distance += sum(cost for name, cost in _PER_KIND.items() if getattr(a, name) != getattr(b, name))
     distance += _HALF * ((a.itemsize == 2) != (b.itemsize == 2)) + _DOUBLE * ((a.itemsize == 8) != (b.itemsize == 8))
     if a.bias != b.bias:
