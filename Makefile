@@ -17,7 +17,7 @@ demo: .venv/ready-demo ## train a hand-written GPT four ways, side by side: loss
 	$(python) examples/nanogpt/train.py $(ARGS)
 
 test: .venv/ready-dev ## all tests but the slow, GPU, fuzz and transformers ones
-	$(PYTEST) -m "not slow and not gpu and not fuzz and not models" $(ARGS)
+	OMP_NUM_THREADS=1 $(PYTEST) -n 2 --dist loadfile -m "not slow and not gpu and not fuzz and not models" $(ARGS)
 
 slow: .venv/ready-dev ## the slow tests
 	$(PYTEST) -m "slow and not gpu and not fuzz and not models" $(ARGS)
