@@ -2,6 +2,7 @@
 PYTHON ?=
 python := .venv/bin/python
 PYTEST := $(python) -m pytest
+BESIDE := tests/triton tests/cpu/test_fuzz.py tests/cpu/test_grid.py
 QUICK := -m "not slow and not gpu and not fuzz and not models"
 
 .PHONY: help demo test slow fuzz test-models test-gpu gpu lint types bench recall evidence regret clean
@@ -17,13 +18,13 @@ help: ## this list
 demo: .venv/ready-demo ## train a hand-written GPT four ways, side by side: loss, time, memory, samples
 	$(python) examples/nanogpt/train.py $(ARGS)
 
-# Triton's tests, which spend their time in its interpreter and compiler, run beside the others. 5: none was selected.
+# Triton's tests and two long ones run beside the others. 5: none was selected.
 test: .venv/ready-dev ## all tests but the slow, GPU, fuzz and transformers ones
 	@export OMP_NUM_THREADS=1; \
-	$(PYTEST) $(QUICK) tests/triton $(ARGS) >.venv/triton.log 2>&1 & triton=$$!; \
-	$(PYTEST) $(QUICK) --ignore=tests/triton $(ARGS); rest=$$?; \
-	wait $$triton; triton=$$?; cat .venv/triton.log; \
-	for rc in $$rest $$triton; do [ $$rc -eq 0 ] || [ $$rc -eq 5 ] || exit $$rc; done; [ $$rest$$triton -ne 55 ]
+	$(PYTEST) $(QUICK) $(BESIDE) $(ARGS) >.venv/beside.log 2>&1 & beside=$$!; \
+	$(PYTEST) $(QUICK) $(BESIDE:%=--ignore=%) $(ARGS); rest=$$?; \
+	wait $$beside; beside=$$?; cat .venv/beside.log; \
+	for rc in $$rest $$beside; do [ $$rc -eq 0 ] || [ $$rc -eq 5 ] || exit $$rc; done; [ $$rest$$beside -ne 55 ]
 
 slow: .venv/ready-dev ## the slow tests
 	$(PYTEST) -m "slow and not gpu and not fuzz and not models" $(ARGS)
