@@ -12,22 +12,18 @@ Where it takes knowledge of the meaning to say which product is the one of query
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-import torch
 from torch.fx import GraphModule, Node
 
 from attn_fuse.attention import Refusal
 from attn_fuse.names import (
     CASTS,
-    CREATION,
     DROPOUT,
     ELEMENTWISE,
     FUSED,
     IN_THE_SHAPE_OF,
-    JOINS,
     LAYOUT,
-    LOOKUPS,
     PRODUCTS,
     REDUCTIONS,
     SIZE_QUERIES,
@@ -37,9 +33,9 @@ from attn_fuse.names import (
     value_of,
 )  # fmt: skip
 from attn_fuse.scopes import Scope, scopes
+from attn_fuse.walk import BETWEEN, Walk, ancestors_within, is_product, is_tuple
 from attn_fuse.writes import include_writes, writes_of
 
-_BETWEEN = ELEMENTWISE | LAYOUT | CREATION | DROPOUT | REDUCTIONS | JOINS | LOOKUPS | SOFTMAX
 # More score products than this are tried in turn; a graph that joins so many is something else.
 _MOST_CANDIDATES = 4
 
@@ -112,7 +108,7 @@ def find_sites(module: GraphModule) -> list[Site]:
 
 def cut_at(region: Region, node: Node) -> Region | None:
     """The region with `node` read as a leaf; None if the scores pass through it, or if it may be written in place."""
-    places = {node} if not _is_tuple(node) else {user for user in node.users if user in region.nodes}
+    places = {node} if not is_tuple(node) else {user for user in node.users if user in region.nodes}
     if region.mutates or places & _dependents_of_products(region) or not places <= set(region.nodes):
         return None
     inside: set[Node] = set()
@@ -125,7 +121,7 @@ def cut_at(region: Region, node: Node) -> Region | None:
         elif current not in inside:
             inside.add(current)
             todo += current.all_input_nodes
-    if any(_is_tuple(leaf) for leaf in leaves):
+    if any(is_tuple(leaf) for leaf in leaves):
         return None
     order = {n: i for i, n in enumerate((*region.leaves, *region.nodes))}
     return replace(
@@ -137,7 +133,7 @@ def cut_at(region: Region, node: Node) -> Region | None:
 
 def _in_scope(scope: Scope) -> Iterator[Site]:
     graph = scope.module.graph
-    anchors = [n for n in graph.nodes if n.op.startswith("call_") and op_name(n) in SOFTMAX | FUSED | {"exp", "exp2"}]
+    anchors = [n for n in graph.nodes if n.op.startswith("call_") and _is_anchor(n)]
     if not anchors:
         return
     position = {node: i for i, node in enumerate(graph.nodes)}
@@ -153,10 +149,17 @@ def _in_scope(scope: Scope) -> Iterator[Site]:
                     yield site
 
 
+def _is_anchor(node: Node) -> bool:
+    if op_name(node) in ("exp", "exp2"):
+        # The exponential of one number is a temperature, as contrastive losses have it.
+        return any(not isinstance(n, int) or n != 1 for n in getattr(value_of(node), "shape", ()))
+    return op_name(node) in SOFTMAX | FUSED
+
+
 def _site(
     scope: Scope, anchor: Node, output: Node, position: dict[Node, int], writes: list[tuple[Node, int]]
 ) -> Site | None:
-    walk = _Walk(anchor)
+    walk = Walk(anchor)
     walk.from_output(output)
     unsure = op_name(anchor) in ("exp", "exp2") and not any(op_name(n) in REDUCTIONS for n in walk.inside)
     unsure = unsure or op_name(output) == "sum"
@@ -174,18 +177,18 @@ def _site(
         # Together they may be one product over cached and new keys.
         walks = walks if op_name(output) == "add" else []
         for product in walk.scores[:_MOST_CANDIDATES]:
-            walks.append(_Walk(anchor, only=product))
+            walks.append(Walk(anchor, only=product))
             walks[-1].from_output(output)
     return Site(anchor, tuple(_region(scope, anchor, output, w, position, writes) for w in walks), unsure)
 
 
 def _region(
-    scope: Scope, softmax: Node, output: Node, walk: _Walk, position: dict[Node, int], writes: list[tuple[Node, int]]
+    scope: Scope, softmax: Node, output: Node, walk: Walk, position: dict[Node, int], writes: list[tuple[Node, int]]
 ) -> Region | Unread:
     def refused(reason: str, node: Node) -> Unread:
         return Unread(scope, softmax, Refusal(reason, node))
 
-    several = next((n for n in walk.leaves if _is_tuple(n)), None)
+    several = next((n for n in walk.leaves if is_tuple(n)), None)
     if several is not None:
         return refused("several tensors are read at once", several)
     nested = next((n for n in walk.leaves if getattr(value_of(n), "is_nested", False)), None)
@@ -248,9 +251,9 @@ def _outputs(anchor: Node) -> list[Node]:
                 continue
             reached.add(user)
             name = op_name(user) if user.op.startswith("call_") else user.op
-            if name in PRODUCTS or (name == "sum" and _is_product(user)):
+            if is_product(user):
                 products.append(user)
-            if name in _BETWEEN:
+            if name in BETWEEN:
                 todo.append(user)
     # A sum that normalises the weights looks like a product too, but then there is a real one as well.
     real = [product for product in products if op_name(product) in PRODUCTS] or products
@@ -268,7 +271,7 @@ def _outputs(anchor: Node) -> list[Node]:
 
 def _is_of_parts(product: Node, anchor: Node) -> bool:
     """Whether what `product` takes of the weights is some of their keys only."""
-    between = _ancestors_within(product, anchor) - {product, anchor}
+    between = ancestors_within(product, anchor) - {product, anchor}
     return any(n in between and op_name(n) in ("getitem", "narrow", "select") for n in product.all_input_nodes)
 
 
@@ -284,158 +287,6 @@ def _with_division(product: Node, reached: set[Node]) -> Node:
         else:
             break
     return product
-
-
-def _is_product(node: Node) -> bool:
-    """Whether a sum is one over products of elements of two tensors: a matrix product written out."""
-    source = node.all_input_nodes[0] if node.all_input_nodes else None
-    return (
-        source is not None
-        and source.op.startswith("call_")
-        and op_name(source) == "mul"
-        and len([n for n in source.all_input_nodes if _is_tensor(n)]) == 2
-        and len(source.all_input_nodes) == 2
-    )
-
-
-@dataclass(eq=False)
-class _Walk:
-    """The walk backward from the product with the value. only: the one product that may be that of query and key."""
-
-    softmax: Node
-    only: Node | None = None
-    inside: set[Node] = field(default_factory=set)
-    leaves: set[Node] = field(default_factory=set)
-    operands: set[Node] = field(default_factory=set)
-    scores: list[Node] = field(default_factory=list)
-
-    def from_output(self, output: Node) -> None:
-        self.inside.add(output)
-        if op_name(output) in FUSED:
-            named = dict(zip(("query", "key", "value"), output.args, strict=False)) | dict(output.kwargs)
-            for operand in (named["query"], named["key"], named["value"]):
-                self.operand(operand)
-            for other in output.all_input_nodes:
-                self.inner(other)
-            return
-        weights = _ancestors_within(output, self.softmax)
-        if op_name(output) == "add":
-            for product in output.all_input_nodes:
-                self.from_product(product, weights)
-            return
-        while op_name(output) not in PRODUCTS and not (op_name(output) == "sum" and _is_product(output)):
-            # The division by the sum stands after the product.
-            product = next(n for n in output.all_input_nodes if n in weights and _leads_to_product(n, weights))
-            for operand in output.all_input_nodes:
-                if operand is not product:
-                    self.inner(operand)
-            output = product
-        self.from_product(output, weights)
-
-    def from_product(self, output: Node, weights: set[Node]) -> None:
-        self.inside.add(output)
-        if op_name(output) == "sum":
-            output = output.all_input_nodes[0]
-            self.inside.add(output)
-        for operand in output.all_input_nodes:
-            if operand in weights:
-                self.inner(operand)
-            else:
-                self.operand(operand)
-
-    def leaf(self, node: Node) -> None:
-        """Read `node` as it is. A shape is not read but asked for, where it is used."""
-        (self.inside if _is_tuple(node) else self.leaves).add(node)
-
-    def close(self) -> None:
-        """Read what is still missing: that of which a shape is asked, unless it is in the region."""
-        while missing := {a for n in self.inside for a in n.all_input_nodes} - self.inside - self.leaves:
-            for node in missing:
-                self.leaf(node)
-
-    def inner(self, node: Node) -> None:
-        """On the way from the weights to the scores, or on the mask side of it."""
-        if node in self.inside or node in self.leaves:
-            return
-        name = op_name(node) if node.op.startswith("call_") else node.op
-        if not _is_tensor(node) and not _is_tuple(node) and name not in LAYOUT:
-            self.leaf(node)
-        elif name in PRODUCTS or (name == "sum" and _is_product(node) and not self._is_after_exp(node)):
-            if self.only is not None and node is not self.only:
-                self.leaf(node)
-                return
-            self.inside.add(node)
-            self.scores.append(node)
-            factors = node
-            if name == "sum":
-                factors = node.all_input_nodes[0]
-                self.inside.add(factors)
-            for arg in factors.all_input_nodes:
-                self.operand(arg)
-        elif node is self.softmax or name in _BETWEEN:
-            if (name == "getitem" and not (_is_slicing(node) or _is_lookup(node))) or _is_one_of_several(node):
-                self.leaf(node)
-                return
-            self.inside.add(node)
-            for arg in node.all_input_nodes:
-                self.inner(arg)
-        else:
-            self.leaf(node)
-
-    def _is_after_exp(self, node: Node) -> bool:
-        return self.softmax in _ancestors(node)
-
-    def operand(self, node: Node) -> None:
-        """From a product back to its query, key or value, through the layout and a scale."""
-        if node in self.inside or node in self.leaves:
-            return
-        name = op_name(node) if node.op.startswith("call_") else node.op
-        tensors = [n for n in node.all_input_nodes if _is_tensor(n) or _is_tuple(n)]
-        scaling = name in ("mul", "div") and len(tensors) == 1
-        if (
-            (name in CREATION and name in ("empty", "zeros"))
-            or scaling
-            or name in CASTS
-            or (name in LAYOUT and (name != "getitem" or _is_slicing(node)) and not _is_one_of_several(node))
-        ):
-            self.inside.add(node)
-            for number, arg in enumerate(node.all_input_nodes):
-                if (number == 0 and arg in tensors) or (arg in tensors and scaling):
-                    self.operand(arg)
-                elif arg not in self.inside:
-                    self.leaf(arg)
-        else:
-            self.leaf(node)
-            self.operands.add(node)
-
-
-def _is_tensor(node: Node) -> bool:
-    return isinstance(value_of(node), torch.Tensor)
-
-
-def _is_tuple(node: Node) -> bool:
-    return isinstance(value_of(node), (tuple, list))
-
-
-def _is_one_of_several(node: Node) -> bool:
-    """Whether `node` is one of the tensors that an operation gives at once, other than by cutting one up."""
-    source = node.all_input_nodes[0] if op_name(node) == "getitem" and node.all_input_nodes else None
-    return source is not None and _is_tuple(source) and op_name(source) not in LAYOUT | {"max", "min", "size", "shape"}
-
-
-def _is_slicing(node: Node) -> bool:
-    """Whether a getitem takes slices, positions and new axes only, not a tensor of positions."""
-    parts = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-    return not any(isinstance(p, list) or (isinstance(p, Node) and _is_tensor(p)) for p in parts)
-
-
-def _is_lookup(node: Node) -> bool:
-    """Whether a getitem takes tensors of whole-number positions."""
-    parts = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-    tensors = [value_of(p) for p in parts if isinstance(p, Node)]
-    return not any(isinstance(p, list) for p in parts) and all(
-        not isinstance(t, torch.Tensor) or t.dtype in (torch.int64, torch.int32) for t in tensors
-    )
 
 
 def _hides_a_product(leaf: Node) -> bool:
@@ -455,19 +306,6 @@ def _hides_a_product(leaf: Node) -> bool:
     return False
 
 
-def _ancestors_within(output: Node, softmax: Node) -> set[Node]:
-    """The nodes from `softmax` to `output`, both included."""
-    reached = {softmax}
-    todo = [softmax]
-    while todo:
-        for user in todo.pop().users:
-            if user not in reached:
-                reached.add(user)
-                if user is not output:
-                    todo.append(user)
-    return reached
-
-
 def _reached_from(nodes: list[Node]) -> set[Node]:
     reached, todo = set(nodes), list(nodes)
     while todo:
@@ -476,24 +314,6 @@ def _reached_from(nodes: list[Node]) -> set[Node]:
                 reached.add(user)
                 todo.append(user)
     return reached
-
-
-def _ancestors(node: Node) -> set[Node]:
-    found: set[Node] = set()
-    todo = [node]
-    while todo:
-        for source in todo.pop().all_input_nodes:
-            if source not in found:
-                found.add(source)
-                todo.append(source)
-    return found
-
-
-def _leads_to_product(node: Node, within: set[Node]) -> bool:
-    """Whether `node` is a product of what the softmax gives, or a cast of one."""
-    while op_name(node) in CASTS:
-        node = node.all_input_nodes[0]
-    return op_name(node) in PRODUCTS or (op_name(node) == "sum" and _is_product(node))
 
 
 def _dependents(source: Node, within: set[Node]) -> set[Node]:
@@ -508,5 +328,5 @@ def _dependents(source: Node, within: set[Node]) -> set[Node]:
 
 def _dependents_of_products(region: Region) -> set[Node]:
     within = set(region.nodes)
-    products = [n for n in region.nodes if op_name(n) in PRODUCTS or (op_name(n) == "sum" and _is_product(n))]
+    products = [n for n in region.nodes if is_product(n)]
     return set().union(*(_dependents(p, within) for p in products))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -20,15 +19,7 @@ from attn_fuse.names import (
     storages,
 )
 from attn_fuse.scopes import scopes
-
-
-class Walk(Protocol):
-    """The nodes of a region so far, what they read, and a way to go on from one more."""
-
-    inside: set[Node]
-    leaves: set[Node]
-
-    def inner(self, node: Node) -> None: ...
+from attn_fuse.walk import Walk
 
 
 def written_storages(module: GraphModule) -> set[int]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from attn_fuse.kernels.chunked_blocks import attend, attend_backward
+from attn_fuse.kernels.once import once
 
 # torch's caches on disk know an operator by its name and see no change in what it computes: raise it with each.
 VERSION = 2
@@ -46,33 +47,17 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
     ctx.save_for_backward(query, key, value, seed, *output, *tensors)
 
 
-def _gradients(ctx: Any, grad_out: Tensor, *_: Any) -> tuple[Any, ...]:
-    # Read once: under activation checkpointing they can be unpacked only once.
-    saved = ctx.saved_tensors
+@once
+def _gradients(ctx: Any, saved: Sequence[Tensor], grad_out: Tensor) -> tuple[Any, ...]:
     query, key, value, seed, out, row_max, row_sum, *tensors = saved
     wanted = [bool(need) for need in ctx.needs_input_grad[3]]
     dquery, dkey, dvalue, dinputs = chunked_backward(
         grad_out, query, key, value, tensors, ctx.numbers, seed, ctx.dropout_p, out, row_max, row_sum, ctx.program,
         wanted,
     )  # fmt: skip
-    found = [dquery, dkey, dvalue, *(d if need else None for d, need in zip(dinputs, wanted, strict=True))]
-    anchor = next((x for x in (grad_out, *saved) if x is not None and x.requires_grad), None)
-    if torch.is_grad_enabled() and anchor is not None:
-        found = [*_Once.apply(anchor, *(None if d is None else d.detach() for d in found))]
+    dinputs = [d if need else None for d, need in zip(dinputs, wanted, strict=True)]
     # torch takes an empty list for the gradients of a list, and None for no gradient of anything else.
-    return (*found[:3], found[3:], None if ctx.numbers else [], None, None, None)
-
-
-class _Once(torch.autograd.Function):
-    """Gradients that say so when they are to be differentiated, where torch would only warn."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        return tuple(None if x is None else x.clone() for x in gradients)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise RuntimeError("chunked attention cannot be differentiated twice")
+    return (dquery, dkey, dvalue, dinputs, None if ctx.numbers else [], None, None, None)
 
 
 _LIBRARY = torch.library.Library("attn_fuse", "FRAGMENT")

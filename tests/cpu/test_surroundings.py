@@ -244,6 +244,19 @@ def test_an_operation_on_the_scores_that_is_not_known() -> None:
     assert_refused(unknown, *tensors(2, 3, S, 16), reason="the scores pass through ")
 
 
+def test_a_temperature_is_no_attention() -> None:
+    """CLIP's comparison of images with texts (arXiv 2103.00020): an exponential between two products."""
+
+    def compared(images: Tensor, texts: Tensor, weight: Tensor) -> Tensor:
+        scale = torch.full((), 2.6).exp()
+        images, texts = images @ weight, texts @ weight
+        images, texts = (x / x.pow(2).sum(-1, keepdim=True).sqrt() for x in (images, texts))
+        return (scale * images) @ texts.T
+
+    outcome = check(compared, torch.randn(7, 16), torch.randn(5, 16), torch.randn(16, 8))
+    assert not outcome.sites
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()

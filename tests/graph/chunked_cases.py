@@ -16,32 +16,12 @@ from torch import Tensor
 
 from attn_fuse.kernels.chunked_op import chunked
 from attn_fuse.kernels.score_program import ScoreProgram
+from tests.grid.features import At, Sizes
 from tests.harness import ROUNDINGS, TIMES_EAGER
 
 S, B, H, Q, K = ["score"], ["b"], ["h"], ["i"], ["j"]
 INF = math.inf
-Make = Callable[["Sizes"], list[Tensor]]
-
-
-@dataclass(frozen=True)
-class Sizes:
-    batch: int
-    heads: int
-    kv_heads: int
-    q_len: int
-    kv_len: int
-    head_dim: int
-    value_dim: int
-
-
-@dataclass(frozen=True)
-class At:
-    """Where the dense scores are, as four tensors that broadcast."""
-
-    b: Tensor
-    h: Tensor
-    i: Tensor
-    j: Tensor
+Make = Callable[[Sizes], list[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -281,8 +261,7 @@ def naive(
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
     raw = query @ key.mT
-    ranges = [torch.arange(n).view([-1 if d == at else 1 for d in range(4)]) for at, n in enumerate(raw.shape)]
-    found = case.dense(raw, At(*ranges), *inputs)
+    found = case.dense(raw, At.scores(query, key), *inputs)
     scores, factor, sink = found if isinstance(found, tuple) else (found, None, None)
     empty = (scores == -INF).all(-1, keepdim=True)
     scores = scores.masked_fill(empty, 0.0)

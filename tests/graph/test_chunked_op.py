@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from attn_fuse.kernels import chunked_blocks, chunked_plan
 from attn_fuse.kernels.chunked_op import chunked, chunked_backward
 from attn_fuse.kernels.score_program import ScoreProgram
+from tests.dropout import check_distribution, check_seed, kept_weights, seeded
 from tests.graph.chunked_cases import (
     CASE,
     CASES,
@@ -142,45 +143,23 @@ def test_empty(name: str, s: Sizes) -> None:
     assert all((x == 0).all() for x in got.values())
 
 
-def seeded(number: int) -> Tensor:
-    return torch.tensor([number])
-
-
-def kept_weights(seed: Tensor, p: float, batch: int, heads: int, q_len: int, kv_len: int) -> Tensor:
-    """What the operator multiplies the weights by: with equal scores, the values tell."""
-    zeros = torch.zeros(batch, heads, q_len, 4)
-    values = torch.eye(kv_len).expand(batch, heads, -1, -1)
-    program = ScoreProgram(const(0.0)).dumps()
-    return chunked(zeros, zeros.new_zeros(batch, heads, kv_len, 4), values, [], [], seed, p, program)[0] * kv_len
+def with_dropout(query: Tensor, key: Tensor, value: Tensor, seed: Tensor, p: float) -> Tensor:
+    return chunked(query, key, value, [], [], seed, p, ScoreProgram(const(0.0)).dumps())[0]
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 def test_dropout_keeps_its_distribution(p: float) -> None:
-    kept = kept_weights(seeded(7), p, 2, 3, 64, 96)
-    share = (kept > 0).double()
-    torch.testing.assert_close(kept[kept > 0], torch.full_like(kept[kept > 0], 1 / (1 - p)))
-    # Six standard deviations, of all entries and of those of each batch, head, query and key.
-    deviation = 6 * math.sqrt(p * (1 - p))
-    for over in [(0, 1, 2, 3), (1, 2, 3), (0, 2, 3), (0, 1, 3), (0, 1, 2)]:
-        means = share.mean(over)
-        assert (means - (1 - p)).abs().max() <= deviation / math.sqrt(share.numel() / means.numel())
-    # No entry tells of its neighbour, of the next query, head or batch.
-    centred = (share - (1 - p)) / math.sqrt(p * (1 - p))
-    for dimension, size in enumerate(share.shape):
-        pairs = centred.narrow(dimension, 0, size - 1) * centred.narrow(dimension, 1, size - 1)
-        assert pairs.mean().abs() <= 6 / math.sqrt(pairs.numel())
+    check_distribution(with_dropout, p)
 
 
 def test_dropout_depends_on_the_seed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    first = kept_weights(seeded(1), 0.5, 1, 2, 40, 40)
-    assert torch.equal(first, kept_weights(torch.tensor(1), 0.5, 1, 2, 40, 40))
-    for other in (2, -1, 2**62):
-        same = (first == kept_weights(seeded(other), 0.5, 1, 2, 40, 40)).double().mean()
-        assert abs(same - 0.5) < 6 * 0.5 / math.sqrt(first.numel())
-    monkeypatch.setattr(chunked_plan, "QUERY_BLOCK", 13)
-    monkeypatch.setattr(chunked_plan, "MOST_QUERIES", 13)
-    monkeypatch.setattr(chunked_plan, "KEY_BLOCK", 64)
-    torch.testing.assert_close(first, kept_weights(seeded(1), 0.5, 1, 2, 40, 40))
+    def with_other_blocks(*tensors: Any) -> Tensor:
+        monkeypatch.setattr(chunked_plan, "QUERY_BLOCK", 13)
+        monkeypatch.setattr(chunked_plan, "MOST_QUERIES", 13)
+        monkeypatch.setattr(chunked_plan, "KEY_BLOCK", 64)
+        return with_dropout(*tensors)
+
+    check_seed(with_dropout, with_other_blocks)
 
 
 @pytest.mark.parametrize("p", [0.3, 1.0])
@@ -188,7 +167,7 @@ def test_dropout_depends_on_the_seed_alone(monkeypatch: pytest.MonkeyPatch) -> N
 def test_dropout_against_its_own_mask(name: str, p: float) -> None:
     case, s = CASE[name], USUAL
     tensors = drawn(case, s, torch.float32)
-    kept = kept_weights(seeded(3), p, s.batch, s.heads, s.q_len, s.kv_len)
+    kept = kept_weights(with_dropout, seeded(3), p, s.batch, s.heads, s.q_len, s.kv_len)
     kept = torch.where(kept > 0, 1 / (1 - p) if p < 1 else 0.0, 0.0).double()
     grad_out = torch.randn(s.batch, s.heads, s.q_len, s.value_dim)
     got = results(lambda *x: operator(case, *x, numbers=case.numbers(s), seed=seeded(3), p=p), tensors, grad_out)

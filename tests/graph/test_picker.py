@@ -21,6 +21,7 @@ from attn_fuse.kernels.evidence import AS_WRITTEN, REACH, Row, Table, apart, com
 from attn_fuse.kernels.measure import Device, this_device
 from attn_fuse.kernels.specimens import reach_of
 from attn_fuse.kernels.switches import Switches, forbidden
+from attn_fuse.report import collecting
 
 CPU = torch.device("cpu")
 HERE = this_device(CPU)
@@ -377,16 +378,15 @@ class TestSwitches:
         torch._dynamo.reset()
         options = {"inner_backend": "eager", "kernels": ["cpu_flash"]}
         run = torch.compile(plain, backend=backend, options=options)
-        expected = run(Q)
-        count = len(attn_fuse.reports())
-        assert attn_fuse.reports()[-1].sites[0].fused
-        with sdpa_kernel([SDPBackend.MATH]):
+        with collecting() as first:
+            expected = run(Q)
+        with collecting() as second, sdpa_kernel([SDPBackend.MATH]):
             assert torch.allclose(run(Q), expected, atol=1e-6)
-            site = attn_fuse.reports()[-1].sites[0]
-            assert not site.fused and "switched off" in site.blocker.reason
-            after = len(attn_fuse.reports())
+        with collecting() as third:
             run(Q)
-        run(Q)
-        with sdpa_kernel([SDPBackend.MATH]):
-            run(Q)
-        assert len(attn_fuse.reports()) == after > count, "each setting is compiled for once"
+            with sdpa_kernel([SDPBackend.MATH]):
+                run(Q)
+        assert [len(graphs) for graphs in (first, second, third)] == [1, 1, 0], "each setting is compiled for once"
+        assert first[0].sites[0].fused
+        site = second[0].sites[0]
+        assert not site.fused and "switched off" in site.blocker.reason

@@ -6,12 +6,8 @@ Triton is told to interpret before it is imported, so the tests run in a process
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import itertools
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -32,13 +28,11 @@ from tests.graph.chunked_cases import (
     where,
 )
 from tests.harness import ROUNDINGS, TIMES_EAGER
+from tests.triton.interpreted import INTERPRETED, interpreted, run_interpreted
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
     from attn_fuse.kernels.triton import decode as module
     from attn_fuse.kernels.triton.decode_op import decode
-
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1 from the start")
 
 Q_LEN, KV_LEN, SPLITS = (1, 2, 5, 16), (1, 17, 300, 1000), (1, 3, 9)
 # Of every kind of score program each query length, each cache and each number of splits, not each with each.
@@ -50,12 +44,8 @@ SOME = [
 ALL = [*itertools.product(CASES, Q_LEN, KV_LEN, SPLITS)]
 
 
-@pytest.mark.skipif(INTERPRETED, reason="runs in that process")
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 def test_in_a_process_that_interprets() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "1"})
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    run_interpreted(__file__)
 
 
 def sizes(q_len: int, kv_len: int, **other: int) -> Sizes:

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -21,17 +17,11 @@ from attn_fuse.facts import Facts
 from attn_fuse.kernels.triton_decode import TRITON_DECODE
 from attn_fuse.report import collecting
 from tests.models.surroundings import GrowingCache, SlicedCache
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1 from the start")
+from tests.triton.interpreted import interpreted, run_interpreted
 
 
-@pytest.mark.skipif(INTERPRETED, reason="runs in that process")
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 def test_in_a_process_that_interprets() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "1"})
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    run_interpreted(__file__)
 
 
 class Decoder(nn.Module):

@@ -5,11 +5,7 @@ Triton is told to interpret before it is imported, so the tests run in a process
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,13 +16,13 @@ import torch
 from torch import Tensor
 
 from attn_fuse.kernels.score_program import ScoreProgram
+from tests.dropout import check_distribution, check_seed, kept_weights, seeded
 from tests.graph.chunked_cases import (
     CASE,
     CASES,
     INF,
     SIZES,
     USUAL,
-    At,
     B,
     Case,
     K,
@@ -41,23 +37,18 @@ from tests.graph.chunked_cases import (
     results,
     where,
 )
+from tests.grid.features import At
+from tests.triton.interpreted import INTERPRETED, interpreted, run_interpreted
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
     from attn_fuse.kernels.triton import flash
     from attn_fuse.kernels.triton.flash_configs import Config
     from attn_fuse.kernels.triton.flash_op import triton_flash, triton_flash_backward
     from attn_fuse.kernels.triton.spans import spans
 
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1 from the start")
 
-
-@pytest.mark.skipif(INTERPRETED, reason="runs in that process")
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 def test_in_a_process_that_interprets() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "1"})
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    run_interpreted(__file__)
 
 
 @pytest.fixture(autouse=True)
@@ -304,46 +295,23 @@ def test_not_a_number_stays_one(bad: float) -> None:
 # ---- dropout
 
 
-def seeded(number: int) -> Tensor:
-    return torch.tensor([number])
-
-
-def kept_weights(seed: Tensor, p: float, batch: int, heads: int, q_len: int, kv_len: int) -> Tensor:
-    """What the operator multiplies the weights by: with equal scores, the values tell."""
-    zeros = torch.zeros(batch, heads, q_len, 4)
-    values = torch.eye(kv_len).expand(batch, heads, -1, -1)
-    program = ScoreProgram(const(0.0)).dumps()
-    keys = zeros.new_zeros(batch, heads, kv_len, 4)
-    return triton_flash(zeros, keys, values, [], [], seed, None, None, p, program)[0] * kv_len
+def with_dropout(query: Tensor, key: Tensor, value: Tensor, seed: Tensor, p: float) -> Tensor:
+    return triton_flash(query, key, value, [], [], seed, None, None, p, ScoreProgram(const(0.0)).dumps())[0]
 
 
 @interpreted
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 def test_dropout_keeps_its_distribution(p: float) -> None:
-    kept = kept_weights(seeded(7), p, 2, 3, 64, 96)
-    share = (kept > 0).double()
-    torch.testing.assert_close(kept[kept > 0], torch.full_like(kept[kept > 0], 1 / (1 - p)))
-    # Six standard deviations, of all entries and of those of each batch, head, query and key.
-    deviation = 6 * math.sqrt(p * (1 - p))
-    for over in [(0, 1, 2, 3), (1, 2, 3), (0, 2, 3), (0, 1, 3), (0, 1, 2)]:
-        means = share.mean(over)
-        assert (means - (1 - p)).abs().max() <= deviation / math.sqrt(share.numel() / means.numel())
-    # No entry tells of its neighbour, of the next query, head or batch.
-    centred = (share - (1 - p)) / math.sqrt(p * (1 - p))
-    for dimension, size in enumerate(share.shape):
-        pairs = centred.narrow(dimension, 0, size - 1) * centred.narrow(dimension, 1, size - 1)
-        assert pairs.mean().abs() <= 6 / math.sqrt(pairs.numel())
+    check_distribution(with_dropout, p)
 
 
 @interpreted
 def test_dropout_depends_on_the_seed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    first = kept_weights(seeded(1), 0.5, 1, 2, 40, 40)
-    assert torch.equal(first, kept_weights(torch.tensor(1), 0.5, 1, 2, 40, 40))
-    for other in (2, -1, 2**62):
-        same = (first == kept_weights(seeded(other), 0.5, 1, 2, 40, 40)).double().mean()
-        assert abs(same - 0.5) < 6 * 0.5 / math.sqrt(first.numel())
-    monkeypatch.setattr(flash, "config", lambda *_: Config(32, 16, 4, 1))
-    torch.testing.assert_close(first, kept_weights(seeded(1), 0.5, 1, 2, 40, 40))
+    def with_other_blocks(*tensors: Any) -> Tensor:
+        monkeypatch.setattr(flash, "config", lambda *_: Config(32, 16, 4, 1))
+        return with_dropout(*tensors)
+
+    check_seed(with_dropout, with_other_blocks)
 
 
 @interpreted
@@ -352,7 +320,7 @@ def test_dropout_depends_on_the_seed_alone(monkeypatch: pytest.MonkeyPatch) -> N
 def test_dropout_against_its_own_mask(name: str, p: float) -> None:
     case, s = CASE[name], USUAL
     tensors = drawn(case, s, torch.float32)
-    kept = kept_weights(seeded(3), p, s.batch, s.heads, s.q_len, s.kv_len)
+    kept = kept_weights(with_dropout, seeded(3), p, s.batch, s.heads, s.q_len, s.kv_len)
     kept = torch.where(kept > 0, 1 / (1 - p) if p < 1 else 0.0, 0.0).double()
     grad_out = torch.randn(s.batch, s.heads, s.q_len, s.value_dim)
     got = results(lambda *x: operator(case, *x, numbers=case.numbers(s), seed=seeded(3), p=p), tensors, grad_out)

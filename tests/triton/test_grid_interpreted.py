@@ -6,11 +6,6 @@ bfloat16 wrongly; on a GPU tests/gpu has it.
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -18,9 +13,9 @@ from attn_fuse.kernels import KERNELS
 from tests.grid.backend import Grid, grids
 from tests.grid.case import SMALLER, Case
 from tests.grid.operators import DECODE, FLASH, HOPPER, check, operators
+from tests.triton.interpreted import interpreted, run_interpreted
 
 CPU = torch.device("cpu")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # With gradients, where a kernel gives any. Whether warps are specialised, the interpreter does not see.
 GRIDS = {
     grid.kernel.name: grid
@@ -35,15 +30,8 @@ OPERATED = [
 ]
 
 
-@pytest.mark.skipif(INTERPRETED, reason="runs in that process")
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 def test_in_a_process_that_interprets() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "1"})
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-
-
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1 from the start")
+    run_interpreted(__file__)
 
 
 @interpreted

@@ -28,38 +28,37 @@ from attn_fuse.kernels.score_program import ScoreProgram
 from attn_fuse.kernels.triton.hopper import TRITON_FLASH_HOPPER, TRITON_FLASH_HOPPER_SPECIALIZED
 from attn_fuse.report import collecting
 from tests.harness import ROUNDINGS, TIMES_EAGER, assert_fused, assert_refused, compiled, tensors
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1 from the start")
+from tests.triton.interpreted import INTERPRETED, interpreted, run_interpreted
 
 # Of one SM, in bytes and registers of a thread, by what the chip and PTX allow.
 SHARED_MEMORY, REGISTERS, REGISTERS_OF_TWELVE_WARPS = 232_448, 255, 168
 
 
-@pytest.mark.skipif(INTERPRETED, reason="runs in that process")
-@needs_triton
 def test_in_a_process_that_interprets() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "1"})
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    run_interpreted(__file__)
 
 
 # ---- compiled
 
 
-@pytest.mark.slow
+# Of each kernel one, and of both variants two; all of them take minutes.
+SOME = (
+    "forward-128-specialized-causal", "forward-128-documents", "key_value-64-specialized-causal", "query-128-softcap",
+)  # fmt: skip
+
+
 @pytest.mark.skipif(INTERPRETED, reason="the compiler runs where the interpreter does not")
-@needs_triton
-def test_compiled_for_hopper() -> None:
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+@pytest.mark.parametrize("names", [SOME, pytest.param((), marks=pytest.mark.slow)], ids=["some", "all"])
+def test_compiled_for_hopper(names: tuple[str, ...]) -> None:
     """Nothing spills; products are those of warp groups, operands come by the copy engine, warps are specialised."""
     root = Path(__file__).parents[2]
-    command = [sys.executable, str(Path(__file__).with_name("hopper_compile.py"))]
+    command = [sys.executable, str(Path(__file__).with_name("hopper_compile.py")), *names]
     done = subprocess.run(command, capture_output=True, text=True, cwd=root, env=os.environ | {"PYTHONPATH": str(root)})
     assert done.returncode == 0, done.stderr[-4000:]
     found = {line["name"]: line for line in map(json.loads, done.stdout.splitlines())}
     # Forward at three widths and key_value at two specialised and three not, query at three: and the programs at 128.
-    assert len(found) == 35
+    assert set(found) == set(names) if names else len(found) == 35
     for name, of in found.items():
         assert of["stack"] == of["LDL"] == of["STL"] == 0, name
         assert of["HGMMA"] > 0 and of["UTMALDG"] > 0, name

@@ -5,11 +5,7 @@ Under Triton's interpreter, which is chosen before Triton is imported: the tests
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -28,22 +24,15 @@ from attn_fuse.kernels.triton.hopper import TRITON_FLASH_HOPPER
 from attn_fuse.kernels.triton.packed import Packed, packed_views
 from attn_fuse.kernels.triton_flash import TRITON_FLASH
 from tests.harness import assert_fused
+from tests.triton.interpreted import interpreted, run_interpreted
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 Results = tuple[Tensor, Tensor]
 BATCH, LENGTH, HEADS, DIM = 2, 19, 4, 16
 WIDTH = HEADS * DIM
 
 
-@pytest.mark.skipif(INTERPRETED, reason="runs in that process")
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 def test_in_a_process_that_interprets() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "1"})
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-
-
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1 from the start")
+    run_interpreted(__file__)
 
 
 # ---- programs: one packed tensor in, [batch, len, everything] out

@@ -17,6 +17,7 @@ import torch
 import triton
 from torch import Tensor
 
+from attn_fuse.kernels.operands import check_shapes
 from attn_fuse.kernels.score_program import ScoreProgram, bound
 from attn_fuse.kernels.triton.decode_kernels import attend_split, join_splits
 from attn_fuse.kernels.triton.emitter import LONGEST
@@ -152,12 +153,7 @@ def _padded(width: int) -> int:
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
-    if not (query.ndim == key.ndim == value.ndim == 4):
-        raise ValueError("query, key and value need four dimensions")
-    if key.shape[:3] != value.shape[:3] or query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
-        raise ValueError(f"shapes do not fit: {[*query.shape]}, {[*key.shape]}, {[*value.shape]}")
-    if query.shape[1] != key.shape[1] and (key.shape[1] == 0 or query.shape[1] % key.shape[1]):
-        raise ValueError(f"{query.shape[1]} query heads are no multiple of {key.shape[1]} key heads")
+    check_shapes(query, key, value)
     if max(query.shape[3], value.shape[3]) > WIDEST_HEAD or key.shape[2] > LONGEST:
         raise ValueError(f"too large: {[*query.shape]}, {[*key.shape]}, {[*value.shape]}")
     if not query.dtype == key.dtype == value.dtype or query.dtype not in _DTYPES:

@@ -12,6 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
+from attn_fuse.kernels.operands import check_dropout, check_shapes
 from attn_fuse.kernels.score_gradient import differentiable, gradients, needed
 from attn_fuse.kernels.score_program import Block, Memo, accumulate, bound, evaluate, nodes
 from attn_fuse.kernels.triton import flash_backward, flash_forward
@@ -286,14 +287,8 @@ def _call(
     dropout_p: float,
     program: str,
 ) -> _Call:
-    if not (query.ndim == key.ndim == value.ndim == 4):
-        raise ValueError("query, key and value need four dimensions")
-    if key.shape[:3] != value.shape[:3] or query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
-        raise ValueError(f"shapes do not fit: {[*query.shape]}, {[*key.shape]}, {[*value.shape]}")
-    if query.shape[1] != key.shape[1] and (key.shape[1] == 0 or query.shape[1] % key.shape[1]):
-        raise ValueError(f"{query.shape[1]} query heads are no multiple of {key.shape[1]} key heads")
-    if not 0.0 <= dropout_p <= 1.0 or (dropout_p > 0.0 and (seed is None or seed.numel() != 1)):
-        raise ValueError("dropout needs a probability and a seed of one element")
+    check_shapes(query, key, value)
+    check_dropout(seed, dropout_p)
     if not query.dtype == key.dtype == value.dtype or query.dtype not in DTYPES:
         raise ValueError(f"not computed in {query.dtype}, {key.dtype}, {value.dtype}")
     if max(query.shape[3], value.shape[3]) > WIDEST or max(query.shape[2], key.shape[2]) >= LONGEST:

@@ -13,17 +13,15 @@ import triton
 import triton.language as tl
 
 from attn_fuse.kernels.triton.flash_forward import key_phases
-from attn_fuse.kernels.triton.tiles import kept, load_rows, plane, span, store_rows
+from attn_fuse.kernels.triton.tiles import kept, load_rows, place, plane, span, store_rows, stretch
 
 
 @triton.jit
 def sum_of_products(
     grad_out, out, delta, heads, q_len, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr
 ):
-    blocks = tl.cdiv(q_len, BLOCK_M)
-    rows = tl.program_id(0) % blocks * BLOCK_M + tl.arange(0, BLOCK_M)
-    h = tl.program_id(0) // blocks % heads
-    b = tl.program_id(0) // blocks // heads
+    block, h, b = place(tl.cdiv(q_len, BLOCK_M), heads)
+    rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     x = load_rows(grad_out, plane(grad_out, b, h), rows, q_len, VALUE_DIM, BLOCK_V, True)
     y = load_rows(out, plane(out, b, h), rows, q_len, VALUE_DIM, BLOCK_V, True)
     total = tl.sum(x.to(tl.float32) * y.to(tl.float32), 1)
@@ -50,9 +48,8 @@ def backward_query(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(q_len, BLOCK_M)
-    start = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK_M
-    h = tl.program_id(0) // blocks % heads
-    b = tl.program_id(0) // blocks // heads
+    block, h, b = place(blocks, heads)
+    start = (blocks - 1 - block) * BLOCK_M
     rows = start + tl.arange(0, BLOCK_M)
     i = rows[:, None]
     key_start, value_start = plane(key, b, h // groups), plane(value, b, h // groups)
@@ -65,12 +62,7 @@ def backward_query(
         first, last, start, lower, upper, q_len, kv_len, BLOCK_M, BLOCK_N
     )  # fmt: skip
     for phase in tl.static_range(3):
-        if phase == 0:
-            begin, end = first, inner_first
-        elif phase == 1:
-            begin, end = inner_first, inner_last
-        else:
-            begin, end = inner_last, last
+        begin, end = stretch(phase, first, inner_first, inner_last, last)
         if phase > 0 or lower is not None:
             for n in tl.range(begin, end, BLOCK_N):
                 columns = n + tl.arange(0, BLOCK_N)
@@ -126,10 +118,8 @@ def backward_key_value(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The scores are [keys, queries] here: so they stay in registers for the products with grad_out and query."""
-    blocks = tl.cdiv(kv_len, BLOCK_N)
-    start = tl.program_id(0) % blocks * BLOCK_N
-    kv_head = tl.program_id(0) // blocks % (heads // groups)
-    b = tl.program_id(0) // blocks // (heads // groups)
+    block, kv_head, b = place(tl.cdiv(kv_len, BLOCK_N), heads // groups)
+    start = block * BLOCK_N
     columns = start + tl.arange(0, BLOCK_N)
     j = columns[:, None]
     k = load_rows(key, plane(key, b, kv_head), columns, kv_len, HEAD_DIM, BLOCK_D, True)
@@ -144,12 +134,7 @@ def backward_key_value(
         first, last, start, lower, upper, q_len, kv_len, BLOCK_M, BLOCK_N
     )  # fmt: skip
     for phase in tl.static_range(3):
-        if phase == 0:
-            begin, end = first, inner_first
-        elif phase == 1:
-            begin, end = inner_first, inner_last
-        else:
-            begin, end = inner_last, last
+        begin, end = stretch(phase, first, inner_first, inner_last, last)
         if phase > 0 or upper is not None:
             # One loop over the query heads and their blocks: two within each other take many more registers.
             count = tl.cdiv(tl.maximum(end - begin, 0), BLOCK_M)
@@ -205,32 +190,32 @@ def backward_input(
     """
     row_blocks, column_blocks = tl.cdiv(row_count, BLOCK_M), tl.cdiv(kv_len, BLOCK_N)
     # What this program writes, then what it adds up: each a number in the mixed base of the dimensions concerned.
-    place = tl.program_id(0)
+    number = tl.program_id(0)
     count = 1
     own_b, own_h, own_m, own_n = 0, 0, 0, 0
     if ALONG_J:
-        own_n = place % column_blocks
-        place = place // column_blocks
+        own_n = number % column_blocks
+        number = number // column_blocks
     else:
         count = count * column_blocks
     if ALONG_I:
-        own_m = place % row_blocks
-        place = place // row_blocks
+        own_m = number % row_blocks
+        number = number // row_blocks
     else:
         count = count * row_blocks
     if ALONG_H:
-        own_h = place % heads
-        place = place // heads
+        own_h = number % heads
+        number = number // heads
     else:
         count = count * heads
     if ALONG_B:
-        own_b = place % batch
-        place = place // batch
+        own_b = number % batch
+        number = number // batch
     else:
         count = count * batch
     each = tl.cdiv(count, parts)
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for summand in range(place * each, tl.minimum(place * each + each, count)):
+    for summand in range(number * each, tl.minimum(number * each + each, count)):
         left = summand
         b, h, m, n = own_b, own_h, own_m, own_n
         if not ALONG_J:
@@ -273,7 +258,7 @@ def backward_input(
     own_rows = own_m * BLOCK_M + tl.arange(0, BLOCK_M)
     own_columns = own_n * BLOCK_N + tl.arange(0, BLOCK_N)
     # The elements of the gradient that lie before this program's.
-    before = tl.cast(place, tl.int64)
+    before = tl.cast(number, tl.int64)
     if ALONG_B:
         before = before * batch + own_b
     if ALONG_H:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_fuse.kernels.triton.tiles import kept, load_rows, plane, span, store_rows
+from attn_fuse.kernels.triton.tiles import kept, load_rows, place, plane, span, store_rows, stretch
 
 
 @triton.jit
@@ -47,9 +47,8 @@ def forward(
     """
     blocks = tl.cdiv(q_len, BLOCK_M)
     # Those that see most keys come first under a causal mask.
-    start = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK_M
-    h = tl.program_id(0) // blocks % heads
-    b = tl.program_id(0) // blocks // heads
+    block, h, b = place(blocks, heads)
+    start = (blocks - 1 - block) * BLOCK_M
     rows = start + tl.arange(0, BLOCK_M)
     i = rows[:, None]
     key_start, value_start = plane(key, b, h // groups), plane(value, b, h // groups)
@@ -67,12 +66,7 @@ def forward(
         first, last, start, lower, upper, q_len, kv_len, BLOCK_M, BLOCK_N
     )  # fmt: skip
     for phase in tl.static_range(3):
-        if phase == 0:
-            begin, end = first, inner_first
-        elif phase == 1:
-            begin, end = inner_first, inner_last
-        else:
-            begin, end = inner_last, last
+        begin, end = stretch(phase, first, inner_first, inner_last, last)
         if phase > 0 or lower is not None:
             for n in tl.range(begin, end, BLOCK_N):
                 columns = n + tl.arange(0, BLOCK_N)

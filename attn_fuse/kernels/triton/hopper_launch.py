@@ -17,6 +17,7 @@ from torch import Tensor
 from triton import cdiv, next_power_of_2
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from attn_fuse.kernels.operands import check_shapes
 from attn_fuse.kernels.score_program import ScoreProgram, Tree, bound, nodes
 from attn_fuse.kernels.triton.emitter import LONGEST
 from attn_fuse.kernels.triton.hopper_kernels import delta_kernel, forward_kernel, key_value_kernel, query_kernel
@@ -231,12 +232,7 @@ def _is_straight(node: Tree, parts: list[Tree]) -> bool:
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
-    if not (query.ndim == key.ndim == value.ndim == 4):
-        raise ValueError("query, key and value need four dimensions")
-    if key.shape[:3] != value.shape[:3] or query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
-        raise ValueError(f"shapes do not fit: {[*query.shape]}, {[*key.shape]}, {[*value.shape]}")
-    if query.shape[1] != key.shape[1] and (key.shape[1] == 0 or query.shape[1] % key.shape[1]):
-        raise ValueError(f"{query.shape[1]} query heads are no multiple of {key.shape[1]} key heads")
+    check_shapes(query, key, value)
     if not query.dtype == key.dtype == value.dtype:
         raise ValueError(f"not computed in {query.dtype}, {key.dtype}, {value.dtype}")
     if max(query.shape[3], value.shape[3]) > WIDEST or max(query.shape[2], key.shape[2]) >= LONGEST:

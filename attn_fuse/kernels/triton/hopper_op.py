@@ -11,11 +11,13 @@ which is how it is used next. On the CPU they run only under Triton's interprete
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from attn_fuse.kernels.once import once
 
 # torch's caches on disk know an operator by its name and see no change in what it computes: raise it with each.
 VERSION = 1
@@ -74,34 +76,6 @@ def fake_results(query: Tensor, value_dim: Any, sizes: Sequence[Any]) -> tuple[T
     batch, heads, q_len = sizes
     lse = query.new_empty(batch, heads, (q_len + 3) // 4 * 4, dtype=torch.float32)
     return heads_inside(query, (batch, heads, q_len, value_dim)), lse
-
-
-def once(gradient: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
-    """`gradient`, an autograd formula, whose results say so when they are to be differentiated."""
-
-    def found(ctx: Any, grad_out: Tensor, *rest: Any) -> tuple[Any, ...]:
-        # Read once: under activation checkpointing they can be unpacked only once.
-        saved = ctx.saved_tensors
-        results = gradient(ctx, saved, grad_out)
-        anchor = next((x for x in (grad_out, *saved) if x is not None and x.requires_grad), None)
-        if not torch.is_grad_enabled() or anchor is None:
-            return results
-        # Some are lists of tensors.
-        flat = [x for found in results for x in (found if isinstance(found, list) else [found])]
-        guarded = iter(_Once.apply(anchor, *(x.detach() if isinstance(x, Tensor) else x for x in flat)))
-        return tuple([next(guarded) for _ in x] if isinstance(x, list) else next(guarded) for x in results)
-
-    return found
-
-
-class _Once(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        return tuple(None if x is None else x.clone() for x in gradients)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise RuntimeError("flash attention cannot be differentiated twice")
 
 
 def register(

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_fuse.kernels.once import once
 from attn_fuse.kernels.triton import hopper_op
 
 # torch's caches on disk know an operator by its name and see no change in what it computes: raise it with each.
@@ -98,7 +99,7 @@ def _save_flash(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor,
     ctx.save_for_backward(packed, seed, of_queries, of_keys, *output, *tensors)
 
 
-@hopper_op.once
+@once
 def _flash_gradients(ctx: Any, saved: tuple[Tensor, ...], grad_out: Tensor) -> tuple[Any, ...]:
     packed, seed, of_queries, of_keys, out, row_max, row_sum, *tensors = saved
     wanted = [bool(need) for need in ctx.needs_input_grad[3]]
@@ -143,7 +144,7 @@ def _save_hopper(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor
     ctx.save_for_backward(packed, *output, *tensors)
 
 
-@hopper_op.once
+@once
 def _hopper_gradients(ctx: Any, saved: tuple[Tensor, ...], grad_out: Tensor) -> tuple[Any, ...]:
     packed, out, lse, *tensors = saved
     found = hopper_packed_backward(grad_out, packed, ctx.views, ctx.sizes, out, lse, tensors, ctx.numbers, *ctx.rest)

@@ -18,6 +18,25 @@ def plane(tensor, b, h):
 
 
 @triton.jit
+def place(blocks, heads):
+    """The block, head and batch entry that this program is for."""
+    number = tl.program_id(0)
+    return number % blocks, number // blocks % heads, number // blocks // heads
+
+
+@triton.jit
+def stretch(phase: tl.constexpr, first, inner_first, inner_last, last):
+    """Where one of the three phases of a loop begins, and one past where it ends."""
+    if phase == 0:
+        begin, end = first, inner_first
+    elif phase == 1:
+        begin, end = inner_first, inner_last
+    else:
+        begin, end = inner_last, last
+    return begin, end
+
+
+@triton.jit
 def load_rows(tensor, start, at, length, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHECKED: tl.constexpr):
     """Rows `at` of the matrix at `start`, [len(at), BLOCK]: 0 beyond WIDTH and, where CHECKED, beyond `length` rows."""
     d = tl.arange(0, BLOCK)

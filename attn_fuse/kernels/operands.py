@@ -1,0 +1,21 @@
+"""What every operator of ours asks of its tensors, said in one line where they do not fit."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Raise ValueError unless they are [B, H, Lq, D], [B, Hkv, Lk, D] and [B, Hkv, Lk, Dv], H a multiple of Hkv."""
+    if not (query.ndim == key.ndim == value.ndim == 4):
+        raise ValueError("query, key and value need four dimensions")
+    if key.shape[:3] != value.shape[:3] or query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
+        raise ValueError(f"shapes do not fit: {[*query.shape]}, {[*key.shape]}, {[*value.shape]}")
+    if query.shape[1] != key.shape[1] and (key.shape[1] == 0 or query.shape[1] % key.shape[1]):
+        raise ValueError(f"{query.shape[1]} query heads are no multiple of {key.shape[1]} key heads")
+
+
+def check_dropout(seed: Tensor | None, dropout_p: float) -> None:
+    """Raise ValueError unless dropout_p is a probability and, where it is not 0, there is a seed of one element."""
+    if not 0.0 <= dropout_p <= 1.0 or (dropout_p > 0.0 and (seed is None or seed.numel() != 1)):
+        raise ValueError("dropout needs a probability and a seed of one element")
