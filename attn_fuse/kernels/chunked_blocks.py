@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_fuse.kernels.chunked_diagonals import differences, summed_along_diagonals
+from attn_fuse.kernels.chunked_diagonals import differences
 from attn_fuse.kernels.chunked_plan import Part, Plan, planned, reads
 from attn_fuse.kernels.chunked_steps import run, shift_of
 from attn_fuse.kernels.score_gradient import differentiable, gradients, needed
@@ -115,7 +115,7 @@ def attend_backward(
             if n in plan.wanted
         }
         for part in plan.parts():
-            dkeys, dvalues = part.key.new_zeros(part.key.mT.shape), part.value.new_zeros(part.value.mT.shape)
+            dkeys, dvalues = part.key.new_zeros(part.key.shape), part.value.new_zeros(part.value.shape)
             for start, stop in plan.query_blocks():
                 rows = part.rows(start, stop)
                 grad_rows, block_sum = grad_out[rows].to(plan.dtype), row_sum[rows].unsqueeze(-1)
@@ -131,7 +131,7 @@ def attend_backward(
                 if len(found) == n:
                     found.append(torch.empty(x.shape, dtype=x.dtype, device=x.device))
                 into = found[n][part.keys]
-                into.copy_(parts.pop().mT.unflatten(0, into.shape[:2]))
+                into.copy_(parts.pop().unflatten(0, into.shape[:2]))
         _diagonals_backward(plan, sums)
     dinputs = [sums[n].to(x.dtype) if n in sums else x.new_empty(0) for n, x in enumerate(inputs)]
     dkey, dvalue = found or (key.new_empty(key.shape), value.new_empty(value.shape))
@@ -159,20 +159,19 @@ def _rows_backward(
         key, value = part.key[:, slice(*keys)], part.value[:, slice(*keys)]
         raw = torch.bmm(query, key.mT, out=plan.scores(part, block, 0))
         dweights = torch.bmm(grad, value.mT, out=plan.scores(part, block, 1))
-        tensors = [raw.view(block.shape), dweights.view(block.shape), *columns, *plan.read(block)]
+        into = {node[1]: plan.skewed(node, block) for node in plan.steps.into}
+        tensors = [raw.view(block.shape), dweights.view(block.shape), *columns]
+        tensors += [memory.block for memory in into.values()] + plan.read(block)
         found = run(plan.steps, "backward", tensors, plan.compiles)
-        # Transposed: MKL is a fifth faster with the long matrix on the right.
-        for sum_, left, right in ((dvalues, grad, dweights), (dkeys, query, raw)):
-            into = sum_[..., slice(*keys)]
-            torch.baddbmm(into, left.mT, right, out=into)
+        for sum_, left, right in ((dvalues, dweights, grad), (dkeys, raw, query)):
+            seen = sum_[:, slice(*keys)]
+            torch.baddbmm(seen, left.mT, right, out=seen)
         torch.baddbmm(dquery, raw, key, out=dquery)
         for node, gradient in zip(plan.steps.wanted, found, strict=True):
-            into = sums[node[1]]
-            if node[0] == "input" and node[1] >= plan.diagonals.first:
-                along = plan.diagonal(into, block)
-                along.add_(summed_along_diagonals(gradient).sum_to_size(along.shape))
-            else:
-                accumulate(node, gradient, into, plan.inputs, plan.numbers, block, {})
+            accumulate(node, gradient, sums[node[1]], plan.inputs, plan.numbers, block, {})
+        for number, memory in into.items():
+            along = plan.diagonal(sums[number], block)
+            along.add_(memory.sums().sum_to_size(along.shape))
     return dquery.view(*grad_rows.shape[:3], -1)
 
 

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from attn_fuse.kernels.score_program import FRACTIONAL, Block, ScoreProgram, Tree, nodes
@@ -63,27 +62,45 @@ def differences(q_len: int, kv_len: int, batch: int, heads: int, device: torch.d
     return Block(batch, heads, (0, 1), (1 - q_len, kv_len), device, dtype)
 
 
-def summed_along_diagonals(block: Tensor) -> Tensor:
-    """[.., rows, columns] to the sums over equal (column - row), ascending: [.., 1, rows + columns - 1]."""
-    rows, columns = block.shape[-2:]
-    if rows % _ROWS_AT_ONCE or rows == _ROWS_AT_ONCE:
-        return _skewed_sum(block)
-    strips = _skewed_sum(block.unflatten(-2, (rows // _ROWS_AT_ONCE, _ROWS_AT_ONCE))).squeeze(-2)
-    total = block.new_zeros(*block.shape[:-2], 1, rows + columns - 1)
-    for number, strip in enumerate(strips.unbind(-2), 1):
-        total.narrow(-1, rows - number * _ROWS_AT_ONCE, strip.shape[-1]).add_(strip.unsqueeze(-2))
-    return total
+@dataclass(frozen=True)
+class Skewed:
+    """Memory for a block that is summed along its diagonals.
+
+    Between its rows lie zeros, as many as a strip has rows: read as rows longer by one than they are, each row of a
+    strip is shifted against the one before it. The sums of the strips, so shifted again, are added up.
+
+    block: [.., rows, columns], to be written. strips: [.., count, rows of one, width], the same memory. total: [..,
+    count, rows + columns - 1]; shifted: [.., count, width], where the sum of each strip goes in it.
+    """
+
+    block: Tensor
+    strips: Tensor
+    shifted: Tensor
+    total: Tensor
+
+    def sums(self) -> Tensor:
+        """The sums over equal (column - row), ascending: [.., 1, rows + columns - 1]."""
+        torch.sum(self.strips, -2, out=self.shifted)
+        return self.total.sum(-2, keepdim=True)[..., 1 - sum(self.block.shape[-2:]) :]
 
 
-def _skewed_sum(block: Tensor) -> Tensor:
-    rows, columns = block.shape[-2:]
-    # Read as rows longer by one than they are, each row is shifted against the one before it.
-    padded = F.pad(block, (rows - 1, 0, 0, 1)).flatten(-2)[..., : rows * (rows + columns)]
-    return padded.unflatten(-1, (rows, rows + columns)).sum(-2, keepdim=True)[..., :-1]
+def skewed(like: Tensor) -> Skewed:
+    """Memory for a block of the shape, dtype and device of `like`."""
+    (*planes, rows, columns), n = like.shape, _ROWS_OF_A_STRIP
+    count = -(-rows // n)
+    width, step, length = n + columns - 1, n + columns, count * n + columns - 1
+    memory = like.new_zeros(*planes, count * n * step + n)
+    total = like.new_zeros(*planes, count, length)
+    outer, outer_total = memory.stride()[:-1], total.stride()[:-2]
+    return Skewed(
+        memory.as_strided((*planes, rows, columns), (*outer, step, 1), n),
+        memory.as_strided((*planes, count, n, width), (*outer, n * step, step + 1, 1), 1),
+        total.as_strided((*planes, count, width), (*outer_total, length - n, 1), (count - 1) * n),
+        total,
+    )
 
 
-# What is padded for the skew is as wide as they are many.
-_ROWS_AT_ONCE = 32
+_ROWS_OF_A_STRIP = 16
 
 
 def _is_costly(node: Tree) -> bool:

@@ -14,14 +14,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from attn_fuse.kernels.chunked_diagonals import Diagonals, diagonals, differences
+from attn_fuse.kernels.chunked_diagonals import Diagonals, Skewed, diagonals, differences, skewed
 from attn_fuse.kernels.chunked_dropout import Dropout, dropout
 from attn_fuse.kernels.chunked_steps import Steps
+from attn_fuse.kernels.operands import check_dropout, check_shapes
 from attn_fuse.kernels.score_gradient import differentiable
 from attn_fuse.kernels.score_program import POSITIONS, Block, Tree, bound, evaluate, narrowed, nodes
 from attn_fuse.kernels.visibility import visibility
 
-# Queries in one block: these, more where there are too few heads to fill one, up to so many; fewer in a window.
+# Queries in one block: these, up to so many where heads are too few to fill one or no key is hidden; fewer in a window.
 QUERY_BLOCK, MOST_QUERIES = 256, 512
 KEY_BLOCK = 256
 # Scores in one block for each thread: with what is computed from them they stay in a core's own cache.
@@ -69,6 +70,7 @@ class Plan:
     positions: list[Tensor]
     constants: list[Tensor]
     buffers: dict[int, Tensor] = field(default_factory=dict)
+    skews: dict[tuple[int, ...], Skewed] = field(default_factory=dict)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -90,9 +92,11 @@ class Plan:
         on_cpu = self.query.device.type == "cpu"
         most = ELEMENTS_PER_THREAD * torch.get_num_threads() if on_cpu else ELEMENTS_ON_GPU
         rows, columns = QUERY_BLOCK, KEY_BLOCK
-        while rows * 2 <= MOST_QUERIES and batch * heads * rows * columns < most:
+        program = self.steps.program
+        lower, upper = bound(program.lower, self.numbers), bound(program.upper, self.numbers)
+        nothing_hidden = lower is None and upper is None and program.visible is None
+        while rows * 2 <= MOST_QUERIES and (nothing_hidden or batch * heads * rows * columns < most):
             rows *= 2
-        lower, upper = (bound(tree, self.numbers) for tree in (self.steps.program.lower, self.steps.program.upper))
         if lower is not None and upper is not None and upper - lower < 4 * rows:
             rows = max(1, rows // 2)
         return max(1, most // (rows * columns)), rows, columns
@@ -189,6 +193,14 @@ class Plan:
                 return _small(narrowed(self.inputs[n], block))
         return _small(narrowed(self.positions[POSITIONS.index(node[0])], block))
 
+    def skewed(self, node: Tree, block: Block) -> Skewed:
+        """Memory for the gradient of what is read along diagonals on a block."""
+        like = self._leaf(node, block)
+        key = (node[1], *like.shape)
+        if key not in self.skews:
+            self.skews[key] = skewed(like.to(torch.promote_types(like.dtype, self.dtype)))
+        return self.skews[key]
+
     def diagonal(self, values: Tensor, block: Block) -> Tensor:
         """Of values for each difference of positions, [B|1, H|1, 1, Lq + Lk - 1], those that a block has."""
         first = block.keys[0] - block.queries[1] + self.sizes[2]
@@ -250,11 +262,13 @@ def _steps(found: Diagonals, wanted: frozenset[int], drops: bool, dtype: torch.d
     program = found.program
     trees = [program.score] if program.factor is None else [program.score, program.factor]
     distinct = list({id(node): node for tree in trees for node in nodes(tree)}.values())
+    read = [node for node in distinct if node[0] in ("input", "gather") and node[1] in wanted]
     return Steps(
         program=program,
         leaves=tuple(node for node in distinct if node[0] in ("number", "input", *POSITIONS)),
         sources=tuple(sorted({node[1] for node in distinct if node[0] == "gather"})),
-        wanted=tuple(node for node in distinct if node[0] in ("input", "gather") and node[1] in wanted),
+        wanted=tuple(node for node in read if node[1] < found.first),
+        into=tuple(node for node in read if node[1] >= found.first),
         diagonal=found.first,
         drops=drops,
         dtype=dtype,
@@ -267,14 +281,8 @@ def _along(values: Tensor, dim: int) -> Tensor:
 
 def _checked(query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None, dropout_p: float) -> torch.dtype:
     """The dtype that the attention is computed in."""
-    if not (query.ndim == key.ndim == value.ndim == 4):
-        raise ValueError("query, key and value need four dimensions")
-    if key.shape[:3] != value.shape[:3] or query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
-        raise ValueError(f"shapes do not fit: {[*query.shape]}, {[*key.shape]}, {[*value.shape]}")
-    if query.shape[1] != key.shape[1] and (key.shape[1] == 0 or query.shape[1] % key.shape[1]):
-        raise ValueError(f"{query.shape[1]} query heads are no multiple of {key.shape[1]} key heads")
-    if not 0.0 <= dropout_p <= 1.0 or (dropout_p > 0.0 and (seed is None or seed.numel() != 1)):
-        raise ValueError("dropout needs a probability and a seed of one element")
+    check_shapes(query, key, value)
+    check_dropout(seed, dropout_p)
     dtype = torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
     if not dtype.is_floating_point:
         raise ValueError(f"attention is not computed in {dtype}")

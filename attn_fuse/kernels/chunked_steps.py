@@ -23,8 +23,9 @@ from attn_fuse.torch_internals import make_fx, sizes_apart
 
 log = logging.getLogger("attn_fuse")
 
-# What the block sizes are while a step is traced: none equal to another, so that none is taken for another.
-_STAND_INS = (3, 7, 120, 440)
+# What the block sizes are while a step is traced: none equal to another, so that none is taken for another. Blocks have
+# seldom more keys than queries, and which there are more of may be compiled for.
+_STAND_INS = (3, 7, 440, 120)
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,13 +34,15 @@ class Steps:
 
     leaves: the nodes whose tensors are handed in, block by block; an input from number `diagonal` on with its rows
     in reverse. sources: the inputs that are looked up, handed in whole. wanted: those of the leaves and lookups whose
-    gradient is. drops: whether there is dropout.
+    gradient is; into: those whose gradient goes into memory handed in, and is not given. drops: whether there is
+    dropout.
     """
 
     program: ScoreProgram
     leaves: tuple[Tree, ...]
     sources: tuple[int, ...]
     wanted: tuple[Tree, ...]
+    into: tuple[Tree, ...]
     diagonal: int
     drops: bool
     dtype: torch.dtype
@@ -50,7 +53,7 @@ class Steps:
 
     @functools.cached_property
     def path(self) -> list[Tree]:
-        return differentiable(self.trees, [*_raw_scores(self.trees), *self.wanted])
+        return differentiable(self.trees, [*_raw_scores(self.trees), *self.wanted, *self.into])
 
     def forward(self, raw: Tensor, row_max: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """raw [B, H, rows, columns] becomes exp(score - maximum), times factor and dropout.
@@ -76,9 +79,10 @@ class Steps:
     ) -> list[Tensor]:
         """raw becomes its own gradient; dweights, grad_out times value, becomes the weights that met the value.
 
-        shift, over_sum, delta [B, H, rows, 1]: the maximum, 1 / the sum, grad_out . out. Gives the gradients of
-        `wanted`, in that order, as large as what they read.
+        shift, over_sum, delta [B, H, rows, 1]: the maximum, 1 / the sum, grad_out . out. tensors: the memory for
+        `into`, then as in `forward`. Gives the gradients of `wanted`, in that order, as large as what they read.
         """
+        memory, tensors = tensors[: len(self.into)], tensors[len(self.into) :]
         block, memo = self._read(raw, tensors, set(self.program.shared) | needed(self.path))
         scores, *factors = (self._final(tree, raw, tensors, block, memo) for tree in self.trees)
         weights = (scores - shift).exp() * over_sum
@@ -91,9 +95,11 @@ class Steps:
             used, flowing = used * factor, flowing * factor
         given.append((self.trees[0], (flowing - delta) * weights))
         score = _raw_scores(self.trees)
-        found = gradients(self.path, [*score, *self.wanted], given, (), block, memo)
+        found = gradients(self.path, [*score, *self.wanted, *self.into], given, (), block, memo)
         nothing = raw.new_zeros(1, 1, 1, 1)
         results = [found.get(id(node), nothing) for node in self.wanted]
+        for node, place in zip(self.into, memory, strict=True):
+            place.copy_(found.get(id(node), nothing))
         draw = found.get(id(score[0]), nothing) if score else nothing
         dweights.copy_(used)
         raw.copy_(draw)
@@ -152,7 +158,12 @@ def _made(step: Callable[..., Any], tensors: Sequence[Tensor]) -> Callable[..., 
 
 
 def _stand_in(tensor: Tensor, block: Sequence[int], sizes: Sequence[int]) -> Tensor:
-    """One for a tensor that spans a block's dimensions or some of them; any other tensor itself."""
+    """One for a tensor that spans a block's dimensions or some of them, as far apart in memory; any other itself."""
     if tensor.ndim != 4 or any(n not in (1, whole) for n, whole in zip(tensor.shape, block, strict=True)):
         return tensor
-    return tensor.new_zeros([1 if n == 1 else size for n, size in zip(tensor.shape, sizes, strict=True)])
+    shape = [1 if n == 1 else size for n, size in zip(tensor.shape, sizes, strict=True)]
+    steps, dense, dense_here = [0] * 4, 1, 1
+    for dim in reversed(range(4)):
+        steps[dim] = tensor.stride(dim) if tensor.stride(dim) < dense_here else dense + tensor.stride(dim) - dense_here
+        dense, dense_here = shape[dim] * steps[dim], tensor.shape[dim] * tensor.stride(dim)
+    return torch.empty_strided(shape, steps, dtype=tensor.dtype, device=tensor.device).zero_()
