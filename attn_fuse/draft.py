@@ -62,7 +62,7 @@ def draft(lifted: Lifted) -> Draft | Refusal:
     space = lifted.space
     product, divided_by = _output_product(_joined_output(lifted.element, space))
     if product is None:
-        return Refusal("the output is not a matrix product")
+        return Refusal("the output is not a matrix product, or there is a single key")
     weights, value = _weights_and_value(product)
     if weights is None or value is None:
         return Refusal("the output is not a product of weights and a value")

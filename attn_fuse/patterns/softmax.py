@@ -61,11 +61,11 @@ def _whole(weights: Softmax, key: sympy.Symbol, space: Space) -> Normalised | Re
     extra = space.sizes[axis] - count
     first = sympy.expand(weights.at - key)
     if key in first.free_symbols:
-        return Refusal("the softmax runs over another axis than the one that the value is summed over")
+        return Refusal("the product after the softmax sums over another axis: the weights are mixed, or are none")
     body = al.substitute(weights.body, {axis: weights.at}, space)
     if space.is_zero(extra):
         if first != 0:
-            return Refusal("the softmax runs over another axis than the one that the value is summed over")
+            return Refusal("the product after the softmax sums over another axis: the weights are mixed, or are none")
         inner, _ = _without_shift(body, key)
         return Normalised(inner, None, weights.dtype)
     if not space.is_zero(extra - 1) or first not in (0, 1):

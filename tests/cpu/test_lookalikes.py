@@ -261,7 +261,7 @@ def weights_above_a_quantile(q, k, v):
 
 
 NOT_NORMALISED = "the weights are not normalised by their own sum over the keys"
-ANOTHER_AXIS = "the softmax runs over another axis than the one that the value is summed over"
+ANOTHER_AXIS = "the product after the softmax sums over another axis: the weights are mixed, or are none"
 CHOSEN = "the weights are chosen by what they or the scores are"
 REFUSED = [
     (other_axis, ANOTHER_AXIS),

@@ -132,7 +132,10 @@ def test_structure_in_every_place_at_once() -> None:
 
 
 REFUSED: list[tuple[str, Callable[[Parts], Expr]]] = [
-    ("the output is not a matrix product", lambda p: ex.Add(p.out(p.softmax(p.product())), Const(1.0))),
+    (
+        "the output is not a matrix product, or there is a single key",
+        lambda p: ex.Add(p.out(p.softmax(p.product())), Const(1.0)),
+    ),
     ("the output is not a product of weights and a value", lambda p: p.out(Load(0, (p.b, p.h, p.i, p.at)))),
     (
         "the output is not a product of weights and a value",
@@ -176,11 +179,11 @@ REFUSED: list[tuple[str, Callable[[Parts], Expr]]] = [
         ),
     ),
     (
-        "the softmax runs over another axis than the one that the value is summed over",
+        "the product after the softmax sums over another axis: the weights are mixed, or are none",
         lambda p: p.out(p.softmax(p.product(), at=p.i)),
     ),
     (
-        "the softmax runs over another axis than the one that the value is summed over",
+        "the product after the softmax sums over another axis: the weights are mixed, or are none",
         lambda p: p.out(p.softmax(p.product(), at=p.at + 1)),
     ),
     ("the softmax runs over keys that have no value", lambda p: few_values(p, 5)),
