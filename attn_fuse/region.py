@@ -34,7 +34,7 @@ from attn_fuse.names import (
 )  # fmt: skip
 from attn_fuse.scopes import Scope, scopes
 from attn_fuse.walk import BETWEEN, Walk, ancestors_within, is_product, is_tuple
-from attn_fuse.writes import include_writes, writes_of
+from attn_fuse.writes import include_writes, is_dead, writes_of
 
 # More score products than this are tried in turn; a graph that joins so many is something else.
 _MOST_CANDIDATES = 4
@@ -107,20 +107,27 @@ def find_sites(module: GraphModule) -> list[Site]:
 
 
 def cut_at(region: Region, node: Node) -> Region | None:
-    """The region with `node` read as a leaf; None if the scores pass through it, or if it may be written in place."""
-    places = {node} if not is_tuple(node) else {user for user in node.users if user in region.nodes}
-    if region.mutates or places & _dependents_of_products(region) or not places <= set(region.nodes):
+    """The region with `node` read as a leaf; None if the scores pass through it, or if it is written in place."""
+    nodes = set(region.nodes)
+    places = {node} if not is_tuple(node) else {user for user in node.users if user in nodes}
+    if places & _dependents_of_products(region) or not places <= nodes:
+        return None
+    writes = [(n, s) for n, s in writes_of(region.scope.module.graph) if n in nodes] if region.mutates else []
+    if any(storage in storages(place) for place in places for _, storage in writes):
         return None
     inside: set[Node] = set()
     leaves: set[Node] = set()
     todo = [region.output]
     while todo:
         current = todo.pop()
-        if current in places or current not in region.nodes:
+        if current in places or current not in nodes:
             leaves.add(current)
         elif current not in inside:
             inside.add(current)
             todo += current.all_input_nodes
+        if not todo and writes:
+            own = set().union(*(storages(n) for n in inside))
+            todo = [n for n, storage in writes if storage in own and n not in inside]
     if any(is_tuple(leaf) for leaf in leaves):
         return None
     order = {n: i for i, n in enumerate((*region.leaves, *region.nodes))}
@@ -128,6 +135,7 @@ def cut_at(region: Region, node: Node) -> Region | None:
         region,
         nodes=tuple(n for n in region.nodes if n in inside),
         leaves=tuple(sorted(leaves, key=order.__getitem__)),
+        mutates=any(n in inside for n, _ in writes),
     )
 
 
@@ -173,7 +181,10 @@ def _site(
             anchor, (Unread(scope, anchor, Refusal(f"the scores pass through {op_name(hidden)}", hidden)),), unsure
         )
     walks = [walk]
-    if len(walk.scores) > 1:
+    # What is written into the scores in place may be another product.
+    if len(walk.scores) == 1:
+        walk.only = walk.scores[0]
+    else:
         # Together they may be one product over cached and new keys.
         walks = walks if op_name(output) == "add" else []
         for product in walk.scores[:_MOST_CANDIDATES]:
@@ -203,13 +214,14 @@ def _region(
     leaves = tuple(sorted(walk.leaves, key=position.__getitem__))
     between = set().union(*(_dependents(scores, walk.inside) for scores in walk.scores)) if walk.scores else {output}
     dropped = set().union(*(_dependents(n, walk.inside) for n in between if op_name(n) in DROPOUT))
+    written = {storage for node, storage in writes if node in walk.inside}
     used: list[Node] = []
     dropped_used: list[Node] = []
     for node in nodes:
         if node in between and node is not output:
             for user in node.users:
-                if user not in walk.inside and op_name(user) not in SIZE_QUERIES:
-                    if mutates:
+                if user not in walk.inside and op_name(user) not in SIZE_QUERIES and not is_dead(user, writes):
+                    if written and any(storages(n) & written for n in _ancestors_inside(node, walk.inside)):
                         what = "weights" if position[node] >= position[softmax] else "scores"
                         return refused(f"the {what} are written in place and also used outside the attention", user)
                     used.append(user)
@@ -314,6 +326,17 @@ def _reached_from(nodes: list[Node]) -> set[Node]:
                 reached.add(user)
                 todo.append(user)
     return reached
+
+
+def _ancestors_inside(node: Node, inside: set[Node]) -> set[Node]:
+    """`node`, and what it is computed from within `inside`."""
+    found, todo = {node}, [node]
+    while todo:
+        for source in todo.pop().all_input_nodes:
+            if source in inside and source not in found:
+                found.add(source)
+                todo.append(source)
+    return found
 
 
 def _dependents(source: Node, within: set[Node]) -> set[Node]:

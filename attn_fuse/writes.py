@@ -19,7 +19,7 @@ from attn_fuse.names import (
     storages,
 )
 from attn_fuse.scopes import scopes
-from attn_fuse.walk import Walk
+from attn_fuse.walk import BETWEEN, Walk
 
 
 def written_storages(module: GraphModule) -> set[int]:
@@ -54,12 +54,19 @@ def include_writes(
             added = True
         if not added:
             break
-    written = {storage for node, storage in writes if node in walk.inside}
-    for node in sorted(walk.inside, key=position.__getitem__):
-        if node is not output and storages(node) & written:
-            for user in node.users:
-                if user not in walk.inside and op_name(user) not in SIZE_QUERIES:
-                    return Refusal("a tensor written in place in the attention is also used outside it", user)
+    written = {storage: position[node] for node, storage in reversed(writes) if node in walk.inside}
+    for node in output.graph.nodes if written else ():
+        held = [written[storage] for storage in storages(node) if storage in written]
+        if not held or node is output:
+            continue
+        if node.op in ("placeholder", "get_attr"):
+            return Refusal("an input or a parameter is written in place in the attention", node)
+        for user in node.users:
+            # A view taken before is one of what is written.
+            before = position[user] < min(held) and not storages(user) & written.keys()
+            ignored = before or op_name(user) in SIZE_QUERIES or is_dead(user, writes)
+            if user not in walk.inside and not ignored:
+                return Refusal("a tensor written in place in the attention is also used outside it", user)
     return bool(written)
 
 
@@ -71,6 +78,13 @@ def _first_read(walk: Walk, storage: int, position: dict[Node, int], output: Nod
         if storage not in storages(n) and any(storage in storages(arg) for arg in n.all_input_nodes)
     )
     return min(readers, default=position[output])
+
+
+def is_dead(node: Node, writes: list[tuple[Node, int]]) -> bool:
+    """Whether nothing comes of `node`: what a model computes for those who ask for it, and nobody does."""
+    if not node.op.startswith("call_") or op_name(node) not in BETWEEN or any(node is writer for writer, _ in writes):
+        return False
+    return all(is_dead(user, writes) for user in node.users)
 
 
 def writes_of(graph: Graph) -> Iterator[tuple[Node, int]]:
