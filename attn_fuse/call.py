@@ -23,9 +23,9 @@ class Call(Builder):
     # ---- what kernels ask for
 
     def query(self, scaled: bool = True) -> Node:
-        """[batch, heads, q_len, head_dim]. scaled: times the scale of the scores, where that is not a number."""
+        """[batch, heads, q_len, head_dim]. scaled: times what `scale` leaves of the scale of the scores."""
         a = self.attention
-        query = al.mul(a.query, a.scale) if scaled and not self.scale_is_number else a.query
+        query = al.mul(a.query, self._factor_of_query) if scaled else a.query
         return self._operand(query, a.head_axes, (a.axes.query, a.axes.inner))
 
     def key(self) -> Node:
@@ -38,14 +38,22 @@ class Call(Builder):
         a = self.attention
         return self._operand(a.value, a.kv_head_axes, (a.axes.key, a.axes.value))
 
-    @property
-    def scale_is_number(self) -> bool:
-        return isinstance(self.attention.scale, ex.Const)
-
     def scale(self) -> float:
-        """What is left for the kernel to scale by; 1 where the scale went into the query."""
+        """What is left for the kernel to scale by, greater than 0: 1 where the scale went into the query.
+
+        torch's flash attention on CPU multiplies a causal mask's -inf by it.
+        """
         scale = self.attention.scale
-        return float(scale.value) if isinstance(scale, ex.Const) else 1.0
+        return abs(float(scale.value)) or 1.0 if isinstance(scale, ex.Const) else 1.0
+
+    @property
+    def _factor_of_query(self) -> ex.Expr:
+        match self.attention.scale:
+            case ex.Const(value) if value != 0:
+                # A change of sign rounds nothing.
+                return ex.Const(1.0 if value > 0 else -1.0)
+            case scale:
+                return scale
 
     def dropout_p(self) -> Any:
         """A number, or the node that holds it."""

@@ -269,4 +269,4 @@ def _is_fraction(tree: Tree) -> bool:
 
 
 def _is_ordinary(factor: float) -> bool:
-    return 1e-6 < abs(factor) < 1e6
+    return 1e-6 < factor < 1e6

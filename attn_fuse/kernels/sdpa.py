@@ -74,7 +74,7 @@ def cuda_limits(
 
 def _common_limits(attention: Attention, facts: Facts) -> Iterator[str]:
     yield from beyond_masks_and_biases(attention)
-    if attention.mask.empty_rows == "mean" and facts.dtype == torch.float16:
+    if facts.dtype == torch.float16 and (attention.mask.empty_rows == "mean" or facts.bias_may_hide):
         yield "a query that sees no key would not get the mean of the values in float16"
     if attention.mask.empty_rows == "mean" and facts.training:
         yield "a query that sees no key would get a gradient, which the program's fill value stops"

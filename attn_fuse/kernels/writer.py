@@ -19,6 +19,7 @@ from attn_fuse.attention import Causal, Window
 from attn_fuse.builder import NotEmitted
 from attn_fuse.expression import Expr
 from attn_fuse.kernels.score_program import ScoreProgram
+from attn_fuse.names import value_of
 from attn_fuse.torch_internals import FloorDiv, Mod
 
 if TYPE_CHECKING:
@@ -145,9 +146,32 @@ class _Writer:
                 return (op, self.tree(a), self.tree(b))
             case ex.Not(inner):
                 return ("not", self.tree(inner))
+            case ex.Add(a, b) if self._is_sum_in_float16(a, b):
+                return self._sum_in_float16(a, b) if ex.has_product(a) else self._sum_in_float16(b, a)
             case ex.And(a, b) | ex.Or(a, b) | ex.Add(a, b) | ex.Mul(a, b) | ex.Div(a, b):
                 return (type(x).__name__.lower(), self.tree(a), self.tree(b))
         raise NotEmitted(f"{type(x).__name__} has no place in a score program")
+
+    def _is_sum_in_float16(self, a: Expr, b: Expr) -> bool:
+        """Whether a bias that may be float16's lowest number is added to scores in float16."""
+        facts = self._call.facts
+        if not facts.bias_may_hide or ex.has_product(a) == ex.has_product(b):
+            return False
+        parts = [part for x in (a, b) for part in ex.walk(x)]
+        dtypes = {part.dtype for part in parts if isinstance(part, (ex.Score, ex.Contract, ex.Cast))}
+        leaves = [value_of(self._call.leaf(x.leaf)) for x in parts if isinstance(x, (ex.Load, ex.Gather))]
+        dtypes |= {leaf.dtype for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        return torch.float16 in dtypes and not dtypes & {torch.bfloat16, torch.float32, torch.float64}
+
+    def _sum_in_float16(self, score: Expr, bias: Expr) -> Tree:
+        """The sum; float16's lowest number takes up what is less than half the step to the number next to it.
+
+        So a query all of whose keys are filled with it gets the mean of the values.
+        """
+        of_score, of_bias = self.tree(score), self.tree(bias)
+        taken_up = ("and", ("le", of_bias, ("const", _LOWEST)), ("lt", ("abs", of_score), ("const", _HALF_STEP)))
+        gradient_alone = ("sub", of_score, ("detach", of_score))
+        return ("add", of_bias, ("where", taken_up, gradient_alone, of_score))
 
     def _is_one_element(self, load: ex.Load) -> bool:
         """Whether a view of the leaf has, at each score, the element that is read."""
@@ -206,6 +230,7 @@ class _Writer:
 
 
 _BINARY = {"floor_divide": "floordiv"}
+_LOWEST, _HALF_STEP = torch.finfo(torch.float16).min, 16.0
 
 
 def _short(dtype: torch.dtype) -> str:

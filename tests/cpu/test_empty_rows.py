@@ -117,3 +117,40 @@ def test_float16(written) -> None:
 def test_a_guard_gives_exactly_zero(written, kernels) -> None:
     out = compiled(written, kernels=kernels)(torch.randn(2, 4, T, 16), padding(T))
     assert not out[0].any() and out[1].all()
+
+
+def lowest_added(q: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+    return (q @ q.mT * 0.25 + padding).softmax(-1) @ q
+
+
+def lowest_added_by_condition(q: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+    hidden = 1 - torch.ones(T, T).triu(1).to(q.dtype)
+    return (q @ q.mT * 0.25 + hidden * torch.finfo(q.dtype).min).softmax(-1) @ q
+
+
+def lowest_added_in_float32(q: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+    return ((q @ q.mT * 0.25).float() + padding).softmax(-1).to(q.dtype) @ q
+
+
+def lowest_added_twice(q: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+    return (q @ q.mT * 0.25 + padding + torch.full((T, T), -65504.0, dtype=q.dtype).triu(4)).softmax(-1) @ q
+
+
+@pytest.mark.parametrize("options", [{}, {"kernels": ["chunked"]}], ids=["picked", "chunked"])
+@pytest.mark.parametrize(
+    "written",
+    [lowest_added, lowest_added_by_condition, lowest_added_in_float32, lowest_added_twice],
+    ids=lambda f: f.__name__,
+)
+def test_float16_takes_up_what_is_added_to_its_lowest_number(written, options) -> None:
+    """In float64 that number would be another one, so the program as written is what is compared with."""
+    q, mask = torch.randn(2, 4, T, 16).half(), padding(3).clamp(min=torch.finfo(torch.float16).min).half()
+    again, pull = q.clone().requires_grad_(), torch.randn(q.shape).half()
+    expected = written(q.requires_grad_(), mask)
+    got = compiled(written, **options)(again, mask)
+    torch.testing.assert_close(got, expected, rtol=1e-2, atol=5e-3)
+    expected.backward(pull)
+    got.backward(pull)
+    torch.testing.assert_close(again.grad, q.grad, rtol=2e-2, atol=2e-2)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(written, **options)(q, mask), expected, rtol=1e-2, atol=5e-3)

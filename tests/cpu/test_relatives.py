@@ -343,3 +343,19 @@ def test_positions_that_a_narrow_dtype_rounds(form: str, dtype: torch.dtype, ker
         return scores(q, k).masked_fill(hidden, -INF).softmax(-1) @ v
 
     check(written, *tensors(1, 1, 600, 8), kernels=kernels, backward=False)
+
+
+@pytest.mark.parametrize("kernels", [["cpu_flash"], ["chunked"], ["flex"]], ids=lambda names: names[0])
+@pytest.mark.parametrize("scale", [-0.5, 0.0, -0.0, 1e-30])
+@pytest.mark.parametrize("masked", [True, False], ids=["causal", "no mask"])
+def test_a_scale_that_is_not_positive(scale: float, masked: bool, kernels) -> None:
+    """torch's flash attention multiplies the -inf of a causal mask by it."""
+
+    def written(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = q @ k.transpose(-2, -1) * scale
+        if masked:
+            scores = scores.masked_fill(torch.ones(9, 9, dtype=torch.bool).triu(1), float("-inf"))
+        return scores.softmax(-1) @ v
+
+    inner = "inductor" if kernels == ["flex"] else "eager"
+    check(written, *tensors(2, 3, 9, 16), backward=kernels != ["flex"], kernels=kernels, inner=inner)
