@@ -100,7 +100,11 @@ def _judged(kernel: str, case: Case, device: torch.device) -> Comparison | None:
 
 
 def _evidence(kernel: str, case: Case, device: torch.device) -> Comparison | None:
-    return evidence.compare(kernel, case, this_device(device), torch.__version__, evidence.tables())
+    def model(of: Case) -> float:
+        expected = cost.estimated(kernel, of, device)
+        return 1.0 if expected is None else expected.ratio
+
+    return evidence.compare(kernel, case, this_device(device), torch.__version__, evidence.tables(), model)
 
 
 def _fastest(known: dict[Kernel, Comparison], why_not: WhyNot, note: str) -> Choice:

@@ -199,6 +199,13 @@ class TestEvidence:
         found = self.ask("a", PLAIN, table({"a": 0.9}, short), table({"a": 0.4}, long))
         assert found.ratio == pytest.approx(0.6, rel=1e-6)
 
+    def test_half_of_what_a_model_says_between_two_cases_is_believed(self) -> None:
+        short = dataclasses.replace(PLAIN, q_len=512, kv_len=512)
+        tables = [table({"a": 0.4}, PLAIN)]
+        moved = compare("a", short, HERE, VERSION, tables, model=lambda case: 1024 / case.q_len)
+        assert moved.ratio == pytest.approx(0.4 * 2**0.5) and not moved.is_estimate
+        assert compare("a", PLAIN, HERE, VERSION, tables, model=lambda case: 7.0).ratio == pytest.approx(0.4)
+
     def test_nothing_is_said_of_another_kernel_or_device(self) -> None:
         assert self.ask("b", PLAIN, table({"a": 0.25}, PLAIN)) is None
         assert self.ask("a", PLAIN, table({"a": 0.25}, PLAIN, device=Device("cuda", "A GPU"))) is None
