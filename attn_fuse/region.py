@@ -128,7 +128,9 @@ def cut_at(region: Region, node: Node) -> Region | None:
         if not todo and writes:
             own = set().union(*(storages(n) for n in inside))
             todo = [n for n, storage in writes if storage in own and n not in inside]
-    if any(is_tuple(leaf) for leaf in leaves):
+    kept = {storage for n, storage in writes if n in inside}
+    # What was cut off stays in the program, and with it what is written for it: twice, if it is written into a leaf.
+    if any(is_tuple(leaf) or storages(leaf) & kept for leaf in leaves):
         return None
     order = {n: i for i, n in enumerate((*region.leaves, *region.nodes))}
     return replace(

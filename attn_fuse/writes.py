@@ -67,6 +67,15 @@ def include_writes(
             ignored = before or op_name(user) in SIZE_QUERIES or is_dead(user, writes)
             if user not in walk.inside and not ignored:
                 return Refusal("a tensor written in place in the attention is also used outside it", user)
+    # What is computed of memory that is not the region's own would find it written once more.
+    foreign = {storage for leaf in walk.leaves for storage in storages(leaf)} & written.keys()
+    tainted: set[Node] = set()
+    for node in sorted(walk.inside, key=position.__getitem__) if foreign else ():
+        if storages(node) & foreign or tainted & set(node.all_input_nodes):
+            tainted.add(node)
+            for user in node.users:
+                if user not in walk.inside and node is not output and not is_dead(user, writes):
+                    return Refusal("a tensor written in place in the attention is also used outside it", user)
     return bool(written)
 
 

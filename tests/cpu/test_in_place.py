@@ -239,3 +239,40 @@ def test_what_was_read_before_does_not_matter() -> None:
         return scores.softmax(-1) @ v, before
 
     assert_fused(written, *tensors(B, H, S, D), torch.randn(B, H, S, S), backward=False)
+
+
+def counted_of_what_is_written(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+    some = ids * 1
+    some.clamp_(max=1)
+    seen = torch.arange(S) < torch.sum(some, -1)[:, None]
+    scores = product(q, k) + some[:, None, None, :]
+    return scores.masked_fill(~seen[:, None, None], float("-inf")).softmax(-1) @ v
+
+
+def bias_used_again(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    some = ids * 1
+    some.clamp_(max=1)
+    bias = some[:, None, None, :] * 2.0
+    return (product(q, k) + bias).softmax(-1) @ v, bias
+
+
+def bias_of_a_leaf_used_again(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    some = torch.nn.functional.linear(ids * 1.0, torch.eye(S))
+    some += 1.0
+    bias = some[:, None, None, :] * 2.0
+    return (product(q, k) + bias).softmax(-1) @ v, bias
+
+
+def bias_of_two_layers(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+    some = ids * 1
+    some.clamp_(max=1)
+    bias = some[:, None, None, :] * 2.0
+    out = (product(q, k) + bias).softmax(-1) @ v
+    return (product(out, k) + bias).softmax(-1).square() @ v
+
+
+@pytest.mark.parametrize(
+    "program", [counted_of_what_is_written, bias_used_again, bias_of_a_leaf_used_again, bias_of_two_layers]
+)
+def test_what_is_left_still_finds_it_written(program) -> None:
+    check(program, *tensors(B, H, S, D), torch.tensor([[3] * 4 + [0] * 8, [2] * 3 + [0] * 9]), backward=False)
