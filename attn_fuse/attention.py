@@ -95,10 +95,13 @@ class Mask:
 
     empty_rows: what the original gives for a query that sees no key: "none" (proved that there is none), "nan", "zero",
         or "mean" (the mean of all values, which a finite fill gives).
+    soft_parts: what finite fills hide from a query that sees some key, where it is not proved that each does. One that
+        sees none has weights for all. What the fills make of the scores is said by `parts` or the biases.
     """
 
     parts: tuple[MaskPart, ...] = ()
     empty_rows: str = "none"
+    soft_parts: tuple[MaskPart, ...] = ()
 
     @property
     def is_causal(self) -> bool:

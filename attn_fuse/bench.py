@@ -22,8 +22,9 @@ from attn_fuse.backend import attn_fuse
 from attn_fuse.errors import NotFusedError
 from attn_fuse.kernels import KERNELS, evidence
 from attn_fuse.kernels.case import Case, visible_share
-from attn_fuse.kernels.evidence import AS_WRITTEN, Row, Table, apart
+from attn_fuse.kernels.evidence import AS_WRITTEN, Row, Table
 from attn_fuse.kernels.measure import OtherLoad, Timing, interleaved, machine, table, this_device
+from attn_fuse.kernels.nearness import apart
 from attn_fuse.kernels.specimens import program, runner, tensors
 
 _TOLERANCE = {"float64": 1e-6, "float32": 1e-3}
@@ -101,7 +102,7 @@ def _agree(found: Any, expected: Any, case: Case) -> bool:
 def grid(device_type: str, lengths: Sequence[int] = (), heads: int = 0) -> list[Case]:
     """The cases of a calibration, in the order in which they tell most.
 
-    The first is the most usual one; each next one is the farthest, as `evidence.apart` has it, from all before it, so
+    The first is the most usual one; each next one is the farthest, as `nearness.apart` has it, from all before it, so
     that whenever it ends, no attention is far from one that was measured.
     """
     on_gpu = device_type == "cuda"

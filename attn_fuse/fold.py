@@ -83,12 +83,16 @@ def fold(layers: Iterable[Layer], key_axes: tuple[sympy.Symbol, ...]) -> Scores 
 
 
 def mask_and_biases(
-    scores: Scores, axes: Axes, space: Space, leaf_dtypes: Mapping[int, torch.dtype]
+    scores: Scores, beneath: Expr, axes: Axes, space: Space, leaf_dtypes: Mapping[int, torch.dtype]
 ) -> tuple[Mask, tuple[Expr, ...]] | Refusal:
-    """The mask as structure, and the biases, among them what only looked like a mask."""
+    """The mask as structure, and the biases, among them what only looked like a mask.
+
+    beneath: the score that the layers are laid over.
+    """
     terms = tuple(term.value for term in scores.terms)
-    # A term that is read from memory may hide keys by itself, so that only minus infinity is out of its reach.
-    unknown = any(isinstance(part, ex.Load) for term in terms for part in ex.walk(term))
+    # A term that is read from memory may hide keys by itself, and so may a function of the scores such as a logarithm,
+    # so that only minus infinity is out of their reach.
+    unknown = any(isinstance(part, ex.Load) for term in terms for part in ex.walk(term)) or not _is_ordinary(beneath)
     finite = [fill for fill in scores.fills if math.isfinite(fill.value)]
     parts = mask_parts((fill.keep for fill in scores.fills), axes, space)
     seen = every_query_sees_a_key(parts, axes, space, leaf_dtypes)
@@ -99,10 +103,12 @@ def mask_and_biases(
     hard = [fill for fill in scores.fills if fill not in soft]
     biases = terms + tuple(_as_bias(fill) for fill in soft)
     values = {fill.value for fill in hard}
+    # Of a query that sees some key, the keys under a finite fill have no weight, whatever the others see.
+    soft_parts = parts if finite and not terms and not unknown else ()
     # Where a floor replaced the scores of a whole row, it also stopped their gradient.
     softly = "mean" if scores.floored else "none"
     if not hard:
-        return Mask(empty_rows=softly), biases
+        return Mask(empty_rows=softly, soft_parts=soft_parts), biases
     if values == {-math.inf}:
         parts = mask_parts((fill.keep for fill in hard), axes, space)
         sees = every_query_sees_a_key(parts, axes, space, leaf_dtypes)
@@ -110,7 +116,7 @@ def mask_and_biases(
     if len(hard) > 1 or (scores.scaled_fill and biases):
         return Refusal("a query that sees no key would get another mean of the values")
     if not biases:
-        return Mask(mask_parts([hard[0].keep], axes, space), empty_rows="mean"), ()
+        return Mask(mask_parts([hard[0].keep], axes, space), "mean", soft_parts), ()
     if soft or not _absorbs(hard[0].value):
         return Refusal("a query that sees no key would get another mean of the values")
     # Added to a score, the lowest number swallows it: then adding is replacing, and the fill is one more bias.
@@ -119,6 +125,31 @@ def mask_and_biases(
         al.select(hard[0].keep, term.value, Const(0.0)) if term.below > place else term.value for term in scores.terms
     )
     return Mask(empty_rows="mean"), (*kept, _as_bias(hard[0]))
+
+
+def _is_ordinary(score: Expr) -> bool:
+    """Whether an ordinary product of query and key gives an ordinary score, far above every fill."""
+    match score:
+        case ex.Score():
+            return True
+        case ex.Const(value):
+            return abs(value) <= _ORDINARY
+        case ex.Unary(name, _) if name in _BOUNDED:
+            return True
+        case ex.Unary(name, x) if name in _MODEST:
+            return _is_ordinary(x)
+        case ex.Cast(_, x) | ex.Mul(x, ex.Load() | ex.Scalar()) | ex.Mul(ex.Load() | ex.Scalar(), x):
+            return _is_ordinary(x)
+        case ex.Div(x, ex.Load() | ex.Scalar() | ex.Const()):
+            return _is_ordinary(x)
+        case ex.Add(a, b) | ex.Mul(a, b) | ex.Binary("maximum" | "minimum", a, b) | ex.Select(_, a, b):
+            return _is_ordinary(a) and _is_ordinary(b)
+    return isinstance(score, ex.Index)
+
+
+_ORDINARY = 1e6
+_BOUNDED = frozenset("tanh sigmoid erf erfc sin cos atan sign".split())
+_MODEST = frozenset("abs neg relu gelu silu mish softplus square sqrt asinh floor ceil round trunc detach".split())
 
 
 def _as_bias(fill: Fill) -> Expr:

@@ -15,7 +15,7 @@ from attn_fuse import expression as ex
 from attn_fuse.attention import Attention, Axes, Mask, Refusal
 from attn_fuse.draft import Draft, draft
 from attn_fuse.expression import Const, Expr, Score, index_symbols
-from attn_fuse.fold import Scores, fold, mask_and_biases
+from attn_fuse.fold import fold, mask_and_biases
 from attn_fuse.lift import Lifted
 from attn_fuse.masks import conjuncts
 from attn_fuse.patterns import SCORE_LAYERS
@@ -76,13 +76,16 @@ class _Reading:
 def _read(whole: Draft, axes: Axes, lifted: Lifted) -> _Reading:
     residue, layers, why = _layers(whole.score)
     folded = fold(layers, axes.key)
-    read = folded if isinstance(folded, Refusal) else mask_and_biases(folded, axes, lifted.space, lifted.leaf_dtypes)
+    read: tuple[Mask, tuple[Expr, ...]] | Refusal = (
+        folded
+        if isinstance(folded, Refusal)
+        else mask_and_biases(folded, residue, axes, lifted.space, lifted.leaf_dtypes)
+    )
     if isinstance(read, Refusal) or isinstance(folded, Refusal):
         # Then the score is what it is, as one function.
         problem = read if isinstance(read, Refusal) else folded
         assert isinstance(problem, Refusal)
         return _Reading(Const(1.0), None, Mask(), (), whole.score, problem.reason)
-    assert isinstance(folded, Scores)
     mask, biases = read
     if isinstance(residue, Score):
         return _Reading(folded.scale, folded.softcap, mask, biases, None)

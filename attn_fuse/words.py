@@ -43,7 +43,8 @@ def _length(name: str, facts: Facts) -> str:
 
 def _mask(attention: Attention, proofs: tuple[str, ...]) -> str:
     if not attention.mask.parts:
-        return "none"
+        soft = " & ".join(map(str, attention.mask.soft_parts))
+        return f"{soft}, added as a bias; a query that sees no key has weights for all" if soft else "none"
     structure = " & ".join(map(str, attention.mask.parts))
     causal = next((part for part in attention.mask.parts if isinstance(part, Causal)), None)
     if causal is None:

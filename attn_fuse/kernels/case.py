@@ -141,7 +141,7 @@ def _is_stored(bias: Expr, attention: Attention) -> bool:
 
 def _mask(attention: Attention, facts: Facts, q_len: int, kv_len: int) -> tuple[str, float]:
     """The kind of the mask, by the part that is the most work for a kernel, and the share of the scores seen."""
-    parts = attention.mask.parts
+    parts = attention.mask.parts or attention.mask.soft_parts
     lengths = {
         size: length
         for size, length in (
@@ -162,7 +162,7 @@ def _mask(attention: Attention, facts: Facts, q_len: int, kv_len: int) -> tuple[
         ("causal", Causal),
     ):  # fmt: skip
         if any(isinstance(part, kind) for part in parts):
-            return ("window" if name == "causal" and not attention.mask.is_causal else name), visible
+            return ("window" if name == "causal" and offset != 0 else name), visible
     return "none", 1.0
 
 

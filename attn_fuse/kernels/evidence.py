@@ -22,6 +22,7 @@ from typing import Any
 
 from attn_fuse.kernels.case import Case
 from attn_fuse.kernels.measure import Device
+from attn_fuse.kernels.nearness import apart, expected, point_of
 
 log = logging.getLogger("attn_fuse")
 
@@ -77,78 +78,43 @@ def compare(
     known: Iterable[Table],
     model: Callable[[Case], float] | None = None,
 ) -> Comparison | None:
-    """The ratio of `kernel` on `case`, from the rows nearest to it; None where nothing within REACH was measured.
+    """The ratio of `kernel` on `case`, from the rows about it; None where nothing within REACH was measured.
 
     Rows that the user measured on this device with this torch, where there are any within reach, are asked alone.
     model: the ratio that is expected of a case; from a row's case to this one, half of what it changes by is believed.
     """
     found = [
-        (apart(row.case, case) + _elsewhere(table, device, torch), row, table)
+        (apart(row.case, case) + sum(away), (*point_of(row.case), *away), row, table)
         for table in known
         if table.device.type == device.type
+        for away in [_elsewhere(table, device, torch)]
         for row in table.rows
         if kernel in row.times and AS_WRITTEN in row.times
     ]
     found = [near for near in found if near[0] <= REACH]
-    found = [near for near in found if _is_own(near[2], device, torch)] or found
+    found = [near for near in found if _is_own(near[3], device, torch)] or found
     if not found:
         return None
-    found.sort(key=lambda near: near[0])
-    weights = [(near[0] + _AT_LEAST) ** -2 for near in found[:_NEIGHBOURS]]
-    logs = [math.log(row.times[kernel] / row.times[AS_WRITTEN]) for _, row, _ in found[:_NEIGHBOURS]]
-    if model is not None:
-        here = model(case)
-        moved = [_BELIEVED * math.log(here / model(row.case)) for _, row, _ in found[:_NEIGHBOURS]]
-        logs = [log + move for log, move in zip(logs, moved, strict=True)]
-    ratio = math.exp(sum(w * x for w, x in zip(weights, logs, strict=True)) / sum(weights))
-    _, row, table = found[0]
-    return Comparison(ratio, f"measured {_where(table, device, torch)} at {row.case}")
+
+    def believed(of: Case) -> float:
+        return 0.0 if model is None else _BELIEVED * math.log(model(of))
+
+    beyond = [math.log(row.times[kernel] / row.times[AS_WRITTEN]) - believed(row.case) for _, _, row, _ in found]
+    ratio = math.exp(
+        believed(case) + expected((*point_of(case), 0.0, 0.0), [point for _, point, _, _ in found], beyond)
+    )
+    _, _, row, table = min(found, key=lambda near: near[0])
+    return Comparison(ratio, f"by measurements {_where(table, device, torch)}, the nearest at {row.case}")
 
 
-# How far cases are apart: by how many octaves the ratio of a kernel's time to the time as written is expected to
-# change from the one to the other. The figures are means over the pairs of rows of the shipped CPU table that differ
-# in one thing (torch 2.13, AMD EPYC): an octave of scores 0.17, of their shape 0.15 (a single query against a square
-# 1.4), 16-bit against fp32 0.9, training against inference 0.5, one mask against another 0.3, a bias against none 0.1.
-# Not measured yet and so set with caution: what only some kernels take is worth a factor of two; an octave of what is
-# seen is worth one to a kernel that skips the rest and none to the others.
-# What counts as the length of the queries is how many share a key: of a single query, heads that share one are queries.
-_PER_OCTAVE = {"scores": 0.17, "shape": 0.15, "head_dim": 0.25, "value_dim": 0.25, "visible": 0.5}
-_PER_KIND = {"mask": 0.3, "training": 0.5, "function": 1.0, "dropout": 1.0, "sink": 1.0}
-_HALF, _DOUBLE, _BIAS, _BIAS_GRADIENT = 0.9, 0.9, 0.1, 1.0
-_OTHER_DEVICE, _OTHER_TORCH = 0.3, 0.1
 # Beyond two octaves a row says nothing, and a cost model is the better guess.
 REACH = 2.0
-_NEIGHBOURS = 3
-# Of 60 cases that nothing was measured of (benchmarks/regret.py), 15, 8 and 10 took more than 1.03 of the best with 0,
-# 0.5 and 1 of the model believed, before short lengths were measured; after that 6, 6 and 8.
+_OTHER_DEVICE, _OTHER_TORCH = 0.3, 0.1
 _BELIEVED = 0.5
-_AT_LEAST = 0.02
 
 
-def apart(a: Case, b: Case) -> float:
-    """The distance of two cases, in octaves of the ratio."""
-
-    def octaves(x: float, y: float) -> float:
-        return abs(math.log2(x / y))
-
-    distance = _PER_OCTAVE["scores"] * octaves(a.scores, b.scores)
-    distance += _PER_OCTAVE["shape"] * octaves(_shape(a), _shape(b))
-    distance += _PER_OCTAVE["head_dim"] * octaves(a.head_dim, b.head_dim)
-    distance += _PER_OCTAVE["value_dim"] * octaves(a.value_dim / a.head_dim, b.value_dim / b.head_dim)
-    distance += _PER_OCTAVE["visible"] * octaves(a.visible, b.visible)
-    distance += sum(cost for name, cost in _PER_KIND.items() if getattr(a, name) != getattr(b, name))
-    distance += _HALF * ((a.itemsize == 2) != (b.itemsize == 2)) + _DOUBLE * ((a.itemsize == 8) != (b.itemsize == 8))
-    if a.bias != b.bias:
-        distance += _BIAS_GRADIENT if "gradient" in (a.bias, b.bias) else _BIAS
-    return distance
-
-
-def _shape(case: Case) -> float:
-    return case.q_len * case.heads / case.kv_heads / case.kv_len
-
-
-def _elsewhere(table: Table, device: Device, torch: str) -> float:
-    return _OTHER_DEVICE * (table.device != device) + _OTHER_TORCH * (_minor(table.torch) != _minor(torch))
+def _elsewhere(table: Table, device: Device, torch: str) -> tuple[float, float]:
+    return _OTHER_DEVICE * (table.device != device), _OTHER_TORCH * (_minor(table.torch) != _minor(torch))
 
 
 def _is_own(table: Table, device: Device, torch: str) -> bool:

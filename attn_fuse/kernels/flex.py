@@ -20,7 +20,16 @@ from torch.nn.attention.flex_attention import BlockMask
 from attn_fuse.attention import Attention
 from attn_fuse.facts import Facts
 from attn_fuse.kernels.flex_blocks import flex_blocks, flex_operands
-from attn_fuse.kernels.flex_program import mask_mod, mask_part, over_queries, scaled, score_mod, score_part, sink_part
+from attn_fuse.kernels.flex_program import (
+    blocks_part,
+    mask_mod,
+    mask_part,
+    over_queries,
+    scaled,
+    score_mod,
+    score_part,
+    sink_part,
+)
 from attn_fuse.kernels.kernel import Kernel
 from attn_fuse.kernels.score_program import ScoreProgram
 from attn_fuse.kernels.writer import written
@@ -72,7 +81,7 @@ def emit(call: Call) -> Node:
     on_cpu = facts.device.type == "cpu"
     blocks = ONE_QUERY_BLOCKS if on_cpu and facts.q_len == 1 and "q_len" not in facts.symbolic else BLOCKS
     parts = (score_part(score.program), mask_part(score.program), sink_part(score.program))
-    seen = parts[1]
+    seen = blocks_part(score.program)
     axes = (attention.batch_axes, attention.head_axes, attention.axes.query, attention.axes.key)
     tables = call.node_once(
         flex_blocks,

@@ -72,7 +72,9 @@ def _tables(
     (rows, columns) = blocks
     seen = visibility(read, inputs, numbers, (batch, heads, q_len, kv_len), (rows, columns), device)
     shape = (*_planes(read, inputs, sizes), *seen.some.shape[2:])
-    some, every = seen.some.expand(shape), seen.every.expand(shape).clone()
+    some = seen.some.expand(shape)
+    # Where hidden keys may count, the score says what they are worth.
+    every = (some if read.unless_empty else seen.every.expand(shape)).clone()
     every[:, :, q_len // rows :] = False
     every[..., kv_len // columns :] = False
     found = [*_ordered(some & ~every), *_ordered(every)]

@@ -29,13 +29,20 @@ class Part:
 
 
 def score_part(program: ScoreProgram) -> Part:
-    """The score where the mask lets the key be seen."""
-    return _part(program.score if program.visible is None else _assuming(program.visible, program.score))
+    """The score where `mask_part` lets the key count."""
+    seen = None if program.unless_empty else program.visible
+    return _part(program.score if seen is None else _assuming(seen, program.score))
+
+
+def blocks_part(program: ScoreProgram) -> Part:
+    """What the blocks that are computed depend on: `visible` with its bounds; its score is the raw one."""
+    trees = {"visible": program.visible, "upper": program.upper, "lower": program.lower}
+    return _part(("score",), program.unless_empty, **trees)
 
 
 def mask_part(program: ScoreProgram) -> Part:
-    """Where the mask lets a key be seen, as `visible`, with its bounds; its score is the raw one."""
-    return _part(("score",), visible=program.visible, upper=program.upper, lower=program.lower)
+    """Where a key counts, within the blocks that are computed, as `visible`; its score is the raw one."""
+    return _part(("score",)) if program.unless_empty else blocks_part(program)
 
 
 def sink_part(program: ScoreProgram) -> Part:
@@ -127,7 +134,7 @@ def _on_element(
 # ---- a program without what it does not read
 
 
-def _part(score: Tree, **others: Tree | None) -> Part:
+def _part(score: Tree, unless_empty: bool = False, **others: Tree | None) -> Part:
     trees = {"score": score} | {name: tree for name, tree in others.items() if tree is not None}
     read = [node for tree in trees.values() for node in nodes(tree)]
     inputs = sorted({node[1] for node in read if node[0] in ("input", "gather")})
@@ -143,7 +150,7 @@ def _part(score: Tree, **others: Tree | None) -> Part:
                 return tuple(map(renumbered, tree))
         return tree
 
-    program = ScoreProgram(**{name: renumbered(tree) for name, tree in trees.items()})
+    program = ScoreProgram(**{name: renumbered(tree) for name, tree in trees.items()}, unless_empty=unless_empty)
     return Part(program, tuple(inputs), tuple(numbers))
 
 

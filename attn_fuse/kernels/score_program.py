@@ -102,6 +102,8 @@ class ScoreProgram:
     Two promises by which blocks of keys are skipped, while `score` holds the mask itself: where the Boolean `visible`
     does not hold, the weight is 0 (in a query all of whose keys are hidden, the original's output is NaN or 0); and
     nothing is visible unless lower <= j - i <= upper, made of constants, numbers and integer arithmetic.
+    unless_empty: the first promise holds for a query that sees some key; of one that sees none, all keys count. Then
+    there are no bounds.
 
     Raises ValueError for a tree that is not one, naming the node.
     """
@@ -112,6 +114,7 @@ class ScoreProgram:
     visible: Tree | None = None
     upper: Tree | None = None
     lower: Tree | None = None
+    unless_empty: bool = False
 
     def __post_init__(self) -> None:
         known: dict[Any, Tree] = {}
@@ -124,6 +127,8 @@ class ScoreProgram:
                 if node[0] in forbidden:
                     raise ValueError(f"{node[0]!r} has no place in {part!r} of a score program")
             object.__setattr__(self, part, tree)
+        if self.unless_empty and (self.visible is None or self.upper is not None or self.lower is not None):
+            raise ValueError("'unless_empty' of a score program is said of 'visible' without bounds")
 
     @functools.cached_property
     def shared(self) -> frozenset[int]:
@@ -132,6 +137,7 @@ class ScoreProgram:
 
     def dumps(self) -> str:
         parts = {part: _as_json(getattr(self, part)) for part in _FORBIDDEN if getattr(self, part) is not None}
+        parts |= {_SOFTLY: True} if self.unless_empty else {}
         return json.dumps(parts, separators=(",", ":"), allow_nan=False)
 
     @staticmethod
@@ -139,12 +145,13 @@ class ScoreProgram:
     def loads(text: str) -> ScoreProgram:
         """Raises ValueError for what `dumps` cannot have written."""
         parts = json.loads(text)
-        if not isinstance(parts, dict) or "score" not in parts or not parts.keys() <= _FORBIDDEN.keys():
+        if not isinstance(parts, dict) or "score" not in parts or not parts.keys() <= {*_FORBIDDEN, _SOFTLY}:
             raise ValueError(f"not a score program: {text[:100]}")
         return ScoreProgram(**parts)
 
 
 _NO_BOUND = frozenset(set(_ARITY) - set(_BOUNDS) | {"input", "gather", "cast", "and", "or"})
+_SOFTLY = "unless_empty"
 _FORBIDDEN = {
     "score": frozenset[str](), "factor": frozenset({"score"}), "sink": frozenset({"score", "j"}),
     "visible": frozenset({"score"}), "upper": _NO_BOUND, "lower": _NO_BOUND,

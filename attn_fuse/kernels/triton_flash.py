@@ -90,6 +90,10 @@ def _structure(score: Written) -> ScoreProgram | None:
     program = score.program
     if program.visible is None:
         return None
+    if program.unless_empty:
+        # Of only some of the parts it could not be said which query sees no key.
+        small = _is_small(program.visible, score.inputs)
+        return ScoreProgram(("score",), visible=program.visible, unless_empty=True) if small else None
     left = inside(Trees(), dataclasses.replace(program, score=program.visible))
     parts = left[1:] if left[0] == "and" else (left,)
     parts = tuple(part for part in parts if part[0] != "const" and _is_small(part, score.inputs))

@@ -8,6 +8,7 @@ each element is read.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,13 +19,16 @@ from torch import Tensor
 from attn_fuse.kernels.score_program import COMPARISONS, Block, ScoreProgram, Tree, bound, evaluate
 
 _Interval = tuple[Tensor, Tensor]
+# Keys that are looked at one by one, or together.
+_STRETCH = 32
 
 
 @dataclass(frozen=True)
 class Visibility:
     """Bool [B|1, H|1, query blocks, key blocks]. some: a query may see a key there; every: each sees each, certainly.
 
-    Where `some` does not hold, every weight of the block is 0.
+    Where `some` does not hold, every weight of the block is 0. Of a program whose `unless_empty` is set, `some` holds
+    for all keys wherever a query may see none.
     """
 
     some: Tensor
@@ -47,11 +51,12 @@ def visibility(
     dtypes = [x.dtype for x in inputs if x.is_floating_point()]
     dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
     whole = Block(batch, heads, (0, q_len), (0, kv_len), device, dtype)
-    intervals = _Intervals(inputs, numbers, whole, blocks)
     every, some = _within_bounds(program, numbers, whole, blocks)
     if program.visible is not None:
-        must, can = _as_bool(intervals.of(program.visible))
+        must, can = _as_bool(_Intervals(inputs, numbers, whole, blocks).of(program.visible))
         every, some = every & must, some & can
+    if program.unless_empty and program.visible is not None:
+        some = some | ~_each_sees_a_key(program.visible, inputs, numbers, whole, blocks[0])
     shape = (
         *torch.broadcast_shapes(every.shape, some.shape)[:2],
         *(-(-n // b) for n, b in zip(sizes[2:], blocks, strict=True)),
@@ -73,6 +78,20 @@ def _within_bounds(program: ScoreProgram, numbers: Sequence[int], whole: Block, 
     if lower is not None:
         every, some = every & (least >= lower), some & (greatest >= lower)
     return every, some
+
+
+def _each_sees_a_key(
+    visible: Tree, inputs: Sequence[Tensor], numbers: Sequence[int], whole: Block, rows: int
+) -> Tensor:
+    """Whether, for certain, each query of a block of `rows` sees a key: [B|1, H|1, query blocks|1, 1].
+
+    A key is found among the first ones, or a whole stretch of keys further on.
+    """
+    first = dataclasses.replace(whole, keys=(0, min(_STRETCH, whole.keys[1])))
+    near = evaluate(visible, None, inputs, numbers, first).bool().any(-1, keepdim=True)
+    certain, _ = _as_bool(_Intervals(inputs, numbers, whole, (1, _STRETCH)).of(visible))
+    sees = near | certain.any(-1, keepdim=True)
+    return sees if sees.shape[2] == 1 else _reduced_along(sees, 2, rows, torch.amin)
 
 
 def _ends(length: int, size: int, dim: int, device: torch.device) -> _Interval:

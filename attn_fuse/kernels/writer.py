@@ -51,6 +51,7 @@ def written(call: Call) -> Written:
         visible=writer.visible(),
         upper=upper,
         lower=lower,
+        unless_empty=writer.hides_softly,
     )
     return Written(program, writer.inputs, writer.numbers)
 
@@ -97,13 +98,18 @@ class _Writer:
             None if lower is None else self._number(lower),
         )
 
+    @property
+    def hides_softly(self) -> bool:
+        """Whether a query that sees no key has weights for all."""
+        mask = self._call.attention.mask
+        return bool(mask.soft_parts) and (mask.empty_rows == "mean" or not mask.parts)
+
     def visible(self) -> Tree | None:
         """Where the mask lets a query see a key; None where it hides none, or hidden keys may count all the same."""
         mask = self._call.attention.mask
-        if mask.empty_rows == "mean" or not mask.parts:
-            return None
-        parts = [self.tree(part.keep) for part in mask.parts]
-        return parts[0] if len(parts) == 1 else ("and", *parts)
+        hiding = mask.soft_parts if self.hides_softly else () if mask.empty_rows == "mean" else mask.parts
+        parts = [self.tree(part.keep) for part in hiding]
+        return None if not parts else parts[0] if len(parts) == 1 else ("and", *parts)
 
     def tree(self, x: Expr) -> Tree:
         if x not in self._known:

@@ -15,7 +15,8 @@ from attn_fuse.backend import attn_fuse as backend
 from attn_fuse.bench import grid, main
 from attn_fuse.kernels import evidence
 from attn_fuse.kernels.case import Case, visible_share
-from attn_fuse.kernels.evidence import AS_WRITTEN, Row, apart
+from attn_fuse.kernels.evidence import AS_WRITTEN, Row
+from attn_fuse.kernels.nearness import apart
 from attn_fuse.kernels.specimens import program, runner, tensors
 
 CPU = torch.device("cpu")
@@ -44,7 +45,7 @@ def test_calibrate_show_and_forget(folder: Path, capsys) -> None:
     runner(torch.compile(program(row.case), backend=backend), row.case, values)()
     (site,) = attn_fuse.reports()[-1].sites
     said = site.attention["picked"] if site.fused else site.blocker.reason
-    assert f"measured here at {row.case}" in said
+    assert f"by measurements here, the nearest at {row.case}" in said
 
     assert main(["--show", "--device", "cpu"]) == 0
     printed = capsys.readouterr().out

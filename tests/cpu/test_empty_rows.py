@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from attn_fuse.report import collecting
 from tests.harness import assert_chunked, assert_fused, check, compiled
 
 T = 8
@@ -117,6 +118,117 @@ def test_float16(written) -> None:
 def test_a_guard_gives_exactly_zero(written, kernels) -> None:
     out = compiled(written, kernels=kernels)(torch.randn(2, 4, T, 16), padding(T))
     assert not out[0].any() and out[1].all()
+
+
+# ---- what a finite fill hides is passed over, where the query sees another key
+
+LONG = 600
+
+
+def keeps(padding: torch.Tensor, window: int | None = None) -> torch.Tensor:
+    """Causal, with padding [batch, LONG] of 0 and 1, as Hugging Face's models make it."""
+    i, j = torch.arange(LONG)[:, None], torch.arange(LONG)
+    seen = (j <= i) if window is None else (j <= i) & (j > i - window)
+    return seen & (padding[:, None, None, :] != 0)
+
+
+def causal_padding_added(q: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+    return (q @ q.mT + torch.where(keeps(padding), 0.0, torch.finfo(q.dtype).min)).softmax(-1) @ q
+
+
+def causal_padding_filled(q: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+    return (q @ q.mT).masked_fill(~keeps(padding), -1e9).softmax(-1) @ q
+
+
+def window_padding_filled(q: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+    return torch.where(keeps(padding, 50), q @ q.mT, -1e30).softmax(-1) @ q
+
+
+def causal_and_padding_each_added(q: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+    above = torch.full((LONG, LONG), LOWEST).triu(1)
+    hidden = torch.where(padding[:, None, None, :] != 0, 0.0, LOWEST / 4)
+    return (q @ q.mT + hidden + above / 4).softmax(-1) @ q
+
+
+def padding_alone(q: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+    return (q @ q.mT + torch.where(padding[:, None, None, :] != 0, 0.0, -3e38)).softmax(-1) @ q
+
+
+SOFT = [
+    causal_padding_added, causal_padding_filled, window_padding_filled, causal_and_padding_each_added, padding_alone,
+]  # fmt: skip
+
+
+def sides() -> torch.Tensor:
+    """No padding, on the right, on the left, one in the middle, and nothing else."""
+    padding = torch.ones(5, LONG, dtype=torch.int64)
+    padding[1, 250:], padding[2, :333], padding[3, 40:290], padding[4] = 0, 0, 0, 0
+    return padding
+
+
+@pytest.mark.parametrize(
+    ("written", "kernel", "backward"),
+    [
+        *((f, "chunked", True) for f in SOFT),
+        *((f, "chunked", False) for f in SOFT),
+        *((f, "flex", False) for f in SOFT[:3:2]),
+    ],
+    ids=lambda x: getattr(x, "__name__", str(x)),
+)
+def test_blocks_are_passed_over(written, kernel, backward) -> None:
+    # In float64 other numbers would swallow a score, so it is held against itself in float32.
+    q = torch.randn(5, 2, LONG, 16)
+    again, pull, padding = q.clone().requires_grad_(backward), torch.randn(q.shape), sides()
+    expected = written(q.requires_grad_(backward), padding)
+    with collecting() as graphs:
+        inner = "inductor" if kernel == "flex" else "eager"
+        got = compiled(written, inner, kernels=[kernel], strict=True)(again, padding)
+    assert "key padding" in graphs[-1].sites[0].attention["mask"]
+    torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-4)
+    if backward:
+        expected.backward(pull)
+        got.backward(pull)
+        torch.testing.assert_close(again.grad, q.grad, atol=2e-4, rtol=1e-3)
+
+
+def test_what_is_hidden_is_not_computed() -> None:
+    """NaN in a value that nobody sees would come out, if it had a weight of 0."""
+    q, v, padding = torch.randn(1, 2, LONG, 16), torch.randn(1, 2, LONG, 16), torch.ones(1, LONG, dtype=torch.int64)
+    padding[:, 250:], v[:, :, 256:] = 0, torch.nan
+
+    def written(q: torch.Tensor, v: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+        return (q @ q.mT + torch.where(keeps(padding), 0.0, LOWEST)).softmax(-1) @ v
+
+    assert compiled(written, kernels=["chunked"])(q, v, padding).isfinite().all()
+
+
+def logarithm(scores: torch.Tensor) -> torch.Tensor:
+    return scores.relu().log()
+
+
+def logarithm_of_a_sigmoid(scores: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.logsigmoid(1e10 * scores)
+
+
+def exponential(scores: torch.Tensor) -> torch.Tensor:
+    return -torch.exp(-30 * scores)
+
+
+@pytest.mark.parametrize("kernels", [["chunked"], ["flex"]], ids=lambda names: names[0])
+@pytest.mark.parametrize("function", [logarithm, logarithm_of_a_sigmoid, exponential], ids=lambda f: f.__name__)
+def test_a_function_of_the_scores_may_be_lower_than_the_fill(function, kernels) -> None:
+    """Then the one key that the first query sees has no weight, and those that are hidden from it have."""
+
+    def written(q: torch.Tensor) -> torch.Tensor:
+        return function(-(q @ q.mT)).masked_fill(above(), -1e9).softmax(-1) @ q
+
+    q = torch.randn(1, 2, T, 16)
+    expected = written(q)
+    assert torch.allclose(expected[:, :, 0], q[:, :, 1:].mean(2), atol=1e-4)
+    torch.testing.assert_close(compiled(written, "inductor", kernels=kernels)(q), expected, atol=1e-5, rtol=1e-4)
+
+
+# ---- float16
 
 
 def lowest_added(q: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:

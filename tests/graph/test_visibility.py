@@ -88,6 +88,37 @@ def test_nothing_to_see() -> None:
         assert found.some.shape[2:] == (-(-sizes[2] // 4), -(-sizes[3] // 4))
 
 
+@pytest.mark.parametrize("blocks", [(8, 16), (64, 64)], ids=str)
+@pytest.mark.parametrize(
+    ("tree", "inputs", "numbers", "found_out"),
+    [
+        (CAUSAL, lambda s: [], [0], True),
+        (CAUSAL, lambda s: [], [-9], True),
+        (["and", CAUSAL, LENGTHS], lambda s: [torch.tensor([0, 150])], [0], True),
+        (["and", CAUSAL, ["ge", K, ["gather", 0, B]]], lambda s: [torch.tensor([0, 40])], [0], False),
+        (["ge", K, ["gather", 0, B]], lambda s: [torch.tensor([s[3], 100])], [], True),
+        (DOCUMENTS, lambda s: [torch.full((s[0], 1, s[2], 1), 7), sorted_documents(s)[1]], [], True),
+        (["input", 0], lambda s: [torch.rand(s[0], 1, *s[2:]) > 0.99], [], False),
+    ],
+    ids="causal behind right-padding left-padding left-padding-alone another-document tensor".split(),
+)
+def test_where_a_query_may_see_no_key_all_of_them_count(tree, inputs, numbers, found_out, blocks) -> None:
+    """found_out: whether it is known of each query that sees a key, and not only of most."""
+    torch.manual_seed(0)
+    sizes = (2, 1, 170, 180)
+    given_inputs = inputs(sizes)
+    keep = sees(tree, given_inputs, numbers, sizes)
+    counts = keep | ~keep.any(-1, keepdim=True)
+    some, _ = blockwise(counts, blocks)
+    program = ScoreProgram(["score"], visible=tree, unless_empty=True)
+    found = visibility(ScoreProgram.loads(program.dumps()), given_inputs, numbers, sizes, blocks, CPU).some
+    assert found.expand(some.shape)[some].all()
+    if found_out:
+        # Of a block in which one query sees no key, all are computed.
+        empty, _ = blockwise(~keep.any(-1, keepdim=True).expand(keep.shape), blocks)
+        assert torch.equal(found.expand(some.shape), blockwise(keep, blocks)[0] | empty.any(-1, keepdim=True))
+
+
 NUMBERS = st.sampled_from(
     [Q, K, B, H, ["const", -3], ["const", 4], ["const", 0.5], ["number", 0], ["input", 0], ["input", 1], ["input", 2],
      ["input", 3], ["gather", 4, ["mod", ["add", Q, K], ["const", 7]]]]

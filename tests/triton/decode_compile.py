@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import json
+import math
 import re
 import subprocess
 import sys
@@ -38,7 +39,7 @@ COUNTED = {
 
 @dataclass(frozen=True)
 class Shape:
-    """rows: query heads of one key head, times queries."""
+    """groups: query heads of one key head. softly: keys are hidden by a finite fill."""
 
     case: str
     groups: int
@@ -46,11 +47,13 @@ class Shape:
     head_dim: int
     value_dim: int
     dtype: torch.dtype
+    softly: bool = False
 
     @property
     def name(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"{self.case}, {self.groups} x {self.q_len}, {self.head_dim}/{self.value_dim}, {dtype}"
+        case = f"{self.case} softly" if self.softly else self.case
+        return f"{case}, {self.groups} x {self.q_len}, {self.head_dim}/{self.value_dim}, {dtype}"
 
 
 SHAPES = [
@@ -59,6 +62,7 @@ SHAPES = [
     Shape("causal", 8, 16, 128, 128, torch.bfloat16),
     Shape("everything", 4, 1, 128, 128, torch.bfloat16),
     Shape("key padding", 4, 1, 128, 128, torch.float16),
+    Shape("key padding", 4, 1, 128, 128, torch.bfloat16, softly=True),
     Shape("causal", 1, 1, 64, 64, torch.float16),
     Shape("causal", 4, 8, 256, 256, torch.bfloat16),
     Shape("causal", 4, 1, 40, 24, torch.bfloat16),
@@ -102,7 +106,9 @@ def launches(shape: Shape, kv_len: int, capacity: int = 0) -> list[Launch]:
     # The size of a mask's tensor does not show in the code, so those of the whole cache will do.
     program, numbers = case.program, [kv_len - shape.q_len] if case.numbers(s) else []
     if shape.case == "key padding":
-        program = type(program)(program.score, visible=program.score[1])
+        _, seen, score, _ = program.score
+        fill = ("const", torch.finfo(torch.float32).min if shape.softly else -math.inf)
+        program = type(program)(("where", seen, score, fill), visible=seen, unless_empty=shape.softly)
     kernels = decode.attend_split, decode.join_splits
     decode.attend_split, decode.join_splits = map(Recorder, kernels)  # type: ignore[assignment]
     try:

@@ -34,6 +34,7 @@ if INTERPRETED:
     from attn_fuse.kernels.triton import decode as module
     from attn_fuse.kernels.triton.decode_op import decode
 
+LOWEST = torch.finfo(torch.float32).min
 Q_LEN, KV_LEN, SPLITS = (1, 2, 5, 16), (1, 17, 300, 1000), (1, 3, 9)
 # Of every kind of score program each query length, each cache and each number of splits, not each with each.
 SOME = [
@@ -172,15 +173,16 @@ def test_empty(name: str, s: Sizes) -> None:
 
 
 @interpreted
+@pytest.mark.parametrize("fill", [-INF, LOWEST], ids=["infinite", "finite"])
 @pytest.mark.parametrize("splits", [1, 3, 40])
 @pytest.mark.parametrize(("q_len", "filled"), [(1, 1), (1, 300), (4, 130), (2, 1000)])
-def test_a_static_cache_costs_what_is_visible(q_len: int, filled: int, splits: int) -> None:
+def test_a_static_cache_costs_what_is_visible(q_len: int, filled: int, splits: int, fill: float) -> None:
     """Positions come as a tensor, so that nothing is known of them before the kernel runs."""
     seen = ["le", ["j"], ["gather", 0, ["i"]]]
     case = Case(
         "",
-        ScoreProgram(where(seen, S), visible=seen),
-        lambda s, at, position: s.masked_fill(at.j > position[at.i], -INF),
+        ScoreProgram(where(seen, S, fill), visible=seen, unless_empty=fill == LOWEST),
+        lambda s, at, position: s.masked_fill(at.j > position[at.i], fill),
     )
     s = sizes(q_len, 1000)
     position = torch.arange(max(0, filled - q_len), filled)[-q_len:].clamp(min=0)
@@ -239,12 +241,31 @@ def test_queries_that_see_no_key(sink: float | None, visible: bool, splits: int)
 
 @interpreted
 @pytest.mark.parametrize("splits", [1, 3, 40])
-@pytest.mark.parametrize("fill", [-1e4, -1e9, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("fill", [-1e4, -1e9, LOWEST])
 def test_a_finite_fill_gives_the_mean(fill: float, splits: int) -> None:
     program = ScoreProgram(where(const(False), ["mul", S, const(0.3)], fill)).dumps()
     query, key, value = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 70, 8), torch.randn(1, 2, 70, 8)
     out = decode(query, key, value, [], [], program, splits)
     torch.testing.assert_close(out, value.mean(2, keepdim=True).repeat_interleave(2, 1).expand_as(out))
+
+
+@interpreted
+@pytest.mark.parametrize("splits", [1, 3, 40])
+def test_a_finite_fill_hides_from_queries_that_see_a_key(splits: int) -> None:
+    """Of the queries of a tile, one that sees no key gets the mean of all values, and the others what they see."""
+    seen = ["and", ["ge", ["j"], ["gather", 0, ["b"]]], ["le", ["j"], ["add", ["i"], const(500)]]]
+    case = Case(
+        "",
+        ScoreProgram(where(seen, S, LOWEST), visible=seen, unless_empty=True),
+        lambda s, at, first: s.masked_fill((at.j < first[at.b]) | (at.j > at.i + 500), LOWEST),
+    )
+    s = sizes(4, 700, batch=4)
+    tensors = [*drawn(case, s, torch.float32), torch.tensor([0, 450, 502, 699])]
+    out = operator(case, *tensors, numbers=[], splits=splits)
+    assert_out_near(out, case, tensors)
+    mean = tensors[2].mean(2, keepdim=True).repeat_interleave(2, 1)
+    torch.testing.assert_close(out[2:3, :, :2], mean[2:3].expand(1, 4, 2, -1))
+    assert not torch.isclose(out[2:3, :, 2:], mean[2:3], atol=1e-3).all()
 
 
 @interpreted

@@ -185,6 +185,31 @@ def test_spans(case: Case, tile: tuple[int, int], monkeypatch: pytest.MonkeyPatc
     check(case, s, spanned=True)
 
 
+LOWEST = torch.finfo(torch.float32).min
+# What Hugging Face's models add: a query that sees no key gets the mean of the values.
+SOFTLY = ["and", ["le", K, Q], ["ge", K, ["gather", 0, B]], ["lt", K, ["gather", 1, B]]]
+
+
+@interpreted
+@pytest.mark.parametrize("tile", [(16, 32), (64, 32), (128, 16)], ids=str)
+def test_a_finite_fill_hides_from_queries_that_see_a_key(tile: tuple[int, int], monkeypatch) -> None:
+    monkeypatch.setattr(flash, "config", lambda *_: Config(*tile, 4, 1))
+    program = ScoreProgram(where(SOFTLY, S, LOWEST), visible=SOFTLY, unless_empty=True)
+    s = Sizes(4, 2, 1, 150, 201, 16, 24)
+
+    def dense(scores: Tensor, at: At, first: Tensor, last: Tensor) -> Tensor:
+        keep = (at.j <= at.i) & (at.j >= first[at.b]) & (at.j < last[at.b])
+        return scores.masked_fill(~keep, LOWEST)
+
+    case = Case("", program, dense, lambda s: [torch.tensor([0, 0, 70, 150]), torch.tensor([201, 90, 201, 201])])
+    check(case, s, spanned=True)
+    tensors = drawn(case, s, torch.float32)
+    of_queries, of_keys = tables_of(case, s, tensors[3:])
+    assert of_queries[0, 0].tolist() == [[0, 64], [0, 128], [0, 192]]
+    assert of_queries[2:, 0, 0].tolist() == [[0, 201], [0, 201]] and of_queries[2, 0, 2].tolist() == [64, 192]
+    assert of_keys[0, 0].tolist() == [[0, 150], [64, 150], [128, 150], [150, 0]]
+
+
 @interpreted
 def test_hidden_keys_are_not_read() -> None:
     """NaN in a value that nobody sees does not come out, where whole blocks are left out."""

@@ -104,6 +104,7 @@ def attend(
         GROUPS=heads // kv_heads, HEAD_DIM=head_dim, VALUE_DIM=value_dim,
         ROWS=size.rows, KEYS=size.keys, INNER=_padded(head_dim), WIDTH=_padded(value_dim),
         SCORE=code.score, FACTOR=code.factor, SINK=code.sink, VISIBLE=code.visible,
+        UNLESS_EMPTY=code.program.unless_empty,
         STEP=step, TO_LOG2=to_log2, SCAN=size.scan, WHOLE=splits == 1, STAGES=size.stages,
         num_warps=size.warps, num_stages=size.stages,
     )  # fmt: skip

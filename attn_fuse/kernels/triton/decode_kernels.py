@@ -19,7 +19,8 @@ def attend_split(
     GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, INNER: tl.constexpr, WIDTH: tl.constexpr,
     SCORE: tl.constexpr, FACTOR: tl.constexpr, SINK: tl.constexpr, VISIBLE: tl.constexpr,
-    STEP: tl.constexpr, TO_LOG2: tl.constexpr, SCAN: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
+    UNLESS_EMPTY: tl.constexpr, STEP: tl.constexpr, TO_LOG2: tl.constexpr, SCAN: tl.constexpr, WHOLE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Keys [first_key, last_key) of one batch entry and key head, every `splits`-th block of them.
 
@@ -27,6 +28,7 @@ def attend_split(
     [batch, kv_heads, GROUPS, q_len, splits, VALUE_DIM or nothing]. WHOLE: there is one split, and out is final.
     SCORE, FACTOR, SINK, VISIBLE, reads: as `scores` gives them; TO_LOG2: a difference of scores times this is one of
     base 2. The strides of key and value but those of d are in units of STEP, by which they are known to be aligned.
+    UNLESS_EMPTY: a query that sees no key of all there are has weights for all of them.
     SCAN: blocks that are searched at a time for visible keys.
     """
     tiles = tl.cdiv(GROUPS * q_len, ROWS)
@@ -56,13 +58,27 @@ def attend_split(
     if VISIBLE is not None:
         start = own
         stop = 0
-        for scanned in range(0, own, SCAN):
-            block = scanned + tl.arange(0, SCAN * KEYS) // KEYS
-            j = (first_key + (block * splits + split) * KEYS + tl.arange(0, SCAN * KEYS) % KEYS)[None, :]
-            seen = VISIBLE(b, h, i, j, q_len, kv_len, reads) & (j < last_key)
-            seen = tl.max(seen.to(tl.int32), 0) > 0
-            start = tl.minimum(start, tl.min(tl.where(seen, block, own), 0))
-            stop = tl.maximum(stop, tl.max(tl.where(seen, block + 1, 0), 0))
+        if UNLESS_EMPTY:
+            sees = tl.zeros([ROWS], tl.int32)
+            for scanned in range(0, blocks, SCAN):
+                block = scanned + tl.arange(0, SCAN * KEYS) // KEYS
+                j = (first_key + block * KEYS + tl.arange(0, SCAN * KEYS) % KEYS)[None, :]
+                seen = (VISIBLE(b, h, i, j, q_len, kv_len, reads) & (j < last_key)).to(tl.int32)
+                sees = tl.maximum(sees, tl.max(seen, 1))
+                mine = (tl.max(seen, 0) > 0) & (block % splits == split)
+                start = tl.minimum(start, tl.min(tl.where(mine, block // splits, own), 0))
+                stop = tl.maximum(stop, tl.max(tl.where(mine, block // splits + 1, 0), 0))
+            if tl.min(sees, 0) == 0:
+                start = 0
+                stop = own
+        else:
+            for scanned in range(0, own, SCAN):
+                block = scanned + tl.arange(0, SCAN * KEYS) // KEYS
+                j = (first_key + (block * splits + split) * KEYS + tl.arange(0, SCAN * KEYS) % KEYS)[None, :]
+                seen = VISIBLE(b, h, i, j, q_len, kv_len, reads) & (j < last_key)
+                seen = tl.max(seen.to(tl.int32), 0) > 0
+                start = tl.minimum(start, tl.min(tl.where(seen, block, own), 0))
+                stop = tl.maximum(stop, tl.max(tl.where(seen, block + 1, 0), 0))
 
     most = tl.full([ROWS], float("-inf"), tl.float32)
     if SINK is not None:
