@@ -8,7 +8,7 @@ So a finite fill is dropped only where every query is proved to see a key, and k
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 import sympy
@@ -18,9 +18,9 @@ from attn_fuse import algebra as al
 from attn_fuse import expression as ex
 from attn_fuse.attention import Axes, Mask, Refusal
 from attn_fuse.expression import Const, Expr, index_symbols
+from attn_fuse.lift import Lifted
 from attn_fuse.masks import every_query_sees_a_key, mask_parts
 from attn_fuse.patterns.layer import Bias, Cap, Fill, Floor, Layer, Scale
-from attn_fuse.space import Space
 
 
 @dataclass(frozen=True)
@@ -83,16 +83,17 @@ def fold(layers: Iterable[Layer], key_axes: tuple[sympy.Symbol, ...]) -> Scores 
 
 
 def mask_and_biases(
-    scores: Scores, beneath: Expr, axes: Axes, space: Space, leaf_dtypes: Mapping[int, torch.dtype]
+    scores: Scores, beneath: Expr, axes: Axes, lifted: Lifted
 ) -> tuple[Mask, tuple[Expr, ...]] | Refusal:
     """The mask as structure, and the biases, among them what only looked like a mask.
 
     beneath: the score that the layers are laid over.
     """
+    space, leaf_dtypes = lifted.space, lifted.leaf_dtypes
     terms = tuple(term.value for term in scores.terms)
     # A term that is read from memory may hide keys by itself, and so may a function of the scores such as a logarithm,
     # so that only minus infinity is out of their reach.
-    unknown = any(isinstance(part, ex.Load) for term in terms for part in ex.walk(term)) or not _is_ordinary(beneath)
+    unknown = not _is_ordinary(beneath) or any(_may_hide(term, lifted.learned) for term in terms)
     finite = [fill for fill in scores.fills if math.isfinite(fill.value)]
     parts = mask_parts((fill.keep for fill in scores.fills), axes, space)
     seen = every_query_sees_a_key(parts, axes, space, leaf_dtypes)
@@ -104,7 +105,7 @@ def mask_and_biases(
     biases = terms + tuple(_as_bias(fill) for fill in soft)
     values = {fill.value for fill in hard}
     # Of a query that sees some key, the keys under a finite fill have no weight, whatever the others see.
-    soft_parts = parts if finite and not terms and not unknown else ()
+    soft_parts = parts if finite and not unknown else ()
     # Where a floor replaced the scores of a whole row, it also stopped their gradient.
     softly = "mean" if scores.floored else "none"
     if not hard:
@@ -125,6 +126,16 @@ def mask_and_biases(
         al.select(hard[0].keep, term.value, Const(0.0)) if term.below > place else term.value for term in scores.terms
     )
     return Mask(empty_rows="mean"), (*kept, _as_bias(hard[0]))
+
+
+def _may_hide(term: Expr, learned: Container[int]) -> bool:
+    """Whether what is added to a score may be a number as low as a fill."""
+    return any(
+        x.leaf not in learned
+        if isinstance(x, (ex.Load, ex.Gather, ex.Scalar))
+        else isinstance(x, Const) and not abs(x.value) <= _ORDINARY
+        for x in ex.walk(term)
+    )
 
 
 def _is_ordinary(score: Expr) -> bool:

@@ -20,6 +20,7 @@ from attn_fuse import algebra as al
 from attn_fuse import expression as ex
 from attn_fuse.constants import ClosedForm
 from attn_fuse.expression import Expr
+from attn_fuse.names import value_of
 from attn_fuse.normalize import Normal
 from attn_fuse.operations import OPERATIONS
 from attn_fuse.operations.operation import Indices, NoClosedForm, Operation, Tensor, shape_of
@@ -34,7 +35,8 @@ _MOST_WRITTEN_OUT = 16
 class Lifted:
     """One element of a region's output. `element` is over `indices`, one symbol (or 0, for size 1) a dimension.
 
-    leaf_dtypes: of each leaf that is a tensor, by its number.
+    leaf_dtypes: of each leaf that is a tensor, by its number. learned: the numbers of those that are parameters in
+    training, whose elements are ordinary numbers.
     """
 
     element: Expr
@@ -43,6 +45,7 @@ class Lifted:
     dtype: torch.dtype
     space: Space
     leaf_dtypes: Mapping[int, torch.dtype]
+    learned: frozenset[int]
 
 
 class NotLifted(Exception):
@@ -67,7 +70,9 @@ def lift(normal: Normal, closed_forms: Mapping[int, ClosedForm]) -> Lifted:
         element = output.at(indices)
     except NoClosedForm as problem:
         raise NotLifted(str(problem), normal.origin.get(problem.node) if problem.node is not None else None) from None
-    return Lifted(element, indices, output.shape, output.dtype, space, lifter.leaf_dtypes)
+    values = map(value_of, normal.region.leaves)
+    learned = frozenset(n for n, x in enumerate(values) if isinstance(x, torch.nn.Parameter) and x.requires_grad)
+    return Lifted(element, indices, output.shape, output.dtype, space, lifter.leaf_dtypes, learned)
 
 
 class _Lifter:

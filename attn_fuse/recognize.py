@@ -76,11 +76,7 @@ class _Reading:
 def _read(whole: Draft, axes: Axes, lifted: Lifted) -> _Reading:
     residue, layers, why = _layers(whole.score)
     folded = fold(layers, axes.key)
-    read: tuple[Mask, tuple[Expr, ...]] | Refusal = (
-        folded
-        if isinstance(folded, Refusal)
-        else mask_and_biases(folded, residue, axes, lifted.space, lifted.leaf_dtypes)
-    )
+    read = folded if isinstance(folded, Refusal) else mask_and_biases(folded, residue, axes, lifted)
     if isinstance(read, Refusal) or isinstance(folded, Refusal):
         # Then the score is what it is, as one function.
         problem = read if isinstance(read, Refusal) else folded

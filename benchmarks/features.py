@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import attn_fuse
 from harness import bytes_in_words, interleaved, peak_memory, seconds_in_words, store, table
 
-BATCH, HEADS, HEAD_DIM, WINDOW = 1, 8, 64, 256
+HEADS, HEAD_DIM, WINDOW = 8, 64, 256
 
 
 def seen(length: int, window: int | None) -> Tensor:
@@ -30,10 +30,16 @@ def seen(length: int, window: int | None) -> Tensor:
     return (apart >= 0) if window is None else (apart >= 0) & (apart < window)
 
 
-class Dropped(nn.Module):
-    """Causal attention with dropout on the weights, as in nanoGPT."""
+class Written(nn.Module):
+    """An attention written out by hand. by_hand: the same with torch's own function, where that can say it."""
 
+    batch = 1
     training_step = True
+    by_hand: Callable[..., Tensor] | None = None
+
+
+class Dropped(Written):
+    """Causal attention with dropout on the weights, as in nanoGPT."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scores = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
@@ -45,10 +51,8 @@ class Dropped(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, dropout_p=0.1, is_causal=True)
 
 
-class RelativeBias(nn.Module):
+class RelativeBias(Written):
     """T5's encoder: unscaled scores and a learned bias for each bucket of distances (arXiv 1910.10683)."""
-
-    training_step = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,11 +74,8 @@ class RelativeBias(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=self.bias(q.size(-2)), scale=1.0)
 
 
-class Capped(nn.Module):
+class Capped(Written):
     """Gemma 2's local layers: a softcap and a sliding window (arXiv 2408.00118)."""
-
-    training_step = True
-    by_hand = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scores = torch.matmul(q, k.transpose(2, 3)) * (1.0 / math.sqrt(k.size(-1)))
@@ -83,7 +84,25 @@ class Capped(nn.Module):
         return torch.matmul(scores.softmax(-1), v)
 
 
-class Windowed(nn.Module):
+class Padded(Written):
+    """Four sequences padded to one length, as Hugging Face's eager models have it: the lowest number is added."""
+
+    batch = 4
+
+    def keep(self, length: int) -> Tensor:
+        lengths = torch.linspace(length, length // 2, self.batch).long()
+        return seen(length, None) & (torch.arange(length) < lengths[:, None])[:, None, None, :]
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = torch.matmul(q, k.transpose(2, 3)) * (1.0 / math.sqrt(k.size(-1)))
+        hidden = torch.where(self.keep(q.size(-2)), 0.0, torch.finfo(q.dtype).min)
+        return torch.matmul((scores + hidden).softmax(-1), v)
+
+    def by_hand(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=self.keep(q.size(-2)))
+
+
+class Windowed(Written):
     """A sliding window, inference."""
 
     training_step = False
@@ -97,7 +116,7 @@ class Windowed(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=seen(q.size(-2), WINDOW))
 
 
-class Causal(nn.Module):
+class Causal(Written):
     """Causal attention, inference."""
 
     training_step = False
@@ -111,10 +130,11 @@ class Causal(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-PROGRAMS: dict[str, tuple[type[nn.Module], tuple[str, ...]]] = {
+PROGRAMS: dict[str, tuple[type[Written], tuple[str, ...]]] = {
     "causal, dropout 0.1, training": (Dropped, ()),
     "T5 bias with gradient, training": (RelativeBias, ()),
     "softcap, window 256, training": (Capped, ()),
+    "causal and padding, training": (Padded, ()),
     "window 256, inference": (Windowed, ("chunked", "flex", "cpu_flash")),
     "causal, inference": (Causal, ("flex", "cpu_flash", "chunked")),
 }
@@ -128,10 +148,10 @@ class Contestant:
     kernel: str | None = None
 
 
-def contestants(kind: type[nn.Module], kernels: tuple[str, ...], length: int) -> dict[str, Contestant]:
+def contestants(kind: type[Written], kernels: tuple[str, ...], length: int) -> dict[str, Contestant]:
     torch.manual_seed(0)
-    q, k, v = (torch.randn(BATCH, HEADS, length, HEAD_DIM, requires_grad=kind.training_step) for _ in range(3))
-    pull = torch.randn(BATCH, HEADS, length, HEAD_DIM)
+    q, k, v = (torch.randn(kind.batch, HEADS, length, HEAD_DIM, requires_grad=kind.training_step) for _ in range(3))
+    pull = torch.randn(kind.batch, HEADS, length, HEAD_DIM)
     module = kind()
 
     def step(function: Callable[..., Tensor]) -> Callable[[], object]:
@@ -154,9 +174,8 @@ def contestants(kind: type[nn.Module], kernels: tuple[str, ...], length: int) ->
         "eager": Contestant(step(module)),
         "inductor": Contestant(step(torch.compile(module, dynamic=False))),
     }
-    if kind.by_hand is not None:
-        by_hand = kind.by_hand if isinstance(kind.__dict__["by_hand"], staticmethod) else module.by_hand
-        found["by hand to sdpa"] = Contestant(step(torch.compile(by_hand, dynamic=False)))
+    if module.by_hand is not None:
+        found["by hand to sdpa"] = Contestant(step(torch.compile(module.by_hand, dynamic=False)))
     found["attn_fuse"] = fused()
     for name in kernels or ("chunked",):
         found[name] = fused(kernels=[name])

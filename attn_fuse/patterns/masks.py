@@ -7,6 +7,7 @@ below. Anything nearer to zero is a value like any other: added it is a bias, pu
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 
@@ -44,11 +45,21 @@ def additive_mask(scores: Expr) -> Answer:
     match scores:
         case Add(a, b) if (parts := carrier(a, b)) is not None:
             inner, term = parts
-            choice = _zero_or_fill(term, dtype_of(inner))
-            if choice is not None:
-                keep, fill = choice
-                return Peeled(inner, Fill(keep, fill, added=True))
+            for summand, rest in _summands(term):
+                choice = _zero_or_fill(summand, dtype_of(inner))
+                if choice is not None:
+                    keep, fill = choice
+                    return Peeled(inner if rest is None else Add(inner, rest), Fill(keep, fill, added=True))
     return None
+
+
+def _summands(term: Expr) -> Iterator[tuple[Expr, Expr | None]]:
+    """`term` itself, and each of what it is a sum of with the rest of the sum."""
+    yield term, None
+    if isinstance(term, Add):
+        for one, other in ((term.a, term.b), (term.b, term.a)):
+            for summand, rest in _summands(one):
+                yield summand, other if rest is None else Add(rest, other)
 
 
 def _zero_or_fill(term: Expr, dtype: torch.dtype) -> tuple[Expr, float] | None:

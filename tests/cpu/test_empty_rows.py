@@ -228,6 +228,57 @@ def test_a_function_of_the_scores_may_be_lower_than_the_fill(function, kernels) 
     torch.testing.assert_close(compiled(written, "inductor", kernels=kernels)(q), expected, atol=1e-5, rtol=1e-4)
 
 
+def a_table(q: torch.Tensor, at: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    return (q @ q.mT + table[at]).masked_fill(above(), -1e9).softmax(-1) @ q
+
+
+def a_number(q: torch.Tensor, at: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    slope = torch.where(at == 1, -1e30 * torch.arange(1.0, 1 + T), 0.25)
+    return (q @ q.mT + slope).masked_fill(above(), -1e9).softmax(-1) @ q
+
+
+def infinite_elsewhere(q: torch.Tensor, at: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    hidden = torch.where(at == 1, float("-inf"), 0.1 * torch.arange(T))
+    return (q @ q.mT + hidden).masked_fill(above(), -1e9).softmax(-1) @ q
+
+
+@pytest.mark.parametrize("written", [a_table, a_number, infinite_elsewhere], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("backward", [False, True], ids=["inference", "training"])
+def test_a_bias_may_be_lower_than_the_fill(written, backward: bool) -> None:
+    q, at, table = torch.randn(2, 4, T, 16), torch.zeros(T, dtype=torch.int64), torch.tensor([0.0, -1e30])
+    at[:3] = 1
+    expected = written(q, at, table)
+    assert torch.allclose(expected[:, :, 0], q[:, :, 1:].mean(2), atol=1e-4)
+    check(lambda q: written(q, at, table), q, backward=backward)
+    check(lambda q: written(q, at, table), q, backward=backward, kernels=["chunked"])
+
+
+class LearnedBias(torch.nn.Module):
+    """T5's decoder: a learned bias by distance, and a finite causal mask with padding, added up before the scores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(2 * LONG, 2)
+
+    def forward(self, q: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+        i = torch.arange(LONG)
+        bias = self.table(i[:, None] - i + LONG).permute(2, 0, 1)
+        return (q @ q.mT + (bias + torch.where(keeps(padding), 0.0, LOWEST))).softmax(-1) @ q
+
+
+def test_a_learned_bias_hides_nothing() -> None:
+    model, q, padding = LearnedBias(), torch.randn(5, 2, LONG, 16), sides()
+    again, pull = q.clone().requires_grad_(), torch.randn(q.shape)
+    model(q.requires_grad_(), padding).backward(pull)
+    expected, model.table.weight.grad = model.table.weight.grad, None
+    with collecting() as graphs:
+        compiled(model)(again, padding).backward(pull)
+    site = graphs[-1].sites[0]
+    assert site.kernel == "chunked" and "causal & key padding, added" in site.attention["mask"]
+    torch.testing.assert_close(again.grad, q.grad, atol=2e-4, rtol=1e-3)
+    torch.testing.assert_close(model.table.weight.grad, expected, atol=2e-3, rtol=1e-3)
+
+
 # ---- float16
 
 

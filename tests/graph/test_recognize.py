@@ -64,7 +64,7 @@ class Parts:
     def lifted(self, element: Expr) -> Lifted:
         indices = (self.b, self.h, self.i, self.d)
         shape = tuple(self.space.sizes[s] for s in indices)
-        return Lifted(element, indices, shape, F32, self.space, dict.fromkeys(range(4), F32))
+        return Lifted(element, indices, shape, F32, self.space, dict.fromkeys(range(4), F32), frozenset())
 
 
 def test_the_plain_one() -> None:

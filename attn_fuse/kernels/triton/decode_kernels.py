@@ -58,27 +58,27 @@ def attend_split(
     if VISIBLE is not None:
         start = own
         stop = 0
+        sees = tl.zeros([ROWS], tl.int32)
+        for scanned in range(0, own, SCAN):
+            block = scanned + tl.arange(0, SCAN * KEYS) // KEYS
+            j = (first_key + (block * splits + split) * KEYS + tl.arange(0, SCAN * KEYS) % KEYS)[None, :]
+            seen = (VISIBLE(b, h, i, j, q_len, kv_len, reads) & (j < last_key)).to(tl.int32)
+            if UNLESS_EMPTY:
+                sees = tl.maximum(sees, tl.max(seen, 1))
+            seen = tl.max(seen, 0) > 0
+            start = tl.minimum(start, tl.min(tl.where(seen, block, own), 0))
+            stop = tl.maximum(stop, tl.max(tl.where(seen, block + 1, 0), 0))
         if UNLESS_EMPTY:
-            sees = tl.zeros([ROWS], tl.int32)
-            for scanned in range(0, blocks, SCAN):
-                block = scanned + tl.arange(0, SCAN * KEYS) // KEYS
-                j = (first_key + block * KEYS + tl.arange(0, SCAN * KEYS) % KEYS)[None, :]
+            # What a query does not see among the keys of this program it may see among the others'.
+            scanned = first_key
+            while (tl.min(sees, 0) == 0) & (scanned < last_key):
+                j = (scanned + tl.arange(0, SCAN * KEYS))[None, :]
                 seen = (VISIBLE(b, h, i, j, q_len, kv_len, reads) & (j < last_key)).to(tl.int32)
                 sees = tl.maximum(sees, tl.max(seen, 1))
-                mine = (tl.max(seen, 0) > 0) & (block % splits == split)
-                start = tl.minimum(start, tl.min(tl.where(mine, block // splits, own), 0))
-                stop = tl.maximum(stop, tl.max(tl.where(mine, block // splits + 1, 0), 0))
+                scanned += SCAN * KEYS
             if tl.min(sees, 0) == 0:
                 start = 0
                 stop = own
-        else:
-            for scanned in range(0, own, SCAN):
-                block = scanned + tl.arange(0, SCAN * KEYS) // KEYS
-                j = (first_key + (block * splits + split) * KEYS + tl.arange(0, SCAN * KEYS) % KEYS)[None, :]
-                seen = VISIBLE(b, h, i, j, q_len, kv_len, reads) & (j < last_key)
-                seen = tl.max(seen.to(tl.int32), 0) > 0
-                start = tl.minimum(start, tl.min(tl.where(seen, block, own), 0))
-                stop = tl.maximum(stop, tl.max(tl.where(seen, block + 1, 0), 0))
 
     most = tl.full([ROWS], float("-inf"), tl.float32)
     if SINK is not None:
