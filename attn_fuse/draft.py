@@ -81,7 +81,7 @@ def draft(lifted: Lifted) -> Draft | Refusal:
     unsure = _wrong_guard(layers, normalised.body, key, space)
     if unsure is not None:
         return unsure
-    parts = _query_and_key(normalised, key)
+    parts = _query_and_key(normalised, key, space)
     if isinstance(parts, Refusal):
         return parts
     score_product, query, operand, score = parts
@@ -170,17 +170,21 @@ def _joined_output(element: Expr, space: Space) -> Expr:
     return Contract((key,), whole[0], whole[1], dtype)
 
 
-def _joined_products(x: Expr) -> Expr:
+def _joined_products(x: Expr, space: Space) -> Expr:
     """Products of the same query with cached and with new keys as one product."""
     match x:
-        case ex.Select(cond, Contract(axes, a, b, dtype), Contract(others, c, d, _)) if len(axes) == len(others):
+        case ex.Select(cond, Contract(axes, a, b, dtype), Contract(others, c, d, _)) if len(axes) == len(
+            others
+        ) and all(
+            space.same_size(space.sizes[one], space.sizes[other]) for one, other in zip(axes, others, strict=True)
+        ):
             by = dict(zip(others, axes, strict=True))
             c, d = (al.substitute(side, by, Space()) for side in (c, d))
             if a == c:
                 return Contract(axes, a, al.select(cond, b, d), dtype)
             if b == d:
                 return Contract(axes, al.select(cond, a, c), b, dtype)
-    return al.rebuilt(x, _joined_products)
+    return al.rebuilt(x, lambda part: _joined_products(part, space))
 
 
 def _weights_and_value(product: Contract) -> tuple[Expr | None, Expr | None]:
@@ -206,9 +210,11 @@ def _wrong_guard(layers: Iterable[Layer], body: Expr, key: sympy.Symbol, space: 
     return None
 
 
-def _query_and_key(normalised: Normalised, key_axis: sympy.Symbol) -> tuple[Contract, Expr, Expr, Expr] | Refusal:
+def _query_and_key(
+    normalised: Normalised, key_axis: sympy.Symbol, space: Space
+) -> tuple[Contract, Expr, Expr, Expr] | Refusal:
     """(the product, the query, the key, the score over it)"""
-    body = _joined_products(normalised.body)
+    body = _joined_products(normalised.body, space)
     products = list(dict.fromkeys(part for part in ex.walk(body) if isinstance(part, Contract)))
     product = next((p for p in products if not any(p is not o and p in ex.walk(o) for o in products)), None)
     if product is None:

@@ -76,7 +76,10 @@ def fold(layers: Iterable[Layer], key_axes: tuple[sympy.Symbol, ...]) -> Scores 
                 scaled_fill = scaled_fill or scale != Const(1.0)
                 # A score that a floor lifts is no longer lowered by the fill but replaced by the floor.
                 lifted = value <= least
-                fills.append(Fill(keep, max(value, least) * scale.value, added and not lifted))
+                fill = max(value, least) * scale.value
+                if fill > _LEAST_FILL:
+                    return Refusal(f"masked scores are scaled to {fill:g}, which ordinary scores can reach")
+                fills.append(Fill(keep, fill, added and not lifted))
             case Floor(value):
                 least = max(least, value)
     return Scores(scale, softcap, tuple(terms), tuple(fills), scaled_fill, floored)
@@ -158,6 +161,8 @@ def _is_ordinary(score: Expr) -> bool:
     return isinstance(score, ex.Index)
 
 
+# Scores stay above half of a fill, and exp(-104) is 0 in float32.
+_LEAST_FILL = -208.0
 _ORDINARY = 1e6
 _BOUNDED = frozenset("tanh sigmoid erf erfc sin cos atan sign".split())
 _MODEST = frozenset("abs neg relu gelu silu mish softplus square sqrt asinh floor ceil round trunc detach".split())

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attn_fuse.kernels.case import Case
+from attn_fuse.kernels.case import MASKS, Case
 from attn_fuse.kernels.evidence import AS_WRITTEN, Comparison
 
 
@@ -36,7 +36,7 @@ class Peaks:
 class Reach:
     """The share of the peak that a kernel reaches, forward and backward.
 
-    sm80: whether its code was written for sm_80. skips: whether it passes over blocks that the mask hides. passes: how
+    sm80: whether its code was written for sm_80. skips: the masks of which it passes over what they hide. passes: how
     often each score goes through memory, forward and in training. launches: operations of a call; per_block: of a
     block of scores, for a kernel that goes from block to block outside of the device, each staying in cache.
     """
@@ -44,22 +44,24 @@ class Reach:
     forward: float
     backward: float
     sm80: bool = False
-    skips: bool = True
+    skips: tuple[str, ...] = MASKS
     passes: tuple[float, float] = (0.0, 0.0)
     launches: float = 1.0
     per_block: float = 0.0
 
 
+# torch's SDPA kernels are given any other mask as a tensor.
+_CAUSAL = ("causal",)
 # CUDA, shares of the dense peak. cudnn: NVIDIA's cudnn-frontend benchmarks, H200, D 128: 484-702 TFLOP/s forward,
 # 370-612 backward, of 989. FA2: 300-370 and 290-320, that is about 0.65 of what sm_80 code can reach on these SMs.
 # FlexAttention: 0.85-0.90 of FA2. Triton: its tutorial kernel reaches 0.6-0.7 of cuDNN, and 490-535 TFLOP/s with
 # descriptors and warps that specialise. Efficient: older CUTLASS code for sm_80, about half of FA2. As written and
 # chunked: products at the rate of matmuls of this size, the rest memory.
 _CUDA = {
-    AS_WRITTEN: Reach(0.55, 0.55, skips=False, passes=(5, 14), launches=5),
-    "cudnn": Reach(0.65, 0.54, launches=2),
-    "cuda_flash": Reach(0.65, 0.6, sm80=True, launches=2),
-    "cuda_efficient": Reach(0.35, 0.25, sm80=True, launches=2),
+    AS_WRITTEN: Reach(0.55, 0.55, skips=(), passes=(5, 14), launches=5),
+    "cudnn": Reach(0.65, 0.54, skips=_CAUSAL, launches=2),
+    "cuda_flash": Reach(0.65, 0.6, sm80=True, skips=_CAUSAL, launches=2),
+    "cuda_efficient": Reach(0.35, 0.25, sm80=True, skips=_CAUSAL, launches=2),
     "flex": Reach(0.56, 0.5, sm80=True, launches=3),
     "triton_flash": Reach(0.42, 0.33, launches=2),
     "triton_flash_hopper": Reach(0.47, 0.38, launches=2),
@@ -72,8 +74,8 @@ _CUDA = {
 # flash's time with a causal mask, 0.7-1.3 without. Chunked: the products as written, its blocks passing through cache.
 # What flex and chunked take before they compute anything is that of the shipped rows with a single query.
 _CPU = {
-    AS_WRITTEN: Reach(0.6, 0.6, skips=False, passes=(3.2, 7), launches=4),
-    "cpu_flash": Reach(0.38, 0.37, launches=3),
+    AS_WRITTEN: Reach(0.6, 0.6, skips=(), passes=(3.2, 7), launches=4),
+    "cpu_flash": Reach(0.38, 0.37, skips=_CAUSAL, launches=3),
     "flex": Reach(0.5, 0.4, launches=45),
     "chunked": Reach(0.5, 0.5, passes=(6, 16), launches=90, per_block=20),
 }
@@ -101,7 +103,7 @@ def estimated(kernel: str, case: Case, device: torch.device) -> Comparison | Non
 
 def seconds(reach: Reach, case: Case, here: Peaks) -> float:
     """What a call takes, about."""
-    seen = case.visible if reach.skips else 1.0
+    seen = case.visible if case.mask in reach.skips else 1.0
     if case.itemsize > 2:
         peak = here.flops32 * (0.5 if case.itemsize > 4 else 1.0)
     else:

