@@ -18,7 +18,9 @@ from attn_fuse.kernels.case import DTYPES, Case, visible_share
 
 Program = Callable[..., Tensor]
 
-_SOFTCAP, _DROPOUT, _SEEN_OF_DENSE, _DOCUMENTS = 30.0, 0.1, 0.8, 4
+_SOFTCAP, _DROPOUT, _SEEN_OF_DENSE = 30.0, 0.1, 0.8
+# Where documents begin, of the whole length: they end where they will, not where a block does.
+_DOCUMENTS = (0.21, 0.34, 0.71)
 
 
 def program(case: Case) -> Program:
@@ -102,7 +104,8 @@ def tensors(case: Case, device: torch.device) -> tuple[Any, ...]:
         lengths = torch.linspace(case.kv_len, max(1, case.kv_len // 2), case.batch, device=device).long()
         others["keep"] = (torch.arange(case.kv_len, device=device) < lengths[:, None])[:, None, None, :]
     if case.mask == "documents":
-        numbers = torch.arange(case.kv_len, device=device) * _DOCUMENTS // case.kv_len
+        starts = torch.tensor([int(share * case.kv_len) for share in _DOCUMENTS], device=device)
+        numbers = torch.bucketize(torch.arange(case.kv_len, device=device), starts, right=True)
         others["documents"] = numbers.expand(case.batch, -1).contiguous()
     if case.sink:
         others["sink"] = random(case.heads)

@@ -223,7 +223,7 @@ class TestEvidence:
         assert self.ask("a", PLAIN, table({"a": 0.25}, PLAIN, device=Device("cuda", "A GPU"))) is None
 
     def test_what_is_out_of_reach_says_nothing(self) -> None:
-        other = Case("bfloat16", True, 1, 8, 1024, 1024, 64, dropout=True)
+        other = Case("bfloat16", True, 1, 8, 512, 512, 64, mask="documents", dropout=True)
         assert apart(PLAIN, other) > REACH and self.ask("a", PLAIN, table({"a": 0.25}, other)) is None
 
     def test_own_rows_win_over_shipped_ones_that_are_nearer(self) -> None:
