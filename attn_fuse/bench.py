@@ -147,6 +147,7 @@ def _cases(usual: Case, lengths: Sequence[int], dtypes: Sequence[str]) -> Iterat
             yield replace(square, bias="gradient")
             yield replace(square, training=False, q_len=1)
             yield replace(square, training=False, q_len=1, kv_heads=max(1, usual.heads // 4))
+            yield replace(square, training=False, q_len=1, kv_heads=1)
 
 
 # ---- the three commands

@@ -72,11 +72,11 @@ _CUDA = {
 # CPU, shares of the peak of fused multiply-adds. As written and flash: fitted to the shipped table (fp32, D 64, two
 # cores: at T 2048, causal, Inductor 112 ms forward and 329 in training, flash 35 and 126). FlexAttention: 0.65-0.75 of
 # flash's time with a causal mask, 0.7-1.3 without. Chunked: the products as written, its blocks passing through cache.
-# What flex and chunked take before they compute anything is that of the shipped rows with a single query.
+# What each takes before it computes anything is that of the shipped rows with a single query.
 _CPU = {
     AS_WRITTEN: Reach(0.6, 0.6, skips=(), passes=(3.2, 7), launches=4),
-    "cpu_flash": Reach(0.38, 0.37, skips=_CAUSAL, launches=3),
-    "flex": Reach(0.5, 0.4, launches=45),
+    "cpu_flash": Reach(0.38, 0.37, skips=_CAUSAL, launches=6),
+    "flex": Reach(0.5, 0.4, launches=25),
     "chunked": Reach(0.5, 0.5, passes=(6, 16), launches=90, per_block=20),
 }
 _BLOCK = 512 * 512

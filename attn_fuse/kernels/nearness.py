@@ -20,18 +20,17 @@ from attn_fuse.kernels.case import MASKS, Case
 Point = tuple[float, ...]
 
 # How far cases are apart that differ in one thing, an octave of it or a kind: what makes the shipped CPU table the most
-# likely (torch 2.13, AMD EPYC; 528 rows, by gradient descent), but no less than 0.1 where it came out as nothing, and
-# 0.2 for a function and a sink.
-_SCORES, _SHAPE, _HEAD_DIM, _VALUE_DIM, _VISIBLE = 0.33, 0.4, 0.15, 0.1, 0.1
-_MASK, _TRAINING, _FUNCTION, _DROPOUT, _SINK = 0.45, 0.2, 0.2, 0.6, 0.2
-_HALF, _DOUBLE = 0.8, 0.8
-# A constant bias against none 0.07, one that wants its gradient against either 0.25.
-_BIAS = {"none": (0.0, 0.0), "constant": (0.07, 0.0), "gradient": (0.035, 0.215)}
+# likely (torch 2.13, AMD EPYC; 544 rows, by gradient descent), but no less than 0.1, and 0.2 for a function and a sink.
+_PLANES, _SCORES, _SHAPE, _HEAD_DIM, _VALUE_DIM, _VISIBLE = 0.43, 0.26, 0.22, 0.1, 0.1, 0.1
+_MASK, _TRAINING, _FUNCTION, _DROPOUT, _SINK = 0.63, 0.32, 0.2, 1.1, 0.2
+_HALF, _DOUBLE = 1.6, 1.6
+# A constant bias against none 0.15, one that wants its gradient against either 0.3.
+_BIAS = {"none": (0.0, 0.0), "constant": (0.15, 0.0), "gradient": (0.075, 0.225)}
 
 # Over this distance the correlation of two ratios falls to 1/e; the variance of a measurement, of that of the ratios.
-# Each row of the table left out in turn: what is picked then takes 1.013 of the best, the mean of 528, and more than 1.1
-# on 16 (with three neighbours weighted by their distance: 1.046, and 46).
-_LENGTH, _NOISE = 4.0, 0.02
+# Each row of the table left out in turn: what is picked then takes 1.008 of the best, the mean of 544, and more than
+# 1.1 of it on 11. (With the three nearest rows weighted by their distance: 1.024, and 32.)
+_LENGTH, _NOISE = 4.0, 0.03
 
 
 @functools.cache
@@ -40,7 +39,8 @@ def point_of(case: Case) -> Point:
     # What counts as the length of the queries is how many share a key: of a single query, heads that share one do.
     shape = case.q_len * case.heads / case.kv_heads / case.kv_len
     return (
-        _SCORES * math.log2(case.scores),
+        _PLANES * math.log2(case.batch * case.heads),
+        _SCORES * math.log2(case.q_len * case.kv_len),
         _SHAPE * math.log2(shape),
         _HEAD_DIM * math.log2(case.head_dim),
         _VALUE_DIM * math.log2(case.value_dim / case.head_dim),
