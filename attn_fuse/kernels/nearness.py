@@ -37,10 +37,12 @@ _LENGTH, _NOISE = 4.0, 0.03
 def point_of(case: Case) -> Point:
     """The place of a case."""
     # What counts as the length of the queries is how many share a key: of a single query, heads that share one do.
-    shape = case.q_len * case.heads / case.kv_heads / case.kv_len
+    groups = case.heads // case.kv_heads
+    queries, heads = (groups, case.kv_heads) if case.q_len == 1 else (case.q_len, case.heads)
+    shape = case.q_len * groups / case.kv_len
     return (
-        _PLANES * math.log2(case.batch * case.heads),
-        _SCORES * math.log2(case.q_len * case.kv_len),
+        _PLANES * math.log2(case.batch * heads),
+        _SCORES * math.log2(queries * case.kv_len),
         _SHAPE * math.log2(shape),
         _HEAD_DIM * math.log2(case.head_dim),
         _VALUE_DIM * math.log2(case.value_dim / case.head_dim),
