@@ -133,12 +133,20 @@ def mask_and_biases(
 
 def _may_hide(term: Expr, learned: Container[int]) -> bool:
     """Whether what is added to a score may be a number as low as a fill."""
-    return any(
-        x.leaf not in learned
-        if isinstance(x, (ex.Load, ex.Gather, ex.Scalar))
-        else isinstance(x, Const) and not abs(x.value) <= _ORDINARY
-        for x in ex.walk(term)
-    )
+    match term:
+        case ex.Load(leaf) | ex.Gather(leaf) | ex.Scalar(leaf):
+            return leaf not in learned
+        case Const(value):
+            return not abs(value) <= _ORDINARY
+        case ex.Unary(name, _) if name in _BOUNDED:
+            return False
+        case ex.Unary(name, _) if name in _UNBOUNDED:
+            return True
+        case ex.Select(_, a, b):
+            return _may_hide(a, learned) or _may_hide(b, learned)
+        case ex.Compare():
+            return False
+    return any(_may_hide(child, learned) for child in ex.children(term))
 
 
 def _is_ordinary(score: Expr) -> bool:
@@ -154,8 +162,12 @@ def _is_ordinary(score: Expr) -> bool:
             return _is_ordinary(x)
         case ex.Cast(_, x) | ex.Mul(x, ex.Load() | ex.Scalar()) | ex.Mul(ex.Load() | ex.Scalar(), x):
             return _is_ordinary(x)
-        case ex.Div(x, ex.Load() | ex.Scalar() | ex.Const()):
+        case ex.Div(x, ex.Load() | ex.Scalar()):
             return _is_ordinary(x)
+        case ex.Div(x, Const(value)):
+            return abs(value) >= 1 / _ORDINARY and _is_ordinary(x)
+        case ex.Mul(a, b) if ex.has_product(a) and ex.has_product(b):
+            return False
         case ex.Add(a, b) | ex.Mul(a, b) | ex.Binary("maximum" | "minimum", a, b) | ex.Select(_, a, b):
             return _is_ordinary(a) and _is_ordinary(b)
     return isinstance(score, ex.Index)
@@ -165,7 +177,9 @@ def _is_ordinary(score: Expr) -> bool:
 _LEAST_FILL = -208.0
 _ORDINARY = 1e6
 _BOUNDED = frozenset("tanh sigmoid erf erfc sin cos atan sign".split())
-_MODEST = frozenset("abs neg relu gelu silu mish softplus square sqrt asinh floor ceil round trunc detach".split())
+_MODEST = frozenset("abs neg relu gelu silu mish softplus sqrt asinh floor ceil round trunc detach".split())
+# Of ordinary numbers they may be minus infinity.
+_UNBOUNDED = frozenset("log log2 log10 log1p log_sigmoid logit reciprocal rsqrt atanh tan".split())
 
 
 def _as_bias(fill: Fill) -> Expr:

@@ -242,6 +242,14 @@ def infinite_elsewhere(q: torch.Tensor, at: torch.Tensor, table: torch.Tensor) -
     return (q @ q.mT + hidden).masked_fill(above(), -1e9).softmax(-1) @ q
 
 
+def logarithm_of_a_mask(q: torch.Tensor, at: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    return (q @ q.mT + (torch.arange(T) > 2).float().log()).masked_fill(above(), -1e9).softmax(-1) @ q
+
+
+def logarithm_of_a_position(q: torch.Tensor, at: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    return (q @ q.mT + (torch.arange(T) - 2.0).relu().log()).masked_fill(above(), -1e9).softmax(-1) @ q
+
+
 @pytest.mark.parametrize("written", [a_table, a_number, infinite_elsewhere], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("backward", [False, True], ids=["inference", "training"])
 def test_a_bias_may_be_lower_than_the_fill(written, backward: bool) -> None:
@@ -251,6 +259,14 @@ def test_a_bias_may_be_lower_than_the_fill(written, backward: bool) -> None:
     assert torch.allclose(expected[:, :, 0], q[:, :, 1:].mean(2), atol=1e-4)
     check(lambda q: written(q, at, table), q, backward=backward)
     check(lambda q: written(q, at, table), q, backward=backward, kernels=["chunked"])
+
+
+@pytest.mark.parametrize("written", [logarithm_of_a_mask, logarithm_of_a_position], ids=lambda f: f.__name__)
+def test_a_logarithm_in_a_bias_may_hide(written) -> None:
+    q, none = torch.randn(2, 4, T, 16), torch.zeros(T)
+    assert written(q, none, none)[:, :, 0].isfinite().all()
+    check(lambda q: written(q, none, none), q)
+    check(lambda q: written(q, none, none), q, kernels=["chunked"])
 
 
 class LearnedBias(torch.nn.Module):
