@@ -71,16 +71,17 @@ def _attend_rows(plan: Plan, part: Part, start: int, stop: int) -> tuple[Tensor,
     if sink is not None:
         row_max = evaluate(sink, None, plan.inputs, plan.numbers, whole).to(plan.dtype).expand(row_max.shape).clone()
     row_sum = (row_max - shift_of(row_max)).exp_()
-    out = query.new_zeros(*query.shape[:2], plan.value.shape[-1])
+    out = query.new_zeros(*query.shape[:2], plan.value.shape[-1], dtype=plan.dtype)
     for keys in plan.key_blocks(part, start, stop):
         block = plan.block(part, (start, stop), keys)
-        raw = torch.bmm(query, part.key[:, slice(*keys)].mT, out=plan.scores(part, block, 0))
-        row_max, total, shrink = run(
-            plan.steps, "forward", [raw.view(block.shape), row_max, *plan.read(block)], plan.compiles
-        )
+        raw = plan.scores(part, block, query, part.key[:, slice(*keys)])
+        apart = plan.apart(part, block)
+        tensors = [raw.view(block.shape), row_max, *(memory.view(block.shape) for memory in apart), *plan.read(block)]
+        row_max, total, shrink = run(plan.steps, "forward", tensors, plan.compiles)
+        (weights,) = apart or [raw]
         row_sum = row_sum * shrink + total
         out.view(*block.shape[:3], -1).mul_(shrink)
-        torch.baddbmm(out, raw, part.value[:, slice(*keys)], out=out)
+        _add_product(out, weights, part.value[:, slice(*keys)])
     out = out.view(*whole.shape[:3], -1)
     return torch.where(row_sum == 0, 0.0, out / row_sum), row_max, row_sum
 
@@ -115,7 +116,7 @@ def attend_backward(
             if n in plan.wanted
         }
         for part in plan.parts():
-            dkeys, dvalues = part.key.new_zeros(part.key.shape), part.value.new_zeros(part.value.shape)
+            dkeys, dvalues = (x.new_zeros(x.shape, dtype=plan.dtype) for x in (part.key, part.value))
             for start, stop in plan.query_blocks():
                 rows = part.rows(start, stop)
                 grad_rows, block_sum = grad_out[rows].to(plan.dtype), row_sum[rows].unsqueeze(-1)
@@ -153,26 +154,34 @@ def _rows_backward(
     columns: the shift, 1 / sum and grad_out . out, each [B, H, rows, 1].
     """
     query, grad = plan.rows_of(plan.query, part, *span), grad_rows.reshape(len(part.key), -1, plan.value.shape[-1])
-    dquery = torch.zeros_like(query)
+    scored, query, grad = query.to(plan.dtype), query.to(plan.multiplied), grad.to(plan.multiplied)
+    dquery = torch.zeros_like(scored)
     for keys in plan.key_blocks(part, *span):
         block = plan.block(part, span, keys)
         key, value = part.key[:, slice(*keys)], part.value[:, slice(*keys)]
-        raw = torch.bmm(query, key.mT, out=plan.scores(part, block, 0))
-        dweights = torch.bmm(grad, value.mT, out=plan.scores(part, block, 1))
+        raw, apart = plan.scores(part, block, scored, key), plan.apart(part, block)
+        dweights = torch.bmm(grad, value.mT, out=plan.memory(part, block, 1, plan.multiplied))
         into = {node[1]: plan.skewed(node, block) for node in plan.steps.into}
         tensors = [raw.view(block.shape), dweights.view(block.shape), *columns]
-        tensors += [memory.block for memory in into.values()] + plan.read(block)
-        found = run(plan.steps, "backward", tensors, plan.compiles)
-        for sum_, left, right in ((dvalues, dweights, grad), (dkeys, raw, query)):
-            seen = sum_[:, slice(*keys)]
-            torch.baddbmm(seen, left.mT, right, out=seen)
-        torch.baddbmm(dquery, raw, key, out=dquery)
+        tensors += [memory.view(block.shape) for memory in apart] + [memory.block for memory in into.values()]
+        found = run(plan.steps, "backward", tensors + plan.read(block), plan.compiles)
+        (draw,) = apart or [raw]
+        for sum_, left, right in ((dvalues, dweights, grad), (dkeys, draw, query)):
+            _add_product(sum_[:, slice(*keys)], left.mT, right)
+        _add_product(dquery, draw, key)
         for node, gradient in zip(plan.steps.wanted, found, strict=True):
             accumulate(node, gradient, sums[node[1]], plan.inputs, plan.numbers, block, {})
         for number, memory in into.items():
             along = plan.diagonal(sums[number], block)
             along.add_(memory.sums().sum_to_size(along.shape))
     return dquery.view(*grad_rows.shape[:3], -1)
+
+
+def _add_product(sums: Tensor, left: Tensor, right: Tensor) -> None:
+    if left.dtype == sums.dtype:
+        torch.baddbmm(sums, left, right, out=sums)
+    else:
+        sums.add_(torch.bmm(left, right))
 
 
 def _sink_backward(

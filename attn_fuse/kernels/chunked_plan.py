@@ -37,7 +37,7 @@ COMPILE_FROM = 1 << 19
 
 @dataclass(frozen=True)
 class Part:
-    """Some heads of some batch entries. key, value: [their key heads, Lk, D or Dv], in the compute dtype."""
+    """Some heads of some batch entries. key, value: [their key heads, Lk, D or Dv], in the dtype that is multiplied."""
 
     batch: slice
     heads: slice
@@ -55,7 +55,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Plan:
-    """One call. inputs: the caller's, then those along diagonals. wanted: the numbers of those with a gradient."""
+    """One call. inputs: the caller's, then those along diagonals. wanted: the numbers of those with a gradient.
+
+    multiplied: the dtype of what is multiplied, but for the scores; all else is computed in `dtype`, the compute dtype.
+    """
 
     query: Tensor
     key: Tensor
@@ -69,12 +72,16 @@ class Plan:
     compiles: bool
     positions: list[Tensor]
     constants: list[Tensor]
-    buffers: dict[int, Tensor] = field(default_factory=dict)
+    buffers: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
     skews: dict[tuple[int, ...], Skewed] = field(default_factory=dict)
 
     @property
     def dtype(self) -> torch.dtype:
         return self.steps.dtype
+
+    @property
+    def multiplied(self) -> torch.dtype:
+        return self.steps.multiplied
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -95,7 +102,7 @@ class Plan:
         program = self.steps.program
         lower, upper = bound(program.lower, self.numbers), bound(program.upper, self.numbers)
         nothing_hidden = lower is None and upper is None and program.visible is None
-        while rows * 2 <= MOST_QUERIES and (nothing_hidden or batch * heads * rows * columns < most):
+        while rows * 2 <= MOST_QUERIES and (nothing_hidden or batch * heads * rows * columns * 2 <= most):
             rows *= 2
         if lower is not None and upper is not None and upper - lower < 4 * rows:
             rows = max(1, rows // 2)
@@ -105,13 +112,13 @@ class Plan:
 
     def parts(self) -> Iterator[Part]:
         batch, heads, _, _ = self.sizes
-        together = max(1, self.block_sizes[0] // max(heads, 1))
-        kv_heads = max(1, min(self.block_sizes[0] // max(self.groups, 1), self.key.shape[1]))
+        together = _evenly(batch, self.block_sizes[0] // max(heads, 1))
+        kv_heads = _evenly(self.key.shape[1], self.block_sizes[0] // max(self.groups, 1))
         for b in range(0, batch, together):
             for h in range(0, self.key.shape[1], kv_heads):
                 entries, of_keys = slice(b, min(b + together, batch)), slice(h, min(h + kv_heads, self.key.shape[1]))
                 of_queries = slice(of_keys.start * self.groups, of_keys.stop * self.groups)
-                key, value = (x[entries, of_keys].to(self.dtype).flatten(0, 1) for x in (self.key, self.value))
+                key, value = (x[entries, of_keys].to(self.multiplied).flatten(0, 1) for x in (self.key, self.value))
                 yield Part(entries, of_queries, of_keys, key, value)
 
     def query_blocks(self) -> Iterator[tuple[int, int]]:
@@ -161,18 +168,27 @@ class Plan:
     # ---- what they read
 
     def rows_of(self, x: Tensor, part: Part, start: int, stop: int) -> Tensor:
-        """Queries of a part, or what is shaped like them: [key heads, groups * rows, n] in the compute dtype.
+        """Queries of a part, or what is shaped like them: [key heads, groups * rows, n].
 
         So one product serves all query heads that share a key head.
         """
-        return x[part.rows(start, stop)].to(self.dtype).reshape(len(part.key), -1, x.shape[-1])
+        return x[part.rows(start, stop)].reshape(len(part.key), -1, x.shape[-1])
 
-    def scores(self, part: Part, block: Block, which: int) -> Tensor:
-        """Memory for the scores of a block, [key heads, groups * rows, columns]; `which` of several."""
+    def scores(self, part: Part, block: Block, query: Tensor, key: Tensor) -> Tensor:
+        """query times key on a block, [key heads, groups * rows, columns] in the compute dtype."""
+        memory = self.memory(part, block, 0, self.dtype)
+        return torch.bmm(query.to(self.dtype), key.to(self.dtype).mT, out=memory)
+
+    def memory(self, part: Part, block: Block, which: int, dtype: torch.dtype) -> Tensor:
+        """For something as large as the scores of a block, [key heads, groups * rows, columns]; `which` of several."""
         count = math.prod(block.shape)
-        if which not in self.buffers or self.buffers[which].numel() < count:
-            self.buffers[which] = self.query.new_empty(count, dtype=self.dtype)
-        return self.buffers[which][:count].view(len(part.key), -1, block.shape[3])
+        if (which, dtype) not in self.buffers or self.buffers[which, dtype].numel() < count:
+            self.buffers[which, dtype] = self.query.new_empty(count, dtype=dtype)
+        return self.buffers[which, dtype][:count].view(len(part.key), -1, block.shape[3])
+
+    def apart(self, part: Part, block: Block) -> list[Tensor]:
+        """Memory for what the steps make of the scores, where it is of another dtype than they are."""
+        return [self.memory(part, block, 2, self.multiplied)] if self.steps.rounds else []
 
     def read(self, block: Block) -> list[Tensor]:
         """What the steps take after their own tensors."""
@@ -209,6 +225,13 @@ class Plan:
         return narrowed(values, whole)
 
 
+def _evenly(count: int, most: int) -> int:
+    """How many of `count` go together: at most `most`, no few left over, and as many for each thread."""
+    parts, threads = math.ceil(count / max(1, most)), torch.get_num_threads()
+    even = math.ceil(count / max(1, parts) / threads) * threads
+    return max(1, min(even, most))
+
+
 def _small(part: Tensor) -> Tensor:
     """A copy of what is no larger than a side of a block: views that begin elsewhere would each be compiled for."""
     return part if part.shape[2] > 1 and part.shape[3] > 1 else part.clone(memory_format=torch.contiguous_format)
@@ -226,10 +249,11 @@ def planned(
     wanted: Sequence[bool] = (),
 ) -> Plan:
     """wanted: whether each input's gradient is. Raises ValueError for shapes, dtypes or a program that do not fit."""
-    dtype = _checked(query, key, value, seed, dropout_p)
+    given, dtype = _checked(query, key, value, seed, dropout_p)
     sizes = (*query.shape[:3], key.shape[2])
     batch, heads, q_len, kv_len = sizes
     device = query.device
+    multiplied = given if given == torch.bfloat16 and _multiplies_bfloat16(device) else dtype
     found = diagonals(program, [x.shape for x in inputs])
     where = differences(q_len, kv_len, batch, heads, device, dtype)
     along = [evaluate(tree, None, inputs, numbers, where) for tree in found.trees]
@@ -244,7 +268,7 @@ def planned(
         numbers=numbers,
         wanted=frozenset(grows),
         diagonals=found,
-        steps=_steps(found, frozenset(grows), drops, dtype),
+        steps=_steps(found, frozenset(grows), drops, dtype, multiplied),
         dropout=dropout(seed, dropout_p, batch, heads, q_len, kv_len, dtype) if drops and seed is not None else None,
         compiles=math.prod(sizes) >= COMPILE_FROM,
         positions=[_along(torch.arange(n, device=device), dim) for dim, n in enumerate(sizes)],
@@ -258,7 +282,7 @@ def reads(tree: Tree, wanted: Container[int]) -> list[Tree]:
 
 
 @functools.cache
-def _steps(found: Diagonals, wanted: frozenset[int], drops: bool, dtype: torch.dtype) -> Steps:
+def _steps(found: Diagonals, wanted: frozenset[int], drops: bool, dtype: torch.dtype, multiplied: torch.dtype) -> Steps:
     program = found.program
     trees = [program.score] if program.factor is None else [program.score, program.factor]
     distinct = list({id(node): node for tree in trees for node in nodes(tree)}.values())
@@ -272,6 +296,7 @@ def _steps(found: Diagonals, wanted: frozenset[int], drops: bool, dtype: torch.d
         diagonal=found.first,
         drops=drops,
         dtype=dtype,
+        multiplied=multiplied,
     )
 
 
@@ -279,11 +304,21 @@ def _along(values: Tensor, dim: int) -> Tensor:
     return values.view([-1 if at == dim else 1 for at in range(4)])
 
 
-def _checked(query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None, dropout_p: float) -> torch.dtype:
-    """The dtype that the attention is computed in."""
+def _multiplies_bfloat16(device: torch.device) -> bool:
+    """Whether the device has instructions for products of bfloat16, with sums in float32, and bmm makes use of them."""
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    capabilities = torch.cpu.get_capabilities()
+    return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16"))
+
+
+def _checked(
+    query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None, dropout_p: float
+) -> tuple[torch.dtype, torch.dtype]:
+    """The dtype of query, key and value together, and the one that the attention is computed in."""
     check_shapes(query, key, value)
     check_dropout(seed, dropout_p)
     dtype = torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
     if not dtype.is_floating_point:
         raise ValueError(f"attention is not computed in {dtype}")
-    return torch.promote_types(dtype, torch.float32)
+    return dtype, torch.promote_types(dtype, torch.float32)

@@ -35,7 +35,7 @@ class Steps:
     leaves: the nodes whose tensors are handed in, block by block; an input from number `diagonal` on with its rows
     in reverse. sources: the inputs that are looked up, handed in whole. wanted: those of the leaves and lookups whose
     gradient is; into: those whose gradient goes into memory handed in, and is not given. drops: whether there is
-    dropout.
+    dropout. dtype: of the scores and all that is computed; multiplied: of what a product is then made of.
     """
 
     program: ScoreProgram
@@ -46,6 +46,11 @@ class Steps:
     diagonal: int
     drops: bool
     dtype: torch.dtype
+    multiplied: torch.dtype
+
+    @property
+    def rounds(self) -> bool:
+        return self.multiplied != self.dtype
 
     @functools.cached_property
     def trees(self) -> tuple[Tree, ...]:
@@ -58,9 +63,11 @@ class Steps:
     def forward(self, raw: Tensor, row_max: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """raw [B, H, rows, columns] becomes exp(score - maximum), times factor and dropout.
 
-        row_max [B, H, rows, 1]: the greatest score of the blocks before. tensors: of the leaves, the sources, then
-        those of the dropout. Gives the new maximum, the sum of exp(score - maximum), and what sums so far shrink by.
+        row_max [B, H, rows, 1]: the greatest score of the blocks before. tensors: where the steps round, memory that
+        takes the place of raw; of the leaves, the sources, then those of the dropout. Gives the new maximum, the sum of
+        exp(score - maximum), and what sums so far shrink by.
         """
+        becomes, tensors = self._becomes(raw, tensors)
         block, memo = self._read(raw, tensors, set(self.program.shared))
         scores = self._final(self.trees[0], raw, tensors, block, memo)
         new_max = torch.maximum(row_max, scores.amax(-1, keepdim=True))
@@ -71,7 +78,7 @@ class Steps:
             weights = weights * self._final(tree, None, tensors, block, memo)
         if self.drops:
             weights = weights * kept(*tensors[-4:])
-        raw.copy_(weights)
+        becomes.copy_(weights)
         return new_max, total, (row_max - shift).exp()
 
     def backward(
@@ -79,14 +86,16 @@ class Steps:
     ) -> list[Tensor]:
         """raw becomes its own gradient; dweights, grad_out times value, becomes the weights that met the value.
 
-        shift, over_sum, delta [B, H, rows, 1]: the maximum, 1 / the sum, grad_out . out. tensors: the memory for
-        `into`, then as in `forward`. Gives the gradients of `wanted`, in that order, as large as what they read.
+        shift, over_sum, delta [B, H, rows, 1]: the maximum, 1 / the sum, grad_out . out. tensors: as in `forward`,
+        but for the memory for `into` after that for raw. Gives the gradients of `wanted`, in that order, as large as
+        what they read.
         """
+        becomes, tensors = self._becomes(raw, tensors)
         memory, tensors = tensors[: len(self.into)], tensors[len(self.into) :]
         block, memo = self._read(raw, tensors, set(self.program.shared) | needed(self.path))
         scores, *factors = (self._final(tree, raw, tensors, block, memo) for tree in self.trees)
         weights = (scores - shift).exp() * over_sum
-        used, flowing, given = weights, dweights, []
+        used, flowing, given = weights, dweights.to(self.dtype), []
         if self.drops:
             keep = kept(*tensors[-4:])
             used, flowing = used * keep, flowing * keep
@@ -102,8 +111,11 @@ class Steps:
             place.copy_(found.get(id(node), nothing))
         draw = found.get(id(score[0]), nothing) if score else nothing
         dweights.copy_(used)
-        raw.copy_(draw)
+        becomes.copy_(draw)
         return results
+
+    def _becomes(self, raw: Tensor, tensors: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        return (tensors[0], tensors[1:]) if self.rounds else (raw, tensors)
 
     def _read(self, raw: Tensor, tensors: Sequence[Tensor], keep: set[int]) -> tuple[Block, Memo]:
         batch, heads, rows, columns = raw.shape
