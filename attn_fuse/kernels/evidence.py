@@ -84,7 +84,7 @@ def compare(
     model: the ratio that is expected of a case; from a row's case to this one, half of what it changes by is believed.
     """
     found = [
-        (apart(row.case, case) + sum(away), (*point_of(row.case), *away), row, table)
+        (apart(row.case, case, device.type) + sum(away), (*point_of(row.case, device.type), *away), row, table)
         for table in known
         if table.device.type == device.type
         for away in [_elsewhere(table, device, torch)]
@@ -100,9 +100,8 @@ def compare(
         return 0.0 if model is None else _BELIEVED * math.log(model(of))
 
     beyond = [math.log(row.times[kernel] / row.times[AS_WRITTEN]) - believed(row.case) for _, _, row, _ in found]
-    ratio = math.exp(
-        believed(case) + expected((*point_of(case), 0.0, 0.0), [point for _, point, _, _ in found], beyond)
-    )
+    here = (*point_of(case, device.type), 0.0, 0.0)
+    ratio = math.exp(believed(case) + expected(here, [point for _, point, _, _ in found], beyond))
     _, _, row, table = min(found, key=lambda near: near[0])
     return Comparison(ratio, f"by measurements {_where(table, device, torch)}, the nearest at {row.case}")
 

@@ -20,12 +20,16 @@ from attn_fuse.kernels.case import MASKS, Case
 Point = tuple[float, ...]
 
 # How far cases are apart that differ in one thing, an octave of it or a kind: what makes the shipped CPU table the most
-# likely (torch 2.13, AMD EPYC; 544 rows, by gradient descent), but no less than 0.1, and 0.2 for a function and a sink.
+# likely (torch 2.13, AMD EPYC; 616 rows, by gradient descent), but no less than 0.1, and 0.2 for a function and a sink.
 _PLANES, _SCORES, _SHAPE, _HEAD_DIM, _VALUE_DIM, _VISIBLE = 0.43, 0.26, 0.22, 0.1, 0.1, 0.1
 _MASK, _TRAINING, _FUNCTION, _DROPOUT, _SINK = 0.63, 0.32, 0.2, 1.1, 0.2
 _HALF, _DOUBLE = 1.6, 1.6
 # A constant bias against none 0.15, one that wants its gradient against either 0.3.
 _BIAS = {"none": (0.0, 0.0), "constant": (0.15, 0.0), "gradient": (0.075, 0.225)}
+
+# glibc takes so many bytes from the system anew each time (M_MMAP_THRESHOLD at its most), which clears them page by
+# page: scores just above that cost the program as written half as much again as scores just below.
+_MAPPED, _MAPPED_FROM = 1.2, 1 << 25
 
 # Over this distance the correlation of two ratios falls to 1/e; the variance of a measurement, of that of the ratios.
 # Each row of the table left out in turn: what is picked then takes 1.008 of the best, the mean of 544, and more than
@@ -34,8 +38,8 @@ _LENGTH, _NOISE = 4.0, 0.03
 
 
 @functools.cache
-def point_of(case: Case) -> Point:
-    """The place of a case."""
+def point_of(case: Case, device_type: str) -> Point:
+    """The place of a case on a device of this type."""
     # What counts as the length of the queries is how many share a key: of a single query, heads that share one do.
     groups = case.heads // case.kv_heads
     queries, heads = (groups, case.kv_heads) if case.q_len == 1 else (case.q_len, case.heads)
@@ -53,14 +57,15 @@ def point_of(case: Case) -> Point:
         _SINK * case.sink,
         _HALF * (case.itemsize == 2),
         _DOUBLE * (case.itemsize == 8),
+        _MAPPED * (device_type == "cpu" and case.scores * case.itemsize >= _MAPPED_FROM),
         *_BIAS[case.bias],
         *(_MASK / 2 * (case.mask == name) for name in MASKS),
     )
 
 
-def apart(a: Case, b: Case) -> float:
-    """The distance of two cases."""
-    return sum(abs(x - y) for x, y in zip(point_of(a), point_of(b), strict=True))
+def apart(a: Case, b: Case, device_type: str) -> float:
+    """The distance of two cases on a device of this type."""
+    return sum(abs(x - y) for x, y in zip(point_of(a, device_type), point_of(b, device_type), strict=True))
 
 
 def expected(point: Point, points: Sequence[Point], values: Sequence[float]) -> float:

@@ -139,6 +139,6 @@ def test_a_specimen_is_recognised_as_its_case(case: Case, monkeypatch) -> None:
     runner(run, case, tensors(case, CPU))()
     (site,) = attn_fuse.reports()[-1].sites
     if case.q_len == 1:  # the heads that share a key are read as queries
-        assert asked and apart(asked[0], case) == 0, str(site)
+        assert asked and apart(asked[0], case, "cpu") == 0, str(site)
     else:
         assert asked and asked[0] == case, str(site)

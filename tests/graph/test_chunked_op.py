@@ -60,6 +60,24 @@ def test_dtypes(case: Case, dtype: torch.dtype) -> None:
     check(case, USUAL, dtype)
 
 
+@pytest.mark.parametrize("fast", [False, True], ids=["in float32", "in bfloat16"])
+@pytest.mark.parametrize("name", ["plain", "bias", "softcap", "everything"])
+def test_products_of_bfloat16(name: str, fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunked_plan, "_multiplies_bfloat16", lambda device: fast)
+    check(CASE[name], USUAL, torch.bfloat16)
+
+
+def test_scores_of_bfloat16_are_not_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores of about 70: rounded to bfloat16, as in the program as written, each would be off by up to 0.25."""
+    monkeypatch.setattr(chunked_plan, "_multiplies_bfloat16", lambda device: True)
+    tensors = [(3 * torch.randn(1, 2, 64, 64)).bfloat16() for _ in range(3)]
+    program = CASE["plain"].program.dumps()
+    got = chunked_blocks.attend(*tensors, [], [], None, 0.0, program)[0]
+    exact = naive(CASE["plain"], *(x.double() for x in tensors))
+    written = naive(CASE["plain"], *tensors)
+    assert (got - exact).abs().mean() < (written - exact).abs().mean() / 3
+
+
 @pytest.mark.parametrize("blocks", [(64, 64), (7, 5), (1, 64), (64, 1)], ids=str)
 def test_block_sizes(blocks: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunked_plan, "QUERY_BLOCK", blocks[0])

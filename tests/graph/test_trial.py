@@ -178,6 +178,6 @@ class TestCalibration:
     def test_the_grid_tells_most_first(self) -> None:
         cases = grid("cpu")
         assert len(cases) == len(set(cases)) > 100 and cases[0].mask == "causal" and cases[0].training
-        gaps = [min(apart(case, before) for before in cases[:n]) for n, case in enumerate(cases) if n]
+        gaps = [min(apart(case, before, "cpu") for before in cases[:n]) for n, case in enumerate(cases) if n]
         assert gaps == pytest.approx(sorted(gaps, reverse=True))
-        assert max(min(apart(case, one) for one in cases[:24]) for case in cases) < REACH
+        assert max(min(apart(case, one, "cpu") for one in cases[:24]) for case in cases) < REACH
