@@ -37,8 +37,10 @@ def attend(
     """softmax over the final scores, times the factor, times value.
 
     query [B, H, Lq, D], key [B, Hkv, Lk, D], value [B, Hkv, Lk, Dv], H a multiple of Hkv, any strides; float16 and
-    bfloat16 are computed in float32. inputs, numbers: what the program reads. seed: int64, one element, where
-    dropout_p is not 0; the same seed drops the same weights whatever the blocks are.
+    bfloat16 are computed in float32. Where the processor multiplies bfloat16, all products but the scores are of
+    bfloat16: the weights, and in the backward the gradients of scores, are rounded before, as in FlashAttention.
+    inputs, numbers: what the program reads. seed: int64, one element, where dropout_p is not 0; the same seed drops the
+    same weights whatever the blocks are.
 
     Gives out [B, H, Lq, Dv] in query's dtype, and for each query the greatest score and the sum of exp(score - that),
     the sink among them, [B, H, Lq] in the compute dtype. A query whose scores are all -inf gives 0, with maximum -inf
