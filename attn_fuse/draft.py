@@ -7,7 +7,7 @@ key. What is between that product and the softmax is kept whole, over `Score`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -173,11 +173,7 @@ def _joined_output(element: Expr, space: Space) -> Expr:
 def _joined_products(x: Expr, space: Space) -> Expr:
     """Products of the same query with cached and with new keys as one product."""
     match x:
-        case ex.Select(cond, Contract(axes, a, b, dtype), Contract(others, c, d, _)) if len(axes) == len(
-            others
-        ) and all(
-            space.same_size(space.sizes[one], space.sizes[other]) for one, other in zip(axes, others, strict=True)
-        ):
+        case ex.Select(cond, Contract(axes, a, b, dtype), Contract(others, c, d, _)) if _fit(axes, others, space):
             by = dict(zip(others, axes, strict=True))
             c, d = (al.substitute(side, by, Space()) for side in (c, d))
             if a == c:
@@ -185,6 +181,11 @@ def _joined_products(x: Expr, space: Space) -> Expr:
             if b == d:
                 return Contract(axes, al.select(cond, a, c), b, dtype)
     return al.rebuilt(x, lambda part: _joined_products(part, space))
+
+
+def _fit(axes: Sequence[sympy.Symbol], others: Sequence[sympy.Symbol], space: Space) -> bool:
+    sizes = ([space.sizes[axis] for axis in some] for some in (axes, others))
+    return len(axes) == len(others) and all(space.same_size(a, b) for a, b in zip(*sizes, strict=True))
 
 
 def _weights_and_value(product: Contract) -> tuple[Expr | None, Expr | None]:

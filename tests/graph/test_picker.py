@@ -197,8 +197,8 @@ class TestEvidence:
         assert found.how == f"by measurements on a device of this name, the nearest at {PLAIN}"
 
     def test_rows_beside_each_other_count_for_less_than_one_on_the_other_side(self) -> None:
-        near, nearer, across = (dataclasses.replace(PLAIN, q_len=n, kv_len=n) for n in (260, 256, 4096))
-        found = self.ask("a", PLAIN, table({"a": 1.0}, near, nearer), table({"a": 0.25}, across))
+        near, nearer, asked, across = (dataclasses.replace(PLAIN, q_len=n, kv_len=n) for n in (60, 59, 236, 944))
+        found = self.ask("a", asked, table({"a": 1.0}, near, nearer), table({"a": 0.25}, across))
         assert found.ratio == pytest.approx(0.5, rel=0.05)
 
     def test_a_row_that_stands_out_is_taken_for_noise_in_part(self) -> None:
@@ -207,8 +207,8 @@ class TestEvidence:
         assert 0.6 < found.ratio < 1.8
 
     def test_between_two_rows_the_ratio_lies_between_theirs(self) -> None:
-        short, long = (dataclasses.replace(PLAIN, q_len=n, kv_len=n) for n in (512, 2048))
-        found = self.ask("a", PLAIN, table({"a": 0.9}, short), table({"a": 0.4}, long))
+        short, asked, long = (dataclasses.replace(PLAIN, q_len=n, kv_len=n) for n in (200, 400, 800))
+        found = self.ask("a", asked, table({"a": 0.9}, short), table({"a": 0.4}, long))
         assert found.ratio == pytest.approx(0.6, rel=1e-6)
 
     def test_half_of_what_a_model_says_between_two_cases_is_believed(self) -> None:
