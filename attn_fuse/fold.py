@@ -142,6 +142,10 @@ def _may_hide(term: Expr, learned: Container[int]) -> bool:
             return False
         case ex.Unary(name, _) if name in _UNBOUNDED:
             return True
+        case ex.Div(_, by) if not (isinstance(by, Const) and abs(by.value) >= 1 / _ORDINARY):
+            return True
+        case ex.Binary("pow", _, Const(power)) if power < 0:
+            return True
         case ex.Select(_, a, b):
             return _may_hide(a, learned) or _may_hide(b, learned)
         case ex.Compare():

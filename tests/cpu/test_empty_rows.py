@@ -250,6 +250,14 @@ def logarithm_of_a_position(q: torch.Tensor, at: torch.Tensor, table: torch.Tens
     return (q @ q.mT + (torch.arange(T) - 2.0).relu().log()).masked_fill(above(), -1e9).softmax(-1) @ q
 
 
+def divided_by_a_position(q: torch.Tensor, at: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    return (q @ q.mT - 1.0 / torch.arange(T)).masked_fill(above(), -1e9).softmax(-1) @ q
+
+
+def position_to_the_power_of_minus_two(q: torch.Tensor, at: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    return (q @ q.mT - torch.arange(T).float() ** -2).masked_fill(above(), -1e9).softmax(-1) @ q
+
+
 @pytest.mark.parametrize("written", [a_table, a_number, infinite_elsewhere], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("backward", [False, True], ids=["inference", "training"])
 def test_a_bias_may_be_lower_than_the_fill(written, backward: bool) -> None:
@@ -261,8 +269,11 @@ def test_a_bias_may_be_lower_than_the_fill(written, backward: bool) -> None:
     check(lambda q: written(q, at, table), q, backward=backward, kernels=["chunked"])
 
 
-@pytest.mark.parametrize("written", [logarithm_of_a_mask, logarithm_of_a_position], ids=lambda f: f.__name__)
-def test_a_logarithm_in_a_bias_may_hide(written) -> None:
+_MAY_HIDE = [logarithm_of_a_mask, logarithm_of_a_position, divided_by_a_position, position_to_the_power_of_minus_two]
+
+
+@pytest.mark.parametrize("written", _MAY_HIDE, ids=lambda f: f.__name__)
+def test_a_function_of_positions_in_a_bias_may_hide(written) -> None:
     q, none = torch.randn(2, 4, T, 16), torch.zeros(T)
     assert written(q, none, none)[:, :, 0].isfinite().all()
     check(lambda q: written(q, none, none), q)
