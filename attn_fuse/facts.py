@@ -10,9 +10,11 @@ import torch
 
 from attn_fuse import expression as ex
 from attn_fuse.attention import Attention
+from attn_fuse.bounds import stays_within
 from attn_fuse.expression import Expr
 
-_ORDINARY = 100.0
+# Beyond it an lse in float32 begins to lose the number of keys.
+_ORDINARY = 1e6
 
 
 @dataclass(frozen=True)
@@ -78,15 +80,18 @@ def facts_of(
     others = read(
         attention.score, *(x for x in (attention.sink, attention.factor, attention.out_scale) if x is not None)
     )
+    learned = {n for n, tensor in enumerate(tensors) if tensor is not None and tensor.requires_grad}
+    dtype = kernel_dtype(attention)
+    limit = min(_ORDINARY, torch.finfo(dtype).max / 4)
     wanting = torch.is_grad_enabled()
     widths = [t.dtype for t in added if t.dtype.is_floating_point]
     return Facts(
         device=operands[0].device,
-        dtype=kernel_dtype(attention),
+        dtype=dtype,
         symbolic=frozenset(name for name, size in sizes.items() if not size.is_Integer),
         training=wanting and any(t.requires_grad for t in operands + others),
         bias_needs_grad=wanting and any(t.requires_grad for t in added),
-        bias_may_hide=any(_may_hide(term, tensors) for term in attention.biases),
+        bias_may_hide=not all(stays_within(x, limit, attention.space, learned) for x in attention.biases),
         bias_dtype=max(widths, key=lambda d: torch.finfo(d).bits) if widths else None,
         weights_used=weights_used,
         compiled=compiled,
@@ -97,22 +102,6 @@ def facts_of(
 def kernel_dtype(attention: Attention) -> torch.dtype:
     """The one dtype for query, key and value that drops below neither product as written."""
     return torch.promote_types(attention.query_dtype, attention.value_dtype)
-
-
-def _may_hide(term: Expr, tensors: Sequence[torch.Tensor | None]) -> bool:
-    """Whether `term` can be far below zero for all keys of a query. What is learned is taken to be ordinary."""
-    match term:
-        case ex.Const(value):
-            return not abs(value) <= _ORDINARY
-        case ex.Load(leaf) | ex.Gather(leaf):
-            tensor = tensors[leaf]
-            return tensor is None or not tensor.requires_grad
-        case ex.Select(_, a, b):
-            return _may_hide(a, tensors) or _may_hide(b, tensors)
-        case ex.Index() | ex.NonNegative() | ex.IsZero() | ex.Compare() | ex.Not() | ex.And() | ex.Or():
-            return False
-        case _:
-            return any(_may_hide(child, tensors) for child in ex.children(term))
 
 
 def _on_first_call(size: sympy.Expr, leaves: Sequence[object]) -> int:

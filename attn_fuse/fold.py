@@ -8,7 +8,7 @@ So a finite fill is dropped only where every query is proved to see a key, and k
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import sympy
@@ -17,6 +17,7 @@ import torch
 from attn_fuse import algebra as al
 from attn_fuse import expression as ex
 from attn_fuse.attention import Axes, Mask, Refusal
+from attn_fuse.bounds import stays_within
 from attn_fuse.expression import Const, Expr, index_symbols
 from attn_fuse.lift import Lifted
 from attn_fuse.masks import every_query_sees_a_key, mask_parts
@@ -94,13 +95,13 @@ def mask_and_biases(
     """
     space, leaf_dtypes = lifted.space, lifted.leaf_dtypes
     terms = tuple(term.value for term in scores.terms)
-    # A term that is read from memory may hide keys by itself, and so may a function of the scores such as a logarithm,
-    # so that only minus infinity is out of their reach.
-    unknown = not _is_ordinary(beneath) or any(_may_hide(term, lifted.learned) for term in terms)
     finite = [fill for fill in scores.fills if math.isfinite(fill.value)]
+    # A term that is read from memory may hide keys by itself, and so may a function of the scores such as a logarithm,
+    # or of positions such as an exponential, so that only minus infinity is out of their reach.
+    unknown = bool(finite) and not (_is_ordinary(beneath, lifted) and _hides_nothing(terms, finite, lifted))
     parts = mask_parts((fill.keep for fill in scores.fills), axes, space)
     seen = every_query_sees_a_key(parts, axes, space, leaf_dtypes)
-    if seen and not (unknown and finite) and not scores.floored:
+    if seen and not unknown and not scores.floored:
         return Mask(parts), terms
 
     soft = [fill for fill in finite if fill.added]
@@ -131,50 +132,39 @@ def mask_and_biases(
     return Mask(empty_rows="mean"), (*kept, _as_bias(hard[0]))
 
 
-def _may_hide(term: Expr, learned: Container[int]) -> bool:
-    """Whether what is added to a score may be a number as low as a fill."""
-    match term:
-        case ex.Load(leaf) | ex.Gather(leaf) | ex.Scalar(leaf):
-            return leaf not in learned
-        case Const(value):
-            return not abs(value) <= _ORDINARY
-        case ex.Unary(name, _) if name in _BOUNDED:
-            return False
-        case ex.Unary(name, _) if name in _UNBOUNDED:
-            return True
-        case ex.Div(_, by) if not (isinstance(by, Const) and abs(by.value) >= 1 / _ORDINARY):
-            return True
-        case ex.Binary("pow", _, Const(power)) if power < 0:
-            return True
-        case ex.Select(_, a, b):
-            return _may_hide(a, learned) or _may_hide(b, learned)
-        case ex.Compare():
-            return False
-    return any(_may_hide(child, learned) for child in ex.children(term))
+def _hides_nothing(terms: Iterable[Expr], fills: Iterable[Fill], lifted: Lifted) -> bool:
+    """Whether what is added to the scores stays far above each of these finite fills, for every query and key."""
+    limit = min(abs(fill.value) for fill in fills) / 4
+    if torch.float16 in lifted.leaf_dtypes.values():
+        limit = min(limit, torch.finfo(torch.float16).max / 4)
+    added: Expr = Const(0.0)
+    for term in terms:
+        added = al.add(added, term)
+    return stays_within(added, limit, lifted.space, lifted.learned)
 
 
-def _is_ordinary(score: Expr) -> bool:
+def _is_ordinary(score: Expr, lifted: Lifted) -> bool:
     """Whether an ordinary product of query and key gives an ordinary score, far above every fill."""
+    if not ex.has_product(score):
+        return stays_within(score, _ORDINARY, lifted.space, lifted.learned)
     match score:
         case ex.Score():
             return True
-        case ex.Const(value):
-            return abs(value) <= _ORDINARY
         case ex.Unary(name, _) if name in _BOUNDED:
             return True
         case ex.Unary(name, x) if name in _MODEST:
-            return _is_ordinary(x)
+            return _is_ordinary(x, lifted)
         case ex.Cast(_, x) | ex.Mul(x, ex.Load() | ex.Scalar()) | ex.Mul(ex.Load() | ex.Scalar(), x):
-            return _is_ordinary(x)
+            return _is_ordinary(x, lifted)
         case ex.Div(x, ex.Load() | ex.Scalar()):
-            return _is_ordinary(x)
+            return _is_ordinary(x, lifted)
         case ex.Div(x, Const(value)):
-            return abs(value) >= 1 / _ORDINARY and _is_ordinary(x)
+            return abs(value) >= 1 / _ORDINARY and _is_ordinary(x, lifted)
         case ex.Mul(a, b) if ex.has_product(a) and ex.has_product(b):
             return False
         case ex.Add(a, b) | ex.Mul(a, b) | ex.Binary("maximum" | "minimum", a, b) | ex.Select(_, a, b):
-            return _is_ordinary(a) and _is_ordinary(b)
-    return isinstance(score, ex.Index)
+            return _is_ordinary(a, lifted) and _is_ordinary(b, lifted)
+    return False
 
 
 # Scores stay above half of a fill, and exp(-104) is 0 in float32.
@@ -182,8 +172,6 @@ _LEAST_FILL = -208.0
 _ORDINARY = 1e6
 _BOUNDED = frozenset("tanh sigmoid erf erfc sin cos atan sign".split())
 _MODEST = frozenset("abs neg relu gelu silu mish softplus sqrt asinh floor ceil round trunc detach".split())
-# Of ordinary numbers they may be minus infinity.
-_UNBOUNDED = frozenset("log log2 log10 log1p log_sigmoid logit reciprocal rsqrt atanh tan".split())
 
 
 def _as_bias(fill: Fill) -> Expr:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch._dynamo.exc import ShortenTraceback
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._sympy.functions import FloorDiv, Mod
+from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 __all__ = [
     "FakeTensor",
@@ -30,6 +31,7 @@ __all__ = [
     "flex_attention",
     "flex_runs_on_cpu",
     "functionalized",
+    "index_bounds",
     "known_backends",
     "lower_bounds",
     "make_fx",
@@ -93,6 +95,12 @@ def lower_bounds(mode: FakeTensorMode) -> dict[Any, int]:
     if mode.shape_env is None:
         return {}
     return {s: int(r.lower) if r.lower.is_Integer else 0 for s, r in mode.shape_env.var_to_range.items()}
+
+
+def index_bounds(value: Any, ranges: Mapping[Any, tuple[int, int]]) -> tuple[float, float]:
+    """The least and the greatest value of a SymPy expression over integer symbols with these ranges."""
+    bounds = bound_sympy(value, {symbol: ValueRanges(*ends) for symbol, ends in ranges.items()})
+    return float(bounds.lower), float(bounds.upper)
 
 
 def source_name(placeholder: torch.fx.Node) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import sympy
 import torch
 
+import attn_fuse.normalize  # noqa: F401  the marker of dropout is defined there
 from attn_fuse import algebra as al
 from attn_fuse import expression as ex
 from attn_fuse.expression import Expr

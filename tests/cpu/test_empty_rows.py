@@ -258,6 +258,14 @@ def position_to_the_power_of_minus_two(q: torch.Tensor, at: torch.Tensor, table:
     return (q @ q.mT - torch.arange(T).float() ** -2).masked_fill(above(), -1e9).softmax(-1) @ q
 
 
+def exponential_of_a_position(q: torch.Tensor, at: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    return (q @ q.mT - (30 * (T - torch.arange(T))).exp()).masked_fill(above(), -1e9).softmax(-1) @ q
+
+
+def high_power_of_a_position(q: torch.Tensor, at: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    return (q @ q.mT - (T - torch.arange(T)).float() ** 60).masked_fill(above(), -1e9).softmax(-1) @ q
+
+
 @pytest.mark.parametrize("written", [a_table, a_number, infinite_elsewhere], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("backward", [False, True], ids=["inference", "training"])
 def test_a_bias_may_be_lower_than_the_fill(written, backward: bool) -> None:
@@ -269,7 +277,14 @@ def test_a_bias_may_be_lower_than_the_fill(written, backward: bool) -> None:
     check(lambda q: written(q, at, table), q, backward=backward, kernels=["chunked"])
 
 
-_MAY_HIDE = [logarithm_of_a_mask, logarithm_of_a_position, divided_by_a_position, position_to_the_power_of_minus_two]
+_MAY_HIDE = [
+    logarithm_of_a_mask,
+    logarithm_of_a_position,
+    divided_by_a_position,
+    position_to_the_power_of_minus_two,
+    exponential_of_a_position,
+    high_power_of_a_position,
+]
 
 
 @pytest.mark.parametrize("written", _MAY_HIDE, ids=lambda f: f.__name__)

@@ -1,0 +1,172 @@
+"""Bounds: the least and the greatest value of an element expression, by interval arithmetic.
+
+What a program reads from memory may be any number; what it learns, and positions, are taken to be ordinary ones.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Container
+from typing import TypeAlias
+
+import torch
+
+from attn_fuse import expression as ex
+from attn_fuse.expression import Expr
+from attn_fuse.space import Size, Space
+from attn_fuse.torch_internals import index_bounds
+
+Bounds: TypeAlias = tuple[float, float]
+
+
+def stays_within(x: Expr, limit: float, space: Space, learned: Container[int]) -> bool:
+    """Whether `x`, and all that it is computed from, stays between -limit and limit for every index of `space`.
+
+    learned: the leaves whose elements are ordinary numbers, at most 100. Index symbols have the ranges of `space`;
+    a symbolic size is at most 2**24. NaN is no value here. False where it is not proved.
+    """
+    least, greatest = _Bounder(limit, space, learned).of(x)
+    return -limit < least and greatest < limit
+
+
+_LEARNED = 100.0
+_LONGEST = 2**24
+_ANY: Bounds = (-math.inf, math.inf)
+_TRUTH: Bounds = (0.0, 1.0)
+
+
+class _Bounder:
+    def __init__(self, limit: float, space: Space, learned: Container[int]) -> None:
+        self.limit = limit
+        self.space = space
+        self.learned = learned
+
+    def of(self, x: Expr) -> Bounds:
+        least, greatest = self._of(x)
+        if math.isnan(least) or math.isnan(greatest):
+            return _ANY
+        # A number beyond the limit may have become infinite in the type that holds it.
+        return (least if least > -self.limit else -math.inf, greatest if greatest < self.limit else math.inf)
+
+    def _of(self, x: Expr) -> Bounds:
+        match x:
+            case ex.Const(value):
+                return float(value), float(value)
+            case ex.Index(value):
+                return self._of_index(value)
+            case ex.Load(leaf) | ex.Gather(leaf):
+                return (-_LEARNED, _LEARNED) if leaf in self.learned else _ANY
+            case ex.NonNegative() | ex.IsZero() | ex.Compare() | ex.Not() | ex.And() | ex.Or() | ex.Softmax():
+                return _TRUTH
+            case ex.Add(a, b):
+                (low, high), (by_low, by_high) = self.of(a), self.of(b)
+                return low + by_low, high + by_high
+            case ex.Mul(a, b):
+                return _at_corners(lambda m, n: m * n, self.of(a), self.of(b))
+            case ex.Div(a, b):
+                by = self.of(b)
+                return _ANY if by[0] <= 0 <= by[1] else _at_corners(lambda m, n: m / n, self.of(a), by)
+            case ex.Select(_, a, b):
+                (low, high), (other_low, other_high) = self.of(a), self.of(b)
+                return min(low, other_low), max(high, other_high)
+            case ex.Cast(dtype, inner):
+                return _held_in(dtype, self.of(inner))
+            case ex.Unary(name, inner):
+                return _of_one(name, self.of(inner))
+            case ex.Binary(name, a, b):
+                return _of_two(name, self.of(a), self.of(b))
+            case ex.Contract(axes, a, b):
+                times = math.prod(self._longest(self.space.sizes[axis]) for axis in axes)
+                low, high = _at_corners(lambda m, n: m * n, self.of(a), self.of(b))
+                return min(0.0, times * low), max(0.0, times * high)
+            case ex.Reduce("amax" | "amin" | "any" | "all", _, body):
+                return self.of(body)
+        return _ANY
+
+    def _of_index(self, value: Size) -> Bounds:
+        ranges = {
+            symbol: (0, self._longest(self.space.sizes[symbol]) - 1)
+            if symbol in self.space.sizes
+            else (self.space.lower.get(symbol, 0), _LONGEST)
+            for symbol in value.free_symbols
+        }
+        return index_bounds(value, ranges)
+
+    def _longest(self, size: Size) -> int:
+        return int(size) if size.is_Integer else _LONGEST
+
+
+def _at_corners(function: Callable[[float, float], float], a: Bounds, b: Bounds) -> Bounds:
+    """For a function that only rises or only falls in each argument, whatever the other is."""
+    corners = [function(m, n) for m, n in itertools.product(a, b)]
+    return (math.nan, math.nan) if any(map(math.isnan, corners)) else (min(corners), max(corners))
+
+
+def _of_one(name: str, x: Bounds) -> Bounds:
+    low, high = x
+    if name in _RANGES:
+        return _RANGES[name]
+    if name in ("abs", "cosh"):
+        ends = sorted(_value(name, end) for end in x)
+        return (_value(name, 0.0) if low <= 0 <= high else ends[0]), ends[1]
+    if name in ("silu", "gelu", "mish"):
+        return -0.5, max(0.0, high)
+    if name in ("rsqrt", "reciprocal"):
+        return _ANY if low <= 0 else (_value(name, high), _value(name, low))
+    if name in _MONOTONE:
+        ends = sorted(_value(name, end) for end in x)
+        return ends[0], ends[1]
+    return _ANY
+
+
+def _of_two(name: str, a: Bounds, b: Bounds) -> Bounds:
+    match name:
+        case "maximum":
+            return max(a[0], b[0]), max(a[1], b[1])
+        case "minimum":
+            return min(a[0], b[0]), min(a[1], b[1])
+        case "atan2":
+            return -math.pi, math.pi
+        case "remainder" | "fmod":
+            most = max(abs(b[0]), abs(b[1]))
+            return -most, most
+        case "pow" if a[0] > 0 or (a[0] == 0 and b[0] >= 0):
+            return _at_corners(_power, a, b)
+        case "pow" if b[0] == b[1] and b[0] >= 0 and b[0].is_integer():
+            low, high = sorted(_power(end, b[0]) for end in a)
+            return (0.0 if b[0] % 2 == 0 and a[0] <= 0 <= a[1] else low), high
+    return _ANY
+
+
+def _held_in(dtype: torch.dtype, x: Bounds) -> Bounds:
+    if dtype.is_floating_point:
+        most = torch.finfo(dtype).max
+        return (x[0] if x[0] >= -most else -math.inf, x[1] if x[1] <= most else math.inf)
+    # A number that does not fit comes out anywhere in the type's range.
+    least, greatest = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+    return x if least <= x[0] and x[1] <= greatest else (float(least), float(greatest))
+
+
+def _power(base: float, exponent: float) -> float:
+    return float(torch.tensor(base, dtype=torch.float64).pow(exponent))
+
+
+def _value(name: str, x: float) -> float:
+    function = getattr(torch, name, None) or getattr(torch.nn.functional, name.replace("log_sigmoid", "logsigmoid"))
+    return float(function(torch.tensor(x, dtype=torch.float64)))
+
+
+_RANGES: dict[str, Bounds] = {
+    **dict.fromkeys(("sin", "cos", "sign", "tanh", "erf"), (-1.0, 1.0)),
+    **dict.fromkeys(("isnan", "isinf", "isfinite"), _TRUTH),
+    "sigmoid": (0.0, 1.0),
+    "erfc": (0.0, 2.0),
+    "atan": (-math.pi / 2, math.pi / 2),
+    "asin": (-math.pi / 2, math.pi / 2),
+    "acos": (0.0, math.pi),
+}
+_MONOTONE = frozenset(
+    "exp exp2 expm1 log log2 log10 log1p sqrt sinh asinh acosh atanh logit log_sigmoid softplus relu neg detach floor "
+    "ceil round trunc".split()
+)
