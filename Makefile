@@ -49,9 +49,12 @@ lint: .venv/ready-dev ## ruff
 types: .venv/ready-dev ## mypy
 	$(python) -m mypy
 
-bench: .venv/ready-dev ## every benchmark on the CPU; results go to benchmarks/results
+bench: .venv/ready-dev ## the benchmarks on the CPU that have no line here; results go to benchmarks/results
 	$(python) benchmarks/nanogpt.py
 	$(python) benchmarks/compile_time.py
+	$(python) benchmarks/features.py
+	$(python) benchmarks/guard.py
+	$(python) benchmarks/left_out.py
 
 recall: .venv/ready-dev ## how many spellings of attention are fused, beside Inductor's own
 	$(python) benchmarks/recall.py $(ARGS)

@@ -88,9 +88,8 @@ def measure_all(wanted: Sequence[Case], path: Path, args: argparse.Namespace) ->
     return rows
 
 
-def parser(doc: str | None) -> argparse.ArgumentParser:
-    """What the scripts that write evidence take."""
-    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--device", type=torch.device, default="cpu")
     made.add_argument("--lengths", type=int, nargs="+", help="of the sequences")
     made.add_argument("--batches", type=int, nargs="+", default=[1, 8])
@@ -107,7 +106,7 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    args = parser(__doc__).parse_args()
+    args = parser().parse_args()
     device = args.device.type
     wanted = [*cases(device, args.lengths or LENGTHS[device], args.batches, args.heads)][: args.most]
     measure_all(wanted, args.out or ROOT / "attn_fuse" / "kernels" / f"evidence_{device}.json", args)

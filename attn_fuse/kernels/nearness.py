@@ -32,8 +32,8 @@ _BIAS = {"none": (0.0, 0.0), "constant": (0.15, 0.0), "gradient": (0.075, 0.225)
 _MAPPED, _MAPPED_FROM = 1.2, 1 << 25
 
 # Over this distance the correlation of two ratios falls to 1/e; the variance of a measurement, of that of the ratios.
-# Each row of the table left out in turn: what is picked then takes 1.008 of the best, the mean of 544, and more than
-# 1.1 of it on 11. (With the three nearest rows weighted by their distance: 1.024, and 32.)
+# What rows left out in turn give: benchmarks/left_out.py. (On 544 rows, 1.008 of the best, the mean; with the three
+# nearest rows weighted by their distance 1.024.)
 _LENGTH, _NOISE = 4.0, 0.03
 
 
