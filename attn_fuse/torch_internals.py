@@ -27,6 +27,7 @@ __all__ = [
     "PassesThroughDynamo",
     "apart_from_dynamo",
     "compile_with",
+    "compiled_for_any_size",
     "decompositions",
     "flex_attention",
     "flex_runs_on_cpu",
@@ -235,6 +236,30 @@ def compile_with(
         return compiled
     function: Callable[..., Any] = lookup_backend(backend) if isinstance(backend, str) else backend
     return function(graph, list(inputs), **({"mode": mode} if mode else {}))
+
+
+def compiled_for_any_size(
+    function: Callable[..., Any], examples: Sequence[torch.Tensor]
+) -> tuple[Callable[..., Any], Callable[[Sequence[torch.Tensor]], bool]]:
+    """`function` of tensors compiled by Inductor, and whether what was compiled takes tensors of other sizes.
+
+    Unlike what torch.compile gives it checks nothing by itself when it is called, which takes a tenth of a millisecond.
+    To be asked of before: the sizes and strides of the tensors. That dtypes and devices are those of `examples`, and
+    the number of threads and the other global state that of now, is the caller's to see to.
+    """
+    with torch.no_grad(), sizes_apart():
+        graph = make_fx(function, tracing_mode="symbolic")(*examples)
+        inputs = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
+        compiled = compile_with("inductor", None, graph, inputs)
+    shapes = inputs[0].fake_mode.shape_env
+    guards = shapes.produce_guards_expression(inputs, ignore_static=False)
+
+    def takes(tensors: Sequence[torch.Tensor]) -> bool:
+        # Where a tensor begins in its memory does not matter to what is compiled, but would to the guards.
+        alike = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in tensors]
+        return guards is None or bool(shapes.evaluate_guards_expression(guards, alike))
+
+    return compiled, takes
 
 
 @contextlib.contextmanager

@@ -19,12 +19,12 @@ from torch import Tensor
 from attn_fuse.kernels.chunked_dropout import kept
 from attn_fuse.kernels.score_gradient import differentiable, gradients, needed
 from attn_fuse.kernels.score_program import Block, Memo, ScoreProgram, Tree, evaluate, nodes, widened
-from attn_fuse.torch_internals import make_fx, sizes_apart
+from attn_fuse.torch_internals import compiled_for_any_size
 
 log = logging.getLogger("attn_fuse")
 
-# What the block sizes are while a step is traced: none equal to another, so that none is taken for another. Blocks have
-# seldom more keys than queries, and which there are more of may be compiled for.
+# What the block sizes are while a step is traced: none equal to another, so that none is taken for another. Whether
+# there are more queries or more keys may be compiled for; the larger number of them comes before the smaller.
 _STAND_INS = (3, 7, 440, 120)
 
 
@@ -144,29 +144,55 @@ def run(steps: Steps, name: str, tensors: Sequence[Tensor], compiles: bool) -> A
     """One step, forward or backward; compiled, if that can be, for any sizes of its tensors but those that are 1."""
     if not compiles:
         return getattr(steps, name)(*tensors)
-    known = (steps, name, *((t.dtype, t.device, *(min(n, 2) for n in t.shape)) for t in tensors))
-    try:
-        if known not in _compiled:
-            _compiled[known] = _made(getattr(steps, name), tensors)
-        with sizes_apart():
-            return _compiled[known](*tensors)
-    except Exception as problem:
-        log.warning("chunked attention runs uncompiled: %s", str(problem).partition("\n")[0])
-        _compiled[known] = getattr(steps, name)
-        return _compiled[known](*tensors)
+    # What Inductor compiles for: besides the tensors, the number of threads and what is to be deterministic.
+    step = (steps, name, torch.get_num_threads(), torch.are_deterministic_algorithms_enabled())
+    known = (*step, *((t.dtype, t.device, t.shape, t.stride()) for t in tensors))
+    if known not in _chosen:
+        if len(_chosen) >= _MOST_CHOSEN:
+            _chosen.clear()
+        kind = (*step, *((t.dtype, t.device, *(min(n, 2) for n in t.shape)) for t in tensors))
+        made = _compiled.setdefault(kind, [])
+        try:
+            _chosen[known] = _choose(getattr(steps, name), tensors, made)
+        except Exception as problem:
+            log.warning("chunked attention runs uncompiled: %s", str(problem).partition("\n")[0])
+            made.append(_Compiled(getattr(steps, name), lambda tensors: True))
+            _chosen[known] = made[-1].function
+    return _chosen[known](*tensors)
 
 
-_compiled: dict[Any, Callable[..., Any]] = {}
+@dataclass(frozen=True)
+class _Compiled:
+    """A step, and whether it takes tensors of given sizes and strides."""
+
+    function: Callable[..., Any]
+    takes: Callable[[Sequence[Tensor]], bool]
 
 
-def _made(step: Callable[..., Any], tensors: Sequence[Tensor]) -> Callable[..., Any]:
+# By what they were compiled for; and which of them, by the sizes and strides of the tensors.
+_compiled: dict[Any, list[_Compiled]] = {}
+_chosen: dict[Any, Callable[..., Any]] = {}
+_MOST_CHOSEN = 1 << 12
+
+
+def _choose(step: Callable[..., Any], tensors: Sequence[Tensor], made: list[_Compiled]) -> Callable[..., Any]:
+    for known in made:
+        if known.takes(tensors):
+            return known.function
+    # Sizes that are all different leave the most open; where they do not fit, the tensors themselves do.
+    for examples in (_stand_ins(tensors), tensors):
+        made.append(_Compiled(*compiled_for_any_size(step, examples)))
+        if made[-1].takes(tensors):
+            return made[-1].function
+    raise RuntimeError(f"what was compiled does not take blocks of {list(tensors[0].shape)}")
+
+
+def _stand_ins(tensors: Sequence[Tensor]) -> list[Tensor]:
     taken = {n for t in tensors for n in t.shape}
-    sizes = [next(n for n in itertools.count(at) if n not in taken) for at in _STAND_INS]
-    stand_ins = [_stand_in(t, tensors[0].shape, sizes) for t in tensors]
-    with torch.no_grad(), sizes_apart():
-        function = torch.compile(make_fx(step, tracing_mode="symbolic")(*stand_ins), dynamic=True, fullgraph=True)
-        function(*stand_ins)
-    return function
+    batch, heads, more, fewer = (next(n for n in itertools.count(at) if n not in taken) for at in _STAND_INS)
+    *_, rows, columns = tensors[0].shape
+    sizes = (batch, heads, more, fewer) if rows >= columns else (batch, heads, fewer, more)
+    return [_stand_in(t, tensors[0].shape, sizes) for t in tensors]
 
 
 def _stand_in(tensor: Tensor, block: Sequence[int], sizes: Sequence[int]) -> Tensor:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from attn_fuse.kernels import chunked_blocks, chunked_plan
+from attn_fuse import torch_internals
+from attn_fuse.kernels import chunked_blocks, chunked_plan, chunked_steps
 from attn_fuse.kernels.chunked_diagonals import diagonals, skewed
 from attn_fuse.kernels.score_program import ScoreProgram
 from tests.graph.chunked_cases import CASE, Case, Sizes, drawn
@@ -53,12 +56,56 @@ def test_without_a_compiler_the_steps_run_as_they_are(monkeypatch, caplog) -> No
     case, s = CASE["softcap"], SEVERAL[0]
     tensors = drawn(case, s, torch.float32)
     usual = run(case, s, tensors)
-    monkeypatch.setattr(torch, "compile", broken)
+    monkeypatch.setattr(torch_internals, "compile_with", broken)
     monkeypatch.setattr(chunked_plan, "COMPILE_FROM", 0)
     with caplog.at_level(logging.WARNING, "attn_fuse"):
         torch.testing.assert_close(run(case, s, tensors), usual)
     said = {record.getMessage() for record in caplog.records if record.name == "attn_fuse"}
     assert said == {"chunked attention runs uncompiled: no compiler here"}
+
+
+def laid_out(*shape: int, order: tuple[int, ...] = (0, 1, 2, 3), gap: int = 0) -> Tensor:
+    """Random numbers with the dimensions in `order` in memory, `gap` numbers between two rows of the last of them."""
+    *outer, last = (shape[dim] for dim in order)
+    memory = torch.randn(*outer, last + gap)[..., :last]
+    return memory.permute(*sorted(range(4), key=order.__getitem__))
+
+
+LAYOUTS = [
+    lambda: (laid_out(2, 3, 40, 24), laid_out(2, 1, 40, 24)),
+    lambda: (laid_out(5, 2, 33, 17), laid_out(5, 1, 33, 17)),
+    lambda: (laid_out(2, 3, 24, 40), laid_out(2, 1, 24, 40)),
+    lambda: (laid_out(2, 3, 40, 24), laid_out(2, 1, 40, 24, gap=5)),
+    lambda: (laid_out(2, 3, 40, 24), laid_out(2, 1, 40, 24, order=(0, 1, 3, 2))),
+    lambda: (laid_out(3, 3, 24, 24), laid_out(3, 1, 24, 24, order=(3, 2, 1, 0))),
+    lambda: (laid_out(2, 3, 40, 24), laid_out(1, 1, 1, 24).expand(2, 1, 40, 24)),
+    lambda: (laid_out(2, 3, 40, 24), laid_out(1, 1, 40, 24)),
+    lambda: (laid_out(2, 3, 40, 1), laid_out(2, 1, 40, 1)),
+]
+
+
+def test_a_step_is_asked_which_layouts_it_takes(monkeypatch, caplog) -> None:
+    """In one process, in this order, so that what was compiled for the first is there for those after it."""
+    made: list[Sequence[Tensor]] = []
+
+    def counted(function: Callable[..., Any], examples: Sequence[Tensor]) -> Any:
+        made.append(examples)
+        return torch_internals.compiled_for_any_size(function, examples)
+
+    monkeypatch.setattr(chunked_steps, "compiled_for_any_size", counted)
+    program = ScoreProgram(["add", ["mul", ["score"], ["const", 0.5]], ["input", 0]])
+    plan = chunked_plan.planned(*torch.randn(3, 1, 2, 4, 8), [torch.zeros(1, 1, 4, 4)], [], None, 0.0, program.dumps())
+    steps = plan.steps
+    with caplog.at_level(logging.WARNING, "attn_fuse"):
+        for layout in LAYOUTS:
+            raw, bias = layout()
+            row_max = torch.full((*raw.shape[:3], 1), -torch.inf)
+            again = raw.clone()
+            expected = chunked_steps.run(steps, "forward", [again, row_max, bias], compiles=False)
+            found = chunked_steps.run(steps, "forward", [raw, row_max, bias], compiles=True)
+            torch.testing.assert_close((raw, *found), (again, *expected))
+    assert not [record for record in caplog.records if record.name == "attn_fuse"]
+    assert len(made) < len(LAYOUTS)
 
 
 DISTANCE = ["sub", ["j"], ["i"]]
