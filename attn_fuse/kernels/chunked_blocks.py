@@ -180,7 +180,8 @@ def _rows_backward(
 
 
 def _add_product(sums: Tensor, left: Tensor, right: Tensor) -> None:
-    if left.dtype == sums.dtype:
+    # Into what is not contiguous torch multiplies one plane after the other.
+    if left.dtype == sums.dtype and sums.is_contiguous():
         torch.baddbmm(sums, left, right, out=sums)
     else:
         sums.add_(torch.bmm(left, right))
