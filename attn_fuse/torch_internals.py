@@ -39,7 +39,6 @@ __all__ = [
     "on_fake_tensors",
     "sdpa_choice",
     "sdpa_switches",
-    "sizes_apart",
     "source_name",
     "storage_of",
     "without_inductor_attention",
