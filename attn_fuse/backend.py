@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import time
@@ -47,6 +48,17 @@ def attn_fuse(
     return _compile(graph, example_inputs, parse_options(options, mode), fuel_of(options))
 
 
+def looked_at(
+    graph: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
+) -> Callable[..., Any]:
+    """`graph` with its attention on the kernels that `attn_fuse` would put it on, reported and not compiled.
+
+    Raises what `attn_fuse` raises.
+    """
+    parsed = dataclasses.replace(parse_options(options), compiles=False)
+    return _compile(graph, example_inputs, parsed, fuel_of(options))
+
+
 def _compile(
     graph: GraphModule,
     inputs: Sequence[Any],
@@ -73,14 +85,13 @@ def _compile(
     )
     sites = rewriter.rewrite()
     graph.recompile()
-    notes = (_PATTERNS_OFF,) if options.inner_backend == "inductor" else ()
+    notes = (_PATTERNS_OFF,) if options.inner_backend == "inductor" and options.compiles else ()
     seconds = time.perf_counter() - started
     report = GraphReport(tuple(_relocated(sites, locations)), seconds, notes, before, _code(graph))
     record(report)
     if options.strict:
         _require_all_fused(report.sites)
-    with without_inductor_attention():
-        compiled = compile_with(options.inner_backend, options.mode, graph, inputs)
+    compiled = _by_inner_backend(options, graph, inputs)
     return _guarded(compiled, original, inputs, tuple(rewriter.proofs.values()), options, fuel, report)
 
 
@@ -114,7 +125,7 @@ def _guarded(
     def as_written() -> Callable[..., Any]:
         changed = ", ".join(sorted({proof.source for proof in proofs}))
         log.warning("a mask is no longer what it was when the model was compiled (%s): running as written", changed)
-        return _compiled_anew(original, functools.partial(_compile_as_written, options))
+        return _compiled_anew(original, functools.partial(_by_inner_backend, options))
 
     def run(*values: Any) -> Any:
         if (now := (chosen_kernels(), sdpa_switches())) != allowed:
@@ -139,7 +150,9 @@ def _stopwatch(
     return trial.measure
 
 
-def _compile_as_written(options: Options, graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+def _by_inner_backend(options: Options, graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    if not options.compiles:
+        return graph
     with without_inductor_attention():
         return compile_with(options.inner_backend, options.mode, graph, inputs)
 

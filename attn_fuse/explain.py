@@ -137,9 +137,8 @@ def _explanation(
     call = types.FunctionType(_call.__code__.replace(), globals())
     compiled = torch.compile(
         types.MethodType(call, model),
-        backend=backend.attn_fuse,
         # A new function each time: Dynamo never takes an earlier compilation, which reports nothing, for this one.
-        options={**(options or {}), "inner_backend": lambda graph, inputs: graph},
+        backend=functools.partial(backend.looked_at, options=options),
         dynamic=dynamic,
         **_ISOLATED,
     )

@@ -34,6 +34,8 @@ class Options:
     check: run each site as written and rewritten on the first inputs, and refuse the rewrite where they disagree.
     mode: torch.compile's `mode`, handed to the inner backend. "max-autotune" and "max-autotune-no-cudagraphs" mean
         pick="measured", too (torch.compile takes a mode or options, not both).
+    compiles: False leaves the rewritten graph as it is, while kernels are picked as for the inner backend; for a graph
+        that is looked at and not used. No option of the user's.
     """
 
     inner_backend: str | Callable[..., Any] = "inductor"
@@ -43,12 +45,13 @@ class Options:
     fuel: int | None = None
     check: bool = False
     mode: str | None = None
+    compiles: bool = True
 
 
 def parse_options(options: Mapping[str, Any] | None, mode: str | None = None) -> Options:
     """`Options` from the mapping a user passed. Raises `OptionError` for an unknown name or an impossible value."""
     options = dict(options or {})
-    known = {field.name for field in fields(Options)} - {"mode"}
+    known = {field.name for field in fields(Options)} - {"mode", "compiles"}
     for name in options:
         if name not in known:
             raise OptionError(f"attn_fuse has no option {name!r}.{nearest(name, known)}")

@@ -17,7 +17,8 @@ from torch import nn
 
 import attn_fuse
 from attn_fuse.explain import Explanation, explain, main
-from attn_fuse.report import Blocker, GraphReport, Location, SiteReport, reports
+from attn_fuse.report import Blocker, GraphReport, Location, SiteReport, collecting, reports
+from attn_fuse.torch_internals import flex_runs_on_cpu
 
 # nanoGPT's model.py, cut down to what attention needs: classes, no instance, a config with defaults.
 GPT = """
@@ -394,7 +395,7 @@ class TestErrors:
         def broken(*_: object, **__: object) -> None:
             raise ValueError("a backend that fails")
 
-        monkeypatch.setattr("attn_fuse.backend.attn_fuse", broken)
+        monkeypatch.setattr("attn_fuse.backend.looked_at", broken)
         assert main([write(PLAIN)]) == 2
         assert "Net(float32[1, 64, 16]) runs as written, but torch.compile fails on it: " in capsys.readouterr().err
 
@@ -442,6 +443,19 @@ class TestFunction:
         assert [s.location.module for s in given.sites] == ["h.0", "h.1"]
         assert given.fused + given.left_as_written == 2
         assert reports()[-1] == given.reports[-1]
+
+    @pytest.mark.skipif(not flex_runs_on_cpu(), reason="needs a CPU that FlexAttention is compiled for")
+    def test_names_the_kernel_that_the_backend_picks(self) -> None:
+        def window(q: torch.Tensor) -> torch.Tensor:
+            i = torch.arange(q.shape[-2])
+            apart = i[:, None] - i
+            return (q @ q.mT).masked_fill((apart < 0) | (apart >= 64), float("-inf")).softmax(-1) @ q
+
+        q = torch.randn(1, 8, 1024, 64)
+        given = explain(window, q)
+        with collecting() as compiled:
+            torch.compile(window, backend="attn_fuse")(q)
+        assert [s.kernel for s in given.sites] == [s.kernel for s in compiled[-1].sites] == ["flex"]
 
     def test_the_module_is_the_function(self) -> None:
         module: Any = importlib.import_module("attn_fuse.explain")
