@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from typing import TypeAlias
 
 import torch
@@ -20,34 +20,40 @@ from attn_fuse.torch_internals import index_bounds
 Bounds: TypeAlias = tuple[float, float]
 
 
-def stays_within(x: Expr, limit: float, space: Space, learned: Container[int]) -> bool:
-    """Whether `x`, and all that it is computed from, stays between -limit and limit for every index of `space`.
+def stays_within(
+    x: Expr, limit: float, space: Space, learned: Container[int], dtypes: Iterable[torch.dtype] = ()
+) -> bool:
+    """Whether `x` stays between -limit and limit for every index of `space`, as the program computes it.
 
-    learned: the leaves whose elements are ordinary numbers, at most 100. Index symbols have the ranges of `space`;
-    a symbolic size is at most 2**24. NaN is no value here. False where it is not proved.
+    learned: the leaves whose elements are ordinary numbers, at most 100. dtypes: those that the program computes in,
+    where one is narrow: what does not fit it is infinite. Index symbols have the ranges of `space`; a symbolic size is
+    at most 2**24. NaN is no value here. False where it is not proved.
     """
-    least, greatest = _Bounder(limit, space, learned).of(x)
+    held = min((torch.finfo(dtype).max for dtype in dtypes if dtype.is_floating_point), default=math.inf)
+    least, greatest = _Bounder(min(held, _WRAPS), space, learned).of(x)
     return -limit < least and greatest < limit
 
 
 _LEARNED = 100.0
 _LONGEST = 2**24
+# Where int32 wraps around.
+_WRAPS = 2.0**31
 _ANY: Bounds = (-math.inf, math.inf)
 _TRUTH: Bounds = (0.0, 1.0)
 
 
 class _Bounder:
-    def __init__(self, limit: float, space: Space, learned: Container[int]) -> None:
-        self.limit = limit
+    def __init__(self, most: float, space: Space, learned: Container[int]) -> None:
+        self.most = most
         self.space = space
         self.learned = learned
 
     def of(self, x: Expr) -> Bounds:
         least, greatest = self._of(x)
-        if math.isnan(least) or math.isnan(greatest):
-            return _ANY
-        # A number beyond the limit may have become infinite in the type that holds it.
-        return (least if least > -self.limit else -math.inf, greatest if greatest < self.limit else math.inf)
+        # A number that its type does not hold is infinite or, a whole one, wrapped around to any other; nothing here
+        # tells the two apart.
+        known = not (math.isnan(least) or math.isnan(greatest)) and -self.most < least and greatest < self.most
+        return (least, greatest) if known else _ANY
 
     def _of(self, x: Expr) -> Bounds:
         match x:
@@ -143,9 +149,8 @@ def _held_in(dtype: torch.dtype, x: Bounds) -> Bounds:
     if dtype.is_floating_point:
         most = torch.finfo(dtype).max
         return (x[0] if x[0] >= -most else -math.inf, x[1] if x[1] <= most else math.inf)
-    # A number that does not fit comes out anywhere in the type's range.
-    least, greatest = torch.iinfo(dtype).min, torch.iinfo(dtype).max
-    return x if least <= x[0] and x[1] <= greatest else (float(least), float(greatest))
+    # What is computed in a narrower type wraps around before the limit does.
+    return x if torch.iinfo(dtype).bits >= 32 and max(-x[0], x[1]) < _WRAPS else _ANY
 
 
 def _power(base: float, exponent: float) -> float:

@@ -91,7 +91,7 @@ def facts_of(
         symbolic=frozenset(name for name, size in sizes.items() if not size.is_Integer),
         training=wanting and any(t.requires_grad for t in operands + others),
         bias_needs_grad=wanting and any(t.requires_grad for t in added),
-        bias_may_hide=not all(stays_within(x, limit, attention.space, learned) for x in attention.biases),
+        bias_may_hide=not all(stays_within(x, limit, attention.space, learned, [dtype]) for x in attention.biases),
         bias_dtype=max(widths, key=lambda d: torch.finfo(d).bits) if widths else None,
         weights_used=weights_used,
         compiled=compiled,

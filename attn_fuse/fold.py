@@ -140,13 +140,13 @@ def _hides_nothing(terms: Iterable[Expr], fills: Iterable[Fill], lifted: Lifted)
     added: Expr = Const(0.0)
     for term in terms:
         added = al.add(added, term)
-    return stays_within(added, limit, lifted.space, lifted.learned)
+    return stays_within(added, limit, lifted.space, lifted.learned, lifted.leaf_dtypes.values())
 
 
 def _is_ordinary(score: Expr, lifted: Lifted) -> bool:
     """Whether an ordinary product of query and key gives an ordinary score, far above every fill."""
     if not ex.has_product(score):
-        return stays_within(score, _ORDINARY, lifted.space, lifted.learned)
+        return stays_within(score, _ORDINARY, lifted.space, lifted.learned, lifted.leaf_dtypes.values())
     match score:
         case ex.Score():
             return True
