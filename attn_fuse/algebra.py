@@ -2,10 +2,15 @@
 
 A rule holds for every number that is not infinite or NaN. Products with an unknown 0 stay products; only a choice of 1
 and 0 becomes a choice, since that is how programs write masks.
+
+Of scores (what holds a matrix product) a rule may round otherwise than the program does. What holds none may be
+compared, rounded to whole numbers or cast further up, so there a rule gives the very number that torch gives:
+`computed` says what an operation's dtype does to its result.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
@@ -13,6 +18,7 @@ from typing import Any
 
 import sympy
 import torch
+from torch.nn import functional
 
 from attn_fuse.expression import (
     FALSE,
@@ -38,18 +44,123 @@ from attn_fuse.expression import (
     Select,
     Softmax,
     Unary,
+    has_product,
     walk,
 )
 from attn_fuse.space import Space, simplify_index
 
 
 def rounded(value: float, dtype: torch.dtype) -> bool | int | float:
-    """The number that `value` becomes when stored in `dtype`."""
+    """The number that `value` becomes when stored in `dtype`: rounded, or wrapped around."""
     if dtype == torch.bool:
         return bool(value)
     if not dtype.is_floating_point:
-        return int(value)
+        info = torch.iinfo(dtype)
+        return (int(value) - info.min) % (info.max - info.min + 1) + info.min
     return float(torch.tensor(value, dtype=torch.float64).to(dtype).item())
+
+
+def computed(x: Expr, dtype: torch.dtype, space: Space) -> Expr:
+    """The result of an operation that torch computes in `dtype`, and that `x` says with numbers of any size.
+
+    Whole numbers wrap around in a narrower type than int64, and positions are rounded where they are no longer exact.
+    The operands of `x` are held in `dtype`. Half precision is rounded only by `as_rounded`.
+    """
+    match x:
+        case Const(value) if dtype.is_floating_point or math.isfinite(value):
+            return Const(rounded(value, dtype)) if math.isfinite(value) else x
+        case Select(cond, a, b):
+            return select(cond, computed(a, dtype, space), computed(b, dtype, space))
+        case Index(value):
+            return x if is_exact(value, dtype, space) else Cast(dtype, x)
+        case Add() | Mul() | Div() | Unary() | Binary() if dtype.is_floating_point:
+            return x if has_product(x) else _held(x, dtype)
+        case Add() | Mul() | Div() | Unary() | Binary() if dtype not in (torch.int64, torch.bool):
+            return Cast(dtype, x)
+    return x
+
+
+def _held(x: Expr, dtype: torch.dtype) -> Expr:
+    """An operation on positions and numbers alone says in which type it is computed."""
+
+    def held(operand: Expr) -> Expr:
+        is_number = isinstance(operand, Const) or (isinstance(operand, Select) and not _has_position(operand))
+        return operand if is_number or not _is_untyped(operand) else Cast(dtype, operand)
+
+    match x:
+        case Unary(name, operand) if name not in _WHOLE:
+            return Unary(name, held(operand))
+        case Binary(name, a, b):
+            return Binary(name, held(a), held(b))
+        case Add(a, b) | Mul(a, b) | Div(a, b):
+            return type(x)(held(a), held(b))
+    return x
+
+
+def _is_untyped(x: Expr) -> bool:
+    """Whether `x` is made of positions and numbers alone, and nothing in it has a type."""
+    return not any(isinstance(part, (Load, Gather, Scalar, Cast, Score)) for part in walk(x))
+
+
+def _has_position(x: Select) -> bool:
+    return any(isinstance(part, Index) for branch in (x.a, x.b) for part in walk(branch))
+
+
+# Functions of whole numbers that give whole numbers.
+_WHOLE = frozenset("abs neg sign floor ceil round trunc relu detach".split())
+
+
+def is_exact(value: sympy.Expr, dtype: torch.dtype, space: Space) -> bool:
+    """Whether `dtype` holds each of these positions as it is."""
+    least, greatest = _EXACT[dtype] if dtype in _EXACT else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    low, high = space.bounds(value)
+    return least <= low and high <= greatest
+
+
+_EXACT = {
+    torch.bool: (0, 1),
+    torch.bfloat16: (-(2**8), 2**8),
+    torch.float16: (-(2**11), 2**11),
+    torch.float32: (-(2**24), 2**24),
+    torch.float64: (-(2**53), 2**53),
+}
+
+
+def as_rounded(x: Expr, leaf_dtypes: Mapping[int, torch.dtype]) -> Expr:
+    """`x` with each operation in half precision rounded to it: what is compared shows it, and a bias does not."""
+    if has_product(x) or not any(_is_half(part, leaf_dtypes) for part in walk(x)):
+        return x
+
+    def dtype_of(x: Expr) -> torch.dtype | None:
+        match x:
+            case Load(leaf) | Gather(leaf):
+                return leaf_dtypes[leaf] if leaf_dtypes[leaf].is_floating_point else None
+            case Cast(dtype):
+                return dtype if dtype.is_floating_point else None
+            case Select(_, a, b) | Binary(_, a, b) | Add(a, b) | Mul(a, b) | Div(a, b):
+                found = [held for part in (a, b) if (held := dtype_of(part)) is not None]
+                return functools.reduce(torch.promote_types, found) if found else None
+            case Unary(_, inner):
+                return dtype_of(inner)
+        return None
+
+    def changed(x: Expr) -> Expr:
+        if isinstance(x, Cast) and x.dtype in _HALVES and dtype_of(x.x) == x.dtype:
+            return changed(x.x)
+        new, dtype = rebuilt(x, changed), dtype_of(x)
+        is_rounded = dtype in _HALVES and isinstance(x, (Add, Mul, Div, Unary, Binary))
+        return Cast(dtype, new) if dtype is not None and is_rounded else new
+
+    return changed(x)
+
+
+def _is_half(x: Expr, leaf_dtypes: Mapping[int, torch.dtype]) -> bool:
+    match x:
+        case Load(leaf) | Gather(leaf):
+            return leaf_dtypes[leaf] in _HALVES
+        case Cast(dtype):
+            return dtype in _HALVES
+    return False
 
 
 def add(a: Expr, b: Expr) -> Expr:
@@ -77,16 +188,18 @@ def mul(a: Expr, b: Expr) -> Expr:
             return Index(sympy.expand(x * int(c)))
         case Select(cond, Const(x), Const(y)), Select(other, Const(z), Const(w)) if cond == other:
             return select(cond, Const(x * z), Const(y * w))
-        case (Select(cond, Const(1 | 1.0), Const(0 | 0.0)), x) | (x, Select(cond, Const(1 | 1.0), Const(0 | 0.0))) if (
-            not isinstance(x, Const)
-        ):
-            return select(cond, x, Const(0.0))
-        case (Div(Const(1 | 1.0), x), y) | (y, Div(Const(1 | 1.0), x)) if not isinstance(y, Const):
+        case (Select(cond, Const(1 | 1.0), Const(0 | 0.0) as zero), x) | (
+            x,
+            Select(cond, Const(1 | 1.0), Const(0 | 0.0) as zero),
+        ) if not isinstance(x, (Const, Div)):
+            return select(cond, x, zero)
+        case (Div(Const(1 | 1.0), x), y) | (y, Div(Const(1 | 1.0), x)) if has_product(x) or has_product(y):
             return div(y, x)
-        case (Select(cond, Const(0 | 0.0), Const(1 | 1.0)), x) | (x, Select(cond, Const(0 | 0.0), Const(1 | 1.0))) if (
-            not isinstance(x, Const)
-        ):
-            return select(cond, Const(0.0), x)
+        case (Select(cond, Const(0 | 0.0) as zero, Const(1 | 1.0)), x) | (
+            x,
+            Select(cond, Const(0 | 0.0) as zero, Const(1 | 1.0)),
+        ) if not isinstance(x, (Const, Div)):
+            return select(cond, zero, x)
     return _through_select(mul, a, b) or Mul(a, b)
 
 
@@ -94,72 +207,77 @@ def div(a: Expr, b: Expr) -> Expr:
     match a, b:
         case Const(x), Const(y) if y != 0:
             return Const(x / y)
-        case x, Const(y) if y != 0 and math.isfinite(y) and not isinstance(x, Const):
+        case x, Const(y) if y != 0 and math.isfinite(y) and (_is_power_of_two(y) or has_product(x)):
             return mul(x, Const(1.0 / y))
-    return Div(a, b)
+    return _through_select(div, a, b) or Div(a, b)
+
+
+def _is_power_of_two(value: float) -> bool:
+    return abs(math.frexp(value)[0]) == 0.5
 
 
 def negative(x: Expr) -> Expr:
     return mul(Const(-1), x)
 
 
-def unary(name: str, x: Expr) -> Expr:
-    if name == "exp" and isinstance(x, Unary) and x.name == "log":
-        return x.x
-    if name == "reciprocal" and not isinstance(x, Const):
-        return Div(Const(1.0), x)
-    if name == "detach" and not any(isinstance(e, (Load, Gather, Score)) for e in walk(x)):
-        return x
-    function = _FOLDED.get(name)
-    if function is not None:
-        match x:
-            case Const(value):
-                try:
-                    return Const(function(float(value)))
-                except (ValueError, OverflowError, ZeroDivisionError):
-                    return Unary(name, x)
-            case Select(cond, Const() as a, Const() as b):
-                return select(cond, unary(name, a), unary(name, b))
+def unary(name: str, x: Expr, dtype: torch.dtype | None = None) -> Expr:
+    """dtype: what a number is computed in."""
+    match name, x:
+        case "exp", Unary("log", inner) if has_product(inner):
+            return inner
+        case "reciprocal", _ if not isinstance(x, Const):
+            return Div(Const(1.0), x)
+        case "detach", _ if not any(isinstance(e, (Load, Gather, Score)) for e in walk(x)):
+            return x
+        case _, Const():
+            return _folded(name, dtype, x) or Unary(name, x)
+        case _, Select(cond, Const() as a, Const() as b):
+            return select(cond, unary(name, a, dtype), unary(name, b, dtype))
     return Unary(name, x)
 
 
-_FOLDED = {
-    "sqrt": math.sqrt,
-    "rsqrt": lambda x: 1 / math.sqrt(x),
-    "reciprocal": lambda x: 1 / x,
-    "exp": math.exp,
-    "log": lambda x: math.log(x) if x != 0 else -math.inf,
-    "tanh": math.tanh,
-    "abs": abs,
-}
-
-
-def binary(name: str, a: Expr, b: Expr) -> Expr:
-    if name == "pow" and isinstance(a, Const) and isinstance(b, Const) and a.value > 0:
-        return Const(float(a.value) ** float(b.value))
-    if isinstance(a, Const) and isinstance(b, Const) and name in ("maximum", "minimum"):
-        return Const(max(a.value, b.value) if name == "maximum" else min(a.value, b.value))
+def binary(name: str, a: Expr, b: Expr, dtype: torch.dtype | None = None) -> Expr:
+    """dtype: what numbers are computed in."""
+    if isinstance(a, Const) and isinstance(b, Const):
+        return _folded(name, dtype, a, b) or Binary(name, a, b)
     return Binary(name, a, b)
 
 
-def cast(dtype: torch.dtype, x: Expr, from_dtype: torch.dtype) -> Expr:
+def _folded(name: str, dtype: torch.dtype | None, *operands: Const) -> Const | None:
+    """What torch makes of these numbers; None where that is no number."""
+    function = getattr(torch, name, None) or getattr(functional, name)
+    if dtype is None and any(isinstance(x.value, float) for x in operands):
+        dtype = torch.float64
+    try:
+        value = function(*(torch.tensor(x.value, dtype=dtype) for x in operands)).item()
+    except RuntimeError:
+        return None
+    return None if math.isnan(value) or (math.isinf(value) and name != "log") else Const(value)
+
+
+def cast(dtype: torch.dtype, x: Expr, from_dtype: torch.dtype, space: Space) -> Expr:
     """x, held in `from_dtype`, converted to `dtype`."""
     if dtype == from_dtype:
         return x
     match x:
-        case Const(value):
+        case Const(value) if dtype.is_floating_point or dtype == torch.bool or _fits(value, dtype):
             return Const(rounded(value, dtype))
         case Select(cond, Const() as a, Const() as b):
-            return select(cond, cast(dtype, a, from_dtype), cast(dtype, b, from_dtype))
-        # Positions stay below 2**24, so these types hold them exactly.
-        case Index() if dtype in (torch.int64, torch.int32, torch.float32, torch.float64):
+            return select(cond, cast(dtype, a, from_dtype, space), cast(dtype, b, from_dtype, space))
+        case Index(value) if dtype != torch.bool and is_exact(value, dtype, space):
             return x
     if from_dtype == torch.bool:
         one, zero = Const(rounded(1, dtype)), Const(rounded(0, dtype))
         return select(x, one, zero)
     if dtype == torch.bool:
-        return compare("ne", x, Const(0))
+        return compare("ne", x, Const(0), space)
     return Cast(dtype, x)
+
+
+def _fits(value: float, dtype: torch.dtype) -> bool:
+    """Whether a conversion to whole numbers is defined: of a whole number always, of a fraction within the range."""
+    info = torch.iinfo(dtype)
+    return isinstance(value, int) or (math.isfinite(value) and info.min <= value <= info.max)
 
 
 def select(cond: Expr, a: Expr, b: Expr) -> Expr:
@@ -207,6 +325,7 @@ def is_zero(value: sympy.Expr, space: Space) -> Expr:
     return IsZero(sympy.expand(value))
 
 
+_HALVES: tuple[torch.dtype | None, ...] = (torch.float16, torch.bfloat16)
 _FLIPPED = {"eq": "eq", "ne": "ne", "lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
 _PYTHON = {
     "eq": lambda a, b: a == b,

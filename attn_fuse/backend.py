@@ -13,19 +13,26 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from attn_fuse.attention import Attention
-from attn_fuse.check import Checker
+from attn_fuse.check import disagreement
 from attn_fuse.constants import Guard, Proof
 from attn_fuse.errors import NotFusedError
 from attn_fuse.expand import expand
 from attn_fuse.facts import Facts
+from attn_fuse.functional import make_functional
 from attn_fuse.kernels.picker import Stopwatch, pick
-from attn_fuse.names import INLINE_SUBGRAPHS, op_name
+from attn_fuse.names import INLINE_SUBGRAPHS, op_name, storages
 from attn_fuse.options import Fuel, Options, chosen_kernels, fuel_of, parse_options
 from attn_fuse.region import Region
 from attn_fuse.report import GraphReport, Location, SiteReport, headline, record
 from attn_fuse.scopes import scopes
 from attn_fuse.sites import Rewriter
-from attn_fuse.torch_internals import FakeTensorMode, compile_with, sdpa_switches, without_inductor_attention
+from attn_fuse.torch_internals import (
+    FakeTensorMode,
+    compile_with,
+    saved_tensors_hooks_aside,
+    sdpa_switches,
+    without_inductor_attention,
+)
 from attn_fuse.trial import Trial
 
 log = logging.getLogger("attn_fuse")
@@ -68,23 +75,18 @@ def _compile(
     locations: Sequence[Location] = (),
 ) -> Callable[..., Any]:
     started = time.perf_counter()
-    original, before, chosen = _copied(graph), _code(graph), chosen_kernels()
-    expand(graph)
-    checker = Checker(_copied(graph), inputs) if options.check else None
-    rewriter = Rewriter(
-        graph,
-        inputs,
-        pick=functools.partial(
-            pick, allowed=options.kernels if chosen is None else chosen, fuse_all=options.pick == "fused"
-        ),
-        may_rewrite=fuel.allows,
-        verifier_of=None if checker is None else checker.verifier_of,
-        constants=constants,
-        stopwatch_of=functools.partial(_stopwatch, options) if options.pick == "measured" else None,
-        compiled=options.inner_backend == "inductor",
-    )
-    sites = rewriter.rewrite()
-    graph.recompile()
+    before = _code(graph)
+    rewrite = functools.partial(_rewritten, graph, inputs, options, fuel, constants)
+    # What the stages run is none of what a checkpoint around this call counts.
+    with saved_tensors_hooks_aside():
+        candidate, sites, proofs = rewrite({})
+        if options.check:
+            candidate, sites, proofs = _checked(graph, inputs, rewrite, (candidate, sites, proofs))
+    # The inner backend may change the graph that it is given.
+    if any(site.fused for site in sites):
+        original, graph = graph, candidate
+    else:
+        original = _copied(graph) if sites else graph
     notes = (_PATTERNS_OFF,) if options.inner_backend == "inductor" and options.compiles else ()
     seconds = time.perf_counter() - started
     report = GraphReport(tuple(_relocated(sites, locations)), seconds, notes, before, _code(graph))
@@ -92,7 +94,80 @@ def _compile(
     if options.strict:
         _require_all_fused(report.sites)
     compiled = _by_inner_backend(options, graph, inputs)
-    return _guarded(compiled, original, inputs, tuple(rewriter.proofs.values()), options, fuel, report)
+    return _guarded(compiled, original, inputs, proofs, options, fuel, report)
+
+
+_Rewritten = tuple[GraphModule, list[SiteReport], tuple[Proof, ...]]
+
+
+def _rewritten(
+    original: GraphModule,
+    inputs: Sequence[Any],
+    options: Options,
+    fuel: Fuel,
+    constants: frozenset[str],
+    left: Mapping[int, str],
+) -> _Rewritten:
+    """A copy of the graph `original` with its sites rewritten, their reports, and what the rewrites rest on.
+
+    left: sites that stay as written, by their number, and why.
+    """
+    chosen, graph = chosen_kernels(), _copied(original)
+    expand(graph)
+    versions = _versions(graph, inputs)
+    unread = {
+        scope.path: reason for scope in list(scopes(graph)) if (reason := make_functional(scope, versions)) is not None
+    }
+    rewriter = Rewriter(
+        graph,
+        inputs,
+        pick=functools.partial(
+            pick, allowed=options.kernels if chosen is None else chosen, fuse_all=options.pick == "fused"
+        ),
+        may_rewrite=fuel.allows,
+        unread=unread,
+        left=left,
+        constants=constants,
+        stopwatch_of=functools.partial(_stopwatch, options) if options.pick == "measured" else None,
+        compiled=options.inner_backend == "inductor",
+    )
+    sites = rewriter.rewrite(options.seconds)
+    for scope in scopes(graph):
+        scope.module.recompile()
+    return graph, sites, tuple(rewriter.proofs.values())
+
+
+def _versions(graph: GraphModule, inputs: Sequence[Any]) -> dict[int, int]:
+    """The version of each input's memory now, by the storage that stands for it in the graph."""
+    return {
+        storage: value._version
+        for node, value in zip(graph.graph.find_nodes(op="placeholder"), inputs, strict=True)
+        if isinstance(value, torch.Tensor) and not value.is_inference()
+        for storage in storages(node)
+    }
+
+
+def _checked(
+    original: GraphModule, inputs: Sequence[Any], rewrite: Callable[[Mapping[int, str]], _Rewritten], found: _Rewritten
+) -> _Rewritten:
+    """`found`, or where it computes something else than `original`, the same without the sites that do."""
+    left: dict[int, str] = {}
+    while fused := [number for number, site in enumerate(found[1]) if site.fused]:
+        problem = disagreement(original, found[0], inputs)
+        if problem is None:
+            break
+        # The first site with which the graph disagrees.
+        low, high = 0, len(fused) - 1
+        while low < high:
+            middle = (low + high) // 2
+            behind = dict.fromkeys(fused[middle + 1 :], "")
+            if disagreement(original, rewrite({**left, **behind})[0], inputs) is None:
+                low = middle + 1
+            else:
+                high = middle
+        left[fused[low]] = problem
+        found = rewrite(left)
+    return found
 
 
 def _guarded(
@@ -153,6 +228,8 @@ def _stopwatch(
 def _by_inner_backend(options: Options, graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     if not options.compiles:
         return graph
+    if options.inner_backend != "inductor":
+        return compile_with(options.inner_backend, options.mode, graph, inputs)
     with without_inductor_attention():
         return compile_with(options.inner_backend, options.mode, graph, inputs)
 

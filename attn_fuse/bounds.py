@@ -14,8 +14,7 @@ import torch
 
 from attn_fuse import expression as ex
 from attn_fuse.expression import Expr
-from attn_fuse.space import Size, Space
-from attn_fuse.torch_internals import index_bounds
+from attn_fuse.space import Space
 
 Bounds: TypeAlias = tuple[float, float]
 
@@ -35,7 +34,6 @@ def stays_within(
 
 
 _LEARNED = 100.0
-_LONGEST = 2**24
 # Where int32 wraps around.
 _WRAPS = 2.0**31
 _ANY: Bounds = (-math.inf, math.inf)
@@ -60,7 +58,7 @@ class _Bounder:
             case ex.Const(value):
                 return float(value), float(value)
             case ex.Index(value):
-                return self._of_index(value)
+                return self.space.bounds(value)
             case ex.Load(leaf) | ex.Gather(leaf):
                 return (-_LEARNED, _LEARNED) if leaf in self.learned else _ANY
             case ex.NonNegative() | ex.IsZero() | ex.Compare() | ex.Not() | ex.And() | ex.Or() | ex.Softmax():
@@ -83,24 +81,12 @@ class _Bounder:
             case ex.Binary(name, a, b):
                 return _of_two(name, self.of(a), self.of(b))
             case ex.Contract(axes, a, b):
-                times = math.prod(self._longest(self.space.sizes[axis]) for axis in axes)
+                times = math.prod(self.space.longest(self.space.sizes[axis]) for axis in axes)
                 low, high = _at_corners(lambda m, n: m * n, self.of(a), self.of(b))
                 return min(0.0, times * low), max(0.0, times * high)
             case ex.Reduce("amax" | "amin" | "any" | "all", _, body):
                 return self.of(body)
         return _ANY
-
-    def _of_index(self, value: Size) -> Bounds:
-        ranges = {
-            symbol: (0, self._longest(self.space.sizes[symbol]) - 1)
-            if symbol in self.space.sizes
-            else (self.space.lower.get(symbol, 0), _LONGEST)
-            for symbol in value.free_symbols
-        }
-        return index_bounds(value, ranges)
-
-    def _longest(self, size: Size) -> int:
-        return int(size) if size.is_Integer else _LONGEST
 
 
 def _at_corners(function: Callable[[float, float], float], a: Bounds, b: Bounds) -> Bounds:

@@ -93,8 +93,7 @@ class Builder:
                 node = self.tensor_of(inner, axes)
                 return self.node("to", node, dtype) if isinstance(node, Node) and _is_tensor(node) else node
             case ex.Index(value):
-                wide = torch.float64 if self.facts.dtype == torch.float64 else torch.float32
-                return self.node("to", self._positions(value, axes), wide)
+                return self._positions(value, axes)
             case ex.NonNegative(value):
                 return self.node(torch.ge, self._positions(value, axes), 0)
             case ex.IsZero(value):
@@ -171,12 +170,17 @@ class Builder:
         return torch.bool if isinstance(number, bool) else None
 
     def _choice(self, cond: Any, a: Any, b: Any, x: Expr) -> Node:
+        wide = torch.float64 if self.facts.dtype == torch.float64 else torch.float32
+        # A whole number beside a fraction is one, too; torch would take its default dtype.
+        a, b = (self._as_fraction(one, other, wide) for one, other in ((a, b), (b, a)))
         if not isinstance(a, Node) and not isinstance(b, Node):
-            dtype = torch.bool if isinstance(a, bool) and isinstance(b, bool) else torch.float32
-            if self.facts.dtype == torch.float64 and dtype != torch.bool:
-                dtype = torch.float64
+            dtype = torch.bool if isinstance(a, bool) and isinstance(b, bool) else wide
             a = self.node(torch.full, [], a, dtype=dtype, device=self.facts.device)
         return self.node(torch.where, self._as_tensor(cond), a, b)
+
+    def _as_fraction(self, x: Any, other: Any, wide: torch.dtype) -> Any:
+        is_whole = isinstance(x, Node) and _is_tensor(x) and not tensor(x).is_floating_point()
+        return self.node("to", x, wide) if is_whole and isinstance(other, float) else x
 
     def _as_positions(self, x: Expr, axes: Axes) -> Node:
         if isinstance(x, ex.Index):

@@ -119,9 +119,7 @@ class Call(Builder):
             raise NotEmitted(f"the call gives {tuple(made.shape)} for {tuple(original.shape)}")
         if made.device != original.device:
             raise NotEmitted(f"the call gives a tensor on {made.device} for one on {original.device}")
-        out = self._with_strides(out, original)
-        # A kernel keeps its output for the backward, so another is written into.
-        return self.node("clone", out) if self._region.output_written else out
+        return self._with_strides(out, original)
 
     # ---- operands
 
@@ -180,8 +178,9 @@ class Call(Builder):
 
 
 # After these, the strides of what they were given are gone.
-_FORGETS_STRIDES = frozenset("contiguous reshape flatten linear matmul bmm mm einsum cat stack concat".split())
-_ONLY_REORDERS = frozenset({"transpose", "permute", "swapaxes", "swapdims", "movedim", "moveaxis", "t", "mT"})
+_FORGETS_STRIDES = frozenset("contiguous linear matmul bmm mm einsum cat stack concat".split())
+# Where these give a view, what is behind them sees the strides still.
+_ONLY_REORDERS = frozenset("transpose permute swapaxes swapdims movedim moveaxis t mT reshape flatten".split())
 
 
 def _strides_matter(output: Node) -> bool:

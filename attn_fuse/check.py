@@ -1,136 +1,150 @@
-"""Check: run a site as written and rewritten on the first inputs, against the same in float64, and compare.
+"""Check: the program rewritten against the program as Dynamo wrote it, both run on the real inputs.
 
-The graph is interpreted once as written, without changing the user's tensors or random state, and what each site
-reads is kept. Dropout inside the site is off on both sides.
+Compared are the outputs, the gradients of everything that requires one, and what is in every input afterwards. The
+judge is the program as written in float64 throughout, or, where it would not be the same program then, as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Interpreter, Node, map_arg
+from torch import Tensor
+from torch.fx import GraphModule
 
-from attn_fuse.emit import Verify
-from attn_fuse.names import DROPOUT, INLINE_SUBGRAPHS, op_name
-from attn_fuse.region import Region
+from attn_fuse.replay import Aliases, Played, replay
 
-# How much further from float64 the rewrite may be than the program as written, and its floor in units of rounding.
+# How much further from float64 the rewrite may be than the program as written.
 _TIMES_AS_WRITTEN = 8.0
-_ROUNDINGS = 64.0
-
-Values = dict[tuple[str, str], Any]
-
-
-class Checker:
-    """Compares the sites of one graph. original: a copy of the graph before any rewrite."""
-
-    def __init__(self, original: GraphModule, inputs: Sequence[Any]) -> None:
-        self._original = original
-        self._inputs = inputs
-        self._values: Values | None = None
-
-    def verifier_of(self, region: Region, leaves: Sequence[Node]) -> Verify:
-        """What says whether new operations give what `region` gives. leaves: its leaves as they were written."""
-        names = [leaf.name for leaf in leaves]
-
-        def verify(made: Sequence[Node], result: Node) -> str | None:
-            leaves = self._leaves(region.scope.path, names)
-            written = lambda *v: _run(region.nodes, region.output, region.leaves, v)  # noqa: E731
-            rewritten = lambda *v: _run(made, result, region.leaves, v)  # noqa: E731
-            return _disagreement(written, rewritten, leaves)
-
-        return verify
-
-    def _leaves(self, path: str, names: Sequence[str]) -> list[Any]:
-        if self._values is None:
-            self._values = {}
-            with torch.random.fork_rng(), torch.no_grad():
-                _Recorder(self._original, "", self._values).run(*map(_copied, self._inputs))
-        return [self._values[path, name] for name in names]
+# And the floor of that. A fused kernel sums in float32, in another order, and rounds its result in the program's dtype.
+_ROUNDINGS_OF_SUMS = 64.0
+_ROUNDINGS_OF_RESULT = 2.0
+# Gradients that are 0 in mathematics cancel to a rounding of what they cancel from: of products with the values.
+_ROUNDINGS_OF_LARGEST_GRADIENT = 16.0
+# Without float64 as the judge, the program as written is as far from it as the rewrite may be.
+_ROUNDINGS_OF_AS_WRITTEN = 64.0
+# Numbers beyond, such as a mask's fill value, are compared apart: their rounding would hide everything else.
+_FAR_FROM_MOST = 1e3
 
 
-def _disagreement(written: Callable[..., Any], rewritten: Callable[..., Any], leaves: Sequence[Any]) -> str | None:
-    exact = _results(written, [_widened(leaf) for leaf in leaves])
-    for name, reference, as_written, as_rewritten in zip(
-        _names(leaves), exact, _results(written, leaves), _results(rewritten, leaves), strict=True
-    ):
-        known = reference.isfinite()
-        reference = reference[known]
-        if reference.numel() == 0:
+def disagreement(written: GraphModule, rewritten: GraphModule, inputs: Sequence[Any]) -> str | None:
+    """What `rewritten` makes otherwise than `written` on `inputs`, the graph's real ones; None where they agree.
+
+    Both run in the caller's grad mode and autocast, with the same random state and without dropout. The user's
+    tensors, gradients, random state and modes stay as they are. A graph that cannot be run here is a disagreement.
+    """
+    aliases: Aliases = {}
+    try:
+        as_written = replay(written, inputs, aliases)
+        as_rewritten = replay(rewritten, inputs, {})
+    except Exception as problem:
+        return f"the check could not be made: {type(problem).__name__}: {str(problem).partition(chr(10))[0]}"
+    try:
+        exact: Played | None = replay(written, inputs, aliases, wide=True)
+    except Exception:  # nothing says that a program can run in float64: an operation may take half precision alone
+        exact = None
+    if exact is not None and not _comparable(exact, as_written):
+        exact = None
+    return _disagreement(as_written, as_rewritten, exact)
+
+
+def _comparable(exact: Played, written: Played) -> bool:
+    def shapes(played: Played) -> dict[str, Any]:
+        return {n: t.shape for n, t in (played.tensors | (played.gradients or {})).items()}
+
+    return shapes(exact) == shapes(written)
+
+
+def _disagreement(written: Played, rewritten: Played, exact: Played | None) -> str | None:
+    for fact, value in written.facts.items():
+        if fact not in rewritten.facts:
+            return f"the check failed: the rewritten program has no such thing as {fact}"
+        if (found := rewritten.facts[fact]) != value:
+            return f"the check failed: {fact} is {found} in the rewritten program, as written {value}"
+    if more := rewritten.facts.keys() - written.facts.keys():
+        return f"the check failed: the program as written has no such thing as {sorted(more)[0]}"
+    for name, changes in (written.constants | rewritten.constants).items():
+        if changes and not (name in written.constants and name in rewritten.constants):
+            return f"the check failed: {name} is written, and only one of the programs has it"
+    judge = written if exact is None else exact
+    for name, reference in judge.tensors.items():
+        if name not in rewritten.tensors:
+            continue  # a constant that is not read any longer
+        objection = _objection(
+            name, reference, written.tensors[name], rewritten.tensors[name], exact is not None, largest=0.0
+        )
+        if objection is not None:
+            return objection
+    if written.gradients is None or judge.gradients is None:
+        return None
+    if rewritten.gradients is None:
+        return "the check failed: the rewritten program has no backward"
+    given = [t for n, t in judge.tensors.items() if n.startswith("output") and t.is_floating_point()]
+    largest = max(map(_largest, [*judge.gradients.values(), *given]), default=0.0)
+    for name, reference in judge.gradients.items():
+        if name not in rewritten.gradients:
+            if reference.any():
+                return f"the check failed: the rewritten program has no {name}"
             continue
-        error = (as_rewritten.double()[known] - reference).abs().max().item()
-        usual = (as_written.double()[known] - reference).abs().max().item()
-        rounding = torch.finfo(as_written.dtype).eps * reference.abs().max().item()
-        allowed = _TIMES_AS_WRITTEN * usual + _ROUNDINGS * rounding
+        objection = _objection(
+            name, reference, written.gradients[name], rewritten.gradients[name], exact is not None, largest
+        )
+        if objection is not None:
+            return objection
+    return None
+
+
+def _objection(
+    name: str, reference: Tensor, written: Tensor, rewritten: Tensor, by_float64: bool, largest: float
+) -> str | None:
+    """Why `rewritten` is too far from `reference`, as far as `written` is from it.
+
+    largest: the max among what is given and all gradients.
+    """
+    if torch.equal(written, rewritten):
+        return None
+    if not (written.is_floating_point() or written.is_complex()):
+        wrong, usual = (int((t != reference).sum()) for t in (rewritten, written))
+        return (
+            None
+            if wrong <= _TIMES_AS_WRITTEN * usual
+            else f"the check failed: {wrong} elements of the rewritten {name} are others"
+        )
+    if written.is_complex():
+        reference, written, rewritten = map(torch.view_as_real, (reference, written, rewritten))
+    infinite = reference.isinf() & (written == reference)
+    if not torch.equal(rewritten[infinite], written[infinite]):
+        return f"the check failed: the rewritten {name} is finite where it is not as written"
+    # Where no finite number is given as written, a query that sees no key say, none is asked for.
+    known = reference.isfinite() & written.isfinite()
+    r, w, x = (t[known].double() for t in (reference, written, rewritten))
+    eps = torch.finfo(written.dtype).eps
+    floor = _ROUNDINGS_OF_SUMS * min(eps, torch.finfo(torch.float32).eps) + _ROUNDINGS_OF_RESULT * eps
+    if not by_float64:
+        floor = _ROUNDINGS_OF_AS_WRITTEN * eps
+    far = r.abs() > _FAR_FROM_MOST * _typical(r)
+    for part in (~far, far):
+        if not part.any():
+            continue
+        error, as_written = ((t[part] - r[part]).abs().max().item() for t in (x, w))
+        allowed = _TIMES_AS_WRITTEN * as_written + floor * r[part].abs().max().item()
+        allowed += _ROUNDINGS_OF_LARGEST_GRADIENT * eps * largest
         if not error <= allowed:
             return (
-                f"the check failed: the rewritten {name} is {error:.3g} from float64, "
-                f"as written {usual:.3g}, allowed {allowed:.3g}"
+                f"the check failed: the rewritten {name} is {error:.3g} from "
+                f"{'float64, ' if by_float64 else 'it '}as written {as_written:.3g}, allowed {allowed:.3g}"
             )
     return None
 
 
-def _results(function: Callable[..., Any], leaves: Sequence[Any]) -> list[torch.Tensor]:
-    """The output, then the gradient of each floating-point leaf under a fixed weighting of the output."""
-    values = [
-        v.detach().clone().requires_grad_() if isinstance(v, torch.Tensor) and v.is_floating_point() else v
-        for v in leaves
-    ]
-    with torch.enable_grad():
-        out = function(*values)
-        wanted = [v for v in values if isinstance(v, torch.Tensor) and v.requires_grad]
-        weights = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).reshape(out.shape).to(out)
-        found = torch.autograd.grad((out * weights).sum(), wanted, allow_unused=True)
-    grads = [torch.zeros_like(v) if g is None else g for v, g in zip(wanted, found, strict=True)]
-    return [out.detach(), *grads]
+def _typical(x: Tensor) -> float:
+    some = x[x != 0].abs()
+    return some.median().item() if some.numel() else 0.0
 
 
-def _names(leaves: Sequence[Any]) -> list[str]:
-    floating = [n for n, v in enumerate(leaves) if isinstance(v, torch.Tensor) and v.is_floating_point()]
-    return ["output", *(f"gradient of input {n} of the attention" for n in floating)]
-
-
-def _run(nodes: Sequence[Node], output: Node, leaves: Sequence[Node], values: Sequence[Any]) -> Any:
-    env: dict[Node, Any] = dict(zip(leaves, values, strict=True))
-    for node in nodes:
-        args, kwargs = map_arg((node.args, node.kwargs), env.__getitem__)
-        if op_name(node) in DROPOUT:
-            env[node] = args[0] if args else kwargs["input"]
-            continue
-        if "dropout_p" in kwargs:
-            kwargs = {**kwargs, "dropout_p": 0.0}
-        target: Any = getattr(type(args[0]), node.target) if isinstance(node.target, str) else node.target
-        env[node] = target(*args, **kwargs)
-    return env[output]
-
-
-class _Recorder(Interpreter):
-    def __init__(self, module: GraphModule, path: str, values: Values) -> None:
-        super().__init__(module, garbage_collect_values=False)
-        self._path = path
-        self._kept = values
-
-    def run_node(self, n: Node) -> Any:
-        result = super().run_node(n)
-        self._kept[self._path, n.name] = result.clone() if isinstance(result, torch.Tensor) else result
-        return result
-
-    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if getattr(target, "__name__", "") in INLINE_SUBGRAPHS:
-            body = next(a for a in args if isinstance(a, GraphModule))
-            name = next(n for n, child in self.module.named_children() if child is body)
-            operands = [a for a in args if a is not body and not isinstance(a, str)]
-            return _Recorder(body, f"{self._path}.{name}".lstrip("."), self._kept).run(*operands)
-        return super().call_function(target, args, dict(kwargs))
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, torch.SymInt):
-        return value.node.hint
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
-
-
-def _widened(value: Any) -> Any:
-    return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+def _largest(x: Tensor) -> float:
+    """The largest number that is not far from most."""
+    known = x[x.isfinite()].abs()
+    known = known[known <= _FAR_FROM_MOST * _typical(known)]
+    return known.max().item() if known.numel() else 0.0

@@ -7,19 +7,25 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from attn_fuse.names import LAYOUT, op_name, storages, value_of
-from attn_fuse.writes import writes_of
+from attn_fuse.names import LAYOUT, op_name, tensors_of, value_of
 
 
 def earlier(graph: Graph, before: Node, target: Any, args: tuple[Any, ...]) -> Node | None:
     """The node above `before` that calls `target`, which has no effects, with the same; None without one.
 
-    The same are equal numbers and sizes, the same tensors, and the same views of them, if nothing writes into them.
+    The same are equal numbers and sizes, the same tensors, and the same views of them. Where a gradient is required,
+    there is none: the other may stand in a block without gradients.
     """
     for node in graph.find_nodes(op="call_function", target=target):
-        if node < before and not node.kwargs and _same(node.args, args) and not _is_written(graph, args):
+        if node < before and not node.kwargs and _same(node.args, args) and not _has_gradient(args):
             return node
     return None
+
+
+def _has_gradient(args: tuple[Any, ...]) -> bool:
+    found: list[Node] = []
+    torch.fx.map_arg(args, found.append)
+    return any(tensor.requires_grad for node in found for tensor in tensors_of(value_of(node)))
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -36,9 +42,3 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
     return type(a) is type(b) and bool(a == b)
-
-
-def _is_written(graph: Graph, args: tuple[Any, ...]) -> bool:
-    read: set[int] = set()
-    torch.fx.map_arg(args, lambda node: read.update(storages(node)))
-    return bool(read) and any(storage in read for _, storage in writes_of(graph))

@@ -1,21 +1,25 @@
 """Expand: what a graph calls as one is replaced by the operations that it consists of, where attention may hide in it.
 
 Dynamo keeps `F.multi_head_attention_forward` as one call, and a `torch.vmap` as a stretch of operations between markers
-that means nothing without them. Both are run once on fake tensors, and what they did takes their place.
+that means nothing without them. Both are run once on fake tensors, and what they did takes their place. A stretch
+stays as it is where that would change more: one with a write, a change of mode or a derivative in it, or one within a
+derivative that is still open.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node, map_arg
 
-from attn_fuse.names import op_name, value_of
+from attn_fuse.modes import Mode
+from attn_fuse.names import op_name, tensors_of, value_of
 from attn_fuse.report import log
-from attn_fuse.scopes import scopes
-from attn_fuse.torch_internals import FakeTensor, FakeTensorMode, make_fx, on_fake_tensors
+from attn_fuse.scopes import Scope, scopes
+from attn_fuse.torch_internals import FakeTensor, FakeTensorMode, innermost, make_fx, on_fake_tensors
 
 _CALLS = frozenset({"multi_head_attention_forward"})
 _OPENS, _CLOSES = "_vmap_increment_nesting", "_vmap_decrement_nesting"
@@ -23,30 +27,45 @@ _OPENS, _CLOSES = "_vmap_increment_nesting", "_vmap_decrement_nesting"
 
 def expand(module: GraphModule) -> None:
     """Write out, in place, the calls and vmaps of `module` and of its subgraphs. One that cannot be stays as it is."""
-    for scope in scopes(module):
-        for stretch in list(_stretches(scope.module)):
+    for scope in list(scopes(module)):
+        for stretch in list(_stretches(scope)):
+            if not _is_plain(stretch, scope.modes):
+                continue
             try:
                 _write_out(scope.module, stretch)
             except Exception:  # rule 5: what cannot be written out is only not looked into
                 log.debug("%s is not looked into", stretch[0].name, exc_info=True)
 
 
-def _stretches(module: GraphModule) -> Iterator[list[Node]]:
+def _stretches(scope: Scope) -> Iterator[list[Node]]:
     """The nodes of each call, and of each outermost vmap, in graph order."""
-    depth, stretch = 0, []
-    for node in module.graph.nodes:
+    stretch: list[Node] = []
+    for node in scope.module.graph.nodes:
         name = op_name(node) if node.op.startswith("call_") else ""
-        if name == _OPENS:
-            depth += 1
-        if depth > 0:
+        levels = scope.modes[node].levels
+        if levels > 0:
             stretch.append(node)
-        if name == _CLOSES:
-            depth -= 1
-            if depth == 0:
-                yield stretch
-                stretch = []
-        elif depth == 0 and name in _CALLS:
+        if levels == 1 and name == _CLOSES:
+            yield stretch
+        if levels == 0 or (levels == 1 and name.endswith("_decrement_nesting")):
+            stretch = []
+        if levels == 0 and name in _CALLS:
             yield [node]
+
+
+def _is_plain(stretch: Sequence[Node], modes: Mapping[Node, Mode]) -> bool:
+    """Whether `stretch` takes no derivative, and is in one mode, without casts unless of masks."""
+    mode = modes[stretch[0]]
+    for node in stretch:
+        name = op_name(node) if node.op.startswith("call_") else ""
+        tensors = tensors_of(value_of(node))
+        if name.endswith("_increment_nesting") and name != _OPENS:
+            return False
+        if replace(modes[node], levels=0) != replace(mode, levels=0):
+            return False
+        if mode.casts and name not in _CALLS and any(tensor.is_floating_point() for tensor in tensors):
+            return False
+    return True
 
 
 def _write_out(module: GraphModule, stretch: Sequence[Node]) -> None:
@@ -61,6 +80,8 @@ def _write_out(module: GraphModule, stretch: Sequence[Node]) -> None:
             args, kwargs = map_arg((node.args, node.kwargs), env.__getitem__)
             target: Any = getattr(args[0], str(node.target)) if node.op == "call_method" else node.target
             env[node] = target(*args[node.op == "call_method" :], **kwargs)
+        if any(innermost(tensor)._version > 0 for value in env.values() for tensor in tensors_of(value)):
+            raise TypeError("it writes in place")
         return [env[node] for node in results]
 
     # Before dispatch, dropout and SDPA are still what they are called; but there, a vmap leaves no trace.

@@ -231,7 +231,20 @@ def index_symbols(expr: Expr) -> set[sympy.Symbol]:
 
 def has_product(expr: Expr) -> bool:
     """Whether the product of query and key, or any other matrix product, is anywhere in `expr`."""
-    return any(isinstance(e, (Contract, Score)) for e in walk(expr))
+    found = vars(expr).get("_has_product")
+    if found is None:
+        found = isinstance(expr, (Contract, Score)) or any(map(has_product, children(expr)))
+        vars(expr)["_has_product"] = found
+    return found
+
+
+def size(expr: Expr) -> int:
+    """How many parts `expr` has, each as often as it is walked past."""
+    found = vars(expr).get("_size")
+    if found is None:
+        found = 1 + sum(map(size, children(expr)))
+        vars(expr)["_size"] = found
+    return found
 
 
 def terms(expr: Expr) -> Iterator[Expr]:

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 import sympy
 import torch
+from torch.fx import GraphModule
 
 from attn_fuse import expression as ex
 from attn_fuse.attention import Attention
 from attn_fuse.bounds import stays_within
 from attn_fuse.expression import Expr
+from attn_fuse.names import storages, value_of
 
 # Beyond it an lse in float32 begins to lose the number of keys.
 _ORDINARY = 1e6
@@ -30,6 +32,7 @@ class Facts:
     bias_dtype: the widest floating-point type among the tensors that the biases read; None without such.
     weights_used: whether the program also uses the scores or weights elsewhere, so that they are computed anyway.
     compiled: whether Inductor compiles what becomes of the graph.
+    checkpointed: whether it stands in an activation checkpoint of a graph that `is_frozen`.
     """
 
     device: torch.device
@@ -48,6 +51,7 @@ class Facts:
     bias_dtype: torch.dtype | None
     weights_used: bool = False
     compiled: bool = True
+    checkpointed: bool = False
 
     @property
     def score_bytes(self) -> int:
@@ -55,8 +59,19 @@ class Facts:
         return self.batch * self.heads * self.q_len * self.kv_len * self.dtype.itemsize
 
 
+def is_frozen(graph: GraphModule) -> bool:
+    """Whether torch makes no backward for `graph` though gradients are recorded: nothing that it makes has one."""
+    given = set().union(*(storages(node) for node in graph.graph.nodes if node.op == "placeholder"))
+    made = (node for node in graph.graph.output_node().all_input_nodes if not storages(node) & given)
+    return torch.is_grad_enabled() and not any(getattr(value_of(node), "requires_grad", False) for node in made)
+
+
 def facts_of(
-    attention: Attention, leaves: Sequence[object], weights_used: bool = False, compiled: bool = True
+    attention: Attention,
+    leaves: Sequence[object],
+    weights_used: bool = False,
+    compiled: bool = True,
+    checkpointed: bool = False,
 ) -> Facts:
     """The facts of `attention`, whose loads are of `leaves` (fake tensors and numbers)."""
     tensors = [leaf if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
@@ -95,6 +110,7 @@ def facts_of(
         bias_dtype=max(widths, key=lambda d: torch.finfo(d).bits) if widths else None,
         weights_used=weights_used,
         compiled=compiled,
+        checkpointed=checkpointed,
         **{name: _on_first_call(size, leaves) for name, size in sizes.items()},
     )
 

@@ -22,6 +22,7 @@ from attn_fuse.expression import Const, Expr, index_symbols
 from attn_fuse.lift import Lifted
 from attn_fuse.masks import every_query_sees_a_key, mask_parts
 from attn_fuse.patterns.layer import Bias, Cap, Fill, Floor, Layer, Scale
+from attn_fuse.patterns.masks import LEAST_ORDINARY_SCORE
 
 
 @dataclass(frozen=True)
@@ -55,12 +56,15 @@ def fold(layers: Iterable[Layer], key_axes: tuple[sympy.Symbol, ...]) -> Scores 
     floored = scaled_fill = False
     softcap: float | None = None
     least = -math.inf
+    # Each finite fill, and about what the scores are multiplied with before it.
+    reached: list[tuple[float, float]] = []
     for layer in layers:
         match layer:
             case Scale(factor):
                 if index_symbols(factor) & set(key_axes):
                     return Refusal("the scores are scaled differently for each key")
                 scale = al.mul(scale, factor)
+                reached = [(fill, magnitude * _magnitude(factor)) for fill, magnitude in reached]
             case Cap(value):
                 if scale != Const(1.0) or least > -math.inf or softcap is not None:
                     return Refusal("capped scores are scaled or bounded")
@@ -81,9 +85,28 @@ def fold(layers: Iterable[Layer], key_axes: tuple[sympy.Symbol, ...]) -> Scores 
                 if fill > _LEAST_FILL:
                     return Refusal(f"masked scores are scaled to {fill:g}, which ordinary scores can reach")
                 fills.append(Fill(keep, fill, added and not lifted))
+                # A dtype's lowest number is out of reach of any.
+                reached += [(value, 1.0)] if -math.inf < value <= LEAST_ORDINARY_SCORE else []
             case Floor(value):
                 least = max(least, value)
+    for value, magnitude in reached:
+        if magnitude > 1 and magnitude * _ORDINARY > -value:
+            return Refusal(f"masked scores become {value:g}, which scores times {magnitude:g} can reach")
     return Scores(scale, softcap, tuple(terms), tuple(fills), scaled_fill, floored)
+
+
+def _magnitude(factor: Expr) -> float:
+    """About how much a factor makes of an ordinary score; what is read from memory is an ordinary number."""
+    match factor:
+        case Const(value):
+            return abs(value)
+        case ex.Mul(a, b):
+            return _magnitude(a) * _magnitude(b)
+        case ex.Div(a, Const(value)) if value != 0:
+            return _magnitude(a) / abs(value)
+        case ex.Div(a, _) | ex.Cast(_, a):
+            return _magnitude(a)
+    return 1.0
 
 
 def mask_and_biases(

@@ -7,6 +7,7 @@ whole attention as one expression.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -111,14 +112,16 @@ class _Lifter:
     def constant(self, node: Node) -> Tensor:
         value = getattr(self.normal.graph, str(node.target))
         value = getattr(value, "constant", None) if isinstance(value, FakeTensor) else value
-        if not isinstance(value, torch.Tensor) or value.numel() > _MOST_WRITTEN_OUT or value.dim() > 1:
+        if not isinstance(value, torch.Tensor) or not 0 < value.numel() <= _MOST_WRITTEN_OUT:
             raise NotLifted("a tensor written out in the program", self.normal.origin.get(node))
         numbers = [ex.Const(number) for number in value.flatten().tolist()]
+        strides = [math.prod(value.shape[d + 1 :]) for d in range(value.dim())]
 
         def at(index: Indices) -> Expr:
+            place = sum((i * stride for i, stride in zip(index, strides, strict=True)), sympy.Integer(0))
             result: Expr = numbers[0]
             for n, number in enumerate(numbers[1:], 1):
-                result = al.select(al.is_zero(index[0] - n, self.space), number, result)
+                result = al.select(al.is_zero(place - n, self.space), number, result)
             return result
 
         return Tensor(shape_of(value), value.dtype, at)
@@ -133,7 +136,7 @@ class _Lifter:
         if handler is None:
             raise NotLifted(f"{_plain(node.target)} has no element expression", self.normal.origin.get(node))
         try:
-            return handler(Operation(node, self.values, self.space, self.dropout_probability))
+            return handler(Operation(node, self.values, self.space, self.leaf_dtypes, self.dropout_probability))
         except NoClosedForm as problem:
             raise NotLifted(str(problem), self.normal.origin.get(node)) from None
 

@@ -5,10 +5,9 @@ They say nothing about what an operation means. A name that stands in no table m
 
 from __future__ import annotations
 
-import operator
-
 import torch
 from torch.fx import Node
+from torch.utils import _pytree as pytree
 
 from attn_fuse.torch_internals import storage_of
 
@@ -21,13 +20,16 @@ DROPOUT = frozenset({"dropout"})
 LAYOUT = frozenset(
     "view reshape transpose permute t mT T H mH contiguous clone expand expand_as repeat repeat_interleave unsqueeze "
     "squeeze flatten unflatten movedim moveaxis swapaxes swapdims split split_with_sizes chunk unbind tensor_split "
-    "select narrow getitem view_as reshape_as broadcast_to adjoint tile ravel alias detach".split()
+    "select slice narrow getitem view_as reshape_as broadcast_to adjoint tile ravel alias detach diagonal "
+    "lift_fresh_copy _unsafe_view".split()
 )
 # Tensors laid side by side or padded: on the way to a query they are leaves, on the mask side they are looked into.
 JOINS = frozenset("cat concat concatenate stack hstack vstack dstack pad constant_pad_nd roll flip".split())
+# What was a write into a view: a tensor with some of its elements replaced.
+SCATTERS = frozenset("slice_scatter select_scatter diagonal_scatter index_copy as_strided_scatter".split())
 # Elements at positions that are read or computed.
 LOOKUPS = frozenset("embedding index_select gather take_along_dim index".split())
-CASTS = frozenset("to float half bfloat16 double type type_as".split())
+CASTS = frozenset("to float half bfloat16 double type type_as _to_copy".split())
 ELEMENTWISE = CASTS | frozenset(
     "abs absolute acos acosh add addcdiv addcmul and arccos arccosh arcsin arcsinh arctan arctan2 arctanh asin asinh "
     "atan atan2 atanh bitwise_and bitwise_not bitwise_or bitwise_xor bool ceil celu clamp clamp_max clamp_min clip "
@@ -85,31 +87,11 @@ def value_of(node: Node) -> object:
     return node.meta.get("example_value", node.meta.get("val"))
 
 
+def tensors_of(value: object) -> list[torch.Tensor]:
+    """The tensors in a value and in the containers in it."""
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
 def storages(node: Node) -> set[int]:
     """Identities of the memory that `node`'s value lives in; views share it."""
-    value = value_of(node)
-    values = value if isinstance(value, (tuple, list)) else (value,)
-    return {storage_of(v) for v in values if isinstance(v, torch.Tensor)}
-
-
-def is_in_place(node: Node, target: Node) -> bool:
-    """Whether `node` writes into `target`, its first argument."""
-    raw = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
-    if raw in ("setitem", "__setitem__"):
-        return True
-    if node.target in _IN_PLACE_OPERATORS or (raw.startswith("__i") and raw.strip("_") in _OPERATORS):
-        return True
-    if raw.endswith("_") and not raw.endswith("__") and getattr(operator, raw, None) is None:
-        return True
-    if node.kwargs.get("inplace") is True:
-        return True
-    # A result in the same memory that is no view came from an in-place flag given by position.
-    return op_name(node) not in LAYOUT | CASTS and bool(storages(node) & storages(target)) and True in node.args
-
-
-_IN_PLACE_OPERATORS = frozenset(
-    {
-        operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod,
-        operator.iand, operator.ior, operator.ixor, operator.ipow, operator.imatmul,
-    }
-)  # fmt: skip
+    return {storage_of(tensor) for tensor in tensors_of(value_of(node))}

@@ -7,10 +7,8 @@ as a marker, because its decomposition hides what it is.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +16,10 @@ import torch
 import torch.fx.traceback
 from torch.fx import GraphModule, Node, map_arg
 
+from attn_fuse.modes import autocast_of
 from attn_fuse.names import DROPOUT, FUSED, op_name, value_of
 from attn_fuse.region import Region
-from attn_fuse.torch_internals import FakeTensorMode, decompositions, functionalized, make_fx, on_fake_tensors
+from attn_fuse.torch_internals import FakeTensorMode, decompositions, make_fx, on_fake_tensors
 
 _ORIGIN = "attn_fuse_origin"
 
@@ -69,13 +68,13 @@ def normalize(region: Region) -> Normal:
     def run(*values: Any) -> Any:
         env: dict[Node, Any] = dict(zip(region.leaves, values, strict=True))
         for node in region.nodes:
-            with torch.fx.traceback.annotate({_ORIGIN: node.name}):
+            with autocast_of(region.scope.modes[node]), torch.fx.traceback.annotate({_ORIGIN: node.name}):
                 env[node] = _run(node, env, probabilities)
         return env[region.output]
 
-    with on_fake_tensors(mode), torch.no_grad(), _autocast_as_written(region), torch.fx.traceback.preserve_node_meta():
+    with on_fake_tensors(mode), torch.no_grad(), torch.fx.traceback.preserve_node_meta():
         inputs = [_fresh(leaf) for leaf in region.leaves]
-        traced = make_fx(functionalized(run) if region.mutates else run, _decompositions())(*inputs)
+        traced = make_fx(run, _decompositions())(*inputs)
     traced.graph.eliminate_dead_code()
     if sum(node.op == "placeholder" for node in traced.graph.nodes) != len(region.leaves):
         raise NotNormal("not every leaf is one tensor or one number", region.output)
@@ -140,8 +139,7 @@ def _run_dropout(node: Node, env: dict[Node, Any], probabilities: list[float | N
     if isinstance(p, (int, float)) and not 0 < p < 1:
         raise NotNormal(f"dropout with probability {p}", node)
     probabilities.append(p)
-    marked = dropout_marker(x, len(probabilities) - 1)
-    return x.copy_(marked) if named.get("inplace") else marked
+    return dropout_marker(x, len(probabilities) - 1)
 
 
 def _fake_mode(region: Region) -> FakeTensorMode:
@@ -157,15 +155,6 @@ def _fresh(leaf: Node) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
-
-
-@contextlib.contextmanager
-def _autocast_as_written(region: Region) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for node in region.context:
-            device, dtype, enabled, cache = node.args
-            stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache))
-        yield
 
 
 @functools.cache

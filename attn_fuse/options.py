@@ -31,7 +31,9 @@ class Options:
         and keeps the result; "fused" fuses every site that some kernel can run.
     strict: raise `NotFusedError` where a site stays unfused.
     fuel: how many sites may still be rewritten; sites beyond it stay as written. For bisecting.
-    check: run each site as written and rewritten on the first inputs, and refuse the rewrite where they disagree.
+    check: run every graph as written and rewritten on its first inputs, compare outputs, gradients and what is written
+        in place, and refuse the rewrites with which they disagree.
+    seconds: what looking for attention in one graph may take; the sites after that stay as written.
     mode: torch.compile's `mode`, handed to the inner backend. "max-autotune" and "max-autotune-no-cudagraphs" mean
         pick="measured", too (torch.compile takes a mode or options, not both).
     compiles: False leaves the rewritten graph as it is, while kernels are picked as for the inner backend; for a graph
@@ -44,6 +46,7 @@ class Options:
     strict: bool = False
     fuel: int | None = None
     check: bool = False
+    seconds: float = 60.0
     mode: str | None = None
     compiles: bool = True
 
@@ -57,6 +60,7 @@ def parse_options(options: Mapping[str, Any] | None, mode: str | None = None) ->
             raise OptionError(f"attn_fuse has no option {name!r}.{nearest(name, known)}")
     _require(options, "strict", "True or False", lambda v: isinstance(v, bool))
     _require(options, "check", "True or False", lambda v: isinstance(v, bool))
+    _require(options, "seconds", "a number of seconds, more than 0", _is_duration)
     _require(options, "fuel", "a whole number of rewrites, 0 or more", _is_count)
     _require(options, "pick", " or ".join(map(repr, PICKS)), lambda v: v in PICKS)
     _require(
@@ -113,6 +117,10 @@ def _known_kernels() -> tuple[str, ...]:
 
 def _is_count(value: object) -> bool:
     return value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0)
+
+
+def _is_duration(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
 
 
 def _require(options: Mapping[str, Any], name: str, wanted: str, holds: Callable[[Any], Any]) -> None:

@@ -14,9 +14,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from attn_fuse.attention import Refusal
+from attn_fuse.modes import Mode
 from attn_fuse.names import (
     CASTS,
     DROPOUT,
@@ -26,15 +27,14 @@ from attn_fuse.names import (
     LAYOUT,
     PRODUCTS,
     REDUCTIONS,
+    SCATTERS,
     SIZE_QUERIES,
     SOFTMAX,
     op_name,
-    storages,
     value_of,
 )  # fmt: skip
-from attn_fuse.scopes import Scope, scopes
-from attn_fuse.walk import BETWEEN, Walk, ancestors_within, is_product, is_tuple
-from attn_fuse.writes import include_writes, is_dead, writes_of
+from attn_fuse.scopes import Scope
+from attn_fuse.walk import BETWEEN, Walk, is_product, is_tuple, reached_from
 
 # More score products than this are tried in turn; a graph that joins so many is something else.
 _MOST_CANDIDATES = 4
@@ -47,11 +47,9 @@ class Region:
     nodes: the operations of the region, in graph order, the last of them `output`, the product with the value.
     leaves: what the region reads, in order of first use; tensors and Python scalars.
     operands: those of the leaves that query, key or value are made of.
-    mutates: whether an operation in it writes in place.
-    context: nodes of the graph that open an autocast still open here.
     weights_used: an operation outside that reads the scores or weights, if there is one.
+    whole: whether operands that are written in part are leaves.
     dropped_weights_used: the same for weights after dropout.
-    output_written: whether the program writes into the output in place later.
     """
 
     scope: Scope
@@ -60,11 +58,14 @@ class Region:
     nodes: tuple[Node, ...]
     leaves: tuple[Node, ...]
     operands: frozenset[Node]
-    mutates: bool
-    context: tuple[Node, ...]
     weights_used: Node | None = None
     dropped_weights_used: Node | None = None
-    output_written: bool = False
+    whole: bool = True
+
+    @property
+    def mode(self) -> Mode:
+        """The gradient mode and autocast of the output."""
+        return self.scope.modes[self.output]
 
     def reading(self, replaced: Mapping[Node, Node]) -> Region:
         """The region with some of its leaves replaced."""
@@ -101,19 +102,31 @@ class Site:
         return op_name(self.softmax) in FUSED
 
 
-def find_sites(module: GraphModule) -> list[Site]:
-    """Every site in `module` and in the subgraphs that it runs once, in graph order."""
-    return [found for scope in scopes(module) for found in _in_scope(scope)]
+def find_sites(scope: Scope, refusal: Refusal | None = None) -> Iterator[Site]:
+    """Every site in the graph of `scope`, in its order. refusal: why none of them can be read, if that is so."""
+    graph = scope.module.graph
+    anchors = [n for n in graph.nodes if n.op.startswith("call_") and _is_anchor(n)]
+    if not anchors:
+        return
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    outputs: set[Node] = set()
+    # An exponential is looked at last: it may be a part of what another anchor has found.
+    for anchor in sorted(anchors, key=lambda n: op_name(n) in ("exp", "exp2")):
+        for output in [anchor] if op_name(anchor) in FUSED else _outputs(anchor):
+            if output not in outputs:
+                site = _site(scope, anchor, output, position)
+                if site is not None:
+                    outputs.add(output)
+                    if refusal is not None:
+                        site = replace(site, candidates=(Unread(scope, anchor, refusal),))
+                    yield site
 
 
 def cut_at(region: Region, node: Node) -> Region | None:
-    """The region with `node` read as a leaf; None if the scores pass through it, or if it is written in place."""
+    """The region with `node` read as a leaf; None if the scores pass through it."""
     nodes = set(region.nodes)
     places = {node} if not is_tuple(node) else {user for user in node.users if user in nodes}
     if places & _dependents_of_products(region) or not places <= nodes:
-        return None
-    writes = [(n, s) for n, s in writes_of(region.scope.module.graph) if n in nodes] if region.mutates else []
-    if any(storage in storages(place) for place in places for _, storage in writes):
         return None
     inside: set[Node] = set()
     leaves: set[Node] = set()
@@ -125,38 +138,14 @@ def cut_at(region: Region, node: Node) -> Region | None:
         elif current not in inside:
             inside.add(current)
             todo += current.all_input_nodes
-        if not todo and writes:
-            own = set().union(*(storages(n) for n in inside))
-            todo = [n for n, storage in writes if storage in own and n not in inside]
-    kept = {storage for n, storage in writes if n in inside}
-    # What was cut off stays in the program, and with it what is written for it: twice, if it is written into a leaf.
-    if any(is_tuple(leaf) or storages(leaf) & kept for leaf in leaves):
+    if any(is_tuple(leaf) for leaf in leaves):
         return None
     order = {n: i for i, n in enumerate((*region.leaves, *region.nodes))}
     return replace(
         region,
         nodes=tuple(n for n in region.nodes if n in inside),
         leaves=tuple(sorted(leaves, key=order.__getitem__)),
-        mutates=any(n in inside for n, _ in writes),
     )
-
-
-def _in_scope(scope: Scope) -> Iterator[Site]:
-    graph = scope.module.graph
-    anchors = [n for n in graph.nodes if n.op.startswith("call_") and _is_anchor(n)]
-    if not anchors:
-        return
-    position = {node: i for i, node in enumerate(graph.nodes)}
-    writes = list(writes_of(graph))
-    outputs: set[Node] = set()
-    # An exponential is looked at last: it may be a part of what another anchor has found.
-    for anchor in sorted(anchors, key=lambda n: op_name(n) in ("exp", "exp2")):
-        for output in [anchor] if op_name(anchor) in FUSED else _outputs(anchor):
-            if output not in outputs:
-                site = _site(scope, anchor, output, position, writes)
-                if site is not None:
-                    outputs.add(output)
-                    yield site
 
 
 def _is_anchor(node: Node) -> bool:
@@ -166,92 +155,78 @@ def _is_anchor(node: Node) -> bool:
     return op_name(node) in SOFTMAX | FUSED
 
 
-def _site(
-    scope: Scope, anchor: Node, output: Node, position: dict[Node, int], writes: list[tuple[Node, int]]
-) -> Site | None:
-    walk = Walk(anchor)
+def _site(scope: Scope, anchor: Node, output: Node, position: dict[Node, int]) -> Site | None:
+    walk = Walk(anchor, scope.modes)
     walk.from_output(output)
     unsure = op_name(anchor) in ("exp", "exp2") and not any(op_name(n) in REDUCTIONS for n in walk.inside)
     unsure = unsure or op_name(output) == "sum"
     if op_name(anchor) in FUSED:
-        return Site(anchor, (_region(scope, anchor, output, walk, position, writes),))
+        return Site(anchor, (_region(scope, anchor, output, walk, position),))
     if not walk.scores:
-        hidden = next((leaf for leaf in walk.leaves - walk.operands if _hides_a_product(leaf)), None)
-        if hidden is None:
-            return None
-        return Site(
-            anchor, (Unread(scope, anchor, Refusal(f"the scores pass through {op_name(hidden)}", hidden)),), unsure
-        )
+        refusal = next((found for leaf in walk.leaves - walk.operands if (found := _why_unread(walk, leaf))), None)
+        return None if refusal is None else Site(anchor, (Unread(scope, anchor, refusal),), unsure)
     walks = [walk]
-    # What is written into the scores in place may be another product.
-    if len(walk.scores) == 1:
-        walk.only = walk.scores[0]
-    else:
+    if len(walk.scores) > 1:
         # Together they may be one product over cached and new keys.
         walks = walks if op_name(output) == "add" else []
         for product in walk.scores[:_MOST_CANDIDATES]:
-            walks.append(Walk(anchor, only=product))
+            walks.append(Walk(anchor, scope.modes, only=product))
             walks[-1].from_output(output)
-    return Site(anchor, tuple(_region(scope, anchor, output, w, position, writes) for w in walks), unsure)
+    tried = [other for walk in walks for other in _ways(walk, output)]
+    return Site(anchor, tuple(_region(scope, anchor, output, w, position) for w in tried), unsure)
 
 
-def _region(
-    scope: Scope, softmax: Node, output: Node, walk: Walk, position: dict[Node, int], writes: list[tuple[Node, int]]
-) -> Region | Unread:
+def _ways(walk: Walk, output: Node) -> Iterator[Walk]:
+    """The walk, and where operands may be written in part, the one that does not look into them."""
+    yield walk
+    if any(op_name(node) in SCATTERS for node in walk.inside if node.op.startswith("call_")):
+        whole = Walk(walk.softmax, walk.modes, walk.only, whole=True)
+        whole.from_output(output)
+        yield whole
+
+
+def _region(scope: Scope, softmax: Node, output: Node, walk: Walk, position: dict[Node, int]) -> Region | Unread:
     def refused(reason: str, node: Node) -> Unread:
         return Unread(scope, softmax, Refusal(reason, node))
 
     several = next((n for n in walk.leaves if is_tuple(n)), None)
     if several is not None:
         return refused("several tensors are read at once", several)
+    open_level = next((n for n in walk.inside if scope.modes[n].levels > 0), None)
+    if open_level is not None:
+        return refused("a vmap or a derivative of torch.func is open here", open_level)
     nested = next((n for n in walk.leaves if getattr(value_of(n), "is_nested", False)), None)
     if nested is not None:
         return refused("nested tensors are passed through untouched", nested)
     walk.close()
-    mutates = include_writes(walk, output, position, writes)
-    walk.close()
-    if isinstance(mutates, Refusal):
-        return Unread(scope, softmax, mutates)
     nodes = tuple(sorted(walk.inside, key=position.__getitem__))
     leaves = tuple(sorted(walk.leaves, key=position.__getitem__))
     between = set().union(*(_dependents(scores, walk.inside) for scores in walk.scores)) if walk.scores else {output}
     dropped = set().union(*(_dependents(n, walk.inside) for n in between if op_name(n) in DROPOUT))
-    written = {storage for node, storage in writes if node in walk.inside}
     used: list[Node] = []
     dropped_used: list[Node] = []
     for node in nodes:
         if node in between and node is not output:
             for user in node.users:
-                if user not in walk.inside and op_name(user) not in SIZE_QUERIES and not is_dead(user, writes):
-                    if written and any(storages(n) & written for n in _ancestors_inside(node, walk.inside)):
-                        what = "weights" if position[node] >= position[softmax] else "scores"
-                        return refused(f"the {what} are written in place and also used outside the attention", user)
+                if user not in walk.inside and op_name(user) not in SIZE_QUERIES and not _is_dead(user):
                     used.append(user)
                     if node in dropped:
                         dropped_used.append(user)
     seen = [user for user in used if op_name(user) not in IN_THE_SHAPE_OF]
-    returned = next((n for n in leaves if n in _reached_from(seen)), None) if seen else None
+    returned = next((n for n in leaves if n in _reached_from(seen, output)), None) if seen else None
     if returned is not None:
         # Computed once more, a score is another number by a rounding, and a comparison with its like turns over.
         return refused("the scores are compared or joined with what is computed from them", returned)
-    first = min(position[n] for n in between)
-    opened: list[Node] = []
-    for node in scope.module.graph.nodes:
-        if position[node] >= position[output]:
-            break
-        name = op_name(node) if node.op == "call_function" else ""
-        if name in ("_enter_autocast", "_exit_autocast", "_set_grad_enabled"):
-            if position[node] > first:
-                return refused("autocast or the gradient mode changes inside the attention", node)
-            if name == "_enter_autocast":
-                opened.append(node)
-            elif name == "_exit_autocast":
-                opened = [n for n in opened if n is not node.args[0]]
     return Region(
-        scope, softmax, output, nodes, leaves, frozenset(walk.operands), mutates, tuple(opened),
+        scope, softmax, output, nodes, leaves, frozenset(walk.operands),
         used[0] if used else None, dropped_used[0] if dropped_used else None,
-        any(storage in storages(output) and position[node] > position[output] for node, storage in writes),
+        walk.whole or not any(n.op.startswith("call_") and op_name(n) in SCATTERS for n in nodes),
     )  # fmt: skip
+
+
+def _is_dead(node: Node) -> bool:
+    """Whether nothing comes of `node`: what a model computes for those who ask for it, and nobody does."""
+    return node.op.startswith("call_") and op_name(node) in BETWEEN and all(_is_dead(user) for user in node.users)
 
 
 def _outputs(anchor: Node) -> list[Node]:
@@ -285,7 +260,7 @@ def _outputs(anchor: Node) -> list[Node]:
 
 def _is_of_parts(product: Node, anchor: Node) -> bool:
     """Whether what `product` takes of the weights is some of their keys only."""
-    between = ancestors_within(product, anchor) - {product, anchor}
+    between = reached_from(anchor, product) - {product, anchor}
     return any(n in between and op_name(n) in ("getitem", "narrow", "select") for n in product.all_input_nodes)
 
 
@@ -301,6 +276,13 @@ def _with_division(product: Node, reached: set[Node]) -> Node:
         else:
             break
     return product
+
+
+def _why_unread(walk: Walk, leaf: Node) -> Refusal | None:
+    """Why no product of query and key was found behind `leaf`, where one may be."""
+    if walk.is_cut_off(leaf):
+        return Refusal("computed without gradients, though the output has one", leaf)
+    return Refusal(f"the scores pass through {op_name(leaf)}", leaf) if _hides_a_product(leaf) else None
 
 
 def _hides_a_product(leaf: Node) -> bool:
@@ -320,25 +302,8 @@ def _hides_a_product(leaf: Node) -> bool:
     return False
 
 
-def _reached_from(nodes: list[Node]) -> set[Node]:
-    reached, todo = set(nodes), list(nodes)
-    while todo:
-        for user in todo.pop().users:
-            if user not in reached:
-                reached.add(user)
-                todo.append(user)
-    return reached
-
-
-def _ancestors_inside(node: Node, inside: set[Node]) -> set[Node]:
-    """`node`, and what it is computed from within `inside`."""
-    found, todo = {node}, [node]
-    while todo:
-        for source in todo.pop().all_input_nodes:
-            if source in inside and source not in found:
-                found.add(source)
-                todo.append(source)
-    return found
+def _reached_from(nodes: list[Node], last: Node) -> set[Node]:
+    return set().union(*(reached_from(node, last) for node in nodes if node < last))
 
 
 def _dependents(source: Node, within: set[Node]) -> set[Node]:

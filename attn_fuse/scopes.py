@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
 
+from attn_fuse.modes import Mode, mode_now, modes_of
 from attn_fuse.names import INLINE_SUBGRAPHS, LOOPED_SUBGRAPHS, op_name
 
 
@@ -14,11 +15,13 @@ from attn_fuse.names import INLINE_SUBGRAPHS, LOOPED_SUBGRAPHS, op_name
 class Scope:
     """A graph, and for each of its placeholders the node of the top graph it stands for (None: not one node).
 
-    path: the names of the subgraphs that lead to it, joined by dots; "" for the top graph.
+    modes: the gradient mode and autocast of each node. path: the names of the subgraphs that lead to it, joined by
+    dots; "" for the top graph.
     """
 
     module: GraphModule
     outer: dict[Node, Node | None]
+    modes: dict[Node, Mode]
     path: str = ""
 
     def top(self, node: Node) -> Node | None:
@@ -27,7 +30,7 @@ class Scope:
 
 def scopes(module: GraphModule) -> Iterator[Scope]:
     """`module` and the subgraphs of its activation checkpoints and the like, outermost first."""
-    yield from _scopes(Scope(module, {}))
+    yield from _scopes(Scope(module, {}, modes_of(module.graph, mode_now())))
 
 
 def _scopes(scope: Scope) -> Iterator[Scope]:
@@ -50,4 +53,5 @@ def _scopes(scope: Scope) -> Iterator[Scope]:
             h: scope.top(o) if single and isinstance(o, Node) else None
             for h, o in zip(holders, operands if single else holders, strict=True)
         }
-        yield from _scopes(Scope(body, outer, f"{scope.path}.{target}".lstrip(".")))
+        modes = modes_of(body.graph, scope.modes[users[0]])
+        yield from _scopes(Scope(body, outer, modes, f"{scope.path}.{target}".lstrip(".")))

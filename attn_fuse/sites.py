@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,30 +12,32 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node, map_arg
 
+from attn_fuse import expression as ex
 from attn_fuse.attention import Attention, Refusal
 from attn_fuse.builder import NotEmitted
 from attn_fuse.constants import ClosedForm, Proof, can_be_guarded, closed_form
-from attn_fuse.emit import Verify, emit
-from attn_fuse.facts import Facts, facts_of
+from attn_fuse.emit import emit
+from attn_fuse.facts import Facts, facts_of, is_frozen
 from attn_fuse.kernels.picker import Choice, Stopwatch
 from attn_fuse.lift import NotLifted, lift
 from attn_fuse.locate import locate
-from attn_fuse.names import op_name, storages, value_of
+from attn_fuse.names import op_name, value_of
 from attn_fuse.normalize import NotNormal, normalize
 from attn_fuse.recognize import recognize
 from attn_fuse.region import Region, Site, Unread, cut_at, find_sites
 from attn_fuse.report import Blocker, SiteReport, log
+from attn_fuse.scopes import scopes
 from attn_fuse.torch_internals import FakeTensorMode, source_name
 from attn_fuse.words import in_words
-from attn_fuse.writes import written_storages
 
 Picker = Callable[[Attention, Facts, Stopwatch | None], Choice]
-VerifierOf = Callable[[Region, Sequence[Node]], Verify]
 StopwatchOf = Callable[[Region, Attention, Facts, FakeTensorMode, Mapping[Node, Any]], Stopwatch]
 
 # A tensor that the caller passes in, on its own or in a container: another one comes with the next call.
 _ARGUMENT = re.compile(r"L\['[^']+'\](\[[^\]]+\])*")
 _MOST_CUTS = 8
+# Of ordinary scores: what a kernel's backward computes them with again, in another order.
+_ROUNDINGS_OF_A_SCORE = 64
 
 
 @dataclass
@@ -41,8 +45,9 @@ class Rewriter:
     """Rewrites the sites of one graph. `proofs`: what the rewrites rest on, for the guard.
 
     inputs: the graph's example inputs. pick: chooses the kernel. may_rewrite: asked, for each site about to be
-    rewritten, with its report. verifier_of: for the `check` option, what compares a site with its rewrite.
-    constants: source names of arguments that are constants all the same. compiled: whether Inductor compiles the graph.
+    rewritten, with its report. unread: by the path of a subgraph, why no site in it can be read. left: sites that
+    stay as written, by their number, and why. constants: source
+    names of arguments that are constants all the same. compiled: whether Inductor compiles the graph.
     stopwatch_of: what measures a site, where the picker is to go by that.
     """
 
@@ -50,16 +55,33 @@ class Rewriter:
     inputs: Sequence[Any]
     pick: Picker
     may_rewrite: Callable[[SiteReport], bool]
-    verifier_of: VerifierOf | None = None
+    unread: Mapping[str, Refusal] = field(default_factory=dict)
+    left: Mapping[int, str] = field(default_factory=dict)
     constants: frozenset[str] = frozenset()
     compiled: bool = True
     stopwatch_of: StopwatchOf | None = None
     proofs: dict[int, Proof] = field(default_factory=dict)
     _known: dict[Any, _Analysis] = field(default_factory=dict)
 
-    def rewrite(self) -> list[SiteReport]:
-        """Every site's report; those that could be fused are fused in the graph afterwards."""
-        return [report for site in find_sites(self.graph) if (report := self._site(site)) is not None]
+    def rewrite(self, seconds: float = math.inf) -> list[SiteReport]:
+        """Every site's report; those that could be fused are fused in the graph afterwards.
+
+        seconds: what it may take. The sites after that stay as written.
+        """
+        end = time.perf_counter() + seconds
+        reports: list[SiteReport] = []
+        for scope in scopes(self.graph):
+            # The graph changes while sites are rewritten, and what a site is was found before.
+            for site in list(find_sites(scope, self.unread.get(scope.path))):
+                late = time.perf_counter() > end
+                why = f"not looked at: {seconds:g} seconds had passed" if late else self.left.get(len(reports))
+                if why is None:
+                    report = self._site(site)
+                else:
+                    blocker = _blocker(Refusal(why), site.softmax)
+                    report = None if site.unsure else SiteReport(locate(site.softmax), "refused", blocker=blocker)
+                reports += [] if report is None else [report]
+        return reports
 
     # ---- one site
 
@@ -80,10 +102,8 @@ class Rewriter:
         if isinstance(region, Unread):
             return SiteReport(location, "refused", blocker=_blocker(region.refusal, region.softmax))
         try:
-            return self._fuse(region, site)
-        except NotEmitted as problem:
-            reason = Refusal(f"the call cannot be written into the graph: {problem}", region.output)
-            return SiteReport(location, "refused", blocker=_blocker(reason, region.softmax))
+            with torch.set_grad_enabled(region.mode.grad):
+                return self._fuse(region, site)
         except Exception as problem:  # rule 5: nothing that goes wrong in here may break the model
             log.warning("%s: the attention stays as written, since analysing it failed", location, exc_info=True)
             reason = Refusal(f"analysing it failed: {type(problem).__name__}: {_first_line(problem)}")
@@ -101,34 +121,48 @@ class Rewriter:
         if isinstance(analysis.result, Refusal):
             return SiteReport(location, "refused", blocker=_blocker(analysis.result, region.softmax))
         attention = analysis.result
+        operands = (attention.query, attention.key, attention.value)
+        if not region.whole and any(isinstance(x, ex.Select) for side in operands for x in ex.walk(side)):
+            reason = Refusal("an operand is written in part", region.output)
+            return SiteReport(location, "refused", blocker=_blocker(reason, region.softmax))
         if attention.dropout_p is not None and region.dropped_weights_used is not None:
             reason = Refusal(
                 "the weights after dropout are also used outside the attention", region.dropped_weights_used
             )
             return SiteReport(location, "refused", blocker=_blocker(reason, region.softmax))
         facts = facts_of(
-            attention, [value_of(leaf) for leaf in region.leaves], region.weights_used is not None, self.compiled
+            attention,
+            [value_of(leaf) for leaf in region.leaves],
+            region.weights_used is not None,
+            self.compiled,
+            bool(region.scope.path) and self._is_frozen,
         )
+        if facts.training and (factor := _lost_in_rounding(attention, facts)) is not None:
+            reason = Refusal(f"the scores are scaled by {factor:g}: computed again for the backward they are others")
+            return SiteReport(location, "refused", blocker=_blocker(reason, region.softmax))
         used = [proof for leaf, proof in proofs.items() if leaf in region.leaves]
         words = in_words(attention, facts, tuple(f"the contents of {_plain(p.source)}, {p.form}" for p in used))
         if site.is_fused_already and not _gains(region.output, attention, facts):
             return SiteReport(location, "already fused")
         choice = self.pick(attention, facts, self._stopwatch(region, attention, facts, analysis.mode))
-        words["picked"] = choice.because
-        if choice.kernel is None:
-            del words["picked"]
-            blocker = _blocker(Refusal(choice.because), region.softmax)
-            return SiteReport(location, "as written", words, None, choice.why_not, blocker)
-        report = SiteReport(location, "fused", words, choice.kernel.name, choice.why_not, score_bytes=facts.score_bytes)
-        if not self.may_rewrite(report):
-            blocker = _blocker(Refusal("the fuel is used up"), region.softmax)
-            return SiteReport(location, "as written", words, None, choice.why_not, blocker)
-        written = {new: old for old, new in self._replaced.items()}
-        leaves = [written.get(leaf, leaf) for leaf in region.leaves]
-        verify = self.verifier_of(region, leaves) if self.verifier_of is not None else None
-        self._replaced[region.output] = emit(region, attention, facts, choice.kernel, analysis.mode, verify)
-        self.proofs |= {proof.input: proof for proof in used}
-        return report
+        while choice.kernel is not None:
+            words["picked"] = choice.because
+            name, saved = choice.kernel.name, facts.score_bytes
+            report = SiteReport(location, "fused", words, name, choice.why_not, score_bytes=saved)
+            if not self.may_rewrite(report):
+                blocker = _blocker(Refusal("the fuel is used up"), region.softmax)
+                return SiteReport(location, "as written", words, None, choice.why_not, blocker)
+            try:
+                self._replaced[region.output] = emit(region, attention, facts, choice.kernel, analysis.mode)
+            except NotEmitted as problem:
+                choice = choice.without(str(problem))
+                continue
+            self.proofs |= {proof.input: proof for proof in used}
+            return report
+        words.pop("picked", None)
+        return SiteReport(
+            location, "as written", words, None, choice.why_not, _blocker(Refusal(choice.because), region.softmax)
+        )
 
     def _analyse(self, region: Region, proofs: Mapping[Node, Proof]) -> _Analysis:
         """The region's attention or refusal; identical layers share the work."""
@@ -143,7 +177,9 @@ class Rewriter:
             return None
         tops = {leaf: region.scope.top(leaf) for leaf in region.leaves}
         values = {
-            leaf: self.inputs[self._placeholders.index(top)] for leaf, top in tops.items() if top in self._placeholders
+            leaf: self.inputs[self._placeholders[top]]
+            for leaf, top in tops.items()
+            if top is not None and top in self._placeholders
         }
         return self.stopwatch_of(region, attention, facts, mode, values)
 
@@ -156,9 +192,9 @@ class Rewriter:
             top = region.scope.top(leaf)
             if leaf in region.operands or top is None or top.op != "placeholder":
                 continue
-            number = self._placeholders.index(top)
+            number = self._placeholders[top]
             tensor = self.inputs[number]
-            if type(tensor) is not torch.Tensor or tensor.requires_grad or storages(top) & self._written:
+            if type(tensor) is not torch.Tensor or tensor.requires_grad:
                 continue
             source = source_name(top)
             if not self._is_constant(source) or not can_be_guarded(tensor):
@@ -177,8 +213,8 @@ class Rewriter:
         return self._forms[number]
 
     def __post_init__(self) -> None:
-        self._placeholders = [n for n in self.graph.graph.nodes if n.op == "placeholder"]
-        self._written = written_storages(self.graph)
+        self._placeholders = {n: i for i, n in enumerate(self.graph.graph.find_nodes(op="placeholder"))}
+        self._is_frozen = is_frozen(self.graph)
         self._forms: dict[int, ClosedForm | None] = {}
         # What a site that stands before has become, where it is read by one behind.
         self._replaced: dict[Node, Node] = {}
@@ -228,6 +264,20 @@ def _analyse(region: Region, proofs: Mapping[Node, Proof]) -> _Analysis:
             region = cut
 
 
+def _lost_in_rounding(attention: Attention, facts: Facts) -> float | None:
+    """A number that the scores are multiplied with, so large that their rounding is more than an exponential bears."""
+    limit = 1 / (_ROUNDINGS_OF_A_SCORE * torch.finfo(torch.promote_types(facts.dtype, torch.float32)).eps)
+    for part in ex.walk(attention.score):
+        match part:
+            case ex.Mul(ex.Const(value), x) | ex.Mul(x, ex.Const(value)) if (
+                ex.has_product(x) and limit < abs(value) < math.inf
+            ):
+                return float(value)
+            case ex.Div(x, ex.Const(value)) if ex.has_product(x) and value != 0 and limit < abs(1 / value):
+                return 1 / value
+    return None
+
+
 def _gains(call: Node, attention: Attention, facts: Facts) -> bool:
     """Whether a call of SDPA gives its kernel more to know: a causal mask by proof, or keys that are shared."""
     named = dict(zip(_SDPA_ARGUMENTS, call.args, strict=False)) | dict(call.kwargs)
@@ -254,7 +304,8 @@ def _fingerprint(region: Region, proofs: Mapping[Node, Proof]) -> Any:
             kind = (type(value), str(value))
         leaves.append((kind, proofs[leaf].form if leaf in proofs else None, leaf in region.operands))
     nodes = tuple((n.op, n.target, written((n.args, n.kwargs))) for n in region.nodes)
-    return (tuple(leaves), nodes, tuple(str(n.args) for n in region.context))
+    modes = region.scope.modes
+    return tuple(leaves), nodes, tuple(modes[n].autocast for n in region.nodes), region.mode.grad
 
 
 @dataclass(frozen=True)

@@ -6,16 +6,22 @@ Every proof holds for all values in these ranges; "not proved" is an ordinary an
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import sympy
 
-from attn_fuse.torch_internals import FloorDiv, Mod
+from attn_fuse.torch_internals import FloorDiv, Mod, index_bounds
 
 Size: TypeAlias = sympy.Expr
+# A symbolic size is taken to be at most this.
+LONGEST = 2**24
+# What a proof may take; more than any layout needs, and an expression in many digits would double it with each.
+_MOST_STEPS = 200
 
 
 @dataclass
@@ -28,6 +34,8 @@ class Space:
     lower: Mapping[sympy.Symbol, int] = field(default_factory=dict)
     sizes: dict[sympy.Symbol, Size] = field(default_factory=dict)
     _counter: Iterator[int] = field(default_factory=itertools.count)
+    _known: dict[sympy.Expr, bool] = field(default_factory=dict)
+    _bounds: dict[sympy.Expr, tuple[float, float]] = field(default_factory=dict)
 
     def fresh(self, name: str, size: Size) -> sympy.Symbol:
         """A new index symbol over [0, size)."""
@@ -37,7 +45,29 @@ class Space:
 
     def is_nonnegative(self, expr: sympy.Expr) -> bool:
         """Whether `expr` is >= 0 for every value of its indices and sizes; False where that is not proved."""
-        return self._proves_nonnegative(sympy.expand(expr))
+        expr = sympy.expand(expr)
+        if expr not in self._known:
+            low, high = self._ends(expr)
+            lowest = _interval(expr, {s: (low[s], high[s]) for s in low})
+            # The last value of an index is that of any call only where its size is a number.
+            numbers = all(s in self.sizes and self.sizes[s].is_Integer for s in expr.free_symbols)
+            if numbers and lowest is not None and lowest[0] >= 0:
+                self._known[expr] = True
+            elif any(_is_negative_at(expr, values) for values in (low, high)):
+                self._known[expr] = False
+        return self._proves_nonnegative(expr, itertools.count())
+
+    def _ends(self, expr: sympy.Expr) -> tuple[_Values, _Values]:
+        """The first and the last value of each symbol, where a symbolic size is one that it can be."""
+        sizes = {s: self.sizes[s] for s in expr.free_symbols & self.sizes.keys()}
+        symbols = expr.free_symbols.union(*(size.free_symbols for size in sizes.values())) - self.sizes.keys()
+        fixed = {s: (max(self.lower.get(s, 0), 2),) * 2 for s in symbols}
+        last: dict[sympy.Symbol, int] = {}
+        for symbol, size in sizes.items():
+            found = _interval(size, fixed)
+            last[symbol] = max(found[0] - 1, 0) if found is not None else 0
+        known = {s: n for s, (n, _) in fixed.items()}
+        return known | dict.fromkeys(sizes, 0), known | last
 
     def is_negative(self, expr: sympy.Expr) -> bool:
         return self.is_nonnegative(-expr - 1)
@@ -47,6 +77,22 @@ class Space:
 
     def same_size(self, a: Size, b: Size) -> bool:
         return self.is_zero(sympy.sympify(a) - sympy.sympify(b))
+
+    def bounds(self, expr: sympy.Expr) -> tuple[float, float]:
+        """What `expr` is at least and at most, where a symbolic size is at most `LONGEST`."""
+        if expr not in self._bounds:
+            ranges = {
+                symbol: (0, max(self.longest(self.sizes[symbol]) - 1, 0))
+                if symbol in self.sizes
+                else (self.lower.get(symbol, 0), LONGEST)
+                for symbol in expr.free_symbols
+            }
+            unknown = any(not isinstance(f, (FloorDiv, Mod)) for f in expr.atoms(sympy.Function))
+            self._bounds[expr] = (-math.inf, math.inf) if unknown else index_bounds(expr, ranges)
+        return self._bounds[expr]
+
+    def longest(self, size: Size) -> int:
+        return int(size) if size.is_Integer else LONGEST
 
     def floordiv(self, expr: sympy.Expr, by: Size) -> sympy.Expr:
         """floor(expr / by) for expr >= 0, by > 0."""
@@ -85,6 +131,10 @@ class Space:
             return whole, sympy.expand(rest * sum_of_sizes + remainder)
         whole, rest = sympy.Integer(0), sympy.Integer(0)
         for term in sympy.Add.make_args(sympy.expand(expr)):
+            if by.is_Integer and not term.is_Integer and term.as_coeff_Mul()[0].is_Integer:
+                number, others = term.as_coeff_Mul()
+                whole, rest = (whole + number // by * others, rest) if number % by == 0 else (whole, rest + term)
+                continue
             quotient = sympy.cancel(term / by) if term != 0 else term
             if sympy.denom(quotient) == 1:
                 whole += quotient
@@ -95,25 +145,36 @@ class Space:
                 rest += term
         return whole, rest
 
-    def _proves_nonnegative(self, expr: sympy.Expr) -> bool:
+    def _proves_nonnegative(self, expr: sympy.Expr, steps: Iterator[int]) -> bool:
+        """steps: counts those of one proof, which gives up after `_MOST_STEPS`."""
         if expr.is_Integer:
             return bool(expr >= 0)
+        if expr not in self._known:
+            if next(steps) >= _MOST_STEPS:
+                return False
+            proved = self._found_nonnegative(expr, steps)
+            if not proved and next(steps) >= _MOST_STEPS:
+                return False
+            self._known[expr] = proved
+        return self._known[expr]
+
+    def _found_nonnegative(self, expr: sympy.Expr, steps: Iterator[int]) -> bool:
         if expr.has(FloorDiv, Mod):
             # A quotient of sizes is one more size, of which only the sign is known.
             sizes = [t for t in expr.atoms(FloorDiv, Mod) if not t.free_symbols & self.sizes.keys()]
             expr = sympy.expand(expr.subs({t: sympy.Dummy(integer=True, nonnegative=True) for t in sizes}))
         if expr.has(FloorDiv, Mod):
             bounded = self._bound_digits(expr)
-            return bounded is not None and self._proves_nonnegative(bounded)
+            return bounded is not None and self._proves_nonnegative(bounded, steps)
         # An expression affine in an index is least at one end of the index's range.
         for symbol in sorted(expr.free_symbols & self.sizes.keys(), key=str):
             slope = sympy.diff(expr, symbol)
             if slope.has(symbol):
                 return False
-            if self._proves_nonnegative(sympy.expand(slope)):
-                return self._proves_nonnegative(sympy.expand(expr.subs(symbol, 0)))
-            if self._proves_nonnegative(sympy.expand(-slope)):
-                return self._proves_nonnegative(sympy.expand(expr.subs(symbol, self.sizes[symbol] - 1)))
+            if self._proves_nonnegative(sympy.expand(slope), steps):
+                return self._proves_nonnegative(sympy.expand(expr.subs(symbol, 0)), steps)
+            if self._proves_nonnegative(sympy.expand(-slope), steps):
+                return self._proves_nonnegative(sympy.expand(expr.subs(symbol, self.sizes[symbol] - 1)), steps)
             return False
         # Only sizes are left: write each as its least value plus something non-negative.
         shifted = expr.subs({s: self.lower.get(s, 0) + sympy.Dummy(nonnegative=True) for s in expr.free_symbols})
@@ -142,6 +203,43 @@ class Space:
                 return None
             expr = expr.subs(symbol, self.sizes[symbol] - 1)
         return sympy.expand(expr)
+
+
+_Values: TypeAlias = Mapping[sympy.Symbol, int]
+
+
+def _is_negative_at(expr: sympy.Expr, values: _Values) -> bool:
+    found = _interval(expr, {s: (n, n) for s, n in values.items()})
+    return found is not None and found[1] < 0
+
+
+def _interval(expr: sympy.Expr, ends: Mapping[sympy.Symbol, tuple[int, int]]) -> tuple[int, int] | None:
+    """What `expr` is at least and at most where each symbol is between its ends; None for what it does not know."""
+    if expr.is_Integer:
+        return int(expr), int(expr)
+    if expr.is_Symbol:
+        return ends.get(expr)
+    parts = [_interval(arg, ends) for arg in expr.args]
+    known = [part for part in parts if part is not None]
+    if len(known) < len(parts):
+        return None
+    match expr:
+        case sympy.Add():
+            return sum(low for low, _ in known), sum(high for _, high in known)
+        case sympy.Mul():
+            return functools.reduce(_product, known)
+        case FloorDiv() if known[1][0] > 0:
+            corners = [a // b for a in known[0] for b in known[1]]
+            return min(corners), max(corners)
+        case Mod() if known[1][0] > 0:
+            (low, high), (by, most) = known
+            return (low % by, low % by) if low == high and by == most else (0, most - 1)
+    return None
+
+
+def _product(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
+    corners = [m * n for m in a for n in b]
+    return min(corners), max(corners)
 
 
 def _divided(expr: sympy.Expr, by: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr]:

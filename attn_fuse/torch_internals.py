@@ -28,11 +28,13 @@ __all__ = [
     "apart_from_dynamo",
     "compile_with",
     "compiled_for_any_size",
+    "current_value",
     "decompositions",
     "flex_attention",
     "flex_runs_on_cpu",
     "functionalized",
     "index_bounds",
+    "innermost",
     "known_backends",
     "lower_bounds",
     "make_fx",
@@ -71,11 +73,25 @@ def on_fake_tensors(mode: FakeTensorMode) -> Iterator[None]:
         yield
 
 
-def functionalized(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` with its in-place operations undone; unlike `torch.func.functionalize` it keeps sizes symbolic."""
-    from torch._subclasses.functional_tensor import dispatch_functionalize
+def functionalized(function: Callable[..., Any], pre_dispatch: bool = False) -> Callable[..., Any]:
+    """`function` with its writes in place undone, for make_fx with the same `pre_dispatch`; sizes stay symbolic.
 
-    return dispatch_functionalize(function)
+    Dropout in place is not among what it can undo without taking the dropout apart.
+    """
+    from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
+
+    return dispatch_functionalize(function, FunctionalTensorMode(pre_dispatch=pre_dispatch))
+
+
+def current_value(tensor: torch.Tensor) -> torch.Tensor:
+    """Within a `functionalized` function: the value that `tensor`, an alias of what may be written, has now."""
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    if not isinstance(tensor, FunctionalTensor):
+        return tensor
+    torch._sync(tensor)
+    value: torch.Tensor = torch._from_functional_tensor(tensor.elem)
+    return value
 
 
 @contextlib.contextmanager
@@ -113,13 +129,53 @@ def source_name(placeholder: torch.fx.Node) -> str:
     return str(name() if callable(name) else name)
 
 
-def storage_of(tensor: torch.Tensor) -> int:
-    """Identity of the memory that `tensor` lives in; for one seen from within a vmap, that of the whole."""
+def innermost(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` without the wrappers that the levels of torch.func put around it."""
     from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 
     while is_functorch_wrapped_tensor(tensor):
         tensor = get_unwrapped(tensor)
-    return int(tensor.untyped_storage()._cdata)
+    return tensor
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Identity of the memory that `tensor` lives in; for one seen from within a vmap, that of the whole."""
+    return int(innermost(tensor).untyped_storage()._cdata)
+
+
+@contextlib.contextmanager
+def saved_tensors_hooks_aside() -> Iterator[None]:
+    """A block in which autograd saves tensors as it does alone, though the caller is within a checkpoint, say."""
+    from torch._C._autograd import (
+        _pop_saved_tensors_default_hooks,
+        _push_saved_tensors_default_hooks,
+        _top_saved_tensors_default_hooks,
+    )
+
+    hooks = []
+    while (top := _top_saved_tensors_default_hooks(False)) is not None:
+        hooks.append(top)
+        _pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            _push_saved_tensors_default_hooks(pack, unpack)
+
+
+@contextlib.contextmanager
+def functorch_levels_kept() -> Iterator[None]:
+    """A block after which the vmap, grad and jvp levels are those of before, though it ends with an exception."""
+    from torch._C import _is_fwd_grad_enabled, _set_fwd_grad_enabled
+    from torch._C._functorch import get_dynamic_layer_stack_depth, pop_dynamic_layer_stack_and_undo_to_depth
+
+    depth, forward = get_dynamic_layer_stack_depth(), _is_fwd_grad_enabled()
+    try:
+        yield
+    finally:
+        _set_fwd_grad_enabled(forward)
+        if get_dynamic_layer_stack_depth() > depth:
+            pop_dynamic_layer_stack_and_undo_to_depth(depth)
 
 
 def sdpa_choice(

@@ -7,12 +7,11 @@ all that the times depend on, so that identical layers and later runs do not mea
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from attn_fuse.kernels.evidence import AS_WRITTEN, cache_dir, write_whole
 from attn_fuse.kernels.kernel import Kernel
 from attn_fuse.kernels.measure import free_memory, interleaved, this_device
 from attn_fuse.kernels.picker import Times
+from attn_fuse.modes import mode_now, switched
 from attn_fuse.names import value_of
 from attn_fuse.region import Region
 from attn_fuse.report import log
@@ -79,7 +79,6 @@ class Trial:
             return Times({}, {}, f"as written it takes {needed / 2**30:.1f} GiB or more, of {free / 2**30:.1f} free")
         started = time.perf_counter()
         with (
-            _autocast(self.region),
             torch.random.fork_rng([device] if device.type == "cuda" else []),
             apart_from_dynamo(),
             without_inductor_attention(),
@@ -122,12 +121,9 @@ class Trial:
             return *sizes, str(value.dtype), value.requires_grad
 
         device, program = self.facts.device, _alone(self.region)[0]
-        autocast = [str(node.args) for node in self.region.context]
-        if torch.is_autocast_enabled(device.type):
-            autocast.append(str(torch.get_autocast_dtype(device.type)))
         what = (
             _VERSION, str(this_device(device)), torch.__version__, program.code, [*map(kind, self.region.leaves)],
-            autocast, self.facts.training, self.facts.bias_needs_grad, [k.name for k in kernels],
+            mode_now(), self.facts.training, self.facts.bias_needs_grad, [k.name for k in kernels],
             str(self.inner_backend), self.compile_mode, tuple(switches.current()),
             torch.get_float32_matmul_precision(),
         )  # fmt: skip
@@ -138,18 +134,23 @@ def _alone(region: Region) -> tuple[GraphModule, Region]:
     """The region as a graph of its own, its nodes named by their number, and that as a region."""
     graph = Graph()
     copy: dict[Node, Node] = {}
+    modes = region.scope.modes
+    mode, opened = mode_now(), list[Node]()
     for number, leaf in enumerate(region.leaves):
         copy[leaf] = graph.placeholder(f"leaf_{number}")
     for number, node in enumerate(region.nodes):
+        if modes[node].autocast != mode.autocast:
+            opened, mode = switched(graph, opened, modes[node]), modes[node]
         args, kwargs = (torch.fx.map_arg(x, copy.__getitem__) for x in (node.args, node.kwargs))
         copy[node] = graph.create_node(node.op, node.target, args, kwargs, name=f"node_{number}")
     for original, made in copy.items():
         made.meta = dict(original.meta)
+    switched(graph, opened, mode_now())
     graph.output((copy[region.output],))
     module = GraphModule({}, graph)
     inside = replace(
         region,
-        scope=Scope(module, {}),
+        scope=Scope(module, {}, {made: modes[original] for original, made in copy.items()}),
         softmax=copy.get(region.softmax, copy[region.output]),
         output=copy[region.output],
         nodes=tuple(copy[node] for node in region.nodes),
@@ -191,15 +192,6 @@ def _run(compiled: Callable[..., Any], leaves: list[Any], training: bool) -> obj
         return out
     wanted = [x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad]
     return torch.autograd.grad(out, wanted, torch.ones_like(out), allow_unused=True)
-
-
-@contextlib.contextmanager
-def _autocast(region: Region) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for node in region.context:
-            device, dtype, enabled, cache = node.args
-            stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache))
-        yield
 
 
 def _without_graphs(mode: str | None) -> str | None:

@@ -6,11 +6,13 @@ operations; from the product of query and key by `operand`, through the layout a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch.fx import Node
 
+from attn_fuse.modes import Mode
 from attn_fuse.names import (
     CASTS,
     CREATION,
@@ -22,27 +24,37 @@ from attn_fuse.names import (
     LOOKUPS,
     PRODUCTS,
     REDUCTIONS,
+    SCATTERS,
     SOFTMAX,
     op_name,
+    tensors_of,
     value_of,
 )  # fmt: skip
 
 # What may stand between the weights and the scores.
-BETWEEN = ELEMENTWISE | LAYOUT | CREATION | DROPOUT | REDUCTIONS | JOINS | LOOKUPS | SOFTMAX
+BETWEEN = ELEMENTWISE | LAYOUT | CREATION | DROPOUT | REDUCTIONS | JOINS | SCATTERS | LOOKUPS | SOFTMAX
 
 
 @dataclass(eq=False)
 class Walk:
-    """The walk backward from the product with the value. only: the one product that may be that of query and key."""
+    """The walk backward from the product with the value.
+
+    modes: of each node of the graph. only: the one product that may be that of query and key. whole: an operand
+    that was written in part is read as it is; otherwise its writes are looked into.
+    """
 
     softmax: Node
+    modes: Mapping[Node, Mode]
     only: Node | None = None
+    whole: bool = False
     inside: set[Node] = field(default_factory=set)
     leaves: set[Node] = field(default_factory=set)
     operands: set[Node] = field(default_factory=set)
     scores: list[Node] = field(default_factory=list)
+    _gradients: bool = True
 
     def from_output(self, output: Node) -> None:
+        self._gradients = self.modes[output].grad
         self.inside.add(output)
         if op_name(output) in FUSED:
             named = dict(zip(("query", "key", "value"), output.args, strict=False)) | dict(output.kwargs)
@@ -51,7 +63,7 @@ class Walk:
             for other in output.all_input_nodes:
                 self.inner(other)
             return
-        weights = ancestors_within(output, self.softmax)
+        weights = reached_from(self.softmax, output)
         if op_name(output) == "add":
             for product in output.all_input_nodes:
                 self.from_product(product, weights)
@@ -91,9 +103,9 @@ class Walk:
         if node in self.inside or node in self.leaves:
             return
         name = op_name(node) if node.op.startswith("call_") else node.op
-        if not _is_tensor(node) and not is_tuple(node) and name not in LAYOUT:
+        if self.is_cut_off(node) or (not _is_tensor(node) and not is_tuple(node) and name not in LAYOUT):
             self.leaf(node)
-        elif is_product(node) and (name in PRODUCTS or self.softmax not in _ancestors(node)):
+        elif is_product(node) and (name in PRODUCTS or not self._is_behind_softmax(node)):
             if self.only is not None and node is not self.only:
                 self.leaf(node)
                 return
@@ -122,21 +134,31 @@ class Walk:
         name = op_name(node) if node.op.startswith("call_") else node.op
         tensors = [n for n in node.all_input_nodes if _is_tensor(n) or is_tuple(n)]
         scaling = name in ("mul", "div") and len(tensors) == 1
-        if (
+        if not self.is_cut_off(node) and (
             (name in CREATION and name in ("empty", "zeros"))
             or scaling
             or name in CASTS
+            or (name in SCATTERS and not self.whole)
             or (name in LAYOUT and (name != "getitem" or _is_slicing(node)) and not _is_one_of_several(node))
         ):
             self.inside.add(node)
             for number, arg in enumerate(node.all_input_nodes):
-                if (number == 0 and arg in tensors) or (arg in tensors and scaling):
+                if arg in tensors and (number == 0 or scaling or name in SCATTERS):
                     self.operand(arg)
                 elif arg not in self.inside:
                     self.leaf(arg)
         else:
             self.leaf(node)
             self.operands.add(node)
+
+    def is_cut_off(self, node: Node) -> bool:
+        """Whether `node` gives no gradient to what it reads, though the output would if `node` was part of it."""
+        if not self._gradients or self.modes[node].grad:
+            return False
+        return any(tensor.requires_grad for n in node.all_input_nodes for tensor in tensors_of(value_of(n)))
+
+    def _is_behind_softmax(self, node: Node) -> bool:
+        return node in reached_from(self.softmax, node)
 
 
 def is_product(node: Node) -> bool:
@@ -154,15 +176,15 @@ def is_product(node: Node) -> bool:
     )
 
 
-def ancestors_within(output: Node, softmax: Node) -> set[Node]:
-    """The nodes from `softmax` to `output`, both included."""
-    reached = {softmax}
-    todo = [softmax]
+def reached_from(start: Node, last: Node) -> set[Node]:
+    """`start` and what is computed from it, up to `last` and no further than it stands."""
+    reached = {start}
+    todo = [start]
     while todo:
         for user in todo.pop().users:
-            if user not in reached:
+            if user not in reached and (user is last or user < last):
                 reached.add(user)
-                if user is not output:
+                if user is not last:
                     todo.append(user)
     return reached
 
@@ -194,17 +216,6 @@ def _is_lookup(node: Node) -> bool:
     return not any(isinstance(p, list) for p in parts) and all(
         not isinstance(t, torch.Tensor) or t.dtype in (torch.int64, torch.int32) for t in tensors
     )
-
-
-def _ancestors(node: Node) -> set[Node]:
-    found: set[Node] = set()
-    todo = [node]
-    while todo:
-        for source in todo.pop().all_input_nodes:
-            if source not in found:
-                found.add(source)
-                todo.append(source)
-    return found
 
 
 def _leads_to_product(node: Node) -> bool:

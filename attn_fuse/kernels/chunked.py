@@ -6,7 +6,6 @@ it has to be known in advance. Declined is nothing that is recognised.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -16,6 +15,7 @@ from torch.fx import Node
 from attn_fuse.attention import Attention
 from attn_fuse.facts import Facts
 from attn_fuse.kernels import chunked_op
+from attn_fuse.kernels.centring import attended, gains
 from attn_fuse.kernels.kernel import Kernel
 from attn_fuse.kernels.writer import written
 
@@ -41,8 +41,9 @@ def emit(call: Call) -> Node:
         seed,
         dropout_p=call.dropout_p(),
         program=score.program.dumps(),
+        centred=gains(call),
     )
-    return call.node(operator.getitem, results, 0)
+    return attended(call, results)
 
 
 CHUNKED = Kernel(

@@ -11,17 +11,20 @@ There log(sum) is lost in the rounding of max + log(sum), so the two are kept ap
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from attn_fuse.kernels.centring import centre_of
 from attn_fuse.kernels.chunked_diagonals import differences
 from attn_fuse.kernels.chunked_plan import Part, Plan, planned, reads
 from attn_fuse.kernels.chunked_steps import run, shift_of
 from attn_fuse.kernels.score_gradient import differentiable, gradients, needed
-from attn_fuse.kernels.score_program import Block, Memo, Tree, accumulate, evaluate
+from attn_fuse.kernels.score_program import Block, Memo, Tree, accumulate, evaluate, gathered
 
 
 def attend(
@@ -33,7 +36,8 @@ def attend(
     seed: Tensor | None,
     dropout_p: float,
     program: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+    centred: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """softmax over the final scores, times the factor, times value.
 
     query [B, H, Lq, D], key [B, Hkv, Lk, D], value [B, Hkv, Lk, Dv], H a multiple of Hkv, any strides; float16 and
@@ -44,12 +48,15 @@ def attend(
 
     Gives out [B, H, Lq, Dv] in query's dtype, and for each query the greatest score and the sum of exp(score - that),
     the sink among them, [B, H, Lq] in the compute dtype. A query whose scores are all -inf gives 0, with maximum -inf
-    (unless there is a sink) and sum 0; NaN and +inf come out as NaN.
+    (unless there is a sink) and sum 0; NaN and +inf come out as NaN. The last is `centre_of` the values, where
+    `centred` is set; out is then what the attention gives over values less the centre.
 
     Raises ValueError for shapes, dtypes or a program that do not fit.
     """
     with torch.no_grad(), _no_autocast(query.device):
         plan = planned(query, key, value, inputs, numbers, seed, dropout_p, program)
+        if centred:
+            plan = dataclasses.replace(plan, centre=centre_of(query, value))
         batch, heads, q_len, _ = query.shape
         out = query.new_empty(batch, heads, q_len, value.shape[-1])
         row_max = query.new_empty(batch, heads, q_len, dtype=plan.dtype)
@@ -61,7 +68,7 @@ def attend(
                 out[rows].copy_(block_out)
                 row_max[rows].copy_(block_max.squeeze(-1))
                 row_sum[rows].copy_(block_sum.squeeze(-1))
-    return out, row_max, row_sum
+    return out, row_max, row_sum, value.new_empty(0) if plan.centre is None else plan.centre
 
 
 def _attend_rows(plan: Plan, part: Part, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -100,16 +107,19 @@ def attend_backward(
     out: Tensor,
     row_max: Tensor,
     row_sum: Tensor,
+    centre: Tensor,
     program: str,
     wanted: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """The gradients of query, key, value and of each input, contiguous, each in its own dtype.
 
-    out, row_max, row_sum: what `attend` gave. wanted: one for each input; those not wanted, and those that are not
-    floating, get an empty tensor. Accumulated in the compute dtype, always in the same order.
+    out, row_max, row_sum, centre: what `attend` gave. wanted: one for each input; those not wanted, and those that
+    are not floating, get an empty tensor. Accumulated in the compute dtype, always in the same order.
     """
     with torch.no_grad(), _no_autocast(query.device):
-        plan = planned(query, key, value, inputs, numbers, seed, dropout_p, program, wanted)
+        plan = planned(
+            query, key, value, inputs, numbers, seed, dropout_p, program, wanted, centre if centre.dim() == 4 else None
+        )
         dquery = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         found: list[Tensor] = []
         sums = {
@@ -166,13 +176,13 @@ def _rows_backward(
         into = {node[1]: plan.skewed(node, block) for node in plan.steps.into}
         tensors = [raw.view(block.shape), dweights.view(block.shape), *columns]
         tensors += [memory.view(block.shape) for memory in apart] + [memory.block for memory in into.values()]
-        found = run(plan.steps, "backward", tensors + plan.read(block), plan.compiles)
+        found = iter(run(plan.steps, "backward", tensors + plan.read(block), plan.compiles))
         (draw,) = apart or [raw]
         for sum_, left, right in ((dvalues, dweights, grad), (dkeys, draw, query)):
             _add_product(sum_[:, slice(*keys)], left.mT, right)
         _add_product(dquery, draw, key)
-        for node, gradient in zip(plan.steps.wanted, found, strict=True):
-            accumulate(node, gradient, sums[node[1]], plan.inputs, plan.numbers, block, {})
+        for node in plan.steps.wanted:
+            accumulate(node, next(found), sums[node[1]], tuple(itertools.islice(found, len(node[2:]))), block)
         for number, memory in into.items():
             along = plan.diagonal(sums[number], block)
             along.add_(memory.sums().sum_to_size(along.shape))
@@ -217,7 +227,8 @@ def _pull_back(plan: Plan, tree: Tree, gradient: Tensor, block: Block, sums: dic
     found = gradients(path, sources, [(tree, gradient)], plan.numbers, block, memo)
     for node in sources:
         if id(node) in found:
-            accumulate(node, found[id(node)], sums[node[1]], plan.inputs, plan.numbers, block, memo)
+            indices = gathered(node, plan.inputs, plan.numbers, block, memo)
+            accumulate(node, found[id(node)], sums[node[1]], indices, block)
 
 
 def _no_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:

@@ -19,7 +19,7 @@ from attn_fuse.kernels.score_program import FRACTIONAL, Block, ScoreProgram, Tre
 
 @dataclass(frozen=True, eq=False)
 class Diagonals:
-    """A score program whose input number `first` + n stands for trees[n], which is a function of j - i."""
+    """A score program whose node ["diagonal", first + n] stands for trees[n], which is a function of j - i."""
 
     program: ScoreProgram
     trees: tuple[Tree, ...]
@@ -45,7 +45,7 @@ def _diagonals(text: str, varies: tuple[tuple[bool, ...], ...]) -> Diagonals:
                 if id(node) not in numbers:
                     numbers[id(node)] = len(trees)
                     trees.append(node)
-                return ("input", len(varies) + numbers[id(node)])
+                return ("diagonal", len(varies) + numbers[id(node)])
             return tuple(replaced(part) if isinstance(part, tuple) else part for part in node)
 
         return replaced(tree)

@@ -1,9 +1,9 @@
 """The chunked attention of `chunked_blocks` as operators that torch.compile, autograd and the caches take as they are.
 
-    chunked(query, key, value, inputs, numbers, seed, dropout_p, program) -> out, row_max, row_sum
-    chunked_backward(grad_out, ..., out, row_max, row_sum, program, wanted) -> dquery, dkey, dvalue, dinputs
+    chunked(query, key, value, inputs, numbers, seed, dropout_p, program, centred) -> out, row_max, row_sum, centre
+    chunked_backward(grad_out, ..., out, row_max, row_sum, centre, program, wanted) -> dquery, dkey, dvalue, dinputs
 
-row_max and row_sum carry no gradient; the log-sum-exp of a query's scores is row_max + log(row_sum).
+Only out carries a gradient. The log-sum-exp of a query's scores is row_max + log(row_sum).
 """
 
 from __future__ import annotations
@@ -19,16 +19,20 @@ from attn_fuse.kernels.chunked_blocks import attend, attend_backward
 from attn_fuse.kernels.once import once
 
 # torch's caches on disk know an operator by its name and see no change in what it computes: raise it with each.
-VERSION = 3
+VERSION = 5
 
 _FORWARD = f"chunked_v{VERSION}"
 _BACKWARD = f"chunked_v{VERSION}_backward"
 
 
-def _fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _fake(
+    query: Tensor, key: Tensor, value: Tensor, inputs: Any, numbers: Any, seed: Any, p: Any, program: str,
+    centred: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     dtype = functools.reduce(torch.promote_types, (key.dtype, value.dtype, torch.float32), query.dtype)
     rows = query.new_empty(query.shape[:3], dtype=dtype)
-    return query.new_empty(*query.shape[:3], value.shape[3]), rows, torch.empty_like(rows)
+    centre = value.new_empty(*query.shape[:2], 1, value.shape[3]) if centred else value.new_empty(0)
+    return query.new_empty(*query.shape[:3], value.shape[3]), rows, torch.empty_like(rows), centre
 
 
 def _fake_backward(
@@ -40,8 +44,8 @@ def _fake_backward(
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape), dinputs
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    query, key, value, tensors, numbers, seed, ctx.dropout_p, ctx.program = inputs
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
+    query, key, value, tensors, numbers, seed, ctx.dropout_p, ctx.program, _ = inputs
     ctx.numbers = list(numbers)
     ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(query, key, value, seed, *output, *tensors)
@@ -49,24 +53,28 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 
 @once
 def _gradients(ctx: Any, saved: Sequence[Tensor], grad_out: Tensor) -> tuple[Any, ...]:
-    query, key, value, seed, out, row_max, row_sum, *tensors = saved
+    query, key, value, seed, out, row_max, row_sum, centre, *tensors = saved
     wanted = [bool(need) for need in ctx.needs_input_grad[3]]
     dquery, dkey, dvalue, dinputs = chunked_backward(
-        grad_out, query, key, value, tensors, ctx.numbers, seed, ctx.dropout_p, out, row_max, row_sum, ctx.program,
-        wanted,
+        grad_out, query, key, value, tensors, ctx.numbers, seed, ctx.dropout_p, out, row_max, row_sum, centre,
+        ctx.program, wanted,
     )  # fmt: skip
     dinputs = [d if need else None for d, need in zip(dinputs, wanted, strict=True)]
     # torch takes an empty list for the gradients of a list, and None for no gradient of anything else.
-    return (dquery, dkey, dvalue, dinputs, None if ctx.numbers else [], None, None, None)
+    return (dquery, dkey, dvalue, dinputs, None if ctx.numbers else [], None, None, None, None)
 
 
 _LIBRARY = torch.library.Library("attn_fuse", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
 _ARGUMENTS = "Tensor query, Tensor key, Tensor value, Tensor[] inputs, SymInt[] numbers, Tensor? seed, float dropout_p"
-_LIBRARY.define(f"{_FORWARD}({_ARGUMENTS}, str program) -> (Tensor out, Tensor row_max, Tensor row_sum)", tags=_TAGS)
 _LIBRARY.define(
-    f"{_BACKWARD}(Tensor grad_out, {_ARGUMENTS}, Tensor out, Tensor row_max, Tensor row_sum, str program, "
-    "bool[] wanted) -> (Tensor dquery, Tensor dkey, Tensor dvalue, Tensor[] dinputs)",
+    f"{_FORWARD}({_ARGUMENTS}, str program, bool centred) -> "
+    "(Tensor out, Tensor row_max, Tensor row_sum, Tensor centre)",
+    tags=_TAGS,
+)
+_LIBRARY.define(
+    f"{_BACKWARD}(Tensor grad_out, {_ARGUMENTS}, Tensor out, Tensor row_max, Tensor row_sum, Tensor centre, "
+    "str program, bool[] wanted) -> (Tensor dquery, Tensor dkey, Tensor dvalue, Tensor[] dinputs)",
     tags=_TAGS,
 )
 _LIBRARY.impl(_FORWARD, attend, "CompositeExplicitAutograd")

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from attn_fuse.kernels.centring import less_centre
 from attn_fuse.kernels.chunked_diagonals import Diagonals, Skewed, diagonals, differences, skewed
 from attn_fuse.kernels.chunked_dropout import Dropout, dropout
 from attn_fuse.kernels.chunked_steps import Steps
@@ -58,6 +59,7 @@ class Plan:
     """One call. inputs: the caller's, then those along diagonals. wanted: the numbers of those with a gradient.
 
     multiplied: the dtype of what is multiplied, but for the scores; all else is computed in `dtype`, the compute dtype.
+    centre: what values are taken less, [B, H, 1, Dv], the same for heads that share a key head.
     """
 
     query: Tensor
@@ -72,6 +74,7 @@ class Plan:
     compiles: bool
     positions: list[Tensor]
     constants: list[Tensor]
+    centre: Tensor | None = None
     buffers: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
     skews: dict[tuple[int, ...], Skewed] = field(default_factory=dict)
 
@@ -118,7 +121,10 @@ class Plan:
             for h in range(0, self.key.shape[1], kv_heads):
                 entries, of_keys = slice(b, min(b + together, batch)), slice(h, min(h + kv_heads, self.key.shape[1]))
                 of_queries = slice(of_keys.start * self.groups, of_keys.stop * self.groups)
-                key, value = (x[entries, of_keys].to(self.multiplied).flatten(0, 1) for x in (self.key, self.value))
+                key, value = self.key[entries, of_keys], self.value[entries, of_keys]
+                if self.centre is not None:
+                    value = less_centre(value, self.centre[entries, of_queries])
+                key, value = (x.to(self.multiplied).flatten(0, 1) for x in (key, value))
                 yield Part(entries, of_queries, of_keys, key, value)
 
     def query_blocks(self) -> Iterator[tuple[int, int]]:
@@ -158,7 +164,7 @@ class Plan:
         if program.visible is None or device.type != "cpu" or self.sizes[3] <= MASK_TILE:
             return None
         tiles = (self.block_sizes[1], MASK_TILE)
-        return visibility(program, self.inputs, self.numbers, self.sizes, tiles, device).some
+        return visibility(program, self.inputs, self.numbers, self.sizes, tiles, device, self.dtype).some
 
     def block(self, part: Part, queries: tuple[int, int], keys: tuple[int, int]) -> Block:
         batch, heads = part.batch.stop - part.batch.start, part.heads.stop - part.heads.start
@@ -203,7 +209,7 @@ class Plan:
         match node:
             case ("number", n):
                 return self.constants[n]
-            case ("input", n) if n >= self.diagonals.first:
+            case ("diagonal", n):
                 return _small(self.diagonal(self.inputs[n], block)).squeeze(-2).unfold(-1, block.shape[3], 1)
             case ("input", n):
                 return _small(narrowed(self.inputs[n], block))
@@ -247,8 +253,12 @@ def planned(
     dropout_p: float,
     program: str,
     wanted: Sequence[bool] = (),
+    centre: Tensor | None = None,
 ) -> Plan:
-    """wanted: whether each input's gradient is. Raises ValueError for shapes, dtypes or a program that do not fit."""
+    """wanted: whether each input's gradient is. centre: as in `Plan`.
+
+    Raises ValueError for shapes, dtypes or a program that do not fit.
+    """
     given, dtype = _checked(query, key, value, seed, dropout_p)
     sizes = (*query.shape[:3], key.shape[2])
     batch, heads, q_len, kv_len = sizes
@@ -256,7 +266,9 @@ def planned(
     multiplied = given if given == torch.bfloat16 and _multiplies_bfloat16(device) else dtype
     found = diagonals(program, [x.shape for x in inputs])
     where = differences(q_len, kv_len, batch, heads, device, dtype)
+    # What depends on neither position, as i - i, is one number for all differences.
     along = [evaluate(tree, None, inputs, numbers, where) for tree in found.trees]
+    along = [x.expand(*x.shape[:3], where.shape[3]) for x in along]
     grows = {n for n, want in enumerate(wanted) if want and inputs[n].is_floating_point()}
     grows |= {found.first + n for n, tree in enumerate(found.trees) if differentiable([tree], reads(tree, grows))}
     drops = dropout_p > 0 and seed is not None
@@ -273,6 +285,7 @@ def planned(
         compiles=math.prod(sizes) >= COMPILE_FROM,
         positions=[_along(torch.arange(n, device=device), dim) for dim, n in enumerate(sizes)],
         constants=[_along(torch.tensor([int(n)], device=device), 0) for n in numbers],
+        centre=centre,
     )
 
 
@@ -286,14 +299,13 @@ def _steps(found: Diagonals, wanted: frozenset[int], drops: bool, dtype: torch.d
     program = found.program
     trees = [program.score] if program.factor is None else [program.score, program.factor]
     distinct = list({id(node): node for tree in trees for node in nodes(tree)}.values())
-    read = [node for node in distinct if node[0] in ("input", "gather") and node[1] in wanted]
+    read = [node for node in distinct if node[0] in ("input", "diagonal", "gather") and node[1] in wanted]
     return Steps(
         program=program,
-        leaves=tuple(node for node in distinct if node[0] in ("number", "input", *POSITIONS)),
+        leaves=tuple(node for node in distinct if node[0] in ("number", "input", "diagonal", *POSITIONS)),
         sources=tuple(sorted({node[1] for node in distinct if node[0] == "gather"})),
-        wanted=tuple(node for node in read if node[1] < found.first),
-        into=tuple(node for node in read if node[1] >= found.first),
-        diagonal=found.first,
+        wanted=tuple(node for node in read if node[0] != "diagonal"),
+        into=tuple(node for node in read if node[0] == "diagonal"),
         drops=drops,
         dtype=dtype,
         multiplied=multiplied,

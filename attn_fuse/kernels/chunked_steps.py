@@ -18,7 +18,7 @@ from torch import Tensor
 
 from attn_fuse.kernels.chunked_dropout import kept
 from attn_fuse.kernels.score_gradient import differentiable, gradients, needed
-from attn_fuse.kernels.score_program import Block, Memo, ScoreProgram, Tree, evaluate, nodes, widened
+from attn_fuse.kernels.score_program import Block, Memo, ScoreProgram, Tree, evaluate, gathered, nodes, widened
 from attn_fuse.torch_internals import compiled_for_any_size
 
 log = logging.getLogger("attn_fuse")
@@ -32,8 +32,8 @@ _STAND_INS = (3, 7, 440, 120)
 class Steps:
     """The point-wise steps of a score program.
 
-    leaves: the nodes whose tensors are handed in, block by block; an input from number `diagonal` on with its rows
-    in reverse. sources: the inputs that are looked up, handed in whole. wanted: those of the leaves and lookups whose
+    leaves: the nodes whose tensors are handed in, block by block; what is read along diagonals has its rows in
+    reverse. sources: the inputs that are looked up, handed in whole. wanted: those of the leaves and lookups whose
     gradient is; into: those whose gradient goes into memory handed in, and is not given. drops: whether there is
     dropout. dtype: of the scores and all that is computed; multiplied: of what a product is then made of.
     """
@@ -43,7 +43,6 @@ class Steps:
     sources: tuple[int, ...]
     wanted: tuple[Tree, ...]
     into: tuple[Tree, ...]
-    diagonal: int
     drops: bool
     dtype: torch.dtype
     multiplied: torch.dtype
@@ -59,6 +58,10 @@ class Steps:
     @functools.cached_property
     def path(self) -> list[Tree]:
         return differentiable(self.trees, [*_raw_scores(self.trees), *self.wanted, *self.into])
+
+    @functools.cached_property
+    def _looked_up(self) -> set[int]:
+        return {id(x) for node in self.wanted for x in node[2:]}
 
     def forward(self, raw: Tensor, row_max: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """raw [B, H, rows, columns] becomes exp(score - maximum), times factor and dropout.
@@ -87,12 +90,12 @@ class Steps:
         """raw becomes its own gradient; dweights, grad_out times value, becomes the weights that met the value.
 
         shift, over_sum, delta [B, H, rows, 1]: the maximum, 1 / the sum, grad_out . out. tensors: as in `forward`,
-        but for the memory for `into` after that for raw. Gives the gradients of `wanted`, in that order, as large as
-        what they read.
+        but for the memory for `into` after that for raw. Gives, for each of `wanted` in that order, its gradient, as
+        large as what it reads, and behind that of a "gather" the indices at which it read.
         """
         becomes, tensors = self._becomes(raw, tensors)
         memory, tensors = tensors[: len(self.into)], tensors[len(self.into) :]
-        block, memo = self._read(raw, tensors, set(self.program.shared) | needed(self.path))
+        block, memo = self._read(raw, tensors, set(self.program.shared) | needed(self.path) | self._looked_up)
         scores, *factors = (self._final(tree, raw, tensors, block, memo) for tree in self.trees)
         weights = (scores - shift).exp() * over_sum
         used, flowing, given = weights, dweights.to(self.dtype), []
@@ -106,7 +109,11 @@ class Steps:
         score = _raw_scores(self.trees)
         found = gradients(self.path, [*score, *self.wanted, *self.into], given, (), block, memo)
         nothing = raw.new_zeros(1, 1, 1, 1)
-        results = [found.get(id(node), nothing) for node in self.wanted]
+        results = []
+        for node in self.wanted:
+            results.append(found.get(id(node), nothing))
+            if node[0] == "gather":
+                results += gathered(node, self._whole(tensors), (), block, memo)
         for node, place in zip(self.into, memory, strict=True):
             place.copy_(found.get(id(node), nothing))
         draw = found.get(id(score[0]), nothing) if score else nothing
@@ -122,13 +129,14 @@ class Steps:
         block = Block(batch, heads, (0, rows), (0, columns), raw.device, self.dtype)
         memo: Memo = dict.fromkeys(keep)
         for node, tensor in zip(self.leaves, tensors, strict=False):
-            reverse = node[0] == "input" and node[1] >= self.diagonal
-            memo[id(node)] = widened(tensor.flip(-2) if reverse else tensor, block)
+            memo[id(node)] = widened(tensor.flip(-2) if node[0] == "diagonal" else tensor, block)
         return block, memo
 
     def _final(self, tree: Tree, raw: Tensor | None, tensors: Sequence[Tensor], block: Block, memo: Memo) -> Tensor:
-        inputs: Any = dict(zip(self.sources, tensors[len(self.leaves) :], strict=False))
-        return evaluate(tree, raw, inputs, (), block, memo).to(self.dtype).expand(block.shape)
+        return evaluate(tree, raw, self._whole(tensors), (), block, memo).to(self.dtype).expand(block.shape)
+
+    def _whole(self, tensors: Sequence[Tensor]) -> Any:
+        return dict(zip(self.sources, tensors[len(self.leaves) :], strict=False))
 
 
 def shift_of(row_max: Tensor) -> Tensor:

@@ -44,11 +44,25 @@ Stopwatch: TypeAlias = Callable[[Case, Sequence[Kernel]], Times]
 
 @dataclass(frozen=True)
 class Choice:
-    """The kernel, or None to leave the site as written; why each other one was not chosen; what it rests on."""
+    """The kernel, or None to leave the site as written; why each other one was not chosen; what it rests on.
+
+    then: the kernels that would have been chosen in its place, best first.
+    """
 
     kernel: Kernel | None
     why_not: WhyNot
     because: str
+    then: tuple[Kernel, ...] = ()
+
+    def without(self, reason: str) -> Choice:
+        """The choice where a call of the kernel cannot be written into the graph, for `reason`: the next best one."""
+        if self.kernel is None:
+            return self
+        following = self.then[0] if self.then else None
+        why_not = self.why_not | {self.kernel.name: (f"its call cannot be written into the graph: {reason}",)}
+        if following is not None:
+            why_not.pop(following.name, None)
+        return Choice(following, why_not, f"{self.kernel.name} cannot be called: {reason}", self.then[1:])
 
 
 def pick(
@@ -73,7 +87,7 @@ def pick(
         return Choice(None, why_not, _no_kernel(why_not, facts, allowed))
     if allowed is not None or fuse_all:
         others = {k.name: (f"{able[0].name} is preferred",) for k in able[1:]}
-        return Choice(able[0], why_not | others, "asked for")
+        return Choice(able[0], why_not | others, "asked for", tuple(able[1:]))
     if facts.weights_used:
         because = "the weights are also used outside the attention, so nothing is saved"
         return Choice(None, why_not | {k.name: (because,) for k in able}, because)
@@ -116,12 +130,12 @@ def _fastest(known: dict[Kernel, Comparison], why_not: WhyNot, note: str) -> Cho
         return found.ratio / (_DOUBT if found.is_estimate else 1.0)
 
     said = {k: f"{found.ratio:.2f} of the time as written, {found.how}" for k, found in known.items()}
-    best = min(known, key=lambda k: doubted(known[k]))
+    best, *others = sorted(known, key=lambda k: doubted(known[k]))
     for kernel in known:
         why_not[kernel.name] = (said[kernel],)
     if doubted(known[best]) < 1:
         del why_not[best.name]
-        return Choice(best, why_not, said[best] + note)
+        return Choice(best, why_not, said[best] + note, tuple(k for k in others if doubted(known[k]) < 1))
     return Choice(
         None, why_not, f"no kernel is faster than the program as written: {best.name} takes {said[best]}{note}"
     )

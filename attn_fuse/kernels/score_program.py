@@ -7,6 +7,7 @@ A tree is a nested tuple (a list in JSON) whose first entry names the node:
     ["const", c]             a bool, int or float; "inf", "-inf" and "nan" where JSON has no number
     ["number", n]            entry n of `numbers`, an int
     ["input", n]             tensor n of `inputs`, [B|1, H|1, Lq|1, Lk|1], at this element
+    ["diagonal", n]          what `chunked_diagonals` has put in a tree's place: only a memo has its value
     ["gather", n, x...]      tensor n of `inputs`, whole, at these integers, one a dimension
     ["cast", "float32", x]   x in the dtype of that name
     ["where", c, x, y]       ["and", x...]  ["or", x...]  ["not", x]
@@ -150,7 +151,7 @@ class ScoreProgram:
         return ScoreProgram(**parts)
 
 
-_NO_BOUND = frozenset(set(_ARITY) - set(_BOUNDS) | {"input", "gather", "cast", "and", "or"})
+_NO_BOUND = frozenset(set(_ARITY) - set(_BOUNDS) | {"input", "diagonal", "gather", "cast", "and", "or"})
 _SOFTLY = "unless_empty"
 _FORBIDDEN = {
     "score": frozenset[str](), "factor": frozenset({"score"}), "sink": frozenset({"score", "j"}),
@@ -234,24 +235,19 @@ def read(node: Tree, inputs: Sequence[Tensor], numbers: Sequence[int], block: Bl
 def gathered(
     node: Tree, inputs: Sequence[Tensor], numbers: Sequence[int], block: Block, memo: Memo
 ) -> tuple[Tensor, ...]:
-    """The indices of a "gather" node: int64, one a dimension, of shapes that broadcast."""
+    """The indices of a "gather" node: int64, one a dimension, of shapes that broadcast; of an "input" none.
+
+    memo: the one that the node's value was computed with, so that the element read is the one that gets the gradient.
+    """
     return tuple(evaluate(x, None, inputs, numbers, block, memo).long() for x in node[2:])
 
 
-def accumulate(
-    node: Tree,
-    gradient: Tensor,
-    into: Tensor,
-    inputs: Sequence[Tensor],
-    numbers: Sequence[int],
-    block: Block,
-    memo: Memo,
-) -> None:
-    """Add to `into`, the gradient of a whole input, that of what `node` has read of it on this block."""
+def accumulate(node: Tree, gradient: Tensor, into: Tensor, indices: tuple[Tensor, ...], block: Block) -> None:
+    """Add to `into`, the gradient of a whole input, that of what `node` has read of it on this block at `indices`."""
     if node[0] == "input":
         narrowed(into, block).add_(gradient)
     elif into.ndim:
-        into.index_put_(gathered(node, inputs, numbers, block, memo), gradient, accumulate=True)
+        into.index_put_(indices, gradient, accumulate=True)
     else:
         into.add_(gradient.sum())
 
@@ -311,7 +307,7 @@ def _interned(tree: Any, known: dict[Any, Tree]) -> Tree:
             constants, rest = [float(text)], []
         case "const", [bool() | int() | float() as number]:
             constants, rest = [number], []
-        case "number" | "input", [int(n)] if n >= 0:
+        case "number" | "input" | "diagonal", [int(n)] if n >= 0:
             constants, rest = [n], []
         case "gather", [int(n), *rest] if n >= 0:
             constants = [n]
@@ -322,7 +318,7 @@ def _interned(tree: Any, known: dict[Any, Tree]) -> Tree:
         case str(), _ if name in _ARITY:
             if len(rest) != _ARITY[name]:
                 raise ValueError(f"{name!r} of a score program takes {_ARITY[name]} operands, not {len(rest)}")
-        case "const" | "number" | "input" | "gather" | "cast" | "and" | "or", _:
+        case "const" | "number" | "input" | "diagonal" | "gather" | "cast" | "and" | "or", _:
             raise ValueError(f"{name!r} of a score program cannot take {rest!r}")
         case _:
             raise ValueError(f"a score program has no node {name!r}")
@@ -354,14 +350,14 @@ def narrowed(source: Tensor, block: Block) -> Tensor:
 
 
 def widened(x: Tensor, block: Block) -> Tensor:
-    """`x` at least in the compute dtype, where it is floating."""
-    return x.to(torch.promote_types(x.dtype, block.dtype)) if x.is_floating_point() else x
+    """`x` at least in float32, where it is floating: the types that it is computed in are then those of the program."""
+    return x.to(torch.promote_types(x.dtype, torch.float32)) if x.is_floating_point() else x
 
 
 def as_tensors(values: Sequence[Any], block: Block) -> list[Tensor]:
     """Constants as tensors of one element. They have four dimensions, so that they widen what they meet."""
     dtypes = [x.dtype for x in values if isinstance(x, Tensor) and x.is_floating_point()]
-    widest = functools.reduce(torch.promote_types, dtypes, block.dtype)
+    widest = functools.reduce(torch.promote_types, dtypes, torch.float32) if dtypes else block.dtype
 
     def as_tensor(x: Any) -> Tensor:
         if isinstance(x, Tensor):

@@ -81,6 +81,9 @@ def _common_limits(attention: Attention, facts: Facts) -> Iterator[str]:
     if facts.bias_may_hide and facts.training:
         # Their backward takes exp(score - lse), and at a score like -1e9 the lse has lost the number of keys.
         yield "a bias that may hide every key of a query, as padding does, would get a wrong gradient"
+    tags = torch.ops.aten.scaled_dot_product_attention.default.tags
+    if facts.checkpointed and torch.Tag.nondeterministic_seeded in tags:
+        yield "torch takes it for random, and has nothing random in a checkpoint of a graph without gradients"
     if facts.q_len == 0 or facts.kv_len == 0 or facts.batch == 0:
         yield "takes no empty sequence"
 

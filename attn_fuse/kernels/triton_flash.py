@@ -19,6 +19,7 @@ from torch.fx import Node
 from attn_fuse.attention import Attention
 from attn_fuse.builder import tensor
 from attn_fuse.facts import Facts
+from attn_fuse.kernels.centring import attended, gains
 from attn_fuse.kernels.kernel import Kernel
 from attn_fuse.kernels.score_program import ScoreProgram, Tree, nodes
 from attn_fuse.kernels.triton import flash_op, packed_op
@@ -66,8 +67,9 @@ def emit(call: Call) -> Node:
         of_keys,
         call.dropout_p(),
         score.program.dumps(),
+        gains(call),
     )
-    return call.node(operator.getitem, results, 0)
+    return attended(call, results)
 
 
 def _spans(call: Call, score: Written) -> tuple[Node | None, Node | None]:

@@ -21,6 +21,9 @@ from attn_fuse.kernels.score_program import COMPARISONS, Block, ScoreProgram, Tr
 _Interval = tuple[Tensor, Tensor]
 # Keys that are looked at one by one, or together.
 _STRETCH = 32
+# Far from where int64 wraps around, so that roundings do not matter.
+_LARGE = 2.0**62
+_FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -42,14 +45,14 @@ def visibility(
     sizes: tuple[int, int, int, int],
     blocks: tuple[int, int],
     device: torch.device,
+    dtype: torch.dtype = torch.float32,
 ) -> Visibility:
     """sizes: batch, heads, q_len, kv_len. blocks: queries and keys in one; the last of each may be shorter.
+    dtype: the kernel's compute dtype, which fractions are made in.
 
     Keys beyond kv_len and queries beyond q_len, in a last block, count neither for `some` nor against `every`.
     """
     batch, heads, q_len, kv_len = sizes
-    dtypes = [x.dtype for x in inputs if x.is_floating_point()]
-    dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
     whole = Block(batch, heads, (0, q_len), (0, kv_len), device, dtype)
     every, some = _within_bounds(program, numbers, whole, blocks)
     if program.visible is not None:
@@ -122,7 +125,7 @@ class _Intervals:
 
     def _found(self, tree: Tree) -> _Interval:
         if len(self._depends_on(tree)) < 2:
-            exact = evaluate(tree, None, self.inputs, self.numbers, self.whole)
+            exact = _ordered(evaluate(tree, None, self.inputs, self.numbers, self.whole))
             return self._reduced(exact, torch.amin), self._reduced(exact, torch.amax)
         match tree:
             case ("and" | "or" as name, *parts):
@@ -137,12 +140,14 @@ class _Intervals:
                 return _compared(name, self.of(a), self.of(b))
             case ("cast", "bool", part):
                 return _as_bool(self.of(part))
-            # A narrower integer would wrap around.
-            case ("cast", str(name), part) if name == "int64" or getattr(torch, name).is_floating_point:
-                low, high = self.of(part)
-                return low.to(getattr(torch, name)), high.to(getattr(torch, name))
+            case ("cast", str(name), part) if getattr(torch, name) in (torch.int64, *_FLOATING):
+                return _converted(self.of(part), getattr(torch, name))
             case (name, *parts) if name in _MONOTONE:
-                return _MONOTONE[name](*(_arithmetic(self.of(part)) for part in parts))
+                operands = [self.of(part) for part in parts]
+                dtype = functools.reduce(torch.promote_types, (low.dtype for low, _ in operands))
+                # Of two Booleans torch's sum is no sum.
+                if dtype != torch.bool:
+                    return _arithmetic(_MONOTONE[name], operands, dtype)
         return self._by_strips(tree)
 
     def _depends_on(self, tree: Tree) -> frozenset[str]:
@@ -172,7 +177,7 @@ class _Intervals:
             strip = Block(
                 self.whole.batch, self.whole.heads, queries, self.whole.keys, self.whole.device, self.whole.dtype
             )
-            exact = evaluate(tree, None, self.inputs, self.numbers, strip)
+            exact = _ordered(evaluate(tree, None, self.inputs, self.numbers, strip))
             exact = exact.expand(*exact.shape[:2], *strip.shape[2:])
             lows.append(_reduced_along(exact.amin(2, keepdim=True), 3, self.blocks[1], torch.amin))
             highs.append(_reduced_along(exact.amax(2, keepdim=True), 3, self.blocks[1], torch.amax))
@@ -231,20 +236,42 @@ def _compared(name: str, a: _Interval, b: _Interval) -> _Interval:
     return must & ~unknown, can | unknown
 
 
-def _arithmetic(x: _Interval) -> _Interval:
+def _ordered(x: Tensor) -> Tensor:
+    """`x` in a dtype that torch finds a least and a greatest number of; of the largest integers nothing is known."""
+    match x.dtype:
+        case torch.uint16 | torch.uint32:
+            return x.long()
+        case torch.uint64:
+            return torch.full(x.shape, torch.nan, device=x.device)
+    return x
+
+
+def _converted(x: _Interval, dtype: torch.dtype) -> _Interval:
+    """`x` in a wider dtype, or a floating one."""
     low, high = x
-    return (low.long(), high.long()) if low.dtype == torch.bool else x
+    if not low.is_floating_point() or dtype.is_floating_point:
+        return low.to(dtype), high.to(dtype)
+    # NaN and what is too large become any integer.
+    known, limits = (low >= -_LARGE) & (high <= _LARGE), torch.iinfo(dtype)
+    low, high = (torch.where(known, end, 0.0).to(dtype) for end in x)
+    return torch.where(known, low, limits.min), torch.where(known, high, limits.max)
+
+
+def _arithmetic(operation: Callable[..., _Interval], operands: Sequence[_Interval], dtype: torch.dtype) -> _Interval:
+    """One of `_MONOTONE` on operands that are computed with in `dtype`."""
+    if dtype.is_floating_point:
+        return operation(*((low.to(dtype), high.to(dtype)) for low, high in operands))
+    # Integers wrap around beyond their limits, and the ends say nothing then.
+    limits = torch.iinfo(dtype)
+    roughly = operation(*((low.double(), high.double()) for low, high in operands))
+    fits = (roughly[0] >= max(limits.min, -_LARGE)) & (roughly[1] <= min(limits.max, _LARGE))
+    low, high = operation(*((low.long(), high.long()) for low, high in operands))
+    return torch.where(fits, low, limits.min).to(dtype), torch.where(fits, high, limits.max).to(dtype)
 
 
 def _product(a: _Interval, b: _Interval) -> _Interval:
     products = [x * y for x in a for y in b]
-    low, high = functools.reduce(torch.minimum, products), functools.reduce(torch.maximum, products)
-    if low.is_floating_point():
-        return low, high
-    # Integers wrap around, and the ends say nothing then.
-    large = functools.reduce(torch.maximum, [x.double().abs() * y.double().abs() for x in a for y in b]) >= 2.0**62
-    limits = torch.iinfo(low.dtype)
-    return torch.where(large, limits.min, low), torch.where(large, limits.max, high)
+    return functools.reduce(torch.minimum, products), functools.reduce(torch.maximum, products)
 
 
 def _absolute(x: _Interval) -> _Interval:
@@ -259,13 +286,13 @@ def _promoted(*several: Tensor) -> list[Tensor]:
     return [x.to(dtype) for x in several]
 
 
-# Interval arithmetic where the ends of the result come from the ends of the operands.
+# Interval arithmetic where the ends of the result come from the ends of the operands, all of one dtype.
 _MONOTONE: dict[str, Callable[..., _Interval]] = {
     "add": lambda a, b: (a[0] + b[0], a[1] + b[1]),
     "sub": lambda a, b: (a[0] - b[1], a[1] - b[0]),
     "neg": lambda a: (-a[1], -a[0]),
     "mul": _product,
     "abs": _absolute,
-    "maximum": lambda a, b: (torch.maximum(*_promoted(a[0], b[0])), torch.maximum(*_promoted(a[1], b[1]))),
-    "minimum": lambda a, b: (torch.minimum(*_promoted(a[0], b[0])), torch.minimum(*_promoted(a[1], b[1]))),
+    "maximum": lambda a, b: (torch.maximum(a[0], b[0]), torch.maximum(a[1], b[1])),
+    "minimum": lambda a, b: (torch.minimum(a[0], b[0]), torch.minimum(a[1], b[1])),
 }

@@ -4,5 +4,6 @@ from attn_fuse.operations.across import ACROSS
 from attn_fuse.operations.creation import CREATION
 from attn_fuse.operations.elementwise import ELEMENTWISE
 from attn_fuse.operations.layout import LAYOUT
+from attn_fuse.operations.written import WRITTEN
 
-OPERATIONS = {**LAYOUT, **CREATION, **ELEMENTWISE, **ACROSS}
+OPERATIONS = {**LAYOUT, **WRITTEN, **CREATION, **ELEMENTWISE, **ACROSS}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,8 @@ from attn_fuse.operations.operation import Indices, NoClosedForm, Operation, Ten
 def _bmm(call: Operation) -> Tensor:
     a, b = call["self"], call["mat2"]
     dtype, axis = call.result.dtype, call.axis("e", a.shape[-1])
+    if not dtype.is_floating_point:
+        raise NoClosedForm("a product of whole numbers")
 
     def at(index: Indices) -> Expr:
         *batch, row, column = index
@@ -34,7 +37,20 @@ def _softmax(call: Operation) -> Tensor:
 
     def at(index: Indices) -> Expr:
         body = x.at((*index[:dim], axis, *index[dim + 1 :]))
-        return ex.Softmax(axis, al.cast(dtype, body, x.dtype), index[dim], dtype)
+        return ex.Softmax(axis, al.cast(dtype, body, x.dtype, call.space), index[dim], dtype)
+
+    return call.tensor(at)
+
+
+def _safe_softmax(call: Operation) -> Tensor:
+    """A softmax that gives zeros where all of a row is minus infinity."""
+    weights, x, dim, space = _softmax(call), call["self"], call.dim(), call.space
+    axis = call.axis("r", x.shape[dim])
+
+    def at(index: Indices) -> Expr:
+        body = al.cast(weights.dtype, x.at((*index[:dim], axis, *index[dim + 1 :])), x.dtype, space)
+        hidden = ex.Reduce("all", axis, al.compare("eq", body, ex.Const(-math.inf)))
+        return al.select(hidden, ex.Const(0.0), weights.at(index))
 
     return call.tensor(at)
 
@@ -91,6 +107,8 @@ def _reduction(name: str) -> Callable[[Operation], Tensor]:
         given = call.get("dim", None)
         if name == "sum" and x.dtype != call.result.dtype and not x.dtype.is_floating_point:
             raise NoClosedForm("a sum of whole numbers")
+        if not x.shape:
+            raise NoClosedForm(f"{name} of one number")
         dims = given if isinstance(given, (list, tuple)) else [given]
         if not dims or dims == [None]:
             dims = list(range(len(x.shape)))
@@ -107,7 +125,7 @@ def _of_scores(body: Expr, name: str) -> Expr:
 
 def _mean(call: Operation) -> Tensor:
     x, dims = call["self"], call["dim"]
-    if not dims:
+    if not dims or not x.shape:
         raise NoClosedForm("a reduction to one number")
     dims = [d % len(x.shape) for d in dims]
     count = sympy.prod([x.shape[d] for d in dims])
@@ -123,6 +141,8 @@ def _extreme(name: str) -> Callable[[Operation], list[Tensor]]:
     def handler(call: Operation) -> list[Tensor]:
         values, positions = call.node.meta["val"]
         x, dim = call["self"], call.dim()
+        if not x.shape:
+            raise NoClosedForm(f"{name} of one number")
         axis, keepdim = call.axis("r", x.shape[dim]), bool(call["keepdim"])
 
         def at(index: Indices) -> Expr:
@@ -139,7 +159,7 @@ def _extreme(name: str) -> Callable[[Operation], list[Tensor]]:
 
 def _logsumexp(call: Operation) -> Tensor:
     x, dims = call["self"], call["dim"]
-    if len(dims) != 1:
+    if len(dims) != 1 or not x.shape:
         raise NoClosedForm("a log-sum-exp over several dimensions")
     dim, keepdim = dims[0] % len(x.shape), bool(call["keepdim"])
     axis = call.axis("r", x.shape[dim])
@@ -169,7 +189,7 @@ ACROSS: dict[Any, Callable[[Operation], Any]] = {
     aten.mm.default: _bmm,
     aten._softmax.default: _softmax,
     aten._log_softmax.default: _log_softmax,
-    aten._safe_softmax.default: _softmax,
+    aten._safe_softmax.default: _safe_softmax,
     torch.ops.attn_fuse.dropout_marker.default: _dropout,
     aten.sum.dim_IntList: _reduction("sum"),
     aten.mean.dim: _mean,

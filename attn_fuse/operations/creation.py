@@ -16,8 +16,12 @@ from attn_fuse.operations.operation import Indices, NoClosedForm, Operation, Ten
 
 def _filled(name: str) -> Callable[[Operation], Tensor]:
     def handler(call: Operation) -> Tensor:
-        value = number(call[name]) if not isinstance(call[name], Tensor) else call[name].at(())
-        return call.tensor(lambda index: al.cast(call.result.dtype, value, torch.float64))
+        given, dtype = call[name], call.result.dtype
+        if isinstance(given, Tensor):
+            value, held = given.at(()), given.dtype
+        else:
+            value, held = number(given), torch.int64 if isinstance(given, torch.SymInt) else torch.float64
+        return call.tensor(lambda index: al.cast(dtype, value, held, call.space))
 
     return handler
 
@@ -34,7 +38,7 @@ def _iota(call: Operation) -> Tensor:
 
     def at(index: Indices) -> Expr:
         value = ex.Index(sympy.expand(size(start) + size(step) * index[0]))
-        return al.cast(dtype, value, torch.int64)
+        return al.computed(value, dtype, call.space)
 
     return call.tensor(at)
 
@@ -54,6 +58,24 @@ def _triangle(keep_lower: bool) -> Callable[[Operation], Tensor]:
     return handler
 
 
+class TrianglePlace(sympy.Function):
+    """TrianglePlace(axis, n, rows, columns, offset, upper): row (axis 0) or column (1) of place number n of a triangle.
+
+    It has no closed form; what is written at all of these places has.
+    """
+
+    nargs = 6
+    is_integer = True
+
+
+def _triangle_indices(upper: int) -> Callable[[Operation], Tensor]:
+    def handler(call: Operation) -> Tensor:
+        triangle = (size(call["row"]), size(call["col"]), size(call["offset"]), sympy.Integer(upper))
+        return call.tensor(lambda index: ex.Index(TrianglePlace(*index, *triangle)))
+
+    return handler
+
+
 CREATION: dict[Any, Callable[[Operation], Any]] = {
     aten.full.default: _filled("fill_value"),
     aten.full_like.default: _filled("fill_value"),
@@ -67,6 +89,8 @@ CREATION: dict[Any, Callable[[Operation], Any]] = {
     aten.arange.start: _iota,
     aten.arange.default: _iota,
     torch.ops.prims.iota.default: _iota,
+    aten.tril_indices.default: _triangle_indices(0),
+    aten.triu_indices.default: _triangle_indices(1),
     aten.tril.default: _triangle(True),
     aten.triu.default: _triangle(False),
 }

@@ -12,30 +12,24 @@ import torch
 from attn_fuse import algebra as al
 from attn_fuse import expression as ex
 from attn_fuse.expression import Expr
-from attn_fuse.operations.operation import Indices, NoClosedForm, Operation, Tensor, aten, number, operand
+from attn_fuse.operations.operation import Indices, NoClosedForm, Operation, Tensor, aten, exact, number, operand
 
 
 def _arithmetic(build: Callable[[Expr, Expr], Expr], scaled: bool = False) -> Callable[[Operation], Tensor]:
     def handler(call: Operation) -> Tensor:
-        dtype = call.result.dtype
-        a, b = operand(call, "self", dtype), operand(call, "other", dtype)
+        dtype, space = call.result.dtype, call.space
+        a, b = operand(call, "self", dtype, wide=True), operand(call, "other", dtype, wide=True)
         alpha = number(call.get("alpha", 1)) if scaled else ex.Const(1)
 
         def at(index: Indices) -> Expr:
-            return _rounded_constant(build(a(index), al.mul(alpha, b(index))), dtype)
+            other = b(index)
+            if alpha not in (ex.Const(1), ex.Const(1.0)):
+                other = al.computed(al.mul(alpha, other), dtype, space)
+            return al.computed(build(a(index), other), dtype, space)
 
         return call.tensor(at)
 
     return handler
-
-
-def _rounded_constant(x: Expr, dtype: torch.dtype) -> Expr:
-    match x:
-        case ex.Const(value) if math.isfinite(value):
-            return ex.Const(al.rounded(value, dtype))
-        case ex.Select(cond, ex.Const() as a, ex.Const() as b):
-            return al.select(cond, _rounded_constant(a, dtype), _rounded_constant(b, dtype))
-    return x
 
 
 def _subtract(a: Expr, b: Expr) -> Expr:
@@ -55,7 +49,7 @@ def _remainder(call: Operation) -> Tensor:
 
 def _whole_division(call: Operation, name: str) -> Tensor:
     dtype, space = call.result.dtype, call.space
-    a, b = operand(call, "self", dtype), operand(call, "other", dtype)
+    a, b = (exact(call, operand(call, which, dtype)) for which in ("self", "other"))
 
     def at(index: Indices) -> Expr:
         match a(index), b(index):
@@ -65,17 +59,48 @@ def _whole_division(call: Operation, name: str) -> Tensor:
             case x, y if name == "trunc_divide":
                 if not dtype.is_floating_point:
                     raise NoClosedForm("a division that rounds towards zero")
-                return al.unary("trunc", al.div(x, y))
+                quotient = al.as_rounded(al.computed(al.div(x, y), dtype, space), call.leaf_dtypes)
+                return al.unary("trunc", quotient, dtype)
             case x, y:
-                return al.binary(name, x, y)
+                return al.computed(al.binary(name, x, y, dtype), dtype, space)
 
     return call.tensor(at)
 
 
 def _of_one(name: str) -> Callable[[Operation], Tensor]:
     def handler(call: Operation) -> Tensor:
-        x = operand(call, "self", call.result.dtype)
-        return call.tensor(lambda index: al.unary(name, x(index)))
+        dtype, space = call.result.dtype, call.space
+        x = operand(call, "self", dtype)
+        return call.tensor(lambda index: al.computed(al.unary(name, x(index), dtype), dtype, space))
+
+    return handler
+
+
+def _to_whole(name: str) -> Callable[[Operation], Tensor]:
+    """floor and its like, which leave whole numbers as they are."""
+
+    def handler(call: Operation) -> Tensor:
+        dtype, space = call.result.dtype, call.space
+        x = exact(call, operand(call, "self", dtype))
+
+        def at(index: Indices) -> Expr:
+            match x(index):
+                case ex.Index() as position:
+                    return position
+                # Of whole numbers that a dtype holds, its quotient is on the same side of each whole number.
+                case ex.Div(ex.Cast(_, ex.Index(value)), ex.Const(by)) if (
+                    name in ("floor", "trunc")
+                    and dtype in (torch.float32, torch.float64)
+                    and by > 0
+                    and by == int(by)
+                    and space.is_nonnegative(value)
+                    and al.is_exact(value, dtype, space)
+                ):
+                    return ex.Index(space.floordiv(value, sympy.Integer(int(by))))
+                case element:
+                    return al.unary(name, element, dtype)
+
+        return call.tensor(at)
 
     return handler
 
@@ -87,27 +112,35 @@ def _test(name: str) -> Callable[[Operation], Tensor]:
         x = call["self"]
         if not x.dtype.is_floating_point:
             return call.tensor(lambda index: ex.Const(name == "isfinite"))
-        return call.tensor(lambda index: al.unary(name, x.at(index)))
+        element = exact(call, x.at)
+        return call.tensor(lambda index: al.unary(name, element(index)))
 
     return handler
 
 
 def _is_infinite(value: float) -> Callable[[Operation], Tensor]:
-    return lambda call: call.tensor(lambda index: al.compare("eq", call["self"].at(index), ex.Const(value)))
-
-
-def _of_two(name: str, second: str = "other") -> Callable[[Operation], Tensor]:
     def handler(call: Operation) -> Tensor:
-        dtype = call.result.dtype
+        element = exact(call, call["self"].at)
+        return call.tensor(lambda index: al.compare("eq", element(index), ex.Const(value)))
+
+    return handler
+
+
+def _of_two(name: str, second: str = "other", jumps: bool = False) -> Callable[[Operation], Tensor]:
+    def handler(call: Operation) -> Tensor:
+        dtype, space = call.result.dtype, call.space
         a, b = operand(call, "self", dtype), operand(call, second, dtype)
-        return call.tensor(lambda index: al.binary(name, a(index), b(index)))
+        if jumps:
+            a, b = exact(call, a), exact(call, b)
+        return call.tensor(lambda index: al.computed(al.binary(name, a(index), b(index), dtype), dtype, space))
 
     return handler
 
 
 def _negate(call: Operation) -> Tensor:
-    x = operand(call, "self", call.result.dtype)
-    return call.tensor(lambda index: al.negative(x(index)))
+    dtype, space = call.result.dtype, call.space
+    x = operand(call, "self", dtype)
+    return call.tensor(lambda index: al.computed(al.negative(x(index)), dtype, space))
 
 
 def _clamp(call: Operation) -> Tensor:
@@ -121,7 +154,7 @@ def _clamp(call: Operation) -> Tensor:
     def at(index: Indices) -> Expr:
         element = x(index)
         for name, bound in bounds:
-            element = al.binary(name, element, bound(index))
+            element = al.binary(name, element, bound(index), call.result.dtype)
         return element
 
     return call.tensor(at)
@@ -130,7 +163,7 @@ def _clamp(call: Operation) -> Tensor:
 def _comparison(op: str) -> Callable[[Operation], Tensor]:
     def handler(call: Operation) -> Tensor:
         common = torch.result_type(*(_stand_in(call, name) for name in ("self", "other")))
-        a, b = operand(call, "self", common), operand(call, "other", common)
+        a, b = (exact(call, operand(call, which, common)) for which in ("self", "other"))
 
         def at(index: Indices) -> Expr:
             left, right = a(index), b(index)
@@ -206,14 +239,17 @@ def _gelu(call: Operation) -> Tensor:
 
 def _to_copy(call: Operation) -> Tensor:
     x, dtype = call["self"], call.result.dtype
-    return call.tensor(lambda index: al.cast(dtype, x.at(index), x.dtype))
+    # A cast to whole numbers or to Booleans jumps.
+    element = x.at if dtype.is_floating_point else exact(call, x.at)
+    return call.tensor(lambda index: al.cast(dtype, element(index), x.dtype, call.space))
 
 
 # Functions of one number that are taken as they are.
 UNARY = (
     "exp exp2 expm1 log log2 log10 log1p tanh sqrt rsqrt reciprocal abs sigmoid sin cos tan asin acos atan sinh cosh "
-    "asinh acosh atanh erf erfc floor ceil round trunc sign relu silu"
+    "asinh acosh atanh erf erfc sign relu silu"
 ).split()
+TO_WHOLE = "floor ceil round trunc".split()
 
 ELEMENTWISE: dict[Any, Callable[[Operation], Any]] = {
     aten.add.Tensor: _arithmetic(al.add, scaled=True),
@@ -230,6 +266,7 @@ ELEMENTWISE: dict[Any, Callable[[Operation], Any]] = {
     aten.remainder.Tensor: _remainder,
     aten.neg.default: _negate,
     **{getattr(aten, name).default: _of_one(name) for name in UNARY},
+    **{getattr(aten, name).default: _to_whole(name) for name in TO_WHOLE},
     **{getattr(aten, name).default: _test(name) for name in ("isnan", "isinf", "isfinite")},
     aten.isneginf.default: _is_infinite(-math.inf),
     aten.isposinf.default: _is_infinite(math.inf),
@@ -237,8 +274,8 @@ ELEMENTWISE: dict[Any, Callable[[Operation], Any]] = {
     aten.softplus.default: _softplus,
     aten.maximum.default: _of_two("maximum"),
     aten.minimum.default: _of_two("minimum"),
-    aten.fmod.Scalar: _of_two("fmod"),
-    aten.fmod.Tensor: _of_two("fmod"),
+    aten.fmod.Scalar: _of_two("fmod", jumps=True),
+    aten.fmod.Tensor: _of_two("fmod", jumps=True),
     aten.atan2.default: _of_two("atan2"),
     aten.pow.Tensor_Scalar: _of_two("pow", "exponent"),
     aten.pow.Tensor_Tensor: _of_two("pow", "exponent"),

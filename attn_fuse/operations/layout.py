@@ -19,8 +19,10 @@ from attn_fuse.operations.operation import (
     aten,
     clamped,
     number,
+    position,
     shape_of,
     size,
+    slice_start,
 )
 from attn_fuse.space import Space
 
@@ -42,6 +44,8 @@ def _reindex(index: Indices, shape: Indices, into: Indices, space: Space) -> Ind
     """The position in shape `into` of the element that stands at `index` in `shape`, both in row-major order."""
     if shape == into:
         return index
+    if 0 in shape:
+        return (sympy.Integer(0),) * len(into)
     # Outer dimensions that agree stay as they are; this keeps symbolic sizes out of the arithmetic.
     if shape and into and space.same_size(shape[0], into[0]):
         return (index[0], *_reindex(index[1:], shape[1:], into[1:], space))
@@ -63,7 +67,9 @@ def _permute(call: Operation) -> Tensor:
 
 
 def _transpose(call: Operation) -> Tensor:
-    x, a, b = call["self"], call["dim0"] % len(call["self"].shape), call["dim1"] % len(call["self"].shape)
+    x, a, b = call["self"], call.dim("dim0"), call.dim("dim1")
+    if not x.shape:
+        return _same_element(call)
 
     def at(index: Indices) -> Expr:
         swapped = list(index)
@@ -84,7 +90,13 @@ def _repeat(call: Operation) -> Tensor:
     extra = len(shape_of(call.result)) - len(x.shape)
 
     def at(index: Indices) -> Expr:
-        return x.at(tuple(space.mod(i, size) for i, size in zip(index[extra:], x.shape, strict=True)))
+        # Of nothing, as of one, there is only the first place.
+        return x.at(
+            tuple(
+                sympy.Integer(0) if n in (0, 1) else space.mod(i, n)
+                for i, n in zip(index[extra:], x.shape, strict=True)
+            )
+        )
 
     return call.tensor(at)
 
@@ -107,12 +119,8 @@ def _squeeze(call: Operation) -> Tensor:
 
 
 def _slice(call: Operation) -> Tensor:
-    x, dim, step = call["self"], call["dim"] % len(call["self"].shape), call["step"]
-    start = size(call["start"] if call["start"] is not None else 0)
-    if not call.space.is_nonnegative(start):
-        if not start.is_Integer:
-            raise NoClosedForm("a slice from an unknown position")
-        start = x.shape[dim] + start
+    x, dim, step = call["self"], call.dim(), call["step"]
+    start = slice_start(call, dim, x.shape[dim], shape_of(call.result)[dim])
 
     def at(index: Indices) -> Expr:
         return x.at((*index[:dim], sympy.expand(start + step * index[dim]), *index[dim + 1 :]))
@@ -121,10 +129,24 @@ def _slice(call: Operation) -> Tensor:
 
 
 def _select_index(call: Operation) -> Tensor:
-    x, dim, position = call["self"], call["dim"] % len(call["self"].shape), size(call["index"])
-    if position.is_Integer and position < 0:
-        position = x.shape[dim] + position
-    return call.tensor(lambda index: x.at((*index[:dim], position, *index[dim:])))
+    x, dim = call["self"], call.dim()
+    place = position(call, size(call["index"]), x.shape[dim])
+    return call.tensor(lambda index: x.at((*index[:dim], place, *index[dim:])))
+
+
+def _diagonal(call: Operation) -> Tensor:
+    x, offset = call["self"], size(call["offset"])
+    first, second = call.dim("dim1"), call.dim("dim2")
+    above = call.space.is_nonnegative(offset)
+    if not above and not call.space.is_negative(offset):
+        raise NoClosedForm("a diagonal at an unknown place")
+
+    def at(index: Indices) -> Expr:
+        rest = iter(index[:-1])
+        row, column = (index[-1], index[-1] + offset) if above else (index[-1] - offset, index[-1])
+        return x.at(tuple(row if d == first else column if d == second else next(rest) for d in range(len(x.shape))))
+
+    return call.tensor(at)
 
 
 def _split(call: Operation) -> list[Tensor]:
@@ -159,7 +181,7 @@ def _flip(call: Operation) -> Tensor:
 
 
 def _cat(call: Operation) -> Tensor:
-    parts = [t for t in call["tensors"] if t.shape != (0,)]
+    parts = [t for t in call["tensors"] if t.shape != (0,)] or call["tensors"]
     return call.tensor(_joined(call, parts, call["dim"] % len(parts[0].shape)))
 
 
@@ -181,7 +203,7 @@ def _joined(call: Operation, parts: list[Tensor], dim: int) -> Callable[[Indices
         for part in parts:
             end, start = end + part.shape[dim], end
             inside = (*index[:dim], sympy.expand(index[dim] - start), *index[dim + 1 :])
-            element = al.cast(call.result.dtype, part.at(inside), part.dtype)
+            element = al.cast(call.result.dtype, part.at(inside), part.dtype, call.space)
             reached = al.nonnegative(index[dim] - start, call.space)
             result = element if result is None else al.select(reached, element, result)
         assert result is not None
@@ -192,7 +214,7 @@ def _joined(call: Operation, parts: list[Tensor], dim: int) -> Callable[[Indices
 
 def _padded(call: Operation) -> Tensor:
     x, pad = call["self"], call["pad"]
-    value = al.cast(x.dtype, number(call["value"]), torch.float64)
+    value = al.cast(x.dtype, number(call["value"]), torch.float64, call.space)
     rank = len(x.shape)
     before = {rank - 1 - n: size(pad[2 * n]) for n in range(len(pad) // 2)}
     after = {rank - 1 - n: size(pad[2 * n + 1]) for n in range(len(pad) // 2)}
@@ -222,6 +244,8 @@ def _embedding(call: Operation) -> Tensor:
 
 def _index_select(call: Operation) -> Tensor:
     x, dim, positions = call["self"], call.dim(), call["index"]
+    if not x.shape or not positions.shape:
+        raise NoClosedForm("positions in a single number")
 
     def at(index: Indices) -> Expr:
         wanted = [*map(ex.Index, index)]
@@ -233,7 +257,7 @@ def _index_select(call: Operation) -> Tensor:
 def _index(call: Operation) -> Tensor:
     x, positions = call["self"], call["indices"]
     given = [d for d, p in enumerate(positions) if p is not None]
-    if any(positions[d].dtype == torch.bool for d in given):
+    if any(positions[d].dtype in (torch.bool, torch.uint8) for d in given):
         raise NoClosedForm("indexing with a mask")
     rank = max(len(positions[d].shape) for d in given)
     # Positions that stand side by side leave their dimensions in their place, others in front.
@@ -255,6 +279,8 @@ def _index(call: Operation) -> Tensor:
 
 def _gather(call: Operation) -> Tensor:
     x, dim, positions = call["self"], call.dim(), call["index"]
+    if not x.shape or len(x.shape) != len(positions.shape):
+        raise NoClosedForm("positions in a single number")
 
     def at(index: Indices) -> Expr:
         wanted = [*map(ex.Index, index)]
@@ -273,85 +299,12 @@ def _read(call: Operation, x: Tensor, wanted: tuple[Expr, ...]) -> Expr:
 
 
 def _from_the_front(call: Operation, place: Expr, length: sympy.Expr) -> Expr:
-    """A position as it counts from the front; a negative one counts from the end."""
-    match place:
-        case ex.Index(value) if call.space.is_negative(value):
-            return ex.Index(sympy.expand(value + length))
-        case ex.Index(value) if not call.space.is_nonnegative(value):
-            raise NoClosedForm("positions that may count from the end")
-    return place
-
-
-# ---- written in place, as functions of what was there before
-
-
-def _slice_scatter(call: Operation) -> Tensor:
-    x, src, dim, step = call["self"], call["src"], call.dim(), call["step"]
-    start = size(call["start"] or 0)
-    if start.is_Integer and start < 0:
-        start = start + x.shape[dim]
-    if step != 1 or not call.space.is_nonnegative(start):
-        raise NoClosedForm("a slice written in steps or from an unknown position")
-
-    def at(index: Indices) -> Expr:
-        i = index[dim]
-        inside = al.cast(x.dtype, src.at((*index[:dim], sympy.expand(i - start), *index[dim + 1 :])), src.dtype)
-        reached = al.nonnegative(i - start, call.space)
-        within = al.nonnegative(start + src.shape[dim] - 1 - i, call.space)
-        return al.select(al.logical_and(reached, within), inside, x.at(index))
-
-    return call.tensor(at)
-
-
-def _select_scatter(call: Operation) -> Tensor:
-    x, src, dim, position = call["self"], call["src"], call.dim(), size(call["index"])
-    if not call.space.is_nonnegative(position):
-        position = x.shape[dim] + position
-
-    def at(index: Indices) -> Expr:
-        here = al.is_zero(index[dim] - position, call.space)
-        return al.select(here, al.cast(x.dtype, src.at((*index[:dim], *index[dim + 1 :])), src.dtype), x.at(index))
-
-    return call.tensor(at)
-
-
-def _index_put(call: Operation) -> Tensor:
-    x, positions, value = call["self"], call["indices"], call["values"]
-    given = [d for d, p in enumerate(positions) if p is not None]
-    if call["accumulate"] or len(given) != 1 or value.shape not in ((), (1,)):
-        raise NoClosedForm("elements written at several lists of positions")
-    dim, where = given[0], positions[given[0]]
-
-    def is_written(index: Indices) -> Expr:
-        if where.dtype == torch.bool:
-            return where.at(index[dim : dim + len(where.shape)])
-        hit: Expr = ex.FALSE
-        for n in range(int(where.shape[0])):
-            place = where.at((sympy.Integer(n),))
-            if not isinstance(place, ex.Const) or place.value < 0:
-                raise NoClosedForm("elements written at positions that are read from a tensor")
-            hit = al.logical_or(hit, al.is_zero(index[dim] - int(place.value), call.space))
-        return hit
-
-    if where.dtype != torch.bool and (len(where.shape) != 1 or not where.shape[0].is_Integer):
-        raise NoClosedForm("elements written at positions that are read from a tensor")
-
-    def at(index: Indices) -> Expr:
-        element = al.cast(x.dtype, value.at((sympy.Integer(0),) * len(value.shape)), value.dtype)
-        return al.select(is_written(index), element, x.at(index))
-
-    return call.tensor(at)
+    return ex.Index(position(call, place.value, length)) if isinstance(place, ex.Index) else place
 
 
 def _detach(call: Operation) -> Tensor:
     x = call["self"]
     return call.tensor(lambda index: al.unary("detach", x.at(index)) if x.dtype.is_floating_point else x.at(index))
-
-
-def _copy(call: Operation) -> Tensor:
-    x, src = call["self"], call["src"]
-    extra = len(x.shape) - len(src.shape)
-    return call.tensor(lambda index: al.cast(x.dtype, src.at(clamped(index[extra:], src.shape)), src.dtype))
 
 
 LAYOUT: dict[Any, Callable[[Operation], Any]] = {
@@ -372,6 +325,7 @@ LAYOUT: dict[Any, Callable[[Operation], Any]] = {
     aten.squeeze.dims: _squeeze,
     aten.slice.Tensor: _slice,
     aten.select.int: _select_index,
+    aten.diagonal.default: _diagonal,
     aten.split.Tensor: _split,
     aten.split_with_sizes.default: _split,
     aten.unbind.int: _unbind,
@@ -384,9 +338,5 @@ LAYOUT: dict[Any, Callable[[Operation], Any]] = {
     aten.index.Tensor: _index,
     aten._unsafe_index.Tensor: _index,
     aten.gather.default: _gather,
-    aten.slice_scatter.default: _slice_scatter,
-    aten.select_scatter.default: _select_scatter,
-    aten.copy.default: _copy,
-    aten.index_put.default: _index_put,
     aten.detach.default: _detach,
 }  # fmt: skip

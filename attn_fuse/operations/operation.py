@@ -17,6 +17,8 @@ from attn_fuse.space import Space
 
 aten = torch.ops.aten
 Indices = tuple[sympy.Expr, ...]
+# What is used twice counts twice: thirty doublings would be a billion parts.
+_MOST_PARTS = 5000
 
 
 class NoClosedForm(Exception):
@@ -39,10 +41,16 @@ class Operation:
     """One normalised operation with its arguments already lifted, by their names in its schema."""
 
     def __init__(
-        self, node: Node, values: Mapping[Node, Any], space: Space, dropout_probability: Callable[[int], Expr]
+        self,
+        node: Node,
+        values: Mapping[Node, Any],
+        space: Space,
+        leaf_dtypes: Mapping[int, torch.dtype],
+        dropout_probability: Callable[[int], Expr],
     ) -> None:
         self.node = node
         self.space = space
+        self.leaf_dtypes = leaf_dtypes
         self.dropout_probability = dropout_probability
         self._values = values
         self._axes: dict[str, sympy.Symbol] = {}
@@ -73,7 +81,10 @@ class Operation:
         def remembered(index: Indices) -> Expr:
             if index not in known:
                 try:
-                    known[index] = at(index)
+                    element = at(index)
+                    if ex.size(element) > _MOST_PARTS:
+                        raise NoClosedForm("an expression with too many parts")
+                    known[index] = element
                 except NoClosedForm as problem:
                     problem.node = problem.node or self.node
                     raise
@@ -114,19 +125,57 @@ def number(value: Any) -> Expr:
     raise NoClosedForm("a number that is computed when the program runs")
 
 
-def operand(call: Operation, name: str, dtype: torch.dtype | None) -> Callable[[Indices], Expr]:
-    """Argument `name` as a function of the result's indices, converted to `dtype`."""
+def operand(call: Operation, name: str, dtype: torch.dtype, wide: bool = False) -> Callable[[Indices], Expr]:
+    """Argument `name` as a function of the result's indices, converted to `dtype`.
+
+    wide: a number beside tensors in half precision is taken in float32, as torch's arithmetic does.
+    """
     x = call[name]
     rank = len(shape_of(call.result))
     if not isinstance(x, Tensor):
         value = number(x)
-        if isinstance(value, ex.Const) and dtype is not None:
-            value = ex.Const(al.rounded(value.value, dtype))
+        if isinstance(value, ex.Const):
+            is_half = dtype.is_floating_point and dtype.itemsize < 4
+            value = ex.Const(al.rounded(value.value, torch.float32 if wide and is_half else dtype))
+        elif isinstance(value, ex.Index):
+            value = al.cast(dtype, value, torch.int64, call.space)
         return lambda index: value
     extra = rank - len(x.shape)
+    jumps = x.dtype.is_floating_point and not dtype.is_floating_point
+    element = exact(call, x.at) if jumps else x.at
+    return lambda index: al.cast(dtype, element(clamped(index[extra:], x.shape)), x.dtype, call.space)
 
-    def at(index: Indices) -> Expr:
-        element = x.at(clamped(index[extra:], x.shape))
-        return element if dtype is None else al.cast(dtype, element, x.dtype)
 
-    return at
+def exact(call: Operation, element: Callable[[Indices], Expr]) -> Callable[[Indices], Expr]:
+    """`element` with every rounding that torch does on the way: for what jumps where a number changes by a rounding."""
+    return lambda index: al.as_rounded(element(index), call.leaf_dtypes)
+
+
+def position(call: Operation, value: sympy.Expr, length: sympy.Expr) -> sympy.Expr:
+    """A position along a dimension as it counts from the front; a negative one counts from the end."""
+    if call.space.is_nonnegative(value):
+        return value
+    if call.space.is_negative(value):
+        return sympy.expand(value + length)
+    raise NoClosedForm("positions that may count from the end")
+
+
+def slice_start(call: Operation, dim: int, length: sympy.Expr, count: sympy.Expr) -> sympy.Expr:
+    """Where the slice begins that `start`, `end` and `step` say of a dimension, as Python clamps it.
+
+    length: of the dimension. count: how many elements the slice has.
+    """
+    space = call.space
+    start, end = call["start"], call["end"]
+    first = size(0 if start is None else start)
+    if space.is_nonnegative(first):
+        return first
+    from_front = sympy.expand(length + first)
+    if space.is_nonnegative(from_front):
+        return from_front
+    if space.is_negative(from_front):
+        return sympy.Integer(0)
+    if call["step"] == 1 and (end is None or space.is_nonnegative(size(end) - length)):
+        # It reaches the end.
+        return sympy.expand(length - count)
+    raise NoClosedForm("a slice from an unknown position")

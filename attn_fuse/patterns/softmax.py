@@ -18,6 +18,7 @@ from attn_fuse import algebra as al
 from attn_fuse import expression as ex
 from attn_fuse.attention import Refusal
 from attn_fuse.expression import Add, Binary, Cast, Const, Contract, Div, Expr, Mul, Reduce, Select, Softmax, Unary
+from attn_fuse.patterns.layer import dtype_of
 from attn_fuse.patterns.masks import LEAST_ORDINARY_SCORE
 from attn_fuse.space import Space
 
@@ -58,6 +59,8 @@ def softmax(weights: Expr, key: sympy.Symbol, space: Space) -> Normalised | Refu
 
 def _whole(weights: Softmax, key: sympy.Symbol, space: Space) -> Normalised | Refusal:
     axis, count = weights.axis, space.sizes[key]
+    if count == 0:
+        return Refusal("there is no key")
     extra = space.sizes[axis] - count
     first = sympy.expand(weights.at - key)
     if key in first.free_symbols:
@@ -113,7 +116,7 @@ def _written_out(numerator: Expr, denominator: Expr, key: sympy.Symbol, space: S
         shift: tuple[Expr, ...] = ()
         at_least_one = core == logarithm
     else:
-        (inner, shift), dtype = _without_shift(core, key), None
+        (inner, shift), dtype = _without_shift(core, key, hidden=core != logarithm), None
         at_least_one = core == logarithm and len(shift) == 1 and _is_maximum_of(shift[0], inner, key)
     body = masked(inner)
     if least is not None and not (at_least_one and least <= 1):
@@ -121,7 +124,7 @@ def _written_out(numerator: Expr, denominator: Expr, key: sympy.Symbol, space: S
     match rest:
         case None:
             return Normalised(body, None, dtype, zero=least is not None)
-        case Const(value) if at_least_one and 0 < value <= 8 * torch.finfo(dtype or torch.float32).eps:
+        case Const(value) if at_least_one and 0 < value <= torch.finfo(dtype or dtype_of(numerator)).eps:
             return Normalised(body, None, dtype, zero=True)
         case Const(value) if value > 0 and not shift and not isinstance(core, Softmax):
             return Normalised(body, Const(math.log(value)), dtype)
@@ -137,8 +140,9 @@ def _sum_and_rest(x: Expr) -> tuple[sympy.Symbol, Expr, Expr | None, float | Non
     match _bare(x):
         case Reduce("sum", axis, body):
             return axis, body, None, None
+        # The weights times a column of ones among them.
         case Contract((axis,), a, b):
-            return axis, Mul(a, b), None, None
+            return axis, al.mul(a, b), None, None
         case Binary("maximum", inner, Const(least)) if (read := _sum_and_rest(inner)) is not None:
             return (*read[:2], None, float(least)) if read[2:] == (None, None) else None
         case Add(a, b):
@@ -155,6 +159,8 @@ def _logarithm(x: Expr) -> Expr | Refusal:
     match x:
         case Unary("exp", a):
             return a
+        case Unary("exp2", a):
+            return al.mul(Const(math.log(2)), a)
         case Softmax():
             return x
         case Select(cond, a, Const(0 | 0.0)) if not ex.has_product(cond):
@@ -175,27 +181,35 @@ def _masks_off(body: Expr) -> tuple[Callable[[Expr], Expr], Expr]:
     return (lambda x: x), body
 
 
-def _without_shift(body: Expr, key: sympy.Symbol) -> tuple[Expr, tuple[Expr, ...]]:
-    """`body` without what is computed from the scores and is the same for every key; and that."""
+def _without_shift(
+    body: Expr, key: sympy.Symbol, hidden: bool = False, scale: float = 1.0
+) -> tuple[Expr, tuple[Expr, ...]]:
+    """`body` without what is computed from the scores and is the same for every key; and that.
+
+    hidden: a mask is put on `body` afterwards. scale: what it is multiplied with.
+    """
     body = _bare(body)
     match body:
-        case Mul(Const() as number, inner):
-            rest, shift = _without_shift(inner, key)
+        case Mul(Const(value) as number, inner) | Mul(inner, Const(value) as number):
+            rest, shift = _without_shift(inner, key, hidden, scale * value)
+            if not shift:
+                return body, ()
             return al.mul(number, rest), tuple(al.mul(number, s) for s in shift)
         # A fill that no score comes near stays out of reach of scores that are moved by the largest of them.
         case Select(cond, Const(fill), inner) if fill <= LEAST_ORDINARY_SCORE and not ex.has_product(cond):
-            rest, shift = _without_shift(inner, key)
+            rest, shift = _without_shift(inner, key, True, scale)
             return al.select(cond, Const(fill), rest), shift
         case Select(cond, inner, Const(fill)) if fill <= LEAST_ORDINARY_SCORE and not ex.has_product(cond):
-            rest, shift = _without_shift(inner, key)
+            rest, shift = _without_shift(inner, key, True, scale)
             return al.select(cond, rest, Const(fill)), shift
-        case Binary("maximum", inner, Const(bound)) if bound <= _FAR_BELOW:
-            rest, shift = _without_shift(inner, key)
+        # Where a mask follows, the largest score may be one that it hides, and all others far below.
+        case Binary("maximum", inner, Const(bound)) if scale * bound <= _FAR_BELOW and scale > 0 and not hidden:
+            rest, shift = _without_shift(inner, key, hidden, scale)
             if len(shift) == 1 and _is_maximum_of(shift[0], rest, key):
                 return rest, shift
             return body, ()
         case Binary("minimum", inner, Const(bound)) if bound >= 0:
-            rest, shift = _without_shift(inner, key)
+            rest, shift = _without_shift(inner, key, hidden, scale)
             if len(shift) == 1 and _is_maximum_of(shift[0], rest, key):
                 return rest, shift
             return body, ()

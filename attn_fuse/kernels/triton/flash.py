@@ -12,9 +12,10 @@ import torch
 import triton
 from torch import Tensor
 
+from attn_fuse.kernels.centring import centre_of, less_centre
 from attn_fuse.kernels.operands import check_dropout, check_shapes
 from attn_fuse.kernels.score_gradient import differentiable, gradients, needed
-from attn_fuse.kernels.score_program import Block, Memo, accumulate, bound, evaluate, nodes
+from attn_fuse.kernels.score_program import Block, Memo, accumulate, bound, evaluate, gathered, nodes
 from attn_fuse.kernels.triton import flash_backward, flash_forward
 from attn_fuse.kernels.triton.emitter import LONGEST
 from attn_fuse.kernels.triton.flash_configs import Config, config
@@ -102,16 +103,20 @@ def attend(
     of_keys: Tensor | None,
     dropout_p: float,
     program: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+    centred: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """softmax over the final scores, times the factor, times value, as `chunked_blocks.attend` has it.
 
     query [B, H, Lq, D], key [B, Hkv, Lk, D], value [B, Hkv, Lk, Dv] of one dtype, float16, bfloat16 or float32, D and
     Dv up to 256, any strides. of_queries, of_keys: what `spans` gave, or None.
 
     Gives out [B, H, Lq, Dv], in memory [B, Lq, H, Dv], and for each query the greatest score, in the unit of its
-    `ScoreCode`, and the sum, float32 [B, H, Lq]. Raises ValueError for what does not fit.
+    `ScoreCode`, and the sum, float32 [B, H, Lq]; the last is `centre_of` the values where `centred` is set, and out is
+    then over values less the centre. Raises ValueError for what does not fit.
     """
     call = _call(query, key, value, inputs, numbers, seed, dropout_p, program)
+    centre = centre_of(query, value) if centred else value.new_empty(0)
+    value = less_centre(value, centre)
     (batch, heads, q_len, _), value_dim = query.shape, value.shape[3]
     out = _laid_out(query, value_dim)
     row_max = query.new_empty(batch, heads, q_len, dtype=torch.float32)
@@ -125,7 +130,7 @@ def attend(
                 call.code.reads(inputs, numbers), *call.bounds, *call.heads, *call.lengths, *call.dropout,
                 SCORE_INSIDE=call.code.score_inside, SINK=call.code.sink, **constants,
             )  # fmt: skip
-    return out, row_max, row_sum
+    return out, row_max, row_sum, centre
 
 
 def attend_backward(
@@ -142,16 +147,18 @@ def attend_backward(
     out: Tensor,
     row_max: Tensor,
     row_sum: Tensor,
+    centre: Tensor,
     program: str,
     wanted: Sequence[bool],
     into: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """The gradients of query, key, value, in memory [B, L, H, D], and of each input, contiguous; each in its own dtype.
 
-    out, row_max, row_sum: what `attend` gave. wanted: one for each input; those not wanted, and those that are not
-    floating, get an empty tensor. into: where to write the first three instead. Every sum has one order: results do not
-    change from run to run.
+    out, row_max, row_sum, centre: what `attend` gave. wanted: one for each input; those not wanted, and those that are
+    not floating, get an empty tensor. into: where to write the first three instead. Every sum has one order: results do
+    not change from run to run.
     """
+    value = less_centre(value, centre)
     call = _call(query, key, value, inputs, numbers, seed, dropout_p, program)
     batch, heads, q_len, _ = query.shape
     dquery, dkey, dvalue = into or (_laid_out(x, x.shape[3]) for x in (query, key, value))
@@ -215,7 +222,8 @@ def _of_lookup(call: _Call, gradient: Gradient, grad_out: Tensor, saved: tuple[T
         last = min(first + strip, q_len)
         rows = _of_node(call, gradient, grad_out, saved, first, last - first, into.dtype)
         block = Block(batch, heads, (first, last), (0, kv_len), source.device, torch.float32)
-        accumulate(gradient.node, rows, into, call.inputs, call.numbers, block, {})
+        indices = gathered(gradient.node, call.inputs, call.numbers, block, {})
+        accumulate(gradient.node, rows, into, indices, block)
     return into
 
 
@@ -273,7 +281,8 @@ def _add_sink_gradients(
         into = found.get(node[1], torch.zeros(source.shape, dtype=wide, device=source.device)).to(wide)
         gradient = gradients(path, wanted, [(program.sink, -weight * delta)], call.numbers, block, memo).get(id(node))
         if gradient is not None:
-            accumulate(node, gradient, into, call.inputs, call.numbers, block, memo)
+            indices = gathered(node, call.inputs, call.numbers, block, memo)
+            accumulate(node, gradient, into, indices, block)
             found[node[1]] = into
 
 

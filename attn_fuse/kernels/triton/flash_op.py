@@ -1,8 +1,8 @@
 """The flash kernels as operators that torch.compile, autograd and the caches take as they are.
 
-    triton_flash(query, key, value, inputs, numbers, seed, of_queries, of_keys, dropout_p, program)
-        -> out, row_max, row_sum
-    triton_flash_backward(grad_out, ..., dropout_p, out, row_max, row_sum, program, wanted)
+    triton_flash(query, key, value, inputs, numbers, seed, of_queries, of_keys, dropout_p, program, centred)
+        -> out, row_max, row_sum, centre
+    triton_flash_backward(grad_out, ..., dropout_p, out, row_max, row_sum, centre, program, wanted)
         -> dquery, dkey, dvalue, dinputs
 
 Triton is imported with the first call. Under its interpreter (TRITON_INTERPRET=1) they also run on CPU.
@@ -20,7 +20,7 @@ from torch import Tensor
 from attn_fuse.kernels.once import once
 
 # torch's caches on disk know an operator by its name and see no change in what it computes: raise it with each.
-VERSION = 1
+VERSION = 2
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 _FORWARD = f"triton_flash_v{VERSION}"
@@ -44,9 +44,10 @@ def _laid_out(like: Tensor, width: Any) -> Tensor:
     return like.new_empty(batch, length, heads, width).transpose(1, 2)
 
 
-def _fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    rows = query.new_empty(query.shape[:3], dtype=torch.float32)
-    return _laid_out(query, value.shape[3]), rows, torch.empty_like(rows)
+def _fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows, centred = query.new_empty(query.shape[:3], dtype=torch.float32), rest[-1]
+    centre = value.new_empty(*query.shape[:2], 1, value.shape[3]) if centred else value.new_empty(0)
+    return _laid_out(query, value.shape[3]), rows, torch.empty_like(rows), centre
 
 
 def _fake_backward(
@@ -59,8 +60,8 @@ def _fake_backward(
     return dquery, dkey, dvalue, dinputs
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    query, key, value, tensors, numbers, seed, of_queries, of_keys, ctx.dropout_p, ctx.program = inputs
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
+    query, key, value, tensors, numbers, seed, of_queries, of_keys, ctx.dropout_p, ctx.program, _ = inputs
     ctx.numbers = list(numbers)
     ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(query, key, value, seed, of_queries, of_keys, *output, *tensors)
@@ -68,15 +69,15 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 
 @once
 def _gradients(ctx: Any, saved: Sequence[Tensor], grad_out: Tensor) -> tuple[Any, ...]:
-    query, key, value, seed, of_queries, of_keys, out, row_max, row_sum, *tensors = saved
+    query, key, value, seed, of_queries, of_keys, out, row_max, row_sum, centre, *tensors = saved
     wanted = [bool(need) for need in ctx.needs_input_grad[3]]
     dquery, dkey, dvalue, dinputs = triton_flash_backward(
         grad_out, query, key, value, tensors, ctx.numbers, seed, of_queries, of_keys, ctx.dropout_p, out, row_max,
-        row_sum, ctx.program, wanted,
+        row_sum, centre, ctx.program, wanted,
     )  # fmt: skip
     dinputs = [d if need else None for d, need in zip(dinputs, wanted, strict=True)]
     # torch takes an empty list for the gradients of a list, and None for no gradient of anything else.
-    return (dquery, dkey, dvalue, dinputs, None if ctx.numbers else [], None, None, None, None, None)
+    return (dquery, dkey, dvalue, dinputs, None if ctx.numbers else [], None, None, None, None, None, None)
 
 
 _LIBRARY = torch.library.Library("attn_fuse", "FRAGMENT")
@@ -85,10 +86,14 @@ _ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, Tensor[] inputs, SymInt[] numbers, Tensor? seed, Tensor? of_queries, "
     "Tensor? of_keys, float dropout_p"
 )
-_LIBRARY.define(f"{_FORWARD}({_ARGUMENTS}, str program) -> (Tensor out, Tensor row_max, Tensor row_sum)", tags=_TAGS)
 _LIBRARY.define(
-    f"{_BACKWARD}(Tensor grad_out, {_ARGUMENTS}, Tensor out, Tensor row_max, Tensor row_sum, str program, "
-    "bool[] wanted) -> (Tensor dquery, Tensor dkey, Tensor dvalue, Tensor[] dinputs)",
+    f"{_FORWARD}({_ARGUMENTS}, str program, bool centred) -> "
+    "(Tensor out, Tensor row_max, Tensor row_sum, Tensor centre)",
+    tags=_TAGS,
+)
+_LIBRARY.define(
+    f"{_BACKWARD}(Tensor grad_out, {_ARGUMENTS}, Tensor out, Tensor row_max, Tensor row_sum, Tensor centre, "
+    "str program, bool[] wanted) -> (Tensor dquery, Tensor dkey, Tensor dvalue, Tensor[] dinputs)",
     tags=_TAGS,
 )
 for _device in ("CUDA", "CPU") if INTERPRETED else ("CUDA",):

@@ -1,8 +1,8 @@
 """Attention over a packed tensor: query, key and value are read in place, their gradients written in place.
 
-    flash_packed(packed, views, sizes, inputs, numbers, seed, of_queries, of_keys, dropout_p, program)
-        -> out, row_max, row_sum
-    flash_packed_backward(grad_out, ..., dropout_p, out, row_max, row_sum, program, wanted) -> dpacked, dinputs
+    flash_packed(packed, views, sizes, inputs, numbers, seed, of_queries, of_keys, dropout_p, program, centred)
+        -> out, row_max, row_sum, centre
+    flash_packed_backward(grad_out, ..., dropout_p, out, row_max, row_sum, centre, program, wanted) -> dpacked, dinputs
     hopper_packed(packed, views, sizes, inputs, numbers, program, scale, specialized) -> out, lse
     hopper_packed_backward(grad_out, packed, views, sizes, out, lse, inputs, ...) -> dpacked
 
@@ -22,7 +22,7 @@ from attn_fuse.kernels.once import once
 from attn_fuse.kernels.triton import hopper_op
 
 # torch's caches on disk know an operator by its name and see no change in what it computes: raise it with each.
-VERSION = 1
+VERSION = 2
 
 _FLASH = f"triton_flash_packed_v{VERSION}"
 _FLASH_BACKWARD = f"triton_flash_packed_v{VERSION}_backward"
@@ -78,10 +78,11 @@ def _run_flash_backward(
     return dpacked, dinputs
 
 
-def _fake_flash(packed: Tensor, views: Sequence[int], sizes: Sequence[int], *_: Any) -> tuple[Tensor, ...]:
+def _fake_flash(packed: Tensor, views: Sequence[int], sizes: Sequence[int], *rest: Any) -> tuple[Tensor, ...]:
     batch, heads, q_len, value_dim = sizes[0], sizes[1], sizes[3], sizes[6]
     rows = packed.new_empty(batch, heads, q_len, dtype=torch.float32)
-    return hopper_op.heads_inside(packed, (batch, heads, q_len, value_dim)), rows, torch.empty_like(rows)
+    centre = packed.new_empty(batch, heads, 1, value_dim) if rest[-1] else packed.new_empty(0)
+    return hopper_op.heads_inside(packed, (batch, heads, q_len, value_dim)), rows, torch.empty_like(rows), centre
 
 
 def _fake_flash_backward(
@@ -92,8 +93,8 @@ def _fake_flash_backward(
     return packed.new_empty(packed.shape), [x.new_empty(shape) for x, shape in zip(inputs, shapes, strict=True)]
 
 
-def _save_flash(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    packed, views, sizes, tensors, numbers, seed, of_queries, of_keys, ctx.dropout_p, ctx.program = inputs
+def _save_flash(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
+    packed, views, sizes, tensors, numbers, seed, of_queries, of_keys, ctx.dropout_p, ctx.program, _ = inputs
     ctx.views, ctx.sizes, ctx.numbers = list(views), list(sizes), list(numbers)
     ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(packed, seed, of_queries, of_keys, *output, *tensors)
@@ -101,14 +102,14 @@ def _save_flash(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor,
 
 @once
 def _flash_gradients(ctx: Any, saved: tuple[Tensor, ...], grad_out: Tensor) -> tuple[Any, ...]:
-    packed, seed, of_queries, of_keys, out, row_max, row_sum, *tensors = saved
+    packed, seed, of_queries, of_keys, out, row_max, row_sum, centre, *tensors = saved
     wanted = [bool(need) for need in ctx.needs_input_grad[3]]
     dpacked, dinputs = flash_packed_backward(
         grad_out, packed, ctx.views, ctx.sizes, tensors, ctx.numbers, seed, of_queries, of_keys, ctx.dropout_p, out,
-        row_max, row_sum, ctx.program, wanted,
+        row_max, row_sum, centre, ctx.program, wanted,
     )  # fmt: skip
     found = [d if need else None for d, need in zip(dinputs, wanted, strict=True)]
-    return (dpacked, *_NO_PLACE, found, None if ctx.numbers else [], None, None, None, None, None)
+    return (dpacked, *_NO_PLACE, found, None if ctx.numbers else [], None, None, None, None, None, None)
 
 
 # torch takes an empty list for the gradients of an empty list, and None for no gradient of anything else; views and
@@ -157,11 +158,13 @@ _FLASH_ARGUMENTS = (
     f"{_PLACED}, Tensor[] inputs, SymInt[] numbers, Tensor? seed, Tensor? of_queries, Tensor? of_keys, float dropout_p"
 )
 _LIBRARY.define(
-    f"{_FLASH}({_FLASH_ARGUMENTS}, str program) -> (Tensor out, Tensor row_max, Tensor row_sum)", tags=hopper_op.TAGS
+    f"{_FLASH}({_FLASH_ARGUMENTS}, str program, bool centred) -> "
+    "(Tensor out, Tensor row_max, Tensor row_sum, Tensor centre)",
+    tags=hopper_op.TAGS,
 )
 _LIBRARY.define(
-    f"{_FLASH_BACKWARD}(Tensor grad_out, {_FLASH_ARGUMENTS}, Tensor out, Tensor row_max, Tensor row_sum, str program, "
-    "bool[] wanted) -> (Tensor dpacked, Tensor[] dinputs)",
+    f"{_FLASH_BACKWARD}(Tensor grad_out, {_FLASH_ARGUMENTS}, Tensor out, Tensor row_max, Tensor row_sum, "
+    "Tensor centre, str program, bool[] wanted) -> (Tensor dpacked, Tensor[] dinputs)",
     tags=hopper_op.TAGS,
 )
 _LIBRARY.define(f"{_HOPPER}({_PLACED}, {hopper_op.SCORE}) -> (Tensor out, Tensor lse)", tags=hopper_op.TAGS)
