@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -56,9 +57,12 @@ class Outcome:
 
 
 def compiled(program: Program, inner: str = "eager", dynamic: bool | None = None, **options: Any) -> Program:
-    """`program` as the backend compiles it, every site fused that some kernel can run."""
+    """`program` as the backend compiles it, every site fused that some kernel can run, the whole program checked."""
     return torch.compile(
-        program, backend=backend, dynamic=dynamic, options={"inner_backend": inner, "pick": "fused"} | options
+        program,
+        backend=backend,
+        dynamic=dynamic,
+        options={"inner_backend": inner, "pick": "fused", "check": True} | options,
     )
 
 
@@ -80,7 +84,24 @@ def check(
         for values in (args, *more):
             got = _results(run, program, values, backward)
             assert_as_good_as_eager(got, program, values, backward)
+    for site in (site for graph in graphs for site in graph.sites):
+        assert site.blocker is None or not site.blocker.reason.startswith("the check"), site.blocker.reason
     return Outcome(got, tuple(graphs))
+
+
+def assert_right(program: Program, *args: Any, picks: Sequence[str] = ("fused",), **how: Any) -> None:
+    """`check` for each of `picks`, fused or not; skipped where the inner backend alone does not take the program."""
+    for pick in picks:
+        torch._dynamo.reset()
+        try:
+            check(program, *args, inner="aot_eager", pick=pick, **how)
+        except torch._dynamo.exc.BackendCompilerFailed:
+            torch._dynamo.reset()
+            try:
+                _results(torch.compile(program, backend="aot_eager"), program, args, how.get("backward", True))
+            except torch._dynamo.exc.BackendCompilerFailed as problem:
+                pytest.skip(f"torch itself does not compile this: {str(problem.inner_exception).splitlines()[0]}")
+            raise
 
 
 def assert_fused(program: Program, *args: Any, **how: Any) -> Outcome:
@@ -160,9 +181,11 @@ def _results(run: Program, program: Program, args: Sequence[Any], backward: bool
     """The outputs, then the gradients of arguments and parameters under a fixed weighting of the outputs."""
     args = pytree.tree_map(lambda a: _leaf(a, backward), tuple(args))
     parameters = dict(program.named_parameters()) if isinstance(program, nn.Module) else {}
+    given = [a for a in pytree.tree_leaves(args) if isinstance(a, Tensor) and not a.requires_grad]
     with torch.set_grad_enabled(backward):
         found = [out for out in pytree.tree_leaves(run(*args)) if isinstance(out, Tensor)]
         results = {f"output {n}": out.detach() for n, out in enumerate(found)}
+        results |= {f"argument {n} afterwards": a.detach() for n, a in enumerate(given)}
         wanted = {f"argument {n}": a for n, a in enumerate(pytree.tree_leaves(args)) if _is_wanted(a)} | parameters
         total = sum((out * _weights(out)).sum() for out in found if out.requires_grad)
         if not backward or not isinstance(total, Tensor) or not wanted:
@@ -173,7 +196,7 @@ def _results(run: Program, program: Program, args: Sequence[Any], backward: bool
 
 
 def _magnitude(x: Tensor) -> float:
-    known = x[x.isfinite()]
+    known = x[x.isfinite()].double()
     return known.abs().max().item() if known.numel() else 0.0
 
 

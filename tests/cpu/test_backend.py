@@ -276,7 +276,7 @@ def test_check_refuses_what_is_wrong_with_the_figures(monkeypatch) -> None:
     torch.testing.assert_close(fused(x), model(x))
     (site,) = last_sites()
     assert not site.fused
-    assert "the check failed: the rewritten output is" in site.blocker.reason
+    assert "the check failed: the rewritten output 0 is" in site.blocker.reason
 
 
 def test_a_failure_in_the_pass_never_breaks_a_model(monkeypatch, caplog) -> None:

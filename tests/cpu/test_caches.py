@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROGRAM = """
 import json, sys, torch
 from torch._dynamo.utils import counters
@@ -22,8 +24,9 @@ def look_alike(q, mask):
 
 written = {"attention": attention, "look_alike": look_alike}[sys.argv[1]]
 which = "inductor" if sys.argv[2] == "plain" else backend
+options = {"kernels": sys.argv[3:]} if sys.argv[3:] else {"pick": "fused"}
 q = torch.linspace(-2, 2, 2 * 4 * 16 * 16).sin().view(2, 4, 16, 16).requires_grad_(sys.argv[1] == "attention")
-out = torch.compile(written, backend=which, options={"pick": "fused"} if which is backend else None)(q, None)
+out = torch.compile(written, backend=which, options=options if which is backend else None)(q, None)
 error = (out - written(q, None)).abs().max().item()
 if q.requires_grad:
     out.sum().backward()
@@ -31,16 +34,16 @@ print(json.dumps({"aot": counters["aot_autograd"], "fused": counters["inductor"]
 """
 
 
-def run(folder: Path, program: str, backend: str) -> dict:
+def run(folder: Path, program: str, backend: str, *kernels: str) -> dict:
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder), "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, program, backend], env=environment, capture_output=True, text=True, check=True
-    )
+    command = [sys.executable, "-c", PROGRAM, program, backend, *kernels]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_a_second_process_finds_the_cache_warm(tmp_path) -> None:
-    first, second = (run(tmp_path, "attention", "attn_fuse") for _ in range(2))
+@pytest.mark.parametrize("kernel", ["cpu_flash", "chunked"])
+def test_a_second_process_finds_the_cache_warm(kernel: str, tmp_path) -> None:
+    first, second = (run(tmp_path, "attention", "attn_fuse", kernel) for _ in range(2))
     assert first["aot"].get("autograd_cache_miss") == 1 and not first["aot"].get("autograd_cache_bypass")
     assert second["aot"].get("autograd_cache_hit") == 1 and second["error"] < 1e-5
 

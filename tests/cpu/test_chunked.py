@@ -79,6 +79,22 @@ def relative_bias(q, k, v, table):
     return (scores(q, k) + table[:, positions(q, k) + S - 1]).softmax(-1) @ v
 
 
+def segmented_buckets(q, k, v, table, ids):
+    apart = positions(q, k).int()
+    far = (2 + torch.log(apart.abs().clamp(min=1).float() / 2) * 1.3).to(torch.int32)
+    bucket = torch.where(apart.abs() < 2, apart.abs(), torch.min(far, torch.full_like(far, 4))) + (apart < 0) * 5
+    same = ids[:, :, None] == ids[:, None, :]
+    bucket = torch.where(same, bucket, 10 + ids[:, :, None] * 2 + ids[:, None, :])
+    return (scores(q, k) + F.embedding(bucket, table).permute(0, 3, 1, 2)).softmax(-1) @ v
+
+
+def looked_up_bias(q, k, v, content):
+    apart = positions(q, k)
+    near = (torch.log1p(apart.abs().float()) * apart.sign() + 3).long().clamp(0, 5)
+    of_position = torch.gather(content, -1, near.expand(*content.shape[:2], *near.shape))
+    return (scores(q, k) + of_position).softmax(-1) @ v
+
+
 def learned_alibi(q, k, v, slopes):
     return (scores(q, k) - slopes.view(-1, 1, 1).exp() * positions(q, k).abs()).softmax(-1) @ v
 
@@ -169,6 +185,19 @@ def test_features_with_grouped_queries_and_another_value_dim(written, extra, dyn
     outcome = (check if dynamic else checked)(grouped(written), q, k, v, *made, dynamic=dynamic, **ONLY)
     if not dynamic:
         assert outcome.site.attention["kv_heads"] == str(KV_HEADS) and outcome.site.attention["value_dim"] == "5"
+
+
+@pytest.mark.parametrize(
+    ("written", "extra"),
+    [
+        (segmented_buckets, lambda: (torch.randn(28, HEADS), ids())),
+        (looked_up_bias, lambda: (torch.randn(2, HEADS, S, 6),)),
+    ],
+    ids=lambda x: x.__name__,
+)
+def test_tables_read_at_computed_places(written, extra) -> None:
+    """The gradient of the table goes where the program read it: CPM-Ant's and DeBERTa's biases."""
+    checked(written, *tensors(2, HEADS, S, WIDTH), *extra())
 
 
 @pytest.mark.parametrize(("q_len", "kv_len"), [(1, 5), (5, 1), (3, 700), (600, 13), (521, 521)])
@@ -332,3 +361,20 @@ def test_dropout_with_everything_else(p: float, grouped_heads: int) -> None:
     kept = out != 0
     torch.testing.assert_close(out[kept], weights[kept] / (1 - p), rtol=1e-4, atol=1e-6)
     assert abs(kept[weights > 0].double().mean().item() - (1 - p)) < 0.03
+
+
+def itself_hidden(q, k, v):
+    """Locality self-attention of small vision transformers; torch.eye counts to 256 in uint8 and then in uint16."""
+    s = scores(q, k)
+    return s.masked_fill(torch.eye(s.shape[-1], dtype=torch.bool), torch.finfo(s.dtype).min).softmax(-1) @ v
+
+
+def hashes_that_wrap(q, k, v, hashes):
+    hidden = hashes[:, None, :, None] + hashes[:, None, None, :] <= 0
+    return scores(q, k).masked_fill(hidden, -1e9).softmax(-1) @ v
+
+
+def test_masks_of_narrow_integers() -> None:
+    operands = tensors(1, 2, 300, 8)
+    checked(itself_hidden, *operands)
+    checked(hashes_that_wrap, *operands, torch.randint(-(2**31), 2**31 - 1, (1, 300)).int())

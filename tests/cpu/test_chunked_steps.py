@@ -14,10 +14,19 @@ from attn_fuse import torch_internals
 from attn_fuse.kernels import chunked_blocks, chunked_plan, chunked_steps
 from attn_fuse.kernels.chunked_diagonals import diagonals, skewed
 from attn_fuse.kernels.score_program import ScoreProgram
-from tests.graph.chunked_cases import CASE, Case, Sizes, drawn
+from tests.graph.chunked_cases import CASE, Case, H, K, Q, S, Sizes, documents, drawn
 
 # The second has blocks of other sizes than the first.
 SEVERAL = (Sizes(2, 4, 2, 150, 130, 8, 12), Sizes(3, 6, 6, 91, 301, 16, 16))
+
+# A table is read at buckets of distances within a segment, and at one bucket across two.
+_BUCKETS = ["cast", "int32", ["mul", ["log", ["add", ["abs", ["sub", K, Q]], ["const", 1.0]]], ["const", 1.37]]]
+SEGMENTED = Case(
+    "segmented buckets",
+    ScoreProgram(["add", S, ["gather", 2, H, ["where", ["eq", ["input", 0], ["input", 1]], _BUCKETS, ["const", 0]]]]),
+    lambda *_: None,
+    lambda s: [*documents(s), torch.randn(s.heads, 12)],
+)
 
 
 def run(case: Case, s: Sizes, tensors: list[Tensor]) -> list[Tensor]:
@@ -30,18 +39,22 @@ def run(case: Case, s: Sizes, tensors: list[Tensor]) -> list[Tensor]:
     return [*outputs, *gradients, *of_inputs]
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("everything", torch.float32), ("relative table", torch.bfloat16)])
-def test_compiled_is_uncompiled(name: str, dtype: torch.dtype, monkeypatch, caplog) -> None:
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [(CASE["everything"], torch.float32), (CASE["relative table"], torch.bfloat16), (SEGMENTED, torch.float32)],
+    ids=lambda x: getattr(x, "name", str(x)),
+)
+def test_compiled_is_uncompiled(case: Case, dtype: torch.dtype, monkeypatch, caplog) -> None:
     monkeypatch.setattr(chunked_plan, "QUERY_BLOCK", 64)
     monkeypatch.setattr(chunked_plan, "MOST_QUERIES", 64)
     monkeypatch.setattr(chunked_plan, "KEY_BLOCK", 48)
     for s in SEVERAL:
         torch.manual_seed(0)
-        tensors = [x.to(dtype) if x.is_floating_point() else x for x in drawn(CASE[name], s, torch.float32)]
-        usual = run(CASE[name], s, tensors)
+        tensors = [x.to(dtype) if x.is_floating_point() else x for x in drawn(case, s, torch.float32)]
+        usual = run(case, s, tensors)
         with monkeypatch.context() as patched, caplog.at_level(logging.WARNING, "attn_fuse"):
             patched.setattr(chunked_plan, "COMPILE_FROM", 0)
-            found = run(CASE[name], s, tensors)
+            found = run(case, s, tensors)
         assert not [record for record in caplog.records if record.name == "attn_fuse"]
         for a, b in zip(found, usual, strict=True):
             torch.testing.assert_close(

@@ -196,7 +196,7 @@ class TestEveryReason:
 
     def test_no_keys(self) -> None:
         site = self.site(plain, self.q, self.k[:, :, :0], self.v[:, :, :0], kernels=["flex"])
-        assert site.status == "as written" and "takes no empty sequence" in site.blocker.reason
+        assert site.status == "refused" and "there is no key" in site.blocker.reason
 
     def test_heads_that_change(self) -> None:
         with collecting() as graphs:

@@ -221,10 +221,12 @@ def scores_without_gradient(q, k, v):
     return s.softmax(-1) @ v
 
 
-def autocast_inside(q, k, v):
-    s = scores(q, k)
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=False):
-        return s.softmax(-1) @ v
+def hard_attention(q, k, v):
+    return (q @ k.mT * 1e10).softmax(-1) @ v
+
+
+def within_a_derivative(q, k, v):
+    return torch.func.grad(lambda q: (scores(q, k).softmax(-1) @ v).square().sum())(q)
 
 
 # ---- in place
@@ -234,19 +236,6 @@ def scores_scattered_into(q, k, v):
     s = scores(q, k)
     s.scatter_(-1, torch.zeros(2, 3, S, 1, dtype=torch.int64), -1.0)
     return s.softmax(-1) @ v
-
-
-def diagonal_filled(q, k, v):
-    s = scores(q, k)
-    s.diagonal(dim1=-2, dim2=-1).fill_(-INF)
-    return s.softmax(-1) @ v
-
-
-def written_and_returned(q, k, v):
-    s = scores(q, k)
-    s.mul_(2)
-    p = s.softmax(-1)
-    return p @ v, p
 
 
 def largest_three(q, k, v):
@@ -305,36 +294,16 @@ REFUSED = [
     (summed_over_heads_of_the_keys, "sum of something other than the scores"),
     (summed_over_heads_of_the_values, "sum of something other than the scores"),
     (head_dim_of_one, "the score product does not sum over an axis of query and key"),
-    (scores_without_gradient, "autocast or the gradient mode changes inside the attention"),
-    (autocast_inside, "autocast or the gradient mode changes inside the attention"),
-    (scores_scattered_into, "the scores or weights are written in place"),
-    (diagonal_filled, "a tensor written in place in the attention is also used outside it"),
-    (written_and_returned, "the weights are written in place and also used outside the attention"),
+    (scores_without_gradient, "computed without gradients, though the output has one"),
+    (hard_attention, "the scores are scaled by 1e+10"),
+    (within_a_derivative, "a vmap or a derivative of torch.func is open here"),
+    (scores_scattered_into, "the scores pass through scatter"),
 ]
 
 
 @pytest.mark.parametrize(("written", "reason"), REFUSED, ids=lambda c: getattr(c, "__name__", ""))
 def test_refused(written, reason: str) -> None:
     assert_refused(written, *tensors(2, 3, S, 16), reason=reason or ANOTHER_AXIS)
-
-
-def test_refused_where_an_operand_is_edited_meanwhile() -> None:
-    def query_edited(q, k, v):
-        q = q.clone()
-        s = scores(q, k)
-        q.add_(1)
-        return s.softmax(-1) @ v + q
-
-    reason = "a tensor written in place in the attention is also used outside it"
-    assert_refused(query_edited, *tensors(2, 3, S, 16), reason=reason, backward=False)
-
-    def argument_edited(q, k, v):
-        s = scores(q, k)
-        q.add_(1)
-        return s.softmax(-1) @ v
-
-    reason = "a tensor that the attention reads is written in place meanwhile"
-    assert_refused(argument_edited, *tensors(2, 3, S, 16), reason=reason, backward=False)
 
 
 # ---- dropout where it does something else

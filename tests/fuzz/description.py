@@ -55,9 +55,17 @@ EDITS = (
     "none", "scores_scaled", "scores_set", "diagonal_set", "scores_after", "mask_between", "out_scaled", "out_set",
     "scores_alias", "key_before", "key_after", "value_between", "value_after", "query_base", "weights_scaled",
     "weights_after", "argument_meanwhile", "scores_copied", "product_out", "column_alias", "scores_twice",
+    "query_operator", "key_method", "value_slice", "query_out", "argument_operator", "key_view", "scores_operator",
+    "scores_slice", "scores_out", "weights_operator", "out_operator", "key_cached", "value_cached", "cache_given",
+    "beyond_the_end",
 )  # fmt: skip
-DETACHED = ("none", "query", "key", "value", "scores", "weights", "no_grad", "out")
-CALLS = ("once", "twice", "checkpoint", "three_keyword")
+DETACHED = (
+    "none", "query", "key", "value", "scores", "weights", "no_grad", "out", "no_grad_query", "no_grad_key",
+    "no_grad_value", "autocast_product", "autocast_off",
+)  # fmt: skip
+CALLS = ("once", "twice", "checkpoint", "three_keyword", "vmapped")
+# Of what kinds of whole numbers the narrow ones are, by `reach`.
+NARROW = ("uint8", "int8", "int16", "int32")
 MUTATIONS = (
     "softmax_rows", "softmax_heads", "softmax_batch", "heads_rolled", "heads_flipped_value", "batch_flipped",
     "batch_shared", "mask_of_scores", "mask_of_weights", "two_products", "chosen_between_products",

@@ -16,7 +16,8 @@ from tests.fuzz.description import Biased, Layer, Masked, Modified, Program, Siz
 
 # They end in an operand or a result being overwritten for good, which autograd does not always allow.
 OVERWRITES = frozenset(
-    ["key_after", "value_after", "query_base", "weights_scaled", "weights_after", "argument_meanwhile", "product_out"]
+    "key_after value_after query_base weights_scaled weights_after argument_meanwhile product_out query_out "
+    "argument_operator scores_out weights_operator cache_given".split()
 )
 
 
@@ -45,8 +46,8 @@ def drawn(entropy: int) -> Program:
         value_product=one([x for x in d.PRODUCTS if x != "summed" or r.random() < 0.2]),
         output=mostly(d.OUTPUTS),
         outside=mostly(d.OUTSIDE, 0.85),
-        edit=mostly(d.EDITS, 0.8),
-        detached=mostly(d.DETACHED, 0.9),
+        edit=mostly(d.EDITS, 0.65),
+        detached=mostly(d.DETACHED, 0.85),
         call=mostly(d.CALLS, 0.8),
         mutation=one(d.MUTATIONS) if r.random() < 1 / 3 else None,
     )
@@ -142,6 +143,8 @@ def oddity(p: Program) -> str:
         return "scores written in place are also a result"
     if p.detached in ("no_grad", "scores", "weights"):
         return "detached between the products"
+    if p.detached.startswith(("no_grad", "autocast")):
+        return "another mode on the way"
     if p.sizes.kv_len == 1:
         return "a single key"
     if p.softmax == "exp2":

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from tests.fuzz.description import Biased, Layer, Masked, Modified, Program
+from tests.fuzz.description import NARROW, OFFSETS, Biased, Layer, Masked, Modified, Program
 from tests.fuzz.source import LONGEST, Source
 
 _LOWEST = "torch.finfo(s.dtype).min"
+# Of whole numbers that wrap around.
+_ASKED = (
+    "{0} != -1",
+    "{0} * 100 > 50",
+    "-{0} > 5",
+    "{0} + 100 > 0",
+    "{0} * {0} > 0",
+    "({0} - 7).float() > 3",
+    "~{0} > 7",
+)
 
 
 def write_scale_before(out: Source) -> str:
@@ -116,6 +126,15 @@ def keep(out: Source, layer: Masked) -> tuple[str, str]:
             return "i != j", "ij"
         case "heads_differ":
             return "(j <= i + torch.arange(H)[:, None, None])[None]", "hij"
+        case "narrow_ids":
+            dtype = NARROW[r - 1]
+            low, high = {"uint8": (0, 256), "int8": (-128, 128)}.get(dtype, (-(2**15), 2**15))
+            name = out.given(out.fresh("ids"), f"torch.randint({low}, {high}, (B, M), generator=g).to(torch.{dtype})")
+            asked = _ASKED[OFFSETS.index(o) % len(_ASKED)].format(name)
+            return f"({asked})[:, None, None, :]", "bj"
+        case "narrow_positions":
+            dtype = NARROW[r - 1]
+            return f"((i * 37).to(torch.{dtype}) - (j * 37).to(torch.{dtype})) < 50", "ij"
         case "cut_out":
             return f"(j < {r}) | (i > {r})", "ij"
     raise ValueError(layer.kind)

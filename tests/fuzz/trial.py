@@ -11,22 +11,27 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from attn_fuse.report import SiteReport
+from tests.fuzz import published
 from tests.fuzz.description import Program, Sizes
 from tests.fuzz.draw import fitting, oddity
+from tests.fuzz.published import Rewritten
 from tests.fuzz.write import write
-from tests.harness import Outcome, _results, check
+from tests.harness import Outcome, _results, _widened, _wider, check
 
 _numbers = itertools.count()
 
 
 @dataclass(frozen=True)
 class Failure:
-    program: Program
+    program: Program | Rewritten
     error: str
 
     def __str__(self) -> str:
+        if isinstance(self.program, Rewritten):
+            return f"{self.error}\n{self.program}"
         return f"{self.error}\n{self.program}\n\n{write(self.program)}\n{_TAIL.format(p=self.program)}"
 
 
@@ -40,7 +45,8 @@ if __name__ == "__main__":
 class Tally:
     """What was tried so far. refused: why sites were not fused, for each kind of program.
 
-    A program is "mutated", or "odd" where it may be left as written (draw.oddity), or "plain".
+    A program is "mutated", or "odd" where it may be left as written (draw.oddity), or "plain"; or one that others
+    published, "rewritten".
     """
 
     def __init__(self) -> None:
@@ -48,10 +54,11 @@ class Tally:
         self.refused: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
         self.failures: list[Failure] = []
 
-    def run(self, program: Program, inner: str = "eager") -> None:
+    def run(self, program: Program | Rewritten, inner: str = "eager") -> None:
         """Try `program`; what goes wrong is kept, not raised."""
+        kind = _kind_of(program)
         self.counts["programs"] += 1
-        self.counts["mutated"] += program.mutation is not None
+        self.counts[f"{kind} programs"] += 1
         try:
             outcome = attempt(program, inner)
         except Exception as error:
@@ -62,7 +69,6 @@ class Tally:
             return
         self.failures += [Failure(program, _reason(site)) for site in outcome.sites if _broke(site)]
         sites = [(site.fused, _reason(site)) for site in outcome.sites] or [(False, "no attention was found")]
-        kind = "mutated" if program.mutation is not None else "odd" if oddity(program) else "plain"
         for fused, reason in sites:
             self.counts[f"{kind} sites"] += 1
             self.counts[f"{kind} sites fused"] += fused
@@ -83,6 +89,12 @@ class Tally:
         return "\n".join([*lines, f"{len(self.failures):6} failures"])
 
 
+def _kind_of(program: Program | Rewritten) -> str:
+    if isinstance(program, Rewritten):
+        return "rewritten"
+    return "mutated" if program.mutation is not None else "odd" if oddity(program) else "plain"
+
+
 def _reason(site: SiteReport) -> str:
     return site.blocker.reason if site.blocker is not None else site.status
 
@@ -92,8 +104,10 @@ def _broke(site: SiteReport) -> bool:
     return site.blocker is not None and "analysing it failed" in site.blocker.reason
 
 
-def attempt(program: Program, inner: str = "eager") -> Outcome | None:
+def attempt(program: Program | Rewritten, inner: str = "eager") -> Outcome | None:
     """Compile `program` and hold it against float64; None where it does not run eagerly either."""
+    if isinstance(program, Rewritten):
+        return _attempt_rewritten(program, inner)
     module = loaded(write(program))
     written, args = module.Program(), module.inputs()
     if not _runs(written, args, program.backward):
@@ -109,6 +123,16 @@ def attempt(program: Program, inner: str = "eager") -> Outcome | None:
     )
 
 
+def _attempt_rewritten(program: Rewritten, inner: str) -> Outcome | None:
+    sizes, args = published.inputs(program.entropy)
+    written = published.Program(program, *sizes)
+    backward = program.entropy % 2 == 0
+    if not _runs(written, args, backward):
+        return None
+    torch._dynamo.reset()
+    return check(written, *args, inner=inner, dynamic=program.entropy % 5 == 0 or None, backward=backward)
+
+
 def loaded(source: str) -> types.ModuleType:
     """`source` as a module that Dynamo and tracebacks find the lines of."""
     name = f"<drawn {next(_numbers)}>"
@@ -119,8 +143,11 @@ def loaded(source: str) -> types.ModuleType:
 
 
 def _runs(program: torch.nn.Module, args: Any, backward: bool) -> bool:
+    """Eagerly, and in float64 too, where it is compared."""
     try:
         _results(program, program, args, backward)
+        wide = _wider(program)
+        _results(wide, wide, pytree.tree_map(_widened, args), backward)
     except Exception:
         return False
     return True
@@ -131,6 +158,8 @@ def _runs(program: torch.nn.Module, args: Any, backward: bool) -> bool:
 
 def smallest(failure: Failure, inner: str = "eager") -> Failure:
     """The same failure with as many choices as possible put back to the plain one."""
+    if isinstance(failure.program, Rewritten):
+        return failure
     kind = _kind(failure)
     return _failure(plainest(failure.program, lambda p: _kind(_failure(p, inner)) == kind), inner) or failure
 

@@ -34,6 +34,9 @@ def write(p: Program) -> str:
             out.say("q = q + 0.1 * F.pad(again, (0, q.numel() - again.numel())).view(q.shape)")
             out.say(f"second = attend(q, {names})", "second = second if isinstance(second, tuple) else (second,)")
             out.say("return first + second")
+        case "vmapped":
+            stacked = ", ".join(f"torch.stack([{n}, {n}.flip(0)])" for n in given)
+            out.say(f"return torch.vmap(attend)({stacked})")
         case "checkpoint":
             out.say(f"return torch.utils.checkpoint.checkpoint(attend, q, {names}, use_reentrant=False)")
         case _:
@@ -49,6 +52,9 @@ def _attend(out: Source, results: list[str]) -> None:
     if p.detached in ("query", "key", "value"):
         name = p.detached[0]
         out.say(f"{name} = {name}.detach()")
+    if p.detached.startswith("no_grad_"):
+        name = p.detached[len("no_grad_")]
+        out.say("with torch.no_grad():", f"    {name} = ({name} * 0.7).transpose(1, 2).contiguous().transpose(1, 2)")
     _edits_before(out)
     alpha = write_scale_before(out)
     write_groups(out)
@@ -96,6 +102,10 @@ def _scores(out: Source, alpha: str) -> None:
     written = mutate.product_of(out, product(p, p.product, x, y, p.letters[0], alpha))
     if p.detached == "no_grad":
         out.say("with torch.no_grad():", f"    s = {written}")
+    elif p.detached == "autocast_product":
+        out.say('with torch.autocast("cpu", torch.bfloat16):', f"    s = {written}", "s = s.to(q.dtype)")
+    elif p.detached == "autocast_off":
+        out.say('with torch.autocast("cpu", enabled=False):', f"    s = {written}")
     elif p.edit == "product_out":
         out.say(f"s = torch.empty_like({x} @ {y}.mT)", f"torch.matmul({x}, {y}.mT, out=s)")
     else:
@@ -157,6 +167,8 @@ def _weights(out: Source, keeping: str | None) -> None:
         out.say("p = p.detach()")
     if p.edit == "weights_scaled":
         out.say("p.mul_(0.5)")
+    if p.edit == "weights_operator":
+        out.say("p *= 0.5")
     for layer in p.weights:
         if layer in ("masked_again", "filled_again") and keeping is None:
             keeping = out.term(triangle(out, "arange", "0")[0], "ij")
@@ -227,6 +239,8 @@ def _writes_softmax(p: Program) -> bool:
 def _output(out: Source, results: list[str]) -> None:
     p = out.program
     match p.edit:
+        case "out_operator":
+            out.say("out /= 2")
         case "out_scaled":
             out.say("out.mul_(0.5)")
         case "out_set":
@@ -254,6 +268,27 @@ def _output(out: Source, results: list[str]) -> None:
 
 def _edits_before(out: Source) -> None:
     match out.program.edit:
+        case "query_operator":
+            out.say("q = q * 1", "q /= 1.5")
+        case "key_method":
+            out.say("k = k * 1", "k.mul_(0.7)")
+        case "value_slice":
+            out.say("v = v * 1", "v[:, :, ::2] *= 0.5")
+        case "key_view":
+            out.say("k = k * 1", "k.transpose(1, 2).add_(0.1)")
+        case "query_out":
+            out.say("q = q * 1", "torch.mul(q, 0.5, out=q)")
+        case "argument_operator":
+            out.say("q *= 0.5")
+        case "key_cached":
+            out.say("kept = torch.zeros_like(k)", "kept[:, :, :M] = k", "k = kept")
+        case "value_cached":
+            out.say("kept = torch.zeros_like(v)", "kept.index_copy_(2, torch.arange(M), v)", "v = kept")
+        case "cache_given":
+            cache = out.argument(out.fresh("cache"), "B", "KV", "M + 2", "D")
+            out.say(f"{cache}[:, :, 1 : M + 1] = k", f"k = {cache}[:, :, 1 : M + 1]")
+        case "beyond_the_end":
+            out.say("k, v = k[:, :, -9:], v[:, :, -9:]")
         case "key_before":
             out.say("k = k.clone()", "k.mul_(0.7)")
         case "key_after":
@@ -273,6 +308,12 @@ def _edits_of_scores(out: Source) -> None:
             out.say("s.mul_(0.5)")
         case "scores_set":
             out.say(f"{column} = 0.3")
+        case "scores_operator":
+            out.say("s /= 1.7")
+        case "scores_slice":
+            out.say("s[:, ::2] *= 0.5")
+        case "scores_out":
+            out.say("torch.add(s, 0.3, out=s)")
         case "column_alias":
             out.say(f"column = {column}", "column.add_(0.7)")
         case "diagonal_set":

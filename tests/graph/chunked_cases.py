@@ -280,7 +280,7 @@ def operator(
     case: Case, *tensors: Tensor, numbers: Sequence[int], seed: Tensor | None = None, p: float = 0.0
 ) -> Tensor:
     query, key, value, *inputs = tensors
-    return chunked(query, key, value, inputs, numbers, seed, p, case.program.dumps())[0]
+    return chunked(query, key, value, inputs, numbers, seed, p, case.program.dumps(), False)[0]
 
 
 def drawn(case: Case, s: Sizes, dtype: torch.dtype) -> list[Tensor]:

@@ -10,7 +10,7 @@ import torch
 
 from attn_fuse import expression as ex
 from attn_fuse.bounds import stays_within
-from attn_fuse.operations.elementwise import UNARY
+from attn_fuse.operations.elementwise import TO_WHOLE, UNARY
 from attn_fuse.space import Space
 
 T = 12
@@ -26,7 +26,7 @@ def within(x: ex.Expr, limit: float) -> bool:
     return stays_within(x, limit, SPACE, {0})
 
 
-@pytest.mark.parametrize("name", [*UNARY, "gelu", "softplus", "mish", "log_sigmoid", "logit", "isnan"])
+@pytest.mark.parametrize("name", [*UNARY, *TO_WHOLE, "gelu", "softplus", "mish", "log_sigmoid", "logit", "isnan"])
 @pytest.mark.parametrize("shift, step", [(-5, 1.0), (0, 1.0), (1, 1.0), (0, 0.1), (-3, 0.1), (-40, 30.0)])
 def test_bounds_hold_all_values(name: str, shift: int, step: float) -> None:
     x = step * torch.arange(shift, shift + T, dtype=torch.float64)

@@ -117,7 +117,7 @@ def test_queries_that_see_no_key(with_sink: bool) -> None:
     keep[:, :, ::3] = False
     program = ScoreProgram(where(["input", 0], S), sink=const(0.5) if with_sink else None).dumps()
     query, key, value = (x.requires_grad_() for x in torch.randn(3, 1, 2, 19, 8).unbind(0))
-    out, row_max, row_sum = chunked(query, key, value, [keep], [], None, 0.0, program)
+    out, row_max, row_sum, _ = chunked(query, key, value, [keep], [], None, 0.0, program, False)
     dquery, dkey, dvalue = torch.autograd.grad(out.sum(), [query, key, value])
     assert (out[:, :, ::3] == 0).all() and (dquery[:, :, ::3] == 0).all()
     assert all(x.isfinite().all() for x in (out, dquery, dkey, dvalue))
@@ -132,7 +132,7 @@ def test_a_finite_fill_gives_the_mean(fill: float) -> None:
     """log(kv_len) is lost beside the fill, so that a backward from the log-sum-exp alone would be kv_len times off."""
     program = ScoreProgram(where(const(False), S, fill)).dumps()
     query, key, value = (x.requires_grad_() for x in torch.randn(3, 1, 2, 19, 8).unbind(0))
-    out = chunked(query, key, value, [], [], None, 0.0, program)[0]
+    out = chunked(query, key, value, [], [], None, 0.0, program, False)[0]
     grad_out = torch.randn(out.shape)
     dquery, dkey, dvalue = torch.autograd.grad(out, [query, key, value], grad_out)
     torch.testing.assert_close(out, value.mean(2, keepdim=True).expand_as(out))
@@ -162,7 +162,7 @@ def test_empty(name: str, s: Sizes) -> None:
 
 
 def with_dropout(query: Tensor, key: Tensor, value: Tensor, seed: Tensor, p: float) -> Tensor:
-    return chunked(query, key, value, [], [], seed, p, ScoreProgram(const(0.0)).dumps())[0]
+    return chunked(query, key, value, [], [], seed, p, ScoreProgram(const(0.0)).dumps(), False)[0]
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
@@ -248,7 +248,8 @@ def test_opcheck(name: str) -> None:
     case, s = CASE[name], Sizes(2, 2, 1, 19, 17, 8, 4)
     query, key, value, *inputs = (x.requires_grad_(x.is_floating_point()) for x in drawn(case, s, torch.float32))
     how = (query, key, value, inputs, case.numbers(s), seeded(1), 0.2, case.program.dumps())
-    torch.library.opcheck(chunked, how)
+    for centred in (False, True):
+        torch.library.opcheck(chunked, (*how, centred))
 
 
 def test_opcheck_of_the_backward() -> None:
@@ -256,7 +257,7 @@ def test_opcheck_of_the_backward() -> None:
     query, key, value, *inputs = drawn(case, s, torch.float32)
     how = (query, key, value, inputs, case.numbers(s), seeded(1), 0.2)
     program = case.program.dumps()
-    outputs = chunked(*how, program)
+    outputs = chunked(*how, program, False)
     args = (torch.randn(outputs[0].shape), *how, *outputs, program, [True, False, True])
     torch.library.opcheck(chunked_backward, args)
 
@@ -270,7 +271,7 @@ def test_training_step_compiles(name: str) -> None:
     def program(query: Tensor, key: Tensor, value: Tensor, *inputs: Tensor) -> Tensor:
         numbers = [key.shape[2] - query.shape[2]] if case.name != "everything" else [2]
         key = key.transpose(1, 2).contiguous().transpose(1, 2)
-        return chunked(query * 1, key, value, list(inputs), numbers, None, 0.0, text)[0]
+        return chunked(query * 1, key, value, list(inputs), numbers, None, 0.0, text, False)[0]
 
     run = torch.compile(program, backend="aot_eager", fullgraph=True, dynamic=True)
     for s in (USUAL, replace(USUAL, batch=3, q_len=29, kv_len=31)):
@@ -286,7 +287,7 @@ def test_backward_within_a_compiled_graph() -> None:
     query, key, value, *inputs = drawn(case, USUAL, torch.float32)
     how = (query, key, value, inputs, [2], seeded(1), 0.2)
     text = case.program.dumps()
-    outputs = chunked(*how, text)
+    outputs = chunked(*how, text, False)
 
     def program(grad_out: Tensor) -> Any:
         return chunked_backward(grad_out * 1, *how, *outputs, text, [True] * 3)
@@ -307,7 +308,7 @@ def test_only_wanted_inputs_have_gradients() -> None:
     assert inputs[1].grad is not None
     assert all(x.grad is None for x in (query, key, value, inputs[0], inputs[2]))
     how = (query, key, value, [x.detach() for x in inputs], [2], None, 0.0)
-    outputs = chunked(*how, case.program.dumps())
+    outputs = chunked(*how, case.program.dumps(), False)
     dinputs = chunked_backward(torch.ones_like(outputs[0]), *how, *outputs, case.program.dumps(), [False, True, False])[
         3
     ]
@@ -344,6 +345,13 @@ def test_second_derivatives_are_refused() -> None:
 )
 def test_what_does_not_fit_is_said(change: dict[str, Any], reason: str) -> None:
     how: dict[str, Any] = dict.fromkeys(("query", "key", "value"), torch.ones(1, 2, 5, 4))
-    how |= {"inputs": [], "numbers": [], "seed": None, "dropout_p": 0.0, "program": '{"score":["score"]}'}
+    how |= {
+        "inputs": [],
+        "numbers": [],
+        "seed": None,
+        "dropout_p": 0.0,
+        "program": '{"score":["score"]}',
+        "centred": False,
+    }
     with pytest.raises(ValueError, match=reason):
         chunked(**how | change)

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from attn_fuse.attention import Attention
-from attn_fuse.facts import Facts
+from attn_fuse.facts import Facts, is_frozen
 from attn_fuse.kernels import KERNELS, flex, triton_decode
-from attn_fuse.kernels.picker import pick
+from attn_fuse.kernels.evidence import AS_WRITTEN
+from attn_fuse.kernels.picker import Choice, Times, pick
 from attn_fuse.kernels.switches import Switches, forbidden
 from tests.harness import compiled
 
@@ -92,6 +93,10 @@ REASONS = [
     ("cuda_efficient", plain, CUDA | {"kv_heads": 2}, "takes no grouped queries"),
     ("cuda_flash", causal, HALF | {"q_len": 5}, "takes a causal mask only where q_len equals kv_len"),
     ("cuda_efficient", plain, CUDA | {"q_len": 0}, "takes no empty sequence"),
+    (
+        "cpu_flash", plain, {"checkpointed": True},
+        "torch takes it for random, and has nothing random in a checkpoint of a graph without gradients",
+    ),
     ("flex", plain, {"compiled": False}, "stores every score where the graph is not compiled by Inductor"),
     ("flex", dropped, {}, "takes no dropout"),
     ("flex", gated, {}, "takes no factor on the weights that differs from key to key"),
@@ -155,3 +160,47 @@ def test_what_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Triton is not installed" in KERNEL["triton_decode"].why_not(attention, there)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "Triton is not installed" in KERNEL["triton_flash"].why_not(attention, there)
+
+
+def chosen_in_turn(**how: Any) -> tuple[list[str], Choice]:
+    """The kernels as one after the other turns out not to be callable, and what is chosen in the end."""
+    choice, names = pick(*recognised(plain), **how), []
+    while choice.kernel is not None:
+        names.append(choice.kernel.name)
+        choice = choice.without(f"{len(names)} of its operands is missing")
+    return names, choice
+
+
+def test_the_next_best_kernel_is_known() -> None:
+    names, last = chosen_in_turn(allowed=("chunked", "cpu_flash"))
+    assert names == ["chunked", "cpu_flash"]
+    assert last.why_not["chunked"] == ("its call cannot be written into the graph: 1 of its operands is missing",)
+    assert last.because == "cpu_flash cannot be called: 2 of its operands is missing"
+    assert last.without("again") == last
+
+
+@pytest.mark.parametrize(("chunked", "expected"), [(0.7, ["cpu_flash", "chunked"]), (1.2, ["cpu_flash"])])
+def test_the_next_best_kernel_is_faster_than_as_written(chunked: float, expected: list[str]) -> None:
+    seconds = {AS_WRITTEN: 1.0, "chunked": chunked, "cpu_flash": 0.5}
+    names, last = chosen_in_turn(stopwatch=lambda case, kernels: Times(seconds, {}))
+    assert names == expected and set(last.why_not) >= {"chunked", "cpu_flash"}
+
+
+@pytest.mark.parametrize(
+    ("program", "needs", "frozen"),
+    [
+        (lambda x, w: x @ w, False, True),
+        (lambda x, w: x @ w, True, False),
+        (lambda x, w: (x @ w).detach(), True, True),
+        (lambda x, w: (x + 1, w.t()), True, True),
+        (lambda x, w: (x + 1, w * 2), True, False),
+    ],
+    ids=["nothing learned", "learned", "detached", "a parameter given back", "learned elsewhere"],
+)
+def test_a_graph_without_gradients_is_frozen(program: Callable[..., Any], needs: bool, frozen: bool) -> None:
+    graphs: list[Any] = []
+    inputs = (torch.randn(3, 3), torch.randn(3, 3, requires_grad=needs))
+    torch.compile(program, backend=lambda graph, _: graphs.append(graph) or graph.forward)(*inputs)
+    assert is_frozen(graphs[0]) == frozen
+    with torch.no_grad():
+        assert not is_frozen(graphs[0])

@@ -11,12 +11,12 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FILES = [
-    *(ROOT / "attn_fuse" / f"{name}.py" for name in ("draft", "fold", "recognize", "region", "writes")),
+    *(ROOT / "attn_fuse" / f"{name}.py" for name in ("draft", "fold", "recognize", "region", "memory", "functional")),
     *sorted((ROOT / "attn_fuse" / "patterns").glob("*.py")),
 ]
 KERNELS = sorted((ROOT / "attn_fuse" / "kernels").glob("*.py"))
 # What makes a refusal of a text, in these files.
-MAKERS = {"Refusal", "refused"}
+MAKERS = {"Refusal", "refused", "NotFunctional"}
 
 
 def reasons(file: Path) -> Iterator[tuple[int, str]]:
@@ -64,7 +64,7 @@ CASES = [
 
 def test_reasons_are_found() -> None:
     assert len(CASES) >= 75
-    assert {"draft.py", "region.py", "softmax.py", "weights.py", "fold.py", "writes.py"} <= {
+    assert {"draft.py", "region.py", "softmax.py", "weights.py", "fold.py", "memory.py"} <= {
         file.name for file in FILES if any(reasons(file))
     }
     assert {"kernel.py", "sdpa.py", "flex.py", "triton_decode.py"} <= {

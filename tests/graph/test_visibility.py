@@ -121,7 +121,8 @@ def test_where_a_query_may_see_no_key_all_of_them_count(tree, inputs, numbers, f
 
 NUMBERS = st.sampled_from(
     [Q, K, B, H, ["const", -3], ["const", 4], ["const", 0.5], ["number", 0], ["input", 0], ["input", 1], ["input", 2],
-     ["input", 3], ["gather", 4, ["mod", ["add", Q, K], ["const", 7]]]]
+     ["input", 3], ["gather", 4, ["mod", ["add", Q, K], ["const", 7]]], ["input", 5], ["input", 6], ["input", 7],
+     ["input", 8], ["const", 2**29], ["cast", "int32", ["mul", Q, ["const", 2**28]]]]
 )  # fmt: skip
 
 
@@ -131,7 +132,11 @@ def joined(children: st.SearchStrategy) -> st.SearchStrategy:
         st.tuples(st.sampled_from(pairs), children, children).map(list),
         st.tuples(st.sampled_from(["neg", "abs", "not", "square", "sign"]), children).map(list),
         st.tuples(st.just("where"), children, children, children).map(list),
-        st.tuples(st.just("cast"), st.sampled_from(["int64", "float32", "bool", "int32"]), children).map(list),
+        st.tuples(
+            st.just("cast"),
+            st.sampled_from(["int64", "float32", "bool", "int32", "uint8", "int8", "uint16", "float64"]),
+            children,
+        ).map(list),
     )
 
 
@@ -143,12 +148,34 @@ def test_no_block_that_is_seen_is_hidden(tree: list, seed: int) -> None:
     inputs = [
         torch.randint(0, 4, (2, 1, 11, 1)), torch.randint(0, 4, (2, 1, 1, 13)), torch.randn(1, 2, 11, 13),
         torch.tensor([1.0, torch.nan, torch.inf, -torch.inf]).repeat(4)[:13].view(1, 1, 1, 13), torch.randn(7),
+        torch.randint(-(2**31), 2**31, (2, 1, 11, 1)).int(), torch.randint(-(2**31), 2**31, (1, 1, 1, 13)).int(),
+        torch.randint(0, 256, (2, 1, 11, 1)).byte(), torch.randint(-(2**63), 2**63 - 1, (2, 1, 1, 13)),
     ]  # fmt: skip
     try:
         keep = sees(tree, inputs, [3], sizes)
-    except RuntimeError:  # torch subtracts no Booleans, for one
+    except RuntimeError:  # torch subtracts no Booleans, for one, and hardly computes with uint16
         return
     some, every = blockwise(keep, blocks)
     found = visibility(ScoreProgram(["score"], visible=tree), inputs, [3], sizes, blocks, CPU)
     assert not (some & ~found.some).any()
     assert not (found.every & ~every).any()
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.uint8, torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.int64], ids=str
+)
+def test_numbers_of_every_width_are_compared(dtype: torch.dtype) -> None:
+    """torch finds no least or greatest one of the wide unsigned numbers; `torch.eye` has positions in uint16."""
+    sizes, blocks = (1, 1, 300, 300), (128, 128)
+    name = str(dtype).removeprefix("torch.")
+    tree = ["eq", *(["cast", name, ["mod", x, ["const", 200]]] for x in (Q, K))]
+    some, every = blockwise(sees(tree, [], [], sizes), blocks)
+    found = visibility(ScoreProgram(["score"], visible=["not", tree]), [], [], sizes, blocks, CPU)
+    assert found.some.all() and not (found.every & some).any()
+    ids = torch.arange(300).div(128, rounding_mode="floor").to(dtype)
+    given_inputs = [ids.view(1, 1, -1, 1), ids.view(1, 1, 1, -1)]
+    some, every = blockwise(sees(DOCUMENTS, given_inputs, [], sizes), blocks)
+    found = visibility(ScoreProgram(["score"], visible=DOCUMENTS), given_inputs, [], sizes, blocks, CPU)
+    assert not (some & ~found.some).any() and not (found.every & ~every).any()
+    if dtype != torch.uint64:
+        assert torch.equal(found.some, some) and torch.equal(found.every, every)

@@ -74,7 +74,7 @@ class Operator:
 
 
 def _chunked(c: Call) -> Callable[[], Tensor]:
-    return lambda: chunked(c.query, c.key, c.value, c.inputs, c.numbers, c.seed, c.dropout_p, c.program)[0]
+    return lambda: chunked(c.query, c.key, c.value, c.inputs, c.numbers, c.seed, c.dropout_p, c.program, False)[0]
 
 
 def _flash(c: Call) -> Callable[[], Tensor]:
@@ -85,7 +85,9 @@ def _flash(c: Call) -> Callable[[], Tensor]:
     if not c.is_bounded:
         sizes = (*c.query.shape[:3], c.key.shape[2])
         found = spans([x.detach() for x in c.inputs], c.numbers, *sizes, c.program, c.query.device)
-    return lambda: triton_flash(c.query, c.key, c.value, c.inputs, c.numbers, c.seed, *found, c.dropout_p, c.program)[0]
+    return lambda: triton_flash(
+        c.query, c.key, c.value, c.inputs, c.numbers, c.seed, *found, c.dropout_p, c.program, False
+    )[0]
 
 
 def _decode(c: Call) -> Callable[[], Tensor]:

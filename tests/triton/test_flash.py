@@ -15,11 +15,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from attn_fuse.kernels.centring import restored
 from attn_fuse.kernels.score_program import ScoreProgram
+from tests.common_part import HEAD_DIM, TIMES_EAGER, distances, written
 from tests.dropout import check_distribution, check_seed, kept_weights, seeded
 from tests.graph.chunked_cases import (
     CASE,
     CASES,
+    CAUSAL,
     INF,
     SIZES,
     USUAL,
@@ -37,6 +40,7 @@ from tests.graph.chunked_cases import (
     results,
     where,
 )
+from tests.graph.random_cases import random_case
 from tests.grid.features import At
 from tests.triton.interpreted import INTERPRETED, interpreted, run_interpreted
 
@@ -44,6 +48,7 @@ if INTERPRETED:
     from attn_fuse.kernels.triton import flash
     from attn_fuse.kernels.triton.flash_configs import Config
     from attn_fuse.kernels.triton.flash_op import triton_flash, triton_flash_backward
+    from attn_fuse.kernels.triton.packed_op import flash_packed
     from attn_fuse.kernels.triton.spans import spans
 
 
@@ -66,7 +71,7 @@ def operator(
     tables: tuple[Any, Any] = (None, None),
 ) -> Tensor:
     query, key, value, *inputs = tensors
-    return triton_flash(query, key, value, inputs, numbers, seed, *tables, p, case.program.dumps())[0]
+    return triton_flash(query, key, value, inputs, numbers, seed, *tables, p, case.program.dumps(), False)[0]
 
 
 def check(case: Case, s: Sizes, dtype: torch.dtype = torch.float32, spanned: bool = False) -> None:
@@ -88,6 +93,47 @@ def tables_of(case: Case, s: Sizes, inputs: Sequence[Tensor]) -> tuple[Tensor, T
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_scores(case: Case) -> None:
     check(case, USUAL)
+
+
+@pytest.fixture
+def products_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensor cores add up a product in one order, whatever the tile; numpy rounds otherwise when it is transposed."""
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def create_dot(self: Any, a: Any, b: Any, sums: Any, *_: Any) -> Any:
+        wide = a.data.astype("float64") @ b.data.astype("float64") + sums.data
+        return TensorHandle(wide.astype(sums.data.dtype), sums.dtype.scalar)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
+
+
+@interpreted
+@pytest.mark.usefixtures("products_in_one_order")
+def test_gradients_of_values_with_a_common_part() -> None:
+    program = ScoreProgram(["add", ["mul", S, const(HEAD_DIM**-0.5)], ["input", 0]]).dumps()
+
+    def attend(packed: bool, centred: bool, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        rest = ([bias.unsqueeze(0)], [], None, None, None, 0.0, program, centred)
+        if packed and q._base is not None:
+            b, h, n, d = q.shape
+            views = [step for which in range(3) for step in (0, 0, which * h * d, 1, 0, 0, 0, 0, d, 0, 1, 0, 0, 0, 1)]
+            out, _, row_sum, centre = flash_packed(q._base.reshape(b, n, -1), views, [b, h, h, n, n, d, d], *rest)
+        else:
+            out, _, row_sum, centre = triton_flash(q, k, v, *rest)
+        return restored(out, row_sum, centre) if centred else out
+
+    several = {"eager": written, "not centred": partial(attend, False, False)}
+    several |= {name: partial(attend, name == "packed", True) for name in ("apart", "packed")}
+    found = distances(several, 500.0, tokens=40, seeds=1)
+    for name in ("apart", "packed"):
+        assert all(of[name] <= TIMES_EAGER * of["eager"] for of in found.values()), found
+        assert found["qkv.weight"][name] < found["qkv.weight"]["not centred"] / 5
+
+
+@interpreted
+@pytest.mark.parametrize("seed", range(40))
+def test_random_programs(seed: int) -> None:
+    check(random_case(seed), Sizes(2, 2, 1, 37, 29, 8, 8))
 
 
 @interpreted
@@ -114,7 +160,14 @@ def test_half_precision(name: str) -> None:
 @interpreted
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(40, 24), (80, 80), (128, 128), (3, 130), (256, 16)])
 def test_widths(head_dim: int, value_dim: int) -> None:
-    check(CASE["causal"], replace(USUAL, batch=1, heads=2, kv_heads=1, head_dim=head_dim, value_dim=value_dim))
+    """Scaled as programs do: scores of 40, computed again in the backward, differ by how a machine adds 256 up."""
+    scale, causal = head_dim**-0.5, CASE["causal"]
+    scaled = replace(
+        causal,
+        program=replace(causal.program, score=where(CAUSAL, ["mul", S, const(scale)])),
+        dense=lambda s, at: causal.dense(s * scale, at),
+    )
+    check(scaled, replace(USUAL, batch=1, heads=2, kv_heads=1, head_dim=head_dim, value_dim=value_dim))
 
 
 # ---- what is left out
@@ -284,7 +337,7 @@ def test_queries_that_see_no_key(with_sink: bool) -> None:
     keep[:, :, ::3] = False
     program = ScoreProgram(where(["input", 0], S), sink=const(0.5) if with_sink else None).dumps()
     query, key, value = (x.requires_grad_() for x in torch.randn(3, 1, 2, 19, 8).unbind(0))
-    out, row_max, row_sum = triton_flash(query, key, value, [keep], [], None, None, None, 0.0, program)
+    out, row_max, row_sum, _ = triton_flash(query, key, value, [keep], [], None, None, None, 0.0, program, False)
     gradients = torch.autograd.grad(out.sum(), [query, key, value])
     assert (out[:, :, ::3] == 0).all() and (gradients[0][:, :, ::3] == 0).all()
     assert all(x.isfinite().all() for x in (out, *gradients))
@@ -298,7 +351,7 @@ def test_a_finite_fill_gives_the_mean(fill: float, scale: float) -> None:
     """log(kv_len) is lost beside the fill, so that a backward from the log-sum-exp alone would be kv_len times off."""
     program = ScoreProgram(where(const(False), ["mul", S, const(scale)], fill)).dumps()
     query, key, value = (x.requires_grad_() for x in torch.randn(3, 1, 2, 75, 8).unbind(0))
-    out = triton_flash(query, key, value, [], [], None, None, None, 0.0, program)[0]
+    out = triton_flash(query, key, value, [], [], None, None, None, 0.0, program, False)[0]
     grad_out = torch.randn(out.shape)
     dquery, dkey, dvalue = torch.autograd.grad(out, [query, key, value], grad_out)
     torch.testing.assert_close(out, value.mean(2, keepdim=True).expand_as(out))
@@ -321,7 +374,7 @@ def test_not_a_number_stays_one(bad: float) -> None:
 
 
 def with_dropout(query: Tensor, key: Tensor, value: Tensor, seed: Tensor, p: float) -> Tensor:
-    return triton_flash(query, key, value, [], [], seed, None, None, p, ScoreProgram(const(0.0)).dumps())[0]
+    return triton_flash(query, key, value, [], [], seed, None, None, p, ScoreProgram(const(0.0)).dumps(), False)[0]
 
 
 @interpreted
@@ -362,7 +415,8 @@ def test_opcheck(name: str) -> None:
     case, s = CASE[name], Sizes(2, 2, 1, 19, 17, 8, 4)
     query, key, value, *inputs = (x.requires_grad_(x.is_floating_point()) for x in drawn(case, s, torch.float32))
     how = (query, key, value, inputs, case.numbers(s), seeded(1), None, None, 0.2, case.program.dumps())
-    torch.library.opcheck(triton_flash, how)
+    for centred in (False, True):
+        torch.library.opcheck(triton_flash, (*how, centred))
 
 
 @interpreted
@@ -371,7 +425,7 @@ def test_opcheck_of_the_backward() -> None:
     query, key, value, *inputs = drawn(case, s, torch.float32)
     how = (query, key, value, inputs, case.numbers(s), seeded(1), None, None, 0.2)
     program = case.program.dumps()
-    outputs = triton_flash(*how, program)
+    outputs = triton_flash(*how, program, False)
     args = (torch.randn(outputs[0].shape), *how, *outputs, program, [True, False, True])
     torch.library.opcheck(triton_flash_backward, args)
 
@@ -384,7 +438,7 @@ def test_training_step_compiles(inner: str) -> None:
 
     def program(query: Tensor, key: Tensor, value: Tensor, *inputs: Tensor) -> Tensor:
         key = key.transpose(1, 2).contiguous().transpose(1, 2)
-        return triton_flash(query * 1, key, value, list(inputs), [2], None, None, None, 0.0, text)[0]
+        return triton_flash(query * 1, key, value, list(inputs), [2], None, None, None, 0.0, text, False)[0]
 
     run = torch.compile(program, backend=inner, fullgraph=True, dynamic=True)
     for s in (USUAL, replace(USUAL, batch=3, q_len=29, kv_len=31)):
@@ -439,6 +493,14 @@ def test_second_derivatives_are_refused() -> None:
 )
 def test_what_does_not_fit_is_said(change: dict[str, Any], reason: str) -> None:
     how: dict[str, Any] = dict.fromkeys(("query", "key", "value"), torch.ones(1, 2, 5, 4))
-    how |= {"inputs": [], "numbers": [], "seed": None, "of_queries": None, "of_keys": None, "dropout_p": 0.0}
+    how |= {
+        "inputs": [],
+        "numbers": [],
+        "seed": None,
+        "of_queries": None,
+        "of_keys": None,
+        "dropout_p": 0.0,
+        "centred": False,
+    }
     with pytest.raises(ValueError, match=reason):
         triton_flash(**how | {"program": '{"score":["score"]}'} | change)

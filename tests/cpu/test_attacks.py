@@ -1,0 +1,558 @@
+"""Programs that were computed wrong, or crashed, and their neighbours: never wrong and never a crash, fused or not.
+
+Each stands for a class: one operation after another of the same family, one dtype after another, one way to write it
+after another. The judge is the program in float64.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.harness import assert_right as right
+from tests.harness import tensors
+
+PICKS = ("fused", "fastest")
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.transpose(-2, -1) * 0.3).softmax(-1) @ v
+
+
+def causal(size: int) -> Tensor:
+    return torch.ones(size, size).triu(1).bool()
+
+
+# ---- what is read beyond an end
+
+
+@pytest.mark.parametrize("picks", PICKS)
+@pytest.mark.parametrize("window", [3, 12, 13, 14, 64])
+@pytest.mark.parametrize(
+    "cut",
+    [
+        lambda x, n: x[:, :, -n:],
+        lambda x, n: x[..., -n:, :],
+        lambda x, n: x[:, :, : x.shape[2] + n],
+        lambda x, n: x[:, :, -n : x.shape[2] + 1],
+        lambda x, n: x[:, :, -2 * n : -1],
+    ],
+)
+def test_a_cache_that_is_not_full_yet(cut, window, picks) -> None:
+    right(lambda q, k, v: attention(q, cut(k, window), cut(v, window)), *tensors(2, 3, 13, 8), picks=(picks,))
+
+
+@pytest.mark.parametrize("window", [5, 13, 64])
+def test_a_mask_cut_beyond_its_end(window) -> None:
+    def program(q, k, v):
+        keep = torch.ones(13, 13).tril().bool()[:, -window:]
+        keep = F.pad(keep, (13 - keep.shape[1], 0))
+        return (q @ k.mT).masked_fill(~keep, -torch.inf).softmax(-1) @ v
+
+    right(program, *tensors(2, 3, 13, 8))
+
+
+def test_a_window_longer_than_any_call() -> None:
+    def program(q, k, v):
+        k, v = k[:, :, -9:], v[:, :, -9:]
+        return attention(q, k, v)
+
+    right(program, *tensors(2, 3, 5, 8), more=[tensors(2, 3, 7, 8), tensors(2, 3, 13, 8)], dynamic=True)
+
+
+# ---- grad modes
+
+
+def _plain(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return x * 0.5
+
+
+def _laid_out(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _switched(x: Tensor) -> Tensor:
+    with torch.set_grad_enabled(False):
+        return x + 0.25
+
+
+def _partly(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        x = x * 0.5
+        with torch.enable_grad():
+            return x * 2
+
+
+def _detached(x: Tensor) -> Tensor:
+    return (x * 0.5).detach()
+
+
+def _data(x: Tensor) -> Tensor:
+    return (x * 0.5).data
+
+
+@pytest.mark.parametrize("without", [_plain, _laid_out, _switched, _partly, _detached, _data])
+@pytest.mark.parametrize("place", ["query", "key", "value", "scores", "bias", "weights", "out"])
+def test_what_has_no_gradient(without, place) -> None:
+    def at(here: str, x: Tensor) -> Tensor:
+        return without(x) if here == place else x
+
+    def program(q, k, v, b):
+        q, k, v = at("query", q), at("key", k), at("value", v)
+        s = at("scores", q @ k.mT) + at("bias", b)
+        return at("out", at("weights", s.softmax(-1)) @ v)
+
+    right(program, *tensors(2, 3, 13, 8), torch.randn(2, 3, 13, 13))
+
+
+@pytest.mark.parametrize("picks", PICKS)
+def test_a_key_transposed_and_scaled_without_gradient(picks) -> None:
+    def program(q, k, v):
+        with torch.no_grad():
+            k = k.transpose(-2, -1) * 0.3
+        return (q @ k).softmax(-1) @ v
+
+    right(program, *tensors(2, 3, 13, 8), picks=(picks,))
+
+
+def test_a_mask_made_without_gradient() -> None:
+    def program(q, k, v):
+        with torch.no_grad():
+            mask = torch.triu(torch.ones(13, 13), 1) * -1e9
+        return (q @ k.mT * 0.3 + mask).softmax(-1) @ v
+
+    right(program, *tensors(2, 3, 13, 8))
+
+
+@pytest.mark.parametrize("place", ["product", "softmax", "values", "between"])
+def test_autocast_switched_on_and_off_on_the_way(place) -> None:
+    def within(here: str) -> Any:
+        return torch.autocast("cpu", torch.bfloat16, enabled=(here == place) != (place == "between"))
+
+    def program(q, k, v):
+        with within("product"):
+            s = q @ k.mT * 0.3
+        with within("softmax"):
+            p = s.softmax(-1).to(v.dtype)
+        with within("values"):
+            return (p @ v).float()
+
+    right(program, *tensors(2, 3, 13, 8))
+
+
+# ---- functions of the scores before a mask
+
+
+@pytest.mark.parametrize(
+    "bounded",
+    [
+        lambda s: s.clamp(min=-60.0),
+        lambda s: s.clamp(-60.0, 0.0),
+        lambda s: torch.maximum(s, torch.tensor(-60.0)),
+        lambda s: F.relu(s + 60) - 60,
+        lambda s: F.hardtanh(s, -60.0, 1.0),
+        lambda s: torch.where(s < -60, -60.0, s),
+        lambda s: s.masked_fill(s < -60, -60.0),
+    ],
+)
+@pytest.mark.parametrize("shift", ["maximum", "detached", "logsumexp"])
+@pytest.mark.parametrize("ending", ["softmax", "exp"])
+def test_scores_less_their_maximum_are_bounded_and_then_masked(bounded, shift, ending) -> None:
+    def program(q, k, v):
+        s = q @ k.mT
+        top = s.logsumexp(-1, keepdim=True) if shift == "logsumexp" else s.amax(-1, keepdim=True)
+        s = bounded(s - (top.detach() if shift == "detached" else top))
+        if ending == "softmax":
+            return s.masked_fill(causal(13), -torch.inf).softmax(-1) @ v
+        e = s.exp() * torch.ones(13, 13).tril()
+        return (e / e.sum(-1, keepdim=True)) @ v
+
+    right(program, *(12 * t for t in tensors(2, 3, 13, 8)))
+
+
+@pytest.mark.parametrize("factor", [1e6, 1e8, 1e10, -1e10, 1e30])
+@pytest.mark.parametrize("fill", [-1e4, -1e9, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("written", ["times", "divided", "in_query"])
+def test_scores_that_fall_below_the_fill(factor, fill, written) -> None:
+    def program(q, k, v):
+        if written == "in_query":
+            s = (q * factor) @ k.mT
+        else:
+            s = q @ k.mT * factor if written == "times" else q @ k.mT / (1 / factor)
+        return s.masked_fill(causal(13), fill).softmax(-1) @ v
+
+    # One query's scores are then nearly always one 1 and zeros: there is no gradient to compare.
+    right(program, *tensors(2, 3, 13, 8), backward=False)
+
+
+@pytest.mark.parametrize("epsilon", [1e-3, 1e-7, 1e-12])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("maximum", [True, False])
+def test_a_small_number_in_the_sum(epsilon, dtype, maximum) -> None:
+    def program(q, k, v):
+        s = q @ k.mT * 0.3
+        e = (s - s.amax(-1, keepdim=True)).exp() if maximum else s.exp()
+        return (e / (e.sum(-1, keepdim=True) + epsilon)) @ v
+
+    right(program, *tensors(2, 3, 13, 8, dtype=dtype))
+
+
+# ---- positions
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64])
+@pytest.mark.parametrize("divisor", [7, 41])
+@pytest.mark.parametrize(
+    "group",
+    [
+        lambda p, n: torch.floor(p / n),
+        lambda p, n: p // n,
+        lambda p, n: (p / n) % 1,
+        lambda p, n: torch.frac(p / n),
+        lambda p, n: torch.trunc(p / n),
+        lambda p, n: (p / n).to(torch.int64),
+        lambda p, n: torch.div(p, n, rounding_mode="floor"),
+        lambda p, n: torch.ceil(p * (1 / n)),
+        lambda p, n: torch.remainder(p, n) / n * n,
+        lambda p, n: torch.round(p / n - 0.5),
+    ],
+)
+def test_positions_that_are_divided(group, divisor, dtype) -> None:
+    def program(q, k, v):
+        block = group(torch.arange(124).to(dtype), divisor)
+        return (q @ k.mT * 0.3).masked_fill(block[:, None] != block, -torch.inf).softmax(-1) @ v
+
+    right(program, *tensors(1, 2, 124, 8), backward=False)
+
+
+@pytest.mark.parametrize("first", [3, 4, 5])
+@pytest.mark.parametrize(
+    "seen",
+    [
+        lambda i, j: (i // 2) == (j // 2),
+        lambda i, j: (i // 2) >= (j // 2),
+        lambda i, j: (i - j).abs() < 2,
+        lambda i, j: (i % 2) == (j % 2),
+        lambda i, j: j < 2,
+        lambda i, j: (i * j) % 3 != 1,
+        lambda i, j: j <= i + 1,
+    ],
+)
+def test_a_mask_by_position_of_any_length(seen, first) -> None:
+    """What holds for the lengths of the first call, or the least there are, need not hold for others."""
+
+    def program(q, k, v):
+        i, j = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])[None]
+        return (q @ k.mT).masked_fill(~seen(i, j), -torch.inf).softmax(-1) @ v
+
+    more = [tensors(1, 2, size, 4) for size in (first + 2, 9)]
+    right(program, *tensors(1, 2, first, 4), dynamic=True, backward=False, more=more)
+
+
+@pytest.mark.parametrize("picks", PICKS)
+@pytest.mark.parametrize("size", [255, 256, 300])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.float32])
+def test_an_identity_in_the_mask(size, dtype, picks) -> None:
+    def program(q, k, v, keep):
+        s = (q @ k.mT * 0.3).masked_fill(torch.eye(size, dtype=dtype).bool(), torch.finfo(q.dtype).min)
+        return s.masked_fill(~(keep | torch.eye(size, dtype=torch.bool)), -torch.inf).softmax(-1) @ v
+
+    right(program, *tensors(1, 2, size, 8), torch.rand(size, size) > 0.5, backward=False, picks=(picks,))
+
+
+def _ids(dtype: torch.dtype, size: int = 300) -> Tensor:
+    limits = torch.iinfo(dtype)
+    return torch.randint(max(limits.min, -(2**31)), min(limits.max, 2**31 - 1), (1, size)).to(dtype)
+
+
+NARROW = (torch.uint8, torch.int8, torch.int16, torch.int32)
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize(
+    "hide",
+    [
+        lambda s, a, b: s == -1,
+        lambda s, a, b: (a - b).abs() > 1,
+        lambda s, a, b: s * 100 > 50,
+        lambda s, a, b: -s > 5,
+        lambda s, a, b: a + b <= 0,
+        lambda s, a, b: a * b > 0,
+        lambda s, a, b: (s << 3) > 3,
+        lambda s, a, b: (s ^ -1) > 5,
+        lambda s, a, b: s.abs() < 0,
+        lambda s, a, b: s // 3 * 3 != s,
+        lambda s, a, b: s % 3 == 1,
+        lambda s, a, b: s + 200 > 100,
+        lambda s, a, b: ~s > 7,
+        lambda s, a, b: s**2 > 9,
+        lambda s, a, b: (a - b).float() > 0.5,
+    ],
+)
+def test_narrow_integers_wrap_around(hide, dtype) -> None:
+    def program(q, k, v, ids):
+        s, a, b = ids[:, None, None, :], ids[:, None, :, None], ids[:, None, None, :]
+        return (q @ k.mT * 0.3).masked_fill(hide(s, a, b), -1e9).softmax(-1) @ v
+
+    right(program, *tensors(1, 2, 300, 8), _ids(dtype), backward=False)
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("reach", [5, 100])
+def test_positions_in_narrow_integers(dtype, reach) -> None:
+    def program(q, k, v):
+        p = torch.arange(300).to(dtype)
+        return (q @ k.mT * 0.3).masked_fill((p[:, None] - p) >= reach, -1e9).softmax(-1) @ v
+
+    right(program, *tensors(1, 2, 300, 8), backward=False)
+
+
+@pytest.mark.parametrize("dtype", [*NARROW, torch.bool])
+def test_numbers_cast_to_narrow_integers(dtype) -> None:
+    def program(q, k, v):
+        hidden = (torch.ones(30, 30, dtype=torch.int64).tril() * 256).to(dtype) == 0
+        hidden = hidden | ((torch.arange(30) * 77).to(dtype).long() > 40)
+        return (q @ k.mT * 0.3).masked_fill(hidden, -1e9).softmax(-1) @ v
+
+    right(program, *tensors(1, 2, 30, 8), backward=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("step", [2**4, 2**7, 2**20, 2**50])
+def test_positions_beyond_the_exact_numbers(dtype, step) -> None:
+    def program(q, k, v):
+        p, s = (torch.arange(300) * step + 1).to(dtype), (torch.arange(300) * step).to(dtype)
+        return (q @ k.mT * 0.3).masked_fill(p[:, None] < s + 1, -1e9).softmax(-1) @ v
+
+    right(program, *tensors(1, 2, 300, 8), backward=False)
+
+
+def test_whole_numbers_that_wrap_around_as_they_grow() -> None:
+    def program(q, k, v):
+        p = torch.arange(300, dtype=torch.int32) * 2**27
+        return (q @ k.mT * 0.3).masked_fill(p[:, None] < p, -1e9).softmax(-1) @ v
+
+    right(program, *tensors(1, 2, 300, 8), backward=False)
+
+
+# ---- torch.func
+
+
+@pytest.mark.parametrize("picks", PICKS)
+@pytest.mark.parametrize("levels", [1, 2])
+def test_a_vmap_with_no_grad_inside(levels, picks) -> None:
+    def one(q, k, v):
+        with torch.no_grad():
+            k = k * 0.5
+        return (q @ k.mT).softmax(-1) @ v
+
+    def program(q, k, v):
+        return torch.vmap(one)(q, k, v) if levels == 1 else torch.vmap(torch.vmap(one))(q, k, v)
+
+    right(program, *tensors(2, 3, 13, 8), picks=(picks,))
+
+
+@pytest.mark.parametrize("write", [lambda x: x.mul_(2), lambda x: operator.imul(x, 2), lambda x: x.sub_(1)])
+def test_a_vmap_with_writes_inside(write) -> None:
+    def one(q, k, v):
+        q = q + 1
+        s = q @ k.T
+        write(q)
+        write(s)
+        return s.softmax(-1) @ v + q
+
+    # What the product saved for its gradient is written.
+    right(torch.vmap(torch.vmap(one)), *tensors(2, 3, 13, 8), backward=False)
+
+
+@pytest.mark.parametrize("picks", PICKS)
+def test_a_counter_inside_a_vmap(picks) -> None:
+    class Counts(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            def one(x: Tensor) -> Tensor:
+                self.calls.add_(1)
+                return x * 2
+
+            return torch.vmap(one)(x)
+
+    from attn_fuse.backend import attn_fuse as backend
+
+    model = Counts()
+    run = torch.compile(model, backend=backend, options={"inner_backend": "aot_eager", "pick": picks})
+    for _ in range(2):
+        run(torch.randn(2, 3))
+    assert model.calls == 2
+
+
+LEVELS: dict[str, Callable[..., Any]] = {
+    "grad": lambda f: torch.func.grad(lambda q, k, v: f(q, k, v).square().sum()),
+    "vmap_of_grad": lambda f: torch.vmap(torch.func.grad(lambda q, k, v: f(q, k, v).square().sum())),
+    "grad_of_vmap": lambda f: torch.func.grad(lambda q, k, v: torch.vmap(f)(q, k, v).square().sum()),
+    "vjp": lambda f: lambda q, k, v: torch.func.vjp(lambda q: f(q, k, v), q)[1](v)[0],
+    "jvp": lambda f: lambda q, k, v: torch.func.jvp(lambda q: f(q, k, v), (q,), (k,))[1],
+    "jacrev": lambda f: torch.func.jacrev(lambda q, k, v: f(q, k, v).sum((0, 2, 3))),
+    "jacfwd": lambda f: torch.func.jacfwd(lambda q, k, v: f(q, k, v).sum((0, 2, 3))),
+    "vmap": torch.vmap,
+    "vmap_over_another": lambda f: torch.vmap(f, (0, None, 0)),
+    "vmap_out": lambda f: torch.vmap(f, out_dims=1),
+    "grad_and_value": lambda f: torch.func.grad_and_value(lambda q, k, v: f(q, k, v).square().sum()),
+}
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("kernels", [None, ["chunked"]])
+@pytest.mark.parametrize("level", LEVELS)
+def test_derivatives_and_vmaps_inside(level, kernels, backward) -> None:
+    def inside(q, k, v):
+        return (q @ k.mT * 0.3).masked_fill(causal(7), -torch.inf).softmax(-1) @ v
+
+    q, k, v = tensors(2, 3, 7, 4)
+    if level == "vmap_over_another":
+        k = k[0]
+    right(LEVELS[level](inside), q, k, v, kernels=kernels, backward=backward)
+
+
+def test_a_vmap_of_a_gradient_without_any_attention() -> None:
+    right(torch.vmap(torch.func.grad(lambda x: x.square().sum())), torch.randn(2, 4, 8), picks=PICKS)
+    right(torch.vmap(lambda p: (p * torch.tensor([1.0] * 8)).sum()), torch.randn(2, 8), picks=PICKS)
+
+
+# ---- gradients
+
+
+@pytest.mark.parametrize("permuted", [False, True])
+@pytest.mark.parametrize("segments", [False, True])
+@pytest.mark.parametrize("logarithm", [False, True])
+@pytest.mark.parametrize("mode", ["grad", "no_grad"])
+def test_the_gradient_of_a_table_that_is_read_by_buckets(mode, logarithm, segments, permuted) -> None:
+    def program(q, k, v, table, ids):
+        with torch.set_grad_enabled(mode == "grad"):
+            p = torch.arange(q.shape[2], dtype=torch.int32)
+            r = p[None, :] - p[:, None]
+            bucket, r = (r > 0).to(torch.int32) * 8, r.abs()
+            large = torch.full_like(r, 6)
+            if logarithm:
+                large = (4 + (torch.log(r.float() / 4) / math.log(16) * 4).to(torch.int32)).clamp(max=7)
+            bucket += torch.where(r < 4, r, large)
+            if segments:
+                other = ids[:, :, None] * 2 + ids[:, None, :] + 16
+                bucket = torch.where(ids[:, None, :] == ids[:, :, None], bucket[None], other)
+        bias = F.embedding(bucket, table)
+        bias = bias.permute(0, 3, 1, 2) if bias.dim() == 4 else bias.permute(2, 0, 1)
+        return (q @ k.mT / 4 + (bias.contiguous() if permuted else bias)).softmax(-1) @ v
+
+    ids = (torch.arange(28) > 9).int()[None].repeat(2, 1)
+    right(program, *tensors(2, 4, 28, 16), torch.randn(32, 4), ids)
+
+
+@pytest.mark.parametrize("common", [0.0, 10.0, 100.0, 1000.0])
+@pytest.mark.parametrize("size", [31, 343])
+def test_gradients_of_values_with_a_common_part(common, size) -> None:
+    def program(q, k, v, b):
+        return (q @ k.transpose(-2, -1) * 0.25 + b).softmax(-1) @ v
+
+    from attn_fuse.backend import attn_fuse as backend
+
+    q, k, v = tensors(2, 3, size, 16)
+    inputs = (q, k, v + common, 0.1 * torch.randn(3, size, size))
+    weights = torch.randn(2, 3, size, 16)
+
+    def gradients(run: Any, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        xs = [x.to(dtype).requires_grad_() for x in inputs]
+        return torch.autograd.grad((run(*xs) * weights.to(dtype)).sum(), xs)
+
+    run = torch.compile(program, backend=backend, options={"kernels": ["chunked"], "inner_backend": "eager"})
+    exact, eager, got = (
+        gradients(program, torch.float64),
+        gradients(program, torch.float32),
+        gradients(run, torch.float32),
+    )
+    for name, e, w, x in zip(("query", "key", "value", "bias"), exact, eager, got, strict=True):
+        error, usual = (((t.double() - e).norm() / e.norm()).item() for t in (x, w))
+        assert error <= 3 * usual + 1e-6, f"{name}: {error:.2g} from float64, eager {usual:.2g}"
+
+
+# ---- checkpoints
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.project = torch.nn.Linear(16, 48), torch.nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 4, 4).permute(2, 0, 3, 1, 4)
+        s = (q @ k.mT / 2).masked_fill(causal(x.shape[1]), -torch.inf)
+        return x + self.project((s.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("picks", PICKS)
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_checkpoint_around_compiled_blocks(frozen, use_reentrant, picks) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    from attn_fuse.backend import attn_fuse as backend
+
+    torch.manual_seed(0)
+    blocks = [Block().requires_grad_(not frozen) for _ in range(2)]
+    options = {"inner_backend": "aot_eager", "pick": picks, "check": True}
+    compiled = [torch.compile(block, backend=backend, options=options) for block in blocks]
+    x = torch.randn(2, 9, 16)
+
+    def gradients(of: list[Any]) -> list[Tensor]:
+        leaf = x.clone().requires_grad_()
+        h: Any = leaf
+        for block in of:
+            h = checkpoint(block, h, use_reentrant=use_reentrant)
+        for block in blocks:
+            block.zero_grad()
+        h.square().sum().backward()
+        assert leaf.grad is not None
+        return [leaf.grad, *(p.grad.clone() for block in blocks for p in block.parameters() if p.grad is not None)]
+
+    for _ in range(3):
+        torch.testing.assert_close(gradients(compiled), gradients(blocks), rtol=1e-4, atol=1e-4)
+
+
+# ---- how results lie in memory
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        lambda out: out.reshape(2, 4, 7, 8).view(8, 7, 8),
+        lambda out: out.flatten(0, 0).view(8, 7, 8),
+        lambda out: out.contiguous().view(8, 7, 8),
+        lambda out: out.reshape(2, 4, 7, 2, 4).view(8, 7, 2, 4),
+        lambda out: out.transpose(1, 2).reshape(2, 7, 32).view(14, 32),
+        lambda out: out.transpose(1, 2).reshape(2, 7, 4, 8).transpose(1, 2).view(2, 4, 7, 8),
+        lambda out: out.reshape(2, 4, 7, 8),
+        lambda out: out.mT.reshape(2, 4, 8, 7),
+        lambda out: out.to(out.dtype).view(-1),
+        lambda out: out.expand(2, 4, 7, 8).view(8, 56),
+    ],
+)
+@pytest.mark.parametrize("turned", [False, True])
+def test_what_sees_how_the_output_lies_in_memory(seen, turned) -> None:
+    q, k, v = tensors(2, 7, 4, 8) if turned else tensors(2, 4, 7, 8)
+    if turned:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    right(lambda q, k, v: seen((q @ k.mT).softmax(-1) @ v), q, k, v)
+
+
+def test_the_product_of_transposed_operands_lies_as_it_did() -> None:
+    right(lambda q, k, v: (v.mT @ (q @ k.mT).softmax(-1).mT).mT.reshape(2, 4, 7, 8), *tensors(2, 4, 7, 8))

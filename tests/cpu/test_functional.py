@@ -1,0 +1,412 @@
+"""Programs that write in place: fused, with everything that they write, return and derive as it was."""
+
+from __future__ import annotations
+
+import copy
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from attn_fuse.functional import make_functional
+from attn_fuse.report import SiteReport, collecting
+from attn_fuse.scopes import scopes
+from attn_fuse.torch_internals import FakeTensorMode
+from tests.harness import assert_fused, check, compiled, tensors
+
+B, H, S, D = 2, 4, 12, 8
+WIDTH, CACHE = H * D, 32
+
+Call = tuple[Any, ...]
+
+
+def same(
+    program: Callable[..., Any], *calls: Call, dynamic: bool | None = None, inner: str = "eager"
+) -> list[SiteReport]:
+    """Run `program` and itself compiled on `calls` in turn; outputs, arguments and buffers afterwards are the same.
+
+    Each floating-point output is then added to, and what the program returned and was given is compared once more.
+    """
+    torch._dynamo.reset()
+    again = copy.deepcopy(program)
+    with torch.no_grad(), collecting() as graphs:
+        run = compiled(again, inner, dynamic, check=True)
+        for call in calls:
+            given, given_again = (pytree.tree_map_only(Tensor, Tensor.clone, call) for _ in range(2))
+            out, out_again = program(*given), run(*given_again)
+            torch.testing.assert_close((out_again, given_again), (out, given))
+            for one, other in zip(pytree.tree_leaves(out), pytree.tree_leaves(out_again), strict=True):
+                one += 1
+                other += 1
+            torch.testing.assert_close((out_again, given_again), (out, given))
+            if isinstance(program, nn.Module):
+                torch.testing.assert_close(dict(again.named_buffers()), dict(program.named_buffers()))
+    return [site for graph in graphs for site in graph.sites]
+
+
+def same_and_fused(program: Callable[..., Any], *calls: Call, **how: Any) -> None:
+    sites = same(program, *calls, **how)
+    assert sites and all(site.fused for site in sites), sites
+
+
+# ---- caches
+
+
+class Attention(nn.Module):
+    """Grouped queries over a cache, in the manner of the reference code of LLaMA."""
+
+    def __init__(self, kv_heads: int = 2, as_buffer: bool = False) -> None:
+        super().__init__()
+        self.kv_heads = kv_heads
+        self.query = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.key, self.value = (nn.Linear(WIDTH, kv_heads * D, bias=False) for _ in range(2))
+        for name in ("keys", "values"):
+            cache = torch.zeros(4, CACHE, kv_heads, D)
+            if as_buffer:
+                self.register_buffer(name, cache)
+            else:
+                setattr(self, name, cache)
+
+    def forward(self, x: Tensor, start: int) -> Tensor:
+        batch, length, _ = x.shape
+        q = self.query(x).view(batch, length, H, D)
+        k, v = (project(x).view(batch, length, self.kv_heads, D) for project in (self.key, self.value))
+        self.keys, self.values = self.keys.to(q), self.values.to(q)
+        self.keys[:batch, start : start + length] = k
+        self.values[:batch, start : start + length] = v
+        k, v = self.keys[:batch, : start + length], self.values[:batch, : start + length]
+        groups = H // self.kv_heads
+        k = k[:, :, :, None].expand(-1, -1, -1, groups, -1).reshape(batch, -1, H, D)
+        v = torch.repeat_interleave(v, groups, dim=2)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        scores = torch.matmul(q, k.transpose(2, 3)) / math.sqrt(D)
+        if length > 1:
+            mask = torch.full((length, length), -math.inf).triu(1)
+            scores = scores + torch.hstack([torch.zeros(length, start), mask])
+        weights = F.softmax(scores.float(), dim=-1).type_as(q)
+        return torch.matmul(weights, v).transpose(1, 2).reshape(batch, length, -1)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("as_buffer", [False, True], ids=["attribute", "buffer"])
+def test_a_cache_written_by_slices(as_buffer: bool, dynamic: bool | None) -> None:
+    calls = [(torch.randn(2, S, WIDTH), 0), *((torch.randn(2, 1, WIDTH), S + n) for n in range(3))]
+    same_and_fused(Attention(as_buffer=as_buffer), *calls, dynamic=dynamic)
+
+
+@pytest.mark.parametrize("how", ["index_copy_", "setitem", "index_put_"])
+def test_a_cache_that_is_an_argument(how: str) -> None:
+    def program(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, at: Tensor) -> Tensor:
+        for cache, new in ((keys, k), (values, v)):
+            if how == "index_copy_":
+                cache.index_copy_(2, at, new)
+            elif how == "setitem":
+                cache[:, :, at] = new
+            else:
+                cache.index_put_((torch.arange(B)[:, None], torch.arange(H), at[:, None, None]), new.movedim(2, 0))
+        q.mul_(D**-0.5)
+        seen = torch.arange(CACHE) <= at[:, None]
+        return (q @ keys.mT).masked_fill(~seen, -math.inf).softmax(-1) @ values
+
+    caches = torch.zeros(B, H, CACHE, D), torch.zeros(B, H, CACHE, D)
+    same_and_fused(program, (*tensors(B, H, S, D), *caches, torch.arange(3, S + 3)))
+
+
+def test_a_cache_made_and_filled_in_the_graph() -> None:
+    def program(q: Tensor, k: Tensor, v: Tensor, at: Tensor) -> Tensor:
+        keys, values = (torch.zeros(B, H, CACHE, D).index_copy_(2, at, x) for x in (k, v))
+        return torch.softmax(q @ keys.mT * 0.25, -1) @ values
+
+    same_and_fused(program, (*tensors(B, H, S, D), torch.arange(S)))
+
+
+def test_a_cache_that_is_returned() -> None:
+    """What is returned is the caller's own cache, or a view of it, as it was."""
+
+    def program(q: Tensor, k: Tensor, v: Tensor, cache: Tensor) -> tuple[Tensor, ...]:
+        cache[0, :, :, :S], cache[1, :, :, :S] = k, v
+        keys, values = cache[:, :, :, :S]
+        return (q @ keys.mT).softmax(-1) @ values, cache, keys, cache[1].transpose(1, 2)
+
+    same_and_fused(program, (*tensors(B, H, S, D), torch.zeros(2, B, H, CACHE, D)))
+
+
+# ---- operands, scores, weights
+
+
+def divided(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    q, k, v = q * 1.0, k * 1.0, v * 1.0
+    q /= math.sqrt(D)
+    v *= 2
+    return q, k, v
+
+
+def packed(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    q, k, v = torch.stack([q, k, v])[:]
+    q *= 0.25
+    k[..., :2].neg_()
+    return q, k, v
+
+
+def interleaved(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """Rotary positions written into both halves."""
+    out = torch.empty_like(q)
+    out[..., ::2] = q[..., ::2] * 0.5 - q[..., 1::2]
+    out[..., 1::2] = q[..., 1::2] * 0.5 + q[..., ::2]
+    return out, k, v
+
+
+@pytest.mark.parametrize("operands", [divided, packed, interleaved])
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_operands(operands: Callable[..., tuple[Tensor, ...]], inner: str) -> None:
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = operands(q, k, v)
+        return (q @ k.mT).softmax(-1) @ v
+
+    assert_fused(program, *tensors(B, H, S, D), inner=inner, backward=operands is not packed)
+    same_and_fused(program, tensors(B, H, S, D), inner=inner)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_weights_kept(inplace: bool) -> None:
+    def program(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        scores = q @ k.transpose(-2, -1)
+        scores /= math.sqrt(D)
+        scores.masked_fill_(mask == 0, -1e9)
+        weights = F.dropout(scores.softmax(-1) * 1.0, 0.0, True, inplace)
+        return weights @ v, weights
+
+    assert_fused(program, *tensors(B, H, S, D), torch.ones(S, S).tril())
+
+
+def test_dropout_in_place_is_one_dropout() -> None:
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        weights = (q @ k.mT).softmax(-1) * 1.0
+        F.dropout(weights, 0.5, True, True)
+        return weights @ v
+
+    with collecting() as graphs:
+        compiled(program)(*tensors(B, H, S, D))
+    (site,) = graphs[0].sites
+    assert site.fused and "0.5" in site.attention["dropout"]
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_scores_in_another_layout(dynamic: bool | None) -> None:
+    """LoFTR's: a permuted view of a product, filled in place; torch's pure fill of it lies in memory otherwise."""
+
+    def program(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+        scores = torch.einsum("blhd,bshd->blsh", q, k)
+        scores.masked_fill_(~keep[:, None, :, None], -math.inf)
+        weights = torch.softmax(scores / 4.0, dim=2)
+        return torch.einsum("blsh,bshd->blhd", weights, v).contiguous()
+
+    keep = torch.rand(B, S) > 0.2
+    assert_fused(program, *tensors(B, S, H, D), keep, dynamic=dynamic)
+
+
+def returned_through_a_view(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    q = q * 2
+    part = q[:, 1:]
+    q.mul_(3)
+    out = (q @ k.mT).softmax(-1) @ v
+    part += out[:, 1:]
+    return out, q, part
+
+
+def edited_afterwards(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k.mT
+    q.add_(1)
+    return scores.softmax(-1) @ v
+
+
+def edited_and_used(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q = q.clone()
+    scores = q @ k.mT
+    q.add_(1)
+    return scores.softmax(-1) @ v + q
+
+
+@pytest.mark.parametrize("program", [returned_through_a_view, edited_afterwards, edited_and_used])
+def test_what_others_see(program) -> None:
+    same_and_fused(program, tensors(B, H, S, D))
+
+
+def test_autocast_does_not_reach_what_was_in_place() -> None:
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q = q * 0.1
+        with torch.autocast("cpu", torch.bfloat16):
+            scores = (q @ k.mT).to(q.dtype)
+            scores.baddbmm_(q, k.mT)
+            return scores.softmax(-1) @ v
+
+    check(program, *tensors(B, S, D), inner="aot_eager")
+
+
+# ---- left alone
+
+
+def clamped_without_gradients(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q = q * 2
+    with torch.no_grad():
+        q.clamp_(0)
+    return (q @ k.mT).softmax(-1) @ v
+
+
+def through_a_detached_alias(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q = q * 2
+    q.detach().mul_(2)
+    q.add_(k)
+    return (q @ k.mT).softmax(-1) @ v
+
+
+def noise_that_wants_a_gradient(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q = q * 2
+    q.bernoulli_(0.5)
+    return (q @ k.mT).softmax(-1) @ v
+
+
+def inside_a_derivative(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def total(q: Tensor) -> Tensor:
+        q = q * 1.0
+        q.mul_(2)
+        return ((q @ k.mT).softmax(-1) @ v).square().sum()
+
+    return torch.func.grad(total)(q)
+
+
+def through_a_checkpoint(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q = q * 2
+    part = torch.utils.checkpoint.checkpoint(lambda x: x.transpose(1, 2), q, use_reentrant=False)
+    part.mul_(2)
+    return (q @ k.mT).softmax(-1) @ v
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        (through_a_checkpoint, "gives or writes memory that is written"),
+        (noise_that_wants_a_gradient, "random numbers are drawn into what requires a gradient"),
+        (inside_a_derivative, "a vmap or a derivative of torch.func is open"),
+        (clamped_without_gradients, "written without gradients, though a gradient is required"),
+        (through_a_detached_alias, "written through an alias that is detached from its gradient"),
+    ],
+)
+def test_where_autograd_would_see_another_value(program, reason: str) -> None:
+    with collecting() as graphs:
+        compiled(program)(*(x.requires_grad_() for x in tensors(B, H, S, D)))
+    assert reason in graphs[0].sites[0].blocker.reason
+    if "noise" not in program.__name__:
+        check(program, *tensors(B, H, S, D))
+        same(program, tensors(B, H, S, D))
+
+
+def best(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights of experts, normalised in place, as Mixtral has them."""
+    values, places = q.topk(3, dim=-1)
+    values /= values.sum(-1, keepdim=True)
+    return (q @ k.mT).softmax(-1) @ v * values[..., :1], places
+
+
+def test_several_tensors_of_which_one_is_written() -> None:
+    same_and_fused(best, tensors(B, H, S, D))
+
+
+def all_of_several(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    several = torch.var_mean(q, -1, keepdim=True)
+    several[0].mul_(2)
+    return (q * torch.cat(several, -1)[..., :1] @ k.mT).softmax(-1) @ v
+
+
+def test_several_tensors_read_at_once() -> None:
+    same(all_of_several, tensors(B, H, S, D))
+
+
+def test_a_tuple_of_which_one_tensor_is_written() -> None:
+    graph = torch.fx.Graph()
+    mode = FakeTensorMode()
+    x = graph.placeholder("x")
+    several = graph.call_function(torch.var_mean, (x, -1))
+    one = graph.call_function(operator.getitem, (several, 0))
+    graph.call_method("add_", (one, 1))
+    joined = graph.call_function(torch.stack, (several,))
+    graph.output((graph.call_function(torch.softmax, (joined, -1)),))
+    with mode:
+        x.meta["example_value"] = torch.empty(3, 4)
+        several.meta["example_value"] = torch.var_mean(x.meta["example_value"], -1)
+        one.meta["example_value"] = several.meta["example_value"][0].add_(1)
+        joined.meta["example_value"] = torch.empty(2, 3)
+    (scope,) = scopes(torch.fx.GraphModule({}, graph))
+    refusal = make_functional(scope, {})
+    assert refusal is not None and "several tensors are read at once of which one is written" in refusal.reason
+
+
+def test_two_inputs_in_one_memory() -> None:
+    def program(q: Tensor, k: Tensor, v: Tensor, again: Tensor) -> Tensor:
+        q.mul_(0.5)
+        return (q @ k.mT).softmax(-1) @ v + again
+
+    q, k, v = tensors(B, H, S, D)
+    other = q.clone()
+    with collecting() as graphs:
+        out = compiled(program)(q, k, v, q.view(B, H, S, D))
+    torch.testing.assert_close(out, program(other, k, v, other.view(B, H, S, D)))
+    assert "two inputs share memory that is written" in graphs[0].sites[0].blocker.reason
+
+
+def test_a_view_of_another_dtype_is_returned() -> None:
+    def program(q: Tensor, k: Tensor, v: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
+        cache.copy_(k)
+        return (q @ cache.mT).softmax(-1) @ v, cache.view(torch.int32)
+
+    (site,) = same(program, (*tensors(B, H, S, D), torch.zeros(B, H, S, D)))
+    assert "cannot be made values" in site.blocker.reason
+
+
+class _Kernel(torch._ops.HigherOrderOperator):
+    """Stands for a Triton kernel of the user's own, which writes without torch seeing it."""
+
+    def __init__(self) -> None:
+        super().__init__("test_kernel")
+
+    def __call__(self, x: Tensor) -> None:
+        raise NotImplementedError
+
+
+def test_a_kernel_that_gives_nothing_writes() -> None:
+    graph = torch.fx.Graph()
+    with FakeTensorMode():
+        x = graph.placeholder("x")
+        made = graph.call_function(torch.zeros, (3, 4))
+        graph.call_function(_Kernel(), (made,))
+        weights = graph.call_function(torch.softmax, (made, -1))
+        graph.output((graph.call_function(torch.matmul, (weights, x)),))
+        for node, shape in ((x, (4, 2)), (made, (3, 4)), (weights, (3, 4))):
+            node.meta["example_value"] = torch.empty(shape)
+    module = torch.fx.GraphModule({}, graph)
+    (scope,) = scopes(module)
+    refusal = make_functional(scope, {})
+    assert refusal is not None and "writes into what it is given" in refusal.reason
+
+
+def test_a_graph_with_nothing_fused_is_the_one_that_came() -> None:
+    """The same object, with the writes, the vmap and the nodes that Dynamo made."""
+    seen: list[Any] = []
+
+    def counting(x: Tensor, calls: Tensor) -> Tensor:
+        calls.add_(1)
+        return torch.vmap(lambda row: row.softmax(-1) * 2)(x)
+
+    def inner(graph: Any, inputs: Any) -> Any:
+        seen.append(graph)
+        return graph
+
+    compiled(counting, inner)(torch.randn(3, 4), torch.zeros(()))
+    names = [str(node.target) for node in seen[0].graph.nodes]
+    assert "add_" in names and any("vmap_increment_nesting" in name for name in names)
