@@ -5,7 +5,7 @@ PYTEST := $(python) -m pytest
 BESIDE := tests/triton tests/cpu/test_fuzz.py tests/cpu/test_grid.py
 QUICK := -m "not slow and not gpu and not fuzz and not models"
 
-.PHONY: help demo test slow fuzz test-models test-gpu gpu lint types bench recall evidence regret clean
+.PHONY: help demo test slow fuzz test-models test-gpu gpu lint types bench recall recall-published evidence regret clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -58,6 +58,9 @@ bench: .venv/ready-dev ## the benchmarks on the CPU that have no line here; resu
 
 recall: .venv/ready-dev ## how many spellings of attention are fused, beside Inductor's own
 	$(python) benchmarks/recall.py $(ARGS)
+
+recall-published: .venv/ready-dev .venv/ready-published ## how much attention of published models is fused, and whether it computes the same
+	.venv/published/bin/python benchmarks/published.py $(ARGS)
 
 evidence: .venv/ready-dev ## measure anew the evidence that ships for the kernel picker, on a quiet machine
 	$(python) benchmarks/crossover.py $(ARGS)

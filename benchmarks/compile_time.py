@@ -2,11 +2,14 @@
 
 Every figure is of a process of its own: a cold one starts with an empty cache directory, a warm one with what the cold
 one left. Each compiles a training step, forward and backward; what a step takes once compiled is subtracted.
+
+With --stages nothing is compiled: measured is what attn_fuse's own stages take, on graphs that grow.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import subprocess
@@ -22,6 +25,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "examples" / "nanogpt"
 import torch
 from torch._dynamo.utils import counters
 
+from attn_fuse.backend import attn_fuse
 from attn_fuse.report import reports
 from harness import store, summary, table
 from model import GPT, GPTConfig
@@ -56,7 +60,100 @@ def t5(args: argparse.Namespace) -> tuple[torch.nn.Module, Callable[[], torch.Te
     return model, lambda: model(**inputs).last_hidden_state.square().mean()
 
 
-MODELS = {"gpt": gpt, "t5": t5}
+def wav2vec2(args: argparse.Namespace) -> tuple[torch.nn.Module, Callable[[], torch.Tensor]]:
+    """`transformers`' speech encoder, narrow, whose feature extractor and masks write in place."""
+    from transformers import Wav2Vec2Config, Wav2Vec2Model
+
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128, "conv_dim": (32,) * 7}
+    config = Wav2Vec2Config(num_hidden_layers=args.layers, attn_implementation="eager", mask_time_prob=0.0, **sizes)
+    model = Wav2Vec2Model(config).to(args.device).eval()  # in training it leaves out layers at random
+    sound = torch.randn(2, 16000, device=args.device)
+    heard = torch.arange(16000, device=args.device) < torch.tensor([[16000], [9000]], device=args.device)
+    return model, lambda: model(sound, attention_mask=heard.long()).last_hidden_state.square().mean()
+
+
+class Layers(torch.nn.Module):
+    """Attentions with other operations between them. between: what is done to [batch, length, 32] in one layer."""
+
+    def __init__(self, layers: int, between: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.between = between
+        self.projections = torch.nn.ModuleList(torch.nn.Linear(32, 96) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.ones(x.shape[1], x.shape[1], device=x.device).triu(1).bool()
+        for project in self.projections:
+            q, k, v = project(x).view(*x.shape[:2], 3, 4, 8).permute(2, 0, 3, 1, 4)
+            weights = (q @ k.mT * 8**-0.5).masked_fill(hidden, -torch.inf).softmax(-1)
+            x = self.between(x + (weights @ v).transpose(1, 2).flatten(2))
+        return x
+
+
+def layers(between: Callable[[torch.Tensor], torch.Tensor], args: argparse.Namespace) -> Any:
+    model = Layers(args.layers, between).to(args.device)
+    x = torch.randn(1, 16, 32, device=args.device)
+    return model, lambda: model(x).square().mean()
+
+
+def large(args: argparse.Namespace) -> tuple[torch.nn.Module, Callable[[], torch.Tensor]]:
+    """With 96 layers 20,000 nodes."""
+
+    def between(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(48):
+            x = x + torch.sin(x) * 0.1 - 0.01
+        return x
+
+    return layers(between, args)
+
+
+def writes(args: argparse.Namespace) -> tuple[torch.nn.Module, Callable[[], torch.Tensor]]:
+    """With 24 layers 2,000 writes in place."""
+
+    def between(x: torch.Tensor) -> torch.Tensor:
+        x = x.clone()
+        for n in range(42):
+            x.mul_(0.99)
+            x[:, n % 16].add_(0.01)
+        return x
+
+    return layers(between, args)
+
+
+MODELS = {"gpt": gpt, "t5": t5, "wav2vec2": wav2vec2, "large": large, "writes": writes}
+# What --stages measures: the model and its layers.
+STAGES = (
+    ("gpt", 12), ("gpt", 60), ("wav2vec2", 12), ("large", 24), ("large", 48), ("large", 96),
+    ("writes", 12), ("writes", 24),
+)  # fmt: skip
+
+
+def stages_once(args: argparse.Namespace) -> dict[str, Any]:
+    """What the stages took on the graphs of a training step, and how large those are."""
+    torch.manual_seed(0)
+    model, loss = MODELS[args.model](args)
+    # Loading Inductor is none of what is measured.
+    importlib.import_module("torch._inductor.fx_passes.joint_graph")
+    importlib.import_module("torch._inductor.fx_passes.fuse_attention")
+    nodes: list[int] = []
+    busy = 0.0
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        nonlocal busy
+        nodes.append(len(graph.graph.nodes))
+        started = time.process_time()
+        run = attn_fuse(graph, inputs, options={"pick": "fused", "inner_backend": "eager"})
+        busy += time.process_time() - started
+        return run
+
+    model.compile(backend=backend)
+    loss()
+    return {
+        "nodes": sum(nodes),
+        "cpu_s": busy,
+        "stages_s": sum(report.seconds for report in reports()),
+        "sites": sum(len(report.sites) for report in reports()),
+        "fused": sum(site.fused for report in reports() for site in report.sites),
+    }
 
 
 def compile_once(args: argparse.Namespace) -> dict[str, Any]:
@@ -89,25 +186,46 @@ def in_new_process(backend: str, cache: str, args: argparse.Namespace) -> dict[s
     command = [sys.executable, __file__, "--child", backend, "--device", str(args.device)]
     command += ["--layers", str(args.layers), "--length", str(args.length), "--model", args.model]
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
+    command += ["--stages"] if args.stages else []
     ran = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(ran.stdout.splitlines()[-1])
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=MODELS, default="gpt", help="t5 needs the package transformers")
+    parser.add_argument("--model", choices=MODELS, default="gpt", help="t5 and wav2vec2 need the package transformers")
     parser.add_argument("--device", type=torch.device, default="cpu")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=3, help="cold and warm processes of each backend, in turn")
+    parser.add_argument("--stages", action="store_true", help="attn_fuse's own stages alone, on every model but t5")
     parser.add_argument("--child", choices=BACKENDS, help=argparse.SUPPRESS)
     return parser.parse_args()
+
+
+def all_stages(args: argparse.Namespace) -> None:
+    rows, stored = [], {}
+    for model, count in STAGES:
+        sized = argparse.Namespace(**{**vars(args), "model": model, "layers": count})
+        with tempfile.TemporaryDirectory() as cache:
+            runs = [in_new_process("attn_fuse", cache, sized) for _ in range(args.repeats)]
+        name, last = f"{model}, {count} layers", runs[-1]
+        took, busy = (summary([run[what] for run in runs]).median for what in ("stages_s", "cpu_s"))
+        stored[name] = runs
+        fused, each = f"{last['fused']} of {last['sites']}", f"{1e3 * busy / last['nodes']:.2f} ms"
+        rows.append([name, f"{last['nodes']:,}", fused, f"{took:.2f} s", f"{busy:.2f} s", each])
+        print(*rows[-1], flush=True)
+    print(table(["", "nodes", "fused", "in attn_fuse", "of the CPU", "for each node"], rows))
+    print(store("compile_time-stages", args.device, {"runs": stored}))
 
 
 def main() -> None:
     args = arguments()
     if args.child:
-        print(json.dumps(compile_once(args)))
+        print(json.dumps(stages_once(args) if args.stages else compile_once(args)))
+        return
+    if args.stages:
+        all_stages(args)
         return
     runs: dict[str, list[dict[str, Any]]] = {}
     for repeat in range(args.repeats):

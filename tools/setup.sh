@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# Make .venv, with what `make` needs in it: tools/setup.sh demo|dev|models. Safe to run again.
+# Make .venv, with what `make` needs in it: tools/setup.sh demo|dev|models|published. Safe to run again.
+# The published models come in .venv/published, an environment of their own that sees the packages of .venv.
 #
 # A supported torch that the user's Python already has is used as it is, whatever its build. Otherwise the CPU build is
 # installed; one for a GPU never is, because that is several gigabytes: install it yourself first to use one.
 # PYTHON=/path/to/python chooses the interpreter. NO_DOWNLOAD=1 fails rather than fetch torch.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-extra=${1:?usage: tools/setup.sh demo|dev|models}
+extra=${1:?usage: tools/setup.sh demo|dev|models|published}
 torch=2.13.0
 # The version that the kernels' registers and shared memory are held to in the tests; its interpreter wants this numpy.
 triton=3.6.0 numpy='<2.4'
@@ -31,9 +32,9 @@ choose_python() {
     die "no Python 3.11 or newer found; set PYTHON=/path/to/python"
 }
 
-# Lets .venv see the packages of the Python it was made from, also where that one is a virtual environment itself.
+# Lets the environment $2 see the packages of the Python $1, also where that one is in a virtual environment itself.
 see_packages_of() {
-    "$1" - >"$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/user_packages.pth" <<'PY'
+    "$1" - >"$("$2/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/user_packages.pth" <<'PY'
 import sys
 for path in sys.path:
     if path.endswith(("site-packages", "dist-packages")):
@@ -51,7 +52,7 @@ make_environment() {
     if has_torch "$python" && "$python" -m pip --version >/dev/null 2>&1; then without_pip=(--without-pip); fi
     "$python" -m venv --clear ${without_pip[@]+"${without_pip[@]}"} .venv ||
         die "cannot make a virtual environment (Debian: apt-get install python3-venv)"
-    if has_torch "$python"; then see_packages_of "$python"; fi
+    if has_torch "$python"; then see_packages_of "$python" .venv; fi
 }
 
 install_torch() {
@@ -66,7 +67,8 @@ install_torch() {
         .venv/bin/python -m pip install --quiet --extra-index-url https://download.pytorch.org/whl/cpu "torch==$torch+cpu"
 }
 
-# The project, and what the extra names and is not there yet. torch and Triton are held to the version that is there.
+# The project, and what the extra names and is not there yet, in the environment $1. torch and Triton are held to the
+# version that is there.
 install_project() {
     local constraints=.venv/versions.txt isolation=()
     .venv/bin/python - "$triton" "$numpy" >"$constraints" <<'PY'
@@ -82,7 +84,7 @@ PY
     if .venv/bin/python -c 'import setuptools as s; raise SystemExit(int(s.__version__.split(".")[0]) < 77)' 2>/dev/null; then
         isolation=(--no-build-isolation)
     fi
-    .venv/bin/python -m pip install --quiet ${isolation[@]+"${isolation[@]}"} --constraint "$constraints" --editable ".[$extra]"
+    "$1/bin/python" -m pip install --quiet ${isolation[@]+"${isolation[@]}"} --constraint "$constraints" --editable ".[$extra]"
 }
 
 check_compiler() {
@@ -95,7 +97,13 @@ check_compiler() {
 
 if ! { [ -x .venv/bin/python ] && runs .venv/bin/python; }; then make_environment; fi
 if ! has_torch .venv/bin/python; then install_torch; fi
-install_project
+environment=.venv
+if [ "$extra" = published ]; then
+    environment=.venv/published
+    [ -x "$environment/bin/python" ] || .venv/bin/python -m venv --without-pip "$environment"
+    see_packages_of "$PWD/.venv/bin/python" "$environment"
+fi
+install_project "$environment"
 check_compiler
 .venv/bin/python -c 'import torch, sys; print(f"setup: torch {torch.__version__}, Python {sys.version.split()[0]}: ready")'
 touch ".venv/ready-$extra"

@@ -1,0 +1,47 @@
+"""Sites that are no single attention, by package and case, with the mathematics that shows it. They are not counted.
+
+P = softmax(S), with S = q·k and what is done to it; i is a query, j a key, h a head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Apart:
+    """mathematics: one line. sites: how many of a run they are, None for all."""
+
+    mathematics: str
+    sites: int | None = None
+
+
+BAND = "a band as products of overlapping blocks: S is put together from diagonals, and P is cut into blocks again"
+BLOCKS = (
+    "S is put together from the products with a window, random and global blocks, and P is cut among as many products"
+)
+BLEND = "the weights are (1 - a)·P1 + a·P2: the sum of two softmaxes is none"
+DIFFERENCE = "out = (P1 - λ P2)·V: the difference of two softmaxes is none"
+DROPPED = "P∘M / (1 - p) is an output beside P∘M / (1 - p)·V: the mask M that is drawn has to be stored"
+OWN_VALUES = "each query has values of its own: out[i] = Σ_j P[i, j]·(v[j] + e[j - i])"
+ONE_KEY = "there is one key: P = 1, out = v"
+
+# By the reason that the report gives.
+REASONS = {
+    "refused: the weights after dropout are also used outside the attention": DROPPED,
+}
+APART: dict[str, dict[str, Apart]] = {
+    "transformers": {
+        "longformer": Apart(BAND),
+        "led": Apart(BAND, 2),
+        "big_bird_sparse": Apart(BLOCKS),
+        "levit": Apart(ONE_KEY, 1),
+        "vits_text": Apart(OWN_VALUES),
+        "mobilevit": Apart(ONE_KEY, 3),
+        "hiera": Apart(ONE_KEY, 1),
+    },
+    "timm": {
+        "vit_diff": Apart(DIFFERENCE),
+        "convit": Apart(BLEND, 2),
+    },
+}
