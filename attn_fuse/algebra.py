@@ -280,12 +280,17 @@ def _fits(value: float, dtype: torch.dtype) -> bool:
     return isinstance(value, int) or (math.isfinite(value) and info.min <= value <= info.max)
 
 
-def select(cond: Expr, a: Expr, b: Expr) -> Expr:
+def select(cond: Expr, a: Expr, b: Expr, space: Space | None = None) -> Expr:
+    """`a` where `cond` holds, else `b`. space: then two softmaxes that only name their axis otherwise are one."""
     match cond:
         case Const(value):
             return a if value else b
         case Not(inner):
-            return select(inner, b, a)
+            return select(inner, b, a, space)
+    match a, b:
+        case Softmax(), Softmax() if space is not None and space.same_size(space.sizes[a.axis], space.sizes[b.axis]):
+            if a == replace(b, axis=a.axis, body=substitute(b.body, {b.axis: a.axis}, space)):
+                return a
     if a == b or _continues(cond, a, b):
         return a
     match a, b:
@@ -298,6 +303,23 @@ def select(cond: Expr, a: Expr, b: Expr) -> Expr:
         case _, Select(inner, _, y) if inner == cond:
             return select(cond, a, y)
     return Select(cond, a, b)
+
+
+def assuming(x: Expr, cond: Expr, space: Space) -> Expr:
+    """`x` as it is where `cond` holds."""
+    if not isinstance(cond, NonNegative):
+        return x
+    known = cond.value
+
+    def changed(part: Expr) -> Expr:
+        match part:
+            case NonNegative(value) if space.is_nonnegative(value - known):
+                return TRUE
+            case NonNegative(value) if space.is_nonnegative(-value - 1 - known):
+                return FALSE
+        return rebuilt(part, changed)
+
+    return changed(x)
 
 
 def _continues(cond: Expr, a: Expr, b: Expr) -> bool:

@@ -1,9 +1,9 @@
 """Expand: what a graph calls as one is replaced by the operations that it consists of, where attention may hide in it.
 
-Dynamo keeps `F.multi_head_attention_forward` as one call, and a `torch.vmap` as a stretch of operations between markers
-that means nothing without them. Both are run once on fake tensors, and what they did takes their place. A stretch
-stays as it is where that would change more: one with a write, a change of mode or a derivative in it, or one within a
-derivative that is still open.
+Dynamo keeps `F.multi_head_attention_forward` as one call, so is a product of weights and values with something added to
+it, and a `torch.vmap` is a stretch of operations between markers that means nothing without them. They are run once on
+fake tensors, and what they did takes their place. A stretch stays as it is where that would change more: one with a
+write, a change of mode or a derivative in it, or one within a derivative that is still open.
 """
 
 from __future__ import annotations
@@ -16,10 +16,18 @@ import torch
 from torch.fx import GraphModule, Node, map_arg
 
 from attn_fuse.modes import Mode
-from attn_fuse.names import op_name, tensors_of, value_of
+from attn_fuse.names import DROPOUT, ELEMENTWISE, LAYOUT, SOFTMAX, op_name, tensors_of, value_of
 from attn_fuse.report import log
 from attn_fuse.scopes import Scope, scopes
-from attn_fuse.torch_internals import FakeTensor, FakeTensorMode, innermost, make_fx, on_fake_tensors
+from attn_fuse.torch_internals import (
+    FakeTensor,
+    FakeTensorMode,
+    decompositions,
+    functorch_levels_kept,
+    innermost,
+    make_fx,
+    on_fake_tensors,
+)
 
 _CALLS = frozenset({"multi_head_attention_forward"})
 _OPENS, _CLOSES = "_vmap_increment_nesting", "_vmap_decrement_nesting"
@@ -49,8 +57,21 @@ def _stretches(scope: Scope) -> Iterator[list[Node]]:
             yield stretch
         if levels == 0 or (levels == 1 and name.endswith("_decrement_nesting")):
             stretch = []
-        if levels == 0 and name in _CALLS:
+        if levels == 0 and (name in _CALLS or (name == "baddbmm" and _takes_weights(node))):
             yield [node]
+
+
+def _takes_weights(node: Node) -> bool:
+    """Whether the first factor of `node`, a `baddbmm`, is what a softmax gives, or made of it."""
+    _, *given = node.all_input_nodes
+    factor: Any = node.kwargs.get("batch1", given[0] if given else None)
+    while isinstance(factor, Node) and factor.op.startswith("call_") and factor.all_input_nodes:
+        if op_name(factor) in SOFTMAX:
+            return True
+        if op_name(factor) not in ELEMENTWISE | LAYOUT | DROPOUT:
+            return False
+        factor = factor.all_input_nodes[0]
+    return False
 
 
 def _is_plain(stretch: Sequence[Node], modes: Mapping[Node, Mode]) -> bool:
@@ -109,14 +130,14 @@ def _write_out(module: GraphModule, stretch: Sequence[Node]) -> None:
 
 
 def _traced(run: Any, values: Sequence[Any], mode: FakeTensorMode, pre_dispatch: bool) -> GraphModule:
-    with on_fake_tensors(mode), torch.no_grad():
+    with on_fake_tensors(mode), torch.no_grad(), functorch_levels_kept():
         fresh = [
             torch.empty_strided(v.size(), v.stride(), dtype=v.dtype, device=v.device)
             if isinstance(v, torch.Tensor)
             else v
             for v in values
         ]
-        traced = make_fx(run, pre_dispatch=pre_dispatch)(*fresh)
+        traced = make_fx(run, decompositions([torch.ops.aten.baddbmm]), pre_dispatch=pre_dispatch)(*fresh)
     traced.graph.eliminate_dead_code()
     return traced
 

@@ -212,6 +212,18 @@ def walk(expr: Expr) -> Iterator[Expr]:
         yield from walk(child)
 
 
+def positions(expr: Expr) -> tuple[sympy.Expr, ...]:
+    """The index expressions of `expr` itself, its children's aside."""
+    match expr:
+        case Load(_, index):
+            return index
+        case Index(value) | NonNegative(value) | IsZero(value):
+            return (value,)
+        case Softmax(at=at):
+            return (at,)
+    return ()
+
+
 def index_symbols(expr: Expr) -> set[sympy.Symbol]:
     """The index symbols that `expr` depends on; the axes of its own products and softmaxes are not among them."""
     match expr:

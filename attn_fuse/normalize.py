@@ -17,9 +17,9 @@ import torch.fx.traceback
 from torch.fx import GraphModule, Node, map_arg
 
 from attn_fuse.modes import autocast_of
-from attn_fuse.names import DROPOUT, FUSED, op_name, value_of
+from attn_fuse.names import DROPOUT, FUSED, op_name, tensors_of, value_of
 from attn_fuse.region import Region
-from attn_fuse.torch_internals import FakeTensorMode, decompositions, make_fx, on_fake_tensors
+from attn_fuse.torch_internals import FakeTensorMode, decompositions, functionalized, make_fx, on_fake_tensors
 
 _ORIGIN = "attn_fuse_origin"
 
@@ -62,6 +62,7 @@ class NotNormal(Exception):
 def normalize(region: Region) -> Normal:
     """The region's normal form. Raises NotNormal; what torch raises on the region's own operations passes through."""
     mode = _fake_mode(region)
+    trains = region.mode.grad and any(t.requires_grad for leaf in region.leaves for t in tensors_of(value_of(leaf)))
     probabilities: list[float | Node] = []
     by_name = {node.name: node for node in region.nodes}
 
@@ -69,12 +70,18 @@ def normalize(region: Region) -> Normal:
         env: dict[Node, Any] = dict(zip(region.leaves, values, strict=True))
         for node in region.nodes:
             with autocast_of(region.scope.modes[node]), torch.fx.traceback.annotate({_ORIGIN: node.name}):
-                env[node] = _run(node, env, probabilities)
+                # Without gradients there is none to stop.
+                stops = trains or op_name(node) != "detach"
+                env[node] = _run(node, env, probabilities) if stops else env[node.all_input_nodes[0]]
         return env[region.output]
 
     with on_fake_tensors(mode), torch.no_grad(), torch.fx.traceback.preserve_node_meta():
         inputs = [_fresh(leaf) for leaf in region.leaves]
         traced = make_fx(run, _decompositions())(*inputs)
+        if any(isinstance(n.target, torch._ops.OpOverload) and n.target._schema.is_mutable for n in traced.graph.nodes):
+            # Torch's own decompositions write into what they make, as that of a vector times matrices does.
+            probabilities.clear()
+            traced = make_fx(functionalized(run), _decompositions())(*inputs)
     traced.graph.eliminate_dead_code()
     if sum(node.op == "placeholder" for node in traced.graph.nodes) != len(region.leaves):
         raise NotNormal("not every leaf is one tensor or one number", region.output)

@@ -73,6 +73,8 @@ class Rewriter:
         for scope in scopes(self.graph):
             # The graph changes while sites are rewritten, and what a site is was found before.
             for site in list(find_sites(scope, self.unread.get(scope.path))):
+                if all(isinstance(region, Region) and not region.output.users for region in site.candidates):
+                    continue  # it was a part of one that is fused, and went away with it
                 late = time.perf_counter() > end
                 why = f"not looked at: {seconds:g} seconds had passed" if late else self.left.get(len(reports))
                 if why is None:

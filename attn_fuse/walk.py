@@ -52,6 +52,7 @@ class Walk:
     operands: set[Node] = field(default_factory=set)
     scores: list[Node] = field(default_factory=list)
     _gradients: bool = True
+    _behind: dict[Node, bool] = field(default_factory=dict)
 
     def from_output(self, output: Node) -> None:
         self._gradients = self.modes[output].grad
@@ -105,7 +106,7 @@ class Walk:
         name = op_name(node) if node.op.startswith("call_") else node.op
         if self.is_cut_off(node) or (not _is_tensor(node) and not is_tuple(node) and name not in LAYOUT):
             self.leaf(node)
-        elif is_product(node) and (name in PRODUCTS or not self._is_behind_softmax(node)):
+        elif is_product(node) and not self._is_behind_softmax(node):
             if self.only is not None and node is not self.only:
                 self.leaf(node)
                 return
@@ -117,7 +118,8 @@ class Walk:
                 self.inside.add(factors)
             for arg in factors.all_input_nodes:
                 self.operand(arg)
-        elif node is self.softmax or name in BETWEEN:
+        # A product behind the softmax may be the sum of the weights: they times ones.
+        elif node is self.softmax or name in BETWEEN or is_product(node):
             if (name == "getitem" and not (_is_slicing(node) or _is_lookup(node))) or _is_one_of_several(node):
                 self.leaf(node)
                 return
@@ -158,7 +160,9 @@ class Walk:
         return any(tensor.requires_grad for n in node.all_input_nodes for tensor in tensors_of(value_of(n)))
 
     def _is_behind_softmax(self, node: Node) -> bool:
-        return node in reached_from(self.softmax, node)
+        if node not in self._behind:
+            self._behind[node] = node in reached_from(self.softmax, node)
+        return self._behind[node]
 
 
 def is_product(node: Node) -> bool:

@@ -129,10 +129,11 @@ def _mean(call: Operation) -> Tensor:
         raise NoClosedForm("a reduction to one number")
     dims = [d % len(x.shape) for d in dims]
     count = sympy.prod([x.shape[d] for d in dims])
-    if not count.is_Integer:
-        raise NoClosedForm("a mean of unknown length")
     total = _reduced(call, "sum", dims)
-    return call.tensor(lambda index: al.mul(ex.Const(1.0 / int(count)), total(index)))
+    if count.is_Integer:
+        return call.tensor(lambda index: al.mul(ex.Const(1.0 / int(count)), total(index)))
+    length = al.cast(call.result.dtype, ex.Index(count), torch.int64, call.space)
+    return call.tensor(lambda index: al.div(total(index), length))
 
 
 def _extreme(name: str) -> Callable[[Operation], list[Tensor]]:

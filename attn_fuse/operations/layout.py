@@ -205,7 +205,7 @@ def _joined(call: Operation, parts: list[Tensor], dim: int) -> Callable[[Indices
             inside = (*index[:dim], sympy.expand(index[dim] - start), *index[dim + 1 :])
             element = al.cast(call.result.dtype, part.at(inside), part.dtype, call.space)
             reached = al.nonnegative(index[dim] - start, call.space)
-            result = element if result is None else al.select(reached, element, result)
+            result = element if result is None else al.select(reached, element, result, call.space)
         assert result is not None
         return result
 

@@ -28,17 +28,24 @@ from attn_fuse.operations.operation import (
     size,
     slice_start,
 )
+from attn_fuse.space import Space
 
 # Longer lists of positions stay the tensors that they are.
 _MOST_POSITIONS = 16
 _UNKNOWN = "elements written at positions that are read from a tensor"
 
 
-def _chosen(cond: Expr, new: Callable[[], Expr], old: Callable[[], Expr]) -> Expr:
+def _chosen(cond: Expr, new: Callable[[], Expr], old: Callable[[], Expr], space: Space) -> Expr:
     """`new` where `cond` holds, else `old`; neither is asked for where it is not wanted."""
     if cond == ex.TRUE:
         return new()
-    return old() if cond == ex.FALSE else al.select(cond, new(), old())
+    if cond == ex.FALSE:
+        return old()
+    a, b = new(), old()
+    if any(isinstance(part, ex.Softmax) for x in (a, b) if ex.has_product(x) for part in ex.walk(x)):
+        # Parts of the scores, each normalised in its place, read what the others wrote there.
+        a, b = al.assuming(a, cond, space), al.assuming(b, al.logical_not(cond), space)
+    return al.select(cond, a, b, space)
 
 
 def _slice_scatter(call: Operation) -> Tensor:
@@ -50,6 +57,16 @@ def _slice_scatter(call: Operation) -> Tensor:
     # So many steps further on than `start`, the first position on the grid of the steps is not negative.
     shift = (-start) % step
 
+    nth = space.fresh("w", count)
+
+    def element(index: Indices, place: sympy.Expr) -> Expr:
+        if step == 1:
+            return src.at((*index[:dim], place, *index[dim + 1 :]))
+        # On the grid of the steps a position divides evenly, so that what was read from there is what it was.
+        written = src.at((*index[:dim], nth, *index[dim + 1 :]))
+        even = al.substitute(written, {nth: sympy.expand((index[dim] - start) / step)}, space)
+        return even if _is_whole(even) else al.substitute(written, {nth: place}, space)
+
     def at(index: Indices) -> Expr:
         along = sympy.expand(index[dim] + shift)
         place = space.floordiv(along, sympy.Integer(step)) - (start + shift) / step if step != 1 else along - start
@@ -57,10 +74,16 @@ def _slice_scatter(call: Operation) -> Tensor:
         cond = al.logical_and(al.nonnegative(place, space), al.nonnegative(count - 1 - place, space))
         if step != 1:
             cond = al.logical_and(cond, al.is_zero(space.mod(along, sympy.Integer(step)), space))
-        inside = (*index[:dim], place, *index[dim + 1 :])
-        return _chosen(cond, lambda: al.cast(x.dtype, src.at(inside), src.dtype, space), lambda: x.at(index))
+        return _chosen(
+            cond, lambda: al.cast(x.dtype, element(index, place), src.dtype, space), lambda: x.at(index), space
+        )
 
     return call.tensor(at)
+
+
+def _is_whole(x: Expr) -> bool:
+    """Whether no position in `x` is a fraction by its form."""
+    return all(number.is_Integer for part in ex.walk(x) for p in ex.positions(part) for number in p.atoms(sympy.Number))
 
 
 def _select_scatter(call: Operation) -> Tensor:
@@ -73,6 +96,7 @@ def _select_scatter(call: Operation) -> Tensor:
             al.is_zero(index[dim] - place, space),
             lambda: al.cast(x.dtype, src.at(inside), src.dtype, space),
             lambda: x.at(index),
+            space,
         )
 
     return call.tensor(at)
@@ -91,6 +115,7 @@ def _diagonal_scatter(call: Operation) -> Tensor:
             al.is_zero(index[second] - index[first] - offset, space),
             lambda: al.cast(x.dtype, src.at(inside), src.dtype, space),
             lambda: x.at(index),
+            space,
         )
 
     return call.tensor(at)
@@ -141,7 +166,7 @@ def _index_put(call: Operation) -> Tensor:
     def at(index: Indices) -> Expr:
         first = (sympy.Integer(0),) * len(value.shape)
         return _chosen(
-            is_written(index), lambda: al.cast(x.dtype, value.at(first), value.dtype, space), lambda: x.at(index)
+            is_written(index), lambda: al.cast(x.dtype, value.at(first), value.dtype, space), lambda: x.at(index), space
         )
 
     return call.tensor(at)
@@ -164,9 +189,9 @@ def _at_lists(
 ) -> Callable[[Indices], Expr]:
     """Whether an element stands at one of the positions that the lists together name."""
     lists = [p for p in positions if p is not None]
-    triangle = _triangle(call, x, lists, given)
-    if triangle is not None:
-        return triangle
+    together = _triangle(call, x, lists, given) or _diagonal(call, x, lists, given)
+    if together is not None:
+        return together
     rank = max(len(p.shape) for p in lists)
     runs = [{rank - len(p.shape) + d for d, n in enumerate(p.shape) if n != 1} for p in lists]
     if any(a & b for n, a in enumerate(runs) for b in runs[n + 1 :]) or any(len(run) > 1 for run in runs):
@@ -219,6 +244,32 @@ def _triangle(
     return is_written
 
 
+def _diagonal(
+    call: Operation, x: Tensor, lists: Sequence[Tensor], given: Sequence[int]
+) -> Callable[[Indices], Expr] | None:
+    """Whether an element stands on a diagonal, where each list counts up by one from its start."""
+    space, count = call.space, lists[0].shape[0] if lists[0].shape else sympy.Integer(1)
+    if len(lists) < 2 or any(len(p.shape) != 1 or p.shape[0] != count for p in lists):
+        return None
+    n = space.fresh("w", count)
+    starts: list[sympy.Expr] = []
+    for d, p in zip(given, lists, strict=True):
+        match p.at((n,)):
+            case ex.Index(value) if n not in sympy.expand(value - n).free_symbols:
+                starts.append(position(call, value, x.shape[d]) - n)
+            case _:
+                return None
+
+    def is_written(index: Indices) -> Expr:
+        first, *others = (sympy.expand(index[d] - start) for d, start in zip(given, starts, strict=True))
+        hit = al.logical_and(al.nonnegative(first, space), al.nonnegative(count - 1 - first, space))
+        for other in others:
+            hit = al.logical_and(hit, al.is_zero(other - first, space))
+        return hit
+
+    return is_written
+
+
 class _Places:
     """A list of positions along a dimension of `length`: numbers, or a stretch one after the other."""
 
@@ -254,7 +305,7 @@ class _Places:
         if self.start is not None:
             place = sympy.expand(i - self.start)
             cond = al.logical_and(al.nonnegative(place, space), al.nonnegative(self.count - 1 - place, space))
-            return _chosen(cond, lambda: new(place), old)
+            return _chosen(cond, lambda: new(place), old, space)
         for n, where in enumerate(self.listed):
             old = self._or(al.is_zero(i - where, space), sympy.Integer(n), new, old)
         return old()
@@ -262,7 +313,7 @@ class _Places:
     def _or(
         self, cond: Expr, place: sympy.Expr, new: Callable[[sympy.Expr], Expr], old: Callable[[], Expr]
     ) -> Callable[[], Expr]:
-        return lambda: _chosen(cond, lambda: new(place), old)
+        return lambda: _chosen(cond, lambda: new(place), old, self.space)
 
 
 def _copy(call: Operation) -> Tensor:

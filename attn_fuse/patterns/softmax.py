@@ -23,6 +23,9 @@ from attn_fuse.patterns.masks import LEAST_ORDINARY_SCORE
 from attn_fuse.space import Space
 
 _NOT_NORMALISED = Refusal("the weights are not normalised by their own sum over the keys")
+_MIXED = Refusal("the product after the softmax sums over another axis: the weights are mixed, or are none")
+_ONE_KEY = Refusal("there is a single key, whose weight is 1")
+_DETACHED = Refusal("the weights are detached: no gradient goes through them")
 # A score this far below the largest of its row weighs less than any dtype's rounding, however many there are.
 _FAR_BELOW = -50.0
 
@@ -45,6 +48,8 @@ def softmax(weights: Expr, key: sympy.Symbol, space: Space) -> Normalised | Refu
     match weights:
         case Softmax():
             return _whole(weights, key, space)
+        case Unary("detach", _):
+            return _DETACHED
         case Div(numerator, denominator):
             return _written_out(_bare(numerator), denominator, key, space)
         case Unary("exp", x):
@@ -64,11 +69,11 @@ def _whole(weights: Softmax, key: sympy.Symbol, space: Space) -> Normalised | Re
     extra = space.sizes[axis] - count
     first = sympy.expand(weights.at - key)
     if key in first.free_symbols:
-        return Refusal("the product after the softmax sums over another axis: the weights are mixed, or are none")
+        return _ONE_KEY if count == 1 else _MIXED
     body = al.substitute(weights.body, {axis: weights.at}, space)
     if space.is_zero(extra):
         if first != 0:
-            return Refusal("the product after the softmax sums over another axis: the weights are mixed, or are none")
+            return _ONE_KEY if count == 1 else _MIXED
         inner, _ = _without_shift(body, key)
         return Normalised(inner, None, weights.dtype)
     if not space.is_zero(extra - 1) or first not in (0, 1):

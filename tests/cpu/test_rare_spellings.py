@@ -1,0 +1,172 @@
+"""Attention as few people write it, and beside each spelling what looks like it and is something else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.harness import assert_fused, check, tensors
+
+B, H, T, D = 2, 4, 12, 8
+SCALE = 1 / math.sqrt(D)
+SHAPE = (B, H, T, D)
+Program = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def scores(q: Tensor, k: Tensor) -> Tensor:
+    return q @ k.mT * SCALE
+
+
+def less_the_mean(q, k, v):
+    s = scores(q, k)
+    return (s - s.mean(-1, keepdim=True)).softmax(-1) @ v
+
+
+def over_a_product_with_ones(q, k, v):
+    e = scores(q, k).exp()
+    return (e / (e @ q.new_ones(T, 1))) @ v
+
+
+def quotient_of_two_products(q, k, v):
+    e = scores(q, k).exp()
+    return (e @ v) / (e @ q.new_ones(T, 1))
+
+
+def added_to_every_second_key(q, k, v):
+    s = scores(q, k)
+    s[..., ::2] += 1.0
+    s[..., 1::3] *= 2.0
+    return s.softmax(-1) @ v
+
+
+def fill_of_a_diagonal_by_positions(q, k, v):
+    s, i = scores(q, k), torch.arange(T)
+    s[:, :, i, i] = -5e4
+    return s.softmax(-1) @ v
+
+
+def fill_beside_the_diagonal_by_positions(q, k, v):
+    s, i = scores(q, k), torch.arange(T - 2)
+    s[:, :, i + 2, i + 1] = -math.inf
+    return s.softmax(-1) @ v
+
+
+def product_added_to_something(q, k, v):
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    weights = (q @ k.mT * SCALE).softmax(-1)
+    return torch.baddbmm(q, weights, v, beta=0.5, alpha=2.0)
+
+
+def halves_of_the_batch_in_place(q, k, v):
+    s = scores(q, k)
+    s[:1] = s[:1].softmax(-1)
+    s[1:] = s[1:].softmax(-1)
+    return s @ v
+
+
+def halves_of_the_batch_joined(q, k, v):
+    s = scores(q, k)
+    return torch.cat([s[:1].softmax(-1), s[1:].softmax(-1)]) @ v
+
+
+def halves_of_the_queries(q, k, v):
+    s = scores(q, k)
+    s[:, :, 5:] = s[:, :, 5:].softmax(-1)
+    s[:, :, :5] = s[:, :, :5].softmax(-1)
+    return s @ v
+
+
+def one_vector(q, k, v):
+    return (k[0, 0] @ q[0, 0, 0] * SCALE).softmax(-1) @ v[0, 0]
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize(
+    "program",
+    [
+        less_the_mean, over_a_product_with_ones, quotient_of_two_products, fill_of_a_diagonal_by_positions,
+        fill_beside_the_diagonal_by_positions, product_added_to_something, halves_of_the_batch_in_place,
+        halves_of_the_batch_joined, halves_of_the_queries, one_vector,
+    ],
+    ids=lambda f: f.__name__,
+)  # fmt: skip
+def test_fused(program: Program, dynamic: bool | None) -> None:
+    assert_fused(program, *tensors(*SHAPE), inner="aot_eager", dynamic=dynamic)
+
+
+def test_steps_of_a_known_length() -> None:
+    assert_fused(added_to_every_second_key, *tensors(*SHAPE), inner="aot_eager")
+
+
+def over_another_product(q, k, v):
+    e = scores(q, k).exp()
+    return (e / (e @ torch.linspace(0.5, 2.0, T, dtype=q.dtype).unsqueeze(-1))) @ v
+
+
+def halves_of_other_scores(q, k, v):
+    s = scores(q, k)
+    return torch.cat([s[:1].softmax(-1), (2.0 * s[1:]).softmax(-1)]) @ v
+
+
+def halves_of_the_keys(q, k, v):
+    s = scores(q, k)
+    s[..., :5] = s[..., :5].softmax(-1)
+    s[..., 5:] = s[..., 5:].softmax(-1)
+    return s @ v
+
+
+def half_that_is_normalised_twice(q, k, v):
+    s = scores(q, k)
+    s[:1] = s[:1].softmax(-1)
+    return s.softmax(-1) @ v
+
+
+def half_that_is_not_normalised(q, k, v):
+    s = scores(q, k)
+    s[:1] = s[:1].softmax(-1)
+    return s @ v
+
+
+def weights_times_a_matrix(q, k, v):
+    return scores(q, k).softmax(-1) @ torch.linspace(0, 1, T * T, dtype=q.dtype).view(T, T) @ v
+
+
+def antidiagonal(q, k, v):
+    s, i = scores(q, k), torch.arange(T)
+    s[:, :, i, T - 1 - i] = -5e4
+    return s.softmax(-1) @ v
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize(
+    "program",
+    [
+        over_another_product, halves_of_other_scores, halves_of_the_keys, half_that_is_normalised_twice,
+        half_that_is_not_normalised, weights_times_a_matrix, antidiagonal,
+    ],
+    ids=lambda f: f.__name__,
+)  # fmt: skip
+def test_right(program: Program, dynamic: bool | None) -> None:
+    check(program, *tensors(*SHAPE), inner="aot_eager", dynamic=dynamic)
+
+
+def detached(q, k, v):
+    return scores(q, k).softmax(-1).detach() @ v
+
+
+def test_detached_weights_where_nothing_has_a_gradient() -> None:
+    with torch.no_grad():
+        assert_fused(detached, *tensors(*SHAPE), inner="aot_eager", backward=False)
+
+
+def test_a_vmap_that_cannot_be_written_out_leaves_no_level_open() -> None:
+    factor = torch.tensor(SCALE)
+
+    def program(q, k, v):
+        return torch.vmap(torch.vmap(lambda q, k, v: (q @ k.mT * factor.item()).softmax(-1) @ v))(q, k, v)
+
+    check(program, *tensors(*SHAPE), inner="aot_eager", dynamic=True)
