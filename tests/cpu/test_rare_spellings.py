@@ -80,6 +80,32 @@ def halves_of_the_queries(q, k, v):
     return s @ v
 
 
+def diagonal_filled(q, k, v):
+    s = scores(q, k)
+    s.diagonal(dim1=-2, dim2=-1).fill_(-math.inf)
+    return s.softmax(-1) @ v
+
+
+def written_and_returned(q, k, v):
+    s = scores(q, k)
+    s.mul_(2)
+    p = s.softmax(-1)
+    return p @ v, p
+
+
+def autocast_off_inside(q, k, v):
+    s = scores(q, k)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=False):
+        return s.softmax(-1) @ v
+
+
+def query_edited_afterwards(q, k, v):
+    q = q.clone()
+    s = scores(q, k)
+    q.add_(1)
+    return s.softmax(-1) @ v + q
+
+
 def one_vector(q, k, v):
     return (k[0, 0] @ q[0, 0, 0] * SCALE).softmax(-1) @ v[0, 0]
 
@@ -90,7 +116,8 @@ def one_vector(q, k, v):
     [
         less_the_mean, over_a_product_with_ones, quotient_of_two_products, fill_of_a_diagonal_by_positions,
         fill_beside_the_diagonal_by_positions, product_added_to_something, halves_of_the_batch_in_place,
-        halves_of_the_batch_joined, halves_of_the_queries, one_vector,
+        halves_of_the_batch_joined, halves_of_the_queries,
+        diagonal_filled, written_and_returned, autocast_off_inside, one_vector,
     ],
     ids=lambda f: f.__name__,
 )  # fmt: skip
@@ -139,6 +166,23 @@ def antidiagonal(q, k, v):
     s, i = scores(q, k), torch.arange(T)
     s[:, :, i, T - 1 - i] = -5e4
     return s.softmax(-1) @ v
+
+
+def argument_edited_meanwhile(q, k, v):
+    s = scores(q, k)
+    q.add_(1)
+    return s.softmax(-1) @ v
+
+
+def bias_written_into(q, k, v, bias):
+    bias += scores(q, k)
+    return bias.softmax(-1) @ v
+
+
+def test_writes_into_arguments() -> None:
+    assert_fused(query_edited_afterwards, *tensors(*SHAPE), inner="aot_eager", backward=False)
+    assert_fused(argument_edited_meanwhile, *tensors(*SHAPE), inner="aot_eager", backward=False)
+    assert_fused(bias_written_into, *tensors(*SHAPE), torch.randn(B, H, T, T), inner="aot_eager", backward=False)
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
