@@ -115,9 +115,7 @@ def _rewritten(
     chosen, graph = chosen_kernels(), _copied(original)
     expand(graph)
     versions = _versions(graph, inputs)
-    unread = {
-        scope.path: reason for scope in list(scopes(graph)) if (reason := make_functional(scope, versions)) is not None
-    }
+    left_written = {s.path: made for s in list(scopes(graph)) if (made := make_functional(s, versions)) is not None}
     rewriter = Rewriter(
         graph,
         inputs,
@@ -125,7 +123,7 @@ def _rewritten(
             pick, allowed=options.kernels if chosen is None else chosen, fuse_all=options.pick == "fused"
         ),
         may_rewrite=fuel.allows,
-        unread=unread,
+        written=left_written,
         left=left,
         constants=constants,
         stopwatch_of=functools.partial(_stopwatch, options) if options.pick == "measured" else None,

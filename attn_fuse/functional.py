@@ -26,7 +26,7 @@ from attn_fuse.memory import Memory, NotFunctional, call, fresh, is_tensor, rele
 from attn_fuse.modes import Mode, uncast
 from attn_fuse.names import value_of
 from attn_fuse.report import log
-from attn_fuse.scopes import Scope
+from attn_fuse.scopes import Scope, StillWritten
 from attn_fuse.torch_internals import (
     FakeTensor,
     current_value,
@@ -38,13 +38,14 @@ aten = torch.ops.aten
 _ORIGIN = "attn_fuse_origin"
 
 
-def make_functional(scope: Scope, before: Mapping[int, int]) -> Refusal | None:
-    """Take the writes out of the graph of `scope`; a refusal leaves the graph as it was. Subgraphs are not looked into.
+def make_functional(scope: Scope, before: Mapping[int, int]) -> StillWritten | None:
+    """Take the writes out of the graph of `scope`, or leave the graph as it was. Subgraphs are not looked into.
 
     before: the version of each input's memory when the call begins, by its storage.
     """
     module = scope.module
-    written = relevant(module.graph, written_memory(module, before))
+    every = written_memory(module, before)
+    written = relevant(module.graph, every)
     if not written:
         return None
     kept = Graph()
@@ -66,7 +67,8 @@ def make_functional(scope: Scope, before: Mapping[int, int]) -> Refusal | None:
         reason, blocker = f"memory that is written in place, and cannot be made values: {first}", None
     where = None if blocker is None else blocker.name
     module.graph = kept
-    return Refusal(reason, next((node for node in module.graph.nodes if node.name == where), None))
+    blocking = next((node for node in module.graph.nodes if node.name == where), None)
+    return StillWritten(Refusal(reason, blocking), frozenset(every))
 
 
 # ---- values in place of writes

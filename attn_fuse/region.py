@@ -33,7 +33,7 @@ from attn_fuse.names import (
     op_name,
     value_of,
 )  # fmt: skip
-from attn_fuse.scopes import Scope
+from attn_fuse.scopes import Scope, StillWritten
 from attn_fuse.walk import BETWEEN, Walk, is_product, is_tuple, reached_from
 
 # More score products than this are tried in turn; a graph that joins so many is something else.
@@ -102,8 +102,8 @@ class Site:
         return op_name(self.softmax) in FUSED
 
 
-def find_sites(scope: Scope, refusal: Refusal | None = None) -> Iterator[Site]:
-    """Every site in the graph of `scope`, in its order. refusal: why none of them can be read, if that is so."""
+def find_sites(scope: Scope, written: StillWritten | None = None) -> Iterator[Site]:
+    """Every site in the graph of `scope`, in its order. written: what of it is not functional."""
     graph = scope.module.graph
     anchors = [n for n in graph.nodes if n.op.startswith("call_") and _is_anchor(n)]
     if not anchors:
@@ -117,9 +117,15 @@ def find_sites(scope: Scope, refusal: Refusal | None = None) -> Iterator[Site]:
                 site = _site(scope, anchor, output, position)
                 if site is not None:
                     outputs.add(output)
-                    if refusal is not None:
-                        site = replace(site, candidates=(Unread(scope, anchor, refusal),))
+                    if written is not None:
+                        site = replace(site, candidates=tuple(_unless(written, c) for c in site.candidates))
                     yield site
+
+
+def _unless(written: StillWritten, candidate: Region | Unread) -> Region | Unread:
+    if isinstance(candidate, Region) and not written.holds((*candidate.nodes, *candidate.leaves)):
+        return candidate
+    return Unread(candidate.scope, candidate.softmax, written.refusal)
 
 
 def cut_at(region: Region, node: Node) -> Region | None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
 
+from attn_fuse.attention import Refusal
 from attn_fuse.modes import Mode, mode_now, modes_of
-from attn_fuse.names import INLINE_SUBGRAPHS, LOOPED_SUBGRAPHS, op_name
+from attn_fuse.names import INLINE_SUBGRAPHS, LOOPED_SUBGRAPHS, op_name, storages
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +27,18 @@ class Scope:
 
     def top(self, node: Node) -> Node | None:
         return self.outer.get(node, node if not self.outer else None)
+
+
+@dataclass(frozen=True)
+class StillWritten:
+    """Memory that a graph still writes in place, by its storages. What reads or makes of it is refused."""
+
+    refusal: Refusal
+    memory: frozenset[int]
+
+    def holds(self, nodes: Iterable[Node]) -> bool:
+        """Whether any of `nodes` lives in it."""
+        return any(storages(node) & self.memory for node in nodes)
 
 
 def scopes(module: GraphModule) -> Iterator[Scope]:

@@ -26,7 +26,7 @@ from attn_fuse.normalize import NotNormal, normalize
 from attn_fuse.recognize import recognize
 from attn_fuse.region import Region, Site, Unread, cut_at, find_sites
 from attn_fuse.report import Blocker, SiteReport, log
-from attn_fuse.scopes import scopes
+from attn_fuse.scopes import StillWritten, scopes
 from attn_fuse.torch_internals import FakeTensorMode, source_name
 from attn_fuse.words import in_words
 
@@ -45,7 +45,7 @@ class Rewriter:
     """Rewrites the sites of one graph. `proofs`: what the rewrites rest on, for the guard.
 
     inputs: the graph's example inputs. pick: chooses the kernel. may_rewrite: asked, for each site about to be
-    rewritten, with its report. unread: by the path of a subgraph, why no site in it can be read. left: sites that
+    rewritten, with its report. written: by the path of a subgraph, what of it is not functional. left: sites that
     stay as written, by their number, and why. constants: source
     names of arguments that are constants all the same. compiled: whether Inductor compiles the graph.
     stopwatch_of: what measures a site, where the picker is to go by that.
@@ -55,7 +55,7 @@ class Rewriter:
     inputs: Sequence[Any]
     pick: Picker
     may_rewrite: Callable[[SiteReport], bool]
-    unread: Mapping[str, Refusal] = field(default_factory=dict)
+    written: Mapping[str, StillWritten] = field(default_factory=dict)
     left: Mapping[int, str] = field(default_factory=dict)
     constants: frozenset[str] = frozenset()
     compiled: bool = True
@@ -72,7 +72,7 @@ class Rewriter:
         reports: list[SiteReport] = []
         for scope in scopes(self.graph):
             # The graph changes while sites are rewritten, and what a site is was found before.
-            for site in list(find_sites(scope, self.unread.get(scope.path))):
+            for site in list(find_sites(scope, self.written.get(scope.path))):
                 if all(isinstance(region, Region) and not region.output.users for region in site.candidates):
                     continue  # it was a part of one that is fused, and went away with it
                 late = time.perf_counter() > end

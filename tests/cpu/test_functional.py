@@ -8,6 +8,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -343,8 +344,8 @@ def test_a_tuple_of_which_one_tensor_is_written() -> None:
         one.meta["example_value"] = several.meta["example_value"][0].add_(1)
         joined.meta["example_value"] = torch.empty(2, 3)
     (scope,) = scopes(torch.fx.GraphModule({}, graph))
-    refusal = make_functional(scope, {})
-    assert refusal is not None and "several tensors are read at once of which one is written" in refusal.reason
+    left = make_functional(scope, {})
+    assert left is not None and "several tensors are read at once of which one is written" in left.refusal.reason
 
 
 def test_two_inputs_in_one_memory() -> None:
@@ -391,8 +392,8 @@ def test_a_kernel_that_gives_nothing_writes() -> None:
             node.meta["example_value"] = torch.empty(shape)
     module = torch.fx.GraphModule({}, graph)
     (scope,) = scopes(module)
-    refusal = make_functional(scope, {})
-    assert refusal is not None and "writes into what it is given" in refusal.reason
+    left = make_functional(scope, {})
+    assert left is not None and "writes into what it is given" in left.refusal.reason
 
 
 def test_a_graph_with_nothing_fused_is_the_one_that_came() -> None:
@@ -410,3 +411,24 @@ def test_a_graph_with_nothing_fused_is_the_one_that_came() -> None:
     compiled(counting, inner)(torch.randn(3, 4), torch.zeros(()))
     names = [str(node.target) for node in seen[0].graph.nodes]
     assert "add_" in names and any("vmap_increment_nesting" in name for name in names)
+
+
+def beside(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    bound = np.log(2.0)
+    noise = torch.empty(q.size(-1), dtype=q.dtype).uniform_(-bound, bound)
+    noise.mul_(0)
+    return (q * noise.cos() @ k.mT).softmax(-1) @ v, noise
+
+
+def made_of_it(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    bound, scores = np.log(2.0), q @ k.mT
+    noise = torch.empty_like(scores).uniform_(-bound, bound)
+    noise.mul_(0)
+    return (noise + scores).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("program", [beside, made_of_it])
+def test_what_stands_beside_memory_that_stays_written(program: Callable[..., Any]) -> None:
+    """Bounds of NumPy's are tensors to Dynamo, and torch draws nothing between such without looking at them."""
+    (site,) = same(program, tensors(B, H, S, D))
+    assert site.fused if program is beside else "cannot be made values" in site.blocker.reason, site
