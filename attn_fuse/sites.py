@@ -281,8 +281,16 @@ def _lost_in_rounding(attention: Attention, facts: Facts) -> float | None:
 
 
 def _gains(call: Node, attention: Attention, facts: Facts) -> bool:
-    """Whether a call of SDPA gives its kernel more to know: a causal mask by proof, or keys that are shared."""
+    """Whether a call of SDPA gives its kernel more to know, or has none: torch itself then stores every score.
+
+    More to know are a causal mask by proof, and keys that are shared. None takes operands of other than four
+    dimensions, nor, on the CPU, dropout.
+    """
     named = dict(zip(_SDPA_ARGUMENTS, call.args, strict=False)) | dict(call.kwargs)
+    if getattr(value_of(named["query"]), "ndim", 4) != 4 or (
+        facts.device.type == "cpu" and attention.dropout_p is not None
+    ):
+        return True
     causal = attention.mask.is_causal and not attention.biases and named.get("attn_mask") is not None
     return causal or (facts.kv_heads != facts.heads and not named.get("enable_gqa", False))
 

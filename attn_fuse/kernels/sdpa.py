@@ -18,6 +18,7 @@ from torch.fx import Node
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attn_fuse.attention import Attention
+from attn_fuse.builder import tensor
 from attn_fuse.facts import Facts
 from attn_fuse.kernels.kernel import Kernel, beyond_masks_and_biases
 from attn_fuse.torch_internals import FakeTensorMode, sdpa_choice
@@ -124,14 +125,17 @@ def _probability(attention: Attention) -> float:
 
 
 def emit(backend: SDPBackend, call: Call) -> Node:
-    facts = call.facts
+    facts, mask = call.facts, _mask(call)
+    if mask is not None and tensor(mask).is_floating_point() and not facts.bias_needs_grad:
+        # Without gradients a view of a parameter says that it requires one, and then torch takes no fused kernel.
+        mask = call.node("detach", mask)
     function = F.scaled_dot_product_attention if facts.device.type == "cpu" else PINNED[backend]
     return call.node(
         function,
         call.query(),
         call.key(),
         call.value(),
-        attn_mask=_mask(call),
+        attn_mask=mask,
         dropout_p=call.dropout_p(),
         is_causal=call.attention.mask.is_causal and not call.attention.biases,
         scale=call.scale(),

@@ -24,24 +24,44 @@ BLEND = "the weights are (1 - a)·P1 + a·P2: the sum of two softmaxes is none"
 DIFFERENCE = "out = (P1 - λ P2)·V: the difference of two softmaxes is none"
 DROPPED = "P∘M / (1 - p) is an output beside P∘M / (1 - p)·V: the mask M that is drawn has to be stored"
 OWN_VALUES = "each query has values of its own: out[i] = Σ_j P[i, j]·(v[j] + e[j - i])"
+HARD = "P = onehot(argmax S) + P' - stop(P'): the weights are no softmax"
+HALVES = "two softmaxes over halves of the batch, of one attention: it is fused once"
+HEADS = "S'[h] = Σ_g W[h, g]·S[g] before the softmax: heads are mixed (talking heads)"
+RUNNING = "S[i, j] is less a running sum over the queries before i of what relu(S) is there (selective attention)"
+COUNTED = "the position of a key is a running sum of sigmoid(S) over the keys behind it (CoPE)"
+RANKED = "key j is seen where S[i, j] is among the k largest of its row: a mask that all scores of the row decide"
+SIGNED = "P = sign(S)∘softmax(|S|): the weights are no softmax, and do not sum to 1"
 ONE_KEY = "there is one key: P = 1, out = v"
 
 # By the reason that the report gives.
 REASONS = {
     "refused: the weights after dropout are also used outside the attention": DROPPED,
+    "refused: there is a single key, whose weight is 1": ONE_KEY,
 }
 APART: dict[str, dict[str, Apart]] = {
     "transformers": {
         "longformer": Apart(BAND),
         "led": Apart(BAND, 2),
         "big_bird_sparse": Apart(BLOCKS),
-        "levit": Apart(ONE_KEY, 1),
         "vits_text": Apart(OWN_VALUES),
-        "mobilevit": Apart(ONE_KEY, 3),
-        "hiera": Apart(ONE_KEY, 1),
+        "groupvit_text_vision": Apart(HARD, 1),
     },
     "timm": {
         "vit_diff": Apart(DIFFERENCE),
         "convit": Apart(BLEND, 2),
+    },
+    "x-transformers": {
+        "top_k": Apart(RANKED),
+        "hard": Apart(HARD),
+        "talking_heads_before": Apart(HEADS),
+        "cog_signed": Apart(SIGNED),
+        "selective": Apart(RUNNING),
+        "cope": Apart(COUNTED),
+        "cope_talking": Apart(COUNTED),
+    },
+    "labml-nn": {
+        "stable_diffusion_self": Apart(HALVES, 1),
+        "stable_diffusion_cross": Apart(HALVES, 1),
+        "stable_diffusion_spatial": Apart(HALVES, 2),
     },
 }

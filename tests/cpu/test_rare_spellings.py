@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.harness import assert_fused, check, tensors
+from attn_fuse.report import collecting
+from tests.harness import assert_fused, check, compiled, tensors
 
 B, H, T, D = 2, 4, 12, 8
 SCALE = 1 / math.sqrt(D)
@@ -214,3 +217,59 @@ def test_a_vmap_that_cannot_be_written_out_leaves_no_level_open() -> None:
         return torch.vmap(torch.vmap(lambda q, k, v: (q @ k.mT * factor.item()).softmax(-1) @ v))(q, k, v)
 
     check(program, *tensors(*SHAPE), inner="aot_eager", dynamic=True)
+
+
+@pytest.mark.parametrize(
+    "shape, call",
+    [
+        ((B, T, D), {}),
+        ((B, T, D), {"is_causal": True}),
+        ((2, B, H, T, D), {}),
+        ((T, D), {}),
+    ],
+    ids=["three dimensions", "three, causal", "five dimensions", "two dimensions"],
+)
+def test_a_call_of_sdpa_that_torch_has_no_kernel_for(shape: tuple[int, ...], call: dict[str, bool]) -> None:
+    def program(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, **call)
+
+    assert_fused(program, *tensors(*shape), inner="aot_eager")
+    (site,) = check(F.scaled_dot_product_attention, *tensors(*SHAPE), inner="aot_eager").sites
+    assert site.status == "already fused"
+
+
+def test_dropout_of_sdpa() -> None:
+    with collecting() as graphs:
+        compiled(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dropout_p=0.1), "aot_eager")(*tensors(*SHAPE))
+    assert [site.kernel for graph in graphs for site in graph.sites] == ["chunked"]
+
+
+class Operations(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.seen.append(str(operation))
+        return operation(*args, **(kwargs or {}))
+
+
+def test_a_parameter_as_a_bias_without_gradients_runs_on_the_kernel() -> None:
+    """A view of a parameter requires a gradient, also where there is none; with a mask that does, torch takes none."""
+    pool, x = torch.nn.Linear(D, 1), torch.randn(B, T, D)
+
+    def program(x):
+        return torch.einsum("bn,bnd->bd", pool(x).squeeze(-1).softmax(-1), x)
+
+    operations = Operations()
+
+    def counting(graph: torch.fx.GraphModule, inputs: Sequence[object]) -> Callable[..., object]:
+        def call(*args: object) -> object:
+            with operations:
+                return graph.forward(*args)
+
+        return call
+
+    with torch.no_grad():
+        compiled(program, counting)(x)
+    assert any("flash_attention_for_cpu" in name for name in operations.seen), operations.seen
