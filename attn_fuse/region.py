@@ -219,7 +219,7 @@ def _region(scope: Scope, softmax: Node, output: Node, walk: Walk, position: dic
                     if node in dropped:
                         dropped_used.append(user)
     seen = [user for user in used if op_name(user) not in IN_THE_SHAPE_OF]
-    returned = next((n for n in leaves if n in _reached_from(seen, output)), None) if seen else None
+    returned = next((n for n in leaves if n in walk.beside & _reached_from(seen, output)), None) if seen else None
     if returned is not None:
         # Computed once more, a score is another number by a rounding, and a comparison with its like turns over.
         return refused("the scores are compared or joined with what is computed from them", returned)

@@ -40,7 +40,8 @@ class Walk:
     """The walk backward from the product with the value.
 
     modes: of each node of the graph. only: the one product that may be that of query and key. whole: an operand
-    that was written in part is read as it is; otherwise its writes are looked into.
+    that was written in part is read as it is; otherwise its writes are looked into. beside: the leaves that the scores
+    and weights are put together with.
     """
 
     softmax: Node
@@ -50,6 +51,7 @@ class Walk:
     inside: set[Node] = field(default_factory=set)
     leaves: set[Node] = field(default_factory=set)
     operands: set[Node] = field(default_factory=set)
+    beside: set[Node] = field(default_factory=set)
     scores: list[Node] = field(default_factory=list)
     _gradients: bool = True
     _behind: dict[Node, bool] = field(default_factory=dict)
@@ -101,6 +103,11 @@ class Walk:
 
     def inner(self, node: Node) -> None:
         """On the way from the weights to the scores, or on the mask side of it."""
+        self._inner(node)
+        if node in self.leaves:
+            self.beside.add(node)
+
+    def _inner(self, node: Node) -> None:
         if node in self.inside or node in self.leaves:
             return
         name = op_name(node) if node.op.startswith("call_") else node.op

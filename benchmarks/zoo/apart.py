@@ -31,6 +31,7 @@ RUNNING = "S[i, j] is less a running sum over the queries before i of what relu(
 COUNTED = "the position of a key is a running sum of sigmoid(S) over the keys behind it (CoPE)"
 RANKED = "key j is seen where S[i, j] is among the k largest of its row: a mask that all scores of the row decide"
 SIGNED = "P = sign(S)∘softmax(|S|): the weights are no softmax, and do not sum to 1"
+QUERIES = "P is normalised over the queries and summed over the keys, or the other way round: Σ_j P[i, j] is not 1"
 ONE_KEY = "there is one key: P = 1, out = v"
 
 # By the reason that the report gives.
@@ -59,6 +60,7 @@ APART: dict[str, dict[str, Apart]] = {
         "cope": Apart(COUNTED),
         "cope_talking": Apart(COUNTED),
     },
+    "vit-pytorch": {"wwt": Apart(QUERIES)},
     "labml-nn": {
         "stable_diffusion_self": Apart(HALVES, 1),
         "stable_diffusion_cross": Apart(HALVES, 1),

@@ -24,8 +24,8 @@ from zoo.sites import Sites
 # Beyond NEAR float64 decides: ours may be FACTOR times as far from it as eager.
 NEAR = 1e-4
 FACTOR = 5.0
-# A gradient is noise where the true one is zero (a key's bias, say): below this share of the largest.
-NOISE = 1e-5
+# What a gradient is measured by at least, of the largest: NEAR of that is 16 roundings. A key's bias has none, say.
+FLOOR = 1e-2
 _DROPOUTS = (
     "dropout", "attention_dropout", "attn_dropout", "activation_dropout", "attn_pdrop", "drop_rate", "layerdrop",
     "dropout_p", "drop_prob", "hidden_dropout_prob", "p_dropout",
@@ -250,26 +250,25 @@ def distance(got: Result, wanted: Result) -> float:
     if len(got.outputs) != len(wanted.outputs) or got.gradients.keys() < wanted.gradients.keys():
         return float("inf")
     largest = max((g.norm().item() for g in wanted.gradients.values()), default=0.0)
-    counts = {name for name, g in wanted.gradients.items() if not g.norm().item() <= NOISE * largest}
     return max(
         (
             *(apart(a, b) for a, b in zip(got.outputs, wanted.outputs, strict=True)),
-            *(apart(got.gradients[name], wanted.gradients[name]) for name in counts),
+            *(apart(got.gradients[name], g, FLOOR * largest) for name, g in wanted.gradients.items()),
             *(apart(got.written[name], tensor) for name, tensor in wanted.written.items()),
         ),
         default=0.0,
     )
 
 
-def apart(got: Tensor, wanted: Tensor) -> float:
-    """Relative to the norm of `wanted`, where it is finite."""
+def apart(got: Tensor, wanted: Tensor, floor: float = 0.0) -> float:
+    """Relative to the norm of `wanted`, where it is finite, or to `floor` if that is more."""
     if got.shape != wanted.shape:
         return float("inf")
     finite = wanted.isfinite()
     a, b = got[finite].double(), wanted[finite].double()
     if not a.isfinite().all():
         return float("inf")
-    return ((a - b).norm() / (b.norm() + 1e-12)).item()
+    return (a - b).norm().item() / max(b.norm().item(), floor, 1e-12)
 
 
 def reasons(graphs: Sequence[GraphReport]) -> dict[str, int]:

@@ -273,3 +273,25 @@ def test_a_parameter_as_a_bias_without_gradients_runs_on_the_kernel() -> None:
     with torch.no_grad():
         compiled(program, counting)(x)
     assert any("flash_attention_for_cpu" in name for name in operations.seen), operations.seen
+
+
+def scores_used_by_two(q, k, v):
+    s = scores(q, k)
+    first = s.softmax(-1) @ v
+    return first + s.mT.softmax(-1) @ (first + v)
+
+
+def threshold_of_the_scores(q, k, v):
+    """The third largest, computed once more, may fall below itself; as a value it may be what it is."""
+    s = scores(q, k)
+    third = s.topk(3, -1).values[..., -1:]
+    return s.masked_fill(s < third, -math.inf).softmax(-1) @ (v + third)
+
+
+def test_scores_used_by_two() -> None:
+    assert_fused(scores_used_by_two, *tensors(*SHAPE), inner="aot_eager")
+
+
+def test_scores_held_against_what_is_made_of_them() -> None:
+    outcome = check(threshold_of_the_scores, *tensors(*SHAPE), inner="aot_eager")
+    assert not any(site.fused for site in outcome.sites), str(outcome)
