@@ -87,7 +87,9 @@ def whisper() -> Made:
         n_mels=16, n_audio_ctx=24, n_audio_state=64, n_audio_head=4, n_audio_layer=2, n_vocab=50, n_text_ctx=32,
         n_text_state=64, n_text_head=4, n_text_layer=2,
     )  # fmt: skip
-    return Whisper(sizes), (torch.randn(2, 16, 48), torch.randint(0, 50, (2, 12))), {}
+    model = Whisper(sizes)
+    torch.nn.init.normal_(model.decoder.positional_embedding)  # it comes as whatever lay in memory
+    return model, (torch.randn(2, 16, 48), torch.randint(0, 50, (2, 12))), {}
 
 
 def qkv(heads: int = 4, length: int = 32) -> tuple[torch.Tensor, ...]:
