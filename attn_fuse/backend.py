@@ -20,7 +20,7 @@ from attn_fuse.expand import expand
 from attn_fuse.facts import Facts
 from attn_fuse.functional import make_functional
 from attn_fuse.kernels.picker import Stopwatch, pick
-from attn_fuse.names import INLINE_SUBGRAPHS, op_name, storages
+from attn_fuse.names import INLINE_SUBGRAPHS, op_name
 from attn_fuse.options import Fuel, Options, chosen_kernels, fuel_of, parse_options
 from attn_fuse.region import Region
 from attn_fuse.report import GraphReport, Location, SiteReport, headline, record
@@ -113,9 +113,8 @@ def _rewritten(
     left: sites that stay as written, by their number, and why.
     """
     chosen, graph = chosen_kernels(), _copied(original)
-    expand(graph)
-    versions = _versions(graph, inputs)
-    left_written = {s.path: made for s in list(scopes(graph)) if (made := make_functional(s, versions)) is not None}
+    left_written = {s.path: made for s in list(scopes(graph)) if (made := make_functional(s)) is not None}
+    expand(graph, left_written)
     rewriter = Rewriter(
         graph,
         inputs,
@@ -133,16 +132,6 @@ def _rewritten(
     for scope in scopes(graph):
         scope.module.recompile()
     return graph, sites, tuple(rewriter.proofs.values())
-
-
-def _versions(graph: GraphModule, inputs: Sequence[Any]) -> dict[int, int]:
-    """The version of each input's memory now, by the storage that stands for it in the graph."""
-    return {
-        storage: value._version
-        for node, value in zip(graph.graph.find_nodes(op="placeholder"), inputs, strict=True)
-        if isinstance(value, torch.Tensor) and not value.is_inference()
-        for storage in storages(node)
-    }
 
 
 def _checked(

@@ -3,18 +3,21 @@
 Dynamo keeps `F.multi_head_attention_forward` as one call, so is a product of weights and values with something added to
 it, and a `torch.vmap` is a stretch of operations between markers that means nothing without them. They are run once on
 fake tensors, and what they did takes their place. A stretch stays as it is where that would change more: one with a
-write, a change of mode or a derivative in it, or one within a derivative that is still open.
+write, a change of mode or a derivative in it, or one within a derivative that is still open; and all do in a graph that
+still writes in place, since in whose memory a value lies is not known of what is written out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node, map_arg
+from torch.utils import _pytree as pytree
 
+from attn_fuse.memory import with_gradient
 from attn_fuse.modes import Mode
 from attn_fuse.names import DROPOUT, ELEMENTWISE, LAYOUT, SOFTMAX, op_name, tensors_of, value_of
 from attn_fuse.report import log
@@ -33,14 +36,19 @@ _CALLS = frozenset({"multi_head_attention_forward"})
 _OPENS, _CLOSES = "_vmap_increment_nesting", "_vmap_decrement_nesting"
 
 
-def expand(module: GraphModule) -> None:
-    """Write out, in place, the calls and vmaps of `module` and of its subgraphs. One that cannot be stays as it is."""
+def expand(module: GraphModule, written: Container[str]) -> None:
+    """Write out, in place, the calls and vmaps of `module` and of its subgraphs. One that cannot be stays as it is.
+
+    written: the paths of the subgraphs that still write in place.
+    """
     for scope in list(scopes(module)):
+        if scope.path in written:
+            continue
         for stretch in list(_stretches(scope)):
             if not _is_plain(stretch, scope.modes):
                 continue
             try:
-                _write_out(scope.module, stretch)
+                _write_out(scope.module, stretch, scope.modes[stretch[0]].grad)
             except Exception:  # rule 5: what cannot be written out is only not looked into
                 log.debug("%s is not looked into", stretch[0].name, exc_info=True)
 
@@ -89,7 +97,7 @@ def _is_plain(stretch: Sequence[Node], modes: Mapping[Node, Mode]) -> bool:
     return True
 
 
-def _write_out(module: GraphModule, stretch: Sequence[Node]) -> None:
+def _write_out(module: GraphModule, stretch: Sequence[Node], has_gradient: bool) -> None:
     inside = set(stretch)
     inputs = list(dict.fromkeys(a for node in stretch for a in node.all_input_nodes if a not in inside))
     results = [node for node in stretch if any(user not in inside for user in node.users)]
@@ -114,7 +122,7 @@ def _write_out(module: GraphModule, stretch: Sequence[Node]) -> None:
                 env[node] = _attribute(module, traced, node)
             elif node.op == "call_function":
                 env[node] = module.graph.node_copy(node, env.__getitem__)
-                env[node].meta = {"example_value": node.meta["val"]} if "val" in node.meta else {}
+                env[node].meta = {"example_value": _described(env[node], node.meta["val"], has_gradient)}
                 for name in ("stack_trace", "nn_module_stack", "source_fn_stack"):
                     if name in stretch[0].meta:
                         env[node].meta[name] = stretch[0].meta[name]
@@ -127,6 +135,16 @@ def _write_out(module: GraphModule, stretch: Sequence[Node]) -> None:
     for node in reversed([n for n in env.values() if n not in inputs]):
         if not node.users:
             module.graph.erase_node(node)
+
+
+def _described(made: Node, value: Any, has_gradient: bool) -> Any:
+    """The value of `made`, which was traced without gradients, as it is where the program runs."""
+    wants = (
+        has_gradient
+        and op_name(made) != "detach"
+        and any(tensor.requires_grad for source in made.all_input_nodes for tensor in tensors_of(value_of(source)))
+    )
+    return pytree.tree_map_only(torch.Tensor, with_gradient, value) if wants else value
 
 
 def _traced(run: Any, values: Sequence[Any], mode: FakeTensorMode, pre_dispatch: bool) -> GraphModule:
@@ -155,6 +173,7 @@ def _attribute(module: GraphModule, traced: GraphModule, node: Node) -> Node:
 
 def _replace(module: GraphModule, node: Node, new: Any) -> None:
     if isinstance(new, Node):
+        _as_recorded(new, node)
         node.replace_all_uses_with(new)
         return
     # A call that gives several values: each is read by its place.
@@ -162,7 +181,18 @@ def _replace(module: GraphModule, node: Node, new: Any) -> None:
         if op_name(user) != "getitem":
             raise TypeError(f"{user.name} takes all that {node.name} gives")
         if isinstance(new[user.args[1]], Node):
+            _as_recorded(new[user.args[1]], user)
             user.replace_all_uses_with(new[user.args[1]])
         elif user.users:
             raise TypeError(f"{user.name} is not made")
         module.graph.erase_node(user)
+
+
+def _as_recorded(new: Node, old: Node) -> None:
+    """Refuse where Dynamo recorded another tensor for `old` than `new` is: another size, type or need of a gradient."""
+
+    def facts(node: Node) -> Any:
+        return [(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors_of(value_of(node))]
+
+    if str(facts(new)) != str(facts(old)):
+        raise TypeError(f"{old.name} is {facts(old)} to Dynamo, and {facts(new)} written out")

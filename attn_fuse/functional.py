@@ -22,7 +22,17 @@ from torch.fx import Graph, GraphModule, Node, map_arg
 from torch.utils import _pytree as pytree
 
 from attn_fuse.attention import Refusal
-from attn_fuse.memory import Memory, NotFunctional, call, fresh, is_tensor, relevant, requiring, written_memory
+from attn_fuse.memory import (
+    Memory,
+    NotFunctional,
+    call,
+    fresh,
+    is_tensor,
+    relevant,
+    requiring,
+    with_gradient,
+    written_memory,
+)
 from attn_fuse.modes import Mode, uncast
 from attn_fuse.names import value_of
 from attn_fuse.report import log
@@ -38,13 +48,10 @@ aten = torch.ops.aten
 _ORIGIN = "attn_fuse_origin"
 
 
-def make_functional(scope: Scope, before: Mapping[int, int]) -> StillWritten | None:
-    """Take the writes out of the graph of `scope`, or leave the graph as it was. Subgraphs are not looked into.
-
-    before: the version of each input's memory when the call begins, by its storage.
-    """
+def make_functional(scope: Scope) -> StillWritten | None:
+    """Take the writes out of the graph of `scope`, or leave the graph as it was. Subgraphs are not looked into."""
     module = scope.module
-    every = written_memory(module, before)
+    every = written_memory(module.graph)
     written = relevant(module.graph, every)
     if not written:
         return None
@@ -242,15 +249,11 @@ def _describe(made: Node, value: Any, origin: Node, mode: Mode) -> None:
     """Note on `made` what Dynamo would have: its value, and where in the program it comes from."""
     wants = mode.grad and any(requiring(source) for source in made.all_input_nodes)
     if wants:
-        value = pytree.tree_map_only(torch.Tensor, _with_gradient, value)
+        value = pytree.tree_map_only(torch.Tensor, with_gradient, value)
     made.meta = {"example_value": value}
     for name in ("stack_trace", "nn_module_stack", "source_fn_stack"):
         if name in origin.meta:
             made.meta[name] = origin.meta[name]
-
-
-def _with_gradient(value: torch.Tensor) -> torch.Tensor:
-    return value.detach().requires_grad_() if value.is_floating_point() else value
 
 
 def _constant(memory: Memory, traced: GraphModule, node: Node) -> Node:

@@ -6,7 +6,7 @@ Memory is known by its storage, and a write by the version that torch counts; no
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,20 +27,43 @@ class NotFunctional(Exception):
         self.node = node
 
 
-def written_memory(module: GraphModule, before: Mapping[int, int]) -> set[int]:
-    """Memory that `module` writes: a tensor and its views count versions together. Some of it a subgraph may write.
+def written_memory(graph: Graph) -> set[int]:
+    """Memory that `graph` may write: all that is written is in it. Some of it a subgraph may write.
 
-    before: the version of each input's memory when the call begins.
+    A tensor and its views count their versions together, and those that Dynamo records begin at 0. `.data` counts by
+    itself. What writes and does not count is known by what it declares.
     """
     found = set()
-    for node in module.graph.nodes:
-        constant = getattr(module, str(node.target), None) if node.op == "get_attr" else None
-        start = constant._version if isinstance(constant, torch.Tensor) and not constant.is_inference() else 0
-        for tensor in tensors_of(value_of(node)):
-            if innermost(tensor)._version > before.get(storage_of(tensor), start):
-                found.add(storage_of(tensor))
-        if _writes_unseen(node):
-            found |= {storage for source in node.all_input_nodes for storage in storages(source)}
+    for node in graph.nodes:
+        found |= {storage_of(t) for t in tensors_of(value_of(node)) if innermost(t)._version > 0}
+        found |= {storage for source in _may_write(node) for storage in storages(source)}
+    return found
+
+
+def _may_write(node: Node) -> list[Node]:
+    """What `node` writes into by its schema, and where it has none, all it is given, if its name or its use says so."""
+    target: Any = node.target
+    if node.op != "call_function":
+        return []
+    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        overloads = [target] if isinstance(target, torch._ops.OpOverload) else _overloads(target)
+        return [source for overload in overloads for source in _written_arguments(node, overload._schema)]
+    if _writes_unseen(node):
+        return node.all_input_nodes
+    name = getattr(target, "__name__", "")
+    return node.all_input_nodes if name.endswith("_") and not name.endswith("__") else []
+
+
+def _overloads(packet: torch._ops.OpOverloadPacket) -> list[torch._ops.OpOverload]:
+    return [getattr(packet, name) for name in packet.overloads()]
+
+
+def _written_arguments(node: Node, schema: torch._C.FunctionSchema) -> list[Node]:
+    found: list[Node] = []
+    for place, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
+            found += [source for source in pytree.tree_leaves(given) if isinstance(source, Node)]
     return found
 
 
@@ -134,6 +157,8 @@ class Memory:
         # What gives a number, as a size or `.item()`, writes nothing.
         gives_number = isinstance(value_of(node), (bool, int, float, torch.SymInt, torch.SymFloat, torch.SymBool))
         writes = self._run(node, sources) if sources and not gives_number else set()
+        if not writes and any(storages(source) & self._written for source in _may_write(node)):
+            raise NotFunctional(f"{op_name(node)} writes, and torch does not count it", node)
         aliases = {s for source in sources if source in self.inside or is_tensor(source) for s in storages(source)}
         if writes or own & aliases:
             if isinstance(node.target, torch._ops.HigherOrderOperator):
@@ -185,6 +210,10 @@ class Memory:
 
 def requiring(node: Node) -> set[int]:
     return {storage_of(t) for t in tensors_of(value_of(node)) if t.requires_grad}
+
+
+def with_gradient(value: torch.Tensor) -> torch.Tensor:
+    return value.detach().requires_grad_() if value.is_floating_point() else value
 
 
 def is_tensor(node: Node) -> bool:

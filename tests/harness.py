@@ -204,6 +204,10 @@ def _leaf(value: Any, backward: bool) -> Any:
     if not isinstance(value, Tensor):
         return value
     copied = value.detach().clone(memory_format=torch.preserve_format)
+    # Tensors of the world have been written before; fresh ones would hide how their writes are counted.
+    if type(copied) is Tensor and copied.layout == torch.strided:
+        copied.copy_(copied.clone())
+        copied.copy_(copied.clone())
     return copied.requires_grad_(backward and value.is_floating_point())
 
 

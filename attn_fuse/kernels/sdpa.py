@@ -125,16 +125,15 @@ def _probability(attention: Attention) -> float:
 
 
 def emit(backend: SDPBackend, call: Call) -> Node:
-    facts, mask = call.facts, _mask(call)
+    facts, operands = call.facts, (call.query(), call.key(), call.value())
+    mask = _mask(call)
     if mask is not None and tensor(mask).is_floating_point() and not facts.bias_needs_grad:
         # Without gradients a view of a parameter says that it requires one, and then torch takes no fused kernel.
         mask = call.node("detach", mask)
     function = F.scaled_dot_product_attention if facts.device.type == "cpu" else PINNED[backend]
     return call.node(
         function,
-        call.query(),
-        call.key(),
-        call.value(),
+        *operands,
         attn_mask=mask,
         dropout_p=call.dropout_p(),
         is_causal=call.attention.mask.is_causal and not call.attention.biases,

@@ -344,7 +344,7 @@ def test_a_tuple_of_which_one_tensor_is_written() -> None:
         one.meta["example_value"] = several.meta["example_value"][0].add_(1)
         joined.meta["example_value"] = torch.empty(2, 3)
     (scope,) = scopes(torch.fx.GraphModule({}, graph))
-    left = make_functional(scope, {})
+    left = make_functional(scope)
     assert left is not None and "several tensors are read at once of which one is written" in left.refusal.reason
 
 
@@ -392,7 +392,7 @@ def test_a_kernel_that_gives_nothing_writes() -> None:
             node.meta["example_value"] = torch.empty(shape)
     module = torch.fx.GraphModule({}, graph)
     (scope,) = scopes(module)
-    left = make_functional(scope, {})
+    left = make_functional(scope)
     assert left is not None and "writes into what it is given" in left.refusal.reason
 
 

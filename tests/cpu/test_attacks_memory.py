@@ -1,0 +1,233 @@
+"""Programs of an attacker that write where a compiler may not look, each with its neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from attn_fuse.backend import attn_fuse as backend
+
+SHAPE = (2, 2, 8, 8)
+LIBRARY = torch.library.Library("attn_fuse_attacks", "DEF")
+LIBRARY.define("scale_(Tensor(a!) x, float by) -> ()")
+LIBRARY.impl("scale_", lambda x, by: (x.mul_(by), None)[1], "CPU")
+LIBRARY.impl("scale_", lambda x, by: None, "Meta")
+LIBRARY.define("store(Tensor(a!) cache, Tensor x) -> ()")
+LIBRARY.impl("store", lambda cache, x: (cache.copy_(x), None)[1], "CPU")
+LIBRARY.impl("store", lambda cache, x: None, "Meta")
+
+
+def attend(s: Tensor, v: Tensor) -> Tensor:
+    return s.softmax(-1) @ v
+
+
+def method(q, k, v, b):
+    s = q @ k.mT
+    k.mul_(2)
+    return attend(s, v)
+
+
+def slices(q, k, v, b):
+    b[..., 2:] = k[..., 2:]
+    s = q @ b.mT
+    b[..., :2] = 0
+    return attend(s, b)
+
+
+def several_at_once(q, k, v, b):
+    s = q @ k.mT
+    torch._foreach_mul_([k, v], 2.0)
+    return attend(s, v)
+
+
+def scores_of_several_at_once(q, k, v, b):
+    s = q @ k.mT
+    torch._foreach_add_([s], 1.5)
+    torch._foreach_mul_([s], 3.0)
+    return attend(s, v)
+
+
+def several_copied_at_once(q, k, v, b):
+    keys = k * 1
+    torch._foreach_copy_([b, keys], [v, v])
+    return attend(q @ keys.mT + b, v)
+
+
+def operator_on_a_key(q, k, v, b):
+    s = q @ k.mT
+    torch.ops.attn_fuse_attacks.scale_(k, 2.0)
+    return attend(s, v)
+
+
+def operator_on_a_view(q, k, v, b):
+    s = q @ k.mT
+    torch.ops.attn_fuse_attacks.scale_(k.view(-1), 2.0)
+    return attend(s, v)
+
+
+def operator_on_scores(q, k, v, b):
+    s = q @ k.mT
+    torch.ops.attn_fuse_attacks.scale_.default(s, 2.0)
+    return attend(s, v)
+
+
+def operator_on_weights(q, k, v, b):
+    w = (q @ k.mT).softmax(-1)
+    torch.ops.attn_fuse_attacks.scale_(x=w, by=2.0)
+    return w @ v
+
+
+def operator_on_a_cache(q, k, v, b):
+    torch.ops.attn_fuse_attacks.store(b, k)
+    s = q @ b.mT
+    torch.ops.attn_fuse_attacks.store(b, v)
+    return attend(s, v)
+
+
+def data_written(q, k, v, b):
+    s = q @ k.mT
+    k.data.mul_(2.0)
+    return attend(s, v)
+
+
+def data_kept_and_written(q, k, v, b):
+    data = k.data
+    s = q @ k.mT
+    data.mul_(2.0)
+    data.add_(1.0)
+    return attend(s, v)
+
+
+def data_replaced(q, k, v, b):
+    s = q @ k.mT
+    k.data = v * 2
+    return attend(s, v)
+
+
+def view_by_vmap(q, k, v, b):
+    keys = torch.vmap(lambda a: a.transpose(1, 2))(k)
+    k.mul_(2)
+    return attend(q @ keys, v)
+
+
+def scores_viewed_by_vmap(q, k, v, b):
+    s = q @ k.mT
+    torch.vmap(lambda a: a.transpose(1, 2))(s).mul_(2)
+    return attend(s, v)
+
+
+def positions_by_vmap(q, k, v, b):
+    last = torch.vmap(lambda a: a + 0)(torch.arange(8))
+    last.add_(1)
+    return attend((q @ k.mT).masked_fill(last[:, None] < torch.arange(8)[None], -1e9), v)
+
+
+def sum_by_baddbmm(q, k, v, b):
+    q, k, v, b = (x.flatten(0, 1) for x in (q, k, v, b))
+    y = torch.baddbmm(b, (q @ k.mT).softmax(-1), v)
+    s = q @ y.mT
+    y.mul_(2)
+    return attend(s, v)
+
+
+class Joined(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.joined = nn.MultiheadAttention(8, 2)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, b: Tensor) -> Tensor:
+        y, _ = self.joined(b[0], b[0], b[0], need_weights=False)
+        s = y @ k.mT
+        y.mul_(2)
+        return attend(s, v)
+
+
+class Filled(nn.Module):
+    """A causal mask, until `.data` says otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.ones(8, 8).tril())
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, b: Tensor) -> Tensor:
+        self.mask.data.fill_(1)
+        return attend((q @ k.mT).masked_fill(self.mask == 0, -1e9), v)
+
+
+PROGRAMS = (
+    method, slices, several_at_once, scores_of_several_at_once, several_copied_at_once, operator_on_a_key,
+    operator_on_a_view, operator_on_scores, operator_on_weights, operator_on_a_cache, data_written,
+    data_kept_and_written, data_replaced, view_by_vmap, scores_viewed_by_vmap, positions_by_vmap, sum_by_baddbmm,
+    Joined, Filled,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("writes", range(4))
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda f: f.__name__)
+def test_writes(program: Callable[..., Any], writes: int) -> None:
+    """writes: into each argument and buffer before the call; only their change in the graph may count."""
+    made = program() if isinstance(program, type) else program
+    again = program() if isinstance(program, type) else program
+    if isinstance(made, nn.Module):
+        again.load_state_dict(made.state_dict())
+    values = [torch.randn(SHAPE) for _ in range(4)]
+
+    def run(by: Callable[..., Tensor]) -> list[Tensor]:
+        args = [x.clone() for x in values]
+        for _ in range(writes):
+            for x in args:
+                x.add_(0)
+        return [by(*args), *args]
+
+    with torch.no_grad():
+        for module in (made, again):
+            for _ in range(writes if isinstance(module, nn.Module) else 0):
+                for buffer in module.buffers():
+                    buffer.add_(0)
+        options = {"inner_backend": "aot_eager", "pick": "fused"}
+        expected, found = run(made), run(torch.compile(again, backend=backend, options=options))
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(other, one)
+
+
+def gradient_cut_after_a_vmap(q, k, v, b):
+    x = torch.vmap(torch.mul)(b, b)
+    with torch.no_grad():
+        bias = x * 3
+    return attend(q @ k.mT + bias, v)
+
+
+def gradient_cut_after_a_baddbmm(q, k, v, b):
+    q, k, v, b = (x.flatten(0, 1) for x in (q, k, v, b))
+    x = torch.baddbmm(b, (q @ k.mT).softmax(-1), v)
+    with torch.no_grad():
+        bias = x * 3
+    return attend(q @ k.mT + bias, v)
+
+
+class CutAfterJoined(Joined):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, b: Tensor) -> Tensor:
+        y, _ = self.joined(b[0], b[0], b[0], need_weights=False)
+        with torch.no_grad():
+            bias = y * 3
+        return attend(q @ k.mT + bias, v)
+
+
+@pytest.mark.parametrize("program", [gradient_cut_after_a_vmap, gradient_cut_after_a_baddbmm, CutAfterJoined])
+def test_gradients(program: Callable[..., Any]) -> None:
+    made = program() if isinstance(program, type) else program
+    values = [torch.randn(SHAPE) for _ in range(4)]
+
+    def gradients(by: Callable[..., Tensor]) -> list[Tensor]:
+        args = [x.clone().requires_grad_() for x in values]
+        found = torch.autograd.grad((by(*args) * torch.linspace(0.5, 1.5, 8)).sum(), args, allow_unused=True)
+        return [torch.zeros(()) if g is None else g for g in found]
+
+    expected = gradients(made)
+    found = gradients(torch.compile(made, backend=backend, options={"inner_backend": "aot_eager", "pick": "fused"}))
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(other, one, atol=1e-4, rtol=1e-4)
