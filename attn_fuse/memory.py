@@ -6,6 +6,7 @@ Memory is known by its storage, and a write by the version that torch counts; no
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -50,7 +51,8 @@ def _may_write(node: Node) -> list[Node]:
         return [source for overload in overloads for source in _written_arguments(node, overload._schema)]
     if _writes_unseen(node):
         return node.all_input_nodes
-    name = getattr(target, "__name__", "")
+    # Torch's functions in place end in an underscore, as `and_` of Python's own operators does.
+    name = "" if getattr(target, "__module__", None) == operator.and_.__module__ else getattr(target, "__name__", "")
     return node.all_input_nodes if name.endswith("_") and not name.endswith("__") else []
 
 
