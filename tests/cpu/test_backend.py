@@ -88,7 +88,8 @@ def test_importing_attn_fuse_brings_in_nothing_heavy() -> None:
 
 @pytest.mark.parametrize("inner", ["eager", "aot_eager", "inductor"])
 def test_training_step(inner: str) -> None:
-    model, x = Stack(), torch.randn(2, 17, 32)
+    # In float32 the two differ by roundings, of which no fixed share of a gradient is the bound.
+    model, x = Stack().double(), torch.randn(2, 17, 32, dtype=torch.float64)
     model(x).square().sum().backward()
     wanted = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
