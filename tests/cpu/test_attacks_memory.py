@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from attn_fuse.backend import attn_fuse as backend
+from attn_fuse.report import collecting
 
 SHAPE = (2, 2, 8, 8)
 LIBRARY = torch.library.Library("attn_fuse_attacks", "DEF")
@@ -166,6 +167,9 @@ PROGRAMS = (
 )  # fmt: skip
 
 
+UNCOUNTED = (several_at_once, operator_on_a_key, operator_on_scores, operator_on_a_cache)
+
+
 @pytest.mark.parametrize("writes", range(4))
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda f: f.__name__)
 def test_writes(program: Callable[..., Any], writes: int) -> None:
@@ -189,9 +193,13 @@ def test_writes(program: Callable[..., Any], writes: int) -> None:
                 for buffer in module.buffers():
                     buffer.add_(0)
         options = {"inner_backend": "aot_eager", "pick": "fused"}
-        expected, found = run(made), run(torch.compile(again, backend=backend, options=options))
+        with collecting() as graphs:
+            expected, found = run(made), run(torch.compile(again, backend=backend, options=options))
     for one, other in zip(expected, found, strict=True):
         torch.testing.assert_close(other, one)
+    if program in UNCOUNTED:
+        reasons = [site.blocker.reason for graph in graphs for site in graph.sites]
+        assert reasons and all("writes, and torch does not count it" in reason for reason in reasons), reasons
 
 
 def gradient_cut_after_a_vmap(q, k, v, b):

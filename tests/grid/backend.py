@@ -108,8 +108,8 @@ def answer(kernel: Kernel, device: torch.device, c: Case) -> Answer:
     o = operands(c, device)
     torch._dynamo.reset()
     inner = "inductor" if kernel.name in COMPILED else "eager"
-    # In bfloat16 the check finds a Hopper kernel wrong in the interpreter: a defect that is known and not mended yet.
-    checked = "hopper" not in kernel.name
+    # Triton's interpreter computes bfloat16 wrongly: the check would leave as written what only runs wrong there.
+    checked = not (kernel.name.startswith("triton") and device.type == "cpu" and c.dtype == torch.bfloat16)
     fused = compiled(attention(c), inner, dynamic=False, check=checked, kernels=[kernel.name])
 
     def run(*tensors: Tensor) -> Tensor:
