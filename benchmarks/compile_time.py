@@ -9,6 +9,7 @@ With --stages nothing is compiled: measured is what attn_fuse's own stages take,
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import importlib
 import json
 import os
@@ -206,6 +207,9 @@ def arguments() -> argparse.Namespace:
 def all_stages(args: argparse.Namespace) -> None:
     rows, stored = [], {}
     for model, count in STAGES:
+        if model == "wav2vec2" and importlib.util.find_spec("transformers") is None:
+            print("wav2vec2 is not measured: it needs the package transformers")
+            continue
         sized = argparse.Namespace(**{**vars(args), "model": model, "layers": count})
         with tempfile.TemporaryDirectory() as cache:
             runs = [in_new_process("attn_fuse", cache, sized) for _ in range(args.repeats)]
