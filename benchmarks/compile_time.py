@@ -9,8 +9,8 @@ With --stages nothing is compiled: measured is what attn_fuse's own stages take,
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import importlib
+import importlib.util
 import json
 import os
 import subprocess
