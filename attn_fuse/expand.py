@@ -127,8 +127,24 @@ def _write_out(module: GraphModule, stretch: Sequence[Node], has_gradient: bool)
                     if name in stretch[0].meta:
                         env[node].meta[name] = stretch[0].meta[name]
     (made,) = traced.graph.output_node().args
-    for node, new in zip(results, made, strict=True):
-        _replace(module, node, map_arg(new, env.__getitem__))
+    try:
+        new = [map_arg(value, env.__getitem__) for value in made]
+        pairs = [pair for node, value in zip(results, new, strict=True) for pair in _pairs(node, value)]
+        for old, value in pairs:
+            _assert_as_recorded(value, old)
+    except TypeError:
+        # All of the stretch or nothing: what it draws at random is drawn once.
+        for node in reversed([n for n in env.values() if n not in inputs]):
+            module.graph.erase_node(node)
+        raise
+    for old, value in pairs:
+        old.replace_all_uses_with(value)
+    # Of a call that gives several values, each is read by its place.
+    read = [
+        user for node, value in zip(results, new, strict=True) if not isinstance(value, Node) for user in node.users
+    ]
+    for user in read:
+        module.graph.erase_node(user)
     for node in reversed(stretch):
         module.graph.erase_node(node)
     # Of several results not all are used, as the weights of nn.MultiheadAttention are often not.
@@ -171,24 +187,21 @@ def _attribute(module: GraphModule, traced: GraphModule, node: Node) -> Node:
     return made
 
 
-def _replace(module: GraphModule, node: Node, new: Any) -> None:
+def _pairs(node: Node, new: Any) -> Iterator[tuple[Node, Node]]:
+    """What Dynamo's graph reads of `node`, and what it is to read instead."""
     if isinstance(new, Node):
-        _as_recorded(new, node)
-        node.replace_all_uses_with(new)
+        yield node, new
         return
-    # A call that gives several values: each is read by its place.
-    for user in list(node.users):
+    for user in node.users:
         if op_name(user) != "getitem":
             raise TypeError(f"{user.name} takes all that {node.name} gives")
         if isinstance(new[user.args[1]], Node):
-            _as_recorded(new[user.args[1]], user)
-            user.replace_all_uses_with(new[user.args[1]])
+            yield user, new[user.args[1]]
         elif user.users:
             raise TypeError(f"{user.name} is not made")
-        module.graph.erase_node(user)
 
 
-def _as_recorded(new: Node, old: Node) -> None:
+def _assert_as_recorded(new: Node, old: Node) -> None:
     """Refuse where Dynamo recorded another tensor for `old` than `new` is: another size, type or need of a gradient."""
 
     def facts(node: Node) -> Any:

@@ -60,7 +60,7 @@ def _overloads(packet: torch._ops.OpOverloadPacket) -> list[torch._ops.OpOverloa
     return [getattr(packet, name) for name in packet.overloads()]
 
 
-def _written_arguments(node: Node, schema: torch._C.FunctionSchema) -> list[Node]:
+def _written_arguments(node: Node, schema: Any) -> list[Node]:
     found: list[Node] = []
     for place, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

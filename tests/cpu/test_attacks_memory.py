@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from attn_fuse import expand as expanding
 from attn_fuse.backend import attn_fuse as backend
 from attn_fuse.report import collecting
 
@@ -239,3 +240,29 @@ def test_gradients(program: Callable[..., Any]) -> None:
     found = gradients(torch.compile(made, backend=backend, options={"inner_backend": "aot_eager", "pick": "fused"}))
     for one, other in zip(expected, found, strict=True):
         torch.testing.assert_close(other, one, atol=1e-4, rtol=1e-4)
+
+
+def test_a_call_that_cannot_be_written_out_is_left_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One result differs from what Dynamo recorded: then none is replaced, and no node of the attempt is left."""
+
+    def refused(new: torch.fx.Node, old: torch.fx.Node) -> None:
+        if new.meta["example_value"].dim() == 3 and new.meta["example_value"].shape[-1] == 5:
+            raise TypeError("another tensor")
+
+    joined, x = nn.MultiheadAttention(8, 2), torch.randn(5, 2, 8)
+    seen: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        seen.append(graph)
+        return graph
+
+    def program(x: Tensor) -> tuple[Tensor, ...]:
+        return *joined(x, x, x), attend(x @ x.mT, x)
+
+    monkeypatch.setattr(expanding, "_assert_as_recorded", refused)
+    with torch.no_grad():
+        found = torch.compile(program, backend=backend, options={"inner_backend": keep, "pick": "fused"})(x)
+        for one, other in zip(program(x), found, strict=True):
+            torch.testing.assert_close(other, one)
+    assert [n for n in seen[0].graph.nodes if "multi_head_attention_forward" in str(n.target)]
+    assert not [n for n in seen[0].graph.nodes if n.op == "call_function" and not n.users]
