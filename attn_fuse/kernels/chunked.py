@@ -6,6 +6,7 @@ it has to be known in advance. Declined is nothing that is recognised.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from torch.fx import Node
 from attn_fuse.attention import Attention
 from attn_fuse.facts import Facts
 from attn_fuse.kernels import chunked_op
-from attn_fuse.kernels.centring import attended, gains
+from attn_fuse.kernels.centring import gains, restored
 from attn_fuse.kernels.kernel import Kernel
 from attn_fuse.kernels.writer import written
 
@@ -43,7 +44,13 @@ def emit(call: Call) -> Node:
         program=score.program.dumps(),
         centred=gains(call),
     )
-    return attended(call, results)
+    out = call.node(operator.getitem, results, 0)
+    if not gains(call):
+        return out
+    # As torch's own operations: a function of ours would keep the graph out of torch's caches.
+    centre, share = (call.node(operator.getitem, results, n) for n in (3, 4))
+    whole: Node = restored(out, share, centre, call.node)
+    return whole
 
 
 CHUNKED = Kernel(

@@ -11,7 +11,6 @@ There log(sum) is lost in the rounding of max + log(sum), so the two are kept ap
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_fuse.kernels.centring import centre_of
 from attn_fuse.kernels.chunked_diagonals import differences
 from attn_fuse.kernels.chunked_plan import Part, Plan, planned, reads
 from attn_fuse.kernels.chunked_steps import run, shift_of
@@ -37,7 +35,7 @@ def attend(
     dropout_p: float,
     program: str,
     centred: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """softmax over the final scores, times the factor, times value.
 
     query [B, H, Lq, D], key [B, Hkv, Lk, D], value [B, Hkv, Lk, Dv], H a multiple of Hkv, any strides; float16 and
@@ -48,31 +46,33 @@ def attend(
 
     Gives out [B, H, Lq, Dv] in query's dtype, and for each query the greatest score and the sum of exp(score - that),
     the sink among them, [B, H, Lq] in the compute dtype. A query whose scores are all -inf gives 0, with maximum -inf
-    (unless there is a sink) and sum 0; NaN and +inf come out as NaN. The last is `centre_of` the values, where
-    `centred` is set; out is then what the attention gives over values less the centre.
+    (unless there is a sink) and sum 0; NaN and +inf come out as NaN. The last two are
+    `centre_of` the values and how much an output has of it, [B, H, Lq], where `centred` is set; out is then what the
+    attention gives over values less the centre.
 
     Raises ValueError for shapes, dtypes or a program that do not fit.
     """
     with torch.no_grad(), _no_autocast(query.device):
-        plan = planned(query, key, value, inputs, numbers, seed, dropout_p, program)
-        if centred:
-            plan = dataclasses.replace(plan, centre=centre_of(query, value))
+        plan = planned(query, key, value, inputs, numbers, seed, dropout_p, program, centred=centred)
         batch, heads, q_len, _ = query.shape
         out = query.new_empty(batch, heads, q_len, value.shape[-1])
         row_max = query.new_empty(batch, heads, q_len, dtype=plan.dtype)
         row_sum = torch.empty_like(row_max)
+        met = [torch.empty_like(row_max)] if plan.steps.shares else []
         for part in plan.parts():
             for start, stop in plan.query_blocks():
                 rows = part.rows(start, stop)
-                block_out, block_max, block_sum = _attend_rows(plan, part, start, stop)
+                block_out, *columns = _attend_rows(plan, part, start, stop)
                 out[rows].copy_(block_out)
-                row_max[rows].copy_(block_max.squeeze(-1))
-                row_sum[rows].copy_(block_sum.squeeze(-1))
-    return out, row_max, row_sum, value.new_empty(0) if plan.centre is None else plan.centre
+                for whole, column in zip((row_max, row_sum, *met), columns, strict=True):
+                    whole[rows].copy_(column.squeeze(-1))
+        if plan.centre is None:
+            return out, row_max, row_sum, value.new_empty(0), value.new_empty(0)
+        return out, row_max, row_sum, plan.centre, met[0] if met else (row_sum != 0).to(row_max.dtype)
 
 
-def _attend_rows(plan: Plan, part: Part, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
-    """out, the maximum and the sum of queries [start, stop), all [B, H, stop - start, ...] of the part."""
+def _attend_rows(plan: Plan, part: Part, start: int, stop: int) -> tuple[Tensor, ...]:
+    """Of queries [start, stop) of the part: out, the maximum, the sum, and if need be the shares."""
     query = plan.rows_of(plan.query, part, start, stop)
     whole = plan.block(part, (start, stop), (0, 1))
     row_max = torch.full((*whole.shape[:3], 1), -torch.inf, dtype=plan.dtype, device=whole.device)
@@ -80,23 +80,27 @@ def _attend_rows(plan: Plan, part: Part, start: int, stop: int) -> tuple[Tensor,
     if sink is not None:
         row_max = evaluate(sink, None, plan.inputs, plan.numbers, whole).to(plan.dtype).expand(row_max.shape).clone()
     row_sum = (row_max - shift_of(row_max)).exp_()
+    met = [torch.zeros_like(row_sum)] if plan.steps.shares else []
     out = query.new_zeros(*query.shape[:2], plan.value.shape[-1], dtype=plan.dtype)
     for keys in plan.key_blocks(part, start, stop):
         block = plan.block(part, (start, stop), keys)
         raw = plan.scores(part, block, query, part.key[:, slice(*keys)])
         apart = plan.apart(part, block)
         tensors = [raw.view(block.shape), row_max, *(memory.view(block.shape) for memory in apart), *plan.read(block)]
-        row_max, total, shrink = run(plan.steps, "forward", tensors, plan.compiles)
+        row_max, total, shrink, *more = run(plan.steps, "forward", tensors, plan.compiles)
         (weights,) = apart or [raw]
         row_sum = row_sum * shrink + total
+        met = [sum_ * shrink + block_met for sum_, block_met in zip(met, more, strict=True)]
         out.view(*block.shape[:3], -1).mul_(shrink)
         _add_product(out, weights, part.value[:, slice(*keys)])
     out = out.view(*whole.shape[:3], -1)
-    return torch.where(row_sum == 0, 0.0, out / row_sum), row_max, row_sum
+    out, *met = (torch.where(row_sum == 0, 0.0, x / row_sum) for x in (out, *met))
+    return out, row_max, row_sum, *met
 
 
 def attend_backward(
     grad_out: Tensor,
+    grad_share: Tensor | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -108,18 +112,22 @@ def attend_backward(
     row_max: Tensor,
     row_sum: Tensor,
     centre: Tensor,
+    share: Tensor,
     program: str,
     wanted: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """The gradients of query, key, value and of each input, contiguous, each in its own dtype.
 
-    out, row_max, row_sum, centre: what `attend` gave. wanted: one for each input; those not wanted, and those that
-    are not floating, get an empty tensor. Accumulated in the compute dtype, always in the same order.
+    out, row_max, row_sum, centre, share: what `attend` gave. grad_share: None where no gradient goes that way.
+    wanted: one for each input; those not wanted, and those that are not floating, get an empty tensor. Accumulated in
+    the compute dtype, always in the same order.
     """
     with torch.no_grad(), _no_autocast(query.device):
+        centred = centre.dim() == 4
         plan = planned(
-            query, key, value, inputs, numbers, seed, dropout_p, program, wanted, centre if centre.dim() == 4 else None
+            query, key, value, inputs, numbers, seed, dropout_p, program, wanted, centre if centred else None
         )
+        of_shares = [share, torch.zeros_like(share) if grad_share is None else grad_share] if plan.steps.shares else []
         dquery = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         found: list[Tensor] = []
         sums = {
@@ -136,6 +144,7 @@ def attend_backward(
                 delta = (grad_rows * out[rows]).sum(-1, keepdim=True)
                 over_sum = torch.where(block_sum == 0, 0.0, 1 / block_sum)
                 columns = [shift_of(row_max[rows].unsqueeze(-1)), over_sum, delta]
+                columns += [x[rows].unsqueeze(-1) for x in of_shares]
                 dquery[rows].copy_(_rows_backward(plan, part, (start, stop), columns, grad_rows, dkeys, dvalues, sums))
                 _sink_backward(plan, part, (start, stop), columns, sums)
             parts = [dvalues, dkeys]
@@ -163,7 +172,7 @@ def _rows_backward(
 ) -> Tensor:
     """The gradient of the queries of `span`; those of keys, values and inputs are added to.
 
-    columns: the shift, 1 / sum and grad_out . out, each [B, H, rows, 1].
+    columns: the shift, 1 / sum, grad_out . out, and where there are shares, they and their gradient, [B, H, rows, 1].
     """
     query, grad = plan.rows_of(plan.query, part, *span), grad_rows.reshape(len(part.key), -1, plan.value.shape[-1])
     scored, query, grad = query.to(plan.dtype), query.to(plan.multiplied), grad.to(plan.multiplied)
@@ -204,7 +213,9 @@ def _sink_backward(
     if tree is None:
         return
     block = plan.block(part, span, (0, 1))
-    shift, over_sum, delta = columns
+    shift, over_sum, delta, *of_shares = columns
+    if of_shares:
+        delta = delta + of_shares[0] * of_shares[1]
     sink = evaluate(tree, None, plan.inputs, plan.numbers, block).to(plan.dtype).expand(delta.shape)
     _pull_back(plan, tree, (sink - shift).exp_().mul_(over_sum).mul_(delta).neg_(), block, sums)
 

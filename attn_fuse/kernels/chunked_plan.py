@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from attn_fuse.kernels.centring import less_centre
+from attn_fuse.kernels.centring import centre_of, less_centre
 from attn_fuse.kernels.chunked_diagonals import Diagonals, Skewed, diagonals, differences, skewed
 from attn_fuse.kernels.chunked_dropout import Dropout, dropout
 from attn_fuse.kernels.chunked_steps import Steps
 from attn_fuse.kernels.operands import check_dropout, check_shapes
 from attn_fuse.kernels.score_gradient import differentiable
-from attn_fuse.kernels.score_program import POSITIONS, Block, Tree, bound, evaluate, narrowed, nodes
+from attn_fuse.kernels.score_program import POSITIONS, Block, ScoreProgram, Tree, bound, evaluate, narrowed, nodes
 from attn_fuse.kernels.visibility import visibility
 
 # Queries in one block: these, up to so many where heads are too few to fill one or no key is hidden; fewer in a window.
@@ -254,8 +254,9 @@ def planned(
     program: str,
     wanted: Sequence[bool] = (),
     centre: Tensor | None = None,
+    centred: bool = False,
 ) -> Plan:
-    """wanted: whether each input's gradient is. centre: as in `Plan`.
+    """wanted: whether each input's gradient is. centre: as in `Plan`; centred: whether it is to be found.
 
     Raises ValueError for shapes, dtypes or a program that do not fit.
     """
@@ -271,7 +272,8 @@ def planned(
     along = [x.expand(*x.shape[:3], where.shape[3]) for x in along]
     grows = {n for n, want in enumerate(wanted) if want and inputs[n].is_floating_point()}
     grows |= {found.first + n for n, tree in enumerate(found.trees) if differentiable([tree], reads(tree, grows))}
-    drops = dropout_p > 0 and seed is not None
+    drops = _drops(seed, dropout_p)
+    shared = (centred or centre is not None) and shares(found.program, seed, dropout_p)
     return Plan(
         query=query,
         key=key,
@@ -280,13 +282,22 @@ def planned(
         numbers=numbers,
         wanted=frozenset(grows),
         diagonals=found,
-        steps=_steps(found, frozenset(grows), drops, dtype, multiplied),
+        steps=_steps(found, frozenset(grows), drops, shared, dtype, multiplied),
         dropout=dropout(seed, dropout_p, batch, heads, q_len, kv_len, dtype) if drops and seed is not None else None,
         compiles=math.prod(sizes) >= COMPILE_FROM,
         positions=[_along(torch.arange(n, device=device), dim) for dim, n in enumerate(sizes)],
         constants=[_along(torch.tensor([int(n)], device=device), 0) for n in numbers],
-        centre=centre,
+        centre=centre_of(query, value) if centred else centre,
     )
+
+
+def shares(program: ScoreProgram, seed: Tensor | None, dropout_p: float) -> bool:
+    """Whether the weights that meet the values may sum to something else than 1."""
+    return program.factor is not None or program.sink is not None or _drops(seed, dropout_p)
+
+
+def _drops(seed: Tensor | None, dropout_p: float) -> bool:
+    return dropout_p > 0 and seed is not None
 
 
 def reads(tree: Tree, wanted: Container[int]) -> list[Tree]:
@@ -295,7 +306,9 @@ def reads(tree: Tree, wanted: Container[int]) -> list[Tree]:
 
 
 @functools.cache
-def _steps(found: Diagonals, wanted: frozenset[int], drops: bool, dtype: torch.dtype, multiplied: torch.dtype) -> Steps:
+def _steps(
+    found: Diagonals, wanted: frozenset[int], drops: bool, shares: bool, dtype: torch.dtype, multiplied: torch.dtype
+) -> Steps:
     program = found.program
     trees = [program.score] if program.factor is None else [program.score, program.factor]
     distinct = list({id(node): node for tree in trees for node in nodes(tree)}.values())
@@ -307,6 +320,7 @@ def _steps(found: Diagonals, wanted: frozenset[int], drops: bool, dtype: torch.d
         wanted=tuple(node for node in read if node[0] != "diagonal"),
         into=tuple(node for node in read if node[0] == "diagonal"),
         drops=drops,
+        shares=shares,
         dtype=dtype,
         multiplied=multiplied,
     )

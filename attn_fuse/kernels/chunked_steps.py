@@ -35,7 +35,8 @@ class Steps:
     leaves: the nodes whose tensors are handed in, block by block; what is read along diagonals has its rows in
     reverse. sources: the inputs that are looked up, handed in whole. wanted: those of the leaves and lookups whose
     gradient is; into: those whose gradient goes into memory handed in, and is not given. drops: whether there is
-    dropout. dtype: of the scores and all that is computed; multiplied: of what a product is then made of.
+    dropout. shares: whether values are centred, and weights do not sum to 1. dtype: of the scores and all that is
+    computed; multiplied: of what a product is then made of.
     """
 
     program: ScoreProgram
@@ -44,6 +45,7 @@ class Steps:
     wanted: tuple[Tree, ...]
     into: tuple[Tree, ...]
     drops: bool
+    shares: bool
     dtype: torch.dtype
     multiplied: torch.dtype
 
@@ -63,12 +65,12 @@ class Steps:
     def _looked_up(self) -> set[int]:
         return {id(x) for node in self.wanted for x in node[2:]}
 
-    def forward(self, raw: Tensor, row_max: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, raw: Tensor, row_max: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         """raw [B, H, rows, columns] becomes exp(score - maximum), times factor and dropout.
 
         row_max [B, H, rows, 1]: the greatest score of the blocks before. tensors: where the steps round, memory that
         takes the place of raw; of the leaves, the sources, then those of the dropout. Gives the new maximum, the sum of
-        exp(score - maximum), and what sums so far shrink by.
+        exp(score - maximum), what sums so far shrink by, and where there are shares the sum of what raw becomes.
         """
         becomes, tensors = self._becomes(raw, tensors)
         block, memo = self._read(raw, tensors, set(self.program.shared))
@@ -82,30 +84,39 @@ class Steps:
         if self.drops:
             weights = weights * kept(*tensors[-4:])
         becomes.copy_(weights)
-        return new_max, total, (row_max - shift).exp()
+        met = [weights.sum(-1, keepdim=True)] if self.shares else []
+        return new_max, total, (row_max - shift).exp(), *met
 
     def backward(
         self, raw: Tensor, dweights: Tensor, shift: Tensor, over_sum: Tensor, delta: Tensor, *tensors: Tensor
     ) -> list[Tensor]:
         """raw becomes its own gradient; dweights, grad_out times value, becomes the weights that met the value.
 
-        shift, over_sum, delta [B, H, rows, 1]: the maximum, 1 / the sum, grad_out . out. tensors: as in `forward`,
-        but for the memory for `into` after that for raw. Gives, for each of `wanted` in that order, its gradient, as
+        shift, over_sum, delta [B, H, rows, 1]: the maximum, 1 / the sum, grad_out . out. tensors: where there are
+        shares, they and their gradient, [B, H, rows, 1]; then as in `forward`, but for the memory for `into` after that
+        for raw. Gives, for each of `wanted` in that order, its gradient, as
         large as what it reads, and behind that of a "gather" the indices at which it read.
         """
+        share, grad_share = tensors[:2] if self.shares else (None, None)
+        tensors = tensors[2:] if self.shares else tensors
         becomes, tensors = self._becomes(raw, tensors)
         memory, tensors = tensors[: len(self.into)], tensors[len(self.into) :]
         block, memo = self._read(raw, tensors, set(self.program.shared) | needed(self.path) | self._looked_up)
         scores, *factors = (self._final(tree, raw, tensors, block, memo) for tree in self.trees)
         weights = (scores - shift).exp() * over_sum
         used, flowing, given = weights, dweights.to(self.dtype), []
+        passes = torch.ones_like(shift)
         if self.drops:
             keep = kept(*tensors[-4:])
-            used, flowing = used * keep, flowing * keep
+            used, flowing, passes = used * keep, flowing * keep, passes * keep
         for tree, factor in zip(self.trees[1:], factors, strict=True):
-            given.append((tree, weights * flowing))
-            used, flowing = used * factor, flowing * factor
-        given.append((self.trees[0], (flowing - delta) * weights))
+            given.append((tree, weights * (flowing if grad_share is None else flowing + passes * grad_share)))
+            used, flowing, passes = used * factor, flowing * factor, passes * factor
+        flowing = flowing - delta
+        if share is not None and grad_share is not None:
+            # In this order: where one weight is all there is, the second term is exactly 0.
+            flowing = flowing + (passes - share) * grad_share
+        given.append((self.trees[0], flowing * weights))
         score = _raw_scores(self.trees)
         found = gradients(self.path, [*score, *self.wanted, *self.into], given, (), block, memo)
         nothing = raw.new_zeros(1, 1, 1, 1)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def once(gradient: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
-    """`gradient`, of (ctx, saved tensors, grad_out), as `register_autograd` takes it.
+    """`gradient`, of (ctx, saved tensors, grad_out, the gradients of further results), as `register_autograd` takes it.
 
     Its results, tensors or lists of them, raise RuntimeError where they are to be differentiated.
     """
@@ -18,7 +18,7 @@ def once(gradient: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, .
     def found(ctx: Any, grad_out: Tensor, *rest: Any) -> tuple[Any, ...]:
         # Read once: under activation checkpointing they can be unpacked only once.
         saved = ctx.saved_tensors
-        results = gradient(ctx, saved, grad_out)
+        results = gradient(ctx, saved, grad_out, *rest)
         anchor = next((x for x in (grad_out, *saved) if x is not None and x.requires_grad), None)
         if not torch.is_grad_enabled() or anchor is None:
             return results

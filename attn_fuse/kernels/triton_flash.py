@@ -19,7 +19,7 @@ from torch.fx import Node
 from attn_fuse.attention import Attention
 from attn_fuse.builder import tensor
 from attn_fuse.facts import Facts
-from attn_fuse.kernels.centring import attended, gains
+from attn_fuse.kernels.centring import gains, restored, sums_to_one
 from attn_fuse.kernels.kernel import Kernel
 from attn_fuse.kernels.score_program import ScoreProgram, Tree, nodes
 from attn_fuse.kernels.triton import flash_op, packed_op
@@ -57,6 +57,7 @@ def emit(call: Call) -> Node:
     of_queries, of_keys = _spans(call, score)
     packed = packed_operands(call)
     operands = (call.query(scaled=False), call.key(), call.value()) if packed is None else packed
+    centred = gains(call) and sums_to_one(call.attention)
     results = call.node(
         flash_op.triton_flash if packed is None else packed_op.flash_packed,
         *operands,
@@ -67,9 +68,14 @@ def emit(call: Call) -> Node:
         of_keys,
         call.dropout_p(),
         score.program.dumps(),
-        gains(call),
+        centred,
     )
-    return attended(call, results)
+    out = call.node(operator.getitem, results, 0)
+    if not centred:
+        return out
+    row_sum, centre = (call.node(operator.getitem, results, n) for n in (2, 3))
+    whole: Node = restored(out, call.node(torch.ne, row_sum, 0), centre, call.node)
+    return whole
 
 
 def _spans(call: Call, score: Written) -> tuple[Node | None, Node | None]:

@@ -35,7 +35,7 @@ def run(case: Case, s: Sizes, tensors: list[Tensor]) -> list[Tensor]:
     program = case.program.dumps()
     outputs = chunked_blocks.attend(*how, program)
     grad = torch.randn(outputs[0].shape, generator=torch.Generator().manual_seed(1)).to(query.dtype)
-    *gradients, of_inputs = chunked_blocks.attend_backward(grad, *how, *outputs, program, [True] * len(inputs))
+    *gradients, of_inputs = chunked_blocks.attend_backward(grad, None, *how, *outputs, program, [True] * len(inputs))
     return [*outputs, *gradients, *of_inputs]
 
 

@@ -117,7 +117,7 @@ def test_queries_that_see_no_key(with_sink: bool) -> None:
     keep[:, :, ::3] = False
     program = ScoreProgram(where(["input", 0], S), sink=const(0.5) if with_sink else None).dumps()
     query, key, value = (x.requires_grad_() for x in torch.randn(3, 1, 2, 19, 8).unbind(0))
-    out, row_max, row_sum, _ = chunked(query, key, value, [keep], [], None, 0.0, program, False)
+    out, row_max, row_sum, *_ = chunked(query, key, value, [keep], [], None, 0.0, program, False)
     dquery, dkey, dvalue = torch.autograd.grad(out.sum(), [query, key, value])
     assert (out[:, :, ::3] == 0).all() and (dquery[:, :, ::3] == 0).all()
     assert all(x.isfinite().all() for x in (out, dquery, dkey, dvalue))
@@ -219,7 +219,7 @@ def test_memory_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:
         how = (query, key, value, inputs, [2], seeded(1), 0.1)
         with Largest() as seen:
             outputs = chunked_blocks.attend(*how, program)
-            chunked_blocks.attend_backward(torch.randn(query.shape), *how, *outputs, program, [True] * 3)
+            chunked_blocks.attend_backward(torch.randn(query.shape), None, *how, *outputs, program, [True] * 3)
         return seen.elements
 
     assert largest(8192) <= 2 * largest(4096)
@@ -257,9 +257,11 @@ def test_opcheck_of_the_backward() -> None:
     query, key, value, *inputs = drawn(case, s, torch.float32)
     how = (query, key, value, inputs, case.numbers(s), seeded(1), 0.2)
     program = case.program.dumps()
-    outputs = chunked(*how, program, False)
-    args = (torch.randn(outputs[0].shape), *how, *outputs, program, [True, False, True])
-    torch.library.opcheck(chunked_backward, args)
+    for centred in (False, True):
+        outputs = chunked(*how, program, centred)
+        grad_share = torch.randn(outputs[-1].shape) if centred else None
+        args = (torch.randn(outputs[0].shape), grad_share, *how, *outputs, program, [True, False, True])
+        torch.library.opcheck(chunked_backward, args)
 
 
 @pytest.mark.parametrize("name", ["plain", "everything"])
@@ -290,7 +292,7 @@ def test_backward_within_a_compiled_graph() -> None:
     outputs = chunked(*how, text, False)
 
     def program(grad_out: Tensor) -> Any:
-        return chunked_backward(grad_out * 1, *how, *outputs, text, [True] * 3)
+        return chunked_backward(grad_out * 1, None, *how, *outputs, text, [True] * 3)
 
     run = torch.compile(program, backend="aot_eager", fullgraph=True)
     grad_out = torch.randn(outputs[0].shape)
@@ -309,9 +311,9 @@ def test_only_wanted_inputs_have_gradients() -> None:
     assert all(x.grad is None for x in (query, key, value, inputs[0], inputs[2]))
     how = (query, key, value, [x.detach() for x in inputs], [2], None, 0.0)
     outputs = chunked(*how, case.program.dumps(), False)
-    dinputs = chunked_backward(torch.ones_like(outputs[0]), *how, *outputs, case.program.dumps(), [False, True, False])[
-        3
-    ]
+    dinputs = chunked_backward(
+        torch.ones_like(outputs[0]), None, *how, *outputs, case.program.dumps(), [False, True, False]
+    )[3]
     assert [x.numel() for x in dinputs] == [0, inputs[1].numel(), 0]
     torch.testing.assert_close(dinputs[1], inputs[1].grad)
 

@@ -68,7 +68,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 
 
 @once
-def _gradients(ctx: Any, saved: Sequence[Tensor], grad_out: Tensor) -> tuple[Any, ...]:
+def _gradients(ctx: Any, saved: Sequence[Tensor], grad_out: Tensor, *_: Any) -> tuple[Any, ...]:
     query, key, value, seed, of_queries, of_keys, out, row_max, row_sum, centre, *tensors = saved
     wanted = [bool(need) for need in ctx.needs_input_grad[3]]
     dquery, dkey, dvalue, dinputs = triton_flash_backward(

@@ -119,7 +119,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 @once
-def _gradients(ctx: Any, saved: tuple[Tensor, ...], grad_out: Tensor) -> tuple[Any, ...]:
+def _gradients(ctx: Any, saved: tuple[Tensor, ...], grad_out: Tensor, *_: Any) -> tuple[Any, ...]:
     found = hopper_backward(grad_out, *saved[:5], saved[5:], ctx.numbers, *ctx.rest)
     # torch takes an empty list for the gradients of a list, and None for no gradient of anything else.
     return (*found, [None] * len(saved[5:]), None if ctx.numbers else [], None, None, None)

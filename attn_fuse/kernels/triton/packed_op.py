@@ -101,7 +101,7 @@ def _save_flash(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor,
 
 
 @once
-def _flash_gradients(ctx: Any, saved: tuple[Tensor, ...], grad_out: Tensor) -> tuple[Any, ...]:
+def _flash_gradients(ctx: Any, saved: tuple[Tensor, ...], grad_out: Tensor, *_: Any) -> tuple[Any, ...]:
     packed, seed, of_queries, of_keys, out, row_max, row_sum, centre, *tensors = saved
     wanted = [bool(need) for need in ctx.needs_input_grad[3]]
     dpacked, dinputs = flash_packed_backward(
@@ -146,7 +146,7 @@ def _save_hopper(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor
 
 
 @once
-def _hopper_gradients(ctx: Any, saved: tuple[Tensor, ...], grad_out: Tensor) -> tuple[Any, ...]:
+def _hopper_gradients(ctx: Any, saved: tuple[Tensor, ...], grad_out: Tensor, *_: Any) -> tuple[Any, ...]:
     packed, out, lse, *tensors = saved
     found = hopper_packed_backward(grad_out, packed, ctx.views, ctx.sizes, out, lse, tensors, ctx.numbers, *ctx.rest)
     return (found, *_NO_PLACE, [None] * len(tensors), None if ctx.numbers else [], None, None, None)
