@@ -82,6 +82,12 @@ _OPERATORS = {
 }  # fmt: skip
 
 
+def is_exponential(node: Node) -> bool:
+    """Whether `node` raises a number to the power of a tensor."""
+    base = node.args[0] if op_name(node) == "pow" and node.args else None
+    return op_name(node) in ("exp", "exp2") or (isinstance(base, int | float) and base > 0)
+
+
 def value_of(node: Node) -> object:
     """The fake tensor, number or symbol that Dynamo recorded for `node`."""
     return node.meta.get("example_value", node.meta.get("val"))

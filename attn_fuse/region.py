@@ -30,6 +30,7 @@ from attn_fuse.names import (
     SCATTERS,
     SIZE_QUERIES,
     SOFTMAX,
+    is_exponential,
     op_name,
     value_of,
 )  # fmt: skip
@@ -111,7 +112,7 @@ def find_sites(scope: Scope, written: StillWritten | None = None) -> Iterator[Si
     position = {node: i for i, node in enumerate(graph.nodes)}
     outputs: set[Node] = set()
     # An exponential is looked at last: it may be a part of what another anchor has found.
-    for anchor in sorted(anchors, key=lambda n: op_name(n) in ("exp", "exp2")):
+    for anchor in sorted(anchors, key=is_exponential):
         for output in [anchor] if op_name(anchor) in FUSED else _outputs(anchor):
             if output not in outputs:
                 site = _site(scope, anchor, output, position)
@@ -155,7 +156,7 @@ def cut_at(region: Region, node: Node) -> Region | None:
 
 
 def _is_anchor(node: Node) -> bool:
-    if op_name(node) in ("exp", "exp2"):
+    if is_exponential(node):
         # The exponential of one number is a temperature, as contrastive losses have it.
         return any(not isinstance(n, int) or n != 1 for n in getattr(value_of(node), "shape", ()))
     return op_name(node) in SOFTMAX | FUSED
@@ -164,7 +165,7 @@ def _is_anchor(node: Node) -> bool:
 def _site(scope: Scope, anchor: Node, output: Node, position: dict[Node, int]) -> Site | None:
     walk = Walk(anchor, scope.modes)
     walk.from_output(output)
-    unsure = op_name(anchor) in ("exp", "exp2") and not any(op_name(n) in REDUCTIONS for n in walk.inside)
+    unsure = is_exponential(anchor) and not any(op_name(n) in REDUCTIONS for n in walk.inside)
     unsure = unsure or op_name(output) == "sum"
     if op_name(anchor) in FUSED:
         return Site(anchor, (_region(scope, anchor, output, walk, position),))

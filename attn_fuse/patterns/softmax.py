@@ -166,6 +166,8 @@ def _logarithm(x: Expr) -> Expr | Refusal:
             return a
         case Unary("exp2", a):
             return al.mul(Const(math.log(2)), a)
+        case Binary("pow", Const(base), a) if base > 0 and math.isfinite(base):
+            return al.mul(Const(math.log(base)), a)
         case Softmax():
             return x
         case Select(cond, a, Const(0 | 0.0)) if not ex.has_product(cond):

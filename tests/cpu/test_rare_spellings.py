@@ -109,6 +109,17 @@ def query_edited_afterwards(q, k, v):
     return s.softmax(-1) @ v + q
 
 
+def powers_of_two(q, k, v):
+    e = 2 ** scores(q, k)
+    return (e / e.sum(-1, keepdim=True)) @ v
+
+
+def powers_of_e_less_the_maximum(q, k, v):
+    s = scores(q, k).masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf)
+    e = math.e ** (s - s.amax(-1, keepdim=True))
+    return (e / e.sum(-1, keepdim=True)) @ v
+
+
 def one_vector(q, k, v):
     return (k[0, 0] @ q[0, 0, 0] * SCALE).softmax(-1) @ v[0, 0]
 
@@ -121,6 +132,7 @@ def one_vector(q, k, v):
         fill_beside_the_diagonal_by_positions, product_added_to_something, halves_of_the_batch_in_place,
         halves_of_the_batch_joined, halves_of_the_queries,
         diagonal_filled, written_and_returned, autocast_off_inside, one_vector,
+        powers_of_two, powers_of_e_less_the_maximum,
     ],
     ids=lambda f: f.__name__,
 )  # fmt: skip
@@ -161,6 +173,23 @@ def half_that_is_not_normalised(q, k, v):
     return s @ v
 
 
+def squares(q, k, v):
+    e = scores(q, k) ** 2
+    return (e / e.sum(-1, keepdim=True)) @ v
+
+
+def halves_less_the_maximum_and_one(q, k, v):
+    s = scores(q, k)
+    e = 0.5 ** (s - s.amax(-1, keepdim=True))
+    return (e / (e.sum(-1, keepdim=True) + 1)) @ v
+
+
+def halves_kept_above_one(q, k, v):
+    s = 8 * scores(q, k)
+    e = 0.5 ** (s - s.amin(-1, keepdim=True))
+    return (e / e.sum(-1, keepdim=True).clamp(min=2.0)) @ v
+
+
 def weights_times_a_matrix(q, k, v):
     return scores(q, k).softmax(-1) @ torch.linspace(0, 1, T * T, dtype=q.dtype).view(T, T) @ v
 
@@ -194,6 +223,7 @@ def test_writes_into_arguments() -> None:
     [
         over_another_product, halves_of_other_scores, halves_of_the_keys, half_that_is_normalised_twice,
         half_that_is_not_normalised, weights_times_a_matrix, antidiagonal,
+        squares, halves_less_the_maximum_and_one, halves_kept_above_one,
     ],
     ids=lambda f: f.__name__,
 )  # fmt: skip
