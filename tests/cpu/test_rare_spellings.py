@@ -114,9 +114,9 @@ def powers_of_two(q, k, v):
     return (e / e.sum(-1, keepdim=True)) @ v
 
 
-def powers_of_e_less_the_maximum(q, k, v):
+def powers_of_ten_less_the_maximum(q, k, v):
     s = scores(q, k).masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf)
-    e = math.e ** (s - s.amax(-1, keepdim=True))
+    e = 10 ** (s - s.amax(-1, keepdim=True))
     return (e / e.sum(-1, keepdim=True)) @ v
 
 
@@ -132,7 +132,7 @@ def one_vector(q, k, v):
         fill_beside_the_diagonal_by_positions, product_added_to_something, halves_of_the_batch_in_place,
         halves_of_the_batch_joined, halves_of_the_queries,
         diagonal_filled, written_and_returned, autocast_off_inside, one_vector,
-        powers_of_two, powers_of_e_less_the_maximum,
+        powers_of_two, powers_of_ten_less_the_maximum,
     ],
     ids=lambda f: f.__name__,
 )  # fmt: skip
