@@ -242,6 +242,72 @@ def test_gradients(program: Callable[..., Any]) -> None:
         torch.testing.assert_close(other, one, atol=1e-4, rtol=1e-4)
 
 
+def bias_masked(q, k, v, b):
+    b.masked_fill_(torch.ones(8, 8).triu(1).bool(), -1e9)
+    return attend(q @ k.mT + b, v)
+
+
+def bias_scaled_behind_the_scores(q, k, v, b):
+    s = q @ k.mT + b[:, :1]
+    b[:, 0].mul_(2)
+    return attend(s, v)
+
+
+def bias_grows(q, k, v, b):
+    b += q @ k.mT
+    return attend(b, v)
+
+
+def key_scaled_before_the_scores(q, k, v, b):
+    k *= 2
+    return attend(q @ k.mT, v)
+
+
+def value_written_as_a_slice(q, k, v, b):
+    v[..., 2:] = b[..., 2:]
+    return attend(q @ k.mT, v)
+
+
+def mask_written_behind_the_scores(q, k, v, b):
+    s = (q @ k.mT).masked_fill(b < 0, -1e9)
+    b.zero_()
+    return attend(s, v)
+
+
+def view_of_a_cache(q, k, v, b):
+    b[:, :, 2:5] = k[:, :, 2:5]
+    return attend(q @ b[:, :, :5].mT, v[:, :, :5])
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("with_gradient", ["q", "qkvb"])
+@pytest.mark.parametrize(
+    "program",
+    [
+        bias_masked, bias_scaled_behind_the_scores, bias_grows, key_scaled_before_the_scores,
+        value_written_as_a_slice, mask_written_behind_the_scores, view_of_a_cache,
+    ],
+    ids=lambda f: f.__name__,
+)  # fmt: skip
+def test_gradients_past_writes(program: Callable[..., Any], with_gradient: str, inner: str) -> None:
+    """A kernel keeps for its backward what the program then overwrites, and never kept."""
+    values = [torch.randn(SHAPE) for _ in range(4)]
+
+    def run(by: Callable[..., Tensor]) -> list[Tensor]:
+        leaves = [x.clone().requires_grad_(name in with_gradient) for x, name in zip(values, "qkvb", strict=True)]
+        args = [x * 1 for x in leaves]
+        wanted = [x for x in leaves if x.requires_grad]
+        found = torch.autograd.grad((by(*args) * torch.linspace(0.5, 1.5, 8)).sum(), wanted, allow_unused=True)
+        return [*(torch.zeros(SHAPE) if g is None else g for g in found), *args]
+
+    expected = run(program)
+    with collecting() as graphs:
+        found = run(torch.compile(program, backend=backend, options={"inner_backend": inner, "pick": "fused"}))
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(other, one, atol=1e-4, rtol=1e-4)
+    assert [site.fused for graph in graphs for site in graph.sites] == [True]
+
+
 def test_a_call_that_cannot_be_written_out_is_left_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """One result differs from what Dynamo recorded: then none is replaced, and no node of the attempt is left."""
 
