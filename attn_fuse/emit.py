@@ -38,23 +38,32 @@ def emit(
         raise NotEmitted(str(problem).partition("\n")[0] or type(problem).__name__) from problem
     region.output.replace_all_uses_with(result)
     call.tidy(keep=result)
-    if facts.training or facts.bias_needs_grad:
-        _copy_what_is_written_later(call)
+    if region.mode.grad:
+        _as_kernels_may_read(call, region)
     for node in reversed(region.nodes):
         if not node.users:
             graph.erase_node(node)
     return result
 
 
-def _copy_what_is_written_later(call: Call) -> None:
-    """A kernel keeps what it reads for its backward; the program that it stands for may have kept something else."""
+def _as_kernels_may_read(call: Call, region: Region) -> None:
+    """What of the leaves the call reads otherwise than as they are.
+
+    A kernel gives a gradient to all that it reads: what the program takes none of is detached. And it keeps for its
+    backward what it reads, where the program may have kept something else: what is written into later is copied.
+    """
     made = dict.fromkeys(node for node in call.made if node.users)
     read = dict.fromkeys(source for node in made for source in node.all_input_nodes if source not in made)
-    for source in filter(_is_written_later, read):
+    keeps = call.facts.training or call.facts.bias_needs_grad
+    for source in read:
+        other = source
         with source.graph.inserting_before(next(iter(made))):
-            copy = call.node(kept, source)
-        for node in made:
-            node.replace_input_with(source, copy)
+            if source in region.detached:
+                other = call.node("detach", other)
+            if keeps and _is_written_later(source):
+                other = call.node(kept, other)
+        for node in made if other is not source else ():
+            node.replace_input_with(source, other)
 
 
 def _is_written_later(node: Node) -> bool:

@@ -13,7 +13,7 @@ from attn_fuse import expression as ex
 from attn_fuse.attention import Attention
 from attn_fuse.bounds import stays_within
 from attn_fuse.expression import Expr
-from attn_fuse.names import storages, value_of
+from attn_fuse.names import is_learned, storages, value_of
 
 # Beyond it an lse in float32 begins to lose the number of keys.
 _ORDINARY = 1e6
@@ -95,7 +95,7 @@ def facts_of(
     others = read(
         attention.score, *(x for x in (attention.sink, attention.factor, attention.out_scale) if x is not None)
     )
-    learned = {n for n, tensor in enumerate(tensors) if tensor is not None and tensor.requires_grad}
+    learned = {n for n, tensor in enumerate(tensors) if is_learned(tensor)}
     dtype = kernel_dtype(attention)
     limit = min(_ORDINARY, torch.finfo(dtype).max / 4)
     wanting = torch.is_grad_enabled()

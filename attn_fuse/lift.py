@@ -21,7 +21,7 @@ from attn_fuse import algebra as al
 from attn_fuse import expression as ex
 from attn_fuse.constants import ClosedForm
 from attn_fuse.expression import Expr
-from attn_fuse.names import value_of
+from attn_fuse.names import is_learned, value_of
 from attn_fuse.normalize import Normal
 from attn_fuse.operations import OPERATIONS
 from attn_fuse.operations.operation import Indices, NoClosedForm, Operation, Tensor, shape_of
@@ -72,7 +72,7 @@ def lift(normal: Normal, closed_forms: Mapping[int, ClosedForm]) -> Lifted:
     except NoClosedForm as problem:
         raise NotLifted(str(problem), normal.origin.get(problem.node) if problem.node is not None else None) from None
     values = map(value_of, normal.region.leaves)
-    learned = frozenset(n for n, x in enumerate(values) if isinstance(x, torch.nn.Parameter) and x.requires_grad)
+    learned = frozenset(n for n, x in enumerate(values) if is_learned(x))
     return Lifted(element, indices, output.shape, output.dtype, space, lifter.leaf_dtypes, learned)
 
 

@@ -11,6 +11,7 @@ Where it takes knowledge of the meaning to say which product is the one of query
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -32,6 +33,7 @@ from attn_fuse.names import (
     SOFTMAX,
     is_exponential,
     op_name,
+    requires_grad,
     value_of,
 )  # fmt: skip
 from attn_fuse.scopes import Scope, StillWritten
@@ -62,6 +64,16 @@ class Region:
     weights_used: Node | None = None
     dropped_weights_used: Node | None = None
     whole: bool = True
+
+    @functools.cached_property
+    def detached(self) -> frozenset[Node]:
+        """The leaves that require a gradient which the output has no path to: compared, say, or behind a `detach`."""
+        reached = {self.output}
+        for node in reversed(self.nodes):
+            if node in reached and requires_grad(node):
+                reached.update(node.all_input_nodes)
+        candidates = self.leaves if self.mode.grad else ()
+        return frozenset(leaf for leaf in candidates if requires_grad(leaf) and leaf not in reached)
 
     @property
     def mode(self) -> Mode:

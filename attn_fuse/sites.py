@@ -21,7 +21,7 @@ from attn_fuse.facts import Facts, facts_of, is_frozen
 from attn_fuse.kernels.picker import Choice, Stopwatch
 from attn_fuse.lift import NotLifted, lift
 from attn_fuse.locate import locate
-from attn_fuse.names import op_name, value_of
+from attn_fuse.names import is_learned, op_name, value_of
 from attn_fuse.normalize import NotNormal, normalize
 from attn_fuse.recognize import recognize
 from attn_fuse.region import Region, Site, Unread, cut_at, find_sites
@@ -134,7 +134,7 @@ class Rewriter:
             return SiteReport(location, "refused", blocker=_blocker(reason, region.softmax))
         facts = facts_of(
             attention,
-            [value_of(leaf) for leaf in region.leaves],
+            [_as_read(leaf, region) for leaf in region.leaves],
             region.weights_used is not None,
             self.compiled,
             bool(region.scope.path) and self._is_frozen,
@@ -266,6 +266,11 @@ def _analyse(region: Region, proofs: Mapping[Node, Proof]) -> _Analysis:
             region = cut
 
 
+def _as_read(leaf: Node, region: Region) -> object:
+    value = value_of(leaf)
+    return value.detach() if isinstance(value, torch.Tensor) and leaf in region.detached else value
+
+
 def _lost_in_rounding(attention: Attention, facts: Facts) -> float | None:
     """A number that the scores are multiplied with, so large that their rounding is more than an exponential bears."""
     limit = 1 / (_ROUNDINGS_OF_A_SCORE * torch.finfo(torch.promote_types(facts.dtype, torch.float32)).eps)
@@ -309,7 +314,8 @@ def _fingerprint(region: Region, proofs: Mapping[Node, Proof]) -> Any:
     for leaf in region.leaves:
         value = value_of(leaf)
         if isinstance(value, torch.Tensor):
-            kind: Any = (str(value.shape), str(value.stride()), value.dtype, value.device)
+            kind: Any = (str(value.shape), str(value.stride()), value.dtype, value.device, value.requires_grad)
+            kind += (is_learned(value),)
         else:
             kind = (type(value), str(value))
         leaves.append((kind, proofs[leaf].form if leaf in proofs else None, leaf in region.operands))

@@ -1,4 +1,4 @@
-"""Centring: attention over values less their mean, so that a gradient is not what is left of two large numbers.
+"""Centring: attention over values less what all have in common, so that no gradient is the rest of two large numbers.
 
 The gradient of a score is weight * (grad_out . value - grad_out . out). A part that all values have in common cancels
 there, but not its roundings: unlike those of softmax's own backward they are the same for all keys of a query, and add
@@ -36,15 +36,15 @@ def sums_to_one(attention: Attention) -> bool:
 
 
 def centre_of(query: Tensor, value: Tensor) -> Tensor:
-    """The mean of value [B, Hkv, Lk, Dv] over the keys, for each head of query: [B, H, 1, Dv].
+    """What all of value [B, Hkv, Lk, Dv] have in common over the keys, for each head of query: [B, H, 1, Dv].
 
-    0 where it is not finite, or so large that a value less it might not be.
+    Of numbers of one sign the one next to 0, else 0: so no value, whether its key is hidden or not, is further from
+    the centre than from 0, and none that is seen is rounded to less than its own precision.
     """
-    mean = value.mean(-2, keepdim=True)
-    limits = torch.finfo(value.dtype)
-    mean = torch.where(mean.abs() < limits.max * limits.eps / 4, mean, 0.0)
+    least, most = value.aminmax(dim=-2, keepdim=True) if value.shape[-2] else (value.sum(-2, keepdim=True),) * 2
+    centre = torch.where(torch.isfinite(least + most), least.clamp(min=0) + most.clamp(max=0), 0.0)
     groups = query.shape[1] // max(value.shape[1], 1)
-    return mean if groups == 1 else mean.repeat_interleave(groups, 1)
+    return centre if groups == 1 else centre.repeat_interleave(groups, 1)
 
 
 def less_centre(value: Tensor, centre: Tensor) -> Tensor:
