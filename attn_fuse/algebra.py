@@ -302,6 +302,8 @@ def select(cond: Expr, a: Expr, b: Expr, space: Space | None = None) -> Expr:
             return select(cond, x, b)
         case _, Select(inner, _, y) if inner == cond:
             return select(cond, a, y)
+        case Select(inner, x, y), _ if y == b:
+            return select(logical_and(cond, inner), x, b)
     return Select(cond, a, b)
 
 

@@ -253,6 +253,16 @@ def _divided(expr: sympy.Expr, by: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr]:
     return sympy.expand(quotient.xreplace(back)), sympy.expand(remainder.xreplace(back))
 
 
+def recombined(expr: sympy.Expr) -> sympy.Expr:
+    """`expr` with n * (x // n) + x mod n as x."""
+    for digit in expr.atoms(Mod):
+        dividend, by = digit.args
+        factor, whole = expr.coeff(digit), FloorDiv(dividend, by)
+        if factor != 0 and sympy.expand(expr.coeff(whole) - factor * by) == 0:
+            return recombined(sympy.expand(expr + factor * (dividend - digit - by * whole)))
+    return expr
+
+
 def simplify_index(value: sympy.Expr, space: Space) -> sympy.Expr:
     """`value` with every floor division and modulo carried out that the ranges allow."""
     if not value.has(FloorDiv, Mod):

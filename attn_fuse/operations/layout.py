@@ -24,7 +24,7 @@ from attn_fuse.operations.operation import (
     size,
     slice_start,
 )
-from attn_fuse.space import Space
+from attn_fuse.space import Space, recombined
 
 
 def _same_element(call: Operation) -> Tensor:
@@ -53,7 +53,7 @@ def _reindex(index: Indices, shape: Indices, into: Indices, space: Space) -> Ind
         return (*_reindex(index[:-1], shape[:-1], into[:-1], space), index[-1])
     flat = sympy.Integer(0)
     for i, length in zip(index, shape, strict=True):
-        flat = sympy.expand(flat * length + i)
+        flat = recombined(sympy.expand(flat * length + i))
     position: list[sympy.Expr] = []
     for length in reversed(into[1:]):
         position.append(space.mod(flat, length) if length != 1 else sympy.Integer(0))

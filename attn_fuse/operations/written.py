@@ -29,6 +29,7 @@ from attn_fuse.operations.operation import (
     slice_start,
 )
 from attn_fuse.space import Space
+from attn_fuse.torch_internals import FloorDiv, Mod
 
 # Longer lists of positions stay the tensors that they are.
 _MOST_POSITIONS = 16
@@ -57,11 +58,18 @@ def _slice_scatter(call: Operation) -> Tensor:
     # So many steps further on than `start`, the first position on the grid of the steps is not negative.
     shift = (-start) % step
 
+    if count == 0:
+        return call.tensor(x.at)
     nth = space.fresh("w", count)
 
     def element(index: Indices, place: sympy.Expr) -> Expr:
         if step == 1:
-            return src.at((*index[:dim], place, *index[dim + 1 :]))
+            direct = src.at((*index[:dim], place, *index[dim + 1 :]))
+            if not any(p.has(FloorDiv, Mod) for part in ex.walk(direct) for p in ex.positions(part)):
+                return direct
+            # Divisions are carried out where the place is known to be in the slice.
+            inside = src.at((*index[:dim], nth, *index[dim + 1 :]))
+            return al.substitute(inside, {nth: place}, space)
         # On the grid of the steps a position divides evenly, so that what was read from there is what it was.
         written = src.at((*index[:dim], nth, *index[dim + 1 :]))
         even = al.substitute(written, {nth: sympy.expand((index[dim] - start) / step)}, space)
