@@ -347,7 +347,8 @@ class Builder:
         size = sympy.sympify(size)
         if size.is_Integer:
             return int(size)
-        for leaf in self._region.leaves:
+        # Of what the region reads, or else of any input of the graph.
+        for leaf in (*self._region.leaves, *self._graph.find_nodes(op="placeholder")):
             value = value_of(leaf)
             if isinstance(value, torch.SymInt) and value.node.expr == size:
                 return leaf
