@@ -1,0 +1,185 @@
+"""Programs of an attacker and of strangers in which one site, or one tensor, was taken for another."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from attn_fuse.report import collecting
+from tests.harness import assert_fused, check, compiled, tensors
+
+SHAPE = (2, 3, 9, 16)
+
+
+def scores(q: Tensor, k: Tensor) -> Tensor:
+    return q @ k.mT * 0.25
+
+
+class Hiding(nn.Module):
+    """Two layers written alike: one adds a learned bias, the other an argument, which may hide keys."""
+
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        self.bias, self.first = nn.Parameter(torch.randn(3, 8, 8)), first
+
+    def layer(self, x: Tensor, bias: Tensor) -> Tensor:
+        i = torch.arange(8)
+        return (scores(x, x.sin()) + bias).masked_fill(i[:, None] < i, -1e9).softmax(-1) @ x.cos()
+
+    def forward(self, x: Tensor, y: Tensor, padding: Tensor) -> tuple[Tensor, Tensor]:
+        learned, given = (x, self.bias), (y, padding)
+        one, other = (learned, given) if self.first else (given, learned)
+        return self.layer(*one), self.layer(*other)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("first", [False, True])
+def test_a_learned_bias_and_one_that_hides_keys(first: bool, grad: bool) -> None:
+    padding = torch.zeros(3, 8, 8)
+    padding[:, :, :4] = -1e12
+    with torch.set_grad_enabled(grad):
+        args = torch.randn(2, 3, 8, 16), torch.randn(2, 3, 8, 16), padding
+        # Unchecked: the check would leave as written what is wrong.
+        check(Hiding(first), *args, backward=grad, check=False)
+
+
+def key_detached(q, k, v, b):
+    return (scores(q, k.detach()) + b).softmax(-1) @ v
+
+
+def value_detached(q, k, v, b):
+    return (scores(q, k) + b).softmax(-1) @ v.detach()
+
+
+def bias_detached(q, k, v, b):
+    return (scores(q, k) + b.detach()).softmax(-1) @ v
+
+
+def scores_detached(q, k, v, b):
+    return (5 * torch.tanh(scores(q, k).detach() + b)).softmax(-1) @ v
+
+
+def bias_compared(q, k, v, b):
+    return scores(q, k).masked_fill(b > 0.5, -1e9).softmax(-1) @ v
+
+
+def key_also_compared(q, k, v, b):
+    return (scores(q, k).masked_fill(k[..., None, :, 0] > 1, -1e9) + b).softmax(-1) @ v
+
+
+def nothing_detached(q, k, v, b):
+    return (scores(q, k) + b).softmax(-1) @ v
+
+
+PATHS = (
+    key_detached, value_detached, bias_detached, scores_detached, bias_compared, key_also_compared, nothing_detached,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("program", PATHS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("kernels", [["chunked"], None], ids=["chunked", "any"])
+def test_what_has_no_gradient_in_the_program_gets_none(program: Callable[..., Any], kernels: Any) -> None:
+    """Whatever requires a gradient, and where the same program stands in the graph before, without one."""
+    values = [torch.randn(SHAPE), torch.randn(SHAPE), torch.randn(SHAPE), torch.randn(2, 3, 9, 9)]
+    options = {"pick": "fused", "inner_backend": "eager"} | ({"kernels": kernels} if kernels else {})
+
+    def twice(*args: Tensor) -> tuple[Tensor, Tensor]:
+        return program(*args[:4]), program(*args[4:])
+
+    for wanting in ("q", "k", "v", "b", "qk", "vb", "qkvb"):
+        torch._dynamo.reset()
+        run = torch.compile(twice, backend="attn_fuse", options=options)
+        results = []
+        for by in (twice, run):
+            args = [x.clone().requires_grad_(name in wanting) for x, name in zip(values, "qkvb", strict=True)]
+            before, out = by(*(x.clone() for x in values), *args)
+            assert not before.requires_grad
+            if out.requires_grad:
+                out.pow(2).sum().backward()
+            results.append([out, *(x.grad for x in args)])
+        for one, other in zip(*results, strict=True):
+            assert (one is None) == (other is None), wanting
+            if one is not None:
+                assert one.requires_grad == other.requires_grad
+                torch.testing.assert_close(other, one, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("large", [1e4, 1e8, 1e30])
+def test_what_only_some_queries_see_stays_out_of_the_others(large: float) -> None:
+    """A value as large as unset memory may hold, at a key that is hidden from all queries but the last."""
+    hidden = torch.ones(9, 9, dtype=torch.bool).triu(1)
+
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.tanh(scores(q, k)).masked_fill(hidden, -torch.inf).softmax(-1) @ v
+
+    q, k, v = (x.requires_grad_() for x in tensors(*SHAPE))
+    with torch.no_grad():
+        v[:, :, -1] = large
+    found = compiled(program, kernels=["chunked"], check=False)(q, k, v)
+    expected = program(q.double(), k.double(), v.double())
+    torch.testing.assert_close(found[:, :, :-1], expected[:, :, :-1].float(), atol=1e-5, rtol=1e-5)
+
+
+def regions_of_windows(
+    size: tuple[int, ...], window: tuple[int, ...], shift: tuple[int, ...], again: bool
+) -> Callable[..., Tensor]:
+    """Numbers of regions written into slices of slices, of which a shift of 0 makes some empty (Earthformer)."""
+
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        numbers = torch.zeros(size)
+        cuts = [(slice(-w), slice(-w, -s), slice(-s, None)) for w, s in zip(window, shift, strict=True)]
+        for number, place in enumerate(itertools.product(*cuts)):
+            a, b, c = place
+            numbers[a, b, c] = number
+        (t, wt), (h, wh), (x, wx) = ((n // w, w) for n, w in zip(size, window, strict=True))
+        numbers = numbers.reshape(t, wt, h, wh, x, wx).permute(0, 2, 4, 1, 3, 5).reshape(-1, wt * wh * wx)
+        same = numbers[:, None, :] == numbers[:, :, None]
+        weights = scores(q, k).masked_fill(~same, -1e18).softmax(-1)
+        return (weights * same if again else weights) @ v
+
+    return program
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("shift", [(0, 1, 0), (1, 1, 1), (0, 0, 0)], ids=str)
+def test_masks_written_into_nested_slices(shift: tuple[int, ...], again: bool) -> None:
+    program = regions_of_windows((4, 4, 6), (2, 2, 3), shift, again)
+    assert_fused(program, *tensors(2, 8, 12, 16), inner="aot_eager")
+
+
+@pytest.mark.parametrize("first", [1, 0])
+@pytest.mark.parametrize("of_queries", [False, True])
+def test_positions_added_to_all_but_the_first_token(of_queries: bool, first: int) -> None:
+    """The slice is written back through a view with a height and a width (MViTv2)."""
+    n = 8 + first
+
+    def program(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, table: Tensor) -> Tensor:
+        s = scores(q, k)
+        added = bias.view(2, 4, 2, 4)
+        if of_queries:
+            added = torch.einsum("bhyxc,ykc->bhyxk", q[:, :, first:].reshape(2, 3, 2, 4, 16), table)[..., None]
+        s[:, :, first:, first:] = (s[:, :, first:, first:].view(2, -1, 2, 4, 2, 4) + added).view(2, -1, 8, 8)
+        return s.softmax(-1) @ v
+
+    assert_fused(program, *tensors(2, 3, n, 16), torch.randn(8, 8), torch.randn(2, 2, 16), inner="aot_eager")
+
+
+def test_every_fourth_of_old_and_new_keys() -> None:
+    """The number of new keys is a size of no tensor that the attention reads (Jukebox)."""
+
+    def program(q: Tensor, keys: Tensor, values: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        k, v = (torch.cat(pair, 1)[:, 1::4] for pair in ((keys, key), (values, value)))
+        return scores(q, k).softmax(-1) @ v
+
+    run = compiled(program, dynamic=True)
+    with collecting() as graphs, torch.no_grad():
+        for n in range(9, 16):
+            q, key, value = torch.randn(3, 2, 1, 16)
+            args = (q, torch.randn(2, n, 16), torch.randn(2, n, 16), key, value)
+            torch.testing.assert_close(run(*args), program(*args))
+    assert all(site.fused for graph in graphs for site in graph.sites)
