@@ -2,7 +2,7 @@
 PYTHON ?=
 python := .venv/bin/python
 PYTEST := $(python) -m pytest
-BESIDE := tests/triton tests/cpu/test_fuzz.py tests/cpu/test_grid.py
+BESIDE := tests/triton tests/cpu/test_fuzz.py tests/cpu/test_grid.py tests/cpu/test_attacks_memory.py
 QUICK := -m "not slow and not gpu and not fuzz and not models"
 
 .PHONY: help demo test slow fuzz test-models test-gpu gpu lint types bench recall recall-published evidence regret clean
@@ -18,7 +18,7 @@ help: ## this list
 demo: .venv/ready-demo ## train a hand-written GPT four ways, side by side: loss, time, memory, samples
 	$(python) examples/nanogpt/train.py $(ARGS)
 
-# Triton's tests and two long ones run beside the others. 5: none was selected.
+# Triton's tests and some long ones run beside the others. 5: none was selected.
 test: .venv/ready-dev ## all tests but the slow, GPU, fuzz and transformers ones
 	@export OMP_NUM_THREADS=1; \
 	$(PYTEST) $(QUICK) $(BESIDE) $(ARGS) >.venv/beside.log 2>&1 & beside=$$!; \

@@ -112,6 +112,7 @@ def _rewritten(
 
     left: sites that stay as written, by their number, and why.
     """
+    started = time.perf_counter()
     chosen, graph = chosen_kernels(), _copied(original)
     left_written = {s.path: made for s in list(scopes(graph)) if (made := make_functional(s)) is not None}
     expand(graph, left_written)
@@ -128,7 +129,7 @@ def _rewritten(
         stopwatch_of=functools.partial(_stopwatch, options) if options.pick == "measured" else None,
         compiled=options.inner_backend == "inductor",
     )
-    sites = rewriter.rewrite(options.seconds)
+    sites = rewriter.rewrite(options.seconds, started)
     for scope in scopes(graph):
         scope.module.recompile()
     return graph, sites, tuple(rewriter.proofs.values())

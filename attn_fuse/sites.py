@@ -63,12 +63,12 @@ class Rewriter:
     proofs: dict[int, Proof] = field(default_factory=dict)
     _known: dict[Any, _Analysis] = field(default_factory=dict)
 
-    def rewrite(self, seconds: float = math.inf) -> list[SiteReport]:
+    def rewrite(self, seconds: float = math.inf, started: float | None = None) -> list[SiteReport]:
         """Every site's report; those that could be fused are fused in the graph afterwards.
 
-        seconds: what it may take. The sites after that stay as written.
+        seconds: what it may take since `started`, by `time.perf_counter`. The sites after that stay as written.
         """
-        end = time.perf_counter() + seconds
+        end = (time.perf_counter() if started is None else started) + seconds
         reports: list[SiteReport] = []
         for scope in scopes(self.graph):
             # The graph changes while sites are rewritten, and what a site is was found before.

@@ -1,4 +1,4 @@
-"""Centring: attention over values less what all have in common, so that no gradient is the rest of two large numbers.
+"""Centring: attention over values less their mean, so that no gradient is what is left of two large numbers.
 
 The gradient of a score is weight * (grad_out . value - grad_out . out). A part that all values have in common cancels
 there, but not its roundings: unlike those of softmax's own backward they are the same for all keys of a query, and add
@@ -36,13 +36,17 @@ def sums_to_one(attention: Attention) -> bool:
 
 
 def centre_of(query: Tensor, value: Tensor) -> Tensor:
-    """What all of value [B, Hkv, Lk, Dv] have in common over the keys, for each head of query: [B, H, 1, Dv].
+    """The mean of value [B, Hkv, Lk, Dv] over the keys, for each head of query: [B, H, 1, Dv].
 
-    Of numbers of one sign the one next to 0, else 0: so no value, whether its key is hidden or not, is further from
-    the centre than from 0, and none that is seen is rounded to less than its own precision.
+    0 where it is not finite, and where the value of some key, hidden or not, is much smaller: to that the centre would
+    bring the roundings of others.
     """
-    least, most = value.aminmax(dim=-2, keepdim=True) if value.shape[-2] else (value.sum(-2, keepdim=True),) * 2
-    centre = torch.where(torch.isfinite(least + most), least.clamp(min=0) + most.clamp(max=0), 0.0)
+    if value.numel() == 0:
+        return value.new_zeros(*query.shape[:2], 1, value.shape[-1])
+    mean = value.mean(-2, keepdim=True)
+    least = value.abs().amax(-1, keepdim=True).amin(-2, keepdim=True)
+    most = (2 * least).clamp(max=torch.finfo(value.dtype).max)
+    centre = torch.where(mean.abs().amax(-1, keepdim=True) <= most, mean, 0.0)
     groups = query.shape[1] // max(value.shape[1], 1)
     return centre if groups == 1 else centre.repeat_interleave(groups, 1)
 
