@@ -72,7 +72,8 @@ class Region:
         for node in reversed(self.nodes):
             if node in reached and requires_grad(node):
                 reached.update(node.all_input_nodes)
-        candidates = self.leaves if self.mode.grad else ()
+        # Only Dynamo records which of its values require a gradient; make_fx, below autograd, does not.
+        candidates = self.leaves if self.mode.grad and "example_value" in self.output.meta else ()
         return frozenset(leaf for leaf in candidates if requires_grad(leaf) and leaf not in reached)
 
     @property
