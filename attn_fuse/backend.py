@@ -115,7 +115,7 @@ def _rewritten(
     started = time.perf_counter()
     chosen, graph = chosen_kernels(), _copied(original)
     left_written = {s.path: made for s in list(scopes(graph)) if (made := make_functional(s)) is not None}
-    expand(graph, left_written)
+    expand(graph, {path for path, made in left_written.items() if not made.functional})
     rewriter = Rewriter(
         graph,
         inputs,

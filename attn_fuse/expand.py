@@ -19,20 +19,20 @@ from torch.utils import _pytree as pytree
 
 from attn_fuse.memory import with_gradient
 from attn_fuse.modes import Mode
-from attn_fuse.names import DROPOUT, ELEMENTWISE, LAYOUT, SOFTMAX, op_name, tensors_of, value_of
+from attn_fuse.names import CALLS, DROPOUT, ELEMENTWISE, LAYOUT, SOFTMAX, op_name, tensors_of, value_of
 from attn_fuse.report import log
 from attn_fuse.scopes import Scope, scopes
 from attn_fuse.torch_internals import (
     FakeTensor,
     FakeTensorMode,
     decompositions,
+    functionalized,
     functorch_levels_kept,
     innermost,
     make_fx,
     on_fake_tensors,
 )
 
-_CALLS = frozenset({"multi_head_attention_forward"})
 _OPENS, _CLOSES = "_vmap_increment_nesting", "_vmap_decrement_nesting"
 
 
@@ -65,7 +65,7 @@ def _stretches(scope: Scope) -> Iterator[list[Node]]:
             yield stretch
         if levels == 0 or (levels == 1 and name.endswith("_decrement_nesting")):
             stretch = []
-        if levels == 0 and (name in _CALLS or (name == "baddbmm" and _takes_weights(node))):
+        if levels == 0 and (name in CALLS or (name == "baddbmm" and _takes_weights(node))):
             yield [node]
 
 
@@ -92,7 +92,7 @@ def _is_plain(stretch: Sequence[Node], modes: Mapping[Node, Mode]) -> bool:
             return False
         if replace(modes[node], levels=0) != replace(mode, levels=0):
             return False
-        if mode.casts and name not in _CALLS and any(tensor.is_floating_point() for tensor in tensors):
+        if mode.casts and name not in CALLS and any(tensor.is_floating_point() for tensor in tensors):
             return False
     return True
 
@@ -114,7 +114,7 @@ def _write_out(module: GraphModule, stretch: Sequence[Node], has_gradient: bool)
         return [env[node] for node in results]
 
     # Before dispatch, dropout and SDPA are still what they are called; but there, a vmap leaves no trace.
-    traced = _traced(run, [value_of(n) for n in inputs], mode, pre_dispatch=op_name(stretch[0]) in _CALLS)
+    traced = _traced(run, [value_of(n) for n in inputs], mode, pre_dispatch=op_name(stretch[0]) in CALLS)
     env: dict[Node, Any] = dict(zip((n for n in traced.graph.nodes if n.op == "placeholder"), inputs, strict=True))
     with module.graph.inserting_before(stretch[0]):
         for node in traced.graph.nodes:
@@ -171,9 +171,20 @@ def _traced(run: Any, values: Sequence[Any], mode: FakeTensorMode, pre_dispatch:
             else v
             for v in values
         ]
-        traced = make_fx(run, decompositions([torch.ops.aten.baddbmm]), pre_dispatch=pre_dispatch)(*fresh)
+        table = decompositions([torch.ops.aten.baddbmm])
+        traced = make_fx(run, table, pre_dispatch=pre_dispatch)(*fresh)
+        if _writes(traced):
+            # torch itself writes into what it makes, as into the mask of multi_head_attention_forward.
+            traced = make_fx(functionalized(run, pre_dispatch), table, pre_dispatch=pre_dispatch)(*fresh)
     traced.graph.eliminate_dead_code()
+    if _writes(traced):
+        raise TypeError("it writes in place")
     return traced
+
+
+def _writes(traced: GraphModule) -> bool:
+    """Whether an operation in `traced` declares that it writes."""
+    return any(isinstance(n.target, torch._ops.OpOverload) and n.target._schema.is_mutable for n in traced.graph.nodes)
 
 
 def _attribute(module: GraphModule, traced: GraphModule, node: Node) -> Node:

@@ -53,19 +53,20 @@ def make_functional(scope: Scope) -> StillWritten | None:
     module = scope.module
     every = written_memory(module.graph)
     written = relevant(module.graph, every)
+    rest = _beside(every - written)
     if not written:
-        return None
+        return rest
     kept = Graph()
     kept.output(kept.graph_copy(module.graph, {}))
     try:
         memory = Memory(module, written, scope.modes)
         written = set().union(*memory.writes.values())
         if not written:
-            return None
+            return rest
         memory = Memory(module, written, scope.modes)
         memory.assert_private()
         _splice(memory, _traced(memory))
-        return None
+        return rest
     except NotFunctional as problem:
         reason, blocker = f"memory that is written in place: {problem}", problem.node
     except Exception as problem:  # rule 5: torch could not make it functional
@@ -76,6 +77,12 @@ def make_functional(scope: Scope) -> StillWritten | None:
     module.graph = kept
     blocking = next((node for node in module.graph.nodes if node.name == where), None)
     return StillWritten(Refusal(reason, blocking), frozenset(every))
+
+
+def _beside(memory: set[int]) -> StillWritten | None:
+    # What is written out later may bring it near an attention after all.
+    reason = Refusal("memory that is written in place, and was near no attention before a call was written out")
+    return StillWritten(reason, frozenset(memory), functional=True) if memory else None
 
 
 # ---- values in place of writes

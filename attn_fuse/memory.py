@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule, Node, map_arg
 from torch.utils import _pytree as pytree
 
 from attn_fuse.modes import Mode, autocast_of, mode_now
-from attn_fuse.names import DROPOUT, FUSED, SOFTMAX, is_exponential, op_name, storages, tensors_of, value_of
+from attn_fuse.names import CALLS, DROPOUT, FUSED, SOFTMAX, is_exponential, op_name, storages, tensors_of, value_of
 from attn_fuse.torch_internals import FakeTensor, FakeTensorMode, innermost, on_fake_tensors, storage_of
 
 
@@ -80,7 +80,7 @@ def relevant(graph: Graph, written: set[int]) -> set[int]:
         return written
     near: set[Node] = set()
     for node in graph.nodes:
-        anchor = node.op.startswith("call_") and (op_name(node) in SOFTMAX | FUSED or is_exponential(node))
+        anchor = node.op.startswith("call_") and (op_name(node) in SOFTMAX | FUSED | CALLS or is_exponential(node))
         if node.op != "output" and (anchor or any(source in near for source in node.all_input_nodes)):
             near.add(node)
     for node in reversed(graph.nodes):

@@ -13,6 +13,8 @@ from attn_fuse.torch_internals import storage_of
 
 SOFTMAX = frozenset({"softmax", "_softmax", "log_softmax", "_log_softmax", "_safe_softmax"})
 FUSED = frozenset({"scaled_dot_product_attention"})
+# One call that computes attention among other things; it is written out before anything is looked for.
+CALLS = frozenset({"multi_head_attention_forward"})
 PRODUCTS = frozenset(
     "matmul bmm mm einsum baddbmm addbmm addmm linear tensordot inner dot mv vecdot chain_matmul".split()
 )

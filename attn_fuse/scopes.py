@@ -31,10 +31,14 @@ class Scope:
 
 @dataclass(frozen=True)
 class StillWritten:
-    """Memory that a graph still writes in place, by its storages. What reads or makes of it is refused."""
+    """Memory that a graph still writes in place, by its storages. What reads or makes of it is refused.
+
+    functional: whether this was not asked to be made functional, since it was near no attention.
+    """
 
     refusal: Refusal
     memory: frozenset[int]
+    functional: bool = False
 
     def holds(self, nodes: Iterable[Node]) -> bool:
         """Whether any of `nodes` lives in it."""
