@@ -413,6 +413,8 @@ def _with(axes: Axes, old: sympy.Symbol, new: sympy.Symbol) -> Axes:
 # Element-wise functions that torch has under another name or with more arguments.
 _FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
     "silu": functional.silu,
+    "maximum": torch.clamp_min,
+    "minimum": torch.clamp_max,
     "gelu": functional.gelu,
     "softplus": functional.softplus,
 }

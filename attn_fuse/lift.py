@@ -136,7 +136,9 @@ class _Lifter:
         if handler is None:
             raise NotLifted(f"{_plain(node.target)} has no element expression", self.normal.origin.get(node))
         try:
-            return handler(Operation(node, self.values, self.space, self.leaf_dtypes, self.dropout_probability))
+            return handler(
+                Operation(node, self.values, self.space, self.leaf_dtypes, self.dropout_probability, self.normal.trains)
+            )
         except NoClosedForm as problem:
             raise NotLifted(str(problem), self.normal.origin.get(node)) from None
 

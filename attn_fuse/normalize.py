@@ -41,7 +41,7 @@ class Normal:
 
     graph: its placeholders are the region's leaves, in order; its one output is the region's.
     dropout: the probability of each marker, a number or one of the leaves.
-    origin: each operation's node in Dynamo's graph.
+    origin: each operation's node in Dynamo's graph. trains: whether there is a gradient of something that it reads.
     """
 
     region: Region
@@ -49,6 +49,7 @@ class Normal:
     dropout: tuple[float | Node, ...]
     origin: dict[Node, Node]
     mode: FakeTensorMode
+    trains: bool = False
 
 
 class NotNormal(Exception):
@@ -77,11 +78,11 @@ def normalize(region: Region) -> Normal:
 
     with on_fake_tensors(mode), torch.no_grad(), torch.fx.traceback.preserve_node_meta():
         inputs = [_fresh(leaf) for leaf in region.leaves]
-        traced = make_fx(run, _decompositions())(*inputs)
+        traced = make_fx(run, _decompositions(trains))(*inputs)
         if any(isinstance(n.target, torch._ops.OpOverload) and n.target._schema.is_mutable for n in traced.graph.nodes):
             # Torch's own decompositions write into what they make, as that of a vector times matrices does.
             probabilities.clear()
-            traced = make_fx(functionalized(run), _decompositions())(*inputs)
+            traced = make_fx(functionalized(run), _decompositions(trains))(*inputs)
     traced.graph.eliminate_dead_code()
     if sum(node.op == "placeholder" for node in traced.graph.nodes) != len(region.leaves):
         raise NotNormal("not every leaf is one tensor or one number", region.output)
@@ -90,7 +91,7 @@ def normalize(region: Region) -> Normal:
         for node in traced.graph.nodes
         if (name := node.meta.get("custom", {}).get(_ORIGIN)) in by_name
     }
-    return Normal(region, traced, tuple(probabilities), origin, mode)
+    return Normal(region, traced, tuple(probabilities), origin, mode, trains)
 
 
 def _run(node: Node, env: dict[Node, Any], probabilities: list[float | Node]) -> Any:
@@ -165,10 +166,10 @@ def _fresh(leaf: Node) -> Any:
 
 
 @functools.cache
-def _decompositions() -> dict[Any, Any]:
+def _decompositions(trains: bool) -> dict[Any, Any]:
     # What make_fx does not take apart by itself and the lift does not read as it is.
     aten = torch.ops.aten
-    return decompositions(
+    taken_apart = decompositions(
         [
             aten._prelu_kernel, aten.addmm, aten.baddbmm, aten.celu, aten.clamp_max, aten.clamp_min,
             aten.deg2rad, aten.elu, aten.eye, aten.floor_divide, aten.frac, aten.hardshrink, aten.hardsigmoid,
@@ -179,3 +180,7 @@ def _decompositions() -> dict[Any, Any]:
             aten.where.ScalarOther, aten.where.ScalarSelf, aten.xlogy, aten.zero,
         ]
     )  # fmt: skip
+    # The gradient of these is not that of what they are taken apart into, at the ends of a range or where one branch
+    # of a choice has no number. The lift reads most of them as they are.
+    own = {"elu", "celu", "selu", "hardtanh", "relu6", "hardsigmoid", "sinc", "xlogy"} if trains else set()
+    return {op: how for op, how in taken_apart.items() if op._schema.name.removeprefix("aten::") not in own}

@@ -62,8 +62,9 @@ _BINARY: Mapping[str, tuple[Rule | None, Rule | None]] = {
     "sub": (lambda g, y, a, b: g, lambda g, y, a, b: -g),
     "mul": (lambda g, y, a, b: g * b, lambda g, y, a, b: g * a),
     "div": (lambda g, y, a, b: g / b, lambda g, y, a, b: -g * y / b),
-    "maximum": (lambda g, y, a, b: _won(g, a > b, a == b), lambda g, y, a, b: _won(g, b > a, a == b)),
-    "minimum": (lambda g, y, a, b: _won(g, a < b, a == b), lambda g, y, a, b: _won(g, b < a, a == b)),
+    # As of a clamp: where both are equal all of it goes to the first. `operations` writes torch's maximum out of these.
+    "maximum": (lambda g, y, a, b: torch.where(a >= b, g, 0.0), lambda g, y, a, b: torch.where(b > a, g, 0.0)),
+    "minimum": (lambda g, y, a, b: torch.where(a <= b, g, 0.0), lambda g, y, a, b: torch.where(b < a, g, 0.0)),
     "pow": (
         lambda g, y, a, b: torch.where(b == 0, 0.0, g * b * a.pow(b - 1)),
         lambda g, y, a, b: torch.where((a == 0) & (b >= 0), 0.0, g * y * a.to(y.dtype).log()),
@@ -71,7 +72,7 @@ _BINARY: Mapping[str, tuple[Rule | None, Rule | None]] = {
     "fmod": (lambda g, y, a, b: g, lambda g, y, a, b: -g * (a / b).trunc()),
     "remainder": (lambda g, y, a, b: g, lambda g, y, a, b: -g * (a / b).floor()),
     "mod": (lambda g, y, a, b: g, lambda g, y, a, b: -g * (a / b).floor()),
-    "atan2": (lambda g, y, a, b: g * b / (a * a + b * b), lambda g, y, a, b: g * -a / (a * a + b * b)),
+    "atan2": (lambda g, y, a, b: g * b * _per_square(a, b), lambda g, y, a, b: g * -a * _per_square(a, b)),
 }
 
 _RULES: Mapping[str, tuple[Rule | None, ...]] = {
@@ -152,8 +153,9 @@ def _value(node: Tree, numbers: Sequence[int], memo: Memo) -> object:
     return node[1] if node[0] == "const" else int(numbers[node[1]])
 
 
-def _won(gradient: Tensor, won: Tensor, drawn: Tensor) -> Tensor:
-    return torch.where(won, gradient, torch.where(drawn, gradient / 2, 0.0))
+def _per_square(a: Tensor, b: Tensor) -> Tensor:
+    square = a * a + b * b
+    return torch.where(square == 0, 0.0, 1 / square)
 
 
 def _mish_gate(x: Tensor) -> Tensor:

@@ -46,7 +46,16 @@ FRACTIONAL = tuple(
 )
 UNARY = _EXACT + FRACTIONAL
 
-_NAMED: Mapping[str, Any] = {"floordiv": torch.floor_divide, "mod": torch.remainder, "log_sigmoid": F.logsigmoid}
+
+def _clamped_to(clamp: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
+    # The same numbers; but autograd shares a gradient between what a maximum takes for equal, and a clamp does not.
+    return lambda a, b: (clamp if torch.promote_types(a.dtype, b.dtype).is_floating_point else other)(a, b)
+
+
+_NAMED: Mapping[str, Any] = {
+    "floordiv": torch.floor_divide, "mod": torch.remainder, "log_sigmoid": F.logsigmoid,
+    "maximum": _clamped_to(torch.clamp_min, torch.maximum), "minimum": _clamped_to(torch.clamp_max, torch.minimum),
+}  # fmt: skip
 _OPERATIONS: Mapping[str, Callable[..., Any]] = {
     name: _NAMED.get(name) or getattr(torch, name, None) or getattr(F, name) for name in (*COMPARISONS, *BINARY, *UNARY)
 }

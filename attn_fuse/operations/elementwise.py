@@ -160,6 +160,77 @@ def _clamp(call: Operation) -> Tensor:
     return call.tensor(at)
 
 
+def _greater(name: str) -> Callable[[Operation], Tensor]:
+    """torch's own `maximum` or `minimum`: where both are equal, each has half of the gradient.
+
+    `Binary` gives all of it to its first operand, as a clamp does.
+    """
+    plain = _of_two(name)
+
+    def handler(call: Operation) -> Tensor:
+        dtype = call.result.dtype
+        if not call.trains or not dtype.is_floating_point:
+            return plain(call)
+        a, b = operand(call, "self", dtype), operand(call, "other", dtype)
+
+        def at(index: Indices) -> Expr:
+            x, y = a(index), b(index)
+            if any(isinstance(n, ex.Const) and abs(n.value) >= _OUT_OF_REACH for n in (x, y)):
+                return al.binary(name, x, y, dtype)
+            halves = (al.mul(ex.Const(0.5), al.binary(name, one, other, dtype)) for one, other in ((x, y), (y, x)))
+            return al.add(*halves)
+
+        return call.tensor(at)
+
+    return handler
+
+
+# No ordinary score equals a number as large.
+_OUT_OF_REACH = 1e9
+
+
+def _between(x: Expr, low: float, high: float, call: Operation) -> Expr:
+    """x from `low` to `high`; unlike a clamp it has no gradient at these two."""
+    if not call.trains:
+        return al.binary("minimum", al.binary("maximum", x, ex.Const(low)), ex.Const(high))
+    inside = al.select(al.compare("ge", x, ex.Const(high), call.space), ex.Const(high), x)
+    return al.select(al.compare("le", x, ex.Const(low), call.space), ex.Const(low), inside)
+
+
+def _hardtanh(call: Operation) -> Tensor:
+    x = operand(call, "self", call.result.dtype)
+    low, high = (0.0, 6.0) if "min_val" not in call.named else (float(call["min_val"]), float(call["max_val"]))
+    return call.tensor(lambda index: _between(x(index), low, high, call))
+
+
+def _hardsigmoid(call: Operation) -> Tensor:
+    x = operand(call, "self", call.result.dtype)
+    return call.tensor(lambda index: al.div(_between(al.add(x(index), ex.Const(3.0)), 0.0, 6.0, call), ex.Const(6.0)))
+
+
+# Klambauer et al., arXiv 1706.02515
+_SELU_ALPHA, _SELU_SCALE = 1.6732632423543772, 1.0507009873554805
+
+
+def _elu(call: Operation) -> Tensor:
+    """ELU, CELU and SELU. The exponential of a positive number is not computed: its gradient, infinite, would be."""
+    x, name = operand(call, "self", call.result.dtype), call.node.target._schema.name
+    alpha, scale, inner = _SELU_ALPHA, _SELU_SCALE, 1.0
+    if name == "aten::celu":
+        alpha, scale, inner = float(call["alpha"]), 1.0, 1 / float(call["alpha"])
+    elif name == "aten::elu":
+        alpha, scale, inner = (float(call[part]) for part in ("alpha", "scale", "input_scale"))
+
+    def at(index: Indices) -> Expr:
+        element = x(index)
+        low = al.mul(ex.Const(inner), al.binary("minimum", element, ex.Const(0.0)))
+        below = al.mul(ex.Const(alpha * scale), al.unary("expm1", low))
+        above = al.compare("gt", element, ex.Const(0.0), call.space)
+        return al.select(above, al.mul(ex.Const(scale), element), below)
+
+    return call.tensor(at)
+
+
 def _comparison(op: str) -> Callable[[Operation], Tensor]:
     def handler(call: Operation) -> Tensor:
         common = torch.result_type(*(_stand_in(call, name) for name in ("self", "other")))
@@ -272,8 +343,14 @@ ELEMENTWISE: dict[Any, Callable[[Operation], Any]] = {
     aten.isposinf.default: _is_infinite(math.inf),
     aten.gelu.default: _gelu,
     aten.softplus.default: _softplus,
-    aten.maximum.default: _of_two("maximum"),
-    aten.minimum.default: _of_two("minimum"),
+    aten.maximum.default: _greater("maximum"),
+    aten.minimum.default: _greater("minimum"),
+    aten.hardtanh.default: _hardtanh,
+    aten.relu6.default: _hardtanh,
+    aten.hardsigmoid.default: _hardsigmoid,
+    aten.elu.default: _elu,
+    aten.celu.default: _elu,
+    aten.selu.default: _elu,
     aten.fmod.Scalar: _of_two("fmod", jumps=True),
     aten.fmod.Tensor: _of_two("fmod", jumps=True),
     aten.atan2.default: _of_two("atan2"),

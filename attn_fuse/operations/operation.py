@@ -47,11 +47,13 @@ class Operation:
         space: Space,
         leaf_dtypes: Mapping[int, torch.dtype],
         dropout_probability: Callable[[int], Expr],
+        trains: bool = False,
     ) -> None:
         self.node = node
         self.space = space
         self.leaf_dtypes = leaf_dtypes
         self.dropout_probability = dropout_probability
+        self.trains = trains
         self._values = values
         self._axes: dict[str, sympy.Symbol] = {}
         schema = node.target._schema
