@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch.fx import Node
 
 from attn_fuse.attention import Attention
@@ -70,4 +71,12 @@ def _is_written_later(node: Node) -> bool:
     """Whether `node` lies in the memory of an input that the program has written into at its end."""
     if any(user.target == "copy_" and user.args[0] is node for user in node.users):
         return True
-    return op_name(node) in LAYOUT | CASTS and any(map(_is_written_later, node.all_input_nodes))
+    return _may_be_a_view(node) and any(map(_is_written_later, node.all_input_nodes))
+
+
+def _may_be_a_view(node: Node) -> bool:
+    declares = isinstance(node.target, torch._ops.OpOverload) and any(
+        returned.alias_info is not None for returned in node.target._schema.returns
+    )
+    # A reshape or a cast gives what it was given where there is nothing to do, and its schema does not say so.
+    return declares or op_name(node) in LAYOUT | CASTS

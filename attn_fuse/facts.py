@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -116,8 +117,15 @@ def facts_of(
 
 
 def kernel_dtype(attention: Attention) -> torch.dtype:
-    """The one dtype for query, key and value that drops below neither product as written."""
-    return torch.promote_types(attention.query_dtype, attention.value_dtype)
+    """The one dtype for query, key and value that drops below neither product as written, nor below float64 scores.
+
+    Between the products every kernel computes in float32 or more.
+    """
+    carried = [part.dtype for part in ex.walk(attention.score) if isinstance(part, ex.Cast) and ex.has_product(part)]
+    between = [dtype for dtype in (attention.softmax_dtype, *carried) if dtype == torch.float64]
+    return functools.reduce(
+        torch.promote_types, between, torch.promote_types(attention.query_dtype, attention.value_dtype)
+    )
 
 
 def _on_first_call(size: sympy.Expr, leaves: Sequence[object]) -> int:

@@ -63,14 +63,23 @@ LOOPED_SUBGRAPHS = frozenset({"while_loop", "cond", "scan", "map_impl", "map"})
 
 
 def op_name(node: Node) -> str:
-    """The operation's name, the same for the function, the method, the operator and the in-place form."""
+    """The operation's name, the same for the function, the method, the operator and the in-place form.
+
+    What is not torch's own has its module or namespace before it: a name is taken for a meaning.
+    """
     target = node.target
     if node.op == "call_method":
         name = str(target)
-    elif isinstance(target, torch._ops.OpOverload):
-        name = target._schema.name.split("::")[-1]
+    elif isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        packet = target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target
+        namespace, _, name = packet._qualified_op_name.partition("::")
+        if namespace not in ("aten", "prims"):
+            return packet._qualified_op_name
     else:
         name = getattr(target, "__name__", str(target))
+        module = getattr(target, "__module__", None) or "torch"
+        if module.partition(".")[0] not in ("torch", "_operator", "builtins", "math"):
+            return f"{module}.{name}"
     if name == "getattr" and len(node.args) > 1:
         return str(node.args[1])
     bare = name.strip("_") if name.startswith("__") else name.rstrip("_")

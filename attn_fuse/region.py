@@ -12,7 +12,7 @@ Where it takes knowledge of the meaning to say which product is the one of query
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from torch.fx import Node
@@ -205,6 +205,39 @@ def _ways(walk: Walk, output: Node) -> Iterator[Walk]:
         yield whole
 
 
+_RETURNED = "the scores are compared or joined with what is computed from them"
+
+
+def _computed_again(walk: Walk, position: Mapping[Node, int]) -> Node | None:
+    """Another product of query and key, of which something beside the scores is made."""
+    first = min((position[node] for node in walk.operands if node in position), default=0)
+    todo, known = list(walk.leaves & walk.beside), set(walk.operands)
+    while todo:
+        node = todo.pop()
+        if node in known or node.op == "placeholder" or position.get(node, first) < first:
+            continue
+        known.add(node)
+        if node.op.startswith("call_") and op_name(node) in PRODUCTS:
+            sides = [side for side in node.all_input_nodes if _comes_from(side, walk.operands)]
+            if len(sides) > 1 or sides == node.all_input_nodes:
+                return node
+        todo += node.all_input_nodes
+    return None
+
+
+def _comes_from(node: Node, operands: Container[Node]) -> bool:
+    """Whether `node` is one of the operands, laid out otherwise or changed element by element."""
+    todo, known = [node], set()
+    while todo:
+        current = todo.pop()
+        if current in operands:
+            return True
+        if current not in known and current.op.startswith("call_") and op_name(current) in LAYOUT | ELEMENTWISE:
+            todo += current.all_input_nodes
+        known.add(current)
+    return False
+
+
 def _region(scope: Scope, softmax: Node, output: Node, walk: Walk, position: dict[Node, int]) -> Region | Unread:
     def refused(reason: str, node: Node) -> Unread:
         return Unread(scope, softmax, Refusal(reason, node))
@@ -236,7 +269,9 @@ def _region(scope: Scope, softmax: Node, output: Node, walk: Walk, position: dic
     returned = next((n for n in leaves if n in walk.beside & _reached_from(seen, output)), None) if seen else None
     if returned is not None:
         # Computed once more, a score is another number by a rounding, and a comparison with its like turns over.
-        return refused("the scores are compared or joined with what is computed from them", returned)
+        return refused(_RETURNED, returned)
+    if (again := _computed_again(walk, position)) is not None:
+        return refused(_RETURNED, again)
     return Region(
         scope, softmax, output, nodes, leaves, frozenset(walk.operands),
         used[0] if used else None, dropped_used[0] if dropped_used else None,

@@ -1,0 +1,151 @@
+"""Where a function has an edge, a jump or no number: of the scores and of a bias, its gradient is autograd's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attn_fuse.report import collecting
+from tests.harness import assert_fused, check, compiled, tensors
+
+POINTS = torch.tensor([-300.0, -100, -6, -3, -2, -1, -0.5, 0, 0, 0.5, 1, 2, 3, 6, 20, 100, 300])
+N = len(POINTS)
+
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "clamp(min=0)": lambda x: x.clamp(min=0),
+    "clamp(max=1)": lambda x: x.clamp(max=1),
+    "clamp(-1, 1)": lambda x: x.clamp(-1, 1),
+    "clamp(3, -3)": lambda x: x.clamp(3, -3),
+    "clamp_min of tensors": lambda x: torch.clamp_min(x, torch.full((N,), 0.5)),
+    "maximum": lambda x: torch.maximum(x, torch.ones(N)),
+    "minimum": lambda x: torch.minimum(torch.zeros(()), x),
+    "max of two": lambda x: torch.max(x, -x),
+    "threshold": lambda x: F.threshold(x, 1.0, -2.0),
+    "square root of what is not negative": lambda x: torch.sqrt(x.relu() + 1),
+    "xlogy": lambda x: torch.xlogy(x, torch.tensor(2.0)),
+    "atan2": lambda x: torch.atan2(x, torch.zeros(())),
+    "a choice": lambda x: torch.where(x > 0, x, torch.expm1(x.clamp(max=0))),
+    **{
+        name: getattr(F, name)
+        for name in (
+            "relu relu6 hardtanh hardsigmoid hardswish leaky_relu elu celu selu softshrink hardshrink tanhshrink "
+            "gelu silu softplus mish logsigmoid softsign"
+        ).split()
+    },
+    **{name: getattr(torch, name) for name in "abs sign sinc tanh sigmoid atan erf asinh".split()},
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_edges(name: str) -> None:
+    """The scores, and the bias, are the points themselves."""
+    function = FUNCTIONS[name]
+
+    def program(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        of_scores = (0.01 * function(q @ k.mT)).softmax(-1) @ v
+        of_bias = (q @ k.mT * 0.001 + 0.01 * function(bias)).softmax(-1) @ v
+        return torch.stack([of_scores, of_bias])
+
+    values = [torch.ones(1, 1, N, 1), POINTS.view(1, 1, N, 1), torch.randn(1, 1, N, 4), POINTS.expand(N, N)]
+    results = []
+    for by in (program, compiled(program, kernels=["chunked"], check=False)):
+        args = [x.clone().requires_grad_() for x in values]
+        out = by(*args)
+        results.append([out, *torch.autograd.grad((out * torch.linspace(0.5, 1.5, 4)).sum(), args)])
+    for wanted, found in zip(*results, strict=True):
+        torch.testing.assert_close(
+            torch.where(wanted.isnan(), wanted, found), wanted, atol=1e-4, rtol=1e-4, equal_nan=True
+        )
+
+
+def test_a_shift_that_stops_the_gradient_of_the_largest() -> None:
+    """Each row has its largest score exactly at the bound."""
+
+    def minimum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        s = q @ k.mT
+        return torch.minimum(s - s.amax(-1, keepdim=True).detach(), torch.zeros(())).softmax(-1) @ v
+
+    def clamped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        s = q @ k.mT
+        return (s - s.amax(-1, keepdim=True).detach()).clamp(max=0).softmax(-1) @ v
+
+    def hardtanh(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        s = q @ k.mT
+        return F.hardtanh(s - s.amax(-1, keepdim=True).detach(), -1000.0, 0.0).softmax(-1) @ v
+
+    for program in (minimum, hardtanh):
+        check(program, *tensors(2, 3, 9, 16), check=False)
+    assert_fused(clamped, *tensors(2, 3, 9, 16), check=False)
+
+
+def threshold_of_another_product(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with torch.no_grad():
+        least = ((q * 0.3) @ k.mT).topk(3, -1).values[..., -1:]
+    s = (q * 0.3) @ k.mT
+    return s.masked_fill(s < least, -torch.inf).softmax(-1) @ v
+
+
+def largest_of_another_product(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    s, largest = (q * 0.3) @ k.mT, torch.einsum("bhid,bhjd->bhij", q * 0.3, k).amax(-1, keepdim=True)
+    return torch.where(s >= largest - 1e-3, 5.0, s).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("program", [threshold_of_another_product, largest_of_another_product])
+def test_scores_held_against_an_equal_product(program: Callable[..., Tensor]) -> None:
+    q, k, v = tensors(2, 3, 40, 64)
+    with collecting() as graphs, torch.no_grad():
+        torch.testing.assert_close(compiled(program, check=False)(q, k, v), program(q, k, v))
+    reasons = [site.blocker.reason for graph in graphs for site in graph.sites]
+    assert reasons == ["the scores are compared or joined with what is computed from them"]
+
+
+WIDE: dict[str, Callable[..., Tensor]] = {
+    "a bias of 1e8": lambda s, keep: s + torch.linspace(0, 3, 9, dtype=torch.float64) + 1e8,
+    "a fill of -1e300": lambda s, keep: s.double().masked_fill(~keep, -1e300),
+    "the lowest number added": lambda s, keep: s.double() + (~keep).double() * torch.finfo(torch.float64).min,
+    "a bias of -1e300": lambda s, keep: s.double() + (~keep).double() * -1e300,
+}
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_scores_in_float64_between_narrower_products(name: str) -> None:
+    def program(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+        return WIDE[name](q @ k.mT, keep).softmax(-1).float() @ v
+
+    keep = torch.rand(2, 1, 1, 9) > 0.5
+    keep[0] = False
+    q, k, v = tensors(2, 3, 9, 16)
+    run = compiled(program, check=False)
+    with torch.no_grad():
+        torch.testing.assert_close(run(q, k, v, keep), program(q, k, v, keep), atol=1e-5, rtol=1e-5)
+
+
+LIBRARY = torch.library.Library("attn_fuse_edges", "DEF")
+for _name in ("dropout(Tensor x, float p) -> Tensor", "detach(Tensor x) -> Tensor", "softmax(Tensor x) -> Tensor"):
+    LIBRARY.define(_name)
+for _key in ("CPU", "Meta"):
+    LIBRARY.impl("dropout", lambda x, p: x * (1 - p), _key)
+    LIBRARY.impl("detach", lambda x: x * 2, _key)
+    LIBRARY.impl("softmax", lambda x: x.sigmoid(), _key)
+
+
+@pytest.mark.parametrize("name", ["dropout", "detach", "softmax"])
+def test_an_operator_named_as_one_of_torch_is_another(name: str) -> None:
+    own = getattr(torch.ops.attn_fuse_edges, name)
+
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        s = q @ k.mT * 0.25
+        weights = {
+            "dropout": lambda: own(s.softmax(-1), 0.5),
+            "detach": lambda: own(s).softmax(-1),
+            "softmax": lambda: own(s),
+        }[name]()
+        return weights @ v
+
+    q, k, v = tensors(2, 3, 9, 16)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(program, check=False)(q, k, v), program(q, k, v))
