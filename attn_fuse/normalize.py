@@ -166,7 +166,7 @@ def _fresh(leaf: Node) -> Any:
 
 
 @functools.cache
-def _decompositions(trains: bool) -> dict[Any, Any]:
+def _decompositions(trains: bool = False) -> dict[Any, Any]:
     # What make_fx does not take apart by itself and the lift does not read as it is.
     aten = torch.ops.aten
     taken_apart = decompositions(

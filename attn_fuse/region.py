@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Container, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch.fx import Node
 
@@ -193,7 +195,9 @@ def _site(scope: Scope, anchor: Node, output: Node, position: dict[Node, int]) -
             walks.append(Walk(anchor, scope.modes, only=product))
             walks[-1].from_output(output)
     tried = [other for walk in walks for other in _ways(walk, output)]
-    return Site(anchor, tuple(_region(scope, anchor, output, w, position) for w in tried), unsure)
+    several = walk.scores if len(walk.scores) > 1 else ()
+    apart = {one for one in several if not any(_may_equal(one, other) for other in several if other is not one)}
+    return Site(anchor, tuple(_region(scope, anchor, output, w, position, apart) for w in tried), unsure)
 
 
 def _ways(walk: Walk, output: Node) -> Iterator[Walk]:
@@ -208,10 +212,13 @@ def _ways(walk: Walk, output: Node) -> Iterator[Walk]:
 _RETURNED = "the scores are compared or joined with what is computed from them"
 
 
-def _computed_again(walk: Walk, position: Mapping[Node, int]) -> Node | None:
-    """Another product of query and key, of which something beside the scores is made."""
+def _computed_again(walk: Walk, position: Mapping[Node, int], apart: AbstractSet[Node]) -> Node | None:
+    """Another product of query and key, of which something beside the scores is made.
+
+    apart: products that are other parts of the scores.
+    """
     first = min((position[node] for node in walk.operands if node in position), default=0)
-    todo, known = list(walk.leaves & walk.beside), set(walk.operands)
+    todo, known = list(walk.leaves & walk.beside), set(walk.operands) | apart
     while todo:
         node = todo.pop()
         if node in known or node.op == "placeholder" or position.get(node, first) < first:
@@ -238,7 +245,31 @@ def _comes_from(node: Node, operands: Container[Node]) -> bool:
     return False
 
 
-def _region(scope: Scope, softmax: Node, output: Node, walk: Walk, position: dict[Node, int]) -> Region | Unread:
+def _may_equal(a: Node, b: Node) -> bool:
+    """Whether two products may be one and the same: written alike, or otherwise and of the same shape."""
+    if a.target == b.target:
+        return _alike(a, b)
+    return str(getattr(value_of(a), "shape", None)) == str(getattr(value_of(b), "shape", None))
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Whether both are the same operations on the same tensors, from these back to what is not layout or point-wise."""
+    if isinstance(a, Node) and isinstance(b, Node) and a is not b:
+        within = a.op.startswith("call_") and op_name(a) in PRODUCTS | LAYOUT | ELEMENTWISE
+        return within and a.target == b.target and _alike(a.args, b.args) and _alike(a.kwargs, b.kwargs)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(_alike, a, b))
+    return a is b or (type(a) is type(b) and not isinstance(a, Node) and bool(a == b))
+
+
+def _region(
+    scope: Scope,
+    softmax: Node,
+    output: Node,
+    walk: Walk,
+    position: dict[Node, int],
+    apart: AbstractSet[Node] = frozenset(),
+) -> Region | Unread:
     def refused(reason: str, node: Node) -> Unread:
         return Unread(scope, softmax, Refusal(reason, node))
 
@@ -270,7 +301,7 @@ def _region(scope: Scope, softmax: Node, output: Node, walk: Walk, position: dic
     if returned is not None:
         # Computed once more, a score is another number by a rounding, and a comparison with its like turns over.
         return refused(_RETURNED, returned)
-    if (again := _computed_again(walk, position)) is not None:
+    if (again := _computed_again(walk, position, apart)) is not None:
         return refused(_RETURNED, again)
     return Region(
         scope, softmax, output, nodes, leaves, frozenset(walk.operands),

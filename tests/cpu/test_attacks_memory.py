@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from attn_fuse import expand as expanding
+from attn_fuse import memory
 from attn_fuse.backend import attn_fuse as backend
 from attn_fuse.report import collecting
 
@@ -332,3 +333,29 @@ def test_a_call_that_cannot_be_written_out_is_left_whole(monkeypatch: pytest.Mon
             torch.testing.assert_close(other, one)
     assert [n for n in seen[0].graph.nodes if "multi_head_attention_forward" in str(n.target)]
     assert not [n for n in seen[0].graph.nodes if n.op == "call_function" and not n.users]
+
+
+def test_memory_that_a_call_brings_near_an_attention_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask is written by positions, and only a call that is written out later reads it."""
+    joined, x, last = (
+        nn.MultiheadAttention(8, 2, batch_first=True).eval(),
+        torch.randn(3, 6, 8),
+        torch.tensor([2, 5, 0]),
+    )
+
+    def program(x: Tensor, last: Tensor) -> Tensor:
+        seen = torch.zeros(3, 6)
+        seen[torch.arange(3), last] = 1
+        hidden = seen.flip(-1).cumsum(-1).flip(-1) == 0
+        return joined(x, x, x, key_padding_mask=hidden)[0]
+
+    def reasons() -> list[str | None]:
+        torch._dynamo.reset()
+        with collecting() as graphs, torch.no_grad():
+            run = torch.compile(program, backend=backend, options={"inner_backend": "eager", "pick": "fused"})
+            torch.testing.assert_close(run(x, last), program(x, last))
+        return [site.blocker and site.blocker.reason for graph in graphs for site in graph.sites]
+
+    assert reasons() == [None]
+    monkeypatch.setattr(memory, "CALLS", frozenset())
+    assert reasons() == ["memory that is written in place, and was near no attention before a call was written out"]
