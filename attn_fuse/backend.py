@@ -114,8 +114,11 @@ def _rewritten(
     """
     started = time.perf_counter()
     chosen, graph = chosen_kernels(), _copied(original)
-    left_written = {s.path: made for s in list(scopes(graph)) if (made := make_functional(s)) is not None}
-    expand(graph, {path for path, made in left_written.items() if not made.functional})
+    still = {s.path: found for s in list(scopes(graph)) if (found := make_functional(s)) is not None}
+    made = expand(graph, {path for path, found in still.items() if not found.functional})
+    for s in [s for s in scopes(graph) if s.path in made]:
+        if (found := make_functional(s, made[s.path])) is not None:
+            still[s.path] = found.and_also(still.get(s.path))
     rewriter = Rewriter(
         graph,
         inputs,
@@ -123,7 +126,7 @@ def _rewritten(
             pick, allowed=options.kernels if chosen is None else chosen, fuse_all=options.pick == "fused"
         ),
         may_rewrite=fuel.allows,
-        written=left_written,
+        written=still,
         left=left,
         constants=constants,
         stopwatch_of=functools.partial(_stopwatch, options) if options.pick == "measured" else None,

@@ -17,16 +17,15 @@ import torch
 from torch.fx import GraphModule, Node, map_arg
 from torch.utils import _pytree as pytree
 
-from attn_fuse.memory import with_gradient
+from attn_fuse.memory import may_write, with_gradient
 from attn_fuse.modes import Mode
-from attn_fuse.names import CALLS, DROPOUT, ELEMENTWISE, LAYOUT, SOFTMAX, op_name, tensors_of, value_of
+from attn_fuse.names import CALLS, DROPOUT, ELEMENTWISE, LAYOUT, SOFTMAX, op_name, storages, tensors_of, value_of
 from attn_fuse.report import log
 from attn_fuse.scopes import Scope, scopes
 from attn_fuse.torch_internals import (
     FakeTensor,
     FakeTensorMode,
     decompositions,
-    functionalized,
     functorch_levels_kept,
     innermost,
     make_fx,
@@ -36,11 +35,13 @@ from attn_fuse.torch_internals import (
 _OPENS, _CLOSES = "_vmap_increment_nesting", "_vmap_decrement_nesting"
 
 
-def expand(module: GraphModule, written: Container[str]) -> None:
+def expand(module: GraphModule, written: Container[str]) -> dict[str, set[int]]:
     """Write out, in place, the calls and vmaps of `module` and of its subgraphs. One that cannot be stays as it is.
 
-    written: the paths of the subgraphs that still write in place.
+    written: the paths of the subgraphs that still write in place. Gives, by the path of each subgraph in which it is
+    so, the memory that what was written out makes and writes into, as torch does into the masks of a call.
     """
+    made: dict[str, set[int]] = {}
     for scope in list(scopes(module)):
         if scope.path in written:
             continue
@@ -48,9 +49,12 @@ def expand(module: GraphModule, written: Container[str]) -> None:
             if not _is_plain(stretch, scope.modes):
                 continue
             try:
-                _write_out(scope.module, stretch, scope.modes[stretch[0]].grad)
+                memory = _write_out(scope.module, stretch, scope.modes[stretch[0]].grad)
+                if memory:
+                    made.setdefault(scope.path, set()).update(memory)
             except Exception:  # rule 5: what cannot be written out is only not looked into
                 log.debug("%s is not looked into", stretch[0].name, exc_info=True)
+    return made
 
 
 def _stretches(scope: Scope) -> Iterator[list[Node]]:
@@ -97,7 +101,8 @@ def _is_plain(stretch: Sequence[Node], modes: Mapping[Node, Mode]) -> bool:
     return True
 
 
-def _write_out(module: GraphModule, stretch: Sequence[Node], has_gradient: bool) -> None:
+def _write_out(module: GraphModule, stretch: Sequence[Node], has_gradient: bool) -> set[int]:
+    """Gives the memory that is made and written into."""
     inside = set(stretch)
     inputs = list(dict.fromkeys(a for node in stretch for a in node.all_input_nodes if a not in inside))
     results = [node for node in stretch if any(user not in inside for user in node.users)]
@@ -148,9 +153,11 @@ def _write_out(module: GraphModule, stretch: Sequence[Node], has_gradient: bool)
     for node in reversed(stretch):
         module.graph.erase_node(node)
     # Of several results not all are used, as the weights of nn.MultiheadAttention are often not.
+    written = {storage for n in env.values() for source in may_write(n) for storage in storages(source)}
     for node in reversed([n for n in env.values() if n not in inputs]):
-        if not node.users:
+        if not node.users and not may_write(node):
             module.graph.erase_node(node)
+    return written
 
 
 def _described(made: Node, value: Any, has_gradient: bool) -> Any:
@@ -171,20 +178,9 @@ def _traced(run: Any, values: Sequence[Any], mode: FakeTensorMode, pre_dispatch:
             else v
             for v in values
         ]
-        table = decompositions([torch.ops.aten.baddbmm])
-        traced = make_fx(run, table, pre_dispatch=pre_dispatch)(*fresh)
-        if _writes(traced):
-            # torch itself writes into what it makes, as into the mask of multi_head_attention_forward.
-            traced = make_fx(functionalized(run, pre_dispatch), table, pre_dispatch=pre_dispatch)(*fresh)
+        traced = make_fx(run, decompositions([torch.ops.aten.baddbmm]), pre_dispatch=pre_dispatch)(*fresh)
     traced.graph.eliminate_dead_code()
-    if _writes(traced):
-        raise TypeError("it writes in place")
     return traced
-
-
-def _writes(traced: GraphModule) -> bool:
-    """Whether an operation in `traced` declares that it writes."""
-    return any(isinstance(n.target, torch._ops.OpOverload) and n.target._schema.is_mutable for n in traced.graph.nodes)
 
 
 def _attribute(module: GraphModule, traced: GraphModule, node: Node) -> Node:

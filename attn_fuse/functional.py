@@ -12,7 +12,7 @@ that requires a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,10 +48,14 @@ aten = torch.ops.aten
 _ORIGIN = "attn_fuse_origin"
 
 
-def make_functional(scope: Scope) -> StillWritten | None:
-    """Take the writes out of the graph of `scope`, or leave the graph as it was. Subgraphs are not looked into."""
+def make_functional(scope: Scope, only: Set[int] | None = None) -> StillWritten | None:
+    """Take the writes out of the graph of `scope`, or leave the graph as it was. Subgraphs are not looked into.
+
+    only: of what is written, the memory that is to be made values; all of it unless given.
+    """
     module = scope.module
     every = written_memory(module.graph)
+    every = every if only is None else every & only
     written = relevant(module.graph, every)
     rest = _beside(every - written)
     if not written:

@@ -37,11 +37,11 @@ def written_memory(graph: Graph) -> set[int]:
     found = set()
     for node in graph.nodes:
         found |= {storage_of(t) for t in tensors_of(value_of(node)) if innermost(t)._version > 0}
-        found |= {storage for source in _may_write(node) for storage in storages(source)}
+        found |= {storage for source in may_write(node) for storage in storages(source)}
     return found
 
 
-def _may_write(node: Node) -> list[Node]:
+def may_write(node: Node) -> list[Node]:
     """What `node` writes into by its schema, and where it has none, all it is given, if its name or its use says so."""
     target: Any = node.target
     if node.op != "call_function":
@@ -159,7 +159,7 @@ class Memory:
         # What gives a number, as a size or `.item()`, writes nothing.
         gives_number = isinstance(value_of(node), (bool, int, float, torch.SymInt, torch.SymFloat, torch.SymBool))
         writes = self._run(node, sources) if sources and not gives_number else set()
-        if not writes and any(storages(source) & self._written for source in _may_write(node)):
+        if not writes and any(storages(source) & self._written for source in may_write(node)):
             raise NotFunctional(f"{op_name(node)} writes, and torch does not count it", node)
         aliases = {s for source in sources if source in self.inside or is_tensor(source) for s in storages(source)}
         if writes or own & aliases:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.fx import GraphModule, Node
 
@@ -39,6 +39,9 @@ class StillWritten:
     refusal: Refusal
     memory: frozenset[int]
     functional: bool = False
+
+    def and_also(self, other: StillWritten | None) -> StillWritten:
+        return self if other is None else replace(self, memory=self.memory | other.memory)
 
     def holds(self, nodes: Iterable[Node]) -> bool:
         """Whether any of `nodes` lives in it."""
