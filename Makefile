@@ -2,7 +2,8 @@
 PYTHON ?=
 python := .venv/bin/python
 PYTEST := $(python) -m pytest
-BESIDE := tests/triton tests/cpu/test_fuzz.py tests/cpu/test_grid.py tests/cpu/test_attacks_memory.py
+BESIDE := tests/triton tests/cpu/test_fuzz.py tests/cpu/test_grid.py tests/cpu/test_attacks_memory.py \
+	tests/cpu/test_attacks_sites.py tests/cpu/test_common_part.py
 QUICK := -m "not slow and not gpu and not fuzz and not models"
 
 .PHONY: help demo test slow fuzz test-models test-gpu gpu lint types bench recall recall-published evidence regret clean

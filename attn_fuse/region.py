@@ -224,6 +224,8 @@ def _computed_again(walk: Walk, position: Mapping[Node, int], apart: AbstractSet
         if node in known or node.op == "placeholder" or position.get(node, first) < first:
             continue
         known.add(node)
+        if node.op.startswith("call_") and op_name(node) in IN_THE_SHAPE_OF | SIZE_QUERIES:
+            continue
         if node.op.startswith("call_") and op_name(node) in PRODUCTS:
             sides = [side for side in node.all_input_nodes if _comes_from(side, walk.operands)]
             if len(sides) > 1 or sides == node.all_input_nodes:

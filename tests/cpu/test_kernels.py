@@ -36,7 +36,7 @@ class TestEveryReasonOfCpuFlash:
         self.declined(dropped, reason="torch has no fused attention with dropout on CPU")
 
     def test_a_bias_with_a_gradient(self) -> None:
-        bias = self.bias.clone().requires_grad_()
+        bias = torch.nn.Parameter(self.bias.clone())
 
         def biased(q, k, v):
             return (q @ k.mT + bias).softmax(-1) @ v
