@@ -371,3 +371,14 @@ def without_inductor_attention() -> Iterator[None]:
             yield
     finally:
         passes[:] = originals
+
+
+def _clamp_passes_at_its_edge() -> bool:
+    """Whether `clamp` has a gradient where its input equals the bound: up to torch 2.14, and no longer in 2.15."""
+    with torch.inference_mode(False), torch.enable_grad():
+        x = torch.zeros(1, requires_grad=True)
+        (gradient,) = torch.autograd.grad(x.clamp(min=0).sum(), x)
+    return bool(gradient.item())
+
+
+CLAMP_PASSES_AT_ITS_EDGE = _clamp_passes_at_its_edge()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from attn_fuse.kernels.score_program import Block, Memo, Tree, as_tensors, nodes
+from attn_fuse.torch_internals import CLAMP_PASSES_AT_ITS_EDGE
 
 # (gradient, result, operands...) -> gradient of the operand. Where there is none, as of floor, no name.
 Rule = Callable[..., Tensor]
@@ -62,9 +63,15 @@ _BINARY: Mapping[str, tuple[Rule | None, Rule | None]] = {
     "sub": (lambda g, y, a, b: g, lambda g, y, a, b: -g),
     "mul": (lambda g, y, a, b: g * b, lambda g, y, a, b: g * a),
     "div": (lambda g, y, a, b: g / b, lambda g, y, a, b: -g * y / b),
-    # As of a clamp: where both are equal all of it goes to the first. `operations` writes torch's maximum out of these.
-    "maximum": (lambda g, y, a, b: torch.where(a >= b, g, 0.0), lambda g, y, a, b: torch.where(b > a, g, 0.0)),
-    "minimum": (lambda g, y, a, b: torch.where(a <= b, g, 0.0), lambda g, y, a, b: torch.where(b < a, g, 0.0)),
+    # As of a clamp: where both are equal one has all of it. `operations` writes torch's maximum out of these.
+    "maximum": (
+        lambda g, y, a, b: torch.where(_leads(a, b), g, 0.0),
+        lambda g, y, a, b: torch.where(_leads(a, b), 0.0, g),
+    ),
+    "minimum": (
+        lambda g, y, a, b: torch.where(_leads(b, a), g, 0.0),
+        lambda g, y, a, b: torch.where(_leads(b, a), 0.0, g),
+    ),
     "pow": (
         lambda g, y, a, b: torch.where(b == 0, 0.0, g * b * a.pow(b - 1)),
         lambda g, y, a, b: torch.where((a == 0) & (b >= 0), 0.0, g * y * a.to(y.dtype).log()),
@@ -151,6 +158,11 @@ def _value(node: Tree, numbers: Sequence[int], memo: Memo) -> object:
     if known is not None:
         return known
     return node[1] if node[0] == "const" else int(numbers[node[1]])
+
+
+def _leads(greater: Tensor, other: Tensor) -> Tensor:
+    """Whether the gradient is the first operand's: torch 2.15 has made a clamp's edge belong to its bound."""
+    return greater >= other if CLAMP_PASSES_AT_ITS_EDGE else greater > other
 
 
 def _per_square(a: Tensor, b: Tensor) -> Tensor:

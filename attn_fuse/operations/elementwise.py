@@ -223,10 +223,10 @@ def _elu(call: Operation) -> Tensor:
 
     def at(index: Indices) -> Expr:
         element = x(index)
-        low = al.mul(ex.Const(inner), al.binary("minimum", element, ex.Const(0.0)))
+        positive = al.compare("gt", element, ex.Const(0.0), call.space)
+        low = al.mul(ex.Const(inner), al.select(positive, ex.Const(0.0), element))
         below = al.mul(ex.Const(alpha * scale), al.unary("expm1", low))
-        above = al.compare("gt", element, ex.Const(0.0), call.space)
-        return al.select(above, al.mul(ex.Const(scale), element), below)
+        return al.select(positive, al.mul(ex.Const(scale), element), below)
 
     return call.tensor(at)
 

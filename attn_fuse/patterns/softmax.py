@@ -21,6 +21,7 @@ from attn_fuse.expression import Add, Binary, Cast, Const, Contract, Div, Expr, 
 from attn_fuse.patterns.layer import dtype_of
 from attn_fuse.patterns.masks import LEAST_ORDINARY_SCORE
 from attn_fuse.space import Space
+from attn_fuse.torch_internals import CLAMP_PASSES_AT_ITS_EDGE
 
 _NOT_NORMALISED = Refusal("the weights are not normalised by their own sum over the keys")
 _MIXED = Refusal("the product after the softmax sums over another axis: the weights are mixed, or are none")
@@ -215,7 +216,8 @@ def _without_shift(
             if len(shift) == 1 and _is_maximum_of(shift[0], rest, key):
                 return rest, shift
             return body, ()
-        case Binary("minimum", inner, Const(bound)) if bound >= 0:
+        # At 0 is the largest score of every row.
+        case Binary("minimum", inner, Const(bound)) if bound > 0 or (bound == 0 and CLAMP_PASSES_AT_ITS_EDGE):
             rest, shift = _without_shift(inner, key, hidden, scale)
             if len(shift) == 1 and _is_maximum_of(shift[0], rest, key):
                 return rest, shift

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attn_fuse.report import collecting
+from attn_fuse.torch_internals import CLAMP_PASSES_AT_ITS_EDGE
 from tests.harness import assert_fused, check, compiled, tensors
 
 POINTS = torch.tensor([-300.0, -100, -6, -3, -2, -1, -0.5, 0, 0, 0.5, 1, 2, 3, 6, 20, 100, 300])
@@ -79,7 +80,8 @@ def test_a_shift_that_stops_the_gradient_of_the_largest() -> None:
 
     for program in (minimum, hardtanh):
         check(program, *tensors(2, 3, 9, 16), check=False)
-    assert_fused(clamped, *tensors(2, 3, 9, 16), check=False)
+    # Since torch 2.15 a clamp stops the gradient at its edge, too.
+    (assert_fused if CLAMP_PASSES_AT_ITS_EDGE else check)(clamped, *tensors(2, 3, 9, 16), check=False)
 
 
 def threshold_of_another_product(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
