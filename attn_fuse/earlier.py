@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from attn_fuse.names import LAYOUT, op_name, tensors_of, value_of
+from attn_fuse.names import LAYOUT, op_name, requires_grad, value_of
 
 
 def earlier(graph: Graph, before: Node, target: Any, args: tuple[Any, ...]) -> Node | None:
@@ -25,7 +25,7 @@ def earlier(graph: Graph, before: Node, target: Any, args: tuple[Any, ...]) -> N
 def _has_gradient(args: tuple[Any, ...]) -> bool:
     found: list[Node] = []
     torch.fx.map_arg(args, found.append)
-    return any(tensor.requires_grad for node in found for tensor in tensors_of(value_of(node)))
+    return any(map(requires_grad, found))
 
 
 def _same(a: Any, b: Any) -> bool:

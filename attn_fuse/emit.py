@@ -48,7 +48,7 @@ def emit(
 
 
 def _as_kernels_may_read(call: Call, region: Region) -> None:
-    """What of the leaves the call reads otherwise than as they are.
+    """Detach or copy what the call may not read as it is.
 
     A kernel gives a gradient to all that it reads: what the program takes none of is detached. And it keeps for its
     backward what it reads, where the program may have kept something else: what is written into later is copied.

@@ -19,7 +19,18 @@ from torch.utils import _pytree as pytree
 
 from attn_fuse.memory import may_write, with_gradient
 from attn_fuse.modes import Mode
-from attn_fuse.names import CALLS, DROPOUT, ELEMENTWISE, LAYOUT, SOFTMAX, op_name, storages, tensors_of, value_of
+from attn_fuse.names import (
+    CALLS,
+    DROPOUT,
+    ELEMENTWISE,
+    LAYOUT,
+    SOFTMAX,
+    op_name,
+    requires_grad,
+    storages,
+    tensors_of,
+    value_of,
+)
 from attn_fuse.report import log
 from attn_fuse.scopes import Scope, scopes
 from attn_fuse.torch_internals import (
@@ -162,11 +173,7 @@ def _write_out(module: GraphModule, stretch: Sequence[Node], has_gradient: bool)
 
 def _described(made: Node, value: Any, has_gradient: bool) -> Any:
     """The value of `made`, which was traced without gradients, as it is where the program runs."""
-    wants = (
-        has_gradient
-        and op_name(made) != "detach"
-        and any(tensor.requires_grad for source in made.all_input_nodes for tensor in tensors_of(value_of(source)))
-    )
+    wants = has_gradient and op_name(made) != "detach" and any(map(requires_grad, made.all_input_nodes))
     return pytree.tree_map_only(torch.Tensor, with_gradient, value) if wants else value
 
 

@@ -17,7 +17,7 @@ import torch.fx.traceback
 from torch.fx import GraphModule, Node, map_arg
 
 from attn_fuse.modes import autocast_of
-from attn_fuse.names import DROPOUT, FUSED, op_name, tensors_of, value_of
+from attn_fuse.names import DROPOUT, FUSED, op_name, requires_grad, value_of
 from attn_fuse.region import Region
 from attn_fuse.torch_internals import FakeTensorMode, decompositions, functionalized, make_fx, on_fake_tensors
 
@@ -63,7 +63,7 @@ class NotNormal(Exception):
 def normalize(region: Region) -> Normal:
     """The region's normal form. Raises NotNormal; what torch raises on the region's own operations passes through."""
     mode = _fake_mode(region)
-    trains = region.mode.grad and any(t.requires_grad for leaf in region.leaves for t in tensors_of(value_of(leaf)))
+    trains = region.mode.grad and any(map(requires_grad, region.leaves))
     probabilities: list[float | Node] = []
     by_name = {node.name: node for node in region.nodes}
 

@@ -33,7 +33,7 @@ class Scope:
 class StillWritten:
     """Memory that a graph still writes in place, by its storages. What reads or makes of it is refused.
 
-    functional: whether this was not asked to be made functional, since it was near no attention.
+    functional: whether all other memory is made values; this was near no attention, and was not asked to be.
     """
 
     refusal: Refusal
@@ -41,6 +41,7 @@ class StillWritten:
     functional: bool = False
 
     def and_also(self, other: StillWritten | None) -> StillWritten:
+        """This memory and that of `other`, refused for this reason."""
         return self if other is None else replace(self, memory=self.memory | other.memory)
 
     def holds(self, nodes: Iterable[Node]) -> bool:

@@ -27,7 +27,7 @@ from attn_fuse.names import (
     SCATTERS,
     SOFTMAX,
     op_name,
-    tensors_of,
+    requires_grad,
     value_of,
 )  # fmt: skip
 
@@ -164,7 +164,7 @@ class Walk:
         """Whether `node` gives no gradient to what it reads, though the output would if `node` was part of it."""
         if not self._gradients or self.modes[node].grad:
             return False
-        return any(tensor.requires_grad for n in node.all_input_nodes for tensor in tensors_of(value_of(n)))
+        return any(map(requires_grad, node.all_input_nodes))
 
     def _is_behind_softmax(self, node: Node) -> bool:
         if node not in self._behind:

@@ -46,9 +46,9 @@ def attend(
 
     Gives out [B, H, Lq, Dv] in query's dtype, and for each query the greatest score and the sum of exp(score - that),
     the sink among them, [B, H, Lq] in the compute dtype. A query whose scores are all -inf gives 0, with maximum -inf
-    (unless there is a sink) and sum 0; NaN and +inf come out as NaN. The last two are
-    `centre_of` the values and how much an output has of it, [B, H, Lq], where `centred` is set; out is then what the
-    attention gives over values less the centre.
+    (unless there is a sink) and sum 0; NaN and +inf come out as NaN. Where `centred` is
+    set, the last two are `centre_of` the values and each output's share of it, [B, H, Lq], and out is what the
+    attention gives over values less the centre; else they are empty.
 
     Raises ValueError for shapes, dtypes or a program that do not fit.
     """
@@ -72,7 +72,7 @@ def attend(
 
 
 def _attend_rows(plan: Plan, part: Part, start: int, stop: int) -> tuple[Tensor, ...]:
-    """Of queries [start, stop) of the part: out, the maximum, the sum, and if need be the shares."""
+    """Of queries [start, stop) of the part: out, the maximum, the sum, and where there are any the shares."""
     query = plan.rows_of(plan.query, part, start, stop)
     whole = plan.block(part, (start, stop), (0, 1))
     row_max = torch.full((*whole.shape[:3], 1), -torch.inf, dtype=plan.dtype, device=whole.device)

@@ -163,7 +163,7 @@ def _clamp(call: Operation) -> Tensor:
 def _greater(name: str) -> Callable[[Operation], Tensor]:
     """torch's own `maximum` or `minimum`: where both are equal, each has half of the gradient.
 
-    `Binary` gives all of it to its first operand, as a clamp does.
+    `Binary` gives all of it to one of them, as a clamp does.
     """
     plain = _of_two(name)
 
