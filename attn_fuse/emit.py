@@ -12,7 +12,7 @@ from attn_fuse.facts import Facts
 from attn_fuse.kept import kept
 from attn_fuse.kernels.kernel import Kernel
 from attn_fuse.modes import uncast
-from attn_fuse.names import CASTS, LAYOUT, op_name
+from attn_fuse.names import CASTS, LAYOUT, op_name, storages
 from attn_fuse.region import Region
 from attn_fuse.torch_internals import FakeTensorMode
 
@@ -41,6 +41,7 @@ def emit(
     call.tidy(keep=result)
     if region.mode.grad:
         _as_kernels_may_read(call, region)
+        result = _as_the_program_may_write(call, region, result)
     for node in reversed(region.nodes):
         if not node.users:
             graph.erase_node(node)
@@ -55,7 +56,7 @@ def _as_kernels_may_read(call: Call, region: Region) -> None:
     """
     made = dict.fromkeys(node for node in call.made if node.users)
     read = dict.fromkeys(source for node in made for source in node.all_input_nodes if source not in made)
-    keeps = call.facts.training or call.facts.bias_needs_grad
+    keeps = _has_backward(call)
     for source in read:
         other = source
         with source.graph.inserting_before(next(iter(made))):
@@ -65,6 +66,26 @@ def _as_kernels_may_read(call: Call, region: Region) -> None:
                 other = call.node(kept, other)
         for node in made if other is not source else ():
             node.replace_input_with(source, other)
+
+
+def _as_the_program_may_write(call: Call, region: Region, result: Node) -> Node:
+    """`result`, or a copy of it where the graph hands its memory out.
+
+    A kernel keeps its output for its backward, where the product that was written keeps none: whoever gets it may write
+    into it. Torch sees that write in some graphs and raises; in some of Inductor's it does not (torch 2.13).
+    """
+    returned = {storage for node in result.graph.output_node().all_input_nodes for storage in storages(node)}
+    # What was computed from the output as it was written has been recorded with the memory that it had.
+    if not _has_backward(call) or returned.isdisjoint(storages(result) | storages(region.output)):
+        return result
+    with result.graph.inserting_after(result):
+        copy = call.node(kept, result)
+    result.replace_all_uses_with(copy, lambda user: user is not copy)
+    return copy
+
+
+def _has_backward(call: Call) -> bool:
+    return call.facts.training or call.facts.bias_needs_grad
 
 
 def _is_written_later(node: Node) -> bool:

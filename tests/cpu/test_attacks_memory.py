@@ -359,3 +359,38 @@ def test_memory_that_a_call_brings_near_an_attention_is_not_read(monkeypatch: py
     assert reasons() == [None]
     monkeypatch.setattr(memory, "CALLS", frozenset())
     assert reasons() == ["memory that is written in place, and was near no attention before a call was written out"]
+
+
+def one_head_less(out: Tensor) -> Tensor:
+    return out[:, 1:]
+
+
+def one_tensor(out: Tensor) -> Tensor:
+    return out.transpose(1, 2).contiguous().transpose(1, 2).detach()
+
+
+@pytest.mark.parametrize(
+    "given", (Tensor.contiguous, one_head_less, Tensor.unbind, one_tensor), ids=lambda f: f.__name__
+)
+@pytest.mark.parametrize("kernel", ("cpu_flash", "chunked"))
+@pytest.mark.parametrize(("inner", "batch"), (("eager", 2), ("inductor", 1)))
+def test_what_is_given_out_may_be_written(given: Callable[..., Any], kernel: str, inner: str, batch: int) -> None:
+    """A product keeps no output for its backward, a kernel does: whoever gets the output may write into it."""
+
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        out = attend(q @ k.mT * 0.3, v)
+        return given(out), out.sum()
+
+    def gradients(by: Callable[..., Any]) -> tuple[Tensor, ...]:
+        operands = [torch.randn(batch, 2, 9, 4, generator=torch.Generator().manual_seed(n)) for n in range(3)]
+        out, total = by(*(x.requires_grad_() for x in operands))
+        with torch.no_grad():
+            for part in [out] if isinstance(out, Tensor) else out:
+                part.detach().fill_(3.0)
+        return torch.autograd.grad(total, operands)
+
+    with collecting() as graphs:
+        run = torch.compile(program, backend=backend, options={"inner_backend": inner, "kernels": kernel})
+        found = gradients(run)
+    assert [site.kernel for graph in graphs for site in graph.sites] == [kernel]
+    torch.testing.assert_close(found, gradients(program), rtol=1e-4, atol=1e-5)
