@@ -328,6 +328,10 @@ def _as_it_lay(graph: Graph, node: Node, memory: Node, base: Node) -> Node:
     offset = like.storage_offset() - (0 if memory is base else whole.storage_offset())
     if not isinstance(offset, int):
         raise TypeError(f"{node.name} is returned as a view from an unknown position")
+    if requiring(memory) and not like.requires_grad:
+        detached = graph.call_method("detach", (memory,))
+        detached.meta = dict(node.meta)
+        memory = detached
     made = graph.call_function(torch.as_strided, (memory, lies[: like.dim()], lies[like.dim() :], offset))
     made.meta = dict(node.meta)
     return made

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -75,29 +76,29 @@ def _writes_unseen(node: Node) -> bool:
 
 
 def relevant(graph: Graph, written: set[int]) -> set[int]:
-    """Those of `written` that an attention may read or make: what leads behind a softmax, or is written from there."""
+    """Those of `written` that an attention may read or make: what leads behind a softmax, or into such memory."""
     if not written:
         return written
+    touching: dict[int, list[Node]] = defaultdict(list)
     near: set[Node] = set()
     for node in graph.nodes:
+        if node.op == "output":
+            continue
+        for storage in set().union(*map(storages, (node, *node.all_input_nodes))) & written:
+            touching[storage].append(node)
         anchor = node.op.startswith("call_") and (op_name(node) in SOFTMAX | FUSED | CALLS or is_exponential(node))
-        if node.op != "output" and (anchor or any(source in near for source in node.all_input_nodes)):
+        if anchor or any(source in near for source in node.all_input_nodes):
             near.add(node)
-    for node in reversed(graph.nodes):
-        if node in near:
-            near.update(node.all_input_nodes)
-    found = {storage for node in near for storage in storages(node) & written}
-    while True:
-        more = {
-            storage
-            for node in graph.nodes
-            if node.op != "output" and any(storages(n) & found for n in (node, *node.all_input_nodes))
-            for source in node.all_input_nodes
-            for storage in storages(source) & written
-        }
-        if more <= found:
-            return found
-        found |= more
+    found: set[int] = set()
+    waiting = list(near)
+    while waiting:
+        node = waiting.pop()
+        new = storages(node) & written - found
+        found |= new
+        reached = {*node.all_input_nodes, *(other for storage in new for other in touching[storage])} - near
+        near |= reached
+        waiting += reached
+    return found
 
 
 class Memory:
@@ -204,10 +205,14 @@ class Memory:
         for node, storage_ids in self.writes.items():
             if storage_ids & wanting and not self.modes[node].grad:
                 raise NotFunctional("written without gradients, though a gradient is required", node)
+        detached: set[Node] = set()
         for node in self.inside:
-            cut = any(requiring(source) & storages(node) for source in node.all_input_nodes) and not requiring(node)
-            if cut and tensors_of(value_of(node)):
+            views = [source for source in node.all_input_nodes if storages(source) & storages(node)]
+            if node in self.writes and detached.intersection(node.all_input_nodes):
                 raise NotFunctional("written through an alias that is detached from its gradient", node)
+            cut = any(n in detached or (requiring(n) and not requiring(node)) for n in views)
+            if cut and tensors_of(value_of(node)):
+                detached.add(node)
 
 
 def requiring(node: Node) -> set[int]:

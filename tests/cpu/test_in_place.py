@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from attn_fuse.report import collecting
-from tests.harness import assert_fused, check, compiled, tensors
+from tests.harness import assert_fused, assert_refused, check, compiled, tensors
 
 B, H, S, D = 2, 3, 12, 8
 ROWS, COLUMNS = 3, 4
@@ -265,3 +265,81 @@ def bias_of_two_layers(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
 )
 def test_what_is_left_still_finds_it_written(program) -> None:
     check(program, *tensors(B, H, S, D), torch.tensor([[3] * 4 + [0] * 8, [2] * 3 + [0] * 9]), backward=False)
+
+
+def mask_of_ones(like: Tensor) -> Tensor:
+    return torch.ones_like(like).triu_(1).bool()
+
+
+def mask_by_slices(like: Tensor) -> Tensor:
+    mask = torch.zeros_like(like)
+    mask[:, 3:] = 1
+    mask[:3, 5:] = 0
+    return mask != 0
+
+
+def mask_of_buckets(like: Tensor) -> Tensor:
+    at = torch.arange(len(like))
+    apart = at - at[:, None]
+    buckets = torch.zeros_like(apart)
+    buckets += (apart > 0).long() * 4
+    return torch.linspace(-1, 1, 8)[buckets] > 0
+
+
+@pytest.mark.parametrize("mask", [mask_of_ones, mask_by_slices, mask_of_buckets])
+@pytest.mark.parametrize("filled", [torch.Tensor.masked_fill_, lambda s, m, value: s.add_(m * value)])
+def test_scores_written_with_a_mask_that_was_written(mask, filled) -> None:
+    """The mask lies in memory of its own, and what writes the scores is a statement."""
+
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = product(q, k)
+        filled(scores, mask(scores[0, 0]), -1e9)
+        return scores.softmax(-1) @ v
+
+    assert_fused(program, *tensors(B, H, S, D))
+
+
+def less_the_largest(scores: Tensor) -> object:
+    scores -= scores.detach().amax(-1, keepdim=True)
+    return None
+
+
+def looked_at(scores: Tensor) -> object:
+    spread = scores.detach()[:, 1:].std()
+    scores.masked_fill_(torch.arange(S) > 3, -1e9)
+    return spread
+
+
+def looked_at_before_and_after(scores: Tensor) -> object:
+    before = scores.detach()
+    scores.mul_(0.3)
+    return before, before.view(-1).sum(), scores.data.unbind(0)[0]
+
+
+@pytest.mark.parametrize("seen", [less_the_largest, looked_at, looked_at_before_and_after])
+def test_written_scores_read_without_a_gradient(seen) -> None:
+    def program(q: Tensor, k: Tensor, v: Tensor) -> tuple[object, Tensor]:
+        scores = product(q, k)
+        extra = seen(scores)
+        return extra, scores.softmax(-1) @ v
+
+    assert_fused(program, *tensors(B, H, S, D))
+
+
+def a_part(scores: Tensor) -> None:
+    scores.detach()[:, 1:].mul_(0.3)
+
+
+def one_of_several(scores: Tensor) -> None:
+    scores.data.unbind(0)[0].add_(1)
+
+
+@pytest.mark.parametrize("write", [a_part, one_of_several])
+def test_scores_written_without_a_gradient(write) -> None:
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = product(q, k)
+        scores.mul_(2)
+        write(scores)
+        return scores.softmax(-1) @ v
+
+    assert_refused(program, *tensors(B, H, S, D), reason="written through an alias that is detached from its gradient")
