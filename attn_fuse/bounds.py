@@ -33,6 +33,54 @@ def stays_within(
     return -limit < least and greatest < limit
 
 
+def infinities(x: Expr) -> frozenset[int]:
+    """The signs (1, -1) of the infinities that constants in `x` may make of its value: those of a mask, say."""
+    return _infinities(x, {})
+
+
+def _infinities(x: Expr, known: dict[Expr, frozenset[int]]) -> frozenset[int]:
+    if x not in known:
+        known[x] = _signs(x, known)
+    return known[x]
+
+
+def _signs(x: Expr, known: dict[Expr, frozenset[int]]) -> frozenset[int]:
+    match x:
+        case ex.Const(value):
+            return frozenset({1 if value > 0 else -1}) if math.isinf(value) else frozenset()
+        case ex.Unary(name, inner) if signs := _infinities(inner, known):
+            return _OF_INFINITY.get(name, lambda _: _BOTH)(signs)
+        case ex.Cast(_, inner):
+            return _infinities(inner, known)
+        case ex.Mul(a, b) if a == b and _infinities(a, known):
+            return frozenset({1})
+        case ex.Mul(a, b) | ex.Div(a, b):
+            # A factor that is read from memory is taken for a positive one.
+            signs = _infinities(a, known) | _infinities(b, known)
+            return _negated(signs) if any(isinstance(n, ex.Const) and n.value < 0 for n in (a, b)) else signs
+        case ex.Binary(name, a, b):
+            signs = _infinities(a, known) | _infinities(b, known)
+            bound = next((n.value for n in (a, b) if isinstance(n, ex.Const)), None)
+            stopped = {"maximum": -1, "minimum": 1}.get(name) if bound is not None and math.isfinite(bound) else None
+            return (signs - {stopped}) if name in ("maximum", "minimum") else _BOTH if signs else signs
+        case ex.Add(a, b) | ex.Select(_, a, b):
+            return _infinities(a, known) | _infinities(b, known)
+    return frozenset()
+
+
+def _negated(signs: frozenset[int]) -> frozenset[int]:
+    return frozenset(-sign for sign in signs)
+
+
+_BOTH = frozenset({1, -1})
+_OF_INFINITY: dict[str, Callable[[frozenset[int]], frozenset[int]]] = {
+    **dict.fromkeys(("detach", "floor", "ceil", "round", "trunc"), lambda signs: signs),
+    "neg": _negated,
+    "abs": lambda _: frozenset({1}),
+    # What has a limit on the one side, or on both.
+    **dict.fromkeys(("exp", "exp2", "expm1", "relu", "softplus", "silu", "gelu", "mish"), lambda signs: signs - {-1}),
+    **dict.fromkeys(("tanh", "sigmoid", "erf", "erfc", "atan", "sign"), lambda _: frozenset()),
+}
 _LEARNED = 100.0
 # Where int32 wraps around.
 _WRAPS = 2.0**31

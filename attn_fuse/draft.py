@@ -17,6 +17,7 @@ import torch
 from attn_fuse import algebra as al
 from attn_fuse import expression as ex
 from attn_fuse.attention import Refusal
+from attn_fuse.bounds import infinities
 from attn_fuse.expression import Const, Contract, Expr, Score, index_symbols
 from attn_fuse.lift import Lifted
 from attn_fuse.patterns import WEIGHT_LAYERS
@@ -85,6 +86,8 @@ def draft(lifted: Lifted) -> Draft | Refusal:
     if isinstance(parts, Refusal):
         return parts
     score_product, query, operand, score = parts
+    if 1 in infinities(score):
+        return Refusal("some scores are plus infinity, whose weight is no number")
     query, operand, query_dtype = _without_widening(query, operand, score_product.dtype, lifted.leaf_dtypes)
     drops = [layer.p for layer in layers if isinstance(layer, Drop)]
     if len(drops) > 1:

@@ -12,7 +12,7 @@ from attn_fuse.facts import Facts
 from attn_fuse.kept import kept
 from attn_fuse.kernels.kernel import Kernel
 from attn_fuse.modes import uncast
-from attn_fuse.names import CASTS, LAYOUT, op_name, storages
+from attn_fuse.names import CASTS, LAYOUT, op_name, requires_grad, storages
 from attn_fuse.region import Region
 from attn_fuse.torch_internals import FakeTensorMode
 
@@ -34,6 +34,8 @@ def emit(
         # Casts are among what the attention was read with.
         with graph.inserting_before(region.output), uncast(graph, region.mode):
             result = call.as_written(kernel.emit(call))
+        if region.mode.grad and (lost := _lost(region, result)) is not None:
+            raise NotEmitted(f"{lost.name} gets a gradient of zeros as written, and would get none")
     except Exception as problem:
         call.undo()
         raise NotEmitted(str(problem).partition("\n")[0] or type(problem).__name__) from problem
@@ -46,6 +48,19 @@ def emit(
         if not node.users:
             graph.erase_node(node)
     return result
+
+
+def _lost(region: Region, result: Node) -> Node | None:
+    """A leaf that the program has a gradient of, though `result` does not depend on it: times zero, or never chosen."""
+    wanted = {leaf for leaf in region.leaves if requires_grad(leaf) and leaf not in region.detached}
+    waiting, seen = [result], {result}
+    while waiting and wanted:
+        node = waiting.pop()
+        wanted.discard(node)
+        reached = () if node in region.leaves else [n for n in node.all_input_nodes if n not in seen]
+        seen.update(reached)
+        waiting.extend(reached)
+    return next((leaf for leaf in region.leaves if leaf in wanted), None)
 
 
 def _as_kernels_may_read(call: Call, region: Region) -> None:

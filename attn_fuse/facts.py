@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import sympy
@@ -29,7 +30,8 @@ class Facts:
     dtype: what query, key and value have when a kernel receives them.
     training: whether a gradient of query, key, value or bias is wanted.
     bias_needs_grad: whether one of a bias is.
-    bias_may_hide: whether the biases could lower every score of a query by much, as a padding mask does.
+    bias_may_hide: whether the biases, or what a function of the scores adds to them or puts in their place, could lower
+        every score of a query by much, as a padding mask does.
     bias_dtype: the widest floating-point type among the tensors that the biases read; None without such.
     weights_used: whether the program also uses the scores or weights elsewhere, so that they are computed anyway.
     compiled: whether Inductor compiles what becomes of the graph.
@@ -107,13 +109,28 @@ def facts_of(
         symbolic=frozenset(name for name, size in sizes.items() if not size.is_Integer),
         training=wanting and any(t.requires_grad for t in operands + others),
         bias_needs_grad=wanting and any(t.requires_grad for t in added),
-        bias_may_hide=not all(stays_within(x, limit, attention.space, learned, [dtype]) for x in attention.biases),
+        bias_may_hide=not all(stays_within(x, limit, attention.space, learned, [dtype]) for x in _added(attention)),
         bias_dtype=max(widths, key=lambda d: torch.finfo(d).bits) if widths else None,
         weights_used=weights_used,
         compiled=compiled,
         checkpointed=checkpointed,
         **{name: _on_first_call(size, leaves) for name, size in sizes.items()},
     )
+
+
+def _added(attention: Attention) -> Iterator[Expr]:
+    """What is added to the scores or takes their place, but for minus infinity, which is never a number of a row."""
+    yield from attention.biases
+    waiting = [] if attention.score_mod is None else [attention.score_mod]
+    while waiting:
+        match waiting.pop():
+            case ex.Add(a, b) | ex.Select(_, a, b) | ex.Binary(_, a, b):
+                waiting += [x for x in (a, b) if ex.has_product(x)]
+                yield from (x for x in (a, b) if not ex.has_product(x) and x != ex.Const(-math.inf))
+            case ex.Mul(a, b) | ex.Div(a, b):
+                waiting += [x for x in (a, b) if ex.has_product(x)]
+            case ex.Unary(_, x) | ex.Cast(_, x):
+                waiting.append(x)
 
 
 def kernel_dtype(attention: Attention) -> torch.dtype:

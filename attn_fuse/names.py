@@ -47,7 +47,7 @@ ELEMENTWISE = CASTS | frozenset(
 REDUCTIONS = frozenset("sum amax amin logsumexp any all mean cumsum diff".split())
 CREATION = frozenset(
     "ones zeros full empty arange tril triu ones_like zeros_like full_like empty_like tensor scalar_tensor new_ones "
-    "new_zeros new_full new_tensor new_empty linspace eye as_tensor tril_indices triu_indices meshgrid".split()
+    "new_zeros new_full new_tensor new_empty eye as_tensor tril_indices triu_indices meshgrid".split()
 )
 # Asking for a size does not need the values.
 SIZE_QUERIES = frozenset({"size", "dim", "numel", "stride", "shape", "sym_size", "getattr"})

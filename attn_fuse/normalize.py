@@ -173,7 +173,7 @@ def _decompositions(trains: bool = False) -> dict[Any, Any]:
         [
             aten._prelu_kernel, aten.addmm, aten.baddbmm, aten.celu, aten.clamp_max, aten.clamp_min,
             aten.deg2rad, aten.elu, aten.eye, aten.floor_divide, aten.frac, aten.hardshrink, aten.hardsigmoid,
-            aten.hardswish, aten.hardtanh, aten.heaviside, aten.ldexp, aten.leaky_relu, aten.linspace,
+            aten.hardswish, aten.hardtanh, aten.heaviside, aten.ldexp, aten.leaky_relu,
             aten.log_sigmoid_forward, aten.logaddexp, aten.logaddexp2, aten.logit, aten.mish, aten.mv,
             aten.nan_to_num, aten.native_layer_norm, aten.rad2deg, aten.relu6, aten.rsub, aten.selu, aten.sgn,
             aten.sinc, aten.softshrink, aten.squeeze.default, aten.t, aten.threshold, aten.where.Scalar,

@@ -34,13 +34,18 @@ class Window(nn.Module):
 
 
 def distances(
-    attends: dict[str, Attend], mean: float, tokens: int, seeds: int, reference: Attend = written
+    attends: dict[str, Attend],
+    mean: float,
+    tokens: int,
+    seeds: int,
+    reference: Attend = written,
+    dtype: torch.dtype = torch.float32,
 ) -> dict[str, dict[str, float]]:
     """By gradient and by attention: the median of its distance from that of `reference` in float64, relative to it."""
     found: dict[str, dict[str, list[float]]] = {}
     for seed in range(seeds):
         torch.manual_seed(seed)
-        window, x = Window(tokens), torch.randn(BATCH, tokens, HEADS * HEAD_DIM) + mean
+        window, x = Window(tokens).to(dtype), (torch.randn(BATCH, tokens, HEADS * HEAD_DIM) + mean).to(dtype)
         grad = torch.randn_like(x)
 
         def gradients(attend: Attend, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -52,12 +57,19 @@ def distances(
         # To float64 and back nothing is rounded.
         exact = gradients(reference, torch.float64)
         for name, attend in attends.items():
-            for of, gradient in gradients(attend, torch.float32).items():
+            for of, gradient in gradients(attend, dtype).items():
                 distance = ((gradient - exact[of]).norm() / exact[of].norm()).item()
                 found.setdefault(of, {}).setdefault(name, []).append(distance)
     return {of: {name: statistics.median(each) for name, each in named.items()} for of, named in found.items()}
 
 
-def assert_as_good_as_eager(attend: Attend, mean: float, tokens: int, seeds: int = 5, eager: Attend = written) -> None:
-    for of, found in distances({"eager": eager, "ours": attend}, mean, tokens, seeds, eager).items():
+def assert_as_good_as_eager(
+    attend: Attend,
+    mean: float,
+    tokens: int,
+    seeds: int = 5,
+    eager: Attend = written,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    for of, found in distances({"eager": eager, "ours": attend}, mean, tokens, seeds, eager, dtype).items():
         assert found["ours"] <= TIMES_EAGER * found["eager"], f"{of}: {found}"

@@ -20,14 +20,11 @@ if TYPE_CHECKING:
     from attn_fuse.attention import Attention
     from attn_fuse.call import Call
 
-# In half precision a value less the centre is rounded once more; and the program as written rounds as much as we do.
-_DTYPES = (torch.float32, torch.float64)
-
 
 def gains(call: Call) -> bool:
     """Whether an attention is to be computed over centred values: where there is a gradient to be exact."""
     facts = call.facts
-    return facts.dtype in _DTYPES and (facts.training or facts.bias_needs_grad)
+    return facts.training or facts.bias_needs_grad
 
 
 def sums_to_one(attention: Attention) -> bool:

@@ -256,7 +256,7 @@ def accumulate(node: Tree, gradient: Tensor, into: Tensor, indices: tuple[Tensor
     if node[0] == "input":
         narrowed(into, block).add_(gradient)
     elif into.ndim:
-        into.index_put_(indices, gradient, accumulate=True)
+        into.index_put_(indices, gradient.to(into.dtype), accumulate=True)
     else:
         into.add_(gradient.sum())
 

@@ -57,7 +57,8 @@ def emit(call: Call) -> Node:
     of_queries, of_keys = _spans(call, score)
     packed = packed_operands(call)
     operands = (call.query(scaled=False), call.key(), call.value()) if packed is None else packed
-    centred = gains(call) and sums_to_one(call.attention)
+    # In half precision, what it would gain is not worth a copy of the values, packed or not.
+    centred = gains(call) and sums_to_one(call.attention) and call.facts.dtype.itemsize > 2
     results = call.node(
         flash_op.triton_flash if packed is None else packed_op.flash_packed,
         *operands,

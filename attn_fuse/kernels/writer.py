@@ -152,32 +152,38 @@ class _Writer:
                 return (op, self.tree(a), self.tree(b))
             case ex.Not(inner):
                 return ("not", self.tree(inner))
-            case ex.Add(a, b) if self._is_sum_in_float16(a, b):
-                return self._sum_in_float16(a, b) if ex.has_product(a) else self._sum_in_float16(b, a)
+            case ex.Add(a, b) if self._call.facts.bias_may_hide and self._dtypes(x) == {torch.float16}:
+                return self._sum_in_float16(a, b)
             case ex.And(a, b) | ex.Or(a, b) | ex.Add(a, b) | ex.Mul(a, b) | ex.Div(a, b):
                 return (type(x).__name__.lower(), self.tree(a), self.tree(b))
         raise NotEmitted(f"{type(x).__name__} has no place in a score program")
 
-    def _is_sum_in_float16(self, a: Expr, b: Expr) -> bool:
-        """Whether a bias that may be float16's lowest number is added to scores in float16."""
-        facts = self._call.facts
-        if not facts.bias_may_hide or ex.has_product(a) == ex.has_product(b):
-            return False
-        parts = [part for x in (a, b) for part in ex.walk(x)]
-        dtypes = {part.dtype for part in parts if isinstance(part, (ex.Score, ex.Contract, ex.Cast))}
-        leaves = [value_of(self._call.leaf(x.leaf)) for x in parts if isinstance(x, (ex.Load, ex.Gather))]
-        dtypes |= {leaf.dtype for leaf in leaves if isinstance(leaf, torch.Tensor)}
-        return torch.float16 in dtypes and not dtypes & {torch.bfloat16, torch.float32, torch.float64}
+    def _dtypes(self, x: Expr) -> set[torch.dtype]:
+        """The floating-point dtypes of what the value of `x` is made of; numbers have none."""
+        match x:
+            case ex.Score(dtype=dtype) | ex.Contract(dtype=dtype) | ex.Cast(dtype=dtype):
+                return {dtype} if dtype.is_floating_point else set()
+            case ex.Load(leaf) | ex.Gather(leaf):
+                value = value_of(self._call.leaf(leaf))
+                return {value.dtype} if isinstance(value, torch.Tensor) and value.is_floating_point() else set()
+            case ex.Add(a, b) | ex.Mul(a, b) | ex.Div(a, b) | ex.Select(_, a, b) | ex.Binary(_, a, b):
+                return self._dtypes(a) | self._dtypes(b)
+            case ex.Unary(_, inner):
+                return self._dtypes(inner)
+        return set()
 
-    def _sum_in_float16(self, score: Expr, bias: Expr) -> Tree:
+    def _sum_in_float16(self, a: Expr, b: Expr) -> Tree:
         """The sum; float16's lowest number takes up what is less than half the step to the number next to it.
 
         So a query all of whose keys are filled with it gets the mean of the values.
         """
-        of_score, of_bias = self.tree(score), self.tree(bias)
-        taken_up = ("and", ("le", of_bias, ("const", _LOWEST)), ("lt", ("abs", of_score), ("const", _HALF_STEP)))
-        gradient_alone = ("sub", of_score, ("detach", of_score))
-        return ("add", of_bias, ("where", taken_up, gradient_alone, of_score))
+        one, other = self.tree(a), self.tree(b)
+
+        def unless_taken_up(x: Tree, by: Tree) -> Tree:
+            taken_up = ("and", ("le", by, ("const", _LOWEST)), ("lt", ("abs", x), ("const", _HALF_STEP)))
+            return ("where", taken_up, ("sub", x, ("detach", x)), x)
+
+        return ("add", unless_taken_up(one, other), unless_taken_up(other, one))
 
     def _is_one_element(self, load: ex.Load) -> bool:
         """Whether a view of the leaf has, at each score, the element that is read."""

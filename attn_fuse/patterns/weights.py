@@ -26,6 +26,7 @@ from attn_fuse.expression import (
     Softmax,
     Unary,
     has_product,
+    terms,
 )
 from attn_fuse.patterns.layer import Answer, Drop, EmptyIsZero, Factor, Peeled, carrier
 
@@ -83,10 +84,22 @@ def _is_weight(x: Expr) -> bool:
 
 
 def _guarded_quotient(numerator: Expr, denominator: Expr) -> bool:
-    """Whether this is something divided by its own sum, which is at most 1."""
-    match denominator:
-        case Reduce("sum", _, _):
-            return isinstance(numerator, (Unary, Softmax))
+    """Whether this is something divided by its own sum, which is at most 1 and lost only where there is no key.
+
+    Without their maximum taken off, all exponentials of a row may be 0, under a finite fill, or infinite.
+    """
+    match numerator, denominator:
+        case Softmax(), Reduce("sum", _, _):
+            return True
+        case Unary("exp", x), Reduce("sum", _, _):
+            return any(_is_less_a_maximum(term) for term in terms(x))
+    return False
+
+
+def _is_less_a_maximum(term: Expr) -> bool:
+    match term:
+        case Mul(Const(-1 | -1.0), Unary("detach", Reduce("amax", _, _)) | Reduce("amax", _, _)):
+            return True
     return False
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from attn_fuse.report import collecting
-from tests.harness import assert_fused, check, compiled, tensors
+from tests.harness import assert_fused, assert_refused, check, compiled, tensors
 
 SHAPE = (2, 3, 9, 16)
 
@@ -183,3 +184,97 @@ def test_every_fourth_of_old_and_new_keys() -> None:
             args = (q, torch.randn(2, n, 16), torch.randn(2, n, 16), key, value)
             torch.testing.assert_close(run(*args), program(*args))
     assert all(site.fused for graph in graphs for site in graph.sites)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_learned_table_under_a_softmax_in_float64(dtype: torch.dtype) -> None:
+    at = torch.arange(9)
+
+    def program(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+        bias = nn.functional.embedding((at[:, None] - at).clamp(-4, 4) + 4, table).permute(2, 0, 1)
+        return (scores(q, k) + bias).softmax(-1, dtype=torch.float64).to(v.dtype) @ v
+
+    assert_fused(program, *tensors(*SHAPE, dtype=dtype), torch.randn(9, 3, dtype=dtype))
+
+
+def times_nothing(q, k, v, b):
+    return torch.baddbmm(b, q, k.mT, beta=0, alpha=0.3).softmax(-1) @ v
+
+
+def never_chosen(q, k, v, b):
+    return torch.where(torch.ones(9, 9, dtype=torch.bool), scores(q, k), b).softmax(-1) @ v
+
+
+def cut_off(q, k, v, b):
+    return (scores(q, k) + torch.cat([torch.zeros(9, 9).expand(3, 9, 9), b], -1)[..., :9]).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("program", [times_nothing, never_chosen, cut_off])
+def test_zeros_are_a_gradient(program: Callable[..., Any]) -> None:
+    """An optimizer with weight decay moves what has a gradient of zeros, and leaves what has none."""
+    operands = [torch.randn(3, 9, n, requires_grad=True) for n in (16, 16, 16, 9)]
+    with collecting() as graphs:
+        out = torch.compile(program, backend="attn_fuse", options={"pick": "fused", "inner_backend": "eager"})(
+            *operands
+        )
+    out.sum().backward()
+    assert operands[3].grad is not None and not operands[3].grad.any()
+    (reason,) = [site.blocker.reason for graph in graphs for site in graph.sites]
+    assert "gets a gradient of zeros as written, and would get none" in reason
+
+
+def exponentials(s: Tensor) -> Tensor:
+    e = s.exp()
+    return e / e.sum(-1, keepdim=True)
+
+
+def no_number_is_zero(w: Tensor) -> Tensor:
+    return torch.where(w.isnan(), 0.0, w)
+
+
+@pytest.mark.parametrize("guard", [torch.nan_to_num, no_number_is_zero, lambda w: w.masked_fill(w != w, 0.0)])
+@pytest.mark.parametrize("fill", [-1e9, -math.inf])
+def test_a_guard_of_exponentials_that_are_all_zero(guard: Callable[[Tensor], Tensor], fill: float) -> None:
+    seen = torch.ones(2, 1, 1, 9, dtype=torch.bool)
+    seen[1] = False
+
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return guard(exponentials(scores(q, k).masked_fill(~seen, fill))) @ v
+
+    assert_refused(program, *tensors(*SHAPE), reason="the weights are")
+
+
+@pytest.mark.parametrize(
+    "raised",
+    [Tensor.abs, Tensor.square, lambda s: -s, lambda s: s * s, lambda s: (-2 * s.floor()).relu()],
+    ids=["abs", "square", "minus", "times itself", "below"],
+)
+def test_masked_scores_that_become_plus_infinity(raised: Callable[[Tensor], Tensor]) -> None:
+    """As written their weight is no number, and that of the keys beside them 0."""
+    hidden = torch.ones(9, 9).triu(1).bool()
+
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return raised(scores(q, k).masked_fill(hidden, -math.inf)).softmax(-1) @ v
+
+    assert_refused(program, *tensors(*SHAPE), reason="some scores are plus infinity, whose weight is no number")
+
+
+@pytest.mark.parametrize(
+    "bounded",
+    [
+        Tensor.relu,
+        Tensor.tanh,
+        nn.functional.gelu,
+        lambda s: s.clamp(-50, 50),
+        lambda s: s / 0.7,
+        lambda s: -1 * s.neg(),
+    ],
+    ids=["relu", "tanh", "gelu", "clamp", "scaled", "twice minus"],
+)
+def test_masked_scores_that_do_not(bounded: Callable[[Tensor], Tensor]) -> None:
+    hidden = torch.ones(9, 9).triu(1).bool()
+
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return bounded(scores(q, k).masked_fill(hidden, -math.inf)).softmax(-1) @ v
+
+    assert_fused(program, *tensors(*SHAPE))

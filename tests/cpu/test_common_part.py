@@ -32,11 +32,11 @@ def gated_heads(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     return (scores(q, k, bias).softmax(-1) * gates.view(-1, 1, 1)) @ v
 
 
-def compare(attend: Attend, mean: float, tokens: int) -> None:
+def compare(attend: Attend, mean: float, tokens: int, dtype: torch.dtype = torch.float32) -> None:
     options = {"kernels": ["chunked"], "inner_backend": "eager"}
     with collecting() as graphs:
         compiled = torch.compile(attend, backend="attn_fuse", options=options)
-        assert_as_good_as_eager(compiled, mean, tokens, eager=attend)
+        assert_as_good_as_eager(compiled, mean, tokens, eager=attend, dtype=dtype)
     assert {site.kernel for graph in graphs for site in graph.sites} == {"chunked"}
 
 
@@ -44,6 +44,13 @@ def compare(attend: Attend, mean: float, tokens: int) -> None:
 @pytest.mark.parametrize("mean", [0.0, 5.0, 500.0])
 def test_chunked(tokens: int, mean: float) -> None:
     compare(written, mean, tokens)
+
+
+@TOKENS
+@pytest.mark.parametrize("mean", [0.0, 5.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_chunked_in_half_precision(dtype: torch.dtype, tokens: int, mean: float) -> None:
+    compare(written, mean, tokens, dtype)
 
 
 # Not the sink at 500: there one weight of most rows is all there is, and eager's gradient of its score exactly 0.

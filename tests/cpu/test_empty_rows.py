@@ -375,3 +375,52 @@ def test_float16_takes_up_what_is_added_to_its_lowest_number(written, options) -
     torch.testing.assert_close(again.grad, q.grad, rtol=2e-2, atol=2e-2)
     with torch.no_grad():
         torch.testing.assert_close(compiled(written, **options)(q, mask), expected, rtol=1e-2, atol=5e-3)
+
+
+LOWEST_HALF = torch.finfo(torch.float16).min
+
+
+def filled_then_a_bias(s: torch.Tensor, padding: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return s.masked_fill(padding == 0, LOWEST_HALF) + bias
+
+
+def added_and_a_bias(s: torch.Tensor, padding: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return s + (1 - padding) * LOWEST_HALF + bias
+
+
+def chosen_and_a_bias(s: torch.Tensor, padding: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return s + torch.where(padding > 0, 0.0, LOWEST_HALF).to(s.dtype) + bias
+
+
+def made_in_float32(s: torch.Tensor, padding: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return s + ((1 - padding.float()) * LOWEST_HALF).to(s.dtype)
+
+
+def made_in_float32_with_a_triangle(s: torch.Tensor, padding: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return (s + bias).masked_fill(above(), LOWEST_HALF) + ((1 - padding.float()) * LOWEST_HALF).to(s.dtype)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [filled_then_a_bias, added_and_a_bias, chosen_and_a_bias, made_in_float32, made_in_float32_with_a_triangle],
+)
+@pytest.mark.parametrize("grad", [False, True])
+def test_the_lowest_number_of_float16_takes_up_what_is_added_to_it(program, grad: bool) -> None:
+    """In float32 the sum would still tell the keys apart that nothing is to be seen of."""
+    padding = torch.ones(2, 1, 1, T, dtype=torch.float16)
+    padding[0, ..., 5:] = padding[1] = 0
+    q, k, v, bias = (torch.randn(2, 3, T, n, dtype=torch.float16) for n in (4, 4, 4, T))
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return program(q @ k.mT * 0.35, padding, bias).softmax(-1) @ v
+
+    def results(by, dtype: torch.dtype = torch.float16) -> list[torch.Tensor]:
+        operands = [x.to(dtype, copy=True).requires_grad_(grad) for x in (q, k, v, bias)]
+        out = by(*operands)
+        grads = torch.autograd.grad(out.sum(), operands, allow_unused=True) if grad else ()
+        return [out.detach(), *(x for x in grads if x is not None)]
+
+    with collecting() as graphs:
+        found = results(torch.compile(attend, backend="attn_fuse", options={"pick": "fused", "inner_backend": "eager"}))
+    assert [site.fused for graph in graphs for site in graph.sites] == [True]
+    torch.testing.assert_close(found, results(attend), atol=0.02, rtol=0.02)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import itertools
 import linecache
+import sys
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
@@ -138,6 +139,8 @@ def loaded(source: str) -> types.ModuleType:
     name = f"<drawn {next(_numbers)}>"
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     module = types.ModuleType(f"drawn_{next(_numbers)}")
+    # Dynamo imports the module of a function by its name.
+    sys.modules[module.__name__] = module
     exec(compile(source, name, "exec"), module.__dict__)
     return module
 

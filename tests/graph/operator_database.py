@@ -159,8 +159,12 @@ def _verdict(
         return Verdict(operations, refused=str(problem))
     # What is summed, or made in several steps of half precision, is held against the largest number: it may cancel.
     is_half = expected.is_floating_point() and expected.dtype.itemsize == 2
-    summed = (is_half and len(operations) > 1) or any(operation in ACROSS for operation in operations)
-    return Verdict(operations, wrong=_difference(found, expected, summed))
+    across = sum(operation in ACROSS for operation in operations)
+    summed = (is_half and len(operations) > 1) or across or any("alpha" in node.kwargs for node in graph.graph.nodes)
+    largest = max((x.abs().max().item() for x in given if x.is_floating_point() and x.numel()), default=0.0)
+    # An exponential makes of the rounding of a product one that is larger by the product.
+    largest = largest**2 if across > 1 else largest
+    return Verdict(operations, wrong=_difference(found, expected, largest if summed else None))
 
 
 def value(lifted: Lifted, leaves: Sequence[torch.Tensor], computed_in: torch.dtype) -> torch.Tensor:
@@ -252,11 +256,11 @@ class _Everywhere(_Writer):
         return ("const", int(value))
 
 
-def _difference(found: torch.Tensor, expected: torch.Tensor, summed: bool) -> str:
+def _difference(found: torch.Tensor, expected: torch.Tensor, largest: float | None) -> str:
     if found.shape != expected.shape:
         return f"shape {tuple(found.shape)} for {tuple(expected.shape)}"
     if expected.is_floating_point():
-        same = _near(found, expected, summed)
+        same = _near(found, expected, largest)
     elif found.is_floating_point():
         same = found.double() == expected.double()
     else:
@@ -268,14 +272,16 @@ def _difference(found: torch.Tensor, expected: torch.Tensor, summed: bool) -> st
     return f"{len(places)} of {same.numel()} differ; at {first} {found[first].item()} for {expected[first].item()}"
 
 
-def _near(found: torch.Tensor, expected: torch.Tensor, summed: bool) -> torch.Tensor:
+def _near(found: torch.Tensor, expected: torch.Tensor, largest: float | None) -> torch.Tensor:
+    """largest: the largest number of what was summed, if anything was."""
     info = torch.finfo(expected.dtype)
     x, y = found.double(), expected.double()
     exact = (x == y) | (x.isnan() & y.isnan())
     # Beyond the largest number of a type there is infinity, which a wider type need not reach.
     beyond = y.isinf() & (x.sign() == y.sign()) & (x.abs() >= info.max * (1 - info.eps))
     sizes = y.abs()
-    if summed:
-        sizes = torch.full_like(y, max(1.0, sizes[sizes.isfinite()].max().item() if sizes.isfinite().any() else 0.0))
+    if largest is not None:
+        most = sizes[sizes.isfinite()].max().item() if sizes.isfinite().any() else 0.0
+        sizes = torch.full_like(y, max(1.0, most, largest if math.isfinite(largest) else 0.0))
     near = (x - y).abs() <= ROUNDINGS * (info.eps * sizes + info.tiny)
     return exact | beyond | near
