@@ -135,7 +135,7 @@ def _write_out(module: GraphModule, stretch: Sequence[Node], has_gradient: bool)
     with module.graph.inserting_before(stretch[0]):
         for node in traced.graph.nodes:
             if node.op == "get_attr":
-                env[node] = _attribute(module, traced, node)
+                env[node] = _attribute(module, traced, node, mode)
             elif node.op == "call_function":
                 env[node] = module.graph.node_copy(node, env.__getitem__)
                 env[node].meta = {"example_value": _described(env[node], node.meta["val"], has_gradient)}
@@ -190,14 +190,14 @@ def _traced(run: Any, values: Sequence[Any], mode: FakeTensorMode, pre_dispatch:
     return traced
 
 
-def _attribute(module: GraphModule, traced: GraphModule, node: Node) -> Node:
+def _attribute(module: GraphModule, traced: GraphModule, node: Node, mode: FakeTensorMode) -> Node:
     value = getattr(traced, str(node.target))
     if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
         raise TypeError(f"{node.target} is a {type(value).__name__}")
     name = f"_expanded_{sum(n.startswith('_expanded_') for n, _ in module.named_buffers())}"
     module.register_buffer(name, value)
     made = module.graph.get_attr(name)
-    made.meta["example_value"] = node.meta["val"]
+    made.meta["example_value"] = mode.from_tensor(value)
     return made
 
 

@@ -48,12 +48,13 @@ def centre_of(query: Tensor, value: Tensor) -> Tensor:
     return centre if groups == 1 else centre.repeat_interleave(groups, 1)
 
 
-def less_centre(value: Tensor, centre: Tensor) -> Tensor:
-    """value [B, Hkv, Lk, Dv] less the centre, [B, H, 1, Dv], in memory as it is multiplied; itself for an empty one."""
+def less_centre(value: Tensor, centre: Tensor, dtype: torch.dtype) -> Tensor:
+    """value [B, Hkv, Lk, Dv] less the centre, [B, H, 1, Dv], in `dtype`; itself for an empty centre."""
     if centre.dim() < 4:
         return value
     groups = centre.shape[1] // max(value.shape[1], 1)
-    return torch.sub(value, centre[:, :: max(groups, 1)], out=value.new_empty(value.shape))
+    # Laid out as it is multiplied.
+    return torch.sub(value.to(dtype), centre[:, :: max(groups, 1)], out=value.new_empty(value.shape, dtype=dtype))
 
 
 def restored(out: Any, share: Any, centre: Any, made: Callable[..., Any] = lambda f, *args: f(*args)) -> Any:

@@ -46,16 +46,16 @@ def attend(
 
     Gives out [B, H, Lq, Dv] in query's dtype, and for each query the greatest score and the sum of exp(score - that),
     the sink among them, [B, H, Lq] in the compute dtype. A query whose scores are all -inf gives 0, with maximum -inf
-    (unless there is a sink) and sum 0; NaN and +inf come out as NaN. Where `centred` is
-    set, the last two are `centre_of` the values and each output's share of it, [B, H, Lq], and out is what the
-    attention gives over values less the centre; else they are empty.
+    (unless there is a sink) and sum 0; NaN and +inf come out as NaN. Where `centred` is set, the last two are
+    `centre_of` the values and each output's share of it, [B, H, Lq], and out is what the attention gives over values
+    less the centre, in the compute dtype; else they are empty.
 
     Raises ValueError for shapes, dtypes or a program that do not fit.
     """
     with torch.no_grad(), _no_autocast(query.device):
         plan = planned(query, key, value, inputs, numbers, seed, dropout_p, program, centred=centred)
         batch, heads, q_len, _ = query.shape
-        out = query.new_empty(batch, heads, q_len, value.shape[-1])
+        out = query.new_empty(batch, heads, q_len, value.shape[-1], dtype=plan.dtype if centred else query.dtype)
         row_max = query.new_empty(batch, heads, q_len, dtype=plan.dtype)
         row_sum = torch.empty_like(row_max)
         met = [torch.empty_like(row_max)] if plan.steps.shares else []

@@ -24,7 +24,7 @@ from attn_fuse.kernels.once import once
 from attn_fuse.kernels.score_program import ScoreProgram
 
 # torch's caches on disk know an operator by its name and see no change in what it computes: raise it with each.
-VERSION = 6
+VERSION = 7
 
 _FORWARD = f"chunked_v{VERSION}"
 _BACKWARD = f"chunked_v{VERSION}_backward"
@@ -38,7 +38,8 @@ def _fake(
     rows = query.new_empty(query.shape[:3], dtype=dtype)
     centre = value.new_empty(*query.shape[:2], 1, value.shape[3]) if centred else value.new_empty(0)
     share = torch.empty_like(rows) if centred else value.new_empty(0)
-    return query.new_empty(*query.shape[:3], value.shape[3]), rows, torch.empty_like(rows), centre, share
+    out = query.new_empty(*query.shape[:3], value.shape[3], dtype=dtype if centred else query.dtype)
+    return out, rows, torch.empty_like(rows), centre, share
 
 
 def _fake_backward(

@@ -123,7 +123,7 @@ class Plan:
                 of_queries = slice(of_keys.start * self.groups, of_keys.stop * self.groups)
                 key, value = self.key[entries, of_keys], self.value[entries, of_keys]
                 if self.centre is not None:
-                    value = less_centre(value, self.centre[entries, of_queries])
+                    value = less_centre(value, self.centre[entries, of_queries], self.dtype)
                 key, value = (x.to(self.multiplied).flatten(0, 1) for x in (key, value))
                 yield Part(entries, of_queries, of_keys, key, value)
 

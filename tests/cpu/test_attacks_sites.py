@@ -278,3 +278,14 @@ def test_masked_scores_that_do_not(bounded: Callable[[Tensor], Tensor]) -> None:
         return bounded(scores(q, k).masked_fill(hidden, -math.inf)).softmax(-1) @ v
 
     assert_fused(program, *tensors(*SHAPE))
+
+
+def test_a_number_made_a_tensor_under_a_vmap() -> None:
+    seen, at = torch.rand(6, 6) > 0.3, torch.arange(6)
+
+    def one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        s = torch.where(seen | (at[:, None] == at), q @ k.mT, torch.tensor(-math.inf))
+        # No scale, no mask, no bias: read as one function.
+        return (s * (at + 1)[:, None].to(s.dtype)).tanh().softmax(-1) @ v
+
+    assert_fused(torch.vmap(one), *tensors(3, 2, 6, 4))

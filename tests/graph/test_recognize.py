@@ -306,7 +306,7 @@ UNREAD: list[tuple[str, Callable[[Parts], Expr]]] = [
     ),
     ("the scores are multiplied with something computed from them", lambda p: Mul(p.product(), p.product())),
     ("something is divided by the scores", lambda p: ex.Div(Const(1.0), p.product())),
-    ("the scores are scaled by inf", lambda p: Mul(p.product(), Const(INF))),
+    ("the scores are scaled by nan", lambda p: Mul(p.product(), Const(math.nan))),
     (
         "the mask is computed from the scores",
         lambda p: Select(ex.Compare("gt", p.product(), Const(0)), p.product(), Const(-INF)),

@@ -116,7 +116,7 @@ def attend(
     """
     call = _call(query, key, value, inputs, numbers, seed, dropout_p, program)
     centre = centre_of(query, value) if centred else value.new_empty(0)
-    value = less_centre(value, centre)
+    value = less_centre(value, centre, value.dtype)
     (batch, heads, q_len, _), value_dim = query.shape, value.shape[3]
     out = _laid_out(query, value_dim)
     row_max = query.new_empty(batch, heads, q_len, dtype=torch.float32)
@@ -158,7 +158,7 @@ def attend_backward(
     not floating, get an empty tensor. into: where to write the first three instead. Every sum has one order: results do
     not change from run to run.
     """
-    value = less_centre(value, centre)
+    value = less_centre(value, centre, value.dtype)
     call = _call(query, key, value, inputs, numbers, seed, dropout_p, program)
     batch, heads, q_len, _ = query.shape
     dquery, dkey, dvalue = into or (_laid_out(x, x.shape[3]) for x in (query, key, value))
