@@ -12,7 +12,8 @@ that requires a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+import operator
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -160,11 +161,12 @@ def _traced(memory: Memory) -> _Values:
 def _as_it_was(made: Node, source: Node, reader: Node) -> Node:
     """The value `made` laid in memory as what was written, `source`, is: its reader may see that."""
     like = value_of(source)
-    if _layout(made.meta["val"]) == _layout(like):
+    assert isinstance(like, torch.Tensor)
+    if _lie_alike(made.meta["val"], like):
         return made
     with made.graph.inserting_before(made.graph.output_node()):
         made = _laid(made, like, {_ORIGIN: reader.name})
-    if _layout(made.meta["val"]) != _layout(like):
+    if not _lie_alike(made.meta["val"], like):
         raise TypeError(f"the value of {source.name} would lie in memory otherwise")
     return made
 
@@ -186,10 +188,10 @@ def _make_differentiable(graph: Graph) -> None:
         custom, like = node.meta["custom"], written.meta["val"]
         with graph.inserting_before(node):
             made = source
-            if _layout(source.meta["val"])[1] != _layout(like)[1]:
+            if not _equal(source.meta["val"].size(), like.size()):
                 made = _operation(graph, custom, aten.expand_as.default, made, written)
             made = _operation(graph, custom, aten._to_copy.default, made, dtype=like.dtype, device=like.device)
-            if _layout(made.meta["val"]) != _layout(node.meta["val"]):
+            if not _lie_alike(made.meta["val"], node.meta["val"]):
                 made = _laid(made, node.meta["val"], custom)
         node.replace_all_uses_with(made)
         graph.erase_node(node)
@@ -212,12 +214,12 @@ def _splice(memory: Memory, values: _Values) -> None:
     graph, modes = memory.module.graph, memory.modes
     by_name = {node.name: node for node in graph.nodes}
     holders = [node for node in values.graph.graph.nodes if node.op == "placeholder"]
-    env: dict[Node, Any] = dict(zip(holders, values.inputs, strict=True))
+    given = [part for node in values.inputs for part in _parts(node)]
+    env: dict[Node, Any] = dict(zip(holders, given, strict=True))
     dropouts = {holder: node for holder, node in env.items() if node in memory.inside}
     pieces: dict[Node, list[Node]] = {}
-    for made in values.graph.graph.nodes:
-        if made.op == "call_function":
-            pieces.setdefault(by_name[made.meta["custom"][_ORIGIN]], []).append(made)
+    for made, origin in _origins(values.graph.graph, [node.name for node in graph.nodes]).items():
+        pieces.setdefault(by_name[origin], []).append(made)
 
     def value(of: Any) -> Any:
         return map_arg(of, env.__getitem__)
@@ -244,8 +246,33 @@ def _splice(memory: Memory, values: _Values) -> None:
         elif node in memory.reads:
             now = {source: value(values.reads[node, source]) for source in memory.reads[node]}
             _replace_inputs(node, now)
-    for node in reversed(memory.inside):
+    unused = [part for part in given if part not in values.inputs and not part.users]
+    for node in (*unused, *reversed(memory.inside)):
         graph.erase_node(node)
+
+
+def _parts(node: Node) -> list[Node]:
+    """`node`, or of a shape each of its sizes: a trace takes them apart."""
+    sizes = value_of(node)
+    if not isinstance(sizes, torch.Size):
+        return [node]
+    with node.graph.inserting_after(node):
+        parts = [node.graph.call_function(operator.getitem, (node, place)) for place in range(len(sizes))]
+    for part, size in zip(parts, sizes, strict=True):
+        part.meta["example_value"] = size
+    return parts
+
+
+def _origins(traced: Graph, names: Sequence[str]) -> dict[Node, str]:
+    """For each operation of `traced` the name of the one, among `names`, that it is part of."""
+    place = {name: number for number, name in enumerate(names)}
+    origins: dict[Node, str] = {}
+    operations = [node for node in traced.nodes if node.op == "call_function"]
+    for made in reversed(operations):
+        # A size is computed where it is first needed, and torch notes nothing on it.
+        noted = made.meta.get("custom", {}).get(_ORIGIN)
+        origins[made] = noted or min((origins[user] for user in made.users if user in origins), key=place.__getitem__)
+    return {made: origins[made] for made in operations}
 
 
 def _replace_inputs(node: Node, now: Mapping[Node, Any]) -> None:
@@ -353,7 +380,14 @@ def _size_node(graph: Graph, base: Node, size: torch.SymInt) -> Node:
     raise TypeError(f"a returned view of {base.name} has a size that nothing else has")
 
 
-def _layout(value: Any) -> Any:
-    """What of a tensor's place in memory can be seen: a size of 1 has no stride."""
-    strides = [str(stride) for size, stride in zip(value.size(), value.stride(), strict=True) if size != 1]
-    return value.dtype, [str(size) for size in value.size()], strides
+def _lie_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether what can be seen of their places in memory is the same: a size of 1 has no stride."""
+    if one.dtype != other.dtype or not _equal(one.size(), other.size()):
+        return False
+    strides = ((n, m) for size, n, m in zip(one.size(), one.stride(), other.stride(), strict=True) if size != 1)
+    return all(_equal([n], [m]) for n, m in strides)
+
+
+def _equal(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Of symbolic sizes in two forms torch decides by the sizes of this call, and guards the answer."""
+    return len(some) == len(others) and all(str(n) == str(m) or bool(n == m) for n, m in zip(some, others, strict=True))

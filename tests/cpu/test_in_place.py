@@ -343,3 +343,31 @@ def test_scores_written_without_a_gradient(write) -> None:
         return scores.softmax(-1) @ v
 
     assert_refused(program, *tensors(B, H, S, D), reason="written through an alias that is detached from its gradient")
+
+
+def test_scores_scaled_in_place_through_a_view_of_symbolic_sizes() -> None:
+    """Batch and heads are one number here, so that torch writes one stride in two forms."""
+
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        batch, heads, length, _ = q.shape
+        q, k, v = (x.reshape(batch * heads, -1, x.shape[-1]) for x in (q, k, v))
+        scores = (q.unsqueeze(-2) * k.unsqueeze(-3)).sum(-1)
+        seen = scores.reshape(batch, heads, length, -1)
+        seen *= 0.5
+        weights = seen.softmax(-1).reshape(scores.shape)
+        return (weights @ v).view(batch, heads, length, -1)
+
+    shapes = [(tensors(3, 3, n, 4)[0], *tensors(3, 3, m, 4, count=2)) for n, m in ((2, 5), (3, 8), (8, 8))]
+    assert_fused(program, *shapes[0], dynamic=True, more=tuple(shapes[1:]))
+
+
+def test_a_view_of_the_shape_of_another_tensor() -> None:
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        base = q.clone()
+        viewed = base.view(base.shape)
+        out = product(viewed, k).softmax(-1) @ v
+        base.add_(1)
+        return out * base.mean()
+
+    more = ((*tensors(2, 3, 7, 8),),)
+    assert_fused(program, *tensors(2, 3, 5, 8), dynamic=True, backward=False, more=more)
