@@ -51,13 +51,16 @@ def emit(
 
 
 def _lost(region: Region, result: Node) -> Node | None:
-    """A leaf that the program has a gradient of, though `result` does not depend on it: times zero, or never chosen."""
+    """A leaf that the program has a gradient of, though `result` does not depend on it: times zero, or never chosen.
+
+    What another leaf is computed from has its gradient from there: a mask reads its sizes off the queries' input.
+    """
     wanted = {leaf for leaf in region.leaves if requires_grad(leaf) and leaf not in region.detached}
     waiting, seen = [result], {result}
     while waiting and wanted:
         node = waiting.pop()
         wanted.discard(node)
-        reached = () if node in region.leaves else [n for n in node.all_input_nodes if n not in seen]
+        reached = [n for n in node.all_input_nodes if n not in seen]
         seen.update(reached)
         waiting.extend(reached)
     return next((leaf for leaf in region.leaves if leaf in wanted), None)

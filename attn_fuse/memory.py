@@ -208,9 +208,9 @@ class Memory:
         detached: set[Node] = set()
         for node in self.inside:
             views = [source for source in node.all_input_nodes if storages(source) & storages(node)]
-            if node in self.writes and detached.intersection(node.all_input_nodes):
-                raise NotFunctional("written through an alias that is detached from its gradient", node)
             cut = any(n in detached or (requiring(n) and not requiring(node)) for n in views)
+            if node in self.writes and (cut or detached.intersection(node.all_input_nodes)):
+                raise NotFunctional("written through an alias that is detached from its gradient", node)
             if cut and tensors_of(value_of(node)):
                 detached.add(node)
 

@@ -65,6 +65,7 @@ class _Writer:
         self._call = call
         self._space = call.attention.space
         self._known: dict[Expr, Tree] = {}
+        self._dtypes_known: dict[Expr, frozenset[torch.dtype]] = {}
         axes = call.attention.axes
         self._digits = {
             symbol: tree
@@ -158,19 +159,25 @@ class _Writer:
                 return (type(x).__name__.lower(), self.tree(a), self.tree(b))
         raise NotEmitted(f"{type(x).__name__} has no place in a score program")
 
-    def _dtypes(self, x: Expr) -> set[torch.dtype]:
+    def _dtypes(self, x: Expr) -> frozenset[torch.dtype]:
         """The floating-point dtypes of what the value of `x` is made of; numbers have none."""
+        if x not in self._dtypes_known:
+            self._dtypes_known[x] = self._dtypes_of(x)
+        return self._dtypes_known[x]
+
+    def _dtypes_of(self, x: Expr) -> frozenset[torch.dtype]:
         match x:
             case ex.Score(dtype=dtype) | ex.Contract(dtype=dtype) | ex.Cast(dtype=dtype):
-                return {dtype} if dtype.is_floating_point else set()
+                return frozenset({dtype} if dtype.is_floating_point else ())
             case ex.Load(leaf) | ex.Gather(leaf):
                 value = value_of(self._call.leaf(leaf))
-                return {value.dtype} if isinstance(value, torch.Tensor) and value.is_floating_point() else set()
+                if isinstance(value, torch.Tensor) and value.is_floating_point():
+                    return frozenset({value.dtype})
             case ex.Add(a, b) | ex.Mul(a, b) | ex.Div(a, b) | ex.Select(_, a, b) | ex.Binary(_, a, b):
                 return self._dtypes(a) | self._dtypes(b)
             case ex.Unary(_, inner):
                 return self._dtypes(inner)
-        return set()
+        return frozenset()
 
     def _sum_in_float16(self, a: Expr, b: Expr) -> Tree:
         """The sum; float16's lowest number takes up what is less than half the step to the number next to it.
