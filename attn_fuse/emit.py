@@ -56,11 +56,12 @@ def _lost(region: Region, result: Node) -> Node | None:
     What another leaf is computed from has its gradient from there: a mask reads its sizes off the queries' input.
     """
     wanted = {leaf for leaf in region.leaves if requires_grad(leaf) and leaf not in region.detached}
+    first = min(wanted, default=result)
     waiting, seen = [result], {result}
     while waiting and wanted:
         node = waiting.pop()
         wanted.discard(node)
-        reached = [n for n in node.all_input_nodes if n not in seen]
+        reached = [n for n in node.all_input_nodes if n not in seen and not n < first]
         seen.update(reached)
         waiting.extend(reached)
     return next((leaf for leaf in region.leaves if leaf in wanted), None)
