@@ -1,7 +1,7 @@
 """Algebra: element expressions that simplify as they are built, and are rebuilt from others.
 
 A rule holds for every number that is not infinite or NaN. Products with an unknown 0 stay products; only a choice of 1
-and 0 becomes a choice, since that is how programs write masks.
+and 0 becomes a choice, since that is how programs write masks, and not where a constant makes the other side infinite.
 
 Of scores (what holds a matrix product) a rule may round otherwise than the program does. What holds none may be
 compared, rounded to whole numbers or cast further up, so there a rule gives the very number that torch gives:
@@ -20,6 +20,7 @@ import sympy
 import torch
 from torch.nn import functional
 
+from attn_fuse.bounds import infinities
 from attn_fuse.expression import (
     FALSE,
     TRUE,
@@ -191,16 +192,21 @@ def mul(a: Expr, b: Expr) -> Expr:
         case (Select(cond, Const(1 | 1.0), Const(0 | 0.0) as zero), x) | (
             x,
             Select(cond, Const(1 | 1.0), Const(0 | 0.0) as zero),
-        ) if not isinstance(x, (Const, Div)):
+        ) if _may_be_dropped(x):
             return select(cond, x, zero)
         case (Div(Const(1 | 1.0), x), y) | (y, Div(Const(1 | 1.0), x)) if has_product(x) or has_product(y):
             return div(y, x)
         case (Select(cond, Const(0 | 0.0) as zero, Const(1 | 1.0)), x) | (
             x,
             Select(cond, Const(0 | 0.0) as zero, Const(1 | 1.0)),
-        ) if not isinstance(x, (Const, Div)):
+        ) if _may_be_dropped(x):
             return select(cond, zero, x)
     return _through_select(mul, a, b) or Mul(a, b)
+
+
+def _may_be_dropped(x: Expr) -> bool:
+    """Whether zero times `x` is zero, as far as constants tell."""
+    return not isinstance(x, (Const, Div)) and not infinities(x)
 
 
 def div(a: Expr, b: Expr) -> Expr:

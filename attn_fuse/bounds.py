@@ -38,6 +38,33 @@ def infinities(x: Expr) -> frozenset[int]:
     return _infinities(x, {})
 
 
+def may_be_no_number(x: Expr) -> bool:
+    """Whether constants in `x` may make its value NaN: infinity times what may be 0, or less itself."""
+    known: dict[Expr, frozenset[int]] = {}
+    return any(_is_no_number(part, known) for part in ex.walk(x))
+
+
+def _is_no_number(x: Expr, known: dict[Expr, frozenset[int]]) -> bool:
+    match x:
+        case ex.Const(value):
+            return math.isnan(value)
+        case ex.Mul(a, b):
+            return any(_infinities(m, known) and not _is_number_but_0(n) for m, n in ((a, b), (b, a)))
+        case ex.Div(a, b):
+            return bool(_infinities(b, known))
+        case ex.Add(a, b):
+            return len(_infinities(a, known) | _infinities(b, known)) == 2
+        case ex.Unary(name, inner):
+            return name not in _OF_INFINITY and bool(_infinities(inner, known))
+        case ex.Binary(name, a, b):
+            return name not in ("maximum", "minimum") and bool(_infinities(a, known) | _infinities(b, known))
+    return False
+
+
+def _is_number_but_0(x: Expr) -> bool:
+    return isinstance(x, ex.Const) and x.value != 0 and math.isfinite(x.value)
+
+
 def _infinities(x: Expr, known: dict[Expr, frozenset[int]]) -> frozenset[int]:
     if x not in known:
         known[x] = _signs(x, known)
@@ -65,6 +92,9 @@ def _signs(x: Expr, known: dict[Expr, frozenset[int]]) -> frozenset[int]:
             return (signs - {stopped}) if name in ("maximum", "minimum") else _BOTH if signs else signs
         case ex.Add(a, b) | ex.Select(_, a, b):
             return _infinities(a, known) | _infinities(b, known)
+        case ex.Reduce("sum" | "amax" | "amin" | "mean" as name, _, body):
+            # All scores of a row are infinite only where it is empty.
+            return _infinities(body, known) - {{"amax": -1, "amin": 1}.get(name)}
     return frozenset()
 
 

@@ -17,7 +17,7 @@ import torch
 from attn_fuse import algebra as al
 from attn_fuse import expression as ex
 from attn_fuse.attention import Refusal
-from attn_fuse.bounds import infinities
+from attn_fuse.bounds import infinities, may_be_no_number
 from attn_fuse.expression import Const, Contract, Expr, Score, index_symbols
 from attn_fuse.lift import Lifted
 from attn_fuse.patterns import WEIGHT_LAYERS
@@ -211,6 +211,10 @@ def _wrong_guard(layers: Iterable[Layer], body: Expr, key: sympy.Symbol, space: 
                 asked = scores if axis is None else al.substitute(scores, {axis: key}, space)
                 if asked != body:
                     return Refusal("the weights are set to zero by what other scores are")
+    if may_be_no_number(body) and any(isinstance(layer, EmptyIsZero) for layer in layers):
+        return Refusal(
+            "the weights are guarded where a score may be infinity times zero, which makes its row no number"
+        )
     return None
 
 

@@ -18,6 +18,7 @@ from torch.fx import Node
 from torch.nn.attention.flex_attention import BlockMask
 
 from attn_fuse.attention import Attention
+from attn_fuse.builder import NotEmitted
 from attn_fuse.facts import Facts
 from attn_fuse.kernels.flex_blocks import flex_blocks, flex_operands
 from attn_fuse.kernels.flex_program import (
@@ -33,6 +34,7 @@ from attn_fuse.kernels.flex_program import (
 from attn_fuse.kernels.kernel import Kernel
 from attn_fuse.kernels.score_program import ScoreProgram
 from attn_fuse.kernels.writer import written
+from attn_fuse.names import value_of
 from attn_fuse.torch_internals import flex_attention, flex_runs_on_cpu
 
 if TYPE_CHECKING:
@@ -95,6 +97,9 @@ def emit(call: Call) -> Node:
     )
     operands = [call.query(scaled=False), call.key(), call.value()]
     inputs = [score.inputs[n] for part in parts for n in part.inputs]
+    if on_cpu and facts.compiled and any(map(_has_symbolic_size, inputs)):
+        # Its C++ template names sizes that it does not declare (torch 2.11 to 2.15).
+        raise NotEmitted("takes no tensor of symbolic sizes in a function of the scores or a mask on CPU")
     numbers = [score.numbers[n] for part in parts for n in part.numbers]
     if on_cpu:
         copies = call.node(flex_operands, [*operands, *inputs], numbers)
@@ -117,6 +122,11 @@ def emit(call: Call) -> Node:
     )
     # Inductor would fuse what follows into its C++ template, and that raises.
     return call.node(operator.getitem, call.node(flex_operands, [out], []), 0) if on_cpu else out
+
+
+def _has_symbolic_size(node: Node) -> bool:
+    value = value_of(node)
+    return isinstance(value, Tensor) and not all(isinstance(size, int) for size in value.shape)
 
 
 def attend(

@@ -17,6 +17,7 @@ import torch
 from attn_fuse import algebra as al
 from attn_fuse import expression as ex
 from attn_fuse.attention import Refusal
+from attn_fuse.bounds import infinities
 from attn_fuse.expression import Add, Binary, Cast, Const, Contract, Div, Expr, Mul, Reduce, Select, Softmax, Unary
 from attn_fuse.patterns.layer import dtype_of
 from attn_fuse.patterns.masks import LEAST_ORDINARY_SCORE
@@ -223,7 +224,8 @@ def _without_shift(
                 return rest, shift
             return body, ()
     parts = list(ex.terms(body))
-    shift = tuple(p for p in parts if ex.has_product(p) and key not in ex.index_symbols(p))
+    # Less minus infinity, the least of a row with a mask, nothing stays what it is.
+    shift = tuple(p for p in parts if ex.has_product(p) and key not in ex.index_symbols(p) and not infinities(p))
     kept = [p for p in parts if p not in shift]
     if not shift or not any(ex.has_product(p) for p in kept):
         return body, ()

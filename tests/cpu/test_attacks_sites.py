@@ -280,6 +280,55 @@ def test_masked_scores_that_do_not(bounded: Callable[[Tensor], Tensor]) -> None:
     assert_fused(program, *tensors(*SHAPE))
 
 
+def with_bias(s: Tensor, kept: Tensor, bias: Tensor) -> Tensor:
+    return s.masked_fill(~kept, 0.0) + bias
+
+
+NO_NUMBERS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "masked by a product": lambda s, kept, low: low * kept + -1e9 * (1 - kept.to(s.dtype)),
+    "times a mask": lambda s, kept, low: low * kept,
+    "times nothing": lambda s, kept, low: s.relu() * kept + low * 0.0,
+    "times what may be 0": lambda s, kept, low: low * kept.any(0),
+    "times positions": lambda s, kept, low: low * torch.arange(9),
+    "less itself": lambda s, kept, low: s + (low - low),
+    "less the minimum": lambda s, kept, low: low - low.amin(-1, keepdim=True),
+    "less the sum": lambda s, kept, low: low - low.sum(-1, keepdim=True),
+    "bias times a mask": lambda s, kept, low: with_bias(
+        s, kept, torch.zeros(9, 9).masked_fill(~kept, -math.inf) * kept
+    ),
+    "infinity times a mask": lambda s, kept, low: with_bias(s, kept, (1 - kept.float()) * -math.inf),
+    "a cosine": lambda s, kept, low: low.cos(),
+}
+
+
+@pytest.mark.parametrize("name", NO_NUMBERS)
+def test_scores_that_are_no_number_behind_a_guard(name: str) -> None:
+    """As written the whole row is no number, and becomes 0."""
+    kept = torch.ones(9, 9).tril().bool()
+
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        s = scores(q, k)
+        return NO_NUMBERS[name](s, kept, s.masked_fill(~kept, -math.inf)).softmax(-1).nan_to_num(0.0) @ v
+
+    reason = "the weights are guarded where a score may be infinity times zero, which makes its row no number"
+    assert_refused(program, *tensors(*SHAPE), reason=reason)
+
+
+@pytest.mark.parametrize(
+    "low",
+    [lambda s: 0.5 * s, lambda s: s - s.amax(-1, keepdim=True), lambda s: s / 3 + 1, lambda s: 2 * s.clamp(max=5)],
+    ids=["scaled", "less the maximum", "shifted", "clamped"],
+)
+def test_scores_that_are_numbers_behind_a_guard(low: Callable[[Tensor], Tensor]) -> None:
+    kept = torch.ones(9, 9).tril().bool()
+    kept[3] = False
+
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return low(scores(q, k).masked_fill(~kept, -math.inf)).softmax(-1).nan_to_num(0.0) @ v
+
+    assert_fused(program, *tensors(*SHAPE), backward=False)
+
+
 def test_a_number_made_a_tensor_under_a_vmap() -> None:
     seen, at = torch.rand(6, 6) > 0.3, torch.arange(6)
 

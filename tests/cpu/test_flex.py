@@ -205,6 +205,21 @@ class TestEveryReason:
         assert site.status == "as written"
         assert site.why_not["flex"] == ("needs numbers of heads and head_dims that stay the same",)
 
+    def test_tensors_of_symbolic_sizes(self) -> None:
+        """torch's C++ template names sizes that it does not declare: a compiler's error when the model runs."""
+        bias = torch.randn(64, 64)
+
+        def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q, k, v = (t.view(t.shape[0], t.shape[1], 3, 24).transpose(1, 2) for t in (q, k, v))
+            return (scores(q, k) + bias[: q.shape[-2], : k.shape[-2]]).softmax(-1) @ v
+
+        args, how = tensors(2, 40, 72), ONLY | {"dynamic": True, "more": [tensors(3, 50, 72)]}
+        reason = "takes no tensor of symbolic sizes in a function of the scores or a mask on CPU"
+        blocker = check(program, *args, **how).sites[0].blocker
+        assert blocker is not None and reason in blocker.reason
+        torch._dynamo.reset()
+        assert check(program, *args, **how | {"kernels": ["flex", "chunked"]}).sites[0].kernel == "chunked"
+
     def test_a_machine_without_it(self, monkeypatch) -> None:
         monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
         self.declined(plain, reason="torch has it on CPU only with AVX2, and not on macOS")

@@ -111,6 +111,8 @@ def fitting(p: Program) -> Program:
     if p.layout == "rotated":
         s = replace(s, head_dim=4)
     p = replace(p, sizes=s)
+    if s.value_dim == 1:  # one number normalised is its sign, whose gradient is mere rounding
+        p = replace(p, touched=(*p.touched[:2], "none" if p.touched[2] == "normalised" else p.touched[2]))
     if p.mutation is not None:  # one thing at a time
         p = replace(p, transposed=False, rank="four", viewed=False, call="once", dynamic=False)
     if p.rank == "four":
