@@ -49,6 +49,7 @@ from attn_fuse.expression import (
     walk,
 )
 from attn_fuse.space import Space, simplify_index
+from attn_fuse.torch_internals import Mod
 
 
 def rounded(value: float, dtype: torch.dtype) -> bool | int | float:
@@ -464,7 +465,12 @@ def substitute(expr: Expr, by: Mapping[sympy.Symbol, sympy.Expr], space: Space) 
     known: dict[int, Expr] = {}
 
     def index(value: sympy.Expr) -> sympy.Expr:
-        return simplify_index(value.subs(by, simultaneous=True), space)
+        try:
+            moved = value.subs(by, simultaneous=True)
+        except AssertionError:
+            # torch's Mod takes no number below 0, which a place beside the tensor can be: nothing is read there.
+            moved = value.replace(Mod, sympy.Mod).subs(by, simultaneous=True)
+        return simplify_index(moved, space)
 
     def changed(x: Expr) -> Expr:
         if id(x) not in known:

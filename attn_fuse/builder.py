@@ -151,6 +151,8 @@ class Builder:
 
     def _on_tensors(self, function: Any, a: Expr, b: Expr, axes: Axes, both: bool = False) -> Node:
         left, right = self.tensor_of(a, axes), self.tensor_of(b, axes)
+        if function not in _COMPARISONS:
+            left, right = self._alike(left, right)
         if both or not isinstance(left, Node):
             left = self._as_tensor(left)
         if both:
@@ -166,21 +168,27 @@ class Builder:
         """What a number becomes as a tensor of its own: one in which it is not rounded more than the scores are."""
         number = value_of(value) if isinstance(value, Node) else value
         if isinstance(number, (float, torch.SymFloat)):
-            return torch.float64 if self.facts.dtype == torch.float64 else torch.float32
+            return self._wide
         return torch.bool if isinstance(number, bool) else None
 
     def _choice(self, cond: Any, a: Any, b: Any, x: Expr) -> Node:
-        wide = torch.float64 if self.facts.dtype == torch.float64 else torch.float32
-        # A whole number beside a fraction is one, too; torch would take its default dtype.
-        a, b = (self._as_fraction(one, other, wide) for one, other in ((a, b), (b, a)))
+        a, b = self._alike(a, b)
         if not isinstance(a, Node) and not isinstance(b, Node):
-            dtype = torch.bool if isinstance(a, bool) and isinstance(b, bool) else wide
+            dtype = torch.bool if isinstance(a, bool) and isinstance(b, bool) else self._wide
             a = self.node(torch.full, [], a, dtype=dtype, device=self.facts.device)
         return self.node(torch.where, self._as_tensor(cond), a, b)
 
-    def _as_fraction(self, x: Any, other: Any, wide: torch.dtype) -> Any:
+    def _alike(self, a: Any, b: Any) -> tuple[Any, Any]:
+        """Both, whole numbers beside a fraction as fractions, too: torch would take its default dtype."""
+        return self._as_fraction(a, b), self._as_fraction(b, a)
+
+    def _as_fraction(self, x: Any, other: Any) -> Any:
         is_whole = isinstance(x, Node) and _is_tensor(x) and not tensor(x).is_floating_point()
-        return self.node("to", x, wide) if is_whole and isinstance(other, float) else x
+        return self.node("to", x, self._wide) if is_whole and isinstance(other, float) else x
+
+    @property
+    def _wide(self) -> torch.dtype:
+        return torch.float64 if self.facts.dtype == torch.float64 else torch.float32
 
     def _as_positions(self, x: Expr, axes: Axes) -> Node:
         if isinstance(x, ex.Index):
@@ -410,6 +418,8 @@ def _with(axes: Axes, old: sympy.Symbol, new: sympy.Symbol) -> Axes:
     return [new if axis == old else axis for axis in axes]
 
 
+# What they give is no number: torch's default dtype decides, as it does where the program compares.
+_COMPARISONS = (torch.eq, torch.ne, torch.lt, torch.le, torch.gt, torch.ge)
 # Element-wise functions that torch has under another name or with more arguments.
 _FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
     "silu": functional.silu,

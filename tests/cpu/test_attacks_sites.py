@@ -329,6 +329,31 @@ def test_scores_that_are_numbers_behind_a_guard(low: Callable[[Tensor], Tensor])
     assert_fused(program, *tensors(*SHAPE), backward=False)
 
 
+@pytest.mark.parametrize(
+    "shifted",
+    [
+        lambda s: s + 0.3 + torch.arange(9) % 3,
+        lambda s: (s + torch.arange(9)) * 0.3,
+        lambda s: (s + torch.arange(9)) / 3,
+        lambda s: s - torch.where(torch.arange(9) > 2.5, torch.arange(9), 0.3) / 7,
+    ],
+    ids=["added", "multiplied", "divided", "chosen"],
+)
+def test_whole_numbers_beside_fractions_of_float64(shifted: Callable[[Tensor], Tensor]) -> None:
+    """torch adds a fraction to whole numbers in its default dtype, which is narrower than these scores."""
+    assert_fused(lambda q, k, v: shifted(scores(q, k)).softmax(-1) @ v, *tensors(*SHAPE, dtype=torch.float64))
+
+
+def test_scores_times_themselves_in_reverse_beside_a_constant_sink() -> None:
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = k.repeat(1, 2, 1, 1), v[:, :, None].expand(1, 1, 2, 4, 1).reshape(1, 2, 4, 1)
+        s = q @ k.mT
+        return nn.functional.pad(s * s.flip(-1), (0, 1), value=0.3).softmax(-1)[..., :-1] @ v
+
+    operands = torch.randn(1, 2, 1, 1), torch.randn(1, 1, 4, 1), torch.randn(1, 1, 4, 1)
+    assert_refused(program, *operands, reason="the scores join more than one matrix product")
+
+
 def test_a_number_made_a_tensor_under_a_vmap() -> None:
     seen, at = torch.rand(6, 6) > 0.3, torch.arange(6)
 
