@@ -40,11 +40,11 @@ def infinities(x: Expr) -> frozenset[int]:
 
 def may_be_no_number(x: Expr) -> bool:
     """Whether constants in `x` may make its value NaN: infinity times what may be 0, or less itself."""
-    known: dict[Expr, frozenset[int]] = {}
+    known: dict[int, frozenset[int]] = {}
     return any(_is_no_number(part, known) for part in ex.walk(x))
 
 
-def _is_no_number(x: Expr, known: dict[Expr, frozenset[int]]) -> bool:
+def _is_no_number(x: Expr, known: dict[int, frozenset[int]]) -> bool:
     match x:
         case ex.Const(value):
             return math.isnan(value)
@@ -65,13 +65,14 @@ def _is_number_but_0(x: Expr) -> bool:
     return isinstance(x, ex.Const) and x.value != 0 and math.isfinite(x.value)
 
 
-def _infinities(x: Expr, known: dict[Expr, frozenset[int]]) -> frozenset[int]:
-    if x not in known:
-        known[x] = _signs(x, known)
-    return known[x]
+def _infinities(x: Expr, known: dict[int, frozenset[int]]) -> frozenset[int]:
+    # By identity: what is compared by value is walked through whole for each of its parts.
+    if id(x) not in known:
+        known[id(x)] = _signs(x, known)
+    return known[id(x)]
 
 
-def _signs(x: Expr, known: dict[Expr, frozenset[int]]) -> frozenset[int]:
+def _signs(x: Expr, known: dict[int, frozenset[int]]) -> frozenset[int]:
     match x:
         case ex.Const(value):
             return frozenset({1 if value > 0 else -1}) if math.isinf(value) else frozenset()
@@ -79,7 +80,7 @@ def _signs(x: Expr, known: dict[Expr, frozenset[int]]) -> frozenset[int]:
             return _OF_INFINITY.get(name, lambda _: _BOTH)(signs)
         case ex.Cast(_, inner):
             return _infinities(inner, known)
-        case ex.Mul(a, b) if a == b and _infinities(a, known):
+        case ex.Mul(a, b) if _infinities(a, known) and a == b:
             return frozenset({1})
         case ex.Mul(a, b) | ex.Div(a, b):
             # A factor that is read from memory is taken for a positive one.
