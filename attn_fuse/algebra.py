@@ -466,10 +466,10 @@ def substitute(expr: Expr, by: Mapping[sympy.Symbol, sympy.Expr], space: Space) 
 
     def index(value: sympy.Expr) -> sympy.Expr:
         try:
-            moved = value.subs(by, simultaneous=True)
+            moved = value.xreplace(by)
         except AssertionError:
             # torch's Mod takes no number below 0, which a place beside the tensor can be: nothing is read there.
-            moved = value.replace(Mod, sympy.Mod).subs(by, simultaneous=True)
+            moved = value.replace(Mod, sympy.Mod).xreplace(by)
         return simplify_index(moved, space)
 
     def changed(x: Expr) -> Expr:

@@ -28,12 +28,14 @@ _MOST_STEPS = 200
 class Space:
     """The index symbols of one region and their ranges: symbol s runs over [0, sizes[s]).
 
-    lower: the least value that a symbolic size can take, as the shape environment guards it.
+    lower: the least value that a symbolic size can take, as the shape environment guards it. simplified: positions by
+    what they were written as; few are different, of the many that a mask made by a hundred writes asks for.
     """
 
     lower: Mapping[sympy.Symbol, int] = field(default_factory=dict)
     sizes: dict[sympy.Symbol, Size] = field(default_factory=dict)
     _counter: Iterator[int] = field(default_factory=itertools.count)
+    simplified: dict[sympy.Expr, sympy.Expr] = field(default_factory=dict)
     _known: dict[sympy.Expr, bool] = field(default_factory=dict)
     _bounds: dict[sympy.Expr, tuple[float, float]] = field(default_factory=dict)
 
@@ -267,6 +269,12 @@ def simplify_index(value: sympy.Expr, space: Space) -> sympy.Expr:
     """`value` with every floor division and modulo carried out that the ranges allow."""
     if not value.has(FloorDiv, Mod):
         return sympy.expand(value)
+    if value not in space.simplified:
+        space.simplified[value] = _divided_out(value, space)
+    return space.simplified[value]
+
+
+def _divided_out(value: sympy.Expr, space: Space) -> sympy.Expr:
     args = [simplify_index(arg, space) for arg in value.args]
     if isinstance(value, FloorDiv):
         return space.floordiv(*args)
