@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_fuse.kernels.chunked_diagonals import differences
 from attn_fuse.kernels.chunked_plan import Part, Plan, planned, reads
 from attn_fuse.kernels.chunked_steps import run, shift_of
 from attn_fuse.kernels.score_gradient import differentiable, gradients, needed
@@ -154,7 +153,7 @@ def attend_backward(
                     found.append(torch.empty(x.shape, dtype=x.dtype, device=x.device))
                 into = found[n][part.keys]
                 into.copy_(parts.pop().unflatten(0, into.shape[:2]))
-        _diagonals_backward(plan, sums)
+        _hoisted_backward(plan, sums)
     dinputs = [sums[n].to(x.dtype) if n in sums else x.new_empty(0) for n, x in enumerate(inputs)]
     dkey, dvalue = found or (key.new_empty(key.shape), value.new_empty(value.shape))
     return dquery, dkey, dvalue, dinputs
@@ -220,13 +219,13 @@ def _sink_backward(
     _pull_back(plan, tree, (sink - shift).exp_().mul_(over_sum).mul_(delta).neg_(), block, sums)
 
 
-def _diagonals_backward(plan: Plan, sums: dict[int, Tensor]) -> None:
-    """From the gradient of what was computed once for each difference of positions to those of what it was made of."""
+def _hoisted_backward(plan: Plan, sums: dict[int, Tensor]) -> None:
+    """From the gradient of what was computed before the blocks to those of what it was made of."""
     batch, heads, q_len, kv_len = plan.sizes
-    block = differences(q_len, kv_len, batch, heads, plan.query.device, plan.dtype)
-    for number, tree in enumerate(plan.diagonals.trees, plan.diagonals.first):
+    for number, part in enumerate(plan.hoisted.parts, plan.hoisted.first):
         if number in sums:
-            _pull_back(plan, tree, sums[number], block, sums)
+            block = part.block(q_len, kv_len, batch, heads, plan.query.device, plan.dtype)
+            _pull_back(plan, part.tree, sums[number], block, sums)
 
 
 def _pull_back(plan: Plan, tree: Tree, gradient: Tensor, block: Block, sums: dict[int, Tensor]) -> None:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from attn_fuse.kernels.centring import centre_of, less_centre
-from attn_fuse.kernels.chunked_diagonals import Diagonals, Skewed, diagonals, differences, skewed
 from attn_fuse.kernels.chunked_dropout import Dropout, dropout
+from attn_fuse.kernels.chunked_hoisted import Hoisted, Skewed, hoisted, skewed
 from attn_fuse.kernels.chunked_steps import Steps
 from attn_fuse.kernels.operands import check_dropout, check_shapes
 from attn_fuse.kernels.score_gradient import differentiable
@@ -56,7 +56,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Plan:
-    """One call. inputs: the caller's, then those along diagonals. wanted: the numbers of those with a gradient.
+    """One call. inputs: the caller's, then what is hoisted. wanted: the numbers of those with a gradient.
 
     multiplied: the dtype of what is multiplied, but for the scores; all else is computed in `dtype`, the compute dtype.
     centre: what values are taken less, [B, H, 1, Dv], the same for heads that share a key head.
@@ -68,7 +68,7 @@ class Plan:
     inputs: list[Tensor]
     numbers: Sequence[int]
     wanted: frozenset[int]
-    diagonals: Diagonals
+    hoisted: Hoisted
     steps: Steps
     dropout: Dropout | None
     compiles: bool
@@ -265,23 +265,26 @@ def planned(
     batch, heads, q_len, kv_len = sizes
     device = query.device
     multiplied = given if given == torch.bfloat16 and _multiplies_bfloat16(device) else dtype
-    found = diagonals(program, [x.shape for x in inputs])
-    where = differences(q_len, kv_len, batch, heads, device, dtype)
-    # What depends on neither position, as i - i, is one number for all differences.
-    along = [evaluate(tree, None, inputs, numbers, where) for tree in found.trees]
-    along = [x.expand(*x.shape[:3], where.shape[3]) for x in along]
+    found = hoisted(program, [x.shape for x in inputs])
+    before = []
+    for part in found.parts:
+        block = part.block(q_len, kv_len, batch, heads, device, dtype)
+        values = evaluate(part.tree, None, inputs, numbers, block)
+        # What depends on neither position, as i - i, is one number for all differences.
+        before.append(values.expand(*values.shape[:3], block.shape[3]) if part.of == "j - i" else values)
     grows = {n for n, want in enumerate(wanted) if want and inputs[n].is_floating_point()}
-    grows |= {found.first + n for n, tree in enumerate(found.trees) if differentiable([tree], reads(tree, grows))}
+    trees = [part.tree for part in found.parts]
+    grows |= {found.first + n for n, tree in enumerate(trees) if differentiable([tree], reads(tree, grows))}
     drops = _drops(seed, dropout_p)
     shared = (centred or centre is not None) and shares(found.program, seed, dropout_p)
     return Plan(
         query=query,
         key=key,
         value=value,
-        inputs=[*inputs, *along],
+        inputs=[*inputs, *before],
         numbers=numbers,
         wanted=frozenset(grows),
-        diagonals=found,
+        hoisted=found,
         steps=_steps(found, frozenset(grows), drops, shared, dtype, multiplied),
         dropout=dropout(seed, dropout_p, batch, heads, q_len, kv_len, dtype) if drops and seed is not None else None,
         compiles=math.prod(sizes) >= COMPILE_FROM,
@@ -307,7 +310,7 @@ def reads(tree: Tree, wanted: Container[int]) -> list[Tree]:
 
 @functools.cache
 def _steps(
-    found: Diagonals, wanted: frozenset[int], drops: bool, shares: bool, dtype: torch.dtype, multiplied: torch.dtype
+    found: Hoisted, wanted: frozenset[int], drops: bool, shares: bool, dtype: torch.dtype, multiplied: torch.dtype
 ) -> Steps:
     program = found.program
     trees = [program.score] if program.factor is None else [program.score, program.factor]

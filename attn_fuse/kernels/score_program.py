@@ -7,7 +7,7 @@ A tree is a nested tuple (a list in JSON) whose first entry names the node:
     ["const", c]             a bool, int or float; "inf", "-inf" and "nan" where JSON has no number
     ["number", n]            entry n of `numbers`, an int
     ["input", n]             tensor n of `inputs`, [B|1, H|1, Lq|1, Lk|1], at this element
-    ["diagonal", n]          what `chunked_diagonals` has put in a tree's place: only a memo has its value
+    ["diagonal", n]          what `chunked_hoisted` has put in a tree's place: only a memo has its value
     ["gather", n, x...]      tensor n of `inputs`, whole, at these integers, one a dimension
     ["cast", "float32", x]   x in the dtype of that name
     ["where", c, x, y]       ["and", x...]  ["or", x...]  ["not", x]

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from attn_fuse import torch_internals
 from attn_fuse.kernels import chunked_blocks, chunked_plan, chunked_steps
-from attn_fuse.kernels.chunked_diagonals import diagonals, skewed
+from attn_fuse.kernels.chunked_hoisted import hoisted, skewed
 from attn_fuse.kernels.score_program import ScoreProgram
-from tests.graph.chunked_cases import CASE, Case, H, K, Q, S, Sizes, documents, drawn
+from tests.graph.chunked_cases import CASE, Case, H, K, Q, S, Sizes, const, documents, drawn, region
 
 # The second has blocks of other sizes than the first.
 SEVERAL = (Sizes(2, 4, 2, 150, 130, 8, 12), Sizes(3, 6, 6, 91, 301, 16, 16))
@@ -41,7 +41,12 @@ def run(case: Case, s: Sizes, tensors: list[Tensor]) -> list[Tensor]:
 
 @pytest.mark.parametrize(
     ("case", "dtype"),
-    [(CASE["everything"], torch.float32), (CASE["relative table"], torch.bfloat16), (SEGMENTED, torch.float32)],
+    [
+        (CASE["everything"], torch.float32),
+        (CASE["relative table"], torch.bfloat16),
+        (SEGMENTED, torch.float32),
+        (CASE["regions"], torch.float32),
+    ],
     ids=lambda x: getattr(x, "name", str(x)),
 )
 def test_compiled_is_uncompiled(case: Case, dtype: torch.dtype, monkeypatch, caplog) -> None:
@@ -144,7 +149,26 @@ FLOATING = ["sub", ["cast", "float32", ["j"]], ["cast", "float32", ["i"]]]
 def test_what_depends_on_the_distance_alone(part: list, found: bool) -> None:
     program = ScoreProgram(["add", ["score"], part])
     shapes = [(9, 3), (1, 3, 1, 1), (1, 1, 8, 1)]
-    assert bool(diagonals(program.dumps(), shapes).trees) == found
+    assert any(part.of == "j - i" for part in hoisted(program.dumps(), shapes).parts) == found
+
+
+@pytest.mark.parametrize(
+    ("part", "of"),
+    [
+        (region(Q), "i"),
+        (["gather", 0, region(K), H], "j"),
+        (["mul", region(H), ["input", 1]], "i"),
+        (["mul", region(Q), ["input", 2]], "i"),
+        (["mul", ["cast", "float32", region(H)], ["input", 3]], "j"),
+        (["add", Q, ["mul", const(2), Q]], ""),
+    ],
+)
+def test_long_formulas_of_one_position_are_computed_once(part: list, of: str) -> None:
+    program = ScoreProgram(["add", ["mul", S, K], part])
+    shapes = [(12, 4), (1, 3, 1, 1), (1, 1, 8, 1), (2, 1, 1, 8)]
+    assert [found.of for found in hoisted(program.dumps(), shapes).parts] == [of] * bool(of)
+    both = ScoreProgram(["mul", ["mul", S, region(Q)], region(["add", Q, K])])
+    assert [found.of for found in hoisted(both.dumps(), shapes).parts] == ["i"]
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (5, 7), (16, 1), (17, 20), (32, 8), (64, 3), (96, 130)])

@@ -52,6 +52,20 @@ def hidden(keep: Tensor, scores: Tensor, fill: float = -INF) -> Tensor:
 
 
 CAUSAL = ["le", K, ["add", Q, ["number", 0]]]
+
+
+def region(place: list[Any]) -> list[Any]:
+    """Which of 12 regions a place of a batch entry is in, by too many operations for each score."""
+    row, column = ["floordiv", place, const(5)], ["mod", ["add", place, B], const(5)]
+    third = ["where", ["ge", row, const(5)], const(2), ["where", ["ge", row, const(2)], const(1), const(0)]]
+    return ["add", ["mul", third, const(4)], ["minimum", column, const(3)]]
+
+
+def region_of(place: Tensor, entry: Tensor) -> Tensor:
+    row, column = place // 5, (place + entry) % 5
+    return ((row >= 5).long() + (row >= 2).long()) * 4 + column.clamp(max=3)
+
+
 DISTANCE = ["minimum", ["maximum", ["add", ["sub", K, Q], const(8)], const(0)], const(16)]
 SAME_DOCUMENT = ["eq", ["input", 0], ["input", 1]]
 
@@ -146,6 +160,24 @@ CASES = [
         ScoreProgram(["add", S, ["gather", 0, DISTANCE, H]]),
         lambda s, at, table: s + table[(at.j - at.i + 8).clamp(0, 16), at.h],
         lambda s: [torch.randn(17, s.heads)],
+    ),
+    Case(
+        "regions",
+        ScoreProgram(where(["eq", region(Q), region(K)], S, -100.0)),
+        lambda s, at: hidden(region_of(at.i, at.b) == region_of(at.j, at.b), s, -100.0),
+    ),
+    Case(
+        "tables of regions",
+        ScoreProgram(
+            ["mul", ["add", S, ["gather", 0, region(K), H]], ["sigmoid", ["gather", 1, region(Q)]]],
+            factor=["tanh", ["gather", 0, region(Q), H]],
+        ),
+        lambda s, at, table, factor: (
+            (s + table[region_of(at.j, at.b), at.h]) * factor[region_of(at.i, at.b)].sigmoid(),
+            table[region_of(at.i, at.b), at.h].tanh(),
+            None,
+        ),
+        lambda s: [torch.randn(12, s.heads), torch.randn(12)],
     ),
     Case(
         "softcap",

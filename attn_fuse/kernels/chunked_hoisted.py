@@ -1,7 +1,8 @@
-"""Diagonals: parts of a score program that depend on the two positions only through their difference.
+"""Hoisted: parts of a score program that are no functions of both positions, computed before the blocks.
 
-A relative position bias is one. It is computed once for each difference, q_len + kv_len - 1 of them, and read along the
-diagonals of every block; its gradient is summed along them before it goes into the table.
+A relative position bias is a function of the difference. It is computed once for each, q_len + kv_len - 1 of them, and
+read along the diagonals of every block; its gradient is summed along them before it goes into the table. The region of
+an image that a query or a key stands in is a function of one position, and is computed once for each.
 """
 
 from __future__ import annotations
@@ -14,52 +15,77 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attn_fuse.kernels.score_program import FRACTIONAL, Block, ScoreProgram, Tree, nodes
+from attn_fuse.kernels.score_program import FRACTIONAL, POSITIONS, Block, ScoreProgram, Tree, nodes
 
 
 @dataclass(frozen=True, eq=False)
-class Diagonals:
-    """A score program whose node ["diagonal", first + n] stands for trees[n], which is a function of j - i."""
+class HoistedPart:
+    """A part that is hoisted. of: what it is a function of, "j - i", "i" or "j"."""
+
+    tree: Tree
+    of: str
+
+    def block(self, q_len: int, kv_len: int, batch: int, heads: int, device: torch.device, dtype: torch.dtype) -> Block:
+        """The block on which the part has each of its values once; of a difference, query 0, keys from 1 - q_len."""
+        match self.of:
+            case "i":
+                queries, keys = (0, q_len), (0, 1)
+            case "j":
+                queries, keys = (0, 1), (0, kv_len)
+            case _:
+                queries, keys = (0, 1), (1 - q_len, kv_len)
+        return Block(batch, heads, queries, keys, device, dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Hoisted:
+    """A score program that reads parts[n] as its input `first + n`; a function of j - i as a "diagonal" of it."""
 
     program: ScoreProgram
-    trees: tuple[Tree, ...]
+    parts: tuple[HoistedPart, ...]
     first: int
 
 
-def diagonals(text: str, shapes: Sequence[Sequence[int]]) -> Diagonals:
-    """Those worth it in the program that `text` is, given the shapes of its inputs: lookups and transcendentals."""
-    return _diagonals(text, tuple(tuple(n != 1 for n in shape[2:4]) for shape in shapes))
+def hoisted(text: str, shapes: Sequence[Sequence[int]]) -> Hoisted:
+    """The program that `text` is, less the parts worth it, given the shapes of its inputs.
+
+    Worth it are, of the difference of positions, lookups and transcendentals, and of one position, longer formulas.
+    """
+    return _hoisted(text, tuple(tuple(n != 1 for n in shape[2:4]) for shape in shapes))
 
 
 @functools.cache
-def _diagonals(text: str, varies: tuple[tuple[bool, ...], ...]) -> Diagonals:
+def _hoisted(text: str, varies: tuple[tuple[bool, ...], ...]) -> Hoisted:
     program = ScoreProgram.loads(text)
-    numbers: dict[int, int] = {}
-    trees: list[Tree] = []
+    known: dict[int, Tree] = {}
+    parts: list[HoistedPart] = []
 
     def rewritten(tree: Tree) -> Tree:
-        alone = _of_difference(tree, varies)
+        alone, dependence = _of_difference(tree, varies), _dependence(tree, varies)
+
+        def of(node: Tree) -> str:
+            if id(node) in alone and _is_costly(node):
+                return "j - i"
+            return min(dependence[id(node)] or "i") if _is_long(node, dependence) else ""
 
         def replaced(node: Tree) -> Tree:
-            if id(node) in alone and _is_costly(node):
-                if id(node) not in numbers:
-                    numbers[id(node)] = len(trees)
-                    trees.append(node)
-                return ("diagonal", len(varies) + numbers[id(node)])
-            return tuple(replaced(part) if isinstance(part, tuple) else part for part in node)
+            if id(node) not in known:
+                known[id(node)] = changed(node)
+            return known[id(node)]
+
+        def changed(node: Tree) -> Tree:
+            if not of(node):
+                return tuple(replaced(part) if isinstance(part, tuple) else part for part in node)
+            parts.append(HoistedPart(node, of(node)))
+            return ("diagonal" if of(node) == "j - i" else "input", len(varies) + len(parts) - 1)
 
         return replaced(tree)
 
     score = rewritten(program.score)
     factor = None if program.factor is None else rewritten(program.factor)
-    if trees:
+    if parts:
         program = dataclasses.replace(program, score=score, factor=factor)
-    return Diagonals(program, tuple(trees), len(varies))
-
-
-def differences(q_len: int, kv_len: int, batch: int, heads: int, device: torch.device, dtype: torch.dtype) -> Block:
-    """The block on which a tree that depends on j - i has each of its values once: query 0, keys from 1 - q_len."""
-    return Block(batch, heads, (0, 1), (1 - q_len, kv_len), device, dtype)
+    return Hoisted(program, tuple(parts), len(varies))
 
 
 @dataclass(frozen=True)
@@ -106,6 +132,28 @@ _ROWS_OF_A_STRIP = 16
 def _is_costly(node: Tree) -> bool:
     names = {part[0] for part in nodes(node)}
     return bool(names & {"i", "j"}) and bool(names & {"gather", *FRACTIONAL})
+
+
+# Operations from which on it is worth a pass of its own to have the result instead.
+_LONG = 8
+
+
+def _is_long(node: Tree, dependence: dict[int, frozenset[str]]) -> bool:
+    """Whether it takes many operations to compute `node`, from one position at most."""
+    if len(dependence[id(node)]) > 1 or "score" in dependence[id(node)]:
+        return False
+    return sum(part[0] not in ("const", "number", "input", *POSITIONS) for part in nodes(node)) >= _LONG
+
+
+def _dependence(tree: Tree, varies: tuple[tuple[bool, ...], ...]) -> dict[int, frozenset[str]]:
+    """Of each node below `tree`, by identity: which of "i", "j" and "score" its value depends on."""
+    found: dict[int, frozenset[str]] = {}
+    for node in nodes(tree):
+        own = {node[0]} & {"i", "j", "score"}
+        if node[0] == "input":
+            own = {name for name, along in zip("ij", varies[node[1]], strict=True) if along}
+        found[id(node)] = frozenset(own).union(*(found[id(part)] for part in node[1:] if isinstance(part, tuple)))
+    return found
 
 
 def _of_difference(tree: Tree, varies: tuple[tuple[bool, ...], ...]) -> frozenset[int]:
