@@ -202,7 +202,10 @@ def _weights_and_value(product: Contract) -> tuple[Expr | None, Expr | None]:
 
 
 def _wrong_guard(layers: Iterable[Layer], body: Expr, key: sympy.Symbol, space: Space) -> Refusal | None:
-    """A guard that asks about other scores than those of the softmax does something else than guard."""
+    """A guard that asks about other scores than those of the softmax does something else than guard.
+
+    What fills the weights guards them, too: as written it also takes away what is no number, and a product does not.
+    """
     for layer in layers:
         match layer:
             case EmptyIsZero(None, _):
@@ -211,9 +214,10 @@ def _wrong_guard(layers: Iterable[Layer], body: Expr, key: sympy.Symbol, space: 
                 asked = scores if axis is None else al.substitute(scores, {axis: key}, space)
                 if asked != body:
                     return Refusal("the weights are set to zero by what other scores are")
-    if may_be_no_number(body) and any(isinstance(layer, EmptyIsZero) for layer in layers):
+    guards = (isinstance(layer, EmptyIsZero) or (isinstance(layer, Factor) and layer.filled) for layer in layers)
+    if any(guards) and may_be_no_number(body):
         return Refusal(
-            "the weights are guarded where a score may be infinity times zero, which makes its row no number"
+            "the weights are guarded or filled where a score may be infinity times zero, which makes its row no number"
         )
     return None
 

@@ -71,9 +71,10 @@ class Drop:
 
 @dataclass(frozen=True)
 class Factor:
-    """The weights beneath are multiplied by `value`."""
+    """The weights beneath are multiplied by `value`; filled, zeros take the place even of what is no number."""
 
     value: Expr
+    filled: bool = False
 
 
 @dataclass(frozen=True)

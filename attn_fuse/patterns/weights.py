@@ -118,9 +118,9 @@ def _all_hidden(cond: Expr) -> tuple[Expr, Symbol] | None:
 def factor(weights: Expr) -> Answer:
     match weights:
         case Select(cond, Const(0 | 0.0), inner):
-            return Peeled(inner, Factor(select(cond, Const(0.0), Const(1.0))))
+            return Peeled(inner, Factor(select(cond, Const(0.0), Const(1.0)), filled=True))
         case Select(cond, inner, Const(0 | 0.0)):
-            return Peeled(inner, Factor(select(cond, Const(1.0), Const(0.0))))
+            return Peeled(inner, Factor(select(cond, Const(1.0), Const(0.0)), filled=True))
         case Select():
             return Refusal("weights are replaced by something that is not zero")
         case Mul(a, b) if (parts := carrier(a, b)) is not None:

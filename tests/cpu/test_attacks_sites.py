@@ -310,8 +310,34 @@ def test_scores_that_are_no_number_behind_a_guard(name: str) -> None:
         s = scores(q, k)
         return NO_NUMBERS[name](s, kept, s.masked_fill(~kept, -math.inf)).softmax(-1).nan_to_num(0.0) @ v
 
-    reason = "the weights are guarded where a score may be infinity times zero, which makes its row no number"
+    reason = "the weights are guarded or filled where a score may be infinity times zero, which makes its row no number"
     assert_refused(program, *tensors(*SHAPE), reason=reason)
+
+
+@pytest.mark.parametrize("name", NO_NUMBERS)
+def test_scores_that_are_no_number_under_filled_weights(name: str) -> None:
+    """As written a query all of whose weights are filled is 0, whatever its scores are."""
+    kept, left = torch.ones(9, 9).tril().bool(), torch.ones(9, 9).bool()
+    left[2:5] = False
+
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        s = scores(q, k)
+        weights = NO_NUMBERS[name](s, kept, s.masked_fill(~kept, -math.inf)).softmax(-1)
+        return weights.masked_fill(~left, 0.0) @ v
+
+    reason = "the weights are guarded or filled where a score may be infinity times zero, which makes its row no number"
+    assert_refused(program, *tensors(*SHAPE), reason=reason)
+
+
+@pytest.mark.parametrize("fill", [lambda p, hidden: p.masked_fill(hidden, 0.0), lambda p, hidden: p * ~hidden])
+def test_weights_filled_where_the_scores_are_hidden(fill: Callable[[Tensor, Tensor], Tensor]) -> None:
+    hidden = ~torch.ones(9, 9).tril().bool()
+    hidden[3] = True
+
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return fill(scores(q, k).masked_fill(hidden, -math.inf).softmax(-1), hidden) @ v
+
+    assert_fused(program, *tensors(*SHAPE), backward=False)
 
 
 @pytest.mark.parametrize(
