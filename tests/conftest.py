@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +13,14 @@ import torch
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "fuzz: a long random run; only with -m fuzz")
     config.addinivalue_line("markers", "slow: compiles with Inductor")
+    # What torch writes down for tlparse: pytest would keep it all.
+    logging.getLogger("torch.__trace").disabled = True
+
+
+def pytest_collection_finish() -> None:
+    # What is imported by now lives to the end, and the collector need not walk it thousands of times.
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -320,7 +320,7 @@ def test_a_table_in_strips(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("programs", [1, 7, 10**6])
+@pytest.mark.parametrize("programs", [1, 7])
 def test_sums_in_parts(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash, "_PROGRAMS", programs)
     for name in ("bias of every batch", "bias of the heads", "bias of the keys"):
@@ -441,7 +441,8 @@ def test_training_step_compiles(inner: str) -> None:
         return triton_flash(query * 1, key, value, list(inputs), [2], None, None, None, 0.0, text, False)[0]
 
     run = torch.compile(program, backend=inner, fullgraph=True, dynamic=True)
-    for s in (USUAL, replace(USUAL, batch=3, q_len=29, kv_len=31)):
+    small = Sizes(batch=2, heads=2, kv_heads=1, q_len=37, kv_len=53, head_dim=24, value_dim=40)
+    for s in (small, replace(small, batch=3, q_len=29, kv_len=31)):
         tensors = drawn(case, s, torch.float32)
         grad_out = torch.randn(s.batch, s.heads, s.q_len, s.value_dim)
         got, eager = results(run, tensors, grad_out), results(program, tensors, grad_out)
