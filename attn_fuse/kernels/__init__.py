@@ -3,7 +3,7 @@
 from attn_fuse.kernels.chunked import CHUNKED
 from attn_fuse.kernels.flex import FLEX
 from attn_fuse.kernels.sdpa import CPU_FLASH, CUDA_EFFICIENT, CUDA_FLASH, CUDNN
-from attn_fuse.kernels.triton.hopper import TRITON_FLASH_HOPPER, TRITON_FLASH_HOPPER_SPECIALIZED
+from attn_fuse.kernels.triton.hopper import TRITON_FLASH_HOPPER
 from attn_fuse.kernels.triton_decode import TRITON_DECODE
 from attn_fuse.kernels.triton_flash import TRITON_FLASH
 
@@ -19,5 +19,4 @@ KERNELS = (
     TRITON_FLASH,
     CHUNKED,
     TRITON_FLASH_HOPPER,
-    TRITON_FLASH_HOPPER_SPECIALIZED,
 )

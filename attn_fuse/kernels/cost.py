@@ -54,9 +54,9 @@ class Reach:
 _CAUSAL = ("causal",)
 # CUDA, shares of the dense peak. cudnn: NVIDIA's cudnn-frontend benchmarks, H200, D 128: 484-702 TFLOP/s forward,
 # 370-612 backward, of 989. FA2: 300-370 and 290-320, that is about 0.65 of what sm_80 code can reach on these SMs.
-# FlexAttention: 0.85-0.90 of FA2. Triton: its tutorial kernel reaches 0.6-0.7 of cuDNN, and 490-535 TFLOP/s with
-# descriptors and warps that specialise. Efficient: older CUTLASS code for sm_80, about half of FA2. As written and
-# chunked: products at the rate of matmuls of this size, the rest memory.
+# FlexAttention: 0.85-0.90 of FA2. Triton: its tutorial kernel reaches 0.6-0.7 of cuDNN. Efficient:
+# older CUTLASS code for sm_80, about half of FA2. As written and chunked: products at the rate of matmuls of this size,
+# the rest memory.
 _CUDA = {
     AS_WRITTEN: Reach(0.55, 0.55, skips=(), passes=(5, 14), launches=5),
     "cudnn": Reach(0.65, 0.54, skips=_CAUSAL, launches=2),
@@ -65,7 +65,6 @@ _CUDA = {
     "flex": Reach(0.56, 0.5, sm80=True, launches=3),
     "triton_flash": Reach(0.42, 0.33, launches=2),
     "triton_flash_hopper": Reach(0.47, 0.38, launches=2),
-    "triton_flash_hopper_specialized": Reach(0.52, 0.42, launches=2),
     "triton_decode": Reach(0.42, 0.33, launches=3),
     "chunked": Reach(0.4, 0.4, passes=(10, 24), launches=10, per_block=40),
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import math
 import os
@@ -96,11 +95,11 @@ def _decode(c: Call) -> Callable[[], Tensor]:
     return lambda: decode(c.query, c.key, c.value, c.inputs, c.numbers, c.program)
 
 
-def _hopper(specialized: bool, c: Call) -> Callable[[], Tensor]:
+def _hopper(c: Call) -> Callable[[], Tensor]:
     from attn_fuse.kernels.triton.hopper_op import hopper
 
     scale = c.scale
-    return lambda: hopper(c.query, c.key, c.value, c.inputs, c.numbers, c.program, scale, specialized)[0]
+    return lambda: hopper(c.query, c.key, c.value, c.inputs, c.numbers, c.program, scale)[0]
 
 
 _IN_TRITON = {"dtype": ("float32", "bfloat16", "float16")}
@@ -122,8 +121,7 @@ DECODE = Operator(
     _IN_TRITON
     | {"gradient": ("none",), "dropout": ("none",), "lengths": ("1, 17", "13, 29", "1, 333", "16, 251", "29, 13")},
 )
-HOPPER = Operator("triton_flash_hopper", functools.partial(_hopper, False), _IN_HOPPER)
-SPECIALIZED = Operator("triton_flash_hopper_specialized", functools.partial(_hopper, True), _IN_HOPPER)
+HOPPER = Operator("triton_flash_hopper", _hopper, _IN_HOPPER)
 
 
 def operators(device: torch.device) -> dict[str, Operator]:
@@ -133,7 +131,7 @@ def operators(device: torch.device) -> dict[str, Operator]:
     if importlib.util.find_spec("triton") is not None and (interpreted or device.type == "cuda"):
         found += [DECODE, FLASH]
         if interpreted or torch.cuda.get_device_capability(device) == (9, 0):
-            found += [HOPPER, SPECIALIZED]
+            found.append(HOPPER)
     return {operator.name: operator for operator in found}
 
 

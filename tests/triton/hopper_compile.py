@@ -27,9 +27,10 @@ from triton.compiler import ASTSource
 
 from attn_fuse.kernels.score_program import ScoreProgram
 from attn_fuse.kernels.triton import hopper_kernels, hopper_launch
+from tests.triton.messages import mismatches
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-COUNTED = ("HGMMA", "UTMALDG", "USETMAXREG", "LDL", "STL")
+COUNTED = ("HGMMA", "UTMALDG", "LDL", "STL")
 KERNELS = {
     "forward": hopper_kernels.forward_kernel,
     "key_value": hopper_kernels.key_value_kernel,
@@ -65,31 +66,26 @@ TYPES = {torch.float32: "*fp32", torch.int64: "*i64"}
 class Case:
     kernel: str
     dim: int
-    specialized: bool
     program: str = "causal"
 
     @property
     def name(self) -> str:
-        return "-".join((self.kernel, str(self.dim), *["specialized"] * self.specialized, self.program))
+        return f"{self.kernel}-{self.dim}-{self.program}"
 
 
 def cases() -> Iterator[Case]:
-    for kernel, dim, specialized in hopper_launch.BLOCKS:
-        yield Case(kernel, dim, specialized)
-        for name, (_, tensors) in PROGRAMS.items():
-            if name != "causal" and dim == 128 and not (tensors and specialized):
-                yield Case(kernel, dim, specialized, name)
+    for kernel, dim in hopper_launch.BLOCKS:
+        yield from (Case(kernel, dim, name) for name in PROGRAMS if name == "causal" or dim == 128)
 
 
 def compiled(case: Case) -> dict[str, Any]:
     kernel = KERNELS[case.kernel]
     program, tensors = PROGRAMS[case.program]
     score = hopper_launch.score_of((program or ScoreProgram(S)).dumps(), tensors, [], 0.0 if program else 1.0)
-    blocks, specialized = hopper_launch.blocks_of(case.kernel, case.dim, case.specialized, score)
-    assert specialized == case.specialized
+    blocks = hopper_launch.blocks_of(case.kernel, case.dim, score)
     constants = {
         "HEAD_DIM": case.dim, "VALUE_DIM": case.dim, "VALUE_BLOCK": case.dim, "HEAD_BLOCK": case.dim,
-        "BLOCK_M": blocks.queries, "BLOCK_N": blocks.keys, "RAGGED": True, "SPECIALIZED": case.specialized,
+        "BLOCK_M": blocks.queries, "BLOCK_N": blocks.keys, "RAGGED": True,
         **score.constants(backward=True), "MASKED": True,
     }  # fmt: skip
     lengths = {"query": blocks.queries, "grad_out": blocks.queries, "key": blocks.keys, "value": blocks.keys}
@@ -117,7 +113,11 @@ def compiled(case: Case) -> dict[str, Any]:
     )
     options = {"num_warps": blocks.warps, "num_stages": blocks.stages}
     binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    return {"name": case.name, "shared": binary.metadata.shared, **_measured(binary.asm["cubin"])}
+    described = [name for name, kind in signature.items() if str(kind).startswith("tensordesc")]
+    boxes = {name: meta["block_size"] for name, meta in zip(described, binary.metadata.tensordesc_meta, strict=True)}
+    messages, wrong = mismatches(binary.asm["ttgir"], boxes)
+    about = {"descriptors": len(described), "messages": messages, "wrong": wrong}
+    return {"name": case.name, "shared": binary.metadata.shared} | about | _measured(binary.asm["cubin"])
 
 
 def _measured(cubin: bytes) -> dict[str, int]:

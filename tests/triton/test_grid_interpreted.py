@@ -16,11 +16,9 @@ from tests.grid.operators import DECODE, FLASH, HOPPER, check, operators
 from tests.triton.interpreted import interpreted, run_interpreted
 
 CPU = torch.device("cpu")
-# With gradients, where a kernel gives any. Whether warps are specialised, the interpreter does not see.
+# With gradients, where a kernel gives any.
 GRIDS = {
-    grid.kernel.name: grid
-    for grid in reversed(grids(KERNELS, CPU, SMALLER))
-    if grid.kernel.name.startswith("triton") and not grid.kernel.name.endswith("specialized")
+    grid.kernel.name: grid for grid in reversed(grids(KERNELS, CPU, SMALLER)) if grid.kernel.name.startswith("triton")
 }
 OPERATED = [
     (operator.name, Case.of(row))

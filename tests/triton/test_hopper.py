@@ -1,7 +1,7 @@
 """The Hopper kernels: interpreted, against dense float64; and compiled for sm_90a, within budgets.
 
 Each in a process of its own: Triton's interpreter is chosen before Triton is imported. It computes bfloat16 wrongly; on
-a GPU tests/gpu has it. What it cannot show is how warps wait for each other.
+a GPU tests/gpu has it.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from attn_fuse.kernels import KERNELS, cost, picker
 from attn_fuse.kernels.chunked import CHUNKED
 from attn_fuse.kernels.evidence import Comparison
 from attn_fuse.kernels.score_program import ScoreProgram
-from attn_fuse.kernels.triton.hopper import TRITON_FLASH_HOPPER, TRITON_FLASH_HOPPER_SPECIALIZED
+from attn_fuse.kernels.triton.hopper import TRITON_FLASH_HOPPER
 from attn_fuse.report import collecting
 from tests.harness import ROUNDINGS, TIMES_EAGER, assert_fused, assert_refused, compiled, tensors
 from tests.triton.interpreted import INTERPRETED, interpreted, run_interpreted
+from tests.triton.messages import mismatches
 
 # Of one SM, in bytes and registers of a thread, by what the chip and PTX allow.
-SHARED_MEMORY, REGISTERS, REGISTERS_OF_TWELVE_WARPS = 232_448, 255, 168
+SHARED_MEMORY, REGISTERS = 232_448, 255
 
 
 def test_in_a_process_that_interprets() -> None:
@@ -41,31 +42,54 @@ def test_in_a_process_that_interprets() -> None:
 # ---- compiled
 
 
-# Of each kernel one, and of both variants two; all of them take minutes.
-SOME = (
-    "forward-128-specialized-causal", "forward-128-documents", "key_value-64-specialized-causal", "query-128-softcap",
-)  # fmt: skip
+# Of each kernel one, and one that reads more than its descriptors; all of them take minutes.
+SOME = ("forward-128-causal", "forward-128-documents", "key_value-64-causal", "query-128-softcap")
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the compiler runs where the interpreter does not")
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 @pytest.mark.parametrize("names", [SOME, pytest.param((), marks=pytest.mark.slow)], ids=["some", "all"])
 def test_compiled_for_hopper(names: tuple[str, ...]) -> None:
-    """Nothing spills; products are those of warp groups, operands come by the copy engine, warps are specialised."""
+    """Nothing spills, products are those of warp groups, and what the copy engine sends has its room and barrier."""
     root = Path(__file__).parents[2]
     command = [sys.executable, str(Path(__file__).with_name("hopper_compile.py")), *names]
     done = subprocess.run(command, capture_output=True, text=True, cwd=root, env=os.environ | {"PYTHONPATH": str(root)})
     assert done.returncode == 0, done.stderr[-4000:]
     found = {line["name"]: line for line in map(json.loads, done.stdout.splitlines())}
-    # Forward at three widths and key_value at two specialised and three not, query at three: and the programs at 128.
-    assert set(found) == set(names) if names else len(found) == 35
+    # Three kernels at three widths, and four more programs at 128.
+    assert set(found) == set(names) if names else len(found) == 21
     for name, of in found.items():
         assert of["stack"] == of["LDL"] == of["STL"] == 0, name
         assert of["HGMMA"] > 0 and of["UTMALDG"] > 0, name
         assert of["shared"] <= SHARED_MEMORY, name
-        specialized = "specialized" in name
-        assert of["registers"] <= (REGISTERS_OF_TWELVE_WARPS if specialized else REGISTERS), name
-        assert (of["USETMAXREG"] > 0) == specialized, name
+        assert of["registers"] <= REGISTERS, name
+        assert of["messages"] >= of["descriptors"] >= 3 and not of["wrong"], (name, of["wrong"])
+
+
+BARRIER, TILE = (
+    "ttng.barrier_expect %bar, {bytes}, %true : !ttg.memdesc<1xi64>",
+    "!ttg.memdesc<{shape}xbf16, #s, mutable>",
+)
+COPY = "ttng.async_tma_copy_global_to_local %query[%b, %h, %i, %d] %q, %bar, %true : !tt.tensordesc<x> -> " + TILE
+
+
+@pytest.mark.parametrize(
+    ("expected", "shape", "box", "wrong"),
+    (
+        (32768, "128x128", (1, 1, 128, 64), []),
+        # A held tile that warp groups share: each half is 64 rows, and its descriptor has the box of all.
+        (16384, "64x128", (1, 1, 128, 64), ["32768 bytes are sent where there is room for 16384", "waits for -16384"]),
+        (32768, "64x128", (1, 1, 64, 64), ["waits for 16384 bytes that do not arrive"]),
+        (None, "128x128", (1, 1, 128, 64), ["no barrier waits"]),
+    ),
+)
+def test_messages_that_do_not_fit_are_found(
+    expected: int | None, shape: str, box: tuple[int, ...], wrong: list[str]
+) -> None:
+    lines = [BARRIER.format(bytes=expected)] if expected is not None else []
+    count, found = mismatches("\n".join([*lines, COPY.format(shape=shape)]), {"query": box})
+    assert count == 1 and len(found) == len(wrong)
+    assert all(words in said for words, said in zip(wrong, found, strict=True)), found
 
 
 # ---- interpreted
@@ -141,11 +165,11 @@ CASES = [
 ]
 
 
-def run(case: Case, query: Tensor, key: Tensor, value: Tensor, specialized: bool = False) -> Tensor:
+def run(case: Case, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     from attn_fuse.kernels.triton.hopper_op import hopper
 
     scale = case.scale if case.plain else 0.0
-    return hopper(query, key, value, [], [], case.program.dumps(), scale, specialized)[0]
+    return hopper(query, key, value, [], [], case.program.dumps(), scale)[0]
 
 
 def operands(case: Case, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -176,7 +200,7 @@ def assert_near(case: Case, got: Tensor, given: tuple[Tensor, ...], grad_out: Te
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_against_float64(case: Case, dtype: torch.dtype) -> None:
     given = operands(case, dtype)
-    got = run(case, *given, specialized=dtype == torch.float16)
+    got = run(case, *given)
     assert got.transpose(1, 2).is_contiguous()
     assert_near(case, got, given, torch.randn_like(got))
 
@@ -276,10 +300,9 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *more: Tensor, window: 
 
 
 @interpreted
-@pytest.mark.parametrize("kernel", (TRITON_FLASH_HOPPER, TRITON_FLASH_HOPPER_SPECIALIZED), ids=lambda k: k.name)
 @pytest.mark.parametrize("how", ({}, {"window": 9}, {"cap": 3.0}), ids=str)
-def test_through_the_backend(kernel: Any, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(picker, "KERNELS", (kernel,))
+def test_through_the_backend(how: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(picker, "KERNELS", (TRITON_FLASH_HOPPER,))
     outcome = assert_fused(lambda q, k, v: attention(q, k, v, **how), *tensors(2, 2, 37, 24), inner="aot_eager")
     # A scale and a mask are the kernel's own; all else is generated into it.
     assert (", 0.0, " in outcome.after) == ("cap" in how), outcome.after
@@ -311,9 +334,8 @@ def test_declined(program: Any, reason: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_not_tried_where_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However fast an estimate promises it to be; where everything is fused, these are asked last."""
-    ours = (TRITON_FLASH_HOPPER, TRITON_FLASH_HOPPER_SPECIALIZED)
-    assert KERNELS[-2:] == ours and all(kernel.needs_evidence for kernel in ours)
+    """However fast an estimate promises it to be; where everything is fused, it is asked last."""
+    assert KERNELS[-1] is TRITON_FLASH_HOPPER and TRITON_FLASH_HOPPER.needs_evidence
     new = dataclasses.replace(CHUNKED, name="new", needs_evidence=True)
     monkeypatch.setattr(picker, "KERNELS", (new,))
     monkeypatch.setattr(cost, "estimated", lambda *_: Comparison(0.1, "estimated", is_estimate=True))

@@ -190,7 +190,7 @@ def hopper(
     from attn_fuse.kernels.triton.hopper_op import hopper as unpacked
     from attn_fuse.kernels.triton.packed_op import hopper_packed, operands
 
-    rest = (inputs, [], program, 0.25 if program == CAUSAL else 0.0, False)
+    rest = (inputs, [], program, 0.25 if program == CAUSAL else 0.0)
     alone = operands(packed, views, sizes)
     return hopper_packed(packed, views, sizes, *rest)[0], unpacked(*alone, *rest)[0]
 

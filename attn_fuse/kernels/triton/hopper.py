@@ -1,8 +1,8 @@
-"""triton_flash_hopper: flash attention for Hopper GPUs; "_specialized": with one warp group that loads for two others.
+"""triton_flash_hopper: flash attention for Hopper GPUs, over tensor descriptors.
 
 Taken: 16-bit operands, head_dim and value_dim up to 256, any score function whose tensors need no gradient; blocks that
 causal masks and windows hide are skipped. Declined: dropout, sinks, factors on the weights, and rows whose log-sum-exp
-would lose what it is needed for. The picker takes them only on a device on which they were measured.
+would lose what it is needed for. The picker takes it only on a device on which it was measured.
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ def _may_learn(attention: Attention) -> bool:
     return any(isinstance(x, (ex.Load, ex.Gather)) for part in parts for x in ex.walk(part))
 
 
-def emit(specialized: bool, call: Call) -> Node:
+def emit(call: Call) -> Node:
     from attn_fuse.kernels.triton.hopper_op import hopper
     from attn_fuse.kernels.triton.packed_op import hopper_packed
 
     score = written(call)
     if call.facts.training and any(tensor(node).requires_grad for node in score.inputs):
         raise NotEmitted("gives a gradient to query, key and value only")
-    rest = (score.inputs, score.numbers, score.program.dumps(), _only_scale(call.attention), specialized)
+    rest = (score.inputs, score.numbers, score.program.dumps(), _only_scale(call.attention))
     packed = packed_operands(call)
     if packed is not None:
         results = call.node(hopper_packed, *packed, *rest)
@@ -98,17 +98,12 @@ def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def _kernel(name: str, specialized: bool) -> Kernel:
-    half = {torch.float16, torch.bfloat16}
-    return Kernel(
-        name=name,
-        devices=frozenset({"cuda", "cpu"} if _INTERPRETED else {"cuda"}),
-        dtypes=frozenset(half | {torch.float32} if _INTERPRETED else half),
-        limits=limits,
-        emit=functools.partial(emit, specialized),
-        needs_evidence=True,
-    )
-
-
-TRITON_FLASH_HOPPER = _kernel("triton_flash_hopper", False)
-TRITON_FLASH_HOPPER_SPECIALIZED = _kernel("triton_flash_hopper_specialized", True)
+_HALF = {torch.float16, torch.bfloat16}
+TRITON_FLASH_HOPPER = Kernel(
+    name="triton_flash_hopper",
+    devices=frozenset({"cuda", "cpu"} if _INTERPRETED else {"cuda"}),
+    dtypes=frozenset(_HALF | {torch.float32} if _INTERPRETED else _HALF),
+    limits=limits,
+    emit=emit,
+    needs_evidence=True,
+)

@@ -1,9 +1,8 @@
 """Flash attention for Hopper (sm_90): forward, dK/dV and dQ over tensor descriptors, which the copy engine reads.
 
-FlashAttention-2 (arXiv 2307.08691) with the work of FlashAttention-3 (arXiv 2407.08608) left to Triton: with
-SPECIALIZED, one warp group loads while two compute. Triton 3.6 does that only to a loop like these: four warps, 128
-rows held, everything else loaded through descriptors of as many dimensions as the tensor has, and the mask in every
-block. What a block reads beyond a tensor's end is 0.
+FlashAttention-2 (arXiv 2307.08691). Every operand is loaded through a descriptor of as many dimensions as the tensor
+has, and what a block reads beyond a tensor's end is 0. Warps are not specialised as in FlashAttention-3 (arXiv
+2407.08608): Triton 3.6 then halves the rows that are held, and reads them through the descriptor of the whole.
 
 Nothing is visible unless lower <= j - i <= upper. Where SCORE is None the score is scale * (query . key), scale > 0,
 and those bounds are the mask, if there is one; otherwise SCORE and SCORE_BACKWARD are functions as `scores` makes them,
@@ -30,7 +29,7 @@ def forward_kernel(
     heads, groups, q_len, kv_len, rows, out_b, out_h, out_i, lower, upper, scale, reads,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, SCORE: tl.constexpr, TO_LOG2: tl.constexpr,
-    RAGGED: tl.constexpr, SPECIALIZED: tl.constexpr,
+    RAGGED: tl.constexpr,
 ):  # fmt: skip
     b, h, block = _placed(tl.cdiv(q_len, BLOCK_M), heads)
     # The last queries see the most keys under a causal mask; a long block started last would run alone.
@@ -44,7 +43,7 @@ def forward_kernel(
     to_log2 = scale * LOG2E if SCORE is None else TO_LOG2
     first = tl.maximum(start_m + lower, 0) // BLOCK_N * BLOCK_N
     last = tl.minimum(start_m + BLOCK_M + upper, kv_len)
-    for start_n in tl.range(first, last, BLOCK_N, warp_specialize=SPECIALIZED):
+    for start_n in tl.range(first, last, BLOCK_N):
         k = key.load([b, kv_h, start_n, 0]).reshape([BLOCK_N, HEAD_BLOCK])
         score = tl.dot(q, k.T)
         j = start_n + tl.arange(0, BLOCK_N)
@@ -106,7 +105,7 @@ def key_value_kernel(
     kv_heads, groups, q_len, kv_len, dkey_b, dkey_h, dkey_j, dvalue_b, dvalue_h, dvalue_j, lower, upper, scale, reads,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, SCORE: tl.constexpr, TO_LOG2: tl.constexpr,
-    SCORE_BACKWARD: tl.constexpr, RAGGED: tl.constexpr, SPECIALIZED: tl.constexpr,
+    SCORE_BACKWARD: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
     """The gradients of one block of keys and values, summed over the query heads in their order.
 
@@ -124,7 +123,7 @@ def key_value_kernel(
     first = tl.maximum(start_n - upper, 0) // BLOCK_M
     last = tl.cdiv(tl.maximum(tl.minimum(start_n + BLOCK_N - lower, q_len), 0), BLOCK_M)
     count = tl.maximum(last - first, 0)
-    for step in tl.range(0, count * groups, warp_specialize=SPECIALIZED):
+    for step in tl.range(0, count * groups):
         h = kv_h * groups + step // count
         start_m = (first + step % count) * BLOCK_M
         q = query.load([b, h, start_m, 0]).reshape([BLOCK_M, HEAD_BLOCK])
@@ -167,7 +166,7 @@ def query_kernel(
     heads, groups, q_len, kv_len, dquery_b, dquery_h, dquery_i, lower, upper, scale, reads,
     HEAD_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, SCORE: tl.constexpr, TO_LOG2: tl.constexpr,
-    SCORE_BACKWARD: tl.constexpr, RAGGED: tl.constexpr, SPECIALIZED: tl.constexpr,
+    SCORE_BACKWARD: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
     """The gradient of one block of queries."""
     b, h, block = _placed(tl.cdiv(q_len, BLOCK_M), heads)
@@ -182,7 +181,7 @@ def query_kernel(
     to_log2 = scale * LOG2E if SCORE is None else TO_LOG2
     first = tl.maximum(start_m + lower, 0) // BLOCK_N * BLOCK_N
     last = tl.minimum(start_m + BLOCK_M + upper, kv_len)
-    for start_n in tl.range(first, last, BLOCK_N, warp_specialize=SPECIALIZED):
+    for start_n in tl.range(first, last, BLOCK_N):
         k = key.load([b, kv_h, start_n, 0]).reshape([BLOCK_N, HEAD_BLOCK])
         v = value.load([b, kv_h, start_n, 0]).reshape([BLOCK_N, VALUE_BLOCK])
         raw = tl.dot(q, k.T)

@@ -43,10 +43,6 @@ class Score:
     reads: tuple[Any, ...]
 
     @property
-    def reads_tensors(self) -> bool:
-        return bool(self.reads[0])
-
-    @property
     def is_curved(self) -> bool:
         """Whether its derivative depends on the product, which then has to be kept."""
         return self.code is not None and _is_curved(self.code.program)
@@ -74,7 +70,7 @@ def score_of(program: str, inputs: Sequence[Tensor], numbers: Sequence[int], sca
 
 @dataclass(frozen=True)
 class Blocks:
-    """queries, keys: in one block. With a specialised kernel, Triton adds two warp groups to the warps given here."""
+    """queries, keys: in one block."""
 
     queries: int
     keys: int
@@ -82,42 +78,29 @@ class Blocks:
     stages: int
 
 
-# By kernel, by the larger of head_dim and value_dim as padded, and by whether warps are specialised. Each compiles for
-# sm_90a on Triton 3.6.0 without a spill; which is the fastest is for a GPU to say.
-BLOCKS: Mapping[tuple[str, int, bool], Blocks] = {
-    ("forward", 64, False): Blocks(128, 128, 8, 3),
-    ("forward", 128, False): Blocks(128, 128, 8, 2),
-    ("forward", 256, False): Blocks(128, 64, 8, 2),
-    ("forward", 64, True): Blocks(128, 128, 4, 2),
-    ("forward", 128, True): Blocks(128, 128, 4, 2),
-    ("forward", 256, True): Blocks(128, 64, 4, 2),
-    ("key_value", 64, False): Blocks(64, 128, 8, 3),
-    ("key_value", 128, False): Blocks(64, 128, 8, 2),
-    ("key_value", 256, False): Blocks(32, 64, 8, 2),
-    ("key_value", 64, True): Blocks(64, 128, 4, 2),
-    ("key_value", 128, True): Blocks(64, 128, 4, 2),
-    ("query", 64, False): Blocks(128, 64, 8, 3),
-    ("query", 128, False): Blocks(128, 64, 8, 3),
-    ("query", 256, False): Blocks(64, 64, 8, 2),
-    ("query", 64, True): Blocks(128, 128, 4, 2),
-    ("query", 128, True): Blocks(128, 64, 4, 2),
-    ("query", 256, True): Blocks(128, 32, 4, 2),
+# By kernel and by the larger of head_dim and value_dim as padded. Each compiles for sm_90a on Triton 3.6.0 without a
+# spill; which is the fastest is for a GPU to say.
+BLOCKS: Mapping[tuple[str, int], Blocks] = {
+    ("forward", 64): Blocks(128, 128, 8, 3),
+    ("forward", 128): Blocks(128, 128, 8, 2),
+    ("forward", 256): Blocks(128, 64, 8, 2),
+    ("key_value", 64): Blocks(64, 128, 8, 3),
+    ("key_value", 128): Blocks(64, 128, 8, 2),
+    ("key_value", 256): Blocks(32, 64, 8, 2),
+    ("query", 64): Blocks(128, 64, 8, 3),
+    ("query", 128): Blocks(128, 64, 8, 3),
+    ("query", 256): Blocks(64, 64, 8, 2),
 }
 
 
 # Where the product of query and key has to be kept until its gradient is there.
-BLOCKS_OF_CURVED: Mapping[tuple[str, int, bool], Blocks] = {
-    ("key_value", 128, False): Blocks(32, 128, 8, 2),
-    ("key_value", 128, True): Blocks(32, 128, 4, 2),
+BLOCKS_OF_CURVED: Mapping[tuple[str, int], Blocks] = {
+    ("key_value", 128): Blocks(32, 128, 8, 2),
 }
 
 
-def blocks_of(kernel: str, dim: int, specialized: bool, score: Score) -> tuple[Blocks, bool]:
-    """The blocks, and whether the kernel is to be specialised with them: not where it reads more than descriptors."""
-    specialized = specialized and not score.reads_tensors
-    specialized = specialized and (kernel, dim, True) in BLOCKS
-    which = kernel, dim, specialized
-    return (BLOCKS_OF_CURVED.get(which) if score.is_curved else None) or BLOCKS[which], specialized
+def blocks_of(kernel: str, dim: int, score: Score) -> Blocks:
+    return (BLOCKS_OF_CURVED.get((kernel, dim)) if score.is_curved else None) or BLOCKS[kernel, dim]
 
 
 def rows_of(q_len: int) -> int:
@@ -125,7 +108,7 @@ def rows_of(q_len: int) -> int:
     return cdiv(q_len, ALIGNMENT // 4) * (ALIGNMENT // 4)
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, score: Score, specialized: bool, out: Tensor) -> Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor, score: Score, out: Tensor) -> Tensor:
     """Writes `out` and gives the log-sum-exp of the scores in base 2, float32 [B, H, rows_of(Lq)].
 
     query [B, H, Lq, D], key [B, Hkv, Lk, D], value [B, Hkv, Lk, Dv], out [B, H, Lq, Dv] with a dense last dimension;
@@ -139,7 +122,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, score: Score, specialized:
         out.zero_()
         return lse.zero_()
     head, wide = _padded(head_dim), _padded(value_dim)
-    blocks, specialized = blocks_of("forward", max(head, wide), specialized, score)
+    blocks = blocks_of("forward", max(head, wide), score)
     with _on(query.device):
         forward_kernel[(cdiv(q_len, blocks.queries) * heads * batch,)](
             _described(_readable(query), blocks.queries, head),
@@ -147,7 +130,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, score: Score, specialized:
             _described(_readable(value), blocks.keys, wide),
             out, lse, heads, heads // kv_heads, q_len, kv_len, rows, *out.stride()[:3], *score.arguments(q_len, kv_len),
             HEAD_DIM=head_dim, HEAD_BLOCK=head, VALUE_DIM=value_dim, VALUE_BLOCK=wide,
-            BLOCK_M=blocks.queries, BLOCK_N=blocks.keys, RAGGED=kv_len % blocks.keys != 0, SPECIALIZED=specialized,
+            BLOCK_M=blocks.queries, BLOCK_N=blocks.keys, RAGGED=kv_len % blocks.keys != 0,
             **score.constants(backward=False), num_warps=blocks.warps, num_stages=blocks.stages,
         )  # fmt: skip
     return lse
@@ -161,7 +144,6 @@ def attend_backward(
     out: Tensor,
     lse: Tensor,
     score: Score,
-    specialized: bool,
     into: Sequence[Tensor],
 ) -> None:
     """Writes the gradients of query, key and value `into` three tensors of their shapes, each with a dense last
@@ -188,19 +170,19 @@ def attend_backward(
             out, grad_out, delta, heads, q_len, rows, *out.stride()[:3], *grad_out.stride(),
             VALUE_DIM=value_dim, VALUE_BLOCK=wide, BLOCK_M=SMALLEST_BLOCK,
         )  # fmt: skip
-        blocks, special = blocks_of("key_value", max(head, wide), specialized, score)
+        blocks = blocks_of("key_value", max(head, wide), score)
         key_value_kernel[(cdiv(kv_len, blocks.keys) * kv_heads * batch,)](
             *operands(blocks), dkey, dvalue, kv_heads, heads // kv_heads, q_len, kv_len,
             *dkey.stride()[:3], *dvalue.stride()[:3], *arguments,
             HEAD_DIM=head_dim, HEAD_BLOCK=head, VALUE_DIM=value_dim, VALUE_BLOCK=wide,
-            BLOCK_M=blocks.queries, BLOCK_N=blocks.keys, RAGGED=q_len % blocks.queries != 0, SPECIALIZED=special,
+            BLOCK_M=blocks.queries, BLOCK_N=blocks.keys, RAGGED=q_len % blocks.queries != 0,
             **score.constants(backward=True), num_warps=blocks.warps, num_stages=blocks.stages,
         )  # fmt: skip
-        blocks, special = blocks_of("query", max(head, wide), specialized, score)
+        blocks = blocks_of("query", max(head, wide), score)
         query_kernel[(cdiv(q_len, blocks.queries) * heads * batch,)](
             *operands(blocks), dquery, heads, heads // kv_heads, q_len, kv_len, *dquery.stride()[:3], *arguments,
             HEAD_DIM=head_dim, HEAD_BLOCK=head, VALUE_BLOCK=wide,
-            BLOCK_M=blocks.queries, BLOCK_N=blocks.keys, RAGGED=kv_len % blocks.keys != 0, SPECIALIZED=special,
+            BLOCK_M=blocks.queries, BLOCK_N=blocks.keys, RAGGED=kv_len % blocks.keys != 0,
             **score.constants(backward=True), num_warps=blocks.warps, num_stages=blocks.stages,
         )  # fmt: skip
 

@@ -1,10 +1,10 @@
 """The Hopper kernels as operators that torch.compile, autograd and the caches take as they are.
 
-    hopper(query, key, value, inputs, numbers, program, scale, specialized) -> out, lse
+    hopper(query, key, value, inputs, numbers, program, scale) -> out, lse
     hopper_backward(grad_out, query, key, value, out, lse, inputs, ...) -> dquery, dkey, dvalue
 
-program: the score function; scale: greater than 0 where it does no more than scale, and hide what is out of its bounds;
-specialized: whether warps are. The inputs have no gradient, and neither has lse. `out` lies in memory as [B, L, H, D],
+program: the score function; scale: greater than 0 where it does no more than scale, and hide what is out of its bounds.
+The inputs have no gradient, and neither has lse. `out` lies in memory as [B, L, H, D],
 which is how it is used next. On the CPU they run only under Triton's interpreter. Triton is imported by the first call.
 """
 
@@ -20,12 +20,12 @@ from torch import Tensor
 from attn_fuse.kernels.once import once
 
 # torch's caches on disk know an operator by its name and see no change in what it computes: raise it with each.
-VERSION = 1
+VERSION = 2
 
 _FORWARD = f"triton_flash_hopper_v{VERSION}"
 _BACKWARD = f"triton_flash_hopper_v{VERSION}_backward"
 
-SCORE = "Tensor[] inputs, SymInt[] numbers, str program, float scale, bool specialized"
+SCORE = "Tensor[] inputs, SymInt[] numbers, str program, float scale"
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
 
 
@@ -41,7 +41,6 @@ def forward(
     numbers: Sequence[int],
     program: str,
     scale: float,
-    specialized: bool,
 ) -> tuple[Tensor, Tensor]:
     """out and lse of query, key and value."""
     from attn_fuse.kernels.triton import hopper_launch as launch
@@ -49,7 +48,7 @@ def forward(
     query, key, value = operands
     out = heads_inside(query, (*query.shape[:3], value.shape[3]))
     score = launch.score_of(program, inputs, numbers, scale)
-    return out, launch.attend(query, key, value, score, specialized, out)
+    return out, launch.attend(query, key, value, score, out)
 
 
 def backward(
@@ -62,14 +61,13 @@ def backward(
     numbers: Sequence[int],
     program: str,
     scale: float,
-    specialized: bool,
 ) -> None:
     """Writes the gradients of query, key and value into three tensors."""
     from attn_fuse.kernels.triton import hopper_launch as launch
 
     query, key, value = operands
     score = launch.score_of(program, inputs, numbers, scale)
-    launch.attend_backward(grad_out, query, key, value, out, lse, score, specialized, into)
+    launch.attend_backward(grad_out, query, key, value, out, lse, score, into)
 
 
 def fake_results(query: Tensor, value_dim: Any, sizes: Sequence[Any]) -> tuple[Tensor, Tensor]:
@@ -122,7 +120,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _gradients(ctx: Any, saved: tuple[Tensor, ...], grad_out: Tensor, *_: Any) -> tuple[Any, ...]:
     found = hopper_backward(grad_out, *saved[:5], saved[5:], ctx.numbers, *ctx.rest)
     # torch takes an empty list for the gradients of a list, and None for no gradient of anything else.
-    return (*found, [None] * len(saved[5:]), None if ctx.numbers else [], None, None, None)
+    return (*found, [None] * len(saved[5:]), None if ctx.numbers else [], None, None)
 
 
 _LIBRARY = torch.library.Library("attn_fuse", "FRAGMENT")

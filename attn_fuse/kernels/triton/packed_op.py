@@ -3,7 +3,7 @@
     flash_packed(packed, views, sizes, inputs, numbers, seed, of_queries, of_keys, dropout_p, program, centred)
         -> out, row_max, row_sum, centre
     flash_packed_backward(grad_out, ..., dropout_p, out, row_max, row_sum, centre, program, wanted) -> dpacked, dinputs
-    hopper_packed(packed, views, sizes, inputs, numbers, program, scale, specialized) -> out, lse
+    hopper_packed(packed, views, sizes, inputs, numbers, program, scale) -> out, lse
     hopper_packed_backward(grad_out, packed, views, sizes, out, lse, inputs, ...) -> dpacked
 
 views, sizes: what `packed_operands` gives. The other arguments are those of `flash_op` and `hopper_op`.
@@ -22,7 +22,7 @@ from attn_fuse.kernels.once import once
 from attn_fuse.kernels.triton import hopper_op
 
 # torch's caches on disk know an operator by its name and see no change in what it computes: raise it with each.
-VERSION = 2
+VERSION = 3
 
 _FLASH = f"triton_flash_packed_v{VERSION}"
 _FLASH_BACKWARD = f"triton_flash_packed_v{VERSION}_backward"
@@ -149,7 +149,7 @@ def _save_hopper(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor
 def _hopper_gradients(ctx: Any, saved: tuple[Tensor, ...], grad_out: Tensor, *_: Any) -> tuple[Any, ...]:
     packed, out, lse, *tensors = saved
     found = hopper_packed_backward(grad_out, packed, ctx.views, ctx.sizes, out, lse, tensors, ctx.numbers, *ctx.rest)
-    return (found, *_NO_PLACE, [None] * len(tensors), None if ctx.numbers else [], None, None, None)
+    return (found, *_NO_PLACE, [None] * len(tensors), None if ctx.numbers else [], None, None)
 
 
 _LIBRARY = torch.library.Library("attn_fuse", "FRAGMENT")
