@@ -125,7 +125,7 @@ class Trial:
             _VERSION, str(this_device(device)), torch.__version__, program.code, [*map(kind, self.region.leaves)],
             mode_now(), self.facts.training, self.facts.bias_needs_grad, [k.name for k in kernels],
             str(self.inner_backend), self.compile_mode, tuple(switches.current()),
-            torch.get_float32_matmul_precision(),
+            switches.float32_precision(device),
         )  # fmt: skip
         return hashlib.sha256(repr(what).encode()).hexdigest()[:32]
 

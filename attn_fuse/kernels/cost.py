@@ -14,6 +14,7 @@ import torch
 
 from attn_fuse.kernels.case import MASKS, Case
 from attn_fuse.kernels.evidence import AS_WRITTEN, Comparison
+from attn_fuse.kernels.switches import float32_precision
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ def seconds(reach: Reach, case: Case, here: Peaks) -> float:
 def peaks(device: torch.device) -> Peaks:
     """What torch says that `device` could do, with a usual figure for what it does not say."""
     if device.type == "cuda":
-        return _cuda_peaks(device, torch.get_float32_matmul_precision())
+        return _cuda_peaks(device, float32_precision(device))
     return _cpu_peaks(torch.get_num_threads())
 
 
@@ -140,7 +141,7 @@ def _cuda_peaks(device: torch.device, precision: str) -> Peaks:
     return Peaks(
         flops16=dense,
         # TF32 runs at half the rate; else fp32 has 128 fused multiply-adds in an SM.
-        flops32=cycles * 256 if precision == "highest" else dense / 2,
+        flops32=cycles * 256 if precision == "ieee" else dense / 2,
         flops_sm80=cycles * 2048,
         bandwidth=0.9 * bandwidth,
         cached=3 * bandwidth,

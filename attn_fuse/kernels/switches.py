@@ -3,7 +3,8 @@
 `torch.nn.attention.sdpa_kernel` and `torch.backends.cuda.enable_*_sdp` rule out the kernels behind
 `scaled_dot_product_attention` that they switch off; ours are none of these. `torch.use_deterministic_algorithms` rules
 out kernels whose gradients depend on the order in which threads finish. The float32 matmul precision rules nothing
-out: no kernel here goes below it.
+out: no kernel here goes below it. `float32_precision` asks for it by the newer of torch's two ways, which also knows
+what was set by the older; the older raises once the newer was used.
 
 Dynamo compiles again when the determinism or the matmul precision changes, but not for the SDPA switches (tried on
 2.11, 2.13, 2.15), so these are compared on every call.
@@ -38,6 +39,13 @@ def current() -> Switches:
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
     )
+
+
+def float32_precision(device: torch.device) -> str:
+    """What torch's float32 products are computed in: "ieee" (all of float32), "tf32" or, on a CPU alone, "bf16"."""
+    backend = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
+    said = backend.matmul.fp32_precision
+    return "ieee" if said == "none" else said
 
 
 # The switch that each kernel of SDPA is behind.

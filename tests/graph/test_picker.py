@@ -398,6 +398,31 @@ class TestSwitches:
         finally:
             torch.use_deterministic_algorithms(False)
 
+    @pytest.mark.parametrize(
+        ("set_", "of_cuda"),
+        [
+            (lambda: None, "ieee"),
+            (lambda: torch.set_float32_matmul_precision("high"), "tf32"),
+            (lambda: setattr(torch.backends, "fp32_precision", "tf32"), "tf32"),
+            (lambda: setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32"), "tf32"),
+            (lambda: setattr(torch.backends.cuda.matmul, "fp32_precision", "ieee"), "ieee"),
+        ],
+        ids=["unset", "older", "everywhere", "newer", "newer, ieee"],
+    )
+    def test_the_float32_precision_is_read_however_it_was_set(self, set_, of_cuda) -> None:
+        """The older way to ask for it raises once the newer was used to set it."""
+        options = {"inner_backend": "eager", "kernels": ["cpu_flash"], "strict": True}
+        try:
+            set_()
+            assert switches.float32_precision(torch.device("cuda")) == of_cuda
+            assert switches.float32_precision(torch.device("cpu")) in ("ieee", "tf32")
+            assert torch.allclose(torch.compile(plain, backend=backend, options=options)(Q), plain(Q), atol=1e-6)
+        finally:
+            torch.set_float32_matmul_precision("highest")
+            for which in (torch.backends, torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):
+                which.fp32_precision = "none"
+            assert torch.get_float32_matmul_precision() == "highest"
+
     def test_a_compiled_program_notices(self) -> None:
         torch._dynamo.reset()
         options = {"inner_backend": "eager", "kernels": ["cpu_flash"]}

@@ -16,6 +16,7 @@ from attn_fuse.kernels.centring import centre_of, less_centre
 from attn_fuse.kernels.operands import check_dropout, check_shapes
 from attn_fuse.kernels.score_gradient import differentiable, gradients, needed
 from attn_fuse.kernels.score_program import Block, Memo, accumulate, bound, evaluate, gathered, nodes
+from attn_fuse.kernels.switches import float32_precision
 from attn_fuse.kernels.triton import flash_backward, flash_forward
 from attn_fuse.kernels.triton.emitter import LONGEST
 from attn_fuse.kernels.triton.flash_configs import Config, config
@@ -86,7 +87,7 @@ class _Call:
             "BLOCK_V": max(16, triton.next_power_of_2(value_dim)),
             "BLOCK_M": chosen.block_m,
             "BLOCK_N": chosen.block_n,
-            "PRECISION": _precision(self.query.dtype, max(head_dim, value_dim)),
+            "PRECISION": _precision(self.query.device, self.query.dtype, max(head_dim, value_dim)),
             "num_warps": chosen.num_warps,
             "num_stages": chosen.num_stages,
         }
@@ -324,9 +325,9 @@ def _table(spans: Tensor | None) -> tuple[Tensor, tuple[int, ...]] | None:
     return None if spans is None else (spans, tuple(0 if spans.shape[d] == 1 else spans.stride(d) for d in (0, 1)))
 
 
-def _precision(dtype: torch.dtype, width: int) -> str:
+def _precision(device: torch.device, dtype: torch.dtype, width: int) -> str:
     """How tensor cores take float32: as torch's own products do, as far as they are allowed to."""
-    if dtype != torch.float32 or torch.get_float32_matmul_precision() != "highest":
+    if dtype != torch.float32 or float32_precision(device) != "ieee":
         return "tf32"
     # Three products of the halves of each number, about as precise as float32; wider rows would not fit the registers.
     return "tf32x3" if width <= 64 else "ieee"
