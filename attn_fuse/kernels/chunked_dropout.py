@@ -30,9 +30,10 @@ def dropout(seed: Tensor, p: float, batch: int, heads: int, q_len: int, kv_len: 
     return Dropout(
         _low(rows),
         _low(keys),
-        torch.tensor(min(round(p * 2**31), _WORD), dtype=torch.int32, device=device).view(1, 1, 1, 1),
+        # Filled where they lie: a tensor made of a number is copied to its device, and the CPU waits for that.
+        torch.full((1, 1, 1, 1), min(round(p * 2**31), _WORD), dtype=torch.int32, device=device),
         # Everything is dropped at p = 1: `kept` gives 0 there.
-        torch.tensor(0.0 if p == 1.0 else 1.0 / (1.0 - p), dtype=dtype, device=device).view(1, 1, 1, 1),
+        torch.full((1, 1, 1, 1), 0.0 if p == 1.0 else 1.0 / (1.0 - p), dtype=dtype, device=device),
     )
 
 

@@ -289,7 +289,7 @@ def planned(
         dropout=dropout(seed, dropout_p, batch, heads, q_len, kv_len, dtype) if drops and seed is not None else None,
         compiles=math.prod(sizes) >= COMPILE_FROM,
         positions=[_along(torch.arange(n, device=device), dim) for dim, n in enumerate(sizes)],
-        constants=[_along(torch.tensor([int(n)], device=device), 0) for n in numbers],
+        constants=[_along(torch.full((1,), int(n), dtype=torch.int64, device=device), 0) for n in numbers],
         centre=centre_of(query, value) if centred else centre,
     )
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -241,6 +242,39 @@ def test_only_visible_blocks_are_computed(monkeypatch: pytest.MonkeyPatch) -> No
     with Products():
         chunked_blocks.attend(*torch.randn(3, 1, 1, 64, 8), [], [], None, 0.0, program.dumps())
     assert len(products) == 2 * (2 + 3 * 3)
+
+
+class NothingFromTheHost(TorchFunctionMode):
+    """Fails where a tensor is made of Python numbers, which are copied to the device, and the host waits for that."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func not in (torch.tensor, torch.as_tensor, torch.from_numpy), func
+        return func(*args, **(kwargs or {}))
+
+
+class OneDevice(TorchDispatchMode):
+    """Fails where an operation takes or gives a tensor of the host."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        tensors = [x for x in pytree.tree_leaves((args, kwargs, out)) if isinstance(x, Tensor)]
+        assert all(x.device.type == "meta" for x in tensors), func
+        return out
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_the_host_waits_for_nothing(case: Case, p: float) -> None:
+    """So that a CUDA graph can hold it; on a device without values, where to look at one raises."""
+    query, key, value, *inputs = (x.to("meta") for x in drawn(case, USUAL, torch.float32))
+    seed = torch.empty(1, dtype=torch.int64, device="meta") if p else None
+    grad_out = torch.empty(*query.shape[:3], value.shape[3], device="meta")
+    how, program = (query, key, value, inputs, case.numbers(USUAL), seed, p), case.program.dumps()
+    with NothingFromTheHost(), OneDevice():
+        outputs = chunked_blocks.attend(*how, program)
+        wanted = [x.is_floating_point() for x in inputs]
+        gradients = chunked_blocks.attend_backward(grad_out, None, *how, *outputs, program, wanted)
+    assert outputs[0].shape == grad_out.shape and gradients[0].shape == query.shape
 
 
 @pytest.mark.parametrize("name", ["causal", "relative table", "everything"])
