@@ -31,6 +31,7 @@ __all__ = [
     "current_value",
     "decompositions",
     "flex_attention",
+    "flex_differentiates_what_it_reads",
     "flex_runs_on_cpu",
     "functionalized",
     "index_bounds",
@@ -64,12 +65,14 @@ def decompositions(operations: Sequence[Any]) -> dict[Any, Callable[..., Any]]:
 def on_fake_tensors(mode: FakeTensorMode) -> Iterator[None]:
     """Operations within the block run on the mode's fake tensors, and keep symbolic sizes symbolic.
 
-    Without the Python dispatcher, which is slower, some versions turn sizes into numbers in composite operations.
+    Without the Python dispatcher, which is slower, some versions turn sizes into numbers in composite operations. The
+    tracing context says which mode is in force: higher-order operators look there, and would find Dynamo's own.
     """
     from torch._dispatch.python import enable_python_dispatcher
+    from torch._guards import TracingContext, tracing
 
     symbolic = mode.shape_env is not None and bool(mode.shape_env.var_to_range)
-    with mode, enable_python_dispatcher() if symbolic else contextlib.nullcontext():
+    with tracing(TracingContext(mode)), mode, enable_python_dispatcher() if symbolic else contextlib.nullcontext():
         yield
 
 
@@ -223,6 +226,11 @@ def flex_attention(
             query, key, value, score_mod, block_mask.as_tuple(), scale, options, tuple(score_read), tuple(mask_read)
         )
     return out, log2_sum * math.log(2.0) if lse else log2_sum
+
+
+def flex_differentiates_what_it_reads() -> bool:
+    """Whether FlexAttention, traced, gives a gradient to tensors that its score function reads: since 2.15."""
+    return bool(torch.__version__ >= "2.15")
 
 
 def flex_runs_on_cpu() -> bool:

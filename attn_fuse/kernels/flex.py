@@ -1,8 +1,9 @@
 """flex: torch's FlexAttention (arXiv 2412.05496), with the score function and the block mask of the score program.
 
 Taken: any function of the scores, any mask, biases, grouped queries, another value_dim; sinks where the kernel gives
-its log-sum-exp. Declined: dropout and factors on the weights, which it has no place for; gradients on the CPU; and
-graphs that Inductor does not compile, where torch stores every score.
+its log-sum-exp. Declined: dropout and factors on the weights, which it has no place for; gradients on the CPU; before
+torch 2.15, gradients of what the score function reads; and graphs that Inductor does not compile, where torch stores
+every score.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch.fx import Node
 from torch.nn.attention.flex_attention import BlockMask
 
 from attn_fuse.attention import Attention
-from attn_fuse.builder import NotEmitted
+from attn_fuse.builder import NotEmitted, tensor
 from attn_fuse.facts import Facts
 from attn_fuse.kernels.flex_blocks import flex_blocks, flex_operands
 from attn_fuse.kernels.flex_program import (
@@ -35,7 +36,7 @@ from attn_fuse.kernels.kernel import Kernel
 from attn_fuse.kernels.score_program import ScoreProgram
 from attn_fuse.kernels.writer import written
 from attn_fuse.names import value_of
-from attn_fuse.torch_internals import flex_attention, flex_runs_on_cpu
+from attn_fuse.torch_internals import flex_attention, flex_differentiates_what_it_reads, flex_runs_on_cpu
 
 if TYPE_CHECKING:
     from attn_fuse.call import Call
@@ -47,6 +48,7 @@ BLOCKS = (128, 128)
 ONE_QUERY_BLOCKS = (128, 256)
 # A BlockMask's, in the order of `flex_blocks`.
 _TABLES = tuple(f"{kind}_{what}" for kind in ("kv", "full_kv", "q", "full_q") for what in ("num_blocks", "indices"))
+_NOT_DIFFERENTIATED = "gives no gradient to what a function of the scores reads before torch 2.15"
 # What torch's Triton template takes at least.
 _LEAST_DIM = 16
 
@@ -71,6 +73,8 @@ def limits(attention: Attention, facts: Facts) -> Iterator[str]:
         yield "torch has it on CPU only with AVX2, and not on macOS"
     if not on_cpu and min(facts.head_dim, facts.value_dim) < _LEAST_DIM:
         yield f"takes no head_dim or value_dim below {_LEAST_DIM}"
+    if facts.bias_needs_grad and not flex_differentiates_what_it_reads():
+        yield _NOT_DIFFERENTIATED
     # Its backward takes exp(score - lse), and at a score like -1e9 the lse has lost the number of keys.
     if facts.training and attention.mask.empty_rows == "mean":
         yield "a query that sees no key would get a wrong gradient"
@@ -83,6 +87,9 @@ def emit(call: Call) -> Node:
     on_cpu = facts.device.type == "cpu"
     blocks = ONE_QUERY_BLOCKS if on_cpu and facts.q_len == 1 and "q_len" not in facts.symbolic else BLOCKS
     parts = (score_part(score.program), mask_part(score.program), sink_part(score.program))
+    learns = facts.training and any(tensor(score.inputs[n]).requires_grad for n in parts[0].inputs)
+    if learns and not flex_differentiates_what_it_reads():
+        raise NotEmitted(_NOT_DIFFERENTIATED)
     seen = blocks_part(score.program)
     axes = (attention.batch_axes, attention.head_axes, attention.axes.query, attention.axes.key)
     tables = call.node_once(

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from attn_fuse.attention import Attention
+from attn_fuse.facts import Facts
+from attn_fuse.kernels import flex, picker
 from attn_fuse.report import SiteReport, collecting
-from tests.harness import Outcome, check, compiled, tensors
+from attn_fuse.torch_internals import flex_differentiates_what_it_reads
+from tests.harness import Outcome, assert_refused, check, compiled, tensors
 
 INF = math.inf
 ONLY = {"kernels": ["flex"], "inner": "inductor", "backward": False}
@@ -76,6 +82,83 @@ class TestModels:
             got = compiled(cast, inner="inductor", kernels=["flex"])(x)
             torch.testing.assert_close(got, model(x), rtol=0.05, atol=0.05)
         assert graphs[0].sites[0].kernel == "flex"
+
+
+# On CUDA it trains. On a CPU Inductor has no backward of it, but torch computes both, with every score in memory.
+ONLY_HERE = ("gives no gradients on CPU", "gives no log-sum-exp on CPU", "stores every score")
+
+
+class TestTraining:
+    @pytest.fixture(autouse=True)
+    def as_on_cuda(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def limits(attention: Attention, facts: Facts) -> Iterator[str]:
+            return (reason for reason in flex.limits(attention, facts) if not reason.startswith(ONLY_HERE))
+
+        monkeypatch.setattr(picker, "KERNELS", (replace(flex.FLEX, limits=limits),))
+
+    def trained(self, program, *more: Tensor, dtype: torch.dtype = torch.float32) -> None:
+        on_flex(program, *tensors(2, 2, 130, 24, dtype=dtype), *more, inner="aot_eager", backward=True)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize(
+        "shown",
+        [
+            lambda apart: apart >= 0,
+            lambda apart: (apart >= 0) & (apart < 30),
+            lambda apart: (apart >= 0) | (apart < -90),
+        ],
+        ids=["causal", "window", "prefix"],
+    )
+    def test_masks(self, shown, dtype: torch.dtype) -> None:
+        def program(q, k, v):
+            return scores(q, k).masked_fill(~shown(positions(q, k)), -INF).softmax(-1) @ v
+
+        self.trained(program, dtype=dtype)
+
+    def test_softcap(self) -> None:
+        self.trained(lambda q, k, v: (3 * torch.tanh(scores(q, k) / 3)).softmax(-1) @ v)
+
+    def test_a_sink(self) -> None:
+        """Its gradient is of the log-sum-exp, which every version gives."""
+
+        def program(q, k, v, sink):
+            s = scores(q, k).masked_fill(positions(q, k) < 0, -INF)
+            beside = sink.view(1, -1, 1, 1).expand(*s.shape[:3], 1)
+            return torch.cat([s, beside], -1).softmax(-1)[..., :-1] @ v
+
+        self.trained(program, torch.randn(2))
+
+    def test_documents(self) -> None:
+        def program(q, k, v, ids):
+            return scores(q, k).masked_fill((ids[:, :, None] != ids[:, None])[:, None], -INF).softmax(-1) @ v
+
+        self.trained(program, (torch.arange(130) // 40).expand(2, -1).contiguous())
+
+    @pytest.mark.parametrize(
+        ("shape", "changed"),
+        [
+            ((1, 2, 130, 130), lambda s, apart, bias: s + bias),
+            ((16, 2), lambda s, apart, table: s + table[apart.clamp(-7, 8) + 7].permute(2, 0, 1)),
+            ((2, 1, 1), lambda s, apart, temperature: s * temperature),
+            ((2, 1, 1), lambda s, apart, slopes: s - slopes * apart.abs()),
+        ],
+        ids=["bias", "table", "temperature", "slopes"],
+    )
+    def test_what_learns_in_the_scores(self, shape: tuple[int, ...], changed) -> None:
+        class Learns(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.weight = nn.Parameter(torch.rand(shape))
+
+            def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                return changed(scores(q, k), positions(q, k), self.weight).softmax(-1) @ v
+
+        if flex_differentiates_what_it_reads():
+            self.trained(Learns())
+        else:
+            reason = "gives no gradient to what a function of the scores reads before torch 2.15"
+            how = ONLY | {"inner": "aot_eager", "backward": True}
+            assert_refused(Learns(), *tensors(2, 2, 130, 24), reason=reason, **how)
 
 
 class TestFeatures:
