@@ -42,22 +42,17 @@ def test_in_a_process_that_interprets() -> None:
 # ---- compiled
 
 
-# Of each kernel one, and one that reads more than its descriptors; all of them take minutes.
-SOME = ("forward-128-causal", "forward-128-documents", "key_value-64-causal", "query-128-softcap")
-
-
 @pytest.mark.skipif(INTERPRETED, reason="the compiler runs where the interpreter does not")
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
-@pytest.mark.parametrize("names", [SOME, pytest.param((), marks=pytest.mark.slow)], ids=["some", "all"])
-def test_compiled_for_hopper(names: tuple[str, ...]) -> None:
+def test_compiled_for_hopper() -> None:
     """Nothing spills, products are those of warp groups, and what the copy engine sends has its room and barrier."""
     root = Path(__file__).parents[2]
-    command = [sys.executable, str(Path(__file__).with_name("hopper_compile.py")), *names]
+    command = [sys.executable, str(Path(__file__).with_name("hopper_compile.py"))]
     done = subprocess.run(command, capture_output=True, text=True, cwd=root, env=os.environ | {"PYTHONPATH": str(root)})
     assert done.returncode == 0, done.stderr[-4000:]
     found = {line["name"]: line for line in map(json.loads, done.stdout.splitlines())}
     # Three kernels at three widths, and four more programs at 128.
-    assert set(found) == set(names) if names else len(found) == 21
+    assert len(found) == 21
     for name, of in found.items():
         assert of["stack"] == of["LDL"] == of["STL"] == 0, name
         assert of["HGMMA"] > 0 and of["UTMALDG"] > 0, name
