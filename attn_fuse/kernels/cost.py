@@ -55,9 +55,9 @@ class Reach:
 _CAUSAL = ("causal",)
 # CUDA, shares of the dense peak. cudnn: NVIDIA's cudnn-frontend benchmarks, H200, D 128: 484-702 TFLOP/s forward,
 # 370-612 backward, of 989. FA2: 300-370 and 290-320, that is about 0.65 of what sm_80 code can reach on these SMs.
-# FlexAttention: 0.85-0.90 of FA2. Triton: its tutorial kernel reaches 0.6-0.7 of cuDNN. Efficient:
-# older CUTLASS code for sm_80, about half of FA2. As written and chunked: products at the rate of matmuls of this size,
-# the rest memory.
+# FlexAttention: 0.85-0.90 of FA2. Triton: its tutorial kernel reaches 0.6-0.7 of cuDNN. Efficient: older
+# CUTLASS code for sm_80, about half of FA2. As written and chunked: products at the rate of matmuls of this size, the
+# rest memory.
 _CUDA = {
     AS_WRITTEN: Reach(0.55, 0.55, skips=(), passes=(5, 14), launches=5),
     "cudnn": Reach(0.65, 0.54, skips=_CAUSAL, launches=2),

@@ -2,7 +2,7 @@
 
 A descriptor that the host makes has one box, whatever becomes of the tile in the compiler. A message that brings more
 than the buffer has room for overruns shared memory, and a barrier that waits for other bytes than those that arrive
-opens too soon or never: both give wrong answers, and no compiler says so.
+opens too soon or never: both give wrong answers, and Triton 3.6 compiles both without a word.
 """
 
 from __future__ import annotations

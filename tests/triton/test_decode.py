@@ -36,11 +36,11 @@ if INTERPRETED:
 
 LOWEST = torch.finfo(torch.float32).min
 Q_LEN, KV_LEN, SPLITS = (1, 2, 5, 16), (1, 17, 300, 1000), (1, 3, 9)
-# Of every kind of score program two caches, a short one and a long one, query lengths and splits in turn.
+# Of every kind of score program each query length, each cache and each number of splits, not each with each.
 SOME = [
-    (case, Q_LEN[(n // 4 + m) % 4], KV_LEN[(n + 2 * m) % 4], SPLITS[(n + m) % 3])
+    (case, Q_LEN[(n + m) % 4], KV_LEN[m], SPLITS[(n + m) % 3])
     for n, case in enumerate(CASES)
-    for m in range(2)
+    for m in range(len(KV_LEN))
 ]
 ALL = [*itertools.product(CASES, Q_LEN, KV_LEN, SPLITS)]
 

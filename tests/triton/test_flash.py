@@ -320,7 +320,7 @@ def test_a_table_in_strips(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("programs", [1, 7])
+@pytest.mark.parametrize("programs", [1, 7, 10**6])
 def test_sums_in_parts(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash, "_PROGRAMS", programs)
     for name in ("bias of every batch", "bias of the heads", "bias of the keys"):

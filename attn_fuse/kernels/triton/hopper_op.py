@@ -4,8 +4,8 @@
     hopper_backward(grad_out, query, key, value, out, lse, inputs, ...) -> dquery, dkey, dvalue
 
 program: the score function; scale: greater than 0 where it does no more than scale, and hide what is out of its bounds.
-The inputs have no gradient, and neither has lse. `out` lies in memory as [B, L, H, D],
-which is how it is used next. On the CPU they run only under Triton's interpreter. Triton is imported by the first call.
+The inputs have no gradient, and neither has lse. `out` lies in memory as [B, L, H, D], which is how it is used next. On
+the CPU they run only under Triton's interpreter. Triton is imported by the first call.
 """
 
 from __future__ import annotations
