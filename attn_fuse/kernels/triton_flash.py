@@ -50,7 +50,13 @@ def limits(attention: Attention, facts: Facts) -> Iterator[str]:
             yield f"needs compute capability 8.0, this device has {'.'.join(map(str, capability))}"
 
 
-def emit(call: Call) -> Node:
+def emit(call: Call, descriptors: bool = False) -> Node:
+    """descriptors: whether to read through them."""
+    operators = (
+        (flash_op.triton_flash_hopper, packed_op.hopper_packed)
+        if descriptors
+        else (flash_op.triton_flash, packed_op.flash_packed)
+    )
     score = written(call)
     drops = call.attention.dropout_p is not None
     seed = call.node(torch.randint, 2**62, [1], dtype=torch.int64, device=call.facts.device) if drops else None
@@ -60,7 +66,7 @@ def emit(call: Call) -> Node:
     # In half precision, what it would gain is not worth a copy of the values, packed or not.
     centred = gains(call) and sums_to_one(call.attention) and call.facts.dtype.itemsize > 2
     results = call.node(
-        flash_op.triton_flash if packed is None else packed_op.flash_packed,
+        operators[packed is not None],
         *operands,
         score.inputs,
         score.numbers,

@@ -1,6 +1,9 @@
 """Compiles the flash kernels for a device that is not there, and prints what came of each as one line of JSON.
 
-    python tests/triton/flash_compile.py CAPABILITY DTYPE HEAD_DIM [CASE]
+    python tests/triton/flash_compile.py CAPABILITY DTYPE HEAD_DIM [CASE [descriptors]]
+
+CASE: "plain", a causal mask and a scale; "dropout" and "grouped", the same with dropout, or with two heads to a key
+head; or one of `chunked_cases`, grouped, and "everything" with dropout.
 
 The kernels are launched as always, through a driver that only says which device it would be. A process of its own:
 Triton's interpreter cannot be on here, and a compiler pass that fails may end the process.
@@ -24,13 +27,16 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from attn_fuse.kernels.score_program import ScoreProgram
-from attn_fuse.kernels.triton import flash, flash_backward, flash_forward
+from attn_fuse.kernels.triton import flash, flash_backward, flash_facts, flash_forward
+from attn_fuse.kernels.triton.flash_configs import Config, together_or_apart
 from tests.graph.chunked_cases import CASE, CAUSAL, S, Sizes, const, where
+from tests.triton.messages import mismatches
+from tests.triton.sass import loops
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 KERNELS = {
     "forward": flash_forward.forward,
-    "sum_of_products": flash_backward.sum_of_products,
+    "statistics": flash_backward.statistics,
     "query": flash_backward.backward_query,
     "key_value": flash_backward.backward_key_value,
     "input": flash_backward.backward_input,
@@ -55,7 +61,7 @@ class NoDevice:
         return 0
 
 
-def facts(compiled: Any) -> dict[str, Any]:
+def facts(compiled: Any, tile: Config) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
@@ -65,9 +71,21 @@ def facts(compiled: Any) -> dict[str, Any]:
         )
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found is not None, usage
-    counted = collections.Counter(re.findall(r"\b(HGMMA|HMMA|UTCHMMA|LDL|STL|ATOM|RED)\b", code))
+    counted = collections.Counter(re.findall(r"\b(HGMMA|HMMA|UTCHMMA|UTMALDG|LDL|STL|ATOM|RED)\b", code))
     shared = compiled.metadata.shared
-    return {"registers": int(found[1]), "stack": int(found[2]), "shared": shared, **counted}
+    known: dict[str, Any] = {"registers": int(found[1]), "stack": int(found[2]), "shared": shared, **counted}
+    whole = loops(code)[:1]
+    elements = tile.block_m * tile.block_n / (32 * tile.num_warps)
+    for loop in whole:
+        known["per_element"] = loop.instructions / elements
+        known["bound_by_issue"] = loop.bound_by_issue
+        known["copies_ahead"] = loop.counts["LDGSTS"] + loop.counts["UTMALDG"]
+    described = [name for name, kind in compiled.src.signature.items() if str(kind).startswith("tensordesc")]
+    if described:
+        boxes = (meta["block_size"] for meta in compiled.metadata.tensordesc_meta)
+        messages, wrong = mismatches(compiled.asm["ttgir"], dict(zip(described, boxes, strict=True)))
+        known |= {"descriptors": len(described), "messages": messages, "wrong": wrong}
+    return known
 
 
 def only_compile(kernel: Any, found: list[Any]) -> None:
@@ -75,25 +93,33 @@ def only_compile(kernel: Any, found: list[Any]) -> None:
     kernel.run = lambda *args, grid, warmup, **how: found.append(launch(*args, grid=grid, warmup=True, **how))
 
 
-def main(capability: int, dtype: torch.dtype, head_dim: int, name: str) -> None:
+def main(capability: int, dtype: torch.dtype, head_dim: int, name: str, descriptors: bool) -> None:
     driver.set_active(NoDevice(capability))
-    flash._capability = lambda device: capability // 10  # type: ignore[assignment]
+    flash_facts._capability = lambda device: capability // 10  # type: ignore[assignment]
     made: dict[str, list[Any]] = {kernel: [] for kernel in KERNELS}
     for kernel, function in KERNELS.items():
         only_compile(function, made[kernel])
-    s = Sizes(2, 4, 2, 1024, 1024, head_dim, head_dim)
-    inputs: list[Tensor] = [] if name == "plain" else CASE[name].inputs(s)
-    program, numbers = (PLAIN, [0]) if name == "plain" else (CASE[name].program, CASE[name].numbers(s))
+    # Where no head is shared, the kernels know it when they are compiled.
+    s = Sizes(2, 4, 4 if name in ("plain", "dropout") else 2, 1024, 1024, head_dim, head_dim)
+    simple = name in ("plain", "dropout", "grouped")
+    inputs: list[Tensor] = [] if simple else CASE[name].inputs(s)
+    program, numbers = (PLAIN, [0]) if simple else (CASE[name].program, CASE[name].numbers(s))
     query = torch.empty(s.batch, s.q_len, s.heads, head_dim, dtype=dtype).transpose(1, 2)
     key, value = (torch.empty(s.batch, s.kv_len, s.kv_heads, head_dim, dtype=dtype).transpose(1, 2) for _ in range(2))
-    dropout = (SEED, None, None, 0.1) if name != "plain" else (None, None, None, 0.0)
+    dropout = (SEED, None, None, 0.1) if name in ("dropout", "everything") else (None, None, None, 0.0)
     how = (query, key, value, inputs, numbers, *dropout)
-    outputs = flash.attend(*how, program.dumps())
-    flash.attend_backward(outputs[0], *how, *outputs, program.dumps(), [True] * len(inputs))
+    text = program.dumps()
+    outputs = flash.attend(*how, text, descriptors=descriptors)
+    flash.attend_backward(outputs[0], *how, *outputs, text, [True] * len(inputs), descriptors=descriptors)
+    known = flash_facts.call_facts(query, key, value, inputs, numbers, dropout[0], dropout[3], text, descriptors)
     for kernel, several in made.items():
-        for compiled in several:
-            print(json.dumps({"kernel": kernel, **facts(compiled)}), flush=True)
+        # The gradients of key and value come of one function, which is compiled for each where rows are wide.
+        names = together_or_apart(dtype, known.widths) if kernel == "key_value" else [kernel] * len(several)
+        for name, compiled in zip(names, several, strict=True):
+            tile = known.config("query" if name == "statistics" else name)
+            print(json.dumps({"kernel": name, **facts(compiled, tile)}), flush=True)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), getattr(torch, sys.argv[2]), int(sys.argv[3]), (sys.argv[4:] or ["plain"])[0])
+    case, *how = sys.argv[4:] or ["plain"]
+    main(int(sys.argv[1]), getattr(torch, sys.argv[2]), int(sys.argv[3]), case, how == ["descriptors"])

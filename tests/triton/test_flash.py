@@ -47,6 +47,7 @@ from tests.triton.interpreted import INTERPRETED, interpreted, run_interpreted
 if INTERPRETED:
     from attn_fuse.kernels.triton import flash
     from attn_fuse.kernels.triton.flash_configs import Config
+    from attn_fuse.kernels.triton.flash_facts import CallFacts
     from attn_fuse.kernels.triton.flash_op import triton_flash, triton_flash_backward
     from attn_fuse.kernels.triton.packed_op import flash_packed
     from attn_fuse.kernels.triton.spans import spans
@@ -59,7 +60,7 @@ def test_in_a_process_that_interprets() -> None:
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     if INTERPRETED:
-        monkeypatch.setattr(flash, "config", lambda *_: Config(16, 32, 4, 1))
+        monkeypatch.setattr(CallFacts, "config", lambda *_: Config(16, 32, 4, 1))
 
 
 def operator(
@@ -226,7 +227,7 @@ def seen_by(name: str, condition: list[Any]) -> Case:
     ids=lambda c: c.name,
 )
 def test_spans(case: Case, tile: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flash, "config", lambda *_: Config(*tile, 4, 1))
+    monkeypatch.setattr(CallFacts, "config", lambda *_: Config(*tile, 4, 1))
     s = replace(USUAL, heads=2, kv_heads=1, q_len=150, kv_len=201)
     if case.name == "documents":
 
@@ -238,6 +239,14 @@ def test_spans(case: Case, tile: tuple[int, int], monkeypatch: pytest.MonkeyPatc
     check(case, s, spanned=True)
 
 
+@interpreted
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("case", [CASE["causal"], CASE["window"], CASE["everything"]], ids=lambda c: c.name)
+def test_statistics_loaded_together(case: Case, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CallFacts, "config", lambda *_: Config(32, 16, 4, 1, statistics=count))
+    check(case, USUAL)
+
+
 LOWEST = torch.finfo(torch.float32).min
 # What Hugging Face's models add: a query that sees no key gets the mean of the values.
 SOFTLY = ["and", ["le", K, Q], ["ge", K, ["gather", 0, B]], ["lt", K, ["gather", 1, B]]]
@@ -246,7 +255,7 @@ SOFTLY = ["and", ["le", K, Q], ["ge", K, ["gather", 0, B]], ["lt", K, ["gather",
 @interpreted
 @pytest.mark.parametrize("tile", [(16, 32), (64, 32), (128, 16)], ids=str)
 def test_a_finite_fill_hides_from_queries_that_see_a_key(tile: tuple[int, int], monkeypatch) -> None:
-    monkeypatch.setattr(flash, "config", lambda *_: Config(*tile, 4, 1))
+    monkeypatch.setattr(CallFacts, "config", lambda *_: Config(*tile, 4, 1))
     program = ScoreProgram(where(SOFTLY, S, LOWEST), visible=SOFTLY, unless_empty=True)
     s = Sizes(4, 2, 1, 150, 201, 16, 24)
 
@@ -386,7 +395,7 @@ def test_dropout_keeps_its_distribution(p: float) -> None:
 @interpreted
 def test_dropout_depends_on_the_seed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def with_other_blocks(*tensors: Any) -> Tensor:
-        monkeypatch.setattr(flash, "config", lambda *_: Config(32, 16, 4, 1))
+        monkeypatch.setattr(CallFacts, "config", lambda *_: Config(32, 16, 4, 1))
         return with_dropout(*tensors)
 
     check_seed(with_dropout, with_other_blocks)

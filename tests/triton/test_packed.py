@@ -187,12 +187,12 @@ def flash(packed: Tensor, views: list[int], sizes: list[int], inputs: list[Tenso
 def hopper(
     packed: Tensor, views: list[int], sizes: list[int], inputs: list[Tensor], program: str
 ) -> tuple[Tensor, ...]:
-    from attn_fuse.kernels.triton.hopper_op import hopper as unpacked
+    from attn_fuse.kernels.triton.flash_op import triton_flash_hopper
     from attn_fuse.kernels.triton.packed_op import hopper_packed, operands
 
-    rest = (inputs, [], program, 0.25 if program == CAUSAL else 0.0)
+    rest = (inputs, [], None, None, None, 0.0, program)
     alone = operands(packed, views, sizes)
-    return hopper_packed(packed, views, sizes, *rest)[0], unpacked(*alone, *rest)[0]
+    return hopper_packed(packed, views, sizes, *rest, False)[0], triton_flash_hopper(*alone, *rest, False)[0]
 
 
 @interpreted

@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from attn_fuse.kernels.operands import check_shapes
 from attn_fuse.kernels.score_program import ScoreProgram, bound
 from attn_fuse.kernels.triton.decode_kernels import attend_split, join_splits
 from attn_fuse.kernels.triton.emitter import LONGEST
-from attn_fuse.kernels.triton.scores import LOG2E, score_code
+from attn_fuse.kernels.triton.launch import KEPT, Kept, ceil_div, launch
+from attn_fuse.kernels.triton.scores import LOG2E, ScoreCode, score_code
 from attn_fuse.kernels.triton_decode import WIDEST_HEAD
 
 # Partial results that are joined at a time, and of each so many elements.
@@ -49,9 +50,9 @@ def tiles(rows: int, width: int, itemsize: int) -> Tiles:
     About 16 KiB of keys in a block and three blocks under way hide the latency of the memory; with as much of values,
     two programs fit on one multiprocessor, and what they take fits on any from sm_80 on.
     """
-    width = max(16, triton.next_power_of_2(width))
+    width = _padded(width)
     most = 16 if itemsize > 2 else 32 if width > 128 else 64
-    rows = min(most, max(16, triton.next_power_of_2(rows)))
+    rows = min(most, _padded(rows))
     keys = max(16, min(32, 4096 // width)) if itemsize > 2 else max(32, min(128, 8192 // width))
     stages = 2 if rows == 64 else 3
     return Tiles(rows, keys, stages, scan=max(1, 256 // keys))
@@ -75,45 +76,107 @@ def attend(
 
     Raises ValueError for shapes, dtypes or a program that do not fit.
     """
-    _check(query, key, value)
-    batch, heads, q_len, head_dim = query.shape
-    kv_heads, kv_len, value_dim = key.shape[1], key.shape[2], value.shape[3]
-    out = query.new_empty(batch, heads, q_len, value_dim)
-    if out.numel() == 0:
+    facts = _facts(query, key, value, inputs, numbers, program)
+    out, kv_len = query.new_empty(facts.shape), key.shape[2]
+    if not facts.planes or not facts.shape[3]:
         return out
-    code = score_code(program, inputs, numbers)
-    size = tiles(heads // kv_heads * q_len, max(head_dim, value_dim), query.element_size())
-    first, last = _keys(code.program, numbers, q_len, kv_len, size.keys)
-    blocks = triton.cdiv(last - first, size.keys)
+    size, q_len = facts.tiles, facts.shape[2]
+    first, last = _keys(facts.code.program, numbers, q_len, kv_len, size.keys)
+    blocks = ceil_div(last - first, size.keys)
     # Triton sees of a stride only whether 16 divides it; 8 elements are enough to be read at a time.
     key_strides, value_strides = _strides(key), _strides(value)
     step = math.gcd(16, *key_strides, *value_strides)
-    to_log2 = LOG2E / code.unit
-    planes = batch * kv_heads * triton.cdiv(heads // kv_heads * q_len, size.rows)
     if splits is None:
-        splits = splits_for(planes, blocks, multiprocessors(query.device))
-    part, row_max, row_sum = out, out, out
+        splits = splits_for(facts.planes, blocks, facts.processors)
+    part, statistics = out, out
     if splits > 1:
-        part = query.new_empty(batch, heads, q_len, splits, value_dim, dtype=torch.float32)
-        row_max, row_sum = query.new_empty(2, batch, heads, q_len, splits, dtype=torch.float32)
-    attend_split[planes, splits](
-        query, key, value, part, row_max, row_sum, code.reads(inputs, numbers),
-        *query.stride(), *(n // step for n in key_strides), key.stride(3),
-        *(n // step for n in value_strides), value.stride(3),
-        kv_heads, q_len, kv_len, first, last, splits,
-        GROUPS=heads // kv_heads, HEAD_DIM=head_dim, VALUE_DIM=value_dim,
-        ROWS=size.rows, KEYS=size.keys, INNER=_padded(head_dim), WIDTH=_padded(value_dim),
-        SCORE=code.score, FACTOR=code.factor, SINK=code.sink, VISIBLE=code.visible,
-        UNLESS_EMPTY=code.program.unless_empty,
-        STEP=step, TO_LOG2=to_log2, SCAN=size.scan, WHOLE=splits == 1, STAGES=size.stages,
-        num_warps=size.warps, num_stages=size.stages,
+        rows, device = facts.rows * splits, query.device
+        part = torch.empty((rows, facts.shape[3]), dtype=torch.float32, device=device)
+        statistics = torch.empty((rows, 2), dtype=torch.float32, device=device)
+    tensors, sizes, whole = facts.code.reads(inputs, numbers)
+    in_steps = (*(n // step for n in key_strides), key.stride(3), *(n // step for n in value_strides), value.stride(3))
+    specialized = (in_steps[2], in_steps[3], in_steps[6], in_steps[7], *sizes)
+    launch(
+        facts.kept, (splits == 1, step, *((n == 1) + 2 * (n % 16 == 0) for n in specialized)),
+        attend_split, (facts.planes, splits, 1),
+        (query, key, value, part, statistics, (tensors, sizes), whole, *query.stride(), *in_steps,
+         key.shape[1], q_len, kv_len, first, last, splits, *facts.constants, step, facts.to_log2, size.scan,
+         splits == 1, size.stages),
+        facts.options, query, key, value, *tensors,
     )  # fmt: skip
     if splits > 1:
-        width = min(_JOINED_WIDTH, _padded(value_dim))
-        join_splits[batch * heads * q_len, triton.cdiv(value_dim, width)](
-            out, part, row_max, row_sum, splits, VALUE_DIM=value_dim, WIDTH=width, SPLITS=_JOINED, TO_LOG2=to_log2
-        )
+        launch(
+            facts.kept, "join", join_splits, facts.joins,
+            (out, part, statistics, splits, facts.shape[3], facts.join_width, _JOINED, facts.to_log2), _USUAL,
+        )  # fmt: skip
     return out
+
+
+_USUAL = {"num_warps": 4, "num_stages": 3}
+
+
+@dataclass(frozen=True, eq=False)
+class _Facts:
+    """What does not change as a cache grows.
+
+    shape: of the output. planes: programs of one share of the keys. processors: of the device. constants: of
+    `attend_split`, from GROUPS to UNLESS_EMPTY.
+    """
+
+    code: ScoreCode
+    shape: tuple[int, int, int, int]
+    planes: int
+    processors: int
+    tiles: Tiles
+    constants: tuple[Any, ...]
+    to_log2: float
+    options: Mapping[str, int]
+    kept: Kept = field(default_factory=dict)
+
+    @functools.cached_property
+    def rows(self) -> int:
+        """Of the output."""
+        return math.prod(self.shape[:3])
+
+    @functools.cached_property
+    def join_width(self) -> int:
+        return min(_JOINED_WIDTH, _padded(self.shape[3]))
+
+    @functools.cached_property
+    def joins(self) -> tuple[int, int, int]:
+        """The programs of `join_splits`."""
+        return self.rows, ceil_div(self.shape[3], self.join_width), 1
+
+
+def _facts(
+    query: Tensor, key: Tensor, value: Tensor, inputs: Sequence[Tensor], numbers: Sequence[int], program: str
+) -> _Facts:
+    code = score_code(program, inputs, numbers)
+    alike: Hashable = (
+        id(code), query.dtype, key.dtype, value.dtype, query.device, query.shape, query.stride(), key.shape[:2],
+        key.shape[3:], value.shape[:2], value.shape[3:], key.shape[2] == value.shape[2] <= LONGEST,
+    )  # fmt: skip
+    found = _known.get(alike)
+    if found is None:
+        _check(query, key, value)
+        (batch, heads, q_len, head_dim), kv_heads, value_dim = query.shape, key.shape[1], value.shape[3]
+        groups = heads // max(kv_heads, 1)
+        size = tiles(groups * q_len, max(head_dim, value_dim), query.element_size())
+        constants = (
+            groups, head_dim, value_dim, size.rows, size.keys, _padded(head_dim), _padded(value_dim),
+            code.score, code.factor, code.sink, code.visible, code.program.unless_empty,
+        )  # fmt: skip
+        options = {"num_warps": size.warps, "num_stages": size.stages}
+        planes = batch * kv_heads * ceil_div(groups * q_len, size.rows)
+        shape, processors = (batch, heads, q_len, value_dim), multiprocessors(query.device)
+        found = _Facts(code, shape, planes, processors, size, constants, LOG2E / code.unit, options)
+        if len(_known) >= KEPT:
+            _known.clear()
+        _known[alike] = found
+    return found
+
+
+_known: dict[Hashable, _Facts] = {}
 
 
 @functools.lru_cache(4096)
@@ -125,7 +188,7 @@ def splits_for(planes: int, blocks: int, processors: int) -> int:
     slots = processors * _RESIDENT
 
     def rounds(splits: int) -> int:
-        return triton.cdiv(planes * splits, slots) * (triton.cdiv(blocks, splits) + _OVERHEAD)
+        return ceil_div(planes * splits, slots) * (ceil_div(blocks, splits) + _OVERHEAD)
 
     # A split that leaves no program fewer blocks would only be more to join.
     return min(range(1, max(1, min(blocks // _FEWEST_BLOCKS, _MOST_SPLITS)) + 1), key=rounds)
@@ -150,7 +213,7 @@ def _strides(x: Tensor) -> list[int]:
 
 
 def _padded(width: int) -> int:
-    return max(16, triton.next_power_of_2(width))
+    return max(16, 1 << (width - 1).bit_length())
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor) -> None:

@@ -6,12 +6,12 @@ import triton
 import triton.language as tl
 
 # Their values change from call to call, and a kernel for each would be compiled for nothing.
-_CHANGING = ["kv_len", "first_key", "last_key", "splits", "stride_kb", "stride_kh", "stride_vb", "stride_vh"]
+_CHANGING = ["numbers", "kv_len", "first_key", "last_key", "splits", "stride_kb", "stride_kh", "stride_vb", "stride_vh"]
 
 
 @triton.jit(do_not_specialize=_CHANGING)
 def attend_split(
-    query, key, value, out, row_max, row_sum, reads,
+    query, key, value, out, statistics, reads, numbers,
     stride_qb, stride_qh, stride_qi, stride_qd,
     stride_kb, stride_kh, stride_kj, stride_kd,
     stride_vb, stride_vh, stride_vj, stride_vd,
@@ -24,13 +24,15 @@ def attend_split(
 ):  # fmt: skip
     """Keys [first_key, last_key) of one batch entry and key head, every `splits`-th block of them.
 
-    A row is a query of one of the GROUPS heads: row = group * q_len + i. out, row_max, row_sum: contiguous
-    [batch, kv_heads, GROUPS, q_len, splits, VALUE_DIM or nothing]. WHOLE: there is one split, and out is final.
+    A row is a query of one of the GROUPS heads: row = group * q_len + i. out, and statistics (maximum of the scores and
+    sum of the weights): contiguous [batch, kv_heads, GROUPS, q_len, splits, VALUE_DIM or 2]. WHOLE: there is one split,
+    out is final, and statistics are not written.
     SCORE, FACTOR, SINK, VISIBLE, reads: as `scores` gives them; TO_LOG2: a difference of scores times this is one of
     base 2. The strides of key and value but those of d are in units of STEP, by which they are known to be aligned.
     UNLESS_EMPTY: a query that sees no key of all there are has weights for all of them.
     SCAN: blocks that are searched at a time for visible keys.
     """
+    reads = (reads[0], reads[1], numbers)
     tiles = tl.cdiv(GROUPS * q_len, ROWS)
     plane = tl.program_id(0) // tiles
     split = tl.program_id(1)
@@ -110,34 +112,33 @@ def attend_split(
     if WHOLE:
         acc = tl.where(total[:, None] == 0.0, 0.0, acc / total[:, None])
     else:
-        tl.store(row_max + at, most, mask=used)
-        tl.store(row_sum + at, total, mask=used)
+        tl.store(statistics + at * 2, most, mask=used)
+        tl.store(statistics + at * 2 + 1, total, mask=used)
     tl.store(out + at[:, None] * VALUE_DIM + e[None, :], acc, mask=used[:, None] & (e[None, :] < VALUE_DIM))
 
 
 @triton.jit(do_not_specialize=["splits"])
 def join_splits(
-    out, part, row_max, row_sum, splits,
+    out, part, statistics, splits,
     VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, TO_LOG2: tl.constexpr,
 ):  # fmt: skip
-    """One row of out [rows, VALUE_DIM] from what `attend_split` has left in part, row_max and row_sum."""
+    """One row of out [rows, VALUE_DIM] from what `attend_split` has left in part and statistics."""
     row = tl.program_id(0).to(tl.int64)
     e = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     n = tl.arange(0, SPLITS)
-    row_max += row * splits
-    row_sum += row * splits
+    statistics += row * splits * 2
     part += row * splits * VALUE_DIM
     most = tl.full([SPLITS], float("-inf"), tl.float32)
     for first in range(0, splits, SPLITS):
-        most = tl.maximum(most, tl.load(row_max + first + n, mask=first + n < splits, other=float("-inf")))
+        most = tl.maximum(most, tl.load(statistics + (first + n) * 2, mask=first + n < splits, other=float("-inf")))
     most = _shift(tl.max(most, 0))
     total = tl.zeros([SPLITS], tl.float32)
     acc = tl.zeros([SPLITS, WIDTH], tl.float32)
     for first in range(0, splits, SPLITS):
         some = first + n < splits
-        shrink = tl.load(row_max + first + n, mask=some, other=float("-inf")) - most
+        shrink = tl.load(statistics + (first + n) * 2, mask=some, other=float("-inf")) - most
         shrink = tl.exp2(shrink * TO_LOG2)
-        total += shrink * tl.load(row_sum + first + n, mask=some, other=0.0)
+        total += shrink * tl.load(statistics + (first + n) * 2 + 1, mask=some, other=0.0)
         at = (first + n)[:, None] * VALUE_DIM + e[None, :]
         acc += shrink[:, None] * tl.load(part + at, mask=some[:, None] & (e[None, :] < VALUE_DIM), other=0.0)
     total = tl.sum(total, 0)

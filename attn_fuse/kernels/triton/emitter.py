@@ -113,7 +113,7 @@ class Emitter:
                 return Value(name, torch.int64, torch.int32, frozenset({name}), (0, LONGEST))
             case ("number", n):
                 carrier = torch.int64 if self._number_span == _INT64 else torch.int32
-                code = self._let(f"tl.cast(reads[2][{n}], tl.{_short(carrier)})")
+                code = self._let(f"tl.cast(reads[2][{n}] >> 2, tl.{_short(carrier)})")
                 return Value(code, torch.int64, carrier, span=self._number_span)
             case ("input", n):
                 return self._read(n, *self._offset_of_element(n))
@@ -203,8 +203,6 @@ class Emitter:
         return self._boolean(f"{self._as(x, carrier)} {_SIGNS[name]} {self._as(y, carrier)}", x, y)
 
     def _unary(self, name: str, x: Value) -> Value:
-        if name == "detach":
-            return x
         if name == "detach":
             return x
         floating = x.dtype.is_floating_point

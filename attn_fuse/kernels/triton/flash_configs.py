@@ -9,12 +9,30 @@ import torch
 
 @dataclass(frozen=True)
 class Config:
-    """block_m, block_n: queries and keys in a tile."""
+    """block_m, block_n: queries and keys in a tile. statistics: how many of a query's are loaded at once: 1, 2 or 4.
+    described: whether tiles are read through tensor descriptors.
+
+    Where a tile has fewer of them than the program has threads, Triton has each thread copy all that it needs. The copy
+    engine does not: there they are loaded one by one.
+    """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    statistics: int = 1
+    described: bool = False
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What takes registers beside the tiles. element: a tensor is read for each element of the scores. drops: dropout.
+    again: the product, or a factor, is needed again for its gradient. reads: any tensor is read for the scores."""
+
+    element: bool
+    drops: bool
+    again: bool
+    reads: bool
 
 
 # By kernel, then for rows up to so many elements wide, those of key or value, whichever are wider. 99 KiB of shared
@@ -22,14 +40,23 @@ class Config:
 _HALF = {
     "forward": {64: Config(128, 64, 4, 3), 128: Config(128, 64, 8, 2), 256: Config(64, 32, 4, 2)},
     "query": {64: Config(64, 64, 4, 2), 128: Config(64, 64, 4, 2), 256: Config(64, 32, 8, 1)},
-    "key_value": {64: Config(64, 64, 4, 2), 128: Config(64, 64, 8, 2), 256: Config(32, 32, 8, 1)},
+    "key_value": {64: Config(64, 64, 4, 2), 128: Config(64, 64, 8, 2)},
+    "key": {256: Config(32, 64, 8, 1)},
+    "value": {256: Config(32, 64, 8, 1)},
     "input": {64: Config(64, 64, 4, 1), 128: Config(64, 64, 8, 1), 256: Config(32, 64, 8, 1)},
 }
-# What differs on devices of one major capability.
+# What differs on devices of one major capability. 9: products of 64 rows and 128 columns keep its tensor cores busy,
+# and 128 queries halve what is read of keys and values; tests/triton/test_flash_compile.py holds what its loops take.
 _HALF_ON = {
     8: {"forward": {256: Config(64, 32, 8, 2)}, "key_value": {64: Config(32, 64, 4, 2)}},
-    9: {"query": {256: Config(128, 32, 8, 1)}},
-    10: {"key_value": {128: Config(32, 64, 8, 2)}},
+    9: {
+        "forward": {64: Config(128, 128, 8, 2), 128: Config(128, 128, 8, 2), 256: Config(128, 64, 8, 2)},
+        "query": {64: Config(128, 128, 8, 2), 128: Config(128, 64, 8, 2), 256: Config(128, 32, 8, 2)},
+        "key_value": {64: Config(128, 128, 8, 2, 2), 128: Config(64, 128, 8, 2)},
+        "key": {256: Config(32, 128, 8, 2)},
+        "value": {256: Config(64, 128, 8, 2)},
+    },
+    10: {"key_value": {128: Config(32, 64, 4, 2)}},
 }
 _FLOAT = {
     "forward": {64: Config(64, 32, 4, 2), 128: Config(32, 32, 4, 2), 256: Config(32, 16, 4, 1)},
@@ -39,19 +66,68 @@ _FLOAT = {
 }
 
 
-def config(kernel: str, dtype: torch.dtype, widths: tuple[int, int], capability: int, heavy: bool) -> Config:
-    """kernel: forward, query, key_value or input. widths: of a row of key and of one of value.
+def together_or_apart(dtype: torch.dtype, widths: tuple[int, int]) -> tuple[str, ...]:
+    """The kernels for the gradients of key and value: one, or one for each where registers do not hold both."""
+    return ("key", "value") if dtype.itemsize == 2 and max(widths) > max(_HALF["key_value"]) else ("key_value",)
 
-    capability: the major one of the device. heavy: whether the scores need many registers of their own.
+
+# Where the scores read a tensor for each element, which takes registers that a tile has not left.
+_HEAVY_ON = {
+    9: {
+        "forward": {64: Config(128, 64, 8, 2), 128: Config(128, 64, 8, 2), 256: Config(128, 32, 8, 2)},
+        "query": {64: Config(128, 64, 8, 2), 128: Config(128, 64, 8, 2), 256: Config(64, 32, 8, 2)},
+        "key_value": {64: Config(32, 128, 8, 2), 128: Config(32, 128, 8, 1)},
+        "key": {256: Config(16, 128, 8, 2)},
+        "value": {256: Config(32, 128, 8, 2)},
+    },
+}
+# Where there is no such tensor, but dropout, or what is needed again. What is left out is as without; on other devices
+# dropout is as heavy as such a tensor.
+_BUSY_ON: dict[int, dict[str, dict[int, Config]]] = {
+    9: {"key_value": {64: Config(64, 128, 8, 2, 4), 128: Config(32, 128, 8, 2)}},
+    10: {},
+}
+# Through descriptors, where nothing takes registers beside the tiles: they leave some that addresses take elsewhere.
+_BARE_ON = {
+    9: {
+        "forward": {64: Config(128, 128, 8, 3)},
+        "query": {128: Config(128, 128, 8, 2)},
+        "key_value": {64: Config(128, 128, 8, 2)},
+    },
+}
+# What is read by pointers all the same, by kernel and width, since it would spill: always, and where the scores read
+# any tensor.
+_BY_POINTERS = {("key", 256)}
+_READS_BY_POINTERS = {*_BY_POINTERS, ("key_value", 128), ("query", 256), ("value", 256)}
+
+
+def config(
+    kernel: str, dtype: torch.dtype, widths: tuple[int, int], capability: int, taken: Taken, described: bool
+) -> Config:
+    """kernel: forward, query, key_value, key, value or input. widths: of a row of key and of one of value.
+
+    capability: the major one of the device. described: whether descriptors are to be used where that is good.
     """
     half = dtype.itemsize == 2
+    heavy = taken.element or (taken.drops and not (half and capability in _BUSY_ON))
+    busy = taken.drops or taken.again
     table = (_HALF if half else _FLOAT)[kernel]
     most = next(most for most in table if max(widths) <= most)
-    others = _HALF_ON.get(capability, {}).get(kernel, {}) if half else {}
-    chosen = others.get(most, table[most])
-    if heavy:
-        rows = max(16, chosen.block_m // 2) if kernel == "key_value" else chosen.block_m
+    special = [_HEAVY_ON] if heavy else [_BUSY_ON, _HALF_ON] if busy else [_HALF_ON]
+    if described and not (heavy or busy or taken.reads):
+        special = [_BARE_ON, *special]
+    found = [by[capability][kernel][most] for by in special if half and most in by.get(capability, {}).get(kernel, {})]
+    if found:
+        chosen = found[0]
+    elif heavy:
+        chosen = _HALF_ON.get(capability, {}).get(kernel, {}).get(most, table[most]) if half else table[most]
+        rows = max(16, chosen.block_m // 2) if kernel in ("key_value", "key", "value") else chosen.block_m
         chosen = replace(chosen, block_m=rows, num_warps=8, num_stages=min(2, chosen.num_stages))
+    else:
+        chosen = table[most]
+    by_pointers = _READS_BY_POINTERS if taken.reads else _BY_POINTERS
+    if described and kernel != "input" and (kernel, most) not in by_pointers:
+        chosen = replace(chosen, described=True, statistics=1)
     # Triton 3.6 does not compile for 9.0 what gives each of two warps 8 columns of a product.
     return replace(chosen, num_warps=4) if min(widths) <= _NARROW else chosen
 

@@ -11,6 +11,12 @@ import triton.language as tl
 
 from attn_fuse.kernels.triton.tiles import kept, load_rows, place, plane, span, store_rows, stretch
 
+# Triton compiles again for a number that is 1 or a multiple of 16. These change with the length of a sequence, and no
+# address is computed from them.
+CHANGING = (
+    "numbers", "lower", "upper", "heads", "q_len", "kv_len", "dropout", "batch", "first_row", "row_count", "parts",
+)  # fmt: skip
+
 
 @triton.jit
 def key_phases(first, last, start, lower, upper, q_len, kv_len, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
@@ -32,19 +38,23 @@ def key_phases(first, last, start, lower, upper, q_len, kv_len, BLOCK_M: tl.cons
     return first, inner_first, tl.maximum(inner_first, inner_last), last
 
 
-@triton.jit
+@triton.jit(do_not_specialize=CHANGING)
 def forward(
-    query, key, value, out, row_max, row_sum, seed, spans, reads,
-    lower, upper, heads, groups, q_len, kv_len, dropout_p, dropout_scale,
-    SCORE: tl.constexpr, SCORE_INSIDE: tl.constexpr, FACTOR: tl.constexpr, SINK: tl.constexpr, TO_LOG2: tl.constexpr,
+    query, key, value, out, row_max, row_sum, seed, spans, reads, numbers,
+    lower, upper, heads, groups, q_len, kv_len, dropout, dropout_scale,
+    SCORE: tl.constexpr, SCORE_INSIDE: tl.constexpr, SLOPE: tl.constexpr, FACTOR: tl.constexpr, SINK: tl.constexpr,
+    TO_LOG2: tl.constexpr,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """query, key, value, out: (tensor [B, H or Hkv, len, dim], its strides). row_max, row_sum: fp32 [B, H, Lq].
 
-    seed: int64 of one element, or None for no dropout. spans: see `span`. lower, upper: of j - i, or None.
-    TO_LOG2: what a difference of scores is multiplied by for a power of 2.
+    seed: int64 of one element, or None for no dropout. dropout: its threshold, see `kept`. spans: see `span`. lower,
+    upper: of j - i, or None.
+    TO_LOG2: what a difference of scores is multiplied by for a power of 2. SLOPE: where SCORE_INSIDE only multiplies by
+    a number above 0, that number.
     """
+    reads = (reads[0], reads[1], numbers)
     blocks = tl.cdiv(q_len, BLOCK_M)
     # Those that see most keys come first under a causal mask.
     block, h, b = place(blocks, heads)
@@ -52,7 +62,7 @@ def forward(
     rows = start + tl.arange(0, BLOCK_M)
     i = rows[:, None]
     key_start, value_start = plane(key, b, h // groups), plane(value, b, h // groups)
-    q = load_rows(query, plane(query, b, h), rows, q_len, HEAD_DIM, BLOCK_D, True)
+    q = load_rows(query, plane(query, b, h), start, q_len, BLOCK_M, HEAD_DIM, BLOCK_D, True)
 
     if SINK is None:
         greatest = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -61,6 +71,8 @@ def forward(
         greatest = SINK(b, h, rows, q_len, kv_len, reads)
         total = tl.where(greatest == float("-inf"), 0.0, 1.0)
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    # A zero that the compiler does not see: else it selects after rounding, with twice the instructions.
+    nought = (dropout >> 16).to(tl.float32)
     first, last = span(spans, b, h, start, q_len, BLOCK_M, kv_len)
     first, inner_first, inner_last, last = key_phases(
         first, last, start, lower, upper, q_len, kv_len, BLOCK_M, BLOCK_N
@@ -71,14 +83,20 @@ def forward(
             for n in tl.range(begin, end, BLOCK_N):
                 columns = n + tl.arange(0, BLOCK_N)
                 j = columns[None, :]
-                k = load_rows(key, key_start, columns, kv_len, HEAD_DIM, BLOCK_D, phase != 1)
+                k = load_rows(key, key_start, n, kv_len, BLOCK_N, HEAD_DIM, BLOCK_D, phase != 1)
                 raw = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-                if phase == 1:
-                    scores = SCORE_INSIDE(raw, b, h, i, j, q_len, kv_len, reads)
-                else:
+                if phase != 1:
                     scores = SCORE(raw, b, h, i, j, q_len, kv_len, reads)
                     scores = tl.where(j < kv_len, scores, float("-inf"))
-                new = tl.maximum(greatest, tl.max(scores, 1))
+                    most = tl.max(scores, 1)
+                elif SLOPE is not None:
+                    # Rounding keeps the order: so the maximum is multiplied, and each score but in its difference.
+                    scores = raw * SLOPE
+                    most = tl.max(raw, 1) * SLOPE
+                else:
+                    scores = SCORE_INSIDE(raw, b, h, i, j, q_len, kv_len, reads)
+                    most = tl.max(scores, 1)
+                new = tl.maximum(greatest, most)
                 # -inf less -inf is NaN, and a query that sees no key has a weight of exp(-inf) for each.
                 shift = tl.where(new == float("-inf"), 0.0, new)
                 weights = tl.exp2((scores - shift[:, None]) * TO_LOG2)
@@ -88,8 +106,9 @@ def forward(
                 if FACTOR is not None:
                     weights = weights * FACTOR(raw, b, h, i, j, q_len, kv_len, reads)
                 if seed is not None:
-                    weights = tl.where(kept(seed, dropout_p, b, h, heads, i, j), weights, 0.0)
-                v = load_rows(value, value_start, columns, kv_len, VALUE_DIM, BLOCK_V, phase != 1)
+                    is_kept = kept(seed, dropout, b, h, heads, start, n, BLOCK_M, BLOCK_N, False)
+                    weights = tl.where(is_kept, weights, nought)
+                v = load_rows(value, value_start, n, kv_len, BLOCK_N, VALUE_DIM, BLOCK_V, phase != 1)
                 acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
     if seed is not None:
         acc = acc * dropout_scale

@@ -4,6 +4,7 @@
         -> out, row_max, row_sum, centre
     triton_flash_backward(grad_out, ..., dropout_p, out, row_max, row_sum, centre, program, wanted)
         -> dquery, dkey, dvalue, dinputs
+    triton_flash_hopper, triton_flash_hopper_backward        # the same, read through tensor descriptors
 
 Triton is imported with the first call. Under its interpreter (TRITON_INTERPRET=1) they also run on CPU.
 """
@@ -20,28 +21,34 @@ from torch import Tensor
 from attn_fuse.kernels.once import once
 
 # torch's caches on disk know an operator by its name and see no change in what it computes: raise it with each.
-VERSION = 2
+VERSION = 4
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
-_FORWARD = f"triton_flash_v{VERSION}"
-_BACKWARD = f"triton_flash_v{VERSION}_backward"
+TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
 
 
-def _attend(*args: Any) -> Any:
-    from attn_fuse.kernels.triton.flash import attend
+def heads_inside(like: Tensor, shape: Sequence[Any]) -> Tensor:
+    """An empty [batch, heads, length, dim] that lies in memory as [batch, length, heads, dim]."""
+    batch, heads, length, dim = shape
+    return like.new_empty(batch, length, heads, dim).transpose(1, 2)
 
-    return attend(*args)
 
-
-def _attend_backward(*args: Any) -> Any:
-    from attn_fuse.kernels.triton.flash import attend_backward
-
-    return attend_backward(*args)
+def register(
+    library: torch.library.Library, names: tuple[str, str], runs: Sequence[Any], fakes: Sequence[Any], autograd: Any
+) -> tuple[Any, Any]:
+    """Implements a forward and a backward operator, defined already; for the CPU where Triton is interpreted."""
+    for name, run, fake in zip(names, runs, fakes, strict=True):
+        for device in ("CUDA", "CPU") if INTERPRETED else ("CUDA",):
+            library.impl(name, run, device)
+        torch.library.register_fake(f"attn_fuse::{name}", fake, lib=library)
+    gradients, save = autograd
+    torch.library.register_autograd(f"attn_fuse::{names[0]}", gradients, setup_context=save, lib=library)
+    forward, backward = (getattr(torch.ops.attn_fuse, name).default for name in names)
+    return forward, backward
 
 
 def _laid_out(like: Tensor, width: Any) -> Tensor:
-    batch, heads, length, _ = like.shape
-    return like.new_empty(batch, length, heads, width).transpose(1, 2)
+    return heads_inside(like, (*like.shape[:3], width))
 
 
 def _fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -67,41 +74,51 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
     ctx.save_for_backward(query, key, value, seed, of_queries, of_keys, *output, *tensors)
 
 
-@once
-def _gradients(ctx: Any, saved: Sequence[Tensor], grad_out: Tensor, *_: Any) -> tuple[Any, ...]:
-    query, key, value, seed, of_queries, of_keys, out, row_max, row_sum, centre, *tensors = saved
-    wanted = [bool(need) for need in ctx.needs_input_grad[3]]
-    dquery, dkey, dvalue, dinputs = triton_flash_backward(
-        grad_out, query, key, value, tensors, ctx.numbers, seed, of_queries, of_keys, ctx.dropout_p, out, row_max,
-        row_sum, centre, ctx.program, wanted,
-    )  # fmt: skip
-    dinputs = [d if need else None for d, need in zip(dinputs, wanted, strict=True)]
-    # torch takes an empty list for the gradients of a list, and None for no gradient of anything else.
-    return (dquery, dkey, dvalue, dinputs, None if ctx.numbers else [], None, None, None, None, None, None)
+def _operators(name: str, descriptors: bool) -> tuple[Any, Any]:
+    """The forward and the backward operator of one way to read."""
+
+    def attend(*args: Any) -> Any:
+        from attn_fuse.kernels.triton import flash
+
+        return flash.attend(*args, descriptors=descriptors)
+
+    def attend_backward(*args: Any) -> Any:
+        from attn_fuse.kernels.triton import flash
+
+        return flash.attend_backward(*args, descriptors=descriptors)
+
+    @once
+    def gradients(ctx: Any, saved: Sequence[Tensor], grad_out: Tensor, *_: Any) -> tuple[Any, ...]:
+        query, key, value, seed, of_queries, of_keys, out, row_max, row_sum, centre, *tensors = saved
+        wanted = [bool(need) for need in ctx.needs_input_grad[3]]
+        dquery, dkey, dvalue, dinputs = backward(
+            grad_out, query, key, value, tensors, ctx.numbers, seed, of_queries, of_keys, ctx.dropout_p, out, row_max,
+            row_sum, centre, ctx.program, wanted,
+        )  # fmt: skip
+        dinputs = [d if need else None for d, need in zip(dinputs, wanted, strict=True)]
+        # torch takes an empty list for the gradients of a list, and None for no gradient of anything else.
+        return (dquery, dkey, dvalue, dinputs, None if ctx.numbers else [], None, None, None, None, None, None)
+
+    names = f"{name}_v{VERSION}", f"{name}_v{VERSION}_backward"
+    _LIBRARY.define(
+        f"{names[0]}({_ARGUMENTS}, str program, bool centred) -> "
+        "(Tensor out, Tensor row_max, Tensor row_sum, Tensor centre)",
+        tags=TAGS,
+    )
+    _LIBRARY.define(
+        f"{names[1]}(Tensor grad_out, {_ARGUMENTS}, Tensor out, Tensor row_max, Tensor row_sum, Tensor centre, "
+        "str program, bool[] wanted) -> (Tensor dquery, Tensor dkey, Tensor dvalue, Tensor[] dinputs)",
+        tags=TAGS,
+    )
+    runs, fakes = (attend, attend_backward), (_fake, _fake_backward)
+    forward, backward = register(_LIBRARY, names, runs, fakes, (gradients, _save))
+    return forward, backward
 
 
 _LIBRARY = torch.library.Library("attn_fuse", "FRAGMENT")
-_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
 _ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, Tensor[] inputs, SymInt[] numbers, Tensor? seed, Tensor? of_queries, "
     "Tensor? of_keys, float dropout_p"
 )
-_LIBRARY.define(
-    f"{_FORWARD}({_ARGUMENTS}, str program, bool centred) -> "
-    "(Tensor out, Tensor row_max, Tensor row_sum, Tensor centre)",
-    tags=_TAGS,
-)
-_LIBRARY.define(
-    f"{_BACKWARD}(Tensor grad_out, {_ARGUMENTS}, Tensor out, Tensor row_max, Tensor row_sum, Tensor centre, "
-    "str program, bool[] wanted) -> (Tensor dquery, Tensor dkey, Tensor dvalue, Tensor[] dinputs)",
-    tags=_TAGS,
-)
-for _device in ("CUDA", "CPU") if INTERPRETED else ("CUDA",):
-    _LIBRARY.impl(_FORWARD, _attend, _device)
-    _LIBRARY.impl(_BACKWARD, _attend_backward, _device)
-torch.library.register_fake(f"attn_fuse::{_FORWARD}", _fake, lib=_LIBRARY)
-torch.library.register_fake(f"attn_fuse::{_BACKWARD}", _fake_backward, lib=_LIBRARY)
-torch.library.register_autograd(f"attn_fuse::{_FORWARD}", _gradients, setup_context=_save, lib=_LIBRARY)
-
-triton_flash = getattr(torch.ops.attn_fuse, _FORWARD).default
-triton_flash_backward = getattr(torch.ops.attn_fuse, _BACKWARD).default
+triton_flash, triton_flash_backward = _operators("triton_flash", descriptors=False)
+triton_flash_hopper, triton_flash_hopper_backward = _operators("triton_flash_hopper", descriptors=True)

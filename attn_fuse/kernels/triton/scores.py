@@ -13,12 +13,15 @@ Every function is about one tile of any shape and orientation:
     reads      as above
 
     score(raw, b, h, i, j, q_len, kv_len, reads)             the final score, fp32, times `unit`
-    score_inside(the same)                                   the same where lower <= j - i <= upper for all of the tile
+    score_inside(the same)                                   the same where lower <= j - i <= upper for all of the tile;
+                                                             `slope` * raw, where that is all, and `slope` above 0
     factor(the same)                                         what multiplies the weights
     sink(b, h, i, q_len, kv_len, reads)                      the logit of the sink times `unit`, in the shape of `i`
     visible(b, h, i, j, q_len, kv_len, reads)                whether the mask lets the query see the key, in whatever
                                                              shape, where lower <= j - i <= upper
-    score_backward(given0, raw, b, ...)                      gradient of the score (without unit) -> of raw
+    score_backward(given0, raw, b, ...)                      gradient of the score (without unit) -> of raw, but for
+                                                             `backward_factor`, by which it is still to be multiplied;
+                                                             None where nothing else is to be done
     Gradient.function(given0, given1, raw, b, ...)           gradients of score and factor -> of an input's elements
 
 The weight of an element is exp2((score - maximum) * (LOG2E / unit)): where a score can be had in units of log(2) at no
@@ -49,7 +52,7 @@ from torch import Tensor
 from attn_fuse.kernels.score_program import ScoreProgram, Tree, nodes
 from attn_fuse.kernels.triton.derivative import Trees, gradient_trees
 from attn_fuse.kernels.triton.emitter import LONGEST, Described, Emitter, described
-from attn_fuse.kernels.triton.simplify import in_unit, inside
+from attn_fuse.kernels.triton.simplify import in_unit, inside, taken_out
 
 LOG2E = 1.4426950408889634
 
@@ -83,16 +86,29 @@ class ScoreCode:
     unit: float
     score: Any
     score_inside: Any
+    slope: float | None
     factor: Any
     sink: Any
     visible: Any
     score_backward: Any
+    backward_factor: float
     gradients: tuple[Gradient, ...]
 
     def reads(self, inputs: Sequence[Tensor], numbers: Sequence[int]) -> tuple[Any, ...]:
-        """What the functions read, as one argument of a kernel: (tensors, their strides and sizes, numbers)."""
-        tensors = tuple(x.view(torch.uint8) if x.dtype == torch.bool else x for x in inputs)
-        return tensors, tuple(n for x in inputs for n in (*_strides(x), *x.shape)), tuple(map(int, numbers))
+        """What the functions read, as one argument of a kernel: (tensors, their strides and sizes, numbers).
+
+        Triton compiles anew for a number in a tuple that is 1 or a multiple of 16: 4 * number + 2 is neither.
+        """
+        return (
+            readable(inputs),
+            tuple(n for x in inputs for n in (*_strides(x), *x.shape)),
+            tuple(4 * int(n) + 2 for n in numbers),
+        )
+
+
+def readable(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Tensors as kernels take them."""
+    return tuple(x.view(torch.uint8) if x.dtype == torch.bool else x for x in inputs)
 
 
 def score_code(program: str, inputs: Sequence[Tensor], numbers: Sequence[int]) -> ScoreCode:
@@ -123,7 +139,9 @@ def _score_code(text: str, inputs: tuple[Described, ...], wide: bool) -> ScoreCo
     nought = trees.node("const", 0.0)
     reads_score = [node for node in nodes(program.score) if node[0] == "score"]
     back = found[id(reads_score[0])][1] if reads_score and id(reads_score[0]) in found else nought
-    sources["score_backward"] = write("score_backward", f"given0, raw, {_PLACE}", back, "raw", _TILE)
+    backward_factor, back = taken_out(trees, back)
+    if back is not trees.node("given", 0):
+        sources["score_backward"] = write("score_backward", f"given0, raw, {_PLACE}", back, "raw", _TILE)
     wanted = [(node, tree) for node, tree in found.values() if node[0] != "score"]
     for n, (_, tree) in enumerate(wanted):
         sources[f"gradient{n}"] = write(f"gradient{n}", f"given0, given1, raw, {_PLACE}", tree, "raw", _TILE)
@@ -134,14 +152,23 @@ def _score_code(text: str, inputs: tuple[Described, ...], wide: bool) -> ScoreCo
         unit=unit,
         score=module.score,
         score_inside=getattr(module, "score_inside", module.score),
+        slope=_slope(scored_inside),
         factor=getattr(module, "factor", None),
         sink=getattr(module, "sink", None),
         visible=getattr(module, "visible", None),
-        score_backward=module.score_backward,
+        score_backward=getattr(module, "score_backward", None),
+        backward_factor=backward_factor,
         gradients=tuple(
             Gradient(node, _along(node, inputs), getattr(module, f"gradient{n}")) for n, (node, _) in enumerate(wanted)
         ),
     )
+
+
+def _slope(tree: Tree) -> float | None:
+    match tree:
+        case ("mul", ("score",), ("const", float() as value)) | ("mul", ("const", float() as value), ("score",)):
+            return value if value > 0 else None
+    return None
 
 
 def _gradients(program: ScoreProgram, trees: Trees, inputs: Sequence[Described]) -> dict[int, tuple[Tree, Tree]]:

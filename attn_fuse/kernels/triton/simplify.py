@@ -52,6 +52,20 @@ def in_unit(trees: Trees, tree: Tree, unit: float) -> Tree | None:
 _LARGEST = 3e38
 
 
+def taken_out(trees: Trees, tree: Tree) -> tuple[float, Tree]:
+    """A number and the tree whose product `tree` is: sums are multiplied by it once, not each of their elements."""
+    match tree:
+        case ("mul", x, ("const", float() as value)) | ("mul", ("const", float() as value), x) if _FEWEST < value <= 1:
+            return value, x
+        case ("div", x, ("const", float() as value)) if 1 <= value < 1 / _FEWEST:
+            return 1 / value, x
+    return 1.0, tree
+
+
+# What is no more multiplied must not leave the range of float16, which tensor cores are given.
+_FEWEST = 2.0**-6
+
+
 def _bounded(tree: Tree) -> bool:
     """Whether no fill can be in it, which would be no number any more when multiplied."""
     return all(

@@ -1,0 +1,125 @@
+"""Launches the flash and decode kernels on a GPU that is not there, and prints what came of it as lines of JSON.
+
+python tests/triton/launched.py shapes|all|lengths      # in the environment that `device.pretend` gives
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.triton.device import launches, tensor_maps, use
+
+use()
+
+from attn_fuse.kernels.triton import decode, flash, flash_backward, flash_forward, packed_op  # noqa: E402
+from tests.graph.chunked_cases import CASE, Sizes  # noqa: E402
+from tests.triton.flash_compile import PLAIN, SEED  # noqa: E402
+
+LOG = Path(os.environ["FAKE_CUDA_LOG"]).parent
+# Batch, heads, key heads, queries, keys: usual, grouped, ragged, a single query, empty.
+SHAPES = {
+    "usual": Sizes(2, 4, 4, 256, 256, 64, 64),
+    "grouped": Sizes(2, 4, 2, 256, 256, 64, 64),
+    "ragged": Sizes(1, 4, 4, 77, 131, 64, 64),
+    "one query": Sizes(2, 4, 4, 1, 130, 64, 64),
+    "no keys": Sizes(2, 4, 4, 64, 0, 64, 64),
+    "no queries": Sizes(2, 4, 4, 0, 64, 64, 64),
+    "no batch": Sizes(0, 4, 4, 64, 64, 64, 64),
+}
+
+
+HALF = torch.bfloat16
+
+
+def operands(s: Sizes, dtype: torch.dtype = HALF) -> list[Tensor]:
+    widths = ((s.q_len, s.heads, s.head_dim), (s.kv_len, s.kv_heads, s.head_dim), (s.kv_len, s.kv_heads, s.value_dim))
+    return [torch.empty(s.batch, n, h, d, dtype=dtype).transpose(1, 2) for n, h, d in widths]
+
+
+def packed(s: Sizes, dtype: torch.dtype) -> list[Tensor]:
+    """As views of one tensor [batch, len, (heads + 2 * kv_heads) * head_dim]."""
+    views: list[int] = []
+    for start in (0, s.heads, s.heads + s.kv_heads):
+        views += [0, 0, start * s.head_dim, 1, 0, 0, 0, 0, s.head_dim, 0, 1, 0, 0, 0, 1]
+    whole = torch.empty(s.batch, s.q_len, (s.heads + 2 * s.kv_heads) * s.head_dim, dtype=dtype)
+    sizes = [s.batch, s.heads, s.kv_heads, s.q_len, s.kv_len, s.head_dim, s.value_dim]
+    return [*packed_op.operands(whole, views, sizes)]
+
+
+def step(s: Sizes, name: str, dtype: torch.dtype = HALF, descriptors: bool = False, is_packed: bool = False) -> None:
+    """Forward and backward of one program."""
+    query, key, value = packed(s, dtype) if is_packed else operands(s, dtype)
+    simple = name in ("plain", "dropout")
+    inputs = [] if simple else CASE[name].inputs(s)
+    program, numbers = (PLAIN, [s.kv_len - s.q_len]) if simple else (CASE[name].program, CASE[name].numbers(s))
+    dropout = (SEED, None, None, 0.1) if name in ("dropout", "everything") else (None, None, None, 0.0)
+    how = (query, key, value, inputs, numbers, *dropout)
+    outputs = flash.attend(*how, program.dumps(), descriptors=descriptors)
+    wanted = [x.is_floating_point() for x in inputs]
+    dquery, dkey, dvalue = packed(s, dtype) if is_packed else operands(s, dtype)
+    flash.attend_backward(
+        outputs[0], *how, *outputs, program.dumps(), wanted, descriptors=descriptors, into=(dquery, dkey, dvalue)
+    )  # fmt: skip
+
+
+def reported(shape: str, program: str, run: Callable[..., None], *args: Any) -> None:
+    """Runs it, and prints what was launched."""
+    launched, maps = len(launches(LOG)), tensor_maps(LOG)
+    run(*args)
+    said = {"launched": launches(LOG)[launched:], "maps": tensor_maps(LOG) - maps}
+    print(json.dumps({"shape": shape, "program": program} | said), flush=True)
+
+
+def decoded(s: Sizes, dtype: torch.dtype = HALF) -> None:
+    decode.attend(*operands(s, dtype), [], [s.kv_len - s.q_len], PLAIN.dumps())
+
+
+def shapes() -> None:
+    for shape, s in SHAPES.items():
+        for name in ("plain", "dropout", "everything") if shape == "usual" else ("plain",):
+            reported(shape, name, step, s, name)
+        reported(shape, "described", step, s, "plain", HALF, True)
+        if s.q_len == s.kv_len:
+            reported(shape, "packed", step, s, "plain", HALF, False, True)
+            reported(shape, "packed, described", step, s, "plain", HALF, True, True)
+        reported(shape, "decode", decoded, s)
+
+
+def everything() -> None:
+    """All widths, dtypes and tables of tiles."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for head_dim, value_dim in ((16, 16), (40, 24), (64, 64), (80, 80), (64, 128), (128, 128), (256, 256)):
+            about = f"{dtype} {head_dim} {value_dim}"
+            ways = (False, True) if dtype.itemsize == 2 else (False,)
+            for shape, s in SHAPES.items():
+                of = dataclasses.replace(s, head_dim=head_dim, value_dim=value_dim)
+                reported(shape, f"decode {about}", decoded, of, dtype)
+                for way in ways:
+                    reported(shape, f"plain {about} {way}", step, of, "plain", dtype, way)
+            of = dataclasses.replace(SHAPES["grouped"], head_dim=head_dim, value_dim=value_dim)
+            for way in ways if dtype is HALF and head_dim == value_dim and head_dim % 64 == 0 else ():
+                for name in ("dropout", "softcap", "bias", "documents"):
+                    reported("grouped", f"{name} {about} {way}", step, of, name, dtype, way)
+
+
+def lengths() -> None:
+    """Over many lengths, and the bounds that go with them, few kernels are compiled."""
+    for length in range(100, 164):
+        step(Sizes(1, 4, 4, length, length + length % 3, 64, 64), "plain")
+    kernels = (flash_forward.forward, flash_backward.backward_query, flash_backward.backward_key_value)
+    for kernel in (*kernels, flash_backward.statistics):
+        compiled = kernel.device_caches[0][0]
+        print(json.dumps({"kernel": kernel.__name__, "compiled": len(compiled)}), flush=True)
+
+
+if __name__ == "__main__":
+    {"shapes": shapes, "all": everything, "lengths": lengths}[sys.argv[1]]()

@@ -1,0 +1,50 @@
+"""What the machine code of a kernel says of its speed: the loops that hold its matrix products.
+
+A multiprocessor of Hopper issues four instructions of a warp in a clock, and multiplies and adds 2,048 times in one, in
+16 bits dense. A loop whose instructions take longer than its products is bound by issue, whatever its memory does.
+"""
+
+from __future__ import annotations
+
+import collections
+import re
+from dataclasses import dataclass
+
+_LINE = re.compile(r"\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?(.*?)\s*;\s")
+_PRODUCT = re.compile(r"HGMMA\.64x(\d+)x16")
+
+
+@dataclass(frozen=True)
+class Loop:
+    """An innermost loop. instructions: of each warp, a turn. products: clocks of the tensor cores a turn, by warp
+    group, in issue slots of a warp: so both are of one unit. counts: by the first part of their names."""
+
+    instructions: int
+    products: float
+    counts: collections.Counter[str]
+
+    @property
+    def bound_by_issue(self) -> float:
+        """Above 1 the tensor cores wait for instructions."""
+        return self.instructions / self.products
+
+
+def loops(sass: str) -> list[Loop]:
+    """The innermost loops with products of warp groups, the shortest first: that over whole blocks."""
+    lines = [(int(found[1], 16), found[2]) for found in map(_LINE.match, sass.splitlines()) if found]
+    at = {address: n for n, (address, _) in enumerate(lines)}
+    spans = []
+    for n, (address, text) in enumerate(lines):
+        target = re.search(r"0x([0-9a-f]+)", text) if text.startswith("BRA") else None
+        if target and int(target[1], 16) < address and int(target[1], 16) in at:
+            spans.append((at[int(target[1], 16)], n))
+    inner = [x for x in spans if not any(y != x and x[0] <= y[0] and y[1] <= x[1] for y in spans)]
+    found = []
+    for first, last in inner:
+        names = [text.split()[0] for _, text in lines[first : last + 1]]
+        # 64 rows of one warp group times N columns, 16 deep, take N / 2 of the slots in which its warps issue.
+        products = sum(int(product[1]) for product in map(_PRODUCT.match, names) if product) / 2
+        if products:
+            counts = collections.Counter(name.partition(".")[0] for name in names)
+            found.append(Loop(len(names), products, counts))
+    return sorted(found, key=lambda loop: loop.instructions)

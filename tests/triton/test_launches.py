@@ -1,0 +1,70 @@
+"""Triton's own launcher, over a driver that runs nothing and refuses what a Hopper GPU would refuse."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HAS = importlib.util.find_spec("triton") is not None and shutil.which("cc") is not None
+pytestmark = pytest.mark.skipif(not HAS, reason="needs Triton and a C compiler")
+
+
+def lines(what: str, folder: Path) -> list[dict[str, Any]]:
+    from tests.triton.device import pretend
+
+    command = [sys.executable, "-W", "ignore", "-m", "tests.triton.launched", what]
+    done = subprocess.run(command, capture_output=True, text=True, env=pretend(folder))
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def test_every_launch_is_within_the_limits(tmp_path: Path) -> None:
+    said = lines("shapes", tmp_path)
+    found = {(x["shape"], x["program"]): dict(x["launched"]) for x in said}
+    maps = {(x["shape"], x["program"]): x["maps"] for x in said}
+    heads = 2 * 4
+    assert found["usual", "plain"] == {
+        "forward": 2 * heads, "statistics": 4 * heads, "backward_query": 2 * heads, "backward_key_value": 2 * heads,
+    }  # fmt: skip
+    assert found["grouped", "plain"]["backward_key_value"] == heads
+    assert "backward_input" in found["usual", "everything"]
+    assert found["ragged", "plain"] == {
+        "forward": 4, "statistics": 2 * 4, "backward_query": 4, "backward_key_value": 2 * 4,
+    }  # fmt: skip
+    assert found["one query", "decode"]["attend_split"] >= heads
+    assert set(found["no keys", "plain"]) == {"forward", "statistics", "backward_query"}
+    assert set(found["no queries", "plain"]) == {"backward_key_value"}
+    assert not found["no batch", "plain"] and not found["no batch", "decode"]
+
+    for shape in ("usual", "grouped"):
+        # Where query, key and value lie changes nothing of what is launched; forward has three tensor maps, each of the
+        # two kernels of the backward four and the statistics.
+        for program in ("described", "packed, described"):
+            assert dict(found[shape, program]) == dict(found[shape, "packed"])
+            assert maps[shape, program] == 3 + 2 * 5
+    # Without elements there is nothing to describe.
+    assert not any(maps[key] for key in maps if "described" not in key[1] or key[0].startswith("no "))
+
+
+@pytest.mark.slow
+def test_every_width_dtype_and_configuration_launches(tmp_path: Path) -> None:
+    found = lines("all", tmp_path)
+    assert len(found) == 3 * 7 * 7 * 2 + 2 * 7 * 7 + 3 * 4 * 2
+    for x in found:
+        empty = x["shape"].startswith("no ")
+        assert empty or x["launched"], x
+        assert (x["maps"] > 0) == (x["program"].endswith("True") and not empty), x
+
+
+def test_lengths_that_change_compile_nothing_new(tmp_path: Path) -> None:
+    found = lines("lengths", tmp_path)
+    assert len(found) == 4
+    for line in found:
+        assert line["compiled"] == 1, line

@@ -1,0 +1,369 @@
+"""Kernels that were never measured on a device, checked and timed there before they are used; interpreted on the CPU.
+
+On an interpreted kernel the clock says the truth, that it is slow: where one is to be picked, the verdict on disk is
+edited, or the clock replaced.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_fuse import selfcheck, selfcheck_run
+from attn_fuse.backend import attn_fuse as backend
+from attn_fuse.kernels import cost
+from attn_fuse.kernels.measure import Timing
+from attn_fuse.kernels.picker import Verdict
+from attn_fuse.kernels.triton_flash import TRITON_FLASH
+from attn_fuse.report import collecting
+from attn_fuse.selfcheck import Job
+from tests.graph.h200_cases import T5, NanoGPT, padded
+from tests.graph.h200_cases import words as words_of
+from tests.h200 import dynamic
+from tests.triton.interpreted import interpreted, run_interpreted
+
+KERNEL = "triton_flash"
+UNTRIED = "was not measured on such a device, and is not tried unless it is asked for"
+
+
+def test_in_a_process_that_interprets() -> None:
+    run_interpreted(__file__)
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The folder of the verdicts; the kernel promises much."""
+    monkeypatch.setenv("ATTN_FUSE_CACHE", str(tmp_path))
+    monkeypatch.setattr(selfcheck, "_known", {})
+    monkeypatch.setitem(cost._CPU, KERNEL, cost.Reach(1e3, 1e3))
+    return tmp_path / "measured"
+
+
+def tensors(*shape: int, count: int = 3, grad: bool = True) -> list[Tensor]:
+    torch.manual_seed(1)
+    return [torch.randn(shape).requires_grad_(grad) for _ in range(count)]
+
+
+def hugging_face() -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
+    return padded(True), (*tensors(2, 2, 21, 16), words_of(2, 21))
+
+
+def t5() -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
+    return T5(2, torch.float32, buckets=8), (*tensors(2, 2, 21, 16),)
+
+
+def dropping() -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
+    return NanoGPT(16, 0.25).train(), (*tensors(1, 2, 16, 16),)
+
+
+def site_of(program: Callable[..., Tensor], inputs: tuple[Any, ...], **options: Any):
+    """The report on the one attention, and the result."""
+    torch._dynamo.reset()
+    with collecting() as graphs:
+        how = {"inner_backend": "eager"} | options
+        result = torch.compile(program, backend=backend, options=how)(*inputs)
+    (site,) = graphs[0].sites
+    return site, result
+
+
+def job_of(program: Callable[..., Tensor], inputs: tuple[Any, ...], patch: pytest.MonkeyPatch, **how: Any) -> Job:
+    """What the other process would be given."""
+    jobs: list[Job] = []
+
+    def run(job: Job) -> tuple[Verdict, bool]:
+        jobs.append(job)
+        return Verdict(None, "not run"), False
+
+    patch.setattr(selfcheck, "_run", run)
+    site, _ = site_of(program, inputs, **how)
+    assert site.why_not[KERNEL] == ("not run",), site
+    (job,) = jobs
+    return job
+
+
+# ---- from the program to the report, with a process of its own
+
+
+@interpreted
+def test_a_slow_kernel_is_not_used_and_that_is_known_from_then_on(folder: Path, monkeypatch: Any) -> None:
+    program, inputs = hugging_face()
+    site, _ = site_of(program, inputs)
+    (said,) = site.why_not[KERNEL]
+    assert not site.fused and said.endswith("of the time of the program as written, checked and timed here"), site
+    assert float(said.split()[0]) > 1
+    (path,) = folder.iterdir()
+    kept = json.loads(path.read_text())
+    assert kept["kernel"] == KERNEL and kept["against"] == "as_written" and kept["ratio"] > 1
+
+    def started(job: Job) -> None:
+        raise AssertionError("it was checked before")
+
+    monkeypatch.setattr(selfcheck, "_run", started)
+    for known in (selfcheck._known, {}):  # in memory, and then on disk alone
+        monkeypatch.setattr(selfcheck, "_known", known)
+        assert site_of(program, inputs)[0].why_not[KERNEL] == (said,)
+    # On the clock of another machine it is the faster one.
+    path.write_text(json.dumps(kept | {"ratio": 0.25}))
+    monkeypatch.setattr(selfcheck, "_known", {})
+    site, result = site_of(program, inputs)
+    assert site.kernel == KERNEL
+    assert site.attention["picked"] == "0.25 of the time of the program as written, checked and timed here"
+    torch.testing.assert_close(result, program(*inputs))
+    # What the verdict depends on makes it another site's.
+    monkeypatch.setattr(selfcheck, "cuda_driver", lambda: "another driver")
+    monkeypatch.setattr(selfcheck, "_known", {})
+    (said,) = site_of(program, inputs)[0].why_not[KERNEL]
+    assert said == "could not be checked: AssertionError: it was checked before"
+
+
+CRASHES = {
+    "import os; os.abort()": "its self-check ended by signal 6",
+    "raise SystemExit('out of luck')": "its self-check ended with code 1: SystemExit: out of luck",
+    "import time; time.sleep(600)": "its self-check did not end within 3 seconds",
+}
+
+
+@interpreted
+@pytest.mark.parametrize("code", CRASHES)
+def test_a_process_that_breaks(code: str, folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """Here it breaks before it begins; a process of its own is there for kernels that break it."""
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first" / "sitecustomize.py").write_text(
+        f"import sys\nif 'selfcheck_run' in str(sys.orig_argv): {code}\n"
+    )
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "first"), *sys.path])
+    monkeypatch.setattr(selfcheck, "_DEADLINE", 3.0 if "sleep" in code else 60.0)
+    program, inputs = hugging_face()
+    site, result = site_of(program, inputs)
+    assert not site.fused and site.why_not[KERNEL][0].startswith(CRASHES[code]), site
+    torch.testing.assert_close(result, program(*inputs))
+    assert folder.exists() == (code != "raise SystemExit('out of luck')"), "another time it might have come up"
+
+
+@interpreted
+def test_it_is_not_tried_where_that_is_turned_off_or_promises_nothing(folder: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(selfcheck, "_run", lambda job: pytest.fail("tried"))
+    program, inputs = hugging_face()
+    assert site_of(program, inputs, try_unmeasured=False)[0].why_not[KERNEL] == (UNTRIED,)
+    monkeypatch.setitem(cost._CPU, KERNEL, cost.Reach(1e-3, 1e-3))
+    (said,) = site_of(program, inputs)[0].why_not[KERNEL]
+    assert said == "was not measured on such a device, and by an estimate is no faster than the program as written"
+
+
+@interpreted
+def test_what_keeps_it_from_being_checked(folder: Path, monkeypatch: Any) -> None:
+    program, inputs = hugging_face()
+    ran: list[Job] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(selfcheck, "_run", lambda job: ran.append(job) or (Verdict(0.5), True))
+        folder.write_text("a file where a folder should be")
+        assert site_of(program, inputs)[0].kernel == KERNEL and len(ran) == 1, "what cannot be kept holds all the same"
+    for name, value, words in (
+        ("free_memory", lambda device: 1 << 20, "to check it takes 1.0 GiB or more, of 0.0 free"),
+        ("_key", lambda job: 1 / 0, "could not be checked: ZeroDivisionError: division by zero"),
+        ("sys", SimpleNamespace(executable=None), "could not be checked: there is no Python to start"),
+    ):
+        monkeypatch.setattr(selfcheck, "_known", {})
+        with monkeypatch.context() as patch:
+            patch.setattr(selfcheck, name, value)
+            assert site_of(program, inputs)[0].why_not[KERNEL] == (words,)
+
+
+KEYS = """
+from tests.triton.test_selfcheck import *
+patch = pytest.MonkeyPatch()
+patch.setitem(cost._CPU, KERNEL, cost.Reach(1e3, 1e3))
+jobs = [job_of(*made(), patch) for made in (hugging_face, t5, dropping)]
+print(*(selfcheck._key(job) for job in jobs))
+"""
+
+
+@interpreted
+def test_what_it_is_kept_by_is_the_same_in_every_process(tmp_path: Path) -> None:
+    found = []
+    for seed in ("1", "2"):
+        environment = os.environ | {"PYTHONHASHSEED": seed, "ATTN_FUSE_CACHE": str(tmp_path), "PYTHONPATH": os.getcwd()}
+        command = [sys.executable, "-c", KEYS]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+        found.append(done.stdout.split()[-3:])
+    assert found[0] == found[1] and len({*found[0]}) == 3, found
+
+
+@interpreted
+def test_behind_a_backend_of_the_users_own(folder: Path) -> None:
+    program, inputs = hugging_face()
+    site, _ = site_of(program, inputs, inner_backend=lambda graph, values: graph)
+    assert site.why_not[KERNEL] == (
+        "was not measured on such a device, and behind a backend of one's own is not tried",
+    )
+
+
+@interpreted
+def test_equal_layers_are_checked_once_and_another_length_again(folder: Path, monkeypatch: Any) -> None:
+    ran: list[Job] = []
+    monkeypatch.setattr(selfcheck, "_run", lambda job: ran.append(job) or (Verdict(0.5), True))
+    attention, (q, k, v, seen) = hugging_face()
+    torch._dynamo.reset()
+
+    def three(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+        return attention(attention(attention(q, k, v, seen), k, v, seen), k, v, seen)
+
+    with collecting() as graphs:
+        torch.compile(three, backend=backend, options={"inner_backend": "eager"})(q, k, v, seen)
+    assert [site.kernel for site in graphs[0].sites] == [KERNEL] * 3
+    assert len(ran) == 2, "the first layer's query has other strides than what an attention gives"
+    site_of(attention, (*tensors(2, 2, 22, 16), words_of(2, 22)))
+    assert len(ran) == 3
+
+
+@interpreted
+def test_lengths_that_may_change_are_checked_at_a_typical_one(folder: Path, monkeypatch: Any) -> None:
+    attention, (q, k, v, seen) = hugging_face()
+    job = job_of(attention, (*(dynamic(x, 2) for x in (q, k, v)), dynamic(seen, 1)), monkeypatch)
+    assert {leaf.size[2] for leaf in job.leaves if len(leaf.size) == 4 and leaf.requires_grad} == {1024}
+
+
+# ---- what is right and what is wrong
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interleaved(runs: dict[str, Any], *_: Any) -> dict[str, Timing]:
+        return {name: Timing(0.5 if name == KERNEL else 1.0, 0, 0, 1) for name in runs}
+
+    monkeypatch.setattr(selfcheck_run, "interleaved", interleaved)
+
+
+@interpreted
+@pytest.mark.parametrize("program", [hugging_face, t5, dropping])
+def test_ours_pass(program: Callable[..., Any], folder: Path, quick: None, monkeypatch: Any) -> None:
+    """And what they are run on is read as the program was, buffers that it rests on included."""
+    with collecting() as here:
+        job = job_of(*program(), monkeypatch)
+    with collecting() as there:
+        assert selfcheck_run.verdict(job) == (0.5, "", True)
+    (expected,) = here[0].sites
+    assert len(there) >= 3
+    for graph in there:
+        (site,) = graph.sites
+        for name, said in expected.attention.items():
+            assert site.attention[name].partition(" by the contents")[0] == said.partition(" by the contents")[0]
+
+
+@interpreted
+def test_under_autocast(folder: Path, quick: None, monkeypatch: Any) -> None:
+    """The site runs under the autocast that it was compiled under, and is held to what it computes in."""
+    attention, inputs = hugging_face()
+    with torch.autocast("cpu", torch.float16):
+        job = job_of(attention, inputs, monkeypatch)
+    assert job.dtype == torch.float16 and {leaf.dtype for leaf in job.leaves if leaf.requires_grad} == {torch.float32}
+    assert selfcheck_run.verdict(job) == (0.5, "", True)
+
+
+def off_in_a_row(call: Any, out: Any) -> Any:
+    row = call.node("mul", call.node("narrow", out, 2, 20, 1), 1.01)
+    return call.node(torch.cat, [call.node("narrow", out, 2, 0, 20), row], dim=2)
+
+
+def off_in_its_gradient(call: Any, out: Any) -> Any:
+    kept = call.node("detach", out)
+    return call.node("add", kept, call.node("mul", call.node("sub", out, kept), 1.01))
+
+
+def not_finite(call: Any, out: Any) -> Any:
+    return call.node("mul", out, float("nan"))
+
+
+WRONG: dict[Callable[..., Any], str] = {
+    off_in_a_row: "4 of 84 rows of its result differ from chunked's",
+    off_in_its_gradient: "rows of its gradient 0 differ from chunked's",
+    not_finite: "84 of 84 rows of its result differ from chunked's, by inf of what rounding explains",
+}
+
+
+@pytest.fixture
+def broken() -> Iterator[Callable[..., None]]:
+    """A function that replaces the kernel's call by what a function of the call and of how it is made gives."""
+    real = TRITON_FLASH.emit
+    yield lambda change: object.__setattr__(TRITON_FLASH, "emit", lambda call: change(call, lambda: real(call)))
+    object.__setattr__(TRITON_FLASH, "emit", real)
+
+
+@interpreted
+@pytest.mark.parametrize("change", WRONG)
+def test_a_wrong_kernel(change: Any, folder: Path, quick: None, broken: Any, monkeypatch: Any) -> None:
+    job = job_of(*hugging_face(), monkeypatch)
+    broken(lambda call, made: change(call, made()))
+    ratio, reason, lasts = selfcheck_run.verdict(job)
+    assert ratio is None and lasts and reason.startswith("its self-check failed: ") and WRONG[change] in reason, reason
+
+
+def scaled_less(call: Any, made: Callable[[], Any]) -> Any:
+    return call.node("mul", made(), 0.75)
+
+
+def other_weights_backward(call: Any, made: Callable[[], Any]) -> Any:
+    forward, backward = call.node("detach", made()), made()
+    return call.node("add", forward, call.node("sub", backward, call.node("detach", backward)))
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        pytest.param(scaled_less, "the mean of its result is unlike chunked's", marks=pytest.mark.slow),
+        (other_weights_backward, "the gradient of its value is of other weights than the result"),
+    ],
+)
+def test_wrong_dropout(change: Any, words: str, folder: Path, quick: None, broken: Any, monkeypatch: Any) -> None:
+    job = job_of(*dropping(), monkeypatch)
+    broken(change)
+    ratio, reason, _ = selfcheck_run.verdict(job)
+    assert ratio is None and words in reason, reason
+
+
+@interpreted
+@pytest.mark.slow
+def test_dropout_that_drops_nothing(folder: Path, quick: None, broken: Any, monkeypatch: Any) -> None:
+    job = job_of(*dropping(), monkeypatch)
+
+    def change(call: Any, made: Callable[[], Any]) -> Any:
+        monkeypatch.setattr(call, "dropout_p", lambda: 0.0)
+        return made()
+
+    broken(change)
+    ratio, reason, _ = selfcheck_run.verdict(job)
+    assert ratio is None and "of its result is unlike chunked's" in reason, reason
+
+
+@interpreted
+def test_a_kernel_that_raises(folder: Path, quick: None, broken: Any, monkeypatch: Any) -> None:
+    job = job_of(*hugging_face(), monkeypatch)
+
+    def raises(call: Any, made: Callable[[], Any]) -> Any:
+        raise RuntimeError("out of luck")
+
+    broken(raises)
+    assert selfcheck_run.verdict(job)[1:] == ("its call cannot be written into the graph: out of luck", True)
+
+    def out_of_bounds(*args: Any) -> Tensor:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nmore")
+
+    broken(lambda call, made: call.node(torch.ops.attn_fuse_test.fails, made()))
+    with torch.library._scoped_library("attn_fuse_test", "FRAGMENT") as library:
+        library.define("fails(Tensor x) -> Tensor")
+        library.impl("fails", lambda x: x.clone(), "Meta")
+        library.impl("fails", out_of_bounds, "CPU")
+        ratio, reason, lasts = selfcheck_run.verdict(job)
+    assert (ratio, lasts) == (None, True) and reason.startswith("its self-check failed: AcceleratorError: CUDA error")
+    assert "\n" not in reason
