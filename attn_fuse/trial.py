@@ -39,7 +39,7 @@ from attn_fuse.torch_internals import FakeTensorMode, apart_from_dynamo, compile
 _VERSION = 1
 _ROUNDS, _SECONDS, _SHORTEST = 11, 1.0, 1e-3
 # As written, a training step keeps the scores, the weights, their gradients and what dropout kept.
-_SCORES_ALIVE = {False: 3, True: 6}
+SCORES_ALIVE = {False: 3, True: 6}
 
 _known: dict[str, Times] = {}
 
@@ -74,7 +74,7 @@ class Trial:
 
     def _measured(self, case: Case, kernels: Sequence[Kernel]) -> Times:
         device = self.facts.device
-        free, needed = free_memory(device), self.facts.score_bytes * _SCORES_ALIVE[case.training]
+        free, needed = free_memory(device), self.facts.score_bytes * SCORES_ALIVE[case.training]
         if free is not None and needed > free / 2:
             return Times({}, {}, f"as written it takes {needed / 2**30:.1f} GiB or more, of {free / 2**30:.1f} free")
         started = time.perf_counter()
@@ -102,13 +102,13 @@ class Trial:
 
     def _compiled(self, kernel: Kernel | None, leaves: list[Any]) -> Callable[..., Any]:
         """The site alone, on `kernel` or as written."""
-        program, inside = _alone(self.region)
+        program, inside = alone(self.region)
         if kernel is not None:
             emit(inside, self.attention, self.facts, kernel, self.mode)
         for node in program.graph.nodes:
             node.meta = {}  # what Dynamo noted is of other tensors
         program.recompile()
-        return compile_with(self.inner_backend, _without_graphs(self.compile_mode), program, leaves)
+        return compile_with(self.inner_backend, without_graphs(self.compile_mode), program, leaves)
 
     def _key(self, kernels: Sequence[Kernel]) -> str:
         """Equal for sites whose times are the same."""
@@ -116,11 +116,11 @@ class Trial:
         def kind(leaf: Node) -> Any:
             value = value_of(leaf)
             if not isinstance(value, torch.Tensor):
-                return _number(value)
-            sizes = [[_number(n) for n in ns] for ns in (value.size(), value.stride())]
+                return number_of(value)
+            sizes = [[number_of(n) for n in ns] for ns in (value.size(), value.stride())]
             return *sizes, str(value.dtype), value.requires_grad
 
-        device, program = self.facts.device, _alone(self.region)[0]
+        device, program = self.facts.device, alone(self.region)[0]
         what = (
             _VERSION, str(this_device(device)), torch.__version__, program.code, [*map(kind, self.region.leaves)],
             mode_now(), self.facts.training, self.facts.bias_needs_grad, [k.name for k in kernels],
@@ -130,7 +130,7 @@ class Trial:
         return hashlib.sha256(repr(what).encode()).hexdigest()[:32]
 
 
-def _alone(region: Region) -> tuple[GraphModule, Region]:
+def alone(region: Region) -> tuple[GraphModule, Region]:
     """The region as a graph of its own, its nodes named by their number, and that as a region."""
     graph = Graph()
     copy: dict[Node, Node] = {}
@@ -150,7 +150,8 @@ def _alone(region: Region) -> tuple[GraphModule, Region]:
     module = GraphModule({}, graph)
     inside = replace(
         region,
-        scope=Scope(module, {}, {made: modes[original] for original, made in copy.items()}),
+        # What stands for a site that is fused already has no mode of its own.
+        scope=Scope(module, {}, {made: modes.get(original, region.mode) for original, made in copy.items()}),
         softmax=copy.get(region.softmax, copy[region.output]),
         output=copy[region.output],
         nodes=tuple(copy[node] for node in region.nodes),
@@ -166,11 +167,11 @@ def _stand_in(leaf: Node, value: Any, training: bool) -> Any:
     """A tensor like that of `leaf`, with its contents where they are at hand; a size is that of the first call."""
     like = value_of(leaf)
     if not isinstance(like, torch.Tensor):
-        return _number(like if value is None else value)
+        return number_of(like if value is None else value)
     wanted = training and like.requires_grad
     if isinstance(value, torch.Tensor):
         return value.detach().clone(memory_format=torch.preserve_format).requires_grad_(wanted)
-    size, stride = [[_number(n) for n in ns] for ns in (like.size(), like.stride())]
+    size, stride = [[number_of(n) for n in ns] for ns in (like.size(), like.stride())]
     made = torch.empty_strided(size, stride, dtype=like.dtype, device=like.device)
     with torch.no_grad():
         if like.dtype == torch.bool:
@@ -182,7 +183,8 @@ def _stand_in(leaf: Node, value: Any, training: bool) -> Any:
     return made.requires_grad_(wanted)
 
 
-def _number(value: Any) -> Any:
+def number_of(value: Any) -> Any:
+    """A number, or that of a size on the first call."""
     return value.node.hint if isinstance(value, (torch.SymInt, torch.SymFloat)) else value
 
 
@@ -194,7 +196,8 @@ def _run(compiled: Callable[..., Any], leaves: list[Any], training: bool) -> obj
     return torch.autograd.grad(out, wanted, torch.ones_like(out), allow_unused=True)
 
 
-def _without_graphs(mode: str | None) -> str | None:
+def without_graphs(mode: str | None) -> str | None:
+    """torch.compile's `mode` without CUDA graphs."""
     # Captured graphs own their outputs' memory from call to call, which other programs running in turn would break.
     return {"max-autotune": "max-autotune-no-cudagraphs", "reduce-overhead": None}.get(str(mode), mode)
 

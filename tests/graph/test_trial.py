@@ -17,7 +17,7 @@ from attn_fuse.bench import grid
 from attn_fuse.kernels import evidence
 from attn_fuse.kernels.case import Case
 from attn_fuse.kernels.evidence import AS_WRITTEN, REACH, Row, Table
-from attn_fuse.kernels.measure import machine, this_device
+from attn_fuse.kernels.measure import Timing, machine, this_device
 from attn_fuse.kernels.nearness import apart
 from attn_fuse.options import parse_options
 
@@ -73,6 +73,16 @@ class TestMeasured:
         torch._dynamo.reset()
         torch.compile(layers, backend=backend, options={"inner_backend": "eager", "pick": "measured"})(Q)
         assert len(attn_fuse.reports()[-1].sites) == 3 and len([*self.folder.iterdir()]) == 1
+
+    def test_behind_a_site_that_is_fused(self, monkeypatch) -> None:
+        """What it reads is then a call of a kernel, which the program as written has no mode for."""
+        fast = {"cpu_flash": Timing(0.5, 0.5, 0.5, 1)}
+        monkeypatch.setattr(trial, "interleaved", lambda runs, *_: dict.fromkeys(runs, Timing(1, 1, 1, 1)) | fast)
+        torch._dynamo.reset()
+        options = {"inner_backend": "eager", "pick": "measured"}
+        torch.compile(lambda q: plain(plain(plain(q))), backend=backend, options=options)(Q)
+        for site in attn_fuse.reports()[-1].sites:
+            assert site.attention["picked"] == "0.50 of the time as written, measured here on its own sizes"
 
     def test_dropout_and_the_random_state(self) -> None:
         def dropped(q):
