@@ -11,17 +11,20 @@ import sympy
 import torch
 
 from attn_fuse.attention import Attention, Causal, DenseMask, Documents, KeyPadding, Prefix, Window
-from attn_fuse.expression import Expr, Load, walk
+from attn_fuse.expression import Expr, Gather, Load, walk
 from attn_fuse.facts import Facts
 
 # What a mask may be. "window": a band of keys about each query, a causal mask that is not the square one included.
 MASKS = ("none", "causal", "window", "prefix", "padding", "documents", "dense")
-BIASES = ("none", "constant", "gradient")
+# "indexed": looked up, with a gradient or without, where an index of its own for each query and key says.
+BIASES = ("none", "constant", "gradient", "indexed")
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 
 # What a graph with growing sequences is judged at: its first call is short, but its time goes into the long ones.
 TYPICAL_LENGTH = 1024
 _ROWS_COUNTED = 1024
+# How long a prefix is, of all keys: its length is known only when the program runs.
+_PREFIX = 4
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,8 @@ class Case:
     dtype: "float32", ...; training: forward and backward, else forward. kv_heads: 0 for heads. value_dim: 0 for
     head_dim. mask: one of MASKS; visible: the share of the scores that it leaves, as far as positions alone decide.
     bias: one of BIASES, "gradient" for one that wants its own. function: the scores pass through a function of
-    themselves (a softcap, ...) or the weights through a factor. dropout: of the weights. sink: one more logit.
+    themselves (a softcap, ...) or the weights through a factor. dropout: of the weights. sink: one more logit. table:
+    a learned bias is looked up. repeats: how often the program as written has each key in memory; 0 for heads/kv_heads.
 
     Raises ValueError for what is none of these.
     """
@@ -51,6 +55,8 @@ class Case:
     function: bool = False
     dropout: bool = False
     sink: bool = False
+    table: bool = False
+    repeats: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
@@ -63,8 +69,13 @@ class Case:
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} {getattr(self, name)!r} is none of {', '.join(known)}")
         sizes = (self.batch, self.heads, self.q_len, self.kv_len, self.head_dim, self.kv_heads, self.value_dim)
-        if min(sizes) < 1 or not 0 < self.visible <= 1:
+        if min(*sizes, self.copies) < 1 or not 0 < self.visible <= 1:
             raise ValueError("sizes are 1 or more, and visible is above 0 and at most 1")
+
+    @property
+    def copies(self) -> int:
+        """How often the program as written has each key in memory."""
+        return self.repeats or max(1, self.heads // self.kv_heads)
 
     @property
     def scores(self) -> int:
@@ -92,14 +103,14 @@ class Case:
     def __str__(self) -> str:
         mask = "no mask" if self.mask == "none" else f"{self.mask} mask"
         words = [f"{mask} ({self.visible:.0%} seen)" if self.mask == "window" else mask]
-        words += [f"bias with {self.bias}"] if self.bias == "gradient" else ["bias"] if self.bias != "none" else []
+        words += [{"none": "", "constant": "bias"}.get(self.bias, f"bias with {self.bias}")]
         words += ["a function of the scores"] if self.function else []
         words += [name for name in ("dropout", "sink") if getattr(self, name)]
         words += ["training" if self.training else "inference", self.dtype, f"{self.batch} x {self.heads} heads"]
         words += [f"{self.kv_heads} kv_heads"] if self.kv_heads != self.heads else []
         words += [f"head_dim {self.head_dim}"]
         words += [f"value_dim {self.value_dim}"] if self.value_dim != self.head_dim else []
-        return ", ".join([*words, f"q_len {self.q_len}, kv_len {self.kv_len}"])
+        return ", ".join([*filter(None, words), f"q_len {self.q_len}, kv_len {self.kv_len}"])
 
 
 _KINDS: dict[str, Any] = {"str": str, "bool": bool, "int": int, "float": (int, float)}
@@ -115,8 +126,10 @@ def case_of(attention: Attention, facts: Facts) -> Case:
     }
     mask, visible = _mask(attention, facts, sizes["q_len"], sizes["kv_len"])
     # A learned bias that is looked up in a table costs what a function of the scores does, not what a stored one does.
+    by_index = any(_by_index(term, attention) for term in attention.biases)
     looked_up = facts.bias_needs_grad and not any(_is_stored(term, attention) for term in attention.biases)
     bias = "none" if looked_up or not attention.biases else "gradient" if facts.bias_needs_grad else "constant"
+    bias = "indexed" if by_index else bias
     beyond = (attention.score_mod, attention.softcap, attention.factor)
     return Case(
         dtype=str(facts.dtype).removeprefix("torch."),
@@ -129,7 +142,14 @@ def case_of(attention: Attention, facts: Facts) -> Case:
         function=looked_up or any(x is not None for x in beyond),
         dropout=attention.dropout_p is not None,
         sink=attention.sink is not None,
+        table=looked_up,
+        repeats=0 if facts.repeats * facts.kv_heads == facts.heads else facts.repeats,
     )
+
+
+def _by_index(bias: Expr, attention: Attention) -> bool:
+    """Whether a table is read at places that a tensor with an element for each query and key holds."""
+    return any(_is_stored(place, attention) for x in walk(bias) if isinstance(x, Gather) for place in x.index)
 
 
 def _is_stored(bias: Expr, attention: Attention) -> bool:
@@ -154,9 +174,10 @@ def _mask(attention: Attention, facts: Facts, q_len: int, kv_len: int) -> tuple[
         found = value.subs(lengths)
         return int(found) if found.is_Integer else None
 
-    offset = next((number(part.offset) for part in parts if isinstance(part, Causal)), None)
+    offset = next((number(part.offset) for part in parts if isinstance(part, (Causal, Prefix))), None)
     reach = next((number(part.reach) for part in parts if isinstance(part, Window)), None)
-    visible = visible_share(q_len, kv_len, offset, reach)
+    prefix = kv_len // _PREFIX if any(isinstance(part, Prefix) for part in parts) else 0
+    visible = visible_share(q_len, kv_len, offset, reach, prefix)
     for name, kind in (
         ("dense", DenseMask), ("documents", Documents), ("padding", KeyPadding), ("prefix", Prefix), ("window", Window),
         ("causal", Causal),
@@ -166,12 +187,15 @@ def _mask(attention: Attention, facts: Facts, q_len: int, kv_len: int) -> tuple[
     return "none", 1.0
 
 
-def visible_share(q_len: int, kv_len: int, offset: int | None, reach: int | None) -> float:
-    """The share of scores with i - reach <= j <= i + offset, from at most 1024 of the queries; None is no bound."""
+def visible_share(q_len: int, kv_len: int, offset: int | None, reach: int | None, prefix: int = 0) -> float:
+    """The share of scores with i - reach <= j <= i + offset or j < prefix, from at most 1024 of the queries.
+
+    None is no bound.
+    """
     queries = range(0, q_len, max(1, math.ceil(q_len / _ROWS_COUNTED)))
     seen = 0
     for i in queries:
         first = 0 if reach is None else max(0, i - reach)
-        last = kv_len - 1 if offset is None else min(kv_len - 1, i + offset)
+        last = kv_len - 1 if offset is None else min(kv_len - 1, max(i + offset, prefix - 1))
         seen += max(0, last - first + 1)
     return max(round(seen / (len(queries) * kv_len), 4), 1e-4)

@@ -24,8 +24,8 @@ Point = tuple[float, ...]
 _PLANES, _SCORES, _SHAPE, _HEAD_DIM, _VALUE_DIM, _VISIBLE = 0.43, 0.26, 0.22, 0.1, 0.1, 0.1
 _MASK, _TRAINING, _FUNCTION, _DROPOUT, _SINK = 0.63, 0.32, 0.2, 1.1, 0.2
 _HALF, _DOUBLE = 1.6, 1.6
-# A constant bias against none 0.15, one that wants its gradient against either 0.3.
-_BIAS = {"none": (0.0, 0.0), "constant": (0.15, 0.0), "gradient": (0.075, 0.225)}
+# A constant bias against none 0.15, one that wants its gradient against either 0.3; a looked-up one against that 0.5.
+_BIAS = {"none": (0.0, 0.0), "constant": (0.15, 0.0), "gradient": (0.075, 0.225), "indexed": (0.075, 0.725)}
 
 # glibc takes so many bytes from the system anew each time (M_MMAP_THRESHOLD at its most), which clears them page by
 # page: scores just above that cost the program as written half as much again as scores just below.

@@ -33,7 +33,9 @@ def program(case: Case) -> Program:
         scores = (query * scale) @ key.transpose(-2, -1)
         if case.function:
             scores = _SOFTCAP * torch.tanh(scores / _SOFTCAP)
-        if case.bias != "none":
+        if case.bias == "indexed":
+            scores = scores + others["table"][others["index"]].permute(2, 0, 1)
+        elif case.bias != "none":
             scores = scores + others["bias"]
         if seen is not None:
             i = torch.arange(query.shape[2], device=query.device)[:, None]
@@ -58,8 +60,11 @@ def program(case: Case) -> Program:
 
 
 def seen_by_position(case: Case) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """Which keys a query sees, of their positions; None where positions do not decide."""
-    if case.mask == "causal":
+    """Which keys a query sees, of their positions; None where positions do not decide.
+
+    Beside padding or documents, positions decide where less than all is visible: as Hugging Face's models are trained.
+    """
+    if case.mask == "causal" or (case.mask in ("padding", "documents") and case.visible < 1):
         return lambda i, j: j <= i
     if case.mask == "prefix":
         prefix = case.kv_len // 4
@@ -94,7 +99,10 @@ def tensors(case: Case, device: torch.device) -> tuple[Any, ...]:
     key = random(case.batch, case.kv_heads, case.kv_len, case.head_dim)
     value = random(case.batch, case.kv_heads, case.kv_len, case.value_dim)
     others: dict[str, Tensor] = {}
-    if case.bias != "none":
+    if case.bias == "indexed":
+        others["index"] = index = window_index(case.q_len, case.kv_len, device)
+        others["table"] = random(int(index.max()) + 1, case.heads)
+    elif case.bias != "none":
         others["bias"] = random(1, case.heads, case.q_len, case.kv_len, grad=case.bias == "gradient")
     if case.mask == "dense":
         keep = torch.rand(case.batch, 1, case.q_len, case.kv_len, device=device) < _SEEN_OF_DENSE
@@ -110,6 +118,15 @@ def tensors(case: Case, device: torch.device) -> tuple[Any, ...]:
     if case.sink:
         others["sink"] = random(case.heads)
     return query, key, value, others
+
+
+def window_index(q_len: int, kv_len: int, device: torch.device) -> Tensor:
+    """Swin's index (arXiv 2103.14030), int64 [q_len, kv_len]: by the distances of rows and of columns in an image."""
+    width = max(1, math.isqrt(kv_len))
+    i, j = torch.arange(q_len, device=device)[:, None], torch.arange(kv_len, device=device)
+    rows, columns = i // width - j // width, i % width - j % width
+    index = rows * (2 * width - 1) + columns
+    return index - index.min()
 
 
 def runner(compiled: Callable[..., Any], case: Case, values: tuple[Any, ...]) -> Callable[[], Any]:

@@ -1,0 +1,300 @@
+"""What the picker chooses on an H200 of which nothing was measured, held against what an expert would choose."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from attn_fuse.kernels.kernel import Kernel
+from attn_fuse.kernels.picker import Verdict
+from attn_fuse.report import collecting
+from tests.graph.h200_cases import (
+    AS_WRITTEN,
+    BF16,
+    CUDNN,
+    EFFICIENT,
+    FLEX,
+    FP16,
+    FP32,
+    SDPA_HALF,
+    T5,
+    TRITON,
+    ALiBi,
+    Biased,
+    Program,
+    Want,
+    banded,
+    beside,
+    biased,
+    chunked_prefill,
+    computed_alibi,
+    decode,
+    documents,
+    first_bert,
+    given,
+    gpt2,
+    kept,
+    llama,
+    masked,
+    nanogpt,
+    noise,
+    numbers,
+    one_of,
+    padded,
+    plain,
+    prefixed,
+    trained,
+    want,
+    weights_too,
+    words,
+)  # fmt: skip
+from tests.h200 import Picked, dynamic, h200
+from tests.models.grouped import by_einsum, by_expand, by_five_dimensions, by_repeat
+
+SEEN = {n: (lambda n=n: words(*n)) for n in ((8, 1024), (16, 512), (4, 2048), (2, 4096), (32, 128))}
+
+WANTED = [
+    # ---- the audit's table
+    want("nanoGPT, bf16, training", "cuDNN is Hopper's fastest where nothing is odd",
+         nanogpt(1024), trained(12, 12, 1024, 64), CUDNN, made=True, training=True),
+    want("nanoGPT, dropout 0.1, training", "cuDNN rounds p to sixteenths; FA2 draws cheaper than we do",
+         nanogpt(1024, 0.1), trained(12, 12, 1024, 64), one_of("cuda_flash"), made=True, training=True),
+    want("nanoGPT, dropout 0.125, training", "an exact p for cuDNN",
+         nanogpt(1024, 0.125), trained(12, 12, 1024, 64), SDPA_HALF, made=True, training=True),
+    want("GPT-2, fp16, inference", "plain causal", gpt2, given(8, 12, 1024, 64, dtype=FP16), CUDNN),
+    want("LLaMA prefill, grouped", "cuDNN shares keys", llama, given(1, 32, 4096, 128, kv_heads=8), CUDNN),
+    want("LLaMA training, grouped", "cuDNN shares keys",
+         llama, trained(4, 32, 2048, 128, kv_heads=8), CUDNN, training=True),
+    want("LLaMA decode, repeat_kv", "the repeated keys are never written",
+         decode, given(32, 32, 1, 128, kv_len=4096, kv_heads=8), SDPA_HALF, SDPA_HALF | {"triton_decode"}),
+    want("LLaMA decode, one sequence", "8 programs are few for 132 multiprocessors, unless the keys are split",
+         decode, given(1, 32, 1, 128, kv_len=8192, kv_heads=8), one_of("cuda_flash"),
+         one_of("cuda_flash", "triton_decode")),
+    want("padded Hugging Face training", "only a kernel that keeps the mean of the values takes such a mask",
+         padded(True), beside(trained(8, 12, 1024, 64), SEEN[8, 1024]), AS_WRITTEN, one_of("triton_flash"),
+         training=True),
+    want("padded Hugging Face training, fp16", "as in bf16",
+         padded(True), beside(trained(8, 12, 1024, 64, dtype=FP16), SEEN[8, 1024]), AS_WRITTEN, one_of("triton_flash"),
+         training=True),
+    want("padded encoder training", "as with a causal mask",
+         padded(False), beside(trained(16, 16, 512, 64), SEEN[16, 512]), AS_WRITTEN, one_of("triton_flash"),
+         training=True),
+    want("a mask handed in, inference", "BERT: a small tensor that all queries read", biased,
+         beside(given(16, 12, 512, 64), noise(16, 1, 1, 512)), CUDNN),
+    want("BERT, -10000, inference", "flex computes the mask in float32, torch's would round it", first_bert,
+         beside(given(16, 12, 512, 64), SEEN[16, 512]), FLEX, FLEX | TRITON),
+    want("padded Hugging Face inference", "flex computes the mask in float32, torch's would round it",
+         padded(True), beside(given(8, 12, 1024, 64), SEEN[8, 1024]), FLEX, FLEX | TRITON),
+    want("ALiBi of slopes kept as a buffer, training", "for all that is known a slope hides every key of a query",
+         lambda: ALiBi(32), trained(4, 32, 2048, 128), AS_WRITTEN, one_of("triton_flash"), made=True, training=True),
+    want("ALiBi of computed slopes, training", "no tensor of the bias, and hidden blocks skipped", computed_alibi,
+         trained(4, 32, 2048, 128), FLEX, FLEX | TRITON, training=True),
+    want("T5's table, training", "as a tensor its gradient is sorted, element by element, into 32 entries",
+         lambda: T5(12, BF16), trained(8, 12, 1024, 64), AS_WRITTEN, one_of("triton_flash"), made=True,
+         training=True),
+    want("learned dense bias, training", "efficient, which alone has its gradient, is about as slow as the program",
+         lambda: Biased(12, 1024, BF16), trained(8, 12, 1024, 64), EFFICIENT | AS_WRITTEN,
+         one_of("triton_flash"), made=True, training=True),
+    want("window 256, inference", "of 4096 keys 256 are seen", banded(256), given(2, 16, 4096, 64), FLEX,
+         FLEX | TRITON),
+    want("window 1024, training", "skips what is hidden", banded(1024), trained(2, 16, 8192, 64), FLEX, FLEX | TRITON,
+         training=True),
+    want("softcap, training", "Gemma 2", banded(10**6, 50.0), trained(2, 16, 4096, 128, kv_heads=8), FLEX,
+         FLEX | TRITON, training=True),
+    want("documents, training", "skips other documents", documents,
+         beside(trained(2, 16, 4096, 128), numbers(2, 4096)), FLEX, FLEX | TRITON, training=True),
+    want("sinks and window, training", "gpt-oss", banded(128, sink=True),
+         beside(trained(2, 64, 4096, 64, kv_heads=8), noise(64, grad=True)), FLEX, FLEX | TRITON, training=True),
+    want("head_dim 256, causal, training", "cuDNN takes it on sm_90 from 9.10", nanogpt(4096), trained(2, 8, 4096, 256),
+         SDPA_HALF, made=True, training=True),
+    want("head_dim 80, causal", "a multiple of 8", nanogpt(2048), given(4, 32, 2048, 80), SDPA_HALF, made=True),
+    want("nanoGPT, fp32, training", "flex has 16 x 16 tiles without tensor cores; efficient splits into TF32",
+         nanogpt(1024), trained(12, 12, 1024, 64, dtype=FP32), EFFICIENT, one_of("cuda_efficient", "triton_flash"),
+         made=True, training=True),
+    want("a growing cache", "cuDNN would build a plan at every length",
+         decode, given(8, 32, 1, 128, kv_len=2048, kv_heads=8, moving=("kv_len",)), one_of("cuda_flash"),
+         one_of("cuda_flash", "triton_decode")),
+    want("very short sequences", "launches are all there is", plain, given(1, 8, 16, 64), SDPA_HALF | AS_WRITTEN),
+    # ---- more
+    want("fp32 inference, causal", "efficient splits into TF32", nanogpt(2048), given(4, 12, 2048, 64, dtype=FP32),
+         EFFICIENT, one_of("cuda_efficient", "triton_flash"), made=True),
+    want("fp32 softcap, training", "flex without tensor cores is slower than the products as written",
+         banded(10**6, 50.0), trained(4, 12, 1024, 64, dtype=FP32), AS_WRITTEN, AS_WRITTEN | {"triton_flash"},
+         training=True),
+    want("fp32 with TF32, causal, training", "efficient's three products are no faster than one over all scores",
+         nanogpt(2048), trained(4, 12, 2048, 64, dtype=FP32), EFFICIENT | AS_WRITTEN, one_of("triton_flash"), made=True,
+         training=True, tf32=True),
+    want("fp32 with TF32, window, inference", "a sixteenth of the scores", banded(256),
+         given(2, 12, 4096, 64, dtype=FP32), FLEX, FLEX | {"triton_flash"}, tf32=True),
+    want("fp32, window 128 of 16k, inference", "even without tensor cores a hundredth of the work is less",
+         banded(128), given(1, 8, 16384, 64, dtype=FP32), FLEX, FLEX | {"triton_flash"}),
+    want("training on batches of any length", "cuDNN would build two plans for each",
+         nanogpt(4096), trained(8, 16, 1024, 64, moving=("q_len", "kv_len")), one_of("cuda_flash"),
+         one_of("cuda_flash") | TRITON, made=True, training=True),
+    want("inference on batches of any size", "cuDNN would build a plan for each",
+         nanogpt(1024), given(7, 16, 1024, 64, moving=("batch",)), one_of("cuda_flash"), one_of("cuda_flash") | TRITON,
+         made=True),
+    want("a handed mask of any length, inference", "efficient takes it and builds no plan",
+         masked, beside(given(16, 12, 512, 64, moving=("q_len", "kv_len")),
+                        lambda: dynamic(torch.ones(16, 1, 1, 512, dtype=torch.bool), 3)),
+         EFFICIENT | FLEX, EFFICIENT | FLEX | TRITON),
+    want("8k, causal, D 128", "cuDNN's best", nanogpt(8192), given(2, 16, 8192, 128), CUDNN, made=True),
+    want("8k, causal, D 128, training", "cuDNN's best", nanogpt(8192), trained(2, 16, 8192, 128), CUDNN,
+         made=True, training=True),
+    want("deterministic training", "cuDNN's backward is not", nanogpt(2048), trained(4, 16, 2048, 64),
+         one_of("cuda_flash"), one_of("cuda_flash") | TRITON, made=True, training=True, deterministic=True),
+    want("two keys", "nothing but launches", plain, given(4, 8, 64, 64, kv_len=2),
+         SDPA_HALF | AS_WRITTEN | {"cuda_efficient"}),
+    want("Whisper's cross attention", "no mask, unequal lengths", plain, given(8, 20, 448, 64, kv_len=1500), SDPA_HALF),
+    want("Stable Diffusion's cross attention", "a multiple of 8", plain,
+         given(2, 8, 4096, 40, dtype=FP16, kv_len=77), SDPA_HALF),
+    want("ViT, inference", "short rows, many of them", plain, given(64, 12, 197, 64, dtype=FP16), SDPA_HALF),
+    want("ViT, training", "short rows, many of them", plain, trained(64, 12, 197, 64), SDPA_HALF, training=True),
+    want("head_dim 96, training", "a multiple of 8", nanogpt(2048), trained(4, 16, 2048, 96), SDPA_HALF, made=True,
+         training=True),
+    want("head_dim 100", "no multiple of 8 for cuDNN and efficient; FA2 pads", plain, given(4, 16, 2048, 100),
+         one_of("cuda_flash"), one_of("cuda_flash", "triton_flash")),
+    want("latent attention, 192 and 128", "FA2 takes one width only", nanogpt(4096),
+         given(1, 16, 4096, 192, value_dim=128), CUDNN, made=True),
+    want("value_dim 128 beside 64, training", "FA2 takes one width only", plain,
+         trained(4, 16, 2048, 64, value_dim=128), CUDNN, training=True),
+    want("ALiBi, inference", "no tensor of the bias", lambda: ALiBi(16), given(4, 16, 2048, 64), FLEX, FLEX | TRITON,
+         made=True),
+    want("documents, inference", "skips other documents", documents, beside(given(2, 16, 8192, 128), numbers(2, 8192)),
+         FLEX, FLEX | TRITON),
+    want("prefix, training", "flex computes half at half of cuDNN's rate", prefixed, trained(2, 16, 4096, 64),
+         FLEX | CUDNN, TRITON, training=True),
+    want("softcap, inference", "Gemma 2", banded(10**6, 50.0), given(1, 16, 4096, 256, kv_heads=8), FLEX,
+         FLEX | TRITON),
+    want("sinks, inference", "gpt-oss", banded(10**6, sink=True),
+         beside(given(1, 64, 4096, 64, kv_heads=8), noise(64)), FLEX, one_of("flex", "triton_flash")),
+    want("sinks, decode", "few queries, many keys", banded(10**6, sink=True),
+         beside(given(16, 64, 1, 64, kv_len=4096, kv_heads=8), noise(64)), FLEX | AS_WRITTEN | {"triton_flash"},
+         one_of("flex", "triton_decode")),
+    want("chunked prefill", "a causal mask at an offset is one of structure for flex, a tensor for cuDNN",
+         chunked_prefill, given(1, 32, 1024, 128, kv_len=8192), FLEX | CUDNN, FLEX | CUDNN | TRITON),
+    want("a dense mask, inference", "read once", masked, beside(given(4, 16, 1024, 64), kept(4, 1, 1024, 1024)),
+         CUDNN, CUDNN | TRITON),
+    want("multi-query decode", "Falcon: all heads share their keys", decode,
+         given(16, 64, 1, 64, kv_len=2048, kv_heads=1), SDPA_HALF, SDPA_HALF | {"triton_decode"}),
+    want("four queries of a draft", "the repeated keys are never written", decode,
+         given(8, 32, 4, 128, kv_len=4096, kv_heads=8), SDPA_HALF, SDPA_HALF | {"triton_decode"}),
+    want("window 128 of 1024, training, fp16", "a window in fp16 is one in bf16", banded(128),
+         trained(8, 16, 1024, 64, dtype=FP16), FLEX, FLEX | TRITON, training=True),
+    want("weights that are used", "nothing is saved", weights_too, given(4, 12, 1024, 64), AS_WRITTEN),
+    want("tiny batch, 128 tokens", "one launch for several", plain, given(1, 12, 128, 64), SDPA_HALF | AS_WRITTEN),
+    want("a learned bias of short rows", "Swin: 49 tokens a window", lambda: Biased(4, 49, BF16),
+         trained(512, 4, 49, 32), EFFICIENT | AS_WRITTEN, EFFICIENT | AS_WRITTEN | TRITON, made=True,
+         training=True),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def picked() -> Iterator[Callable[..., list[Picked]]]:
+    with h200() as found:
+        yield found
+
+
+@contextlib.contextmanager
+def settings(case: Want) -> Iterator[None]:
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "tf32" if case.tf32 else "ieee"
+    torch.use_deterministic_algorithms(case.deterministic)
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("case", WANTED, ids=str)
+def test_without_a_self_check(case: Want, picked: Callable[..., list[Picked]]) -> None:
+    with settings(case):
+        (site,) = picked(case.program(), *case.inputs(), training=case.training)
+    assert site.kernel in case.best, f"{case.why}: {site}"
+
+
+@pytest.mark.parametrize("case", WANTED, ids=str)
+def test_where_ours_pass_theirs(case: Want, picked: Callable[..., list[Picked]]) -> None:
+    """Only a kernel that promises more than what would be picked is checked at all."""
+    asked: list[tuple[str, str | None]] = []
+
+    def passed(kernel: Kernel, fallback: Kernel | None) -> Verdict:
+        asked.append((kernel.name, fallback.name if fallback is not None else None))
+        return Verdict(0.8)
+
+    with settings(case):
+        (site,) = picked(case.program(), *case.inputs(), training=case.training, self_check=passed)
+    assert site.kernel in case.ours, f"{case.why}: {site}"
+    assert all(fallback in case.best for _, fallback in asked[:1]), asked
+    assert [fallback for _, fallback in asked[1:]] == [kernel for kernel, _ in asked[:-1]], asked
+    if asked:
+        assert site.kernel == asked[-1][0]
+        instead = asked[-1][1] or "the program as written"
+        assert site.choice.because == f"0.80 of the time of {instead}, checked and timed here"
+        if asked[-1][1] is not None:
+            assert site.choice.then[0].name == instead
+            assert site.choice.why_not[instead] == (f"{site.kernel} takes {site.choice.because}",)
+
+
+@pytest.mark.parametrize("case", WANTED, ids=str)
+def test_where_ours_fail_theirs(case: Want, picked: Callable[..., list[Picked]]) -> None:
+    """The choice is what it is without them, whether they are wrong or slow."""
+    for verdict in (Verdict(None, "its self-check failed: wrong"), Verdict(1.2)):
+        with settings(case):
+            (site,) = picked(case.program(), *case.inputs(), training=case.training, self_check=lambda *_, v=verdict: v)
+        assert site.kernel in case.best, f"{case.why}: {site}"
+
+
+def test_the_next_best_of_ours_is_tried(picked: Callable[..., list[Picked]]) -> None:
+    def verdict(kernel: Kernel, fallback: Kernel | None) -> Verdict:
+        return Verdict(None, "its self-check failed: wrong") if kernel.name == "triton_flash_hopper" else Verdict(0.6)
+
+    (site,) = picked(banded(1024), *trained(2, 16, 8192, 64)(), training=True, self_check=verdict)
+    assert site.kernel == "triton_flash" and [k.name for k in site.choice.then][:1] == ["flex"]
+    assert site.choice.why_not["triton_flash_hopper"] == ("its self-check failed: wrong",)
+
+
+def test_what_is_said_of_kernels_that_are_not_tried(picked: Callable[..., list[Picked]]) -> None:
+    def never(kernel: Kernel, fallback: Kernel | None) -> Verdict:
+        raise AssertionError(kernel)
+
+    said = {}
+    for check in (None, never):
+        (site,) = picked(nanogpt(1024)(), *trained(12, 12, 1024, 64)(), training=True, self_check=check)
+        said[check] = site.choice.why_not["triton_flash"]
+    assert said[None] == ("was not measured on such a device, and is not tried unless it is asked for",)
+    assert said[never] == ("was not measured on such a device, and by an estimate is no faster than cudnn",)
+
+
+def test_one_key_is_no_attention(picked: Callable[..., list[Picked]]) -> None:
+    with collecting() as graphs:
+        assert not picked(plain, *given(4, 8, 64, 64, kv_len=1)())
+    assert graphs[0].sites[0].blocker.reason == "there is a single key, whose weight is 1"
+
+
+@pytest.mark.parametrize("program, repeats", [(by_expand, 4), (by_repeat, 4), (by_einsum, 1), (by_five_dimensions, 4)])
+def test_how_often_the_program_has_each_key(
+    program: Program, repeats: int, picked: Callable[..., list[Picked]]
+) -> None:
+    """An einsum multiplies the keys as they are, where the others repeat them in memory first."""
+    (site,) = picked(program, *given(8, 32, 1, 128, kv_len=4096, kv_heads=8)())
+    assert site.case.copies == repeats
+    (longer,) = picked(program, *given(1, 32, 256, 128, kv_heads=8)())
+    assert longer.case.copies == repeats
+
+
+def test_plans_count_where_shapes_change(picked: Callable[..., list[Picked]]) -> None:
+    """They are spread over the calls that a shape comes back in, so that very long sequences bear them."""
+    kernels = {}
+    for length in (4096, 65536):
+        (site,) = picked(plain, *given(2, 8, length, 128, moving=("batch",))())
+        kernels[length] = site.kernel
+        assert "with a plan for each of the shapes that change" in (
+            site.choice.because if site.kernel == "cudnn" else site.choice.why_not["cudnn"][0]
+        )
+    assert kernels == {4096: "cuda_flash", 65536: "cudnn"}
