@@ -1,8 +1,9 @@
 """Measure this device: ``python -m attn_fuse.bench --calibrate``, and from then on the kernel picker goes by it.
 
 Attentions written out by hand are compiled by Inductor as they are and on every kernel that can run them, and take
-turns. The times are kept in the user's cache directory (`$ATTN_FUSE_CACHE`, else attn_fuse in the platform's own) for
-this device and this version of torch. ``--show`` says what the picker has to go by here, ``--forget`` deletes it.
+turns, in a process of their own, which is replaced where a kernel kills it, hangs or breaks the device. The times are
+kept in the user's cache directory (`$ATTN_FUSE_CACHE`, else attn_fuse in the platform's own) for this device and this
+version of torch. ``--show`` says what the picker has to go by here, ``--forget`` deletes it.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import logging
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import torch
@@ -23,11 +24,29 @@ from attn_fuse.errors import NotFusedError
 from attn_fuse.kernels import KERNELS, evidence
 from attn_fuse.kernels.case import Case, visible_share
 from attn_fuse.kernels.evidence import AS_WRITTEN, Row, Table
-from attn_fuse.kernels.measure import OtherLoad, Timing, interleaved, machine, table, this_device
+from attn_fuse.kernels.measure import (
+    OtherLoad,
+    Timing,
+    free_memory,
+    interleaved,
+    machine,
+    synchronize,
+    table,
+    this_device,
+)  # fmt: skip
 from attn_fuse.kernels.nearness import apart
 from attn_fuse.kernels.specimens import program, runner, tensors
+from attn_fuse.workers import Worker, note, spared
 
 _TOLERANCE = {"float64": 1e-6, "float32": 1e-3}
+# As written, a training step keeps the scores, the weights, their gradients and what dropout kept.
+_SCORES_ALIVE = {False: 3, True: 6}
+# Seconds that a case may take, most of them to compile. Measurements beside another load, and seconds between them.
+DEADLINE, _TRIES, _WAIT = 120.0, 3, 2.0
+# The share of the cores that other programs may take; the upper quartile of a kernel's times over the lower, on a GPU,
+# of whose other load the system says nothing.
+_QUIET, _STEADY = 0.1, 1.5
+_MINUTES, _QUICK_MINUTES = 9.0, 1.0
 
 
 class BenchError(Exception):
@@ -46,18 +65,46 @@ class Effort:
 QUICK = Effort(rounds=5, seconds=0.5)
 
 
+@dataclass(frozen=True)
+class Observation:
+    """What came of a case. row: None where it was not measured, by `problem`. why_not: of the kernels without a time.
+
+    busy: what else was going on meanwhile, in words; the row is not to be kept.
+    """
+
+    row: Row | None = None
+    why_not: Mapping[str, str] = field(default_factory=dict)
+    busy: str = ""
+    problem: str = ""
+
+
+Observe = Callable[[Sequence[str], Case, torch.device, Effort], Observation]
+
+
 def measured(
     case: Case, device: torch.device, effort: Effort, kernels: Sequence[str] | None = None
 ) -> tuple[Row, dict[str, str]]:
     """The times of `case` as written and on `kernels` (None: all that can run it), and why a kernel has none."""
     timings, why_not = timed(case, device, effort, kernels)
-    return Row(case, {name: round(timing.median * 1e6, 2) for name, timing in timings.items()}), why_not
+    return _row(case, timings), why_not
+
+
+def _row(case: Case, timings: Mapping[str, Timing]) -> Row:
+    return Row(case, {name: round(timing.median * 1e6, 2) for name, timing in timings.items()})
 
 
 def timed(
     case: Case, device: torch.device, effort: Effort, kernels: Sequence[str] | None = None
 ) -> tuple[dict[str, Timing], dict[str, str]]:
     """What `measured` makes rows of."""
+    runs, why_not = prepared(case, device, kernels)
+    return interleaved(runs, device, effort.rounds, effort.seconds, effort.shortest), why_not
+
+
+def prepared(
+    case: Case, device: torch.device, kernels: Sequence[str] | None = None
+) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
+    """A call of the case as written and on each kernel, compiled and once run, and why a kernel has none."""
     torch.compiler.reset()
     torch.manual_seed(0)
     written, values = program(case), tensors(case, device)
@@ -66,26 +113,91 @@ def timed(
         options: dict[str, Any] = {"kernels": list(names), "strict": bool(names)}
         return runner(torch.compile(written, backend=attn_fuse, dynamic=False, options=options), case, values)
 
+    note(AS_WRITTEN)
     runs = {AS_WRITTEN: compiled()}
-    expected, why_not = runs[AS_WRITTEN](), {}
-    for name in _kernels_on(device) if kernels is None else kernels:
+    expected = runs[AS_WRITTEN]()
+    synchronize(device)
+    why_not = {}
+    for name in kernels_on(device) if kernels is None else kernels:
+        note(name)
         run = compiled(name)
         try:
             found = run()
+            synchronize(device)
+            agrees = case.dropout or _agree(found, expected, case)
         except NotFusedError as problem:
             why_not[name] = str(problem).rpartition(f"{name}: ")[2]
             continue
         except Exception as problem:
+            synchronize(device)  # raises where the kernel broke the device: nothing else is to be run on it
             why_not[name] = f"{type(problem).__name__}: {problem}".partition("\n")[0]
             continue
-        if case.dropout or _agree(found, expected, case):
+        if agrees:
             runs[name] = run
         else:
             why_not[name] = "its result differs from that as written"
-    return interleaved(runs, device, effort.rounds, effort.seconds, effort.shortest), why_not
+    note("")
+    return runs, why_not
 
 
-def _kernels_on(device: torch.device) -> list[str]:
+def observed(kernels: Sequence[str], case: Case, device: torch.device, effort: Effort) -> Observation:
+    """The row of `case`, at a smaller batch or fewer heads where memory asks for it, and beside no other load."""
+    smaller = fitting(case, free_memory(device))
+    if smaller is None:
+        return Observation(problem=f"as written it takes {in_gib(bytes_as_written(case))} and more; too little is free")
+    runs, why_not = prepared(smaller, device, kernels)
+    busy = ""
+    for left in reversed(range(_TRIES)):
+        load = OtherLoad()
+        timings = interleaved(runs, device, effort.rounds, effort.seconds, effort.shortest)
+        busy = other_load(load.share(), timings, device)
+        if not busy:
+            break
+        if left:
+            time.sleep(_WAIT)
+    return Observation(_row(smaller, timings), why_not, busy)
+
+
+def other_load(share: float, timings: Mapping[str, Timing], device: torch.device) -> str:
+    """What else was going on while these were measured, in words; empty where nothing was.
+
+    share: of the cores, that other programs took.
+    """
+    if share > _QUIET:
+        return f"other programs took {share:.0%} of the cores"
+    unsteady = max(timing.upper / timing.lower for timing in timings.values())
+    if device.type == "cuda" and unsteady > _STEADY:
+        return f"the same call took {unsteady:.1f} times as long at times"
+    return ""
+
+
+def fitting(case: Case, free: int | None) -> Case | None:
+    """`case` with as much of its batch, then of its heads, as half of the `free` bytes hold as written; None: none.
+
+    What is halved stays as it is in all that a kernel's time depends on but the number of (batch, head) pairs.
+    """
+    while free is not None and bytes_as_written(case) > free / 2:
+        if case.batch > 1:
+            case = replace(case, batch=case.batch // 2)
+        elif case.heads % 2 == case.kv_heads % 2 == 0:
+            case = replace(case, heads=case.heads // 2, kv_heads=case.kv_heads // 2)
+        else:
+            return None
+    return case
+
+
+def bytes_as_written(case: Case) -> int:
+    """What the program as written holds at once, about."""
+    alive = _SCORES_ALIVE[case.training] + 2 * (case.bias != "none")
+    lengths = case.q_len * case.heads * case.head_dim, 2 * case.kv_len * case.heads * case.head_dim
+    return case.itemsize * (alive * case.scores + 2 * case.batch * sum(lengths))
+
+
+def in_gib(count: float) -> str:
+    return f"{count / 2**30:.1f} GiB"
+
+
+def kernels_on(device: torch.device) -> list[str]:
     return [kernel.name for kernel in KERNELS if device.type in kernel.devices]
 
 
@@ -153,29 +265,79 @@ def _cases(usual: Case, lengths: Sequence[int], dtypes: Sequence[str]) -> Iterat
 # ---- the three commands
 
 
-def calibrate(device: torch.device, cases: Sequence[Case], minutes: float, effort: Effort) -> int:
-    """Measure `cases`, in order, until the time is up, keeping each at once; the number measured."""
+def calibrate(
+    device: torch.device, cases: Sequence[Case], minutes: float, effort: Effort, observe: Observe = observed
+) -> int:
+    """Measure `cases`, in order, until the time is up, keeping each at once; the number kept.
+
+    The first may take longer than `minutes`. observe: what is called for a case, in a process of its own.
+    """
     here = this_device(device)
     path = evidence.own_path(here, torch.__version__)
     rows = {row.case: row for known in _own(here) for row in known.rows}
     print(f"measuring {here} with torch {torch.__version__} for {minutes:g} min at most; kept in {path}")
-    started, load, count = time.perf_counter(), OtherLoad(), 0
-    for case in cases:
-        row, _ = measured(case, device, effort)
-        count += 1
-        rows[case] = row
-        print(f"{time.perf_counter() - started:5.0f} s  {_in_words(row)}", flush=True)
-        try:
-            evidence.write_table(path, machine(device), list(rows.values()))
-        except OSError as problem:
-            raise BenchError(f"cannot write {path}: {problem.strerror or problem}") from problem
-        if time.perf_counter() - started > 60 * minutes:
-            break
+    end, kept, left_out = time.perf_counter() + 60 * minutes, [], 0  # type: float, list[Row], int
+    with Measuring(device, effort, observe, DEADLINE) as measuring:
+        for number, case in enumerate(cases, 1):
+            left = end - time.perf_counter()
+            if left <= 0 and number > 1:
+                break
+            print(f"case {number} of {len(cases)}, {max(0.0, left) / 60:.1f} min left: {case}", flush=True)
+            seen = measuring.observation(case, end if number > 1 else max(end, time.perf_counter() + DEADLINE))
+            if seen.row is None or seen.busy:
+                left_out += 1
+                print(f"  left out: {seen.busy or seen.problem}", flush=True)
+                continue
+            kept.append(seen.row)
+            rows[seen.row.case] = seen.row
+            print(f"  {_in_words(seen.row)}", flush=True)
+            try:
+                evidence.write_table(path, machine(device), list(rows.values()))
+            except OSError as problem:
+                raise BenchError(f"cannot write {path}: {problem.strerror or problem}") from problem
     evidence.tables.cache_clear()
-    print("\n" + as_table([rows[case] for case in cases[:count]]))
-    if load.share() > 0.1:
-        print(f"note: other programs took {load.share():.0%} of the cores meanwhile; measure again on a quiet machine")
-    return count
+    if kept:
+        print("\n" + as_table(kept))
+    said = [f"{name}: {why}" for name, why in measuring.broken.items()]
+    if left_out:
+        said.append(f"{left_out} cases were left out; measure again, on a quiet machine where others kept it busy")
+    print("".join(f"note: {line}\n" for line in said), end="")
+    return len(kept)
+
+
+class Measuring:
+    """A worker that measures cases one after another, without the kernels that broke it.
+
+    seconds: that a case may take. broken: the kernels that broke it twice, with what happened.
+    """
+
+    def __init__(
+        self, device: torch.device, effort: Effort, observe: Observe = observed, seconds: float = DEADLINE
+    ) -> None:
+        self._device, self._effort, self._observe, self._seconds = device, effort, observe, seconds
+        self._worker, self._once = Worker(imports=["attn_fuse.bench"]), set[str]()
+        self.broken: dict[str, str] = {}
+
+    def observation(self, case: Case, end: float, kernels: Sequence[str] | None = None) -> Observation:
+        """What came of `case`, once more without a kernel that broke the process, until `end` by `perf_counter`."""
+        asked = kernels_on(self._device) if kernels is None else kernels
+        names = [name for name in asked if name not in self.broken]
+        how = case, self._device, self._effort
+        answer, broke = spared(self._worker, self._seconds, end, self._observe, names, *how)
+        for name, problem in broke.items():
+            if name in self._once:
+                self.broken[name] = f"{problem}, twice; not used any more"
+            self._once.add(name)
+        if answer.problem:
+            return Observation(why_not=broke, problem=answer.problem)
+        seen: Observation = answer.value
+        return replace(seen, why_not={**self.broken, **seen.why_not, **broke})
+
+    def __enter__(self) -> Measuring:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._worker.close()
 
 
 def show(device: torch.device) -> None:
@@ -251,8 +413,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             show(device)
             return 0
         cases = grid(device.type, args.lengths or (), args.heads or 0)
-        minutes = args.minutes or (1.0 if args.quick else 15.0)
-        calibrate(device, cases, minutes, QUICK if args.quick else Effort())
+        minutes = args.minutes or (_QUICK_MINUTES if args.quick else _MINUTES)
+        calibrate(device, cases, minutes, QUICK if args.quick else Effort(), observed)
     except BenchError as problem:
         print(f"attn_fuse.bench: {problem}", file=sys.stderr)
         return 2
@@ -266,7 +428,11 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     what.add_argument("--show", action="store_true", help="print what the picker has to go by here")
     what.add_argument("--forget", action="store_true", help="delete what was measured here")
     parser.add_argument("--device", help="cpu or cuda; cuda where there is one is the default")
-    parser.add_argument("--minutes", type=float, help="at most, after the first case; 15, and 1 with --quick")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        help=f"at most, but for the first case; {_MINUTES:g}, and {_QUICK_MINUTES:g} with --quick",
+    )
     parser.add_argument("--quick", action="store_true", help="fewer rounds of each case, and a minute of them")
     parser.add_argument("--lengths", type=int, nargs="+", help="lengths of the sequences, for other than the usual")
     parser.add_argument("--heads", type=int, help="number of heads, for another than the usual")

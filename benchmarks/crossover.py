@@ -11,7 +11,7 @@ import argparse
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,8 @@ def cases(device: str, lengths: Sequence[int], batches: Sequence[int], heads: in
     """All cases, those that tell most first; the batches after the first only where they are short and fp32."""
     first, *more = batches
     ordered = grid(device, lengths, heads)
+    with_gradient = (case for case in ordered if case.bias == "gradient")
+    ordered += [replace(case, bias="indexed", training=trains) for case in with_gradient for trains in (True, False)]
     yield from (replace(case, batch=first) for case in ordered)
     for batch in more:
         for case in ordered:
@@ -88,12 +90,26 @@ def measure_all(wanted: Sequence[Case], path: Path, args: argparse.Namespace) ->
     return rows
 
 
+def texts_of(case: Case) -> dict[str, str]:
+    return {name: str(value) for name, value in asdict(case).items()}
+
+
+def fields_of(text: str) -> dict[str, str]:
+    """FIELD=VALUE, ... of a case. Raises argparse's error for what is no field of one."""
+    found = dict(part.split("=", 1) for part in text.split(",") if "=" in part)
+    unknown = found.keys() - {field.name for field in fields(Case)}
+    if unknown or not found:
+        raise argparse.ArgumentTypeError(f"{text!r} does not say fields of a case, as bias=indexed,training=True does")
+    return found
+
+
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--device", type=torch.device, default="cpu")
     made.add_argument("--lengths", type=int, nargs="+", help="of the sequences")
     made.add_argument("--batches", type=int, nargs="+", default=[1, 8])
     made.add_argument("--heads", type=int, default=8)
+    made.add_argument("--only", nargs="+", metavar="FIELD=VALUE[,...]", type=fields_of, help="cases like one of these")
     made.add_argument("--kernels", nargs="+", help="these only")
     made.add_argument("--rounds", type=int, default=15)
     made.add_argument("--seconds", type=float, default=1.5, help="of measuring, at most, for a case")
@@ -108,7 +124,9 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     args = parser().parse_args()
     device = args.device.type
-    wanted = [*cases(device, args.lengths or LENGTHS[device], args.batches, args.heads)][: args.most]
+    wanted = cases(device, args.lengths or LENGTHS[device], args.batches, args.heads)
+    likes = args.only or [{}]
+    wanted = [c for c in wanted if any(alike.items() <= texts_of(c).items() for alike in likes)][: args.most]
     measure_all(wanted, args.out or ROOT / "attn_fuse" / "kernels" / f"evidence_{device}.json", args)
 
 

@@ -9,6 +9,7 @@ tensors take during one call above what was there before it.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import attn_fuse
-from harness import bytes_in_words, interleaved, peak_memory, seconds_in_words, store, table
+from harness import RESULTS, bytes_in_words, interleaved, peak_memory, seconds_in_words, store, table
 
 HEADS, HEAD_DIM, WINDOW = 8, 64, 256
 
@@ -31,11 +32,14 @@ def seen(length: int, window: int | None) -> Tensor:
 
 
 class Written(nn.Module):
-    """An attention written out by hand. by_hand: the same with torch's own function, where that can say it."""
+    """An attention of `length` tokens written by hand. by_hand: with torch's own function, where that can say it."""
 
-    batch = 1
+    batch, value_dim = 1, HEAD_DIM
     training_step = True
     by_hand: Callable[..., Tensor] | None = None
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
 
 
 class Dropped(Written):
@@ -54,8 +58,8 @@ class Dropped(Written):
 class RelativeBias(Written):
     """T5's encoder: unscaled scores and a learned bias for each bucket of distances (arXiv 1910.10683)."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
         self.table = nn.Embedding(32, HEADS)
 
     def bias(self, length: int) -> Tensor:
@@ -72,6 +76,31 @@ class RelativeBias(Written):
 
     def by_hand(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=self.bias(q.size(-2)), scale=1.0)
+
+
+class StoredIndex(Written):
+    """Swin's relative position bias, without windows: a table read where a buffer says (arXiv 2103.14030)."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        width = math.isqrt(length)
+        i = torch.arange(length)
+        rows, columns = (x[:, None] - x for x in (i // width, i % width))
+        index = rows * (2 * width - 1) + columns
+        self.register_buffer("relative_position_index", index - index.min())
+        self.table = nn.Parameter(torch.randn(int(self.relative_position_index.max()) + 1, HEADS))
+
+    def bias(self) -> Tensor:
+        length = len(self.relative_position_index)
+        looked_up = self.table[self.relative_position_index.view(-1)].view(length, length, -1)
+        return looked_up.permute(2, 0, 1).contiguous().unsqueeze(0)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = (q * (1.0 / math.sqrt(q.size(-1)))) @ k.transpose(-2, -1) + self.bias()
+        return torch.matmul(scores.softmax(-1), v)
+
+    def by_hand(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=self.bias())
 
 
 class Capped(Written):
@@ -100,6 +129,26 @@ class Padded(Written):
 
     def by_hand(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=self.keep(q.size(-2)))
+
+
+class WideValues(Written):
+    """Values of 128 beside queries and keys of 64."""
+
+    value_dim = 128
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = torch.matmul(q, k.transpose(2, 3)) * (1.0 / math.sqrt(k.size(-1)))
+        return torch.matmul(scores.softmax(-1), v)
+
+    @staticmethod
+    def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+class WideValuesForward(WideValues):
+    """The same, inference."""
+
+    training_step = False
 
 
 class Windowed(Written):
@@ -133,6 +182,9 @@ class Causal(Written):
 PROGRAMS: dict[str, tuple[type[Written], tuple[str, ...]]] = {
     "causal, dropout 0.1, training": (Dropped, ()),
     "T5 bias with gradient, training": (RelativeBias, ()),
+    "bias by a stored index, training": (StoredIndex, ()),
+    "values of 128, training": (WideValues, ()),
+    "values of 128, inference": (WideValuesForward, ("chunked", "flex")),
     "softcap, window 256, training": (Capped, ()),
     "causal and padding, training": (Padded, ()),
     "window 256, inference": (Windowed, ("chunked", "flex", "cpu_flash")),
@@ -150,9 +202,10 @@ class Contestant:
 
 def contestants(kind: type[Written], kernels: tuple[str, ...], length: int) -> dict[str, Contestant]:
     torch.manual_seed(0)
-    q, k, v = (torch.randn(kind.batch, HEADS, length, HEAD_DIM, requires_grad=kind.training_step) for _ in range(3))
-    pull = torch.randn(kind.batch, HEADS, length, HEAD_DIM)
-    module = kind()
+    sizes = (HEAD_DIM, HEAD_DIM, kind.value_dim)
+    q, k, v = (torch.randn(kind.batch, HEADS, length, n, requires_grad=kind.training_step) for n in sizes)
+    pull = torch.randn(kind.batch, HEADS, length, kind.value_dim)
+    module = kind(length)
 
     def step(function: Callable[..., Tensor]) -> Callable[[], object]:
         def run() -> object:
@@ -188,6 +241,7 @@ def main() -> None:
     parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=list(PROGRAMS), metavar="PROGRAM")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--seconds", type=float, default=40.0, help="the most time for one row of the table")
+    parser.add_argument("--add", action="store_true", help="keep the stored rows of what is not measured")
     parser.add_argument("--dry-run", action="store_true", help="print, and store nothing")
     args = parser.parse_args()
     device = torch.device("cpu")
@@ -197,7 +251,16 @@ def main() -> None:
             rows.append(measured(program, length, args.rounds, args.seconds, device))
             show(rows[-1])
     if not args.dry_run:
-        print(store("features", device, {"rows": rows}))
+        print(store("features", device, {"rows": [*kept_rows(rows), *rows] if args.add else rows}))
+
+
+def kept_rows(new: list[dict]) -> list[dict]:
+    """The stored rows of other programs and lengths, each with the machine and commit that it was measured on."""
+    path = RESULTS / "features-cpu.json"
+    stored = json.loads(path.read_text())
+    known = {(row["program"], row["length"]) for row in new}
+    kept = [row for row in stored["rows"] if (row["program"], row["length"]) not in known]
+    return [{**row, "machine": row.get("machine", stored["machine"])} for row in kept]
 
 
 def measured(program: str, length: int, rounds: int, seconds: float, device: torch.device) -> dict[str, object]:

@@ -1,184 +1,142 @@
-"""Everything that is to be known from a GPU, in one run of a few minutes: speed limits, SDPA, our kernels, models.
+"""Everything that is to be known from a GPU, in four calls of a few minutes each, back to back.
 
-    python benchmarks/gpu.py [--minutes 8] [--only sdpa ours] [--results DIRECTORY]
+    PYTHONPATH=. python benchmarks/gpu.py correct  --results DIRECTORY   speed limits; our kernels against float64
+    PYTHONPATH=. python benchmarks/gpu.py speed    --results DIRECTORY   them beside torch's, FlexAttention, decoding
+    PYTHONPATH=. python benchmarks/gpu.py evidence --results DIRECTORY   what the kernel picker goes by
+    PYTHONPATH=. python benchmarks/gpu.py models   --results DIRECTORY   nanoGPT's training step; tests/gpu
 
-Every section runs in a process of its own and writes its rows to gpu-SECTION-DEVICE.json after each, so that a section
-which fails, hangs or breaks the device leaves the others and its own rows so far alone. Time that a section leaves over
-goes to the later ones. Nothing needs to be installed but torch. With --device cpu everything runs at tiny sizes, but
-for what only CUDA and Triton can do, to see that it runs; such figures mean nothing, and go to build/gpu-dry-run.
+They go by 1 to 4, too, and `all` makes the four. Nothing is needed but torch with its Triton, no network, and nothing
+is written but to DIRECTORY and to a folder for caches, the same on every machine, since Triton's cache hits only there:
+--cache names the archive of `make gpu-cache`. Each row is measured in a process of its own or one that is replaced
+where a kernel kills it, hangs or breaks the device, and has a deadline. A later call reads what an earlier one left in
+the folder for caches or in --earlier: which kernels are right, and the evidence. benchmarks/gpu_results.py makes
+evidence that ships and README's tables from DIRECTORY.
+
+With --device cpu everything runs at tiny sizes, but for what only CUDA can do, to see that it runs.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
-import multiprocessing
 import os
-import signal
-import subprocess
 import sys
+import tarfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 # First of all: other packages, too, bring a `tests`.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-import gpu_attention
-from gpu_attention import Bench, Row
-from harness import RESULTS, ROOT, machine, seconds_in_words
+import gpu_tasks
+from attn_fuse.kernels import evidence
+from attn_fuse.kernels.measure import seconds_in_words
+from attn_fuse.workers import Worker
+from gpu_attention import Row
+from gpu_sections import CALLS, Run
 
-_OVERHEAD = 7.0
-
-
-@dataclass(frozen=True)
-class Section:
-    """weight: its share of the time. only_cuda: what of it a CPU does not have."""
-
-    rows: Callable[[Bench], Iterator[Row]]
-    weight: int
-    only_cuda: str = ""
+# The paths of the caches are part of what is kept in them.
+CACHES = Path("/tmp/attn_fuse_gpu")
+# Seconds of a call that are left for writing and ending; characters of a printed row.
+_SPARE, _LONGEST = 6.0, 400
 
 
-def correctness(bench: Bench) -> Iterator[Row]:
-    """Our operators on the shared grid against float64; several processes, since each program is compiled anew."""
-    from tests.grid.case import LONGER, Case
-    from tests.grid.operators import operators
-
-    asked = []
-    known = operators(bench.device)
-    for name, operator in reversed(known.items()):
-        rows = operator.rows(other=None if bench.tiny else LONGER)
-        asked += [(name, Case.of(row), bench.device) for row in (rows[:4] if bench.tiny else rows)]
-    taken, wrong = dict.fromkeys(known, 0), 0
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(2 if bench.tiny else gpu_attention.WORKERS) as pool:
-        for name, c, said in pool.imap_unordered(_checked, asked):
-            taken[name] += 1
-            if said:
-                wrong += 1
-                yield {"kernel": name, "case": str(c), "wrong": said}
-    yield {"checked": taken, "asked": len(asked), "wrong": wrong}
+NUMBERS = {str(number): name for number, name in enumerate(CALLS, 1)}
 
 
-_broken_by = ""
+def made(name: str, run: Run) -> bool:
+    """Make one call; whether all of it was run."""
+    started = time.perf_counter()
+    with Worker() as worker:
+        answer = worker.call(90.0, gpu_tasks.about, run.device)
+    if answer.problem:
+        raise SystemExit(f"gpu.py {name}: the device does not work: {answer.problem}")
+    run.about = answer.value
+    _read_earlier(run)
+    cached = _triton_cache(run.caches)
+    print(f"== {name}: {run.left:.0f} s; {cached}", flush=True)
+    whole = True
+    for section, (rows, share) in CALLS[name].sections.items():
+        begun, end = time.perf_counter(), run.until(share)
+        made: list[Row] = []
+        of = run.sections[section] = {"status": "cut off", "rows": made}
+        try:
+            for row in rows(run, end):
+                made.append(row)
+                print(f"  {time.perf_counter() - started:5.1f} s  {line(row)[:_LONGEST]}", flush=True)
+                _write(run, name, cached)
+            of["status"] = "complete"
+        except Exception as error:
+            of["status"] = f"failed: {type(error).__name__}: {str(error)[:2000]}"
+            whole = False
+        of["seconds"] = round(time.perf_counter() - begun, 1)
+        _write(run, name, cached)
+        print(f"   {section}: {of['status']}, {of['seconds']:.0f} s", flush=True)
+    print(f"== {name} took {time.perf_counter() - started:.0f} s; {_triton_cache(run.caches)}", flush=True)
+    return whole
 
 
-def _checked(asked: tuple[str, Any, torch.device]) -> tuple[str, Any, str]:
-    global _broken_by
-    from tests.grid.operators import check, operators
-
-    name, c, device = asked
-    if _broken_by:
-        return name, c, f"not run: this process was broken by {_broken_by}"
-    torch.set_num_threads(1)
-    try:
-        return name, c, check(operators(device)[name], c, device)
-    except Exception as error:
-        if "CUDA error" in str(error):
-            _broken_by = f"{name} on {c}"
-        return name, c, f"{type(error).__name__}: {str(error)[:300]}"
+def _write(run: Run, name: str, cached: str) -> None:
+    content = {"machine": run.about["machine"], "call": name, "tiny": run.tiny, "triton cache": cached}
+    text = json.dumps({**content, "sections": run.sections}, indent=1) + "\n"
+    evidence.write_whole(run.path(name), text)
+    evidence.write_whole(run.caches / "state.json", json.dumps(run.earlier) + "\n")
 
 
-def nanogpt(bench: Bench) -> Iterator[Row]:
-    """A training step of GPT-2 small: unmodified under Inductor and attn_fuse, and edited by hand under Inductor."""
-    import nanogpt as script
-    from attn_fuse.backend import attn_fuse
-    from attn_fuse.report import headline, reports
-    from tests.grid.operators import operators
-
-    tiny = {"block_size": 32, "vocab_size": 256, "n_layer": 1, "n_head": 2, "n_embd": 32}
-    config = script.GPTConfig(**tiny) if bench.tiny else script.GPTConfig()
-    inner = "aot_eager" if bench.tiny else "inductor"
-    args = argparse.Namespace(
-        device=bench.device, dtype="bfloat16", batch=2 if bench.tiny else 12, length=config.block_size,
-        rounds=2 if bench.tiny else 15, seconds=6.0, variants=["inductor"],
-    )  # fmt: skip
-    torch.manual_seed(0)
-    weights = script.GPT(config).state_dict()
-
-    def run(name: str, kind: type, **how: Any) -> Callable[[], Any]:
-        model = kind(config)
-        model.load_state_dict(weights)
-        model.to(bench.device, torch.bfloat16).compile(**how)
-        return script.block_runs({name: model}, args, training=True)[name]
-
-    def row(name: str, runs: Mapping[str, Callable[[], Any]]) -> Row:
-        result = script.measured(name, dict(runs), args)
-        result["attn_fuse_over"] = {base: round(ratio, 3) for base, ratio in result["attn_fuse_over"].items()}
-        result["seconds"] = {variant: timing.median for variant, timing in result["seconds"].items()}
-        return {"what": name, **result, "sites": sorted({headline(s) for r in reports() for s in r.sites})}
-
-    tokens = f"batch {args.batch}, {config.block_size} tokens, bfloat16, forward and backward"
-    runs = {
-        "inductor": run("inductor", script.GPT, backend=inner),
-        "attn_fuse": run("attn_fuse", script.GPT, backend=attn_fuse, options={"inner_backend": inner}),
-        "sdpa": run("sdpa", script.SDPAGPT, backend=inner),
-    }
-    yield row(f"GPT-2 small, {tokens}", runs)
-    own = [name for name in reversed(operators(bench.device)) if name.startswith("triton_flash")]
-    for kernel in own or ["chunked"]:
-        options = {"inner_backend": inner, "kernels": [kernel], "strict": True}
-        runs["attn_fuse"] = run("attn_fuse", script.GPT, backend=attn_fuse, options=options)
-        yield row(f"GPT-2 small on {kernel}, {tokens}", runs)
+def _read_earlier(run: Run) -> None:
+    """What earlier calls left: in the folder for caches, where the machine is the same; else in --earlier."""
+    with contextlib.suppress(OSError, ValueError):
+        run.earlier |= json.loads((run.caches / "state.json").read_text())
 
 
-SECTIONS = {
-    "ceilings": Section(gpu_attention.ceilings, 15),
-    "sdpa": Section(gpu_attention.sdpa, 90, "cuDNN and the efficient kernel"),
-    "correctness": Section(correctness, 85, "Triton kernels"),
-    "ours": Section(gpu_attention.ours, 80, "Triton kernels"),
-    "decoding": Section(gpu_attention.decoding, 20, "Triton kernels"),
-    "flex": Section(gpu_attention.flex, 80, "FlexAttention compiled, and its gradients"),
-    "nanogpt": Section(nanogpt, 110, "Inductor"),
-}
+def adopt(earlier: Path, caches: Path) -> None:
+    """Take over from a folder of results which kernels are wrong, and the evidence as the picker's own."""
+    for path in sorted(earlier.glob("gpu-1-*.json")):
+        rows = json.loads(path.read_text())["sections"].get("correctness", {}).get("rows", [])
+        for row in rows:
+            if "wrong kernels" in row:
+                state = json.dumps({"wrong kernels": row["wrong kernels"]})
+                evidence.write_whole(caches / "state.json", state)
+    for path in sorted(earlier.glob("evidence_*.json")):
+        table = evidence.read_table(path)
+        evidence.write_whole(evidence.own_path(table.device, table.torch), path.read_text())
 
 
-class OutOfTime(BaseException):
-    """No Exception: what tries one call after another catches those."""
+def unpack(archive: Path, caches: Path) -> None:
+    """Triton's cache, as `make gpu-cache` packed it, where it has not been unpacked."""
+    if not (caches / "triton").exists():
+        with tarfile.open(archive) as packed:
+            packed.extractall(caches, filter="data")
 
 
-def run_section(name: str, bench: Bench, seconds: float, path: Path) -> str:
-    """Rows into `path` as they come; how it ended, in words."""
-    started, rows = time.perf_counter(), []  # type: float, list[Row]
-    head = {"machine": machine(bench.device), "section": name, "tiny": bench.tiny}
+def _triton_cache(caches: Path) -> str:
+    """How many kernels Triton's cache on disk has, and whether what was carried is this Triton's."""
+    count = len([*(caches / "triton").glob("*/*.cubin")])
+    said = f"{count} kernels in Triton's cache"
+    manifest = caches / "triton" / "made_with.json"
+    if manifest.exists() and gpu_tasks.installed("triton"):
+        same = json.loads(manifest.read_text())["triton_key"] == triton_key()
+        said += ", carried" if same else ", carried, BUT OF ANOTHER TRITON: none of them hits"
+    return said
 
-    def write(status: str) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps({**head, "status": status, "rows": rows}, indent=1) + "\n")
-        os.replace(part, path)
 
-    def alarm(*_: Any) -> None:
-        raise OutOfTime
+def triton_key() -> str:
+    """By which Triton tells its own versions apart."""
+    import hashlib
 
-    signal.signal(signal.SIGALRM, alarm)
-    signal.setitimer(signal.ITIMER_REAL, max(1.0, seconds))
-    try:
-        torch.manual_seed(0)
-        for row in SECTIONS[name].rows(bench):
-            rows.append(row)
-            print(f"  {time.perf_counter() - started:5.1f} s  {line(row)}", flush=True)
-            write("cut off")
-        status = "complete"
-    except OutOfTime:
-        status = f"out of time after {seconds_in_words(seconds)}"
-    except Exception as error:
-        status = f"failed: {type(error).__name__}: {str(error)[:2000]}"
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-    write(status)
-    return status
+    from triton.runtime.cache import triton_key as key
+
+    return hashlib.sha256(key().encode()).hexdigest()
 
 
 def line(row: Row) -> str:
     """A row in words: what it is of, then each figure; times beside the least of the others."""
-    figures = {"us", "tflops", "tb_per_s", "failed", "seconds", "peak_bytes", "sites"}
-    words = [f"{name} {value}" for name, value in row.items() if name not in figures]
+    figures = {"us", "graph_us", "tflops", "tb_per_s", "failed", "seconds", "peak_bytes", "off", "why_not", "said"}
+    words = [f"{name} {value}" for name, value in row.items() if name not in figures and value not in ("", {}, [])]
     times = row.get("us") or row.get("seconds")
     if isinstance(times, dict):
         unit = 1e-6 if "us" in row else 1.0
@@ -187,82 +145,46 @@ def line(row: Row) -> str:
             beside = f" ({value / min(others):.2f})" if others else ""
             words.append(f"{name} {seconds_in_words(value * unit)}{beside}")
     elif times is not None:
-        words.append(", ".join(f"{row[f]} {f}" for f in ("us", "tflops", "tb_per_s") if f in row))
-    words += [f"{name}: {why}" for name, why in row.get("failed", {}).items()]
+        words.append(", ".join(f"{row[f]} {f}" for f in ("us", "tflops", "tb_per_s", "seconds") if f in row))
+    failed = row.get("failed", {})
+    words += [f"{name}: {why}" for name, why in failed.items()] if isinstance(failed, dict) else [f"FAILED: {failed}"]
     return "; ".join(words)
 
 
-def run_all(args: argparse.Namespace) -> dict[str, str]:
-    """Each section in a process of its own; how each ended."""
-    end, ended = time.perf_counter() + 60 * args.minutes, {}
-    for number, name in enumerate(args.only):
-        left = end - time.perf_counter()
-        share = SECTIONS[name].weight / sum(SECTIONS[later].weight for later in args.only[number:])
-        path = args.results / f"gpu-{name}-{label(args.device)}.json"
-        # What starts a process and ends it comes on top; a small share is no less than it takes to say anything.
-        seconds = max(left * share, min(20.0, left)) - _OVERHEAD
-        if seconds < 4:
-            ended[name] = "not run: no time was left"
-            continue
-        print(f"== {name}, {seconds:.0f} s" + _left_out(name, args.device), flush=True)
-        command = [sys.executable, str(Path(__file__).resolve()), "--section", name, "--seconds", str(seconds)]
-        command += ["--device", str(args.device), "--out", str(path)]
-        process = subprocess.Popen(command, start_new_session=True)
-        try:
-            code = process.wait(timeout=seconds + 20)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            _end(process)
-        ended[name] = json.loads(path.read_text())["status"] if path.exists() else f"no result, exit code {code}"
-        if code is None:
-            ended[name] = "stopped: it hung"
-        print(f"   {ended[name]}", flush=True)
-    return ended
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    # The workers of a section are of its process group.
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-    finally:
-        process.wait()
-
-
-def _left_out(name: str, device: torch.device) -> str:
-    missing = SECTIONS[name].only_cuda
-    return f" (without {missing}, for which a GPU is needed)" if missing and device.type != "cuda" else ""
-
-
-def label(device: torch.device) -> str:
-    return "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device).lower().replace(" ", "-")
-
-
-def arguments() -> argparse.Namespace:
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("call", nargs="+", choices=[*CALLS, *NUMBERS, "all"], metavar="CALL")
+    parser.add_argument("--results", type=Path, required=True, metavar="DIRECTORY", help="where the result files go")
     parser.add_argument("--device", type=torch.device, default="cuda")
-    parser.add_argument("--minutes", type=float, default=8.0, help="that all sections take together, at most")
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
-    parser.add_argument("--results", type=Path, help="where the result files go, in place of benchmarks/results")
-    parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)
-    parser.add_argument("--seconds", type=float, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    parser.add_argument("--minutes", type=float, help="that each call takes at most, for other than its own")
+    parser.add_argument("--caches", type=Path, default=CACHES, metavar="DIRECTORY", help=f"instead of {CACHES}")
+    parser.add_argument("--cache", type=Path, metavar="ARCHIVE", help="what `make gpu-cache` made")
+    parser.add_argument("--earlier", type=Path, metavar="DIRECTORY", help="results of earlier calls, on a new machine")
+    return parser.parse_args(given)
 
 
 def main() -> None:
+    started = time.perf_counter()
     args = arguments()
+    caches = args.caches.absolute()
+    for variable, name in (
+        ("TRITON_CACHE_DIR", "triton"), ("TORCHINDUCTOR_CACHE_DIR", "inductor"), ("ATTN_FUSE_CACHE", "attn_fuse"),
+    ):  # fmt: skip
+        os.environ[variable] = str(caches / name)
     if args.device.type == "cuda" and not torch.cuda.is_available():
         raise SystemExit("torch sees no CUDA device; --device cpu only sees that this script runs")
-    if args.section:
-        status = run_section(args.section, Bench(args.device, args.device.type == "cpu"), args.seconds, args.out)
-        raise SystemExit(status.startswith("failed"))
-    args.results = args.results or (RESULTS if args.device.type == "cuda" else ROOT / "build" / "gpu-dry-run")
-    ended = run_all(args)
-    print("\n".join(f"{name}: {status}" for name, status in ended.items()))
-    raise SystemExit(not all(status == "complete" for status in ended.values()))
+    if args.cache:
+        unpack(args.cache, caches)
+    if args.earlier:
+        adopt(args.earlier, caches)
+    names = list(dict.fromkeys(x for c in args.call for x in ([*CALLS] if c == "all" else [NUMBERS.get(c, c)])))
+    whole = True
+    for name in names:
+        number = [*CALLS].index(name) + 1
+        end = started + 60 * (args.minutes or CALLS[name].minutes) - _SPARE
+        whole &= made(name, Run(args.device, args.results.absolute(), caches, end, number))
+        started = time.perf_counter()
+    raise SystemExit(not whole)
 
 
 if __name__ == "__main__":

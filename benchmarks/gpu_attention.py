@@ -1,17 +1,15 @@
-"""Attention on a GPU, measured: the device's ceilings, SDPA's kernels, ours beside them, FlexAttention, decoding.
+"""Attention on a GPU, measured: the device's ceilings, our kernels beside SDPA's, FlexAttention, decoding.
 
-Each function yields rows for a table, the most telling first, and goes on until nobody asks for another. The queries,
-keys and values are [batch, heads, len, head_dim] with the heads last in memory, as models have them. Operations are
-counted as 4 * batch * heads * q_len * kv_len * head_dim, half of that where the mask is causal, 2.5 times backward.
+Each function yields the rows of one shape, and is called in a worker with the names of what to measure: SDPA's kernels,
+FlexAttention and our operators. What one of them computes is held against torch's before it is timed. The queries, keys
+and values are [batch, heads, len, head_dim] with the heads last in memory, as models have them. Operations are counted
+as 4 * batch * heads * q_len * kv_len * head_dim, half of that where the mask is causal, 2.5 times backward.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import itertools
 import math
-import multiprocessing
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,9 +21,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from attn_fuse.kernels.measure import interleaved, synchronize
 from attn_fuse.kernels.score_program import ScoreProgram
 from attn_fuse.torch_internals import sdpa_choice
-from harness import interleaved
+from attn_fuse.workers import note
 from tests.grid.operators import Call, Operator, operators
 
 Row = dict[str, Any]
@@ -35,85 +34,116 @@ BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-# Processes that compile, or check, at once.
-WORKERS = 12
+# Whose results the others' are held against, the first that there is; and by how much they may differ, as the norm of
+# the difference over the norm: bfloat16 is off by 0.001 to 0.01.
+REFERENCES, LIMIT = ("sdpa", "flex", "chunked"), 0.02
 I, J, H = ["i"], ["j"], ["h"]  # noqa: E741
 CAUSAL = ["le", J, I]
 
 
 @dataclass(frozen=True)
 class Bench:
-    """Where it runs. tiny: at sizes that mean nothing, to see that it runs. seconds: of measuring, for a row."""
+    """Where it runs. tiny: at sizes that mean nothing, to see that it runs. seconds: of measuring, for a row.
+
+    dry: everything runs once, so that it is compiled, and no more. emulated: as on a GPU, which is not there.
+    """
 
     device: torch.device
     tiny: bool = False
-    seconds: float = 0.6
+    seconds: float = 0.5
+    dry: bool = False
+    emulated: bool = False
 
-    def times(self, calls: Calls) -> tuple[dict[str, float], dict[str, str]]:
-        """Microseconds of each call, medians of interleaved rounds; and why those that do not run do not."""
-        able, failed = {}, {}
+    @property
+    def on_gpu(self) -> bool:
+        return self.emulated or self.device.type == "cuda"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        # Triton's interpreter computes bfloat16 wrongly.
+        return torch.float16 if self.tiny else torch.bfloat16
+
+    def able(self, calls: Calls) -> tuple[dict[str, Any], dict[str, str]]:
+        """What each call gives, and why those that do not run do not."""
+        given, failed = {}, {}
         for name, call in calls.items():
+            note(name)
             with warnings.catch_warnings(record=True) as said:
                 warnings.simplefilter("always")
                 try:
-                    call()
-                    able[name] = call
+                    given[name] = call()
+                    synchronize(self.device)
                 except Exception as error:
-                    if "CUDA error" in str(error):
-                        raise
+                    synchronize(self.device)  # raises where the device is broken
                     # SDPA's own reasons are warnings.
                     lines = [str(error).strip(), *(str(w.message) for w in said)]
                     failed[name] = f"{type(error).__name__}: " + " / ".join(x.partition("\n")[0][:120] for x in lines)
-        shortest = 0.0 if self.tiny else 2e-3
-        found = interleaved(able, self.device, 2 if self.tiny else 9, self.seconds, shortest) if able else {}
-        return {name: round(timing.median * 1e6, 2) for name, timing in found.items()}, failed
+        note("")
+        return given, failed
 
-    def random(self, *shape: int, dtype: torch.dtype = torch.bfloat16, learned: bool = False) -> Tensor:
+    def times(self, calls: Calls) -> dict[str, float]:
+        """Microseconds of each call, medians of interleaved rounds."""
+        if not calls:
+            return {}
+        found = interleaved(calls, self.device, 2 if self.tiny else 9, self.seconds, 0.0 if self.tiny else 2e-3)
+        return {name: round(timing.median * 1e6, 2) for name, timing in found.items()}
+
+    def graph_times(self, calls: Calls) -> dict[str, float]:
+        """The same of CUDA graphs that replay the calls: without what the host takes. None of what makes no graph."""
+        if self.device.type != "cuda":
+            return {}
+        graphs = {}
+        for name, call in calls.items():
+            note(name)
+            try:
+                graphs[name] = captured(call).replay
+            except Exception:
+                synchronize(self.device)
+        note("")
+        return self.times(graphs)
+
+    def random(self, *shape: int, learned: bool = False) -> Tensor:
         """[batch, heads, len, dim], the heads last in memory."""
-        drawn = torch.randn(shape, device=self.device, dtype=dtype)
+        make = torch.empty if self.emulated else torch.randn
+        drawn = make(shape, device=self.device, dtype=self.dtype)
         drawn = drawn.transpose(1, 2).contiguous().transpose(1, 2) if len(shape) == 4 else drawn
         return drawn.requires_grad_(learned)
+
+
+def captured(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+    """`call` as a CUDA graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph
 
 
 def ceilings(bench: Bench) -> Iterator[Row]:
     """What a large matrix product and a large copy reach."""
     for n in (256,) if bench.tiny else (8192, 16384):
         a, b = bench.random(n, n), bench.random(n, n)
-        (us,) = bench.times({"us": lambda a=a, b=b: a @ b})[0].values()
+        (us,) = bench.times({"us": lambda a=a, b=b: a @ b}).values()
         yield {"what": f"bf16 matmul {n}", "us": us, "tflops": round(2e-6 * n**3 / us, 1)}
     size = 2**20 if bench.tiny else 2**32
-    source = torch.empty(size, dtype=torch.uint8, device=bench.device)
+    source = torch.randint(255, (size,), dtype=torch.uint8, device=bench.device)
     target = torch.empty_like(source)
-    (us,) = bench.times({"us": lambda: target.copy_(source)})[0].values()
-    yield {"what": f"copy of {size >> 20} MiB", "us": us, "tb_per_s": round(2e-6 * size / us, 3)}
+    (us,) = bench.times({"us": lambda: target.copy_(source)}).values()
+    yield {"what": f"copy of {size >> 20} MiB, read and written", "us": us, "tb_per_s": round(2e-6 * size / us, 3)}
 
 
-def sdpa(bench: Bench) -> Iterator[Row]:
-    """Each of SDPA's kernels, and which one it picks by itself."""
-    dims, lengths = ((16,), (64,)) if bench.tiny else ((128, 64, 256, 96), (4096, 1024, 16384, 2048, 512, 8192))
-    for length, head_dim, causal in itertools.product(lengths, dims, (True, False)):
-        yield from _beside(bench, length, head_dim, causal, [*BACKENDS])
-
-
-def ours(bench: Bench) -> Iterator[Row]:
-    """Our kernels beside what SDPA picks and its fastest kernels, plain and causal."""
-    dims, lengths = ((16,), (64,)) if bench.tiny else ((128, 64, 256, 80, 96), (4096, 1024, 16384, 512))
-    own = [name for name in operators(bench.device) if name != "triton_decode"]
-    _compile_beside(bench, [(name, dim, causal) for dim in dims for causal in (True, False) for name in own])
-    for length, head_dim, causal in itertools.product(lengths, dims, (True, False)):
-        # chunked is no rival at these lengths on a GPU; one shape says how far off it is.
-        shown = [name for name in own if name != "chunked" or bench.tiny or (length, head_dim) == (4096, 64)]
-        yield from _beside(bench, length, head_dim, causal, ["cudnn", "flash", *shown])
-
-
-def _beside(bench: Bench, length: int, head_dim: int, causal: bool, names: Sequence[str]) -> Iterator[Row]:
+def plain(names: Sequence[str], bench: Bench, length: int, head_dim: int, causal: bool) -> Iterator[Row]:
+    """Plain and causal attention: a row forward, as it is in training, and one backward."""
     batch, heads = (2, 2) if bench.tiny else (max(1, 16384 // length), max(1, 2048 // head_dim))
     forward, operands = _plain(bench, batch, heads, length, head_dim, causal, names)
     flops = 4 * batch * heads * length**2 * head_dim / (2 if causal else 1)
     head = {"head_dim": head_dim, "causal": causal, "length": length, "batch": batch, "heads": heads}
-    head["picked"] = (
-        SDPBackend(sdpa_choice(*operands, None, 0.0, causal, False)).name.removesuffix("_ATTENTION").lower()
-    )
+    choice = SDPBackend(sdpa_choice(*operands, None, 0.0, causal, False))
+    head["sdpa picks"] = choice.name.removesuffix("_ATTENTION").lower()
     for row in _both_ways(bench, head, forward, operands, bench.random(batch, heads, length, head_dim)):
         factor = flops * (2.5 if row["pass"] == "backward" else 1)
         yield row | {"tflops": {name: round(factor / us * 1e-6, 1) for name, us in row["us"].items()}}
@@ -122,7 +152,7 @@ def _beside(bench: Bench, length: int, head_dim: int, causal: bool, names: Seque
 def _plain(
     bench: Bench, batch: int, heads: int, length: int, head_dim: int, causal: bool, names: Sequence[str]
 ) -> tuple[Calls, list[Tensor]]:
-    """What SDPA picks and each of `names`, its backends' or our operators'; and query, key and value."""
+    """The call of each of `names`; and query, key and value."""
     q, k, v = (bench.random(batch, heads, length, head_dim, learned=True) for _ in range(3))
     score = _scaled(head_dim**-0.5)
     program = _masked(score, CAUSAL, upper=["const", 0]) if causal else ScoreProgram(score)
@@ -131,46 +161,71 @@ def _plain(
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
     known = operators(bench.device)
-    calls: dict[str, Callable[[], Tensor]] = {"sdpa": picked}
+    calls: dict[str, Callable[[], Tensor]] = {}
     for name in names:
-        calls[name] = _on(BACKENDS[name], picked) if name in BACKENDS else _own(known[name], program, q, k, v)
+        if name == "sdpa":
+            calls[name] = picked
+        elif name in BACKENDS:
+            calls[name] = _on(BACKENDS[name], picked)
+        elif name in known:
+            calls[name] = _own(known[name], program, q, k, v)
     return calls, [q, k, v]
 
 
-def _compile_beside(bench: Bench, asked: Sequence[tuple[Any, ...]]) -> None:
-    """Compile our kernels in several processes at once; Triton keeps what is compiled on disk, and finds it there."""
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(2 if bench.tiny else WORKERS) as pool:
-        for _ in pool.imap_unordered(_compiled_once, [(bench, *task) for task in asked]):
-            pass
-
-
-def _compiled_once(task: tuple[Any, ...]) -> None:
-    bench, name, *rest = task
-    # What fails here fails again where it is measured, and is said there.
-    with contextlib.suppress(Exception):
-        if len(rest) == 2:
-            # The number of heads is as it will be: Triton compiles anew where it is no multiple of 16, or 1.
-            heads = 2 if bench.tiny else max(1, 2048 // rest[0])
-            calls, operands = _plain(bench, 2, heads, 64 if bench.tiny else 512, *rest, [name])
-        else:
-            calls, operands, _ = _feature_calls(bench, rest[0], 64 if bench.tiny else 512, [name])
-        out = calls[name]()
-        if out.requires_grad:
-            torch.autograd.grad(out, operands, torch.ones_like(out))
-
-
 def _both_ways(
-    bench: Bench, head: Row, forward: Calls, wanted: list[Tensor], gradient: Tensor, backward: bool = True
+    bench: Bench,
+    head: Row,
+    forward: Calls,
+    wanted: list[Tensor],
+    gradient: Tensor,
+    backward: bool = True,
+    compare: bool = True,
 ) -> Iterator[Row]:
-    """A row for the forward pass, as it is in training where the operands have gradients, and one for the backward."""
-    times, failed = bench.times(forward)
-    yield head | {"pass": "forward", "us": times, "failed": failed}
-    if not backward:
+    """A row for the forward pass, as it is in training where the operands have gradients, and one for the backward.
+
+    compare: the results are to be equal; with dropout they only are finite.
+    """
+    if bench.dry:
+        for call in forward.values():
+            out = call()
+            if backward:
+                torch.autograd.grad(out, wanted, gradient)
         return
-    calls = {name: _pulled(call, wanted, gradient) for name, call in forward.items() if name in times}
-    times, failed = bench.times(calls)
-    yield head | {"pass": "backward", "us": times, "failed": failed}
+    right = [*forward]
+    for which in ("forward", "backward") if backward else ("forward",):
+        calls = dict(forward)
+        if which == "backward":
+            calls = {name: _pulled(call, wanted, gradient) for name, call in calls.items() if name in right}
+        given, failed = bench.able(calls)
+        off = _off(given, compare)
+        right = [name for name in given if off.get(name, 0.0) <= LIMIT]
+        failed |= {name: f"wrong: off by {off[name]:.3g}" for name in given if name not in right}
+        del given
+        timed = {name: calls[name] for name in right}
+        yield head | {
+            "pass": which, "us": bench.times(timed), "graph_us": bench.graph_times(timed), "failed": failed,
+            "off": {name: round(by, 5) for name, by in off.items() if math.isfinite(by)},
+        }  # fmt: skip
+
+
+def _off(given: Mapping[str, Any], compare: bool) -> dict[str, float]:
+    """The max relative distance of each result from the reference's; infinite where it is not finite."""
+    reference = next((name for name in REFERENCES if name in given), None)
+    off = {}
+    for name, result in given.items():
+        tensors = result if isinstance(result, tuple) else (result,)
+        if not all(bool(t.isfinite().all()) for t in tensors):
+            off[name] = math.inf
+        elif compare and reference is not None and name != reference:
+            other = given[reference]
+            others = other if isinstance(other, tuple) else (other,)
+            off[name] = max(map(_distance, tensors, others))
+    return off
+
+
+def _distance(found: Tensor, reference: Tensor) -> float:
+    a, b = found.detach().float(), reference.detach().float()
+    return float((a - b).norm() / b.norm().clamp_min(1e-30))
 
 
 def _pulled(call: Callable[[], Tensor], wanted: list[Tensor], gradient: Tensor) -> Callable[[], Any]:
@@ -184,26 +239,25 @@ def _pulled(call: Callable[[], Tensor], wanted: list[Tensor], gradient: Tensor) 
     return run
 
 
-def flex(bench: Bench) -> Iterator[Row]:
+def features(names: Sequence[str], bench: Bench, feature: str) -> Iterator[Row]:
     """What SDPA takes only as a tensor or not at all: FlexAttention, SDPA with that tensor, and ours."""
-    on_gpu = bench.device.type == "cuda"
-    own = [name for name in operators(bench.device) if name != "triton_decode"]
-    _compile_beside(bench, [(name, feature) for feature in _FEATURES for name in own if on_gpu])
-    for feature in _FEATURES:
-        length = 64 if bench.tiny else _LENGTHS.get(feature, 8192)
-        shown = [name for name in own if name != "chunked" or length <= 4096]
-        calls, wanted, head = _feature_calls(bench, feature, length, ["flex", "sdpa", *shown])
+    length = 64 if bench.tiny else _LENGTHS.get(feature, 8192)
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(feature == "deterministic")
+    try:
+        calls, wanted, head = _feature_calls(bench, feature, length, names)
         gradient = bench.random(head["batch"], head["heads"], length, head["head_dim"])
         # On the CPU FlexAttention has no backward.
-        yield from _both_ways(bench, head, calls, wanted, gradient, backward=on_gpu)
+        yield from _both_ways(bench, head, calls, wanted, gradient, backward=bench.on_gpu, compare=feature != "dropout")
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 def _feature_calls(bench: Bench, name: str, length: int, names: Sequence[str]) -> tuple[Calls, list[Tensor], Row]:
     """The call of each of `names` that has this feature, what has a gradient, and what the row is of."""
-    on_gpu = bench.device.type == "cuda"
     batch, heads, dim = (2, 2, 16) if bench.tiny else (max(1, 16384 // length), 16, 128)
-    q, k, v = (bench.random(batch, heads, length, dim, learned=on_gpu) for _ in range(3))
-    feature = _FEATURES[name](bench, batch, heads, length)
+    q, k, v = (bench.random(batch, heads, length, dim, learned=bench.on_gpu) for _ in range(3))
+    feature = FEATURES[name](bench, batch, heads, length)
     known = operators(bench.device)
     calls: dict[str, Callable[[], Tensor]] = {}
     for kernel in names:
@@ -213,11 +267,9 @@ def _feature_calls(bench: Bench, name: str, length: int, names: Sequence[str]) -
         elif kernel == "sdpa":
             if feature.sdpa is not None:
                 calls[kernel] = functools.partial(feature.sdpa, q, k, v)
-        else:
+        elif kernel in known and not (kernel == "chunked" and length > 4096):
             program = feature.program(dim**-0.5)
             calls[kernel] = _own(known[kernel], program, q, k, v, feature.tensors, feature.dropout_p)
-            if kernel.startswith("triton_flash_hopper") and name in ("learned bias", "dropout"):
-                del calls[kernel]
     wanted = [t for t in (q, k, v, *feature.tensors) if t.requires_grad]
     return calls, wanted, {"feature": name, "length": length, "batch": batch, "heads": heads, "head_dim": dim}
 
@@ -233,22 +285,21 @@ def _flex_call(bench: Bench, feature: Feature, q: Tensor, k: Tensor, v: Tensor) 
     return functools.partial(call, q, k, v, score_mod=feature.score_mod, block_mask=mask)
 
 
-def decoding(bench: Bench) -> Iterator[Row]:
+def decoding(names: Sequence[str], bench: Bench, batch: int, length: int) -> Iterator[Row]:
     """One query to a long cache, grouped heads: bytes of key and value read in a second."""
-    for batch, length in ((2, 65),) if bench.tiny else ((32, 4096), (1, 32768), (8, 16384), (64, 1024)):
-        heads, kv_heads, dim = (4, 2, 16) if bench.tiny else (32, 8, 128)
-        q = bench.random(batch, heads, 1, dim)
-        k, v = (bench.random(batch, kv_heads, length, dim) for _ in range(2))
-        program = ScoreProgram(["mul", ["score"], ["const", dim**-0.5]])
-        calls: dict[str, Callable[[], Tensor]] = {
-            "sdpa": lambda q=q, k=k, v=v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-        }
-        calls |= {name: _own(operator, program, q, k, v) for name, operator in operators(bench.device).items()}
-        with torch.no_grad():
-            times, failed = bench.times(calls)
-        read = 2 * k.numel() * k.itemsize
-        rates = {name: round(read / us * 1e-6, 3) for name, us in times.items()}
-        yield {"batch": batch, "cache": length, "us": times, "tb_per_s": rates, "failed": failed}
+    heads, kv_heads, dim = (4, 2, 16) if bench.tiny else (32, 8, 128)
+    q = bench.random(batch, heads, 1, dim)
+    k, v = (bench.random(batch, kv_heads, length, dim) for _ in range(2))
+    program = ScoreProgram(["mul", ["score"], ["const", dim**-0.5]])
+    known = operators(bench.device)
+    calls = {name: _own(known[name], program, q, k, v) for name in names if name in known}
+    if "sdpa" in names:
+        calls["sdpa"] = lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    read = 2 * k.numel() * k.itemsize
+    with torch.no_grad():
+        for row in _both_ways(bench, {"batch": batch, "cache": length}, calls, [], q, backward=False):
+            times = row["us"] | row["graph_us"]
+            yield row | {"tb_per_s": {name: round(read / us * 1e-6, 3) for name, us in times.items()}}
 
 
 def _on(backend: SDPBackend, call: Callable[[], Tensor]) -> Callable[[], Tensor]:
@@ -328,7 +379,7 @@ def _documents(bench: Bench, batch: int, heads: int, length: int) -> Feature:
 
 
 def _bias(bench: Bench, batch: int, heads: int, length: int) -> Feature:
-    bias = bench.random(1, heads, length, length, learned=bench.device.type == "cuda")
+    bias = bench.random(1, heads, length, length, learned=bench.on_gpu)
     bias = bias.detach().contiguous().requires_grad_(bias.requires_grad)
     return Feature(
         program=lambda scale: ScoreProgram(["add", _scaled(scale), ["input", 0]]),
@@ -369,12 +420,31 @@ def _dropout(bench: Bench, batch: int, heads: int, length: int) -> Feature:
     )
 
 
-_FEATURES: dict[str, Callable[[Bench, int, int, int], Feature]] = {
+def _sinks(bench: Bench, batch: int, heads: int, length: int) -> Feature:
+    logits = bench.random(heads, learned=bench.on_gpu)
+
+    def with_sink(scale: float) -> ScoreProgram:
+        score = ["where", CAUSAL, _scaled(scale), ["const", -math.inf]]
+        return ScoreProgram(score, visible=CAUSAL, upper=["const", 0], sink=["gather", 0, H])
+
+    return Feature(program=with_sink, tensors=(logits,))
+
+
+def _causal(bench: Bench, batch: int, heads: int, length: int) -> Feature:
+    return Feature(
+        program=lambda scale: _masked(_scaled(scale), CAUSAL, upper=["const", 0]),
+        sdpa=lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+    )
+
+
+FEATURES: dict[str, Callable[[Bench, int, int, int], Feature]] = {
     "window": _window,
     "documents": _documents,
     "learned bias": _bias,
     "alibi": _alibi,
     "softcap": _softcap,
     "dropout": _dropout,
+    "sinks": _sinks,
+    "deterministic": _causal,
 }
 _LENGTHS = {"window": 16384, "learned bias": 4096}

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,12 +15,14 @@ import torch
 import attn_fuse
 from attn_fuse import bench
 from attn_fuse.backend import attn_fuse as backend
-from attn_fuse.bench import grid, main
+from attn_fuse.bench import Observation, grid, main
 from attn_fuse.kernels import evidence
 from attn_fuse.kernels.case import Case, visible_share
 from attn_fuse.kernels.evidence import AS_WRITTEN, Row
+from attn_fuse.kernels.measure import Timing
 from attn_fuse.kernels.nearness import apart
 from attn_fuse.kernels.specimens import program, runner, tensors
+from attn_fuse.workers import note
 
 CPU = torch.device("cpu")
 
@@ -30,8 +35,15 @@ def folder(monkeypatch, tmp_path: Path):
     evidence.tables.cache_clear()
 
 
+def beside_the_tests(kernels, case, device, effort) -> Observation:
+    """In the worker, where other tests may run beside it."""
+    bench.other_load = lambda *_: ""
+    return bench.observed(kernels, case, device, effort)
+
+
 @pytest.mark.slow
-def test_calibrate_show_and_forget(folder: Path, capsys) -> None:
+def test_calibrate_show_and_forget(folder: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(bench, "observed", beside_the_tests)
     arguments = "--calibrate --quick --device cpu --lengths 16 --heads 2 --minutes 0.01".split()
     assert main(arguments) == 0
     (path,) = folder.glob("calibration_cpu_*.json")
@@ -56,38 +68,164 @@ def test_calibrate_show_and_forget(folder: Path, capsys) -> None:
     assert "nothing is kept" in capsys.readouterr().out
 
 
-def stub(monkeypatch, times: dict[str, float]) -> list[Case]:
-    """No case is measured; the ones that would be."""
-    asked: list[Case] = []
-
-    def measured(case, *rest):
-        asked.append(case)
-        return Row(case, times), {}
-
-    monkeypatch.setattr(bench, "measured", measured)
-    return asked
+# ---- what a worker may meet: these run there in place of `observed`
 
 
-def test_a_second_calibration_adds_to_the_first(monkeypatch) -> None:
+def five(kernels, case, device, effort) -> Observation:
+    return Observation(Row(case, {AS_WRITTEN: 10.0} | dict.fromkeys(kernels, 5.0)))
+
+
+def seven(kernels, case, device, effort) -> Observation:
+    return Observation(Row(case, {AS_WRITTEN: 10.0} | dict.fromkeys(kernels, 7.0)))
+
+
+def busy(kernels, case, device, effort) -> Observation:
+    return replace(five(kernels, case, device, effort), busy="other programs took 50% of the cores")
+
+
+def dies_on_chunked(kernels, case, device, effort) -> Observation:
+    for name in kernels:
+        note(name)
+        if name == "chunked":
+            os.abort()
+    return five(kernels, case, device, effort)
+
+
+def hangs_on_chunked(kernels, case, device, effort) -> Observation:
+    for name in kernels:
+        note(name)
+        if name == "chunked":
+            time.sleep(60)
+    return five(kernels, case, device, effort)
+
+
+def breaks_on_chunked(kernels, case, device, effort) -> Observation:
+    """As an illegal access shows: with a call after the one at fault, and with every other from then on."""
+    for name in kernels:
+        note(name)
+        if name == "chunked":
+            torch.cuda.is_initialized = lambda: True
+            torch.cuda.synchronize = broken_device
+            torch.cuda.synchronize()
+    return five(kernels, case, device, effort)
+
+
+def broken_device() -> None:
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def raises(kernels, case, device, effort) -> Observation:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def pid(kernels, case, device, effort) -> Observation:
+    return Observation(Row(case, {AS_WRITTEN: float(os.getpid())}))
+
+
+def own_rows() -> tuple[Row, ...]:
+    return next((t.rows for t in evidence.tables() if t.own), ())
+
+
+def test_a_second_calibration_adds_to_the_first() -> None:
     first, second, *_ = grid("cpu", [16], 2)
-    for cases, time in (([first], 5.0), ([first, second], 7.0)):
-        stub(monkeypatch, {AS_WRITTEN: 10.0, "chunked": time})
-        assert bench.calibrate(CPU, cases, 1.0, bench.QUICK) == len(cases)
-    (own,) = [t for t in evidence.tables() if t.own]
-    assert {row.case: row.times["chunked"] for row in own.rows} == {first: 7.0, second: 7.0}
+    for cases, observe in (([first], five), ([first, second], seven)):
+        assert bench.calibrate(CPU, cases, 1.0, bench.QUICK, observe) == len(cases)
+    assert {row.case: row.times["chunked"] for row in own_rows()} == {first: 7.0, second: 7.0}
 
 
-def test_it_stops_when_the_time_is_up(monkeypatch) -> None:
-    asked = stub(monkeypatch, {AS_WRITTEN: 10.0})
-    assert bench.calibrate(CPU, grid("cpu"), 0.0, bench.QUICK) == len(asked) == 1
+def test_it_stops_when_the_time_is_up_and_says_what_it_does(capsys) -> None:
+    assert bench.calibrate(CPU, grid("cpu"), 0.0, bench.QUICK, five) == len(own_rows()) == 1
+    assert f"case 1 of {len(grid('cpu'))}, 0.0 min left: {grid('cpu')[0]}\n" in capsys.readouterr().out
 
 
-def test_a_place_that_cannot_be_written(monkeypatch, folder: Path, capsys) -> None:
-    stub(monkeypatch, {AS_WRITTEN: 10.0})
+def test_the_usual_time_is_below_ten_minutes() -> None:
+    assert bench._MINUTES + bench.DEADLINE / 60 > 10 > bench._MINUTES + 0.5
+
+
+def test_one_process_measures_all_cases_until_one_breaks_it() -> None:
+    cases = grid("cpu", [16], 2)[:3]
+    with bench.Measuring(CPU, bench.QUICK, pid) as measuring:
+        pids = {measuring.observation(case, time.perf_counter() + 60).row.times[AS_WRITTEN] for case in cases}
+    assert len(pids) == 1 and os.getpid() not in pids
+
+
+@pytest.mark.parametrize(
+    ("observe", "words"),
+    [
+        (dies_on_chunked, "its process died of signal SIGABRT"),
+        pytest.param(hangs_on_chunked, "stopped after 5 s", marks=pytest.mark.slow),
+        (breaks_on_chunked, "RuntimeError: CUDA error: an illegal memory access was encountered"),
+    ],
+)
+def test_a_kernel_that_breaks_the_process_is_left_out_alone(observe, words: str, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(bench, "DEADLINE", 5.0)
+    cases = grid("cpu", [16], 2)[:3]
+    assert bench.calibrate(CPU, cases, 1.0, bench.QUICK, observe) == 3
+    assert [row.times for row in own_rows()] == [{AS_WRITTEN: 10.0, "cpu_flash": 5.0, "flex": 5.0}] * 3
+    assert f"note: chunked: {words}, twice; not used any more\n" in capsys.readouterr().out
+
+
+def test_a_case_that_fails_is_left_out(capsys) -> None:
+    assert bench.calibrate(CPU, grid("cpu", [16], 2)[:2], 1.0, bench.QUICK, raises) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("left out: OutOfMemoryError: CUDA out of memory\n") == 2 and not own_rows()
+    assert "2 cases were left out" in printed
+
+
+def test_what_was_measured_beside_another_load_is_not_kept(capsys) -> None:
+    assert bench.calibrate(CPU, grid("cpu", [16], 2)[:1], 1.0, bench.QUICK, busy) == 0
+    assert "left out: other programs took 50% of the cores\n" in capsys.readouterr().out and not own_rows()
+
+
+def test_a_busy_machine_is_measured_again_and_not_for_ever(monkeypatch) -> None:
+    case, shares = grid("cpu", [16], 2)[0], [0.5, 0.3, 0.0]
+    monkeypatch.setattr(bench, "_WAIT", 0.0)
+    monkeypatch.setattr(bench, "prepared", lambda *_: ({AS_WRITTEN: lambda: None}, {}))
+    monkeypatch.setattr(bench.OtherLoad, "share", lambda self: shares.pop(0))
+    assert bench.observed([], case, CPU, bench.QUICK).busy == "" and not shares
+    shares += [0.5, 0.3, 0.2]
+    assert bench.observed([], case, CPU, bench.QUICK).busy == "other programs took 20% of the cores" and not shares
+
+
+def test_a_gpu_is_busy_where_times_vary() -> None:
+    times = {"cudnn": Timing(1.0, 0.9, 1.5, 9), "chunked": Timing(2.0, 2.0, 2.0, 9)}
+    assert bench.other_load(0.0, times, torch.device("cuda")) == "the same call took 1.7 times as long at times"
+    assert not bench.other_load(0.0, times, CPU)
+    assert not bench.other_load(0.0, {"cudnn": Timing(1.0, 0.9, 1.2, 9)}, torch.device("cuda"))
+
+
+def test_a_case_is_made_to_fit_the_memory() -> None:
+    case = Case("bfloat16", True, 4, 16, 8192, 8192, 64, kv_heads=4)
+    score = case.heads * case.q_len * case.kv_len * 2
+    assert 6 * 4 * score <= bench.bytes_as_written(case) <= 6.2 * 4 * score  # each of 8.6 GB
+    assert bench.fitting(case, None) == case == bench.fitting(case, 13 * 4 * score)
+    assert bench.fitting(case, 12 * 4 * score) == replace(case, batch=2)
+    assert bench.fitting(case, 2 * 6 * score) == replace(case, batch=1, heads=8, kv_heads=2)
+    assert bench.fitting(case, 4 * score) == replace(case, batch=1, heads=4, kv_heads=1)
+    assert bench.fitting(case, 2 * score) is None
+
+
+def test_a_case_that_fits_no_memory_is_not_run(monkeypatch) -> None:
+    monkeypatch.setattr(bench, "free_memory", lambda device: 2**20)
+    seen = bench.observed([], Case("float32", True, 4, 16, 8192, 8192, 64), CPU, bench.QUICK)
+    assert seen.row is None and seen.problem == "as written it takes 96.8 GiB and more; too little is free"
+
+
+def test_a_result_that_cannot_be_compared_is_that_kernels_fault(monkeypatch) -> None:
+    def fails(*_: object) -> bool:
+        raise torch.OutOfMemoryError("comparing took too much")
+
+    monkeypatch.setattr(bench, "_agree", fails)
+    case = Case("float32", False, 1, 2, 16, 16, 8)
+    runs, why_not = bench.prepared(case, CPU, ["cpu_flash"])
+    assert [*runs] == [AS_WRITTEN] and why_not == {"cpu_flash": "OutOfMemoryError: comparing took too much"}
+
+
+def test_a_place_that_cannot_be_written(folder: Path, capsys) -> None:
     folder.write_text("a file where a directory should be")
-    assert main(["--calibrate", "--device", "cpu"]) == 2
-    captured = capsys.readouterr()
-    assert captured.err.startswith("attn_fuse.bench: cannot write ") and captured.err.count("\n") == 1
+    with pytest.raises(bench.BenchError, match="cannot write ") as raised:
+        bench.calibrate(CPU, grid("cpu")[:1], 1.0, bench.QUICK, five)
+    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -125,8 +263,12 @@ def test_as_a_program() -> None:
 
 SPECIMENS = [case for case in grid("cpu", [24], 4) if case.dtype == "float32"]
 SPECIMENS += [
+    Case("float32", True, 2, 4, 24, 24, 8, bias="indexed"),
+    Case("float32", False, 1, 4, 12, 20, 8, bias="indexed"),
     Case("float32", False, 2, 4, 24, 24, 8, mask="padding"),
-    Case("float32", False, 2, 4, 24, 24, 8, mask="prefix"),
+    Case("float32", False, 2, 4, 24, 24, 8, mask="prefix", visible=visible_share(24, 24, 0, None, 6)),
+    Case("float32", True, 2, 4, 24, 24, 8, mask="padding", visible=visible_share(24, 24, 0, None)),
+    Case("float32", True, 2, 4, 24, 24, 8, mask="documents", visible=visible_share(24, 24, 0, None)),
     Case("float32", True, 1, 4, 6, 24, 8, mask="window", visible=visible_share(6, 24, 18, 5)),
 ]
 

@@ -1,0 +1,267 @@
+"""What benchmarks/gpu.py brought back, into the package and the README: evidence that ships, and tables.
+
+    PYTHONPATH=. python benchmarks/gpu_results.py DIRECTORY
+
+The evidence goes to attn_fuse/kernels/evidence_cuda_DEVICE.json, where rows of cases that were measured again replace
+those of the same torch; the result files to benchmarks/results; the tables between README.md's two gpu comments. It
+may be run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# First of all: other packages, too, bring a `tests`.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from attn_fuse.kernels import evidence
+from attn_fuse.kernels.evidence import AS_WRITTEN
+from harness import ROOT, bytes_in_words, seconds_in_words
+
+Row = dict[str, Any]
+BEGIN, END = "<!-- gpu: benchmarks/gpu_results.py writes this -->", "<!-- gpu: end -->"
+TORCHS = ("cudnn", "flash", "efficient", "flex", "sdpa")
+OWN = ("triton_flash", "triton_flash_hopper", "triton_decode")
+
+
+class ResultsError(Exception):
+    """What is wrong with what came back, in a line."""
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """A goal for our kernels. rows: of the section `speed`, that it is about. over: torch's kernels of the goal."""
+
+    name: str
+    goal: str
+    rows: Callable[[Row], bool]
+    over: Sequence[str] = TORCHS
+
+
+def _plain(dims: Sequence[int], lengths: range) -> Callable[[Row], bool]:
+    return lambda row: row.get("section") == "plain" and row["head_dim"] in dims and row["length"] in lengths
+
+
+def _feature(*names: str) -> Callable[[Row], bool]:
+    return lambda row: row.get("feature") in names
+
+
+# The max of a range is exclusive.
+_LONG, _MIDDLE, _SHORT, _ANY = range(4096, 1 << 20), range(1024, 2049), range(1, 513), range(1, 1 << 20)
+ANCHORS = (
+    Anchor("D 128, T >= 4k", "0.95 of cuDNN forward", _plain([128], _LONG), ("cudnn",)),
+    Anchor("D 64", "1.0", _plain([64], _ANY)),
+    Anchor("T 1k-2k", "1.0", _plain([64, 128], _MIDDLE)),
+    Anchor("T <= 512", "1.1", _plain([64, 128], _SHORT)),
+    Anchor("D 256", "1.6 of FA2", _plain([256], _ANY), ("flash",)),
+    Anchor("D 80 and 96", "1.0", _plain([80, 96], _ANY)),
+    Anchor("window 1k at 16k", "5 of SDPA", _feature("window"), ("sdpa",)),
+    Anchor("documents", "1.3 of FlexAttention", _feature("documents"), ("flex",)),
+    Anchor("ALiBi, softcap", "1.4 of FlexAttention", _feature("alibi", "softcap"), ("flex",)),
+    Anchor("dense bias with its gradient", "1.5", _feature("learned bias")),
+    Anchor("dropout", "1.0", _feature("dropout")),
+    Anchor("deterministic", "1.2 of FA2 in training", _feature("deterministic"), ("sdpa",)),
+)
+
+
+def results(folder: Path) -> dict[str, dict[str, Any]]:
+    """The result files in `folder`, by call. Raises ResultsError for none, or those of a dry run."""
+    found = {}
+    for path in sorted(folder.glob("gpu-[1-4]-*.json")):
+        content = json.loads(path.read_text())
+        if content["tiny"]:
+            raise ResultsError(f"{path} is of a dry run, whose figures mean nothing")
+        found[content["call"]] = content | {"path": path}
+    if not found:
+        raise ResultsError(f"{folder} has no gpu-N-CALL-DEVICE.json, which benchmarks/gpu.py writes")
+    names = {content["machine"]["gpu"] for content in found.values()}
+    if len(names) > 1:
+        raise ResultsError(f"{folder} has results of several devices: {', '.join(sorted(names))}")
+    return found
+
+
+def rows_of(found: dict[str, dict[str, Any]], call: str, section: str) -> list[Row]:
+    rows: list[Row] = found.get(call, {}).get("sections", {}).get(section, {}).get("rows", [])
+    return rows
+
+
+# ---- evidence
+
+
+def ship(folder: Path, package: Path) -> list[Path]:
+    """Merge the evidence in `folder` into that of the package; the files written."""
+    written = []
+    for path in sorted(folder.glob("evidence_cuda_*.json")):
+        new = evidence.read_table(path)
+        target = package / path.name
+        rows = {row.case: row for row in new.rows}
+        if target.exists():
+            old = evidence.read_table(target)
+            if (old.device, old.torch) == (new.device, new.torch):
+                rows = {row.case: row for row in old.rows} | rows
+        evidence.write_table(target, json.loads(path.read_text())["machine"], list(rows.values()))
+        written.append(target)
+    return written
+
+
+# ---- tables
+
+
+def speed(row: Row, over: Sequence[str]) -> float | None:
+    """How many times as fast the best of ours is as the best of `over`; by graph replays where both have one."""
+    for times in (row.get("graph_us") or {}, row.get("us") or {}):
+        ours = [times[name] for name in OWN if name in times]
+        others = [times[name] for name in over if name in times]
+        if ours and others:
+            return min(others) / min(ours)
+    return None
+
+
+def _range(ratios: Sequence[float | None]) -> str:
+    known = sorted(r for r in ratios if r is not None)
+    if not known:
+        return "-"
+    low, high = f"{known[0]:.2f}", f"{known[-1]:.2f}"
+    return low if low == high else f"{low} to {high}"
+
+
+def anchors(found: dict[str, dict[str, Any]]) -> Iterator[list[str]]:
+    rows = rows_of(found, "speed", "speed")
+    for anchor in ANCHORS:
+        of = [row for row in rows if anchor.rows(row)]
+        if not of:
+            continue
+        passes = [[row for row in of if row.get("pass") == which] for which in ("forward", "backward")]
+        goal = [_range([speed(row, anchor.over) for row in some]) for some in passes]
+        best = [_range([speed(row, TORCHS) for row in some]) for some in passes]
+        yield [anchor.name, anchor.goal, *goal, *best]
+    decoded = [row for row in rows if row.get("section") == "decoding" and row.get("tb_per_s")]
+    if decoded:
+        reached = [[row["tb_per_s"].get(n) for n in names] for names in (OWN, TORCHS) for row in decoded]
+        half = len(decoded)
+        ours, others = (
+            _range([max((x for x in some if x is not None), default=None) for some in part])
+            for part in (reached[:half], reached[half:])
+        )
+        yield ["decoding, 32 heads, 8 of keys, D 128", "3.6 TB/s", f"{ours} TB/s", "-", f"{others} TB/s", "-"]
+
+
+def picks(found: dict[str, dict[str, Any]]) -> Iterator[list[str]]:
+    measured = {row["case"]: row for row in rows_of(found, "evidence", "evidence") if "us" in row}
+    for row in rows_of(found, "evidence", "choices"):
+        times = measured.get(row.get("case"), {}).get("us")
+        if times is None or "over the best" not in row:
+            continue
+        others = [time for name, time in times.items() if name not in (*OWN, AS_WRITTEN, "chunked")]
+        over = f"{min(others) / times[row['picked']]:.2f}" if others else "-"
+        name = "as written" if row["picked"] == AS_WRITTEN else f"`{row['picked']}`"
+        yield [row["what"], row["case"], name, f"{row['over as written']:.2f}", over]
+
+
+def models(found: dict[str, dict[str, Any]]) -> Iterator[list[str]]:
+    for row in rows_of(found, "models", "models"):
+        seconds = row.get("seconds") or {}
+        for variant in ("attn_fuse", "triton_flash"):
+            if variant not in seconds:
+                continue
+            ratios = [f"{seconds[variant] / seconds[n]:.2f}" if n in seconds else "-" for n in ("inductor", "sdpa")]
+            memory = ", ".join(
+                bytes_in_words(row["peak_bytes"][n]) for n in ("inductor", variant, "sdpa") if n in row["peak_bytes"]
+            )
+            name = row["what"] + (", on `triton_flash` alone" if variant == "triton_flash" else "")
+            yield [name, seconds_in_words(seconds[variant]), *ratios, memory]
+
+
+def table(head: Sequence[str], rows: Iterator[list[str]]) -> str:
+    """In Markdown; empty without rows."""
+    lines = [*rows]
+    if not lines:
+        return ""
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *lines))
+
+
+def block(found: dict[str, dict[str, Any]]) -> str:
+    """What stands in the README about the GPU."""
+    machine = next(iter(found.values()))["machine"]
+    parts = [
+        f"On one {machine['gpu']}, torch {machine['torch']}, bfloat16 but where it says so (`make gpu`; "
+        f"[benchmarks/results/](benchmarks/results))."
+    ]
+    for row in rows_of(found, "correct", "ceilings"):
+        if "us" in row:
+            rate = f"{row['tflops']} TFLOP/s" if "tflops" in row else f"{row['tb_per_s']} TB/s"
+            parts[0] += f" A {row['what']}: {rate}."
+    for row in rows_of(found, "correct", "correctness"):
+        for name, counts in row.get("checked", {}).items():
+            asked = counts["right"] + counts["wrong"] + counts["lost"]
+            parts[0] += f" `{name}`: {counts['right']} of {asked} rows of the shared grid right against float64."
+    ratios = table(
+        [
+            "times as fast as torch's",
+            "goal",
+            "forward, of the goal",
+            "backward",
+            "forward, of torch's best",
+            "backward",
+        ],
+        anchors(found),
+    )
+    if ratios:
+        parts.append("Our kernels beside torch's, worst to best shape, by CUDA graph replays:\n\n" + ratios)
+    chosen = table(["", "case", "picked", "/ as written under Inductor", "times as fast as torch's best"], picks(found))
+    if chosen:
+        parts.append("What the picker chooses by this evidence; / is its time over that of the other:\n\n" + chosen)
+    head = [
+        "a training step",
+        "attn_fuse",
+        "/ Inductor",
+        "/ edited by hand",
+        "peak memory: Inductor, attn_fuse, by hand",
+    ]
+    steps = table(head, models(found))
+    if steps:
+        parts.append("nanoGPT, unmodified, 12 sequences of 1024 tokens, forward and backward:\n\n" + steps)
+    return "\n\n".join(parts)
+
+
+def write(readme: Path, text: str) -> None:
+    """`text` between the README's two comments."""
+    whole = readme.read_text()
+    if whole.count(BEGIN) != 1 or whole.count(END) != 1:
+        raise ResultsError(f"{readme} has not the lines {BEGIN} and {END}, once each")
+    before, _, rest = whole.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    evidence.write_whole(readme, f"{before}{BEGIN}\n{text}\n{END}{after}")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="what gpu.py was given as --results")
+    parser.add_argument("--into", type=Path, default=ROOT, help="a checkout, for other than this")
+    args = parser.parse_args(arguments)
+    try:
+        found = results(args.folder)
+        for content in found.values():
+            path = args.into / "benchmarks" / "results" / content["path"].name
+            evidence.write_whole(path, content["path"].read_text())
+            print(path)
+        for path in ship(args.folder, args.into / "attn_fuse" / "kernels"):
+            print(path)
+        # The tables are of all calls of this device, also of those made before.
+        label = content["path"].stem.rpartition(content["call"] + "-")[2]
+        stored = args.into / "benchmarks" / "results"
+        same = {json.loads(p.read_text())["call"]: p for p in sorted(stored.glob(f"gpu-[1-4]-*-{label}.json"))}
+        write(args.into / "README.md", block({call: json.loads(path.read_text()) for call, path in same.items()}))
+        print(args.into / "README.md", "(look over what it says elsewhere of GPUs)")
+    except (ResultsError, OSError, ValueError) as problem:
+        raise SystemExit(f"gpu_results.py: {problem}") from problem
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,338 @@
+"""The sections of benchmarks/gpu.py's four calls: each yields rows, made in workers, and ends by its time."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import gpu_cases
+import gpu_tasks
+from attn_fuse.bench import Effort, Measuring, kernels_on
+from attn_fuse.kernels import evidence
+from attn_fuse.kernels.case import Case
+from attn_fuse.kernels.evidence import AS_WRITTEN
+from attn_fuse.kernels.measure import Device, seconds_in_words
+from attn_fuse.workers import Pool, Worker, spared
+from gpu_attention import FEATURES, Bench, Row
+from harness import ROOT
+
+# Seconds that a row of the grid may take, a shape, a case, a compilation; and a kernel before the others had theirs.
+CHECK, SHAPE, CASE, COMPILE, FIRST = 40.0, 45.0, 40.0, 100.0, 20.0
+# What a worker imports before its first deadline begins.
+TASKS = ("gpu_tasks",)
+# So many processes that a kernel broke are enough.
+MAX_LOST = 12
+# Batch and length of the caches that are decoded from.
+CACHES_READ = ((32, 4096), (1, 32768), (8, 16384), (64, 1024))
+# The one that most waits for comes first.
+ORDER = ("triton_flash", "triton_decode", "triton_flash_hopper", "chunked")
+
+
+@dataclass
+class Run:
+    """One call: where it runs and writes. end: by `time.perf_counter`. earlier: what earlier calls left."""
+
+    device: torch.device
+    results: Path
+    caches: Path
+    end: float
+    number: int
+    about: dict[str, Any] = field(default_factory=dict)
+    earlier: dict[str, Any] = field(default_factory=dict)
+    sections: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def tiny(self) -> bool:
+        return self.device.type == "cpu"
+
+    @property
+    def bench(self) -> Bench:
+        return Bench(self.device, self.tiny)
+
+    @property
+    def label(self) -> str:
+        if self.device.type == "cpu":
+            return "cpu"
+        return re.sub(r"[^a-z0-9]+", "-", self.about["machine"]["gpu"].lower().removeprefix("nvidia ")).strip("-")
+
+    @property
+    def left(self) -> float:
+        return self.end - time.perf_counter()
+
+    def patience(self, seconds: float) -> float:
+        """A deadline: on a CPU, where Inductor's first program takes a minute to compile, a longer one."""
+        return seconds * (4 if self.tiny else 1)
+
+    def until(self, share: float) -> float:
+        """When a section ends that may take this share of what is left."""
+        return time.perf_counter() + share * max(0.0, self.left)
+
+    @property
+    def own(self) -> list[str]:
+        """Our operators here that are not known to be wrong; the one in plain torch where there are no others."""
+        wrong = self.earlier.get("wrong kernels", {})
+        names = [name for name in ORDER if name in self.about["operators"] and name not in wrong]
+        return [name for name in names if name != "chunked"] or names
+
+    def workers(self) -> int:
+        return 2 if self.tiny else max(2, gpu_tasks.cores() - 2)
+
+    def path(self, name: str) -> Path:
+        return self.results / f"gpu-{self.number}-{name}-{self.label}.json"
+
+
+Section = Callable[[Run, float], Iterator[Row]]
+
+
+# ---- 1: what is right
+
+
+def ceilings(run: Run, end: float) -> Iterator[Row]:
+    """What a large matrix product and a large copy reach."""
+    with Worker(imports=TASKS) as worker:
+        answer = worker.call(min(60.0, end - time.perf_counter()), gpu_tasks.ceilings, run.bench)
+    yield from answer.value or [{"failed": answer.problem}]
+
+
+def correctness(run: Run, end: float) -> Iterator[Row]:
+    """Our operators on the shared grid: 20 s for each, so that none takes the time of the others; then the rest."""
+    kernels = run.own
+    with Worker(imports=TASKS) as worker:
+        asked = {name: worker.call(60.0, gpu_tasks.grid_rows, name, run.device, run.tiny) for name in kernels}
+    waiting = {name: list(answer.value or ()) for name, answer in asked.items()}
+    seen = {name: {"right": 0, "wrong": 0, "lost": 0, "not run": 0} for name in kernels}
+    with Pool(run.workers(), gpu_tasks.environment(), TASKS) as pool:
+        for first in (True, False):
+            for number, name in enumerate(kernels):
+                share = (end - time.perf_counter()) / (len(kernels) - number)
+                begin = time.perf_counter() + (min(FIRST, share) if first else share)
+                if seen[name]["lost"] >= MAX_LOST:
+                    continue
+                yield from _checked(run, pool, name, waiting[name], seen[name], begin, end)
+    for name in kernels:
+        seen[name]["not run"] = len(waiting[name])
+    wrong = {
+        name: f"{counts['wrong']} rows wrong, {counts['lost']} lost, {counts['right']} right"
+        for name, counts in seen.items()
+        if counts["lost"] >= MAX_LOST or counts["wrong"] > gpu_tasks.MAX_WRONG * max(1, counts["right"])
+    }
+    run.earlier["wrong kernels"] = wrong
+    yield {"checked": seen, "wrong kernels": wrong}
+
+
+def _checked(
+    run: Run, pool: Pool, name: str, waiting: list[Any], seen: dict[str, int], begin: float, end: float
+) -> Iterator[Row]:
+    """Rows of what is wrong; those that were answered leave `waiting`."""
+    asked = list(waiting)
+    calls = [(gpu_tasks.checked, name, c, run.device) for c in asked]
+    with contextlib.closing(pool.answers(calls, run.patience(CHECK), end, begin)) as answers:
+        for number, answer in answers:
+            c, said = asked[number], answer.problem or answer.value
+            if answer.lost and time.perf_counter() >= end:
+                continue  # it was not its fault
+            waiting.remove(c)
+            seen["lost" if answer.lost else "wrong" if said else "right"] += 1
+            if said:
+                yield {"kernel": name, "case": str(c), "lost" if answer.lost else "wrong": said}
+            if seen["lost"] >= MAX_LOST:
+                return
+
+
+# ---- 2: how fast
+
+
+def shapes(tiny: bool) -> list[tuple[int, int, bool]]:
+    """(length, head_dim, causal), the most telling first."""
+    if tiny:
+        return [(64, 16, True), (64, 16, False)]
+    plain = [(length, dim, True) for length in (4096, 16384, 512) for dim in (64, 128, 256)]
+    more = [(2048, 128, True), (2048, 64, True), (4096, 80, True), (4096, 96, True)]
+    full = [(length, dim, False) for length in (4096, 16384, 512) for dim in (64, 128, 256)]
+    return plain + more + full
+
+
+def speed(run: Run, end: float) -> Iterator[Row]:
+    """Plain attention, what torch has no kernel for, and decoding: compiled side by side, measured one by one."""
+    own = run.own
+    torchs = ["sdpa"] if run.tiny else ["sdpa", "cudnn", "flash", "efficient"]
+    tasks: list[tuple[Callable[..., Any], list[str], tuple[Any, ...]]] = []
+    flash = [name for name in own if name != "triton_decode"]
+    sizes = ((2, 65),) if run.tiny else CACHES_READ
+    plain = [(gpu_tasks.plain, [*torchs, *flash], shape) for shape in shapes(run.tiny)]
+    decoding = [(gpu_tasks.decoding, ["sdpa", *own], size) for size in sizes]
+    features = [(gpu_tasks.features, ["flex", "sdpa", *flash], (feature,)) for feature in FEATURES]
+    tasks = [*plain[:6], *decoding[:2], *features, *plain[6:], *decoding[2:]]
+    dry = Bench(run.device, run.tiny, dry=True)
+    compiled = [
+        (function, [name], dry, *shape)
+        for function, names, shape in tasks
+        for name in names
+        if name in own or name == "flex"
+    ]
+    compile_end = time.perf_counter() + 0.3 * (end - time.perf_counter())
+    with Pool(run.workers(), gpu_tasks.environment(), TASKS) as pool:
+        yield from _compiled(run, pool, compiled, compile_end)
+    with Worker(imports=TASKS) as worker:
+        for function, names, shape in tasks:
+            if time.perf_counter() >= end:
+                yield {"not run": f"{function.__name__} {shape}"}
+                continue
+            answer, broke = spared(worker, run.patience(SHAPE), end, function, names, run.bench, *shape)
+            for row in answer.value or [{"what": f"{function.__name__} {shape}", "failed": answer.problem}]:
+                yield {"section": function.__name__, **row} | ({"broke": broke} if broke else {})
+
+
+def _compiled(run: Run, pool: Pool, calls: Sequence[tuple[Any, ...]], end: float) -> Iterator[Row]:
+    """Run each call once, so that the caches on disk have it; a row says how many did."""
+    started, done, failed = time.perf_counter(), 0, {}
+    for number, answer in pool.answers(calls, run.patience(COMPILE), end):
+        if answer.problem and len(failed) < 20:
+            failed[" ".join(map(str, calls[number][1:]))[:200]] = answer.problem
+        done += not answer.problem
+    seconds = round(time.perf_counter() - started, 1)
+    yield {"compiled": done, "of": len(calls), "seconds": seconds, "failed": failed}
+
+
+# ---- 3: evidence
+
+
+def gathered(run: Run, end: float) -> Iterator[Row]:
+    """Evidence: each case as written under Inductor and on every kernel, compiled side by side, measured one by one."""
+    wrong = run.earlier.get("wrong kernels", {})
+    kernels = ["chunked", "cpu_flash"] if run.tiny else _kernels(run)
+    kernels = [name for name in kernels if name not in wrong]
+    known = _small(gpu_cases.cases()) if run.tiny else [*gpu_cases.cases()]
+    compile_end = time.perf_counter() + 0.42 * (end - time.perf_counter())
+    share = 0.5 / run.workers()
+    with Pool(run.workers(), gpu_tasks.environment(), TASKS) as pool:
+        calls = [(gpu_tasks.compiled, kernels, case, run.device, share) for _, case in known]
+        yield from _compiled(run, pool, calls, compile_end)
+    rows: list[evidence.Row] = []
+    effort = Effort(2, 0.1, 0.0) if run.tiny else Effort(rounds=9, seconds=0.8)
+    with Measuring(run.device, effort, seconds=run.patience(CASE)) as measuring:
+        for what, case in known:
+            if time.perf_counter() >= end:
+                yield {"what": what, "case": str(case), "left out": "no time was left"}
+                continue
+            seen = measuring.observation(case, end, kernels)
+            head = {"what": what, "case": str(case if seen.row is None else seen.row.case)}
+            if seen.row is None or (seen.busy and not run.tiny):
+                yield head | {"left out": seen.problem or seen.busy, "why_not": dict(seen.why_not)}
+                continue
+            rows.append(seen.row)
+            _write_evidence(run, rows)
+            yield head | {"us": dict(seen.row.times), "why_not": dict(seen.why_not)}
+
+
+def _kernels(run: Run) -> list[str]:
+    # In plain torch it is measured where there is time; here it would take the time of the others.
+    return [name for name in kernels_on(run.device) if name != "chunked"]
+
+
+def _small(cases: Iterator[tuple[str, Case]]) -> list[tuple[str, Case]]:
+    small = {"dtype": "float32", "batch": 1, "heads": 4, "kv_len": 32, "head_dim": 8, "value_dim": 8}
+    return [
+        (what, replace(case, **small, q_len=min(case.q_len, 32), kv_heads=max(1, 4 * case.kv_heads // case.heads)))
+        for what, case in cases
+    ][:3]
+
+
+def _write_evidence(run: Run, rows: Sequence[evidence.Row]) -> None:
+    head = run.about["machine"]
+    evidence.write_table(run.results / f"evidence_{run.device.type}_{run.label}.json", head, rows)
+    evidence.write_table(evidence.own_path(Device.of_machine(head), torch.__version__), head, rows)
+
+
+def choices(run: Run, end: float) -> Iterator[Row]:
+    """What the picker chooses by this evidence, and what that takes over the best there was."""
+    found = run.sections.get("evidence", {}).get("rows", [])
+    measured = {row["case"]: row["us"] for row in found if "us" in row}
+    with Worker(imports=TASKS) as worker:
+        for what, case in _small(gpu_cases.cases()) if run.tiny else gpu_cases.cases():
+            times = measured.get(str(case))
+            if times is None or time.perf_counter() >= end:
+                continue
+            answer = worker.call(min(20.0, end - time.perf_counter()), gpu_tasks.picked, case, run.device)
+            if answer.problem:
+                yield {"what": what, "failed": answer.problem}
+                continue
+            name, why = answer.value
+            row = {"what": what, "case": str(case), "picked": name, "because": why}
+            if name in times:
+                row |= {"over the best": round(times[name] / min(times.values()), 3)}
+                row |= {"over as written": round(times[name] / times[AS_WRITTEN], 3)}
+            yield row
+
+
+# ---- 4: models
+
+
+def models(run: Run, end: float) -> Iterator[Row]:
+    """A training step of GPT-2 small, with the variants of each row compiled side by side."""
+    variants = [(model, variant) for model, (_, names) in gpu_tasks.MODELS.items() for variant in names]
+    wrong = run.earlier.get("wrong kernels", {})
+    variants = [(model, variant) for model, variant in variants if variant not in wrong]
+    bench = run.bench
+    # A step holds about 20 GB at once as written, 10 GB on a fused kernel; three in ten are as written.
+    at_once = 2 if run.tiny else max(2, min(len(variants), run.about["machine"].get("free_memory", 0) // (16 << 30)))
+    compile_end = time.perf_counter() + 0.45 * (end - time.perf_counter())
+    with Pool(at_once, {"TORCHINDUCTORCOMPILE_THREADS": "4"}) as pool:
+        calls = [(gpu_tasks.first_step, [variant], bench, model) for model, variant in variants]
+        yield from _compiled(run, pool, calls, compile_end)
+    for model in gpu_tasks.MODELS:
+        left = end - time.perf_counter()
+        if left < 5:
+            yield {"what": model, "failed": "no time was left"}
+            continue
+        with Worker(imports=TASKS) as worker:
+            names = [variant for of, variant in variants if of == model]
+            answer, broke = spared(worker, left, end, gpu_tasks.training, names, bench, model, 5.0)
+        row = answer.value or {"what": model, "failed": answer.problem}
+        yield row | ({"broke": broke} if broke else {})
+
+
+def tests(run: Run, end: float) -> Iterator[Row]:
+    """tests/gpu/test_cuda.py, by pytest where it is installed, on several processes where pytest-xdist is."""
+    if not gpu_tasks.installed("pytest"):
+        yield {"left out": "pytest is not installed"}
+        return
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu/test_cuda.py"]
+    command += ["-n", str(run.workers())] if gpu_tasks.installed("xdist") else []
+    left = max(1.0, end - time.perf_counter())
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=left, check=False, start_new_session=False
+        )
+        yield {"exit": done.returncode, "said": done.stdout[-4000:] + done.stderr[-1000:]}
+    except subprocess.TimeoutExpired as late:
+        said = late.stdout.decode() if isinstance(late.stdout, bytes) else late.stdout or ""
+        yield {"failed": f"stopped after {seconds_in_words(left)}", "said": said[-4000:]}
+
+
+# ---- the four calls
+
+
+@dataclass(frozen=True)
+class Call:
+    """minutes: that it takes at most. sections: each with the share of what is then left that it may take."""
+
+    minutes: float
+    sections: Mapping[str, tuple[Section, float]]
+
+
+CALLS = {
+    "correct": Call(7.0, {"ceilings": (ceilings, 0.15), "correctness": (correctness, 1.0)}),
+    "speed": Call(7.5, {"speed": (speed, 1.0)}),
+    "evidence": Call(8.0, {"evidence": (gathered, 0.92), "choices": (choices, 1.0)}),
+    "models": Call(5.0, {"models": (models, 0.9), "tests": (tests, 1.0)}),
+}

@@ -1,0 +1,170 @@
+"""benchmarks/gpu_results.py: what a GPU brought becomes evidence that the picker finds, and tables in the README."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+# Before the tests, which have a `harness`, too.
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import gpu_cases
+import gpu_results
+from attn_fuse.kernels import evidence
+from attn_fuse.kernels.evidence import AS_WRITTEN
+from attn_fuse.kernels.measure import Device
+
+ROOT = Path(gpu_results.__file__).parents[1]
+HEAD = {"gpu": "NVIDIA H200", "torch": "2.11.0+cu130", "cpu": "a CPU", "threads": 16}
+(ONE, FIRST), (TWO, SECOND), (_, THIRD), *_ = gpu_cases.cases()
+TIMES = {AS_WRITTEN: 400.0, "cuda_efficient": 150.0, "triton_flash": 100.0}
+SPEED = [
+    {"section": "plain", "head_dim": 128, "length": 4096, "pass": "forward",
+     "us": {"sdpa": 100.0, "cudnn": 90.0, "triton_flash": 110.0},
+     "graph_us": {"cudnn": 80.0, "triton_flash": 100.0, "triton_flash_hopper": 100.0}, "failed": {}},
+    {"section": "plain", "head_dim": 128, "length": 16384, "pass": "forward",
+     "us": {"sdpa": 100.0, "cudnn": 90.0, "triton_flash": 60.0}, "failed": {}},
+    {"section": "plain", "head_dim": 128, "length": 4096, "pass": "backward", "us": {}, "failed": {"cudnn": "no"}},
+    {"section": "features", "feature": "documents", "pass": "forward",
+     "us": {"flex": 30.0, "sdpa": 90.0, "triton_flash": 20.0}, "failed": {}},
+    {"section": "decoding", "batch": 32, "cache": 4096, "pass": "forward", "us": {"sdpa": 9.0},
+     "tb_per_s": {"sdpa": 2.0, "triton_decode": 3.7, "triton_flash": 1.0}, "failed": {}},
+    {"not run": "plain (512, 64, False)"},
+]  # fmt: skip
+STEP = {
+    "what": "GPT-2 small", "failed": {},
+    "seconds": {"inductor": 0.2, "sdpa": 0.1, "attn_fuse": 0.09, "triton_flash": 0.11},
+    "peak_bytes": {"inductor": 30 << 30, "sdpa": 10 << 30, "attn_fuse": 11 << 30, "triton_flash": 12 << 30},
+}  # fmt: skip
+CALLS = {
+    "correct": {
+        "ceilings": [{"what": "bf16 matmul 8192", "us": 1.0, "tflops": 790.0}],
+        "correctness": [{"checked": {"triton_flash": {"right": 9, "wrong": 1, "lost": 0, "not run": 3}}}],
+    },
+    "speed": {"speed": SPEED},
+    "evidence": {
+        "evidence": [{"compiled": 3}, {"what": ONE, "case": str(FIRST), "us": TIMES}],
+        "choices": [
+            {"what": ONE, "case": str(FIRST), "picked": "triton_flash", "over the best": 1.0, "over as written": 0.25},
+            {"what": TWO, "failed": "stopped"},
+        ],
+    },
+    "models": {"models": [{"compiled": 10}, STEP], "tests": [{"exit": 0}]},
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """What four calls bring back."""
+    for number, (call, sections) in enumerate(CALLS.items(), 1):
+        content = {"machine": HEAD, "call": call, "tiny": False}
+        content["sections"] = {name: {"status": "complete", "rows": rows} for name, rows in sections.items()}
+        evidence.write_whole(tmp_path / "back" / f"gpu-{number}-{call}-h200.json", json.dumps(content))
+    rows = [evidence.Row(case, TIMES) for case in (FIRST, SECOND)]
+    evidence.write_table(tmp_path / "back" / "evidence_cuda_h200.json", HEAD, rows)
+    return tmp_path / "back"
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch) -> Path:
+    """As much of a checkout as is written to, from which the picker then reads."""
+    made = tmp_path / "checkout"
+    (made / "attn_fuse" / "kernels").mkdir(parents=True)
+    for path in (
+        *(ROOT / "attn_fuse" / "kernels").glob("evidence_*.json"),
+        ROOT / "attn_fuse" / "kernels" / "evidence.py",
+    ):
+        shutil.copy(path, made / "attn_fuse" / "kernels")
+    shutil.copy(ROOT / "README.md", made)
+    monkeypatch.setattr(evidence, "__file__", str(made / "attn_fuse" / "kernels" / "evidence.py"))
+    monkeypatch.setenv("ATTN_FUSE_CACHE", str(tmp_path / "cache"))
+    evidence.tables.cache_clear()
+    yield made
+    evidence.tables.cache_clear()
+
+
+def test_evidence_ships_and_is_found(folder: Path, checkout: Path) -> None:
+    gpu_results.main([str(folder), "--into", str(checkout)])
+    h200, h100 = Device("cuda", "NVIDIA H200"), Device("cuda", "NVIDIA H100 80GB HBM3")
+    assert {table.device.type for table in evidence.tables()} == {"cpu", "cuda"}
+    found = evidence.compare("triton_flash", FIRST, h200, HEAD["torch"], evidence.tables())
+    assert found is not None and found.ratio == pytest.approx(0.25) and "on a device of this name" in found.how
+    found = evidence.compare("triton_flash", FIRST, h100, HEAD["torch"], evidence.tables())
+    assert found is not None and "on NVIDIA H200" in found.how
+    # A second device has a file of its own.
+    evidence.write_table(folder / "evidence_cuda_h100.json", HEAD | {"gpu": h100.name}, [evidence.Row(FIRST, TIMES)])
+    gpu_results.main([str(folder), "--into", str(checkout)])
+    evidence.tables.cache_clear()
+    assert {table.device for table in evidence.tables() if table.device.type == "cuda"} == {h100, h200}
+
+
+def test_what_is_measured_again_replaces_and_the_rest_stays(folder: Path, checkout: Path) -> None:
+    gpu_results.main([str(folder), "--into", str(checkout)])
+    again = TIMES | {"triton_flash": 50.0}
+    path, shipped = folder / "evidence_cuda_h200.json", checkout / "attn_fuse" / "kernels" / "evidence_cuda_h200.json"
+    evidence.write_table(path, HEAD, [evidence.Row(case, again) for case in (SECOND, THIRD)])
+    gpu_results.main([str(folder), "--into", str(checkout)])
+    rows = evidence.read_table(shipped).rows
+    assert {row.case: row.times["triton_flash"] for row in rows} == {FIRST: 100.0, SECOND: 50.0, THIRD: 50.0}
+    # Rows of another torch do not stand beside.
+    evidence.write_table(path, HEAD | {"torch": "2.12.0"}, [evidence.Row(THIRD, again)])
+    gpu_results.main([str(folder), "--into", str(checkout)])
+    assert [row.case for row in evidence.read_table(shipped).rows] == [THIRD]
+
+
+def test_the_readme_has_the_figures_and_can_be_written_again(folder: Path, checkout: Path) -> None:
+    before = (checkout / "README.md").read_text()
+    assert "No figure here is of a GPU" in before
+    gpu_results.main([str(folder), "--into", str(checkout)])
+    written = (checkout / "README.md").read_text()
+    start, end = before.index(gpu_results.BEGIN), before.index(gpu_results.END)
+    assert written.startswith(before[:start]) and written.endswith(before[end:])
+    for line in (
+        "On one NVIDIA H200, torch 2.11.0+cu130",
+        "A bf16 matmul 8192: 790.0 TFLOP/s. `triton_flash`: 9 of 10 rows of the shared grid right against float64.",
+        "| D 128, T >= 4k | 0.95 of cuDNN forward | 0.80 to 1.50 | - | 0.80 to 1.50 | - |",
+        "| documents | 1.3 of FlexAttention | 1.50 | - | 1.50 | - |",
+        "| decoding, 32 heads, 8 of keys, D 128 | 3.6 TB/s | 3.70 TB/s | - | 2.00 TB/s | - |",
+        f"| {ONE} | {FIRST} | `triton_flash` | 0.25 | 1.50 |",
+        "| GPT-2 small | 90 ms | 0.45 | 0.90 | 30720.0 MiB, 11264.0 MiB, 10240.0 MiB |",
+        "| GPT-2 small, on `triton_flash` alone | 110 ms | 0.55 | 1.10 | 30720.0 MiB, 12288.0 MiB, 10240.0 MiB |",
+    ):
+        assert line in written, written[start:]
+    gpu_results.main([str(folder), "--into", str(checkout)])
+    assert (checkout / "README.md").read_text() == written
+    stored = checkout / "benchmarks" / "results"
+    assert len([*stored.glob("gpu-*.json")]) == 4
+    # A call that is made again alone leaves the tables of the others.
+    for path in folder.glob("gpu-[234]-*.json"):
+        path.unlink()
+    gpu_results.main([str(folder), "--into", str(checkout)])
+    assert (checkout / "README.md").read_text() == written
+
+
+def test_parts_that_are_missing_are_left_out(folder: Path, checkout: Path) -> None:
+    for path in folder.glob("gpu-[123]-*.json"):
+        path.unlink()
+    gpu_results.main([str(folder), "--into", str(checkout)])
+    written = (checkout / "README.md").read_text()
+    assert "| GPT-2 small | 90 ms |" in written and "times as fast as torch's" not in written
+
+
+def test_what_is_no_result_is_refused(folder: Path, checkout: Path, tmp_path: Path) -> None:
+    before = (checkout / "README.md").read_text()
+    (tmp_path / "empty").mkdir()
+    dry = json.loads((folder / "gpu-1-correct-h200.json").read_text()) | {"tiny": True}
+    evidence.write_whole(tmp_path / "dry" / "gpu-1-correct-cpu.json", json.dumps(dry))
+    for where, words in (
+        ("empty", "has no gpu-N-CALL-DEVICE.json"),
+        ("dry", "is of a dry run, whose figures mean nothing"),
+    ):
+        with pytest.raises(SystemExit, match=words):
+            gpu_results.main([str(tmp_path / where), "--into", str(checkout)])
+    (checkout / "README.md").write_text("nothing to write between")
+    with pytest.raises(SystemExit, match="has not the lines"):
+        gpu_results.main([str(folder), "--into", str(checkout)])
+    assert before.count(gpu_results.BEGIN) == before.count(gpu_results.END) == 1
