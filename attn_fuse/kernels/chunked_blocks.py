@@ -20,8 +20,10 @@ from torch import Tensor
 
 from attn_fuse.kernels.chunked_plan import Part, Plan, planned, reads
 from attn_fuse.kernels.chunked_steps import run, shift_of
+from attn_fuse.kernels.lookup import add_up, head_dimension
 from attn_fuse.kernels.score_gradient import differentiable, gradients, needed
 from attn_fuse.kernels.score_program import Block, Memo, Tree, accumulate, evaluate, gathered
+from attn_fuse.kernels.skewed import Skewed
 
 
 def attend(
@@ -181,19 +183,25 @@ def _rows_backward(
         key, value = part.key[:, slice(*keys)], part.value[:, slice(*keys)]
         raw, apart = plan.scores(part, block, scored, key), plan.apart(part, block)
         dweights = torch.bmm(grad, value.mT, out=plan.memory(part, block, 1, plan.multiplied))
-        into = {node[1]: plan.skewed(node, block) for node in plan.steps.into}
+        read = plan.read(block)
+        value_of = {id(node): value for node, value in zip(plan.steps.leaves, read, strict=False)}
+        into = [plan.gradient_of(node, block, value_of[id(node)]) for node in plan.steps.into]
         tensors = [raw.view(block.shape), dweights.view(block.shape), *columns]
-        tensors += [memory.view(block.shape) for memory in apart] + [memory.block for memory in into.values()]
-        found = iter(run(plan.steps, "backward", tensors + plan.read(block), plan.compiles))
+        tensors += [memory.view(block.shape) for memory in apart]
+        tensors += [memory.block if isinstance(memory, Skewed) else memory for memory in into]
+        found = iter(run(plan.steps, "backward", tensors + read, plan.compiles))
         (draw,) = apart or [raw]
         for sum_, left, right in ((dvalues, dweights, grad), (dkeys, draw, query)):
             _add_product(sum_[:, slice(*keys)], left.mT, right)
         _add_product(dquery, draw, key)
         for node in plan.steps.wanted:
             accumulate(node, next(found), sums[node[1]], tuple(itertools.islice(found, len(node[2:]))), block)
-        for number, memory in into.items():
-            along = plan.diagonal(sums[number], block)
-            along.add_(memory.sums().sum_to_size(along.shape))
+        for node, memory in zip(plan.steps.into, into, strict=True):
+            if isinstance(memory, Skewed):
+                along = plan.diagonal(sums[node[1]], block)
+                along.add_(memory.sums().sum_to_size(along.shape))
+            else:
+                add_up(head_dimension(node), memory, sums[node[1]], plan.places(node, block), block.origin[1])
     return dquery.view(*grad_rows.shape[:3], -1)
 
 

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from attn_fuse.kernels.score_program import FRACTIONAL, POSITIONS, Block, ScoreProgram, Tree, nodes
+from attn_fuse.kernels.score_program import FRACTIONAL, Block, ScoreProgram
+from attn_fuse.kernels.tree import POSITIONS, Tree, dependences, nodes, of_difference, varying
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,22 +51,22 @@ def hoisted(text: str, shapes: Sequence[Sequence[int]]) -> Hoisted:
 
     Worth it are, of the difference of positions, lookups and transcendentals, and of one position, longer formulas.
     """
-    return _hoisted(text, tuple(tuple(n != 1 for n in shape[2:4]) for shape in shapes))
+    return _hoisted(text, tuple(map(varying, shapes)))
 
 
 @functools.cache
-def _hoisted(text: str, varies: tuple[tuple[bool, ...], ...]) -> Hoisted:
+def _hoisted(text: str, varies: tuple[frozenset[str], ...]) -> Hoisted:
     program = ScoreProgram.loads(text)
     known: dict[int, Tree] = {}
     parts: list[HoistedPart] = []
 
     def rewritten(tree: Tree) -> Tree:
-        alone, dependence = _of_difference(tree, varies), _dependence(tree, varies)
+        alone, dependence = of_difference(tree, varies), dependences(tree, varies)
 
         def of(node: Tree) -> str:
             if id(node) in alone and _is_costly(node):
                 return "j - i"
-            return min(dependence[id(node)] or "i") if _is_long(node, dependence) else ""
+            return min(dependence[id(node)] & {"i", "j"} or "i") if _is_long(node, dependence) else ""
 
         def replaced(node: Tree) -> Tree:
             if id(node) not in known:
@@ -88,47 +88,6 @@ def _hoisted(text: str, varies: tuple[tuple[bool, ...], ...]) -> Hoisted:
     return Hoisted(program, tuple(parts), len(varies))
 
 
-@dataclass(frozen=True)
-class Skewed:
-    """Memory for a block that is summed along its diagonals.
-
-    Between its rows lie zeros, as many as a strip has rows: read as rows longer by one than they are, each row of a
-    strip is shifted against the one before it. The sums of the strips, so shifted again, are added up.
-
-    block: [.., rows, columns], to be written. strips: [.., count, rows of one, width], the same memory. total: [..,
-    count, rows + columns - 1]; shifted: [.., count, width], where the sum of each strip goes in it.
-    """
-
-    block: Tensor
-    strips: Tensor
-    shifted: Tensor
-    total: Tensor
-
-    def sums(self) -> Tensor:
-        """The sums over equal (column - row), ascending: [.., 1, rows + columns - 1]."""
-        torch.sum(self.strips, -2, out=self.shifted)
-        return self.total.sum(-2, keepdim=True)[..., 1 - sum(self.block.shape[-2:]) :]
-
-
-def skewed(like: Tensor) -> Skewed:
-    """Memory for a block of the shape, dtype and device of `like`."""
-    (*planes, rows, columns), n = like.shape, _ROWS_OF_A_STRIP
-    count = -(-rows // n)
-    width, step, length = n + columns - 1, n + columns, count * n + columns - 1
-    memory = like.new_zeros(*planes, count * n * step + n)
-    total = like.new_zeros(*planes, count, length)
-    outer, outer_total = memory.stride()[:-1], total.stride()[:-2]
-    return Skewed(
-        memory.as_strided((*planes, rows, columns), (*outer, step, 1), n),
-        memory.as_strided((*planes, count, n, width), (*outer, n * step, step + 1, 1), 1),
-        total.as_strided((*planes, count, width), (*outer_total, length - n, 1), (count - 1) * n),
-        total,
-    )
-
-
-_ROWS_OF_A_STRIP = 16
-
-
 def _is_costly(node: Tree) -> bool:
     names = {part[0] for part in nodes(node)}
     return bool(names & {"i", "j"}) and bool(names & {"gather", *FRACTIONAL})
@@ -140,65 +99,6 @@ _LONG = 8
 
 def _is_long(node: Tree, dependence: dict[int, frozenset[str]]) -> bool:
     """Whether it takes many operations to compute `node`, from one position at most."""
-    if len(dependence[id(node)]) > 1 or "score" in dependence[id(node)]:
+    if {"i", "j"} <= dependence[id(node)] or "score" in dependence[id(node)]:
         return False
     return sum(part[0] not in ("const", "number", "input", *POSITIONS) for part in nodes(node)) >= _LONG
-
-
-def _dependence(tree: Tree, varies: tuple[tuple[bool, ...], ...]) -> dict[int, frozenset[str]]:
-    """Of each node below `tree`, by identity: which of "i", "j" and "score" its value depends on."""
-    found: dict[int, frozenset[str]] = {}
-    for node in nodes(tree):
-        own = {node[0]} & {"i", "j", "score"}
-        if node[0] == "input":
-            own = {name for name, along in zip("ij", varies[node[1]], strict=True) if along}
-        found[id(node)] = frozenset(own).union(*(found[id(part)] for part in node[1:] if isinstance(part, tuple)))
-    return found
-
-
-def _of_difference(tree: Tree, varies: tuple[tuple[bool, ...], ...]) -> frozenset[int]:
-    """The nodes below `tree`, by identity, whose value depends on the positions through j - i alone, or not at all."""
-    slopes: dict[int, tuple[int, int] | None] = {}
-    found: set[int] = set()
-    for node in nodes(tree):
-        children = [part for part in node[1:] if isinstance(part, tuple)]
-        slopes[id(node)] = slope = _slope(node, [slopes[id(part)] for part in children])
-        if slope is not None:
-            alone = slope[0] == -slope[1]
-        elif node[0] == "input":
-            alone = not any(varies[node[1]])
-        else:
-            alone = node[0] != "score" and all(id(part) in found for part in children)
-        if alone:
-            found.add(id(node))
-    return frozenset(found)
-
-
-def _slope(node: Tree, children: Sequence[tuple[int, int] | None]) -> tuple[int, int] | None:
-    """How an exact linear function of the positions grows with i and with j; None for what is none."""
-    match node[0]:
-        case "i":
-            return 1, 0
-        case "j":
-            return 0, 1
-        case "b" | "h" | "number":
-            return 0, 0
-        case "const" if type(node[1]) is int:
-            return 0, 0
-        case "cast" if node[1] == "int64":
-            return children[0]
-    known = [slope for slope in children if slope is not None]
-    if len(known) < len(children):
-        return None
-    match node:
-        case ("add", _, _):
-            return known[0][0] + known[1][0], known[0][1] + known[1][1]
-        case ("sub", _, _):
-            return known[0][0] - known[1][0], known[0][1] - known[1][1]
-        case ("neg", _):
-            return -known[0][0], -known[0][1]
-        case ("mul", ("const", int(c)), _):
-            return c * known[1][0], c * known[1][1]
-        case ("mul", _, ("const", int(c))):
-            return c * known[0][0], c * known[0][1]
-    return None

@@ -16,11 +16,25 @@ from torch import Tensor
 
 from attn_fuse.kernels.centring import centre_of, less_centre
 from attn_fuse.kernels.chunked_dropout import Dropout, dropout
-from attn_fuse.kernels.chunked_hoisted import Hoisted, Skewed, hoisted, skewed
+from attn_fuse.kernels.chunked_hoisted import Hoisted, hoisted
 from attn_fuse.kernels.chunked_steps import Steps
+from attn_fuse.kernels.lookup import head_dimension, look_up, places, rest, rows_of
 from attn_fuse.kernels.operands import check_dropout, check_shapes
 from attn_fuse.kernels.score_gradient import differentiable
-from attn_fuse.kernels.score_program import POSITIONS, Block, ScoreProgram, Tree, bound, evaluate, narrowed, nodes
+from attn_fuse.kernels.score_program import (
+    POSITIONS,
+    Block,
+    Memo,
+    ScoreProgram,
+    Tree,
+    bound,
+    evaluate,
+    narrowed,
+    nodes,
+    widened,
+)
+from attn_fuse.kernels.skewed import Skewed, skewed
+from attn_fuse.kernels.tree import dependences, varying
 from attn_fuse.kernels.visibility import visibility
 
 # Queries in one block: these, up to so many where heads are too few to fill one or no key is hidden; fewer in a window.
@@ -75,8 +89,10 @@ class Plan:
     positions: list[Tensor]
     constants: list[Tensor]
     centre: Tensor | None = None
-    buffers: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
+    buffers: dict[tuple[object, torch.dtype], Tensor] = field(default_factory=dict)
     skews: dict[tuple[int, ...], Skewed] = field(default_factory=dict)
+    tables: dict[int, Tensor] = field(default_factory=dict)
+    at: dict[int, tuple[Block, Tensor]] = field(default_factory=dict)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -187,10 +203,14 @@ class Plan:
 
     def memory(self, part: Part, block: Block, which: int, dtype: torch.dtype) -> Tensor:
         """For something as large as the scores of a block, [key heads, groups * rows, columns]; `which` of several."""
-        count = math.prod(block.shape)
+        return self._room(which, block.shape, dtype).view(len(part.key), -1, block.shape[3])
+
+    def _room(self, which: object, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Memory of this shape that the next block with the same `which` writes over."""
+        count = math.prod(shape)
         if (which, dtype) not in self.buffers or self.buffers[which, dtype].numel() < count:
             self.buffers[which, dtype] = self.query.new_empty(count, dtype=dtype)
-        return self.buffers[which, dtype][:count].view(len(part.key), -1, block.shape[3])
+        return self.buffers[which, dtype][:count].view(shape)
 
     def apart(self, part: Part, block: Block) -> list[Tensor]:
         """Memory for what the steps make of the scores, where it is of another dtype than they are."""
@@ -213,14 +233,43 @@ class Plan:
                 return _small(self.diagonal(self.inputs[n], block)).squeeze(-2).unfold(-1, block.shape[3], 1)
             case ("input", n):
                 return _small(narrowed(self.inputs[n], block))
+            case ("gather", *_):
+                return self._looked_up(node, block)
         return _small(narrowed(self.positions[POSITIONS.index(node[0])], block))
 
-    def skewed(self, node: Tree, block: Block) -> Skewed:
-        """Memory for the gradient of what is read along diagonals on a block."""
-        like = self._leaf(node, block)
-        key = (node[1], *like.shape)
+    def _looked_up(self, node: Tree, block: Block) -> Tensor:
+        """What a lookup reads on a block: [B|1, H|1, rows, columns]."""
+        table = self.inputs[node[1]]
+        if id(node) not in self.tables:
+            self.tables[id(node)] = widened(rows_of(head_dimension(node), table), block)
+        rows, at = self.tables[id(node)], self.places(node, block)
+        if head_dimension(node) is not None:
+            rows = rows[slice(*block.spans[1])]
+        out = self._room(node, (len(at), len(rows), *block.shape[2:]), rows.dtype)
+        look_up(rows, at, out)
+        return out
+
+    def places(self, node: Tree, block: Block) -> Tensor:
+        """Where a lookup reads on a block."""
+        if id(node) not in self.at or self.at[id(node)][0] != block:
+            hoisted = (part for part in nodes(node) if part[0] == "diagonal")
+            memo: Memo = {id(part): self._leaf(part, block).flip(-2) for part in hoisted}
+            indices = [
+                evaluate(x, None, self.inputs, self.numbers, block, memo).long()
+                for x in rest(head_dimension(node), node[2:])
+            ]
+            shape = (max(map(len, indices)), 1, *block.shape[2:])
+            self.at[id(node)] = block, places(rest(head_dimension(node), self.inputs[node[1]].shape), indices, shape)
+        return self.at[id(node)][1]
+
+    def gradient_of(self, node: Tree, block: Block, value: Tensor) -> Skewed | Tensor:
+        """Memory for the gradient of what is read on a block, `value`, along diagonals or from a table."""
+        dtype = torch.promote_types(value.dtype, self.dtype)
+        if node[0] == "gather":
+            return self._room(("gradient", node), value.shape, dtype)
+        key = (node[1], *value.shape)
         if key not in self.skews:
-            self.skews[key] = skewed(like.to(torch.promote_types(like.dtype, self.dtype)))
+            self.skews[key] = skewed(value.to(dtype))
         return self.skews[key]
 
     def diagonal(self, values: Tensor, block: Block) -> Tensor:
@@ -275,6 +324,8 @@ def planned(
     grows = {n for n, want in enumerate(wanted) if want and inputs[n].is_floating_point()}
     trees = [part.tree for part in found.parts]
     grows |= {found.first + n for n, tree in enumerate(trees) if differentiable([tree], reads(tree, grows))}
+    on_cpu = device.type == "cpu"
+    varies = tuple(varying(x.shape) for x in (*inputs, *before)) if on_cpu else None
     drops = _drops(seed, dropout_p)
     shared = (centred or centre is not None) and shares(found.program, seed, dropout_p)
     return Plan(
@@ -285,7 +336,7 @@ def planned(
         numbers=numbers,
         wanted=frozenset(grows),
         hoisted=found,
-        steps=_steps(found, frozenset(grows), drops, shared, dtype, multiplied),
+        steps=_steps(found, varies, frozenset(grows), drops, shared, dtype, multiplied),
         dropout=dropout(seed, dropout_p, batch, heads, q_len, kv_len, dtype) if drops and seed is not None else None,
         compiles=math.prod(sizes) >= COMPILE_FROM,
         positions=[_along(torch.arange(n, device=device), dim) for dim, n in enumerate(sizes)],
@@ -310,23 +361,48 @@ def reads(tree: Tree, wanted: Container[int]) -> list[Tree]:
 
 @functools.cache
 def _steps(
-    found: Hoisted, wanted: frozenset[int], drops: bool, shares: bool, dtype: torch.dtype, multiplied: torch.dtype
+    found: Hoisted,
+    varies: tuple[frozenset[str], ...] | None,
+    wanted: frozenset[int],
+    drops: bool,
+    shares: bool,
+    dtype: torch.dtype,
+    multiplied: torch.dtype,
 ) -> Steps:
+    """varies: as for `dependences`, where tables are looked up before the steps."""
     program = found.program
     trees = [program.score] if program.factor is None else [program.score, program.factor]
-    distinct = list({id(node): node for tree in trees for node in nodes(tree)}.values())
+    apart = set() if varies is None else {id(node) for tree in trees for node in _lookups(tree, varies)}
+    distinct = list({id(node): node for tree in trees for node in nodes(tree, lambda node: id(node) in apart)}.values())
     read = [node for node in distinct if node[0] in ("input", "diagonal", "gather") and node[1] in wanted]
+    into = tuple(node for node in read if node[0] == "diagonal" or id(node) in apart)
     return Steps(
         program=program,
-        leaves=tuple(node for node in distinct if node[0] in ("number", "input", "diagonal", *POSITIONS)),
-        sources=tuple(sorted({node[1] for node in distinct if node[0] == "gather"})),
-        wanted=tuple(node for node in read if node[0] != "diagonal"),
-        into=tuple(node for node in read if node[0] == "diagonal"),
+        leaves=tuple(n for n in distinct if n[0] in ("number", "input", "diagonal", *POSITIONS) or id(n) in apart),
+        sources=tuple(sorted({node[1] for node in distinct if node[0] == "gather" and id(node) not in apart})),
+        wanted=tuple(node for node in read if node not in into),
+        into=into,
         drops=drops,
         shares=shares,
         dtype=dtype,
         multiplied=multiplied,
     )
+
+
+def _lookups(tree: Tree, varies: tuple[frozenset[str], ...]) -> list[Tree]:
+    """The nodes of `tree` that read, for each query and key, a table at a place which is the same for all heads.
+
+    Inductor's code for a CPU finds the place anew for each head, and reads element for element.
+    """
+    known = dependences(tree, varies)
+
+    def is_one(node: Tree) -> bool:
+        if node[0] != "gather":
+            return False
+        on = frozenset().union(*(known[id(place)] for place in rest(head_dimension(node), node[2:])))
+        return {"i", "j"} <= on and not on & {"h", "score"}
+
+    return [node for node in nodes(tree) if is_one(node)]
 
 
 def _along(values: Tensor, dim: int) -> Tensor:

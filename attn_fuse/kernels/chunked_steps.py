@@ -33,8 +33,9 @@ class Steps:
     """The point-wise steps of a score program.
 
     leaves: the nodes whose tensors are handed in, block by block; what is read along diagonals has its rows in
-    reverse. sources: the inputs that are looked up, handed in whole. wanted: those of the leaves and lookups whose
-    gradient is; into: those whose gradient goes into memory handed in, and is not given. drops: whether there is
+    reverse. A "gather" that is no leaf is read in the step; sources: the inputs that these look up, handed in whole.
+    wanted: those of the leaves and lookups whose gradient is, and is given; into: those whose gradient goes into memory
+    handed in. drops: whether there is
     dropout. shares: whether values are centred, and weights do not sum to 1. dtype: of the scores and all that is
     computed; multiplied: of what a product is then made of.
     """

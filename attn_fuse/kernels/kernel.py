@@ -22,7 +22,8 @@ class Kernel:
 
     limits: yields the reasons that the fields cannot say, one sentence each; it is asked only where these allow.
     emit: builds the call; returns the node that holds [batch, heads, q_len, value_dim].
-    needs_evidence: not even tried on a device without measurements of it there, unless it is asked for by name.
+    needs_evidence: on a device without measurements of it there, not used before it has passed a self-check, unless it
+        is asked for by name.
     """
 
     name: str

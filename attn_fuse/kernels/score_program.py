@@ -23,7 +23,7 @@ import functools
 import json
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,11 +31,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Tree = tuple[Any, ...]
+from attn_fuse.kernels import lookup
+from attn_fuse.kernels.tree import POSITIONS as POSITIONS
+from attn_fuse.kernels.tree import Tree as Tree
+from attn_fuse.kernels.tree import children
+from attn_fuse.kernels.tree import nodes as nodes
+
 # By the identity of a node. None: to be kept once it has been computed.
 Memo = dict[int, Tensor | None]
 
-POSITIONS = ("b", "h", "i", "j")
 COMPARISONS = tuple("ge gt le lt eq ne".split())
 BINARY = tuple("add sub mul div floordiv mod maximum minimum pow fmod remainder atan2".split())
 # Those that keep an integer an integer, or make a bool; then those that make a fraction of it.
@@ -256,7 +260,7 @@ def accumulate(node: Tree, gradient: Tensor, into: Tensor, indices: tuple[Tensor
     if node[0] == "input":
         narrowed(into, block).add_(gradient)
     elif into.ndim:
-        into.index_put_(indices, gradient.to(into.dtype), accumulate=True)
+        lookup.accumulate(node, gradient.to(into.dtype), into, indices, block.origin[1])
     else:
         into.add_(gradient.sum())
 
@@ -275,31 +279,12 @@ def bound(tree: Tree | None, numbers: Sequence[int]) -> int | None:
     raise ValueError(f"not a bound: {tree}")
 
 
-def nodes(tree: Tree | None) -> Iterator[Tree]:
-    """Every distinct node of a tree, children first."""
-    seen: set[int] = set()
-
-    def walk(node: Tree) -> Iterator[Tree]:
-        if id(node) not in seen:
-            seen.add(id(node))
-            for child in _children(node):
-                yield from walk(child)
-            yield node
-
-    if tree is not None:
-        yield from walk(tree)
-
-
-def _children(node: Tree) -> Iterator[Tree]:
-    return (part for part in node[1:] if isinstance(part, tuple))
-
-
 def _shared(*trees: Tree | None) -> frozenset[int]:
     once: set[int] = set()
     twice: set[int] = set()
     distinct = {id(node): node for tree in trees for node in nodes(tree)}
     needed = [tree for tree in trees if tree is not None]
-    needed += [child for node in distinct.values() for child in _children(node)]
+    needed += [child for node in distinct.values() for child in children(node)]
     for node in needed:
         (twice if id(node) in once else once).add(id(node))
     return frozenset(twice)

@@ -1,7 +1,8 @@
 """torch's own fused kernels behind `F.scaled_dot_product_attention`: flash on CPU; cuDNN, flash and efficient on CUDA.
 
 Taken: what torch itself says these can run, asked with tensors of the same shapes. Declined: what would end in the
-unfused fallback, and masks whose rows without a key would come out as another value.
+unfused fallback, and masks whose rows without a key would come out as another value. Flash on CPU has one width for all
+rows: the narrower ones are padded with zeros, which add nothing to a product.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,11 +38,12 @@ def cpu_limits(attention: Attention, facts: Facts) -> Iterator[str]:
         reasons.append("torch has no fused attention with dropout on CPU")
     if facts.bias_needs_grad:
         reasons.append("a bias needs a gradient, which this kernel does not give")
-    if facts.value_dim != facts.head_dim:
-        reasons.append(f"value_dim {facts.value_dim} differs from head_dim {facts.head_dim}")
+    if facts.value_dim != facts.head_dim and facts.symbolic & {"head_dim", "value_dim"}:
+        reasons.append("value_dim differs from head_dim, and they may change from call to call")
     yield from reasons
     if not reasons and facts.device.type == "cpu":
-        query, key, value, mask = _stand_ins(attention, facts, facts.device)
+        width = max(facts.head_dim, facts.value_dim)
+        query, key, value, mask = _stand_ins(attention, replace(facts, head_dim=width, value_dim=width), facts.device)
         chosen = sdpa_choice(
             query, key, value, mask, 0.0, attention.mask.is_causal and mask is None, facts.heads != facts.kv_heads
         )
@@ -125,21 +128,29 @@ def _probability(attention: Attention) -> float:
 
 
 def emit(backend: SDPBackend, call: Call) -> Node:
-    facts, operands = call.facts, (call.query(), call.key(), call.value())
+    facts, (query, key, value) = call.facts, (call.query(), call.key(), call.value())
+    wider = facts.value_dim - facts.head_dim if facts.device.type == "cpu" else 0
+    if wider > 0:
+        query, key = (call.node(F.pad, x, (0, wider)) for x in (query, key))
+    elif wider < 0:
+        value = call.node(F.pad, value, (0, -wider))
     mask = _mask(call)
     if mask is not None and tensor(mask).is_floating_point() and not facts.bias_needs_grad:
         # Without gradients a view of a parameter says that it requires one, and then torch takes no fused kernel.
         mask = call.node("detach", mask)
     function = F.scaled_dot_product_attention if facts.device.type == "cpu" else PINNED[backend]
-    return call.node(
+    out = call.node(
         function,
-        *operands,
+        query,
+        key,
+        value,
         attn_mask=mask,
         dropout_p=call.dropout_p(),
         is_causal=call.attention.mask.is_causal and not call.attention.biases,
         scale=call.scale(),
         enable_gqa=facts.heads != facts.kv_heads,
     )
+    return out if wider >= 0 else call.node(torch.narrow, out, -1, 0, facts.value_dim)
 
 
 def _mask(call: Call) -> Node | None:

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from attn_fuse import torch_internals
 from attn_fuse.kernels import chunked_blocks, chunked_plan, chunked_steps
-from attn_fuse.kernels.chunked_hoisted import hoisted, skewed
+from attn_fuse.kernels.chunked_hoisted import hoisted
 from attn_fuse.kernels.score_program import ScoreProgram
+from attn_fuse.kernels.skewed import skewed
 from tests.graph.chunked_cases import CASE, Case, H, K, Q, S, Sizes, const, documents, drawn, region
 
 # The second has blocks of other sizes than the first.

@@ -75,6 +75,15 @@ def documents(s: Sizes) -> list[Tensor]:
     return [torch.randint(0, 4, (s.batch, 1, s.q_len, 1)), torch.randint(0, 3, (s.batch, 1, 1, s.kv_len))]
 
 
+def stored(s: Sizes, *of: tuple[int, bool, bool]) -> list[Tensor]:
+    """Places in a dimension of a table for each query and key: its size, whether batch entries and heads differ.
+
+    Some are counted from the end.
+    """
+    shapes = [(s.batch if batch else 1, s.heads if head else 1, s.q_len, s.kv_len) for _, batch, head in of]
+    return [torch.randint(-size, size, shape) for shape, (size, _, _) in zip(shapes, of, strict=True)]
+
+
 def randn(*shape: int) -> Callable[[Sizes], list[Tensor]]:
     """One tensor; a -1 in `shape` stands for the whole dimension."""
 
@@ -178,6 +187,52 @@ CASES = [
             None,
         ),
         lambda s: [torch.randn(12, s.heads), torch.randn(12)],
+    ),
+    Case(
+        "table at stored places",
+        ScoreProgram(["add", S, ["gather", 1, ["input", 0], H]]),
+        lambda s, at, places, table: s + table[places, at.h],
+        lambda s: [*stored(s, (23, False, False)), torch.randn(23, s.heads)],
+    ),
+    Case(
+        "table at stored places of each batch entry",
+        ScoreProgram(["add", S, ["gather", 1, H, ["cast", "int64", ["input", 0]]]]),
+        lambda s, at, places, table: s + table[at.h, places.long()],
+        lambda s: [stored(s, (23, True, False))[0].int(), torch.randn(s.heads, 23)],
+    ),
+    Case(
+        "table at stored places of each head",
+        ScoreProgram(["add", S, ["gather", 1, H, ["input", 0]]]),
+        lambda s, at, places, table: s + table[at.h, places],
+        lambda s: [*stored(s, (23, False, True)), torch.randn(s.heads, 23)],
+    ),
+    Case(
+        "table without heads at stored places",
+        ScoreProgram(["mul", S, ["sigmoid", ["gather", 1, ["input", 0]]]]),
+        lambda s, at, places, table: s * table[places].sigmoid(),
+        lambda s: [*stored(s, (23, False, False)), torch.randn(23)],
+    ),
+    Case(
+        "table read twice, of several dimensions",
+        ScoreProgram(
+            ["add", S, ["gather", 2, ["input", 0], H, ["input", 1]]],
+            factor=[
+                "tanh",
+                ["gather", 2, ["input", 0], H, ["maximum", ["minimum", ["sub", K, Q], const(3)], const(0)]],
+            ],
+        ),
+        lambda s, at, row, column, table: (
+            s + table[row, at.h, column],
+            table[row, at.h, (at.j - at.i).clamp(0, 3)].tanh(),
+            None,
+        ),
+        lambda s: [*stored(s, (5, False, False), (4, True, False)), torch.randn(5, s.heads, 4)],
+    ),
+    Case(
+        "Boolean table at stored places",
+        ScoreProgram(where(["gather", 1, ["input", 0], H], ["mul", S, const(0.3)], -100.0)),
+        lambda s, at, places, table: hidden(table[places, at.h], s * 0.3, -100.0),
+        lambda s: [*stored(s, (23, False, False)), torch.rand(23, s.heads) < 0.7],
     ),
     Case(
         "softcap",

@@ -32,8 +32,8 @@ _DROPOUT: Values = {"dropout": ("0.25",)}
 _ANY_BIAS = _all_but("bias", "none")
 # A bias that is not learned may hide all keys of a query, and many a backward gets that wrong.
 _GIVEN_BIAS: Values = {"bias": ("full", "of the keys", "alibi")}
-# In inference it is nine float16 rows with a bias that it does not take: any may be that dtype's lowest number.
-_CPU_FLASH = _BEYOND_SDPA | _TWO_DIMS | _DROPOUT
+# In inference the rows that it declines are float16, with a bias or fully masked queries.
+_CPU_FLASH = _BEYOND_SDPA | _DROPOUT
 _CUDA_FLASH = (
     _BEYOND_SDPA
     | _TWO_DIMS
@@ -45,16 +45,13 @@ _EFFICIENT: Values = _BEYOND_SDPA | {"heads": ("4 of 2", "4 of 1")}
 _FLEX = _DROPOUT | {"factor": ("of the keys",)}
 _FLEX_CUDA: Values = _FLEX | {"dims": ("8, 8", "64, 8")}
 _DECODE: Values = _DROPOUT | {"lengths": ("251, 127", "257, 515")}
-_HOPPER: Values = _DROPOUT | {"sink": ("of each head",), "factor": ("of the keys",)}
-_HOPPER_TRAINING: Values = _HOPPER | _ANY_BIAS | {"function": ("temperature of each head",)}
-_ON_HOPPER = {True: Takes(_HOPPER_TRAINING), False: Takes(_HOPPER)}
 
 # By device and kernel, then by whether there are gradients. A kernel that gives none has no entry for training.
 TAKES: Mapping[str, Mapping[str, Mapping[bool, Takes]]] = {
     "cpu": {
-        "cpu_flash": {True: Takes(_CPU_FLASH | _ANY_BIAS, accepted=59), False: Takes(_CPU_FLASH, accepted=90)},
+        "cpu_flash": {True: Takes(_CPU_FLASH | _ANY_BIAS, accepted=69), False: Takes(_CPU_FLASH, accepted=97)},
         "triton_flash": {True: Takes({}), False: Takes({})},
-        "triton_flash_hopper": _ON_HOPPER,
+        "triton_flash_hopper": {True: Takes({}), False: Takes({})},
         "triton_decode": {False: Takes(_DECODE)},
         "flex": {False: Takes(_FLEX | {"sink": ("of each head",)})},
         "chunked": {True: Takes({}, accepted=122), False: Takes({}, accepted=120)},
@@ -64,7 +61,7 @@ TAKES: Mapping[str, Mapping[str, Mapping[bool, Takes]]] = {
         "cuda_flash": {True: Takes(_CUDA_FLASH), False: Takes(_CUDA_FLASH)},
         "cuda_efficient": {True: Takes(_EFFICIENT | _GIVEN_BIAS), False: Takes(_EFFICIENT)},
         "triton_flash": {True: Takes({}), False: Takes({})},
-        "triton_flash_hopper": _ON_HOPPER,
+        "triton_flash_hopper": {True: Takes({}), False: Takes({})},
         "triton_decode": {False: Takes(_DECODE)},
         "flex": {True: Takes(_FLEX_CUDA | _GIVEN_BIAS), False: Takes(_FLEX_CUDA)},
         "chunked": {True: Takes({}, accepted=122), False: Takes({}, accepted=120)},

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,17 +42,6 @@ class Call:
         reads = {"input", "gather", "or"} & {node[0] for node in nodes(program.visible)}
         return program.visible is None or (not reads and (program.lower or program.upper) is not None)
 
-    @property
-    def scale(self) -> float:
-        """What the scores are multiplied by, where nothing else is done but that the bounds hide some; else 0."""
-        score: Any = ScoreProgram.loads(self.program).score
-        if score[0] == "where" and self.is_bounded:
-            score = score[2] if score[3] == ("const", -math.inf) else score
-        match score:
-            case ("mul", ("score",), ("const", scale)) if scale > 0:
-                return float(scale)
-        return 0.0
-
 
 @dataclass(frozen=True)
 class Operator:
@@ -76,15 +65,16 @@ def _chunked(c: Call) -> Callable[[], Tensor]:
     return lambda: chunked(c.query, c.key, c.value, c.inputs, c.numbers, c.seed, c.dropout_p, c.program, False)[0]
 
 
-def _flash(c: Call) -> Callable[[], Tensor]:
-    from attn_fuse.kernels.triton.flash_op import triton_flash
+def _flash(c: Call, descriptors: bool = False) -> Callable[[], Tensor]:
+    from attn_fuse.kernels.triton.flash_op import triton_flash, triton_flash_hopper
     from attn_fuse.kernels.triton.spans import spans
 
     found: tuple[Any, Any] = (None, None)
     if not c.is_bounded:
         sizes = (*c.query.shape[:3], c.key.shape[2])
         found = spans([x.detach() for x in c.inputs], c.numbers, *sizes, c.program, c.query.device)
-    return lambda: triton_flash(
+    operator = triton_flash_hopper if descriptors else triton_flash
+    return lambda: operator(
         c.query, c.key, c.value, c.inputs, c.numbers, c.seed, *found, c.dropout_p, c.program, False
     )[0]
 
@@ -95,24 +85,7 @@ def _decode(c: Call) -> Callable[[], Tensor]:
     return lambda: decode(c.query, c.key, c.value, c.inputs, c.numbers, c.program)
 
 
-def _hopper(c: Call) -> Callable[[], Tensor]:
-    from attn_fuse.kernels.triton.hopper_op import hopper
-
-    scale = c.scale
-    return lambda: hopper(c.query, c.key, c.value, c.inputs, c.numbers, c.program, scale)[0]
-
-
 _IN_TRITON = {"dtype": ("float32", "bfloat16", "float16")}
-_IN_HOPPER = {
-    "dtype": ("float16", "bfloat16"),
-    "dropout": ("none",),
-    "sink": ("none",),
-    "factor": ("none",),
-    # Its gradients are those of query, key and value, and not where a query sees no key and a mean is wanted.
-    "bias": ("none", "full", "of the keys", "alibi"),
-    "function": ("none", "softcap", "arbitrary", "temperature of each query"),
-    "empty rows": ("nan", "zero"),
-}
 CHUNKED = Operator("chunked", _chunked, {})
 FLASH = Operator("triton_flash", _flash, _IN_TRITON)
 DECODE = Operator(
@@ -121,7 +94,9 @@ DECODE = Operator(
     _IN_TRITON
     | {"gradient": ("none",), "dropout": ("none",), "lengths": ("1, 17", "13, 29", "1, 333", "16, 251", "29, 13")},
 )
-HOPPER = Operator("triton_flash_hopper", _hopper, _IN_HOPPER)
+HOPPER = Operator(
+    "triton_flash_hopper", functools.partial(_flash, descriptors=True), {"dtype": ("float16", "bfloat16")}
+)
 
 
 def operators(device: torch.device) -> dict[str, Operator]:

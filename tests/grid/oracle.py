@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.grid.case import Case, Operands, attention, held_softmax
-from tests.harness import ROUNDINGS, TIMES_EAGER
+from tests.rounding import ROUNDINGS, TIMES_EAGER
 
 Results = dict[str, Tensor]
 

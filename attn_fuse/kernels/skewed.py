@@ -1,0 +1,49 @@
+"""Skewed: the sums of a block along its diagonals, by adding up rows of memory that are shifted against each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Skewed:
+    """Memory for a block that is summed along its diagonals.
+
+    Between its rows lie zeros, as many as a strip has rows: read as rows longer by one than they are, each row of a
+    strip is shifted against the one before it. The sums of the strips, so shifted again, are added up.
+
+    block: [.., rows, columns], to be written. strips: [.., count, rows of one, width], the same memory. total: [..,
+    count, rows + columns - 1]; shifted: [.., count, width], where the sum of each strip goes in it.
+    """
+
+    block: Tensor
+    strips: Tensor
+    shifted: Tensor
+    total: Tensor
+
+    def sums(self) -> Tensor:
+        """The sums over equal (column - row), ascending: [.., 1, rows + columns - 1]."""
+        torch.sum(self.strips, -2, out=self.shifted)
+        return self.total.sum(-2, keepdim=True)[..., 1 - sum(self.block.shape[-2:]) :]
+
+
+def skewed(like: Tensor) -> Skewed:
+    """Memory for a block of the shape, dtype and device of `like`."""
+    (*planes, rows, columns), n = like.shape, _ROWS_OF_A_STRIP
+    count = -(-rows // n)
+    width, step, length = n + columns - 1, n + columns, count * n + columns - 1
+    memory = like.new_zeros(*planes, count * n * step + n)
+    total = like.new_zeros(*planes, count, length)
+    outer, outer_total = memory.stride()[:-1], total.stride()[:-2]
+    return Skewed(
+        memory.as_strided((*planes, rows, columns), (*outer, step, 1), n),
+        memory.as_strided((*planes, count, n, width), (*outer, n * step, step + 1, 1), 1),
+        total.as_strided((*planes, count, width), (*outer_total, length - n, 1), (count - 1) * n),
+        total,
+    )
+
+
+_ROWS_OF_A_STRIP = 16
