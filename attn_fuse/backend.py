@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from attn_fuse import selfcheck
 from attn_fuse.attention import Attention
 from attn_fuse.check import disagreement
 from attn_fuse.constants import Guard, Proof
@@ -19,7 +20,7 @@ from attn_fuse.errors import NotFusedError
 from attn_fuse.expand import expand
 from attn_fuse.facts import Facts
 from attn_fuse.functional import make_functional
-from attn_fuse.kernels.picker import Stopwatch, pick
+from attn_fuse.kernels.picker import SelfCheck, Stopwatch, pick
 from attn_fuse.names import INLINE_SUBGRAPHS, op_name
 from attn_fuse.options import Fuel, Options, chosen_kernels, fuel_of, parse_options
 from attn_fuse.region import Region
@@ -119,17 +120,19 @@ def _rewritten(
     for s in [s for s in scopes(graph) if s.path in made]:
         if (found := make_functional(s, made[s.path])) is not None:
             still[s.path] = found.and_also(still.get(s.path))
+    allowed, fuse_all = options.kernels if chosen is None else chosen, options.pick == "fused"
     rewriter = Rewriter(
         graph,
         inputs,
-        pick=functools.partial(
-            pick, allowed=options.kernels if chosen is None else chosen, fuse_all=options.pick == "fused"
+        pick=lambda attention, facts, stopwatch, self_check: pick(
+            attention, facts, stopwatch, allowed, fuse_all, self_check
         ),
         may_rewrite=fuel.allows,
         written=still,
         left=left,
         constants=constants,
         stopwatch_of=functools.partial(_stopwatch, options) if options.pick == "measured" else None,
+        self_check_of=functools.partial(_self_check, options) if options.try_unmeasured else None,
         compiled=options.inner_backend == "inductor",
     )
     sites = rewriter.rewrite(options.seconds, started)
@@ -214,6 +217,19 @@ def _stopwatch(
     """What measures a site as written and on kernels, for `pick`."""
     trial = Trial(region, attention, facts, mode, values, options.inner_backend, options.mode)
     return trial.measure
+
+
+def _self_check(
+    options: Options,
+    region: Region,
+    attention: Attention,
+    facts: Facts,
+    values: Mapping[Node, Any],
+    proved: Mapping[Node, str],
+) -> SelfCheck:
+    """What tries kernels on a site that were never measured on the device, for `pick`."""
+    site = selfcheck.Site(region, attention, facts, values, proved, options.inner_backend, options.mode)
+    return site.verdict
 
 
 def _by_inner_backend(options: Options, graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -58,11 +58,37 @@ class ClosedForm:
         return ex.Const(al.rounded(value, self.dtype))
 
 
-def closed_form(tensor: torch.Tensor) -> ClosedForm | None:
+@dataclass(frozen=True)
+class Diagonals:
+    """Whole numbers that depend on (last index - index before it), in more steps than are written out.
+
+    So is an index buffer that a table of distances is read by, or of buckets of them. One row and column have them all.
+    """
+
+    dtype: torch.dtype
+
+    def places(self, index: tuple[sympy.Expr, ...]) -> tuple[Expr, ...]:
+        """Where in the first row or column the element at `index` stands too."""
+        apart = sympy.expand(index[-1] - index[-2])
+        below, above = (ex.Binary("maximum", ex.Index(x), ex.Const(0)) for x in (-apart, apart))
+        return (*map(ex.Index, index[:-2]), below, above)
+
+    def equals(self, tensor: torch.Tensor) -> bool:
+        """Whether the elements of `tensor` are so. Reads the whole tensor."""
+        return closed_form(tensor) == self
+
+    def __str__(self) -> str:
+        return "a function of the distance"
+
+
+_PLACES = (torch.int32, torch.int64)
+
+
+def closed_form(tensor: torch.Tensor) -> ClosedForm | Diagonals | None:
     """The closed form that `tensor`'s contents equal exactly, or None. Reads the whole tensor.
 
-    Found are: one value everywhere; a matrix (its leading dimensions 1) whose element depends on column - row in at
-    most three steps: triangles and bands, Boolean, 0/1 or additive.
+    Found are: one value everywhere; a matrix (its leading dimensions 1) whose element depends on column - row, in at
+    most three steps (triangles and bands, Boolean, 0/1 or additive), or in any number of them if it is made of places.
     """
     if tensor.numel() == 0 or tensor.is_complex() or tensor.layout != torch.strided:
         return None
@@ -79,6 +105,8 @@ def closed_form(tensor: torch.Tensor) -> ClosedForm | None:
     # values of column - row = 1 - rows, ..., columns - 1
     diagonals = torch.cat([matrix[:, 0].flip(0), matrix[0, 1:]])
     changes = (diagonals[1:] != diagonals[:-1]).nonzero().flatten() + 1
+    if changes.numel() + 1 > _MOST_STEPS and tensor.dtype in _PLACES:
+        return Diagonals(tensor.dtype)
     if changes.numel() + 1 > _MOST_STEPS or not bool((diagonals == diagonals).all()):
         return None
     steps: list[tuple[int | None, float]] = [(None, float(diagonals[0]))]
@@ -91,7 +119,7 @@ class Proof:
     """That graph input number `input` holds the contents that `form` says."""
 
     input: int
-    form: ClosedForm
+    form: ClosedForm | Diagonals
     source: str
 
 

@@ -36,6 +36,7 @@ class Facts:
     weights_used: whether the program also uses the scores or weights elsewhere, so that they are computed anyway.
     compiled: whether Inductor compiles what becomes of the graph.
     checkpointed: whether it stands in an activation checkpoint of a graph that `is_frozen`.
+    repeats: how often the program as written has each key and value in memory, for the queries that share them.
     """
 
     device: torch.device
@@ -55,6 +56,7 @@ class Facts:
     weights_used: bool = False
     compiled: bool = True
     checkpointed: bool = False
+    repeats: int = 1
 
     @property
     def score_bytes(self) -> int:
@@ -75,8 +77,12 @@ def facts_of(
     weights_used: bool = False,
     compiled: bool = True,
     checkpointed: bool = False,
+    multiplied: Sequence[int] = (),
 ) -> Facts:
-    """The facts of `attention`, whose loads are of `leaves` (fake tensors and numbers)."""
+    """The facts of `attention`, whose loads are of `leaves` (fake tensors and numbers).
+
+    multiplied: the number of elements of each operand of a matrix product in the program as written.
+    """
     tensors = [leaf if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
 
     def read(*expressions: Expr) -> list[torch.Tensor]:
@@ -103,6 +109,7 @@ def facts_of(
     limit = min(_ORDINARY, torch.finfo(dtype).max / 4)
     wanting = torch.is_grad_enabled()
     widths = [t.dtype for t in added if t.dtype.is_floating_point]
+    first = {name: _on_first_call(size, leaves) for name, size in sizes.items()}
     return Facts(
         device=operands[0].device,
         dtype=dtype,
@@ -114,8 +121,21 @@ def facts_of(
         weights_used=weights_used,
         compiled=compiled,
         checkpointed=checkpointed,
-        **{name: _on_first_call(size, leaves) for name, size in sizes.items()},
+        repeats=_repeats(multiplied, **first),
+        **first,
     )
+
+
+def _repeats(
+    multiplied: Sequence[int], batch: int, heads: int, kv_heads: int, q_len: int, kv_len: int, head_dim: int,
+    value_dim: int,
+) -> int:  # fmt: skip
+    """How often each key and value is an operand, of the two products query key^T and weights value."""
+    each = batch * kv_heads * kv_len * (head_dim + value_dim)
+    if len(multiplied) != 4 or not each:
+        return 1
+    others = batch * heads * q_len * (head_dim + kv_len)
+    return max(1, round((sum(multiplied) - others) / each))
 
 
 def _added(attention: Attention) -> Iterator[Expr]:

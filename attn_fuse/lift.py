@@ -19,7 +19,7 @@ from torch.fx import Node
 
 from attn_fuse import algebra as al
 from attn_fuse import expression as ex
-from attn_fuse.constants import ClosedForm
+from attn_fuse.constants import ClosedForm, Diagonals
 from attn_fuse.expression import Expr
 from attn_fuse.names import is_learned, value_of
 from attn_fuse.normalize import Normal
@@ -57,10 +57,11 @@ class NotLifted(Exception):
         self.node = node
 
 
-def lift(normal: Normal, closed_forms: Mapping[int, ClosedForm]) -> Lifted:
+def lift(normal: Normal, closed_forms: Mapping[int, ClosedForm | Diagonals]) -> Lifted:
     """The region's output as an element expression.
 
     closed_forms: for leaves whose contents are known and proved, the form to use instead of a load, by leaf number.
+    Diagonals are used in the places where a parameter in training is read: its gradient is then summed along them.
     Raises NotLifted.
     """
     space = Space(lower=lower_bounds(normal.mode))
@@ -73,11 +74,13 @@ def lift(normal: Normal, closed_forms: Mapping[int, ClosedForm]) -> Lifted:
         raise NotLifted(str(problem), normal.origin.get(problem.node) if problem.node is not None else None) from None
     values = map(value_of, normal.region.leaves)
     learned = frozenset(n for n, x in enumerate(values) if is_learned(x))
+    along = {n: form for n, form in closed_forms.items() if isinstance(form, Diagonals)}
+    element = lifter.read_along(element, along, learned) if along else element
     return Lifted(element, indices, output.shape, output.dtype, space, lifter.leaf_dtypes, learned)
 
 
 class _Lifter:
-    def __init__(self, normal: Normal, closed_forms: Mapping[int, ClosedForm], space: Space) -> None:
+    def __init__(self, normal: Normal, closed_forms: Mapping[int, ClosedForm | Diagonals], space: Space) -> None:
         self.normal = normal
         self.closed_forms = closed_forms
         self.space = space
@@ -105,9 +108,33 @@ class _Lifter:
             return value if isinstance(value, torch.SymInt) else ex.Scalar(number)
         self.leaf_dtypes[number] = value.dtype
         form = self.closed_forms.get(number)
-        if form is not None:
+        if isinstance(form, ClosedForm):
             return Tensor(shape_of(value), value.dtype, lambda index: form.element(index, self.space))
         return Tensor(shape_of(value), value.dtype, lambda index: ex.Load(number, index), leaf=number)
+
+    def read_along(self, x: Expr, along: Mapping[int, Diagonals], learned: frozenset[int]) -> Expr:
+        """`x` with the places in leaves of `learned` that a leaf of `along` holds read from its first row or column."""
+
+        def changed(x: Expr) -> Expr:
+            if isinstance(x, ex.Gather) and x.leaf in learned:
+                return ex.Gather(x.leaf, tuple(map(place, x.index)))
+            return al.rebuilt(x, changed)
+
+        def place(x: Expr) -> Expr:
+            if isinstance(x, ex.Load) and x.leaf in along and self._is_within(x):
+                return ex.Gather(x.leaf, along[x.leaf].places(x.index))
+            return al.rebuilt(x, place)
+
+        return changed(x)
+
+    def _is_within(self, load: ex.Load) -> bool:
+        """Whether the element exists wherever it is loaded: of tensors laid end to end those not chosen may not."""
+        tensor = value_of(self.normal.region.leaves[load.leaf])
+        assert isinstance(tensor, torch.Tensor)
+        return all(
+            self.space.is_nonnegative(i) and self.space.is_nonnegative(length - 1 - i)
+            for i, length in zip(load.index, shape_of(tensor), strict=True)
+        )
 
     def constant(self, node: Node) -> Tensor:
         value = getattr(self.normal.graph, str(node.target))

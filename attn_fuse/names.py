@@ -5,6 +5,8 @@ They say nothing about what an operation means. A name that stands in no table m
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch.fx import Node
 from torch.utils import _pytree as pytree
@@ -60,6 +62,12 @@ IN_THE_SHAPE_OF = frozenset(
 INLINE_SUBGRAPHS = frozenset({"tag_activation_checkpoint", "invoke_subgraph", "wrap"})
 # In these it is run any number of times, on operands that the graph does not name.
 LOOPED_SUBGRAPHS = frozenset({"while_loop", "cond", "scan", "map_impl", "map"})
+
+
+def elements(tensor: torch.Tensor) -> int:
+    """The number of elements on the first call."""
+    sizes = [n.node.hint if isinstance(n, torch.SymInt) else n for n in tensor.shape]
+    return math.prod(1 if n is None else n for n in sizes)
 
 
 def op_name(node: Node) -> str:

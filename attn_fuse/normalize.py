@@ -17,7 +17,7 @@ import torch.fx.traceback
 from torch.fx import GraphModule, Node, map_arg
 
 from attn_fuse.modes import autocast_of
-from attn_fuse.names import DROPOUT, FUSED, op_name, requires_grad, value_of
+from attn_fuse.names import DROPOUT, FUSED, elements, op_name, requires_grad, value_of
 from attn_fuse.region import Region
 from attn_fuse.torch_internals import FakeTensorMode, decompositions, functionalized, make_fx, on_fake_tensors
 
@@ -50,6 +50,12 @@ class Normal:
     origin: dict[Node, Node]
     mode: FakeTensorMode
     trains: bool = False
+
+    @property
+    def multiplied(self) -> tuple[int, ...]:
+        """The number of elements of each operand of a matrix product, on the first call."""
+        products = (node for node in self.graph.graph.nodes if op_name(node) in ("mm", "bmm"))
+        return tuple(elements(x.meta["val"]) for node in products for x in node.args)
 
 
 class NotNormal(Exception):

@@ -34,6 +34,8 @@ class Options:
     check: run every graph as written and rewritten on its first inputs, compare outputs, gradients and what is written
         in place, and refuse the rewrites with which they disagree.
     seconds: what looking for attention in one graph may take; the sites after that stay as written.
+    try_unmeasured: whether a kernel of ours that was never measured on this device may be used there, where its
+        estimate promises more, once it has passed a self-check and was faster by the clock (`attn_fuse.selfcheck`).
     mode: torch.compile's `mode`, handed to the inner backend. "max-autotune" and "max-autotune-no-cudagraphs" mean
         pick="measured", too (torch.compile takes a mode or options, not both).
     compiles: False leaves the rewritten graph as it is, while kernels are picked as for the inner backend; for a graph
@@ -47,6 +49,7 @@ class Options:
     fuel: int | None = None
     check: bool = False
     seconds: float = 60.0
+    try_unmeasured: bool = True
     mode: str | None = None
     compiles: bool = True
 
@@ -60,6 +63,7 @@ def parse_options(options: Mapping[str, Any] | None, mode: str | None = None) ->
             raise OptionError(f"attn_fuse has no option {name!r}.{nearest(name, known)}")
     _require(options, "strict", "True or False", lambda v: isinstance(v, bool))
     _require(options, "check", "True or False", lambda v: isinstance(v, bool))
+    _require(options, "try_unmeasured", "True or False", lambda v: isinstance(v, bool))
     _require(options, "seconds", "a number of seconds, more than 0", _is_duration)
     _require(options, "fuel", "a whole number of rewrites, 0 or more", _is_count)
     _require(options, "pick", " or ".join(map(repr, PICKS)), lambda v: v in PICKS)

@@ -15,10 +15,10 @@ from torch.fx import GraphModule, Node, map_arg
 from attn_fuse import expression as ex
 from attn_fuse.attention import Attention, Refusal
 from attn_fuse.builder import NotEmitted
-from attn_fuse.constants import ClosedForm, Proof, can_be_guarded, closed_form
+from attn_fuse.constants import ClosedForm, Diagonals, Proof, can_be_guarded, closed_form
 from attn_fuse.emit import emit
 from attn_fuse.facts import Facts, facts_of, is_frozen
-from attn_fuse.kernels.picker import Choice, Stopwatch
+from attn_fuse.kernels.picker import Choice, SelfCheck, Stopwatch
 from attn_fuse.lift import NotLifted, lift
 from attn_fuse.locate import locate
 from attn_fuse.names import is_learned, op_name, value_of
@@ -30,8 +30,9 @@ from attn_fuse.scopes import StillWritten, scopes
 from attn_fuse.torch_internals import FakeTensorMode, source_name
 from attn_fuse.words import in_words
 
-Picker = Callable[[Attention, Facts, Stopwatch | None], Choice]
+Picker = Callable[[Attention, Facts, Stopwatch | None, SelfCheck | None], Choice]
 StopwatchOf = Callable[[Region, Attention, Facts, FakeTensorMode, Mapping[Node, Any]], Stopwatch]
+SelfCheckOf = Callable[[Region, Attention, Facts, Mapping[Node, Any], Mapping[Node, str]], SelfCheck]
 
 # A tensor that the caller passes in, on its own or in a container: another one comes with the next call.
 _ARGUMENT = re.compile(r"L\['[^']+'\](\[[^\]]+\])*")
@@ -48,7 +49,8 @@ class Rewriter:
     rewritten, with its report. written: by the path of a subgraph, what of it is not functional. left: sites that
     stay as written, by their number, and why. constants: source
     names of arguments that are constants all the same. compiled: whether Inductor compiles the graph.
-    stopwatch_of: what measures a site, where the picker is to go by that.
+    stopwatch_of: what measures a site, where the picker is to go by that. self_check_of: what tries a kernel on a site
+    that was never measured on the device, where the picker may.
     """
 
     graph: GraphModule
@@ -60,13 +62,15 @@ class Rewriter:
     constants: frozenset[str] = frozenset()
     compiled: bool = True
     stopwatch_of: StopwatchOf | None = None
+    self_check_of: SelfCheckOf | None = None
     proofs: dict[int, Proof] = field(default_factory=dict)
     _known: dict[Any, _Analysis] = field(default_factory=dict)
 
     def rewrite(self, seconds: float = math.inf, started: float | None = None) -> list[SiteReport]:
         """Every site's report; those that could be fused are fused in the graph afterwards.
 
-        seconds: what it may take since `started`, by `time.perf_counter`. The sites after that stay as written.
+        seconds: what it may take since `started`, by `time.perf_counter`, picking aside, which may compile and measure.
+            The sites after that stay as written.
         """
         end = (time.perf_counter() if started is None else started) + seconds
         reports: list[SiteReport] = []
@@ -75,7 +79,7 @@ class Rewriter:
             for site in list(find_sites(scope, self.written.get(scope.path))):
                 if all(isinstance(region, Region) and not region.output.users for region in site.candidates):
                     continue  # it was a part of one that is fused, and went away with it
-                late = time.perf_counter() > end
+                late = time.perf_counter() - self._picking > end
                 why = f"not looked at: {seconds:g} seconds had passed" if late else self.left.get(len(reports))
                 if why is None:
                     report = self._site(site)
@@ -138,15 +142,28 @@ class Rewriter:
             region.weights_used is not None,
             self.compiled,
             bool(region.scope.path) and self._is_frozen,
+            analysis.multiplied,
         )
         if facts.training and (factor := _lost_in_rounding(attention, facts)) is not None:
             reason = Refusal(f"the scores are scaled by {factor:g}: computed again for the backward they are others")
             return SiteReport(location, "refused", blocker=_blocker(reason, region.softmax))
-        used = [proof for leaf, proof in proofs.items() if leaf in region.leaves]
+        read_along = {region.leaves[x.leaf] for x in ex.walk(attention.score) if isinstance(x, ex.Gather)}
+        used = [
+            proof
+            for leaf, proof in proofs.items()
+            if leaf in (read_along if isinstance(proof.form, Diagonals) else region.leaves)
+        ]
         words = in_words(attention, facts, tuple(f"the contents of {_plain(p.source)}, {p.form}" for p in used))
         if site.is_fused_already and not _gains(region.output, attention, facts):
             return SiteReport(location, "already fused")
-        choice = self.pick(attention, facts, self._stopwatch(region, attention, facts, analysis.mode))
+        values, self_check = self._values(region), None
+        if self.self_check_of is not None:
+            proved = {leaf: repr(proof.form) for leaf, proof in proofs.items() if leaf in region.leaves}
+            self_check = self.self_check_of(region, attention, facts, values, proved)
+        stopwatch = self.stopwatch_of and self.stopwatch_of(region, attention, facts, analysis.mode, values)
+        picking = time.perf_counter()
+        choice = self.pick(attention, facts, stopwatch, self_check)
+        self._picking += time.perf_counter() - picking
         while choice.kernel is not None:
             words["picked"] = choice.because
             name, saved = choice.kernel.name, facts.score_bytes
@@ -174,16 +191,14 @@ class Rewriter:
             known = self._known[key] = _analyse(region, proofs)
         return known.moved_to(region)
 
-    def _stopwatch(self, region: Region, attention: Attention, facts: Facts, mode: FakeTensorMode) -> Stopwatch | None:
-        if self.stopwatch_of is None:
-            return None
+    def _values(self, region: Region) -> dict[Node, Any]:
+        """The leaves whose contents are at hand."""
         tops = {leaf: region.scope.top(leaf) for leaf in region.leaves}
-        values = {
+        return {
             leaf: self.inputs[self._placeholders[top]]
             for leaf, top in tops.items()
             if top is not None and top in self._placeholders
         }
-        return self.stopwatch_of(region, attention, facts, mode, values)
 
     # ---- constants
 
@@ -209,7 +224,7 @@ class Rewriter:
     def _is_constant(self, source: str) -> bool:
         return source in self.constants or (bool(source) and _ARGUMENT.fullmatch(source) is None)
 
-    def _closed_form(self, number: int, tensor: torch.Tensor) -> ClosedForm | None:
+    def _closed_form(self, number: int, tensor: torch.Tensor) -> ClosedForm | Diagonals | None:
         if number not in self._forms:
             self._forms[number] = closed_form(tensor)
         return self._forms[number]
@@ -217,19 +232,25 @@ class Rewriter:
     def __post_init__(self) -> None:
         self._placeholders = {n: i for i, n in enumerate(self.graph.graph.find_nodes(op="placeholder"))}
         self._is_frozen = is_frozen(self.graph)
-        self._forms: dict[int, ClosedForm | None] = {}
+        self._forms: dict[int, ClosedForm | Diagonals | None] = {}
+        # Seconds that went into picking.
+        self._picking = 0.0
         # What a site that stands before has become, where it is read by one behind.
         self._replaced: dict[Node, Node] = {}
 
 
 @dataclass(frozen=True, eq=False)
 class _Analysis:
-    """What became of one region. cuts: operations read as leaves, by their number in the region they were cut from."""
+    """What became of one region. cuts: operations read as leaves, by their number in the region they were cut from.
+
+    multiplied: `Normal.multiplied`.
+    """
 
     region: Region
     result: Attention | Refusal
     mode: FakeTensorMode
     cuts: tuple[int, ...]
+    multiplied: tuple[int, ...] = ()
 
     def moved_to(self, region: Region) -> _Analysis:
         """The same for a region that is written alike."""
@@ -240,7 +261,7 @@ class _Analysis:
         result = self.result
         if isinstance(result, Refusal) and result.node in self.region.nodes:
             result = Refusal(result.reason, region.nodes[self.region.nodes.index(result.node)])
-        return _Analysis(region, result, self.mode, self.cuts)
+        return _Analysis(region, result, self.mode, self.cuts, self.multiplied)
 
 
 def _analyse(region: Region, proofs: Mapping[Node, Proof]) -> _Analysis:
@@ -257,7 +278,7 @@ def _analyse(region: Region, proofs: Mapping[Node, Proof]) -> _Analysis:
             return _Analysis(region, reason, normal.mode, tuple(cuts))
         forms = {n: proofs[leaf].form for n, leaf in enumerate(region.leaves) if leaf in proofs}
         try:
-            return _Analysis(region, recognize(lift(normal, forms)), normal.mode, tuple(cuts))
+            return _Analysis(region, recognize(lift(normal, forms)), normal.mode, tuple(cuts), normal.multiplied)
         except NotLifted as problem:
             cut = cut_at(region, problem.node) if problem.node is not None and len(cuts) < _MOST_CUTS else None
             if cut is None:

@@ -9,6 +9,7 @@ import contextlib
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ __all__ = [
     "apart_from_dynamo",
     "compile_with",
     "compiled_for_any_size",
+    "cuda_driver",
     "current_value",
     "decompositions",
     "flex_attention",
@@ -52,6 +54,14 @@ __version__ = "1"
 
 # Dynamo wraps what a backend raises in BackendCompilerFailed, except for this family.
 PassesThroughDynamo = ShortenTraceback
+
+
+def cuda_driver() -> str:
+    """The version of NVIDIA's driver, as the system says it, or else of the CUDA that it serves; "" without one."""
+    try:
+        return Path("/proc/driver/nvidia/version").read_text().partition("\n")[0]
+    except OSError:
+        return str(getattr(torch._C, "_cuda_getDriverVersion", str)())
 
 
 def decompositions(operations: Sequence[Any]) -> dict[Any, Callable[..., Any]]:

@@ -23,10 +23,7 @@ from torch.utils import _pytree as pytree
 
 from attn_fuse.backend import attn_fuse as backend
 from attn_fuse.report import GraphReport, SiteReport, as_text, collecting
-from tests.rounding import rounding_of_float64
-
-TIMES_EAGER = 4.0
-ROUNDINGS = 16.0
+from tests.rounding import ROUNDINGS, TIMES_EAGER, rounding_of_float64
 
 Program = Callable[..., Any]
 Tensors = dict[str, Tensor]

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+# What a result may be off: a multiple of what eager is off in its dtype, and roundings of the dtype. See tests.harness.
+TIMES_EAGER, ROUNDINGS = 4.0, 16.0
 # The largest error is often that of one row in which two scores are close: of one trial, chance decides its size.
 TRIALS = 8
 PROPORTION = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps

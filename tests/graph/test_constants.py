@@ -10,7 +10,7 @@ import sympy
 import torch
 
 from attn_fuse import expression as ex
-from attn_fuse.constants import closed_form
+from attn_fuse.constants import ClosedForm, Diagonals, closed_form
 from attn_fuse.space import Space
 
 FOUND = {
@@ -49,7 +49,7 @@ NOT_FOUND = {
 def test_equals_the_tensor_everywhere(name: str) -> None:
     tensor = FOUND[name]
     form = closed_form(tensor)
-    assert form is not None and form.equals(tensor)
+    assert isinstance(form, ClosedForm) and form.equals(tensor)
     for index in itertools.product(*map(range, tensor.shape)):
         element = form.element(tuple(map(sympy.Integer, index)), Space())
         assert isinstance(element, ex.Const) and element.value == tensor[index].item()
@@ -58,6 +58,31 @@ def test_equals_the_tensor_everywhere(name: str) -> None:
 @pytest.mark.parametrize("name", NOT_FOUND)
 def test_anything_else_has_none(name: str) -> None:
     assert closed_form(NOT_FOUND[name]) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("shape", [(6, 6), (1, 3, 7), (8, 5)], ids=str)
+def test_whole_numbers_by_distance(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    rows, columns = shape[-2:]
+    tensor = (torch.arange(columns) - torch.arange(rows)[:, None]).mul(7).remainder(11).to(dtype).view(shape)
+    form = closed_form(tensor)
+    assert isinstance(form, Diagonals) and form.equals(tensor)
+    for index in itertools.product(*map(range, shape)):
+        at = [_number(place) for place in form.places(tuple(map(sympy.Integer, index)))]
+        assert 0 in at[-2:] and tensor[tuple(at)] == tensor[index]
+    changed = tensor.clone()
+    changed[..., -1, -1] += 1
+    assert closed_form(changed) is None and not form.equals(changed)
+    assert closed_form(tensor.double()) is None and closed_form(tensor.to(torch.uint8)) is None
+
+
+def _number(place: ex.Expr) -> int:
+    match place:
+        case ex.Index(value):
+            return int(value)
+        case ex.Binary("maximum", ex.Index(value), ex.Const(0)):
+            return max(int(value), 0)
+    raise AssertionError(place)
 
 
 def test_a_form_is_of_one_tensor_only() -> None:

@@ -9,19 +9,22 @@ import dataclasses
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from attn_fuse import trial
 from attn_fuse.attention import Attention
+from attn_fuse.builder import NotEmitted
 from attn_fuse.facts import Facts, is_frozen
-from attn_fuse.kernels import KERNELS, flex, triton_decode
+from attn_fuse.kernels import KERNELS, flex, picker, triton_decode
 from attn_fuse.kernels.evidence import AS_WRITTEN
 from attn_fuse.kernels.picker import Choice, Times, pick
 from attn_fuse.kernels.switches import Switches, forbidden
+from attn_fuse.report import SiteReport, collecting
 from tests.harness import compiled
 
 BACKEND = importlib.import_module("attn_fuse.backend")
@@ -97,6 +100,10 @@ REASONS = [
         "cpu_flash", plain, {"checkpointed": True},
         "torch takes it for random, and has nothing random in a checkpoint of a graph without gradients",
     ),
+    (
+        "cpu_flash", plain, {"value_dim": 5, "symbolic": frozenset({"value_dim"})},
+        "value_dim differs from head_dim, and they may change from call to call",
+    ),
     ("flex", plain, {"compiled": False}, "stores every score where the graph is not compiled by Inductor"),
     ("flex", dropped, {}, "takes no dropout"),
     ("flex", gated, {}, "takes no factor on the weights that differs from key to key"),
@@ -120,7 +127,9 @@ REASONS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "function", "changed", "reason"), REASONS, ids=str)
+@pytest.mark.parametrize(
+    ("name", "function", "changed", "reason"), REASONS, ids=lambda x: getattr(x, "__name__", str(x))
+)
 def test_reason(name: str, function: Callable[..., Tensor], changed: dict[str, Any], reason: str) -> None:
     attention, facts = recognised(function)
     said = KERNEL[name].why_not(attention, dataclasses.replace(facts, **changed))
@@ -204,3 +213,57 @@ def test_a_graph_without_gradients_is_frozen(program: Callable[..., Any], needs:
     assert is_frozen(graphs[0]) == frozen
     with torch.no_grad():
         assert not is_frozen(graphs[0])
+
+
+WAYS = ({"pick": "fused"}, {"kernels": ["cpu_flash", "chunked"]}, {"pick": "measured"})
+
+
+class TestAKernelThatFails:
+    """The next best one takes its place, whatever goes wrong, and the report says why."""
+
+    def site(self, **options: Any) -> SiteReport:
+        torch._dynamo.reset()
+        q, k, v, extra = (torch.zeros(1, 2, 6, 8) for _ in range(4))
+        with collecting() as graphs:
+            torch.compile(plain, backend=BACKEND.attn_fuse, options={"inner_backend": "eager"} | options)(
+                q, k, v, extra
+            )
+        return graphs[0].sites[0]
+
+    def broken(self, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> None:
+        kernels = tuple(dataclasses.replace(k, **fields) if k.name == "cpu_flash" else k for k in picker.KERNELS)
+        monkeypatch.setattr(picker, "KERNELS", kernels)
+
+    @pytest.mark.parametrize("options", WAYS)
+    def test_when_it_is_asked(self, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+        def limits(attention: Attention, facts: Facts) -> Iterator[str]:
+            yield from ()
+            raise RuntimeError("no such\nfact")
+
+        monkeypatch.setattr(trial, "_known", {"": Times({AS_WRITTEN: 1.0, "chunked": 0.5}, {})})
+        monkeypatch.setattr(trial.Trial, "_key", lambda *_: "")
+        self.broken(monkeypatch, limits=limits)
+        site = self.site(**options)
+        assert site.kernel == "chunked", site
+        assert site.why_not["cpu_flash"] == ("asking it failed: RuntimeError: no such",)
+        assert "asking cpu_flash what it takes failed" in caplog.text
+
+    @pytest.mark.parametrize("options", WAYS)
+    @pytest.mark.parametrize(
+        "problem", [KeyError("fact"), NotEmitted("out of luck"), AssertionError(), RecursionError()]
+    )
+    def test_when_its_call_is_made(
+        self, options: dict[str, Any], problem: Exception, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def emit(call: Any) -> Any:
+            call.node("neg", call.query())
+            raise problem
+
+        seconds = {AS_WRITTEN: 1.0, "cpu_flash": 0.2, "chunked": 0.5}
+        monkeypatch.setattr(trial, "_known", {"": Times(seconds, {})})
+        monkeypatch.setattr(trial.Trial, "_key", lambda *_: "")
+        self.broken(monkeypatch, emit=emit)
+        site = self.site(**options)
+        assert site.kernel == "chunked", site
+        assert site.why_not["cpu_flash"][0].startswith("its call cannot be written into the graph: ")
+        assert "cpu_flash cannot be called" in site.attention["picked"]
