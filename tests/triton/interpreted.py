@@ -57,8 +57,16 @@ if INTERPRETED:
         given = (int, float, tl.core.dtype)
         return [tl.core.constexpr_type(x) if isinstance(x, given) else x.type for x in values], fields
 
+    slow = interpreter._get_np_dtype
+    of_element = functools.cache(slow)
+
+    def numpy_dtype(kind: Any) -> Any:
+        """As the interpreter's, which fills a table of all dtypes for each call."""
+        element = kind.scalar
+        return of_element(element) if type(element) is tl.core.dtype else slow(element)
+
     interpreter.InterpretedFunction.__call__ = call
-    interpreter._get_np_dtype = functools.cache(interpreter._get_np_dtype)
+    interpreter._get_np_dtype = numpy_dtype
     tl.core._type_for_tuple_values = TupleType
 
 
