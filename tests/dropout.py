@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 
@@ -32,11 +33,24 @@ def check_distribution(operator: Operator, p: float) -> None:
     for over in [(0, 1, 2, 3), (1, 2, 3), (0, 2, 3), (0, 1, 3), (0, 1, 2)]:
         means = share.mean(over)
         assert (means - (1 - p)).abs().max() <= deviation / math.sqrt(share.numel() / means.numel())
-    # No entry tells of its neighbour, of the next query, head or batch.
+    # No entry tells of another, near or as far as tiles go, in one dimension.
     centred = (share - (1 - p)) / math.sqrt(p * (1 - p))
     for dimension, size in enumerate(share.shape):
-        pairs = centred.narrow(dimension, 0, size - 1) * centred.narrow(dimension, 1, size - 1)
-        assert pairs.mean().abs() <= 6 / math.sqrt(pairs.numel())
+        for far in (n for n in (1, 2, 8, 16, 31, 32, 33) if n < size):
+            _check_products(_apart(centred, dimension, far))
+    # Nor do three of those where two queries meet two keys tell of the fourth, as in a sum or a product of both.
+    for far, wide in itertools.product((1, 16, 32), (1, 8, 16, 32, 64)):
+        _check_products(_apart(_apart(centred, 2, far), 3, wide))
+
+
+def _apart(x: Tensor, dimension: int, far: int) -> Tensor:
+    """Each entry times that which is `far` behind."""
+    left = x.shape[dimension] - far
+    return x.narrow(dimension, 0, left) * x.narrow(dimension, far, left)
+
+
+def _check_products(products: Tensor) -> None:
+    assert products.mean().abs() <= 6 / math.sqrt(products.numel())
 
 
 def check_seed(operator: Operator, with_other_blocks: Operator) -> None:

@@ -80,6 +80,7 @@ def facts(compiled: Any, tile: Config) -> dict[str, Any]:
         known["per_element"] = loop.instructions / elements
         known["bound_by_issue"] = loop.bound_by_issue
         known["copies_ahead"] = loop.counts["LDGSTS"] + loop.counts["UTMALDG"]
+        known["spills"] = loop.counts["LDL"] + loop.counts["STL"]
     described = [name for name, kind in compiled.src.signature.items() if str(kind).startswith("tensordesc")]
     if described:
         boxes = (meta["block_size"] for meta in compiled.metadata.tensordesc_meta)

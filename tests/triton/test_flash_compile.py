@@ -18,24 +18,24 @@ SCRIPT = Path(__file__).with_name("flash_compile.py")
 # Bytes that one program can have.
 SHARED = {80: 163 * 1024, 90: 232448, 100: 232448}
 TENSOR_CORES = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}
-# What is known to spill a little, in bytes.
-STACK = {
-    (80, 80, "forward"): 80,
-}
+# Bytes known to be put away where rows are padded, by capability, width and kernel; on 9.0 around the loops, not in them.
+STACK = {(80, 80, "forward"): 80, (80, 80, "query"): 8, (90, 80, "key_value"): 40}
 # On 9.0, by width of a row and case: of each kernel the most instructions that a whole block may take for an element,
 # and whether its loop may take longer than its matrix products. As compiled by Triton 3.6, and a tenth more.
 PRODUCTS = {
     (64, "plain"): {"forward": 7.9, "query": 8.2, "key_value": 10.6},
     (64, "grouped"): {"forward": 7.9, "query": 8.2, "key_value": 12.2},
-    (64, "dropout"): {"forward": 15.7, "query": 16.5, "key_value": 20.6},
+    (64, "dropout"): {"forward": 11.9, "query": 12.1, "key_value": 16.9},
     (128, "plain"): {"forward": 8.9, "query": 11.5, "key_value": 16.1},
     (128, "grouped"): {"forward": 9.9, "query": 11.5, "key_value": 19.3},
-    (128, "dropout"): {"forward": 16.0, "query": 19.0, "key_value": 29.1},
+    (128, "dropout"): {"forward": 13.0, "query": 15.1, "key_value": 26.0},
     (256, "plain"): {"forward": 15.9, "query": 20.2, "key": 25.6, "value": 14.3},
-    (256, "dropout"): {"forward": 23.7, "query": 27.7, "key": 33.5, "value": 22.7},
+    (256, "dropout"): {"forward": 19.9, "query": 23.0, "key": 30.7, "value": 19.5},
 }
-# Narrow rows have few products, and dropout's random numbers take longer: 8 instructions an element are all there is.
-WAITING = {(64, "dropout")}
+# Narrow rows have few products, and 8 instructions an element are all there is: 3 of dropout's are too many.
+WAITING = {(64, "dropout"): {"forward"}}
+# Bytes that are put away before the loops and fetched after them.
+PUT_AWAY = {(128, "dropout", "forward"): 16}
 
 # () where there is none.
 TRITON = (
@@ -66,6 +66,7 @@ def test_nothing_spills(capability: int, head_dim: int) -> None:
     for x in found:
         allowed = STACK.get((capability, head_dim, x["kernel"]), 0)
         assert x["stack"] <= allowed and (allowed or not x.get("LDL", 0) + x.get("STL", 0)), x
+        assert not x.get("spills"), x
         assert x["shared"] <= SHARED[capability] and x["registers"] <= 255, x
         assert not x.get("ATOM") and not x.get("RED"), x
         # Tiles of 256 wide rows are too narrow for the tensor cores' own instructions on 10.0.
@@ -85,8 +86,9 @@ def test_loops_over_whole_blocks(head_dim: int, case: str) -> None:
     assert found.keys() == budget.keys()
     for kernel, x in found.items():
         assert x["per_element"] <= budget[kernel], x
-        assert x["bound_by_issue"] <= 1.0 or (head_dim, case) in WAITING, x
-        assert x["HGMMA"] and not x.get("HMMA") and not x["stack"] and x["registers"] <= 255, x
+        assert x["bound_by_issue"] <= 1.0 or kernel in WAITING.get((head_dim, case), ()), x
+        assert x["HGMMA"] and not x.get("HMMA") and not x["spills"] and x["registers"] <= 255, x
+        assert x["stack"] <= PUT_AWAY.get((head_dim, case, kernel), 0), x
         # Keys and values, or queries, come while others are computed.
         assert x["copies_ahead"], x
 

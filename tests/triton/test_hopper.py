@@ -44,23 +44,30 @@ def test_in_a_process_that_interprets() -> None:
 PRODUCTS = {
     (64, "plain"): {"forward": 8.0, "query": 8.2, "key_value": 11.5},
     (64, "grouped"): {"forward": 8.1, "query": 8.3, "key_value": 12.2},
-    (64, "dropout"): {"forward": 15.7, "query": 16.0, "key_value": 23.8},
+    (64, "dropout"): {"forward": 12.4, "query": 12.1, "key_value": 16.9},
     (128, "plain"): {"forward": 8.5, "query": 8.6, "key_value": 17.1},
     (128, "grouped"): {"forward": 8.6, "query": 8.6, "key_value": 18.6},
-    (128, "dropout"): {"forward": 16.2, "query": 18.9, "key_value": 34.1},
+    (128, "dropout"): {"forward": 13.0, "query": 15.1, "key_value": 26.0},
     (256, "plain"): {"forward": 15.6, "query": 19.2, "key": 26.5, "value": 12.4},
-    (256, "dropout"): {"forward": 22.9, "query": 26.9, "key": 34.4, "value": 21.8},
+    (256, "dropout"): {"forward": 19.9, "query": 23.2, "key": 30.7, "value": 19.5},
     (128, "softcap"): {"forward": 34.8, "query": 39.7, "key_value": 54.1},
     (128, "alibi"): {"forward": 12.8, "query": 15.3, "key_value": 25.3},
     (128, "bias"): {"forward": 19.0, "query": 17.7, "key_value": 31.3},
     (128, "documents"): {"forward": 17.9, "query": 20.8, "key_value": 28.0},
 }
 # Random numbers, a tanh, distances and reads take longer than the products.
-WAITING = {(64, "dropout"), (128, "softcap"), (128, "bias"), (128, "documents")}
+WAITING = {
+    (64, "dropout"): {"forward"},
+    (128, "softcap"): {"forward", "query", "key_value"},
+    (128, "bias"): {"forward"},
+    (128, "documents"): {"forward"},
+}
 # Read by pointers, since it would spill.
 BY_POINTERS = {
     (256, "plain"): {"key"},
-    (256, "dropout"): {"key"},
+    (64, "dropout"): {"key_value"},
+    (128, "dropout"): {"key_value"},
+    (256, "dropout"): {"key", "value"},
     (128, "alibi"): {"key_value"},
     (128, "bias"): {"key_value"},
     (128, "documents"): {"key_value"},
@@ -90,7 +97,7 @@ def test_compiled_for_hopper(head_dim: int, case: str) -> None:
             assert of["UTMALDG"] > 0 and of["messages"] >= of["descriptors"] >= 3 and not of["wrong"], (name, of)
         if TRITON == (3, 6):
             assert of["per_element"] <= budget[name], (name, of)
-            assert of["bound_by_issue"] <= 1.0 or (head_dim, case) in WAITING, (name, of)
+            assert of["bound_by_issue"] <= 1.0 or name in WAITING.get((head_dim, case), ()), (name, of)
 
 
 BARRIER, TILE = (

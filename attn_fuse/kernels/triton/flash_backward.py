@@ -15,7 +15,17 @@ import triton
 import triton.language as tl
 
 from attn_fuse.kernels.triton.flash_forward import CHANGING, key_phases
-from attn_fuse.kernels.triton.tiles import kept, load_rows, place, plane, span, store_rows, stretch
+from attn_fuse.kernels.triton.tiles import (
+    draws,
+    dropped,
+    load_rows,
+    odd_numbers,
+    place,
+    plane,
+    span,
+    store_rows,
+    stretch,
+)
 
 
 @triton.jit(do_not_specialize=CHANGING)
@@ -97,6 +107,9 @@ def backward_query(
     row_over = load_statistic(saved, b, h, heads, stride, start, q_len, 1, BLOCK_M, True)
     row_delta = load_statistic(saved, b, h, heads, stride, start, q_len, 2, BLOCK_M, True)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    if seed is not None:
+        for_queries, for_keys = draws(seed, b, h, heads)
+        of_queries = odd_numbers(for_queries, rows)
     first, last = span(spans, b, h, start, q_len, BLOCK_M, kv_len)
     first, inner_first, inner_last, last = key_phases(
         first, last, start, lower, upper, q_len, kv_len, BLOCK_M, BLOCK_N
@@ -118,8 +131,7 @@ def backward_query(
                 weights = tl.exp2((scores - row_shift[:, None]) * TO_LOG2) * row_over[:, None]
                 dweights = tl.dot(do, tl.trans(v), input_precision=PRECISION)
                 if seed is not None:
-                    is_kept = kept(seed, dropout, b, h, heads, start, n, BLOCK_M, BLOCK_N, False)
-                    dweights = tl.where(is_kept, dweights, 0.0)
+                    dweights = dropped(dweights, of_queries, for_keys, n, dropout)
                 if FACTOR is not None:
                     dweights = dweights * FACTOR(raw, b, h, i, j, q_len, kv_len, reads)
                 draw = weights * (dweights - row_delta[:, None])
@@ -215,8 +227,9 @@ def backward_key_value(
                 do = load_rows(grad_out, plane(grad_out, b, h), m, q_len, BLOCK_M, VALUE_DIM, BLOCK_V, phase != 1)
                 used = weights
                 if seed is not None:
-                    # Numbers, since few predicates fit the registers until they are needed again.
-                    keep = tl.where(kept(seed, dropout, b, h, heads, m, start, BLOCK_M, BLOCK_N, True), 1.0, 0.0)
+                    for_queries, for_keys = draws(seed, b, h, heads)
+                    of_keys = odd_numbers(for_keys, columns)
+                    keep = dropped(tl.full(weights.shape, 1.0, tl.float32), of_keys, for_queries, m, dropout)
                     used = used * keep
                 if FACTOR is not None:
                     factor = FACTOR(raw, b, h, i, j, q_len, kv_len, reads)
@@ -325,8 +338,9 @@ def backward_input(
             weights = tl.exp2((scores - row_shift[:, None]) * TO_LOG2) * row_over[:, None]
             dweights = tl.dot(do, tl.trans(v), input_precision=PRECISION)
             if seed is not None:
-                is_kept = kept(seed, dropout, b, h, heads, row, column, BLOCK_M, BLOCK_N, False)
-                dweights = tl.where(is_kept, dweights, 0.0)
+                for_queries, for_keys = draws(seed, b, h, heads)
+                of_queries = odd_numbers(for_queries, rows)
+                dweights = dropped(dweights, of_queries, for_keys, column, dropout)
             dfactor = weights * dweights
             if FACTOR is not None:
                 dweights = dweights * FACTOR(raw, b, h, i, j, q_len, kv_len, reads)

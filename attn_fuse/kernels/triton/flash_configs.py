@@ -95,9 +95,10 @@ _BARE_ON = {
         "key_value": {64: Config(128, 128, 8, 2)},
     },
 }
-# What is read by pointers all the same, by kernel and width, since it would spill: always, and where the scores read
-# any tensor.
+# What is read by pointers all the same, by kernel and width, since it would spill: always, under dropout, and where the
+# scores read any tensor.
 _BY_POINTERS = {("key", 256)}
+_DROPS_BY_POINTERS = {*_BY_POINTERS, ("key_value", 64), ("key_value", 128), ("value", 256)}
 _READS_BY_POINTERS = {*_BY_POINTERS, ("key_value", 128), ("query", 256), ("value", 256)}
 
 
@@ -125,7 +126,11 @@ def config(
         chosen = replace(chosen, block_m=rows, num_warps=8, num_stages=min(2, chosen.num_stages))
     else:
         chosen = table[most]
-    by_pointers = _READS_BY_POINTERS if taken.reads else _BY_POINTERS
+    by_pointers = _BY_POINTERS
+    if taken.drops:
+        by_pointers = by_pointers | _DROPS_BY_POINTERS
+    if taken.reads:
+        by_pointers = by_pointers | _READS_BY_POINTERS
     if described and kernel != "input" and (kernel, most) not in by_pointers:
         chosen = replace(chosen, described=True, statistics=1)
     # Triton 3.6 does not compile for 9.0 what gives each of two warps 8 columns of a product.

@@ -28,7 +28,7 @@ class CallFacts:
     """lower, upper: bounds of j - i, or None. reads: strides and sizes of the inputs. kept: kernels compiled for it.
     described: whether the operands may be read through descriptors.
 
-    threshold: the 16-bit number below which dropout drops a weight. scale: what it multiplies those that it keeps by.
+    threshold: as int32 the 32-bit number below which dropout drops a weight. scale: what it multiplies the others by.
     """
 
     dtype: torch.dtype
@@ -184,7 +184,7 @@ def _worked_out(
             reads=bool(inputs),
         ),
         drops=dropout_p > 0,
-        threshold=min(round(dropout_p * 2**16), 2**16 - 1),
+        threshold=_signed(min(round(dropout_p * 2**32), 2**32 - 1)),
         # At 1 none is kept, whatever is drawn.
         scale=0.0 if dropout_p == 1.0 else 1.0 / (1.0 - dropout_p),
         lower=lower,
@@ -210,3 +210,7 @@ def _capability(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device)[0]
     return 0
+
+
+def _signed(word: int) -> int:
+    return word - 2**32 if word >= 2**31 else word

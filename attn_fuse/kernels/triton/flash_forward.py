@@ -9,7 +9,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_fuse.kernels.triton.tiles import kept, load_rows, place, plane, span, store_rows, stretch
+from attn_fuse.kernels.triton.tiles import (
+    draws,
+    dropped,
+    load_rows,
+    odd_numbers,
+    place,
+    plane,
+    span,
+    store_rows,
+    stretch,
+)
 
 # Triton compiles again for a number that is 1 or a multiple of 16. These change with the length of a sequence, and no
 # address is computed from them.
@@ -49,7 +59,7 @@ def forward(
 ):  # fmt: skip
     """query, key, value, out: (tensor [B, H or Hkv, len, dim], its strides). row_max, row_sum: fp32 [B, H, Lq].
 
-    seed: int64 of one element, or None for no dropout. dropout: its threshold, see `kept`. spans: see `span`. lower,
+    seed: int64 of one element, or None for no dropout. dropout: its threshold, see `dropped`. spans: see `span`. lower,
     upper: of j - i, or None.
     TO_LOG2: what a difference of scores is multiplied by for a power of 2. SLOPE: where SCORE_INSIDE only multiplies by
     a number above 0, that number.
@@ -71,8 +81,9 @@ def forward(
         greatest = SINK(b, h, rows, q_len, kv_len, reads)
         total = tl.where(greatest == float("-inf"), 0.0, 1.0)
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-    # A zero that the compiler does not see: else it selects after rounding, with twice the instructions.
-    nought = (dropout >> 16).to(tl.float32)
+    if seed is not None:
+        for_queries, for_keys = draws(seed, b, h, heads)
+        of_queries = odd_numbers(for_queries, rows)
     first, last = span(spans, b, h, start, q_len, BLOCK_M, kv_len)
     first, inner_first, inner_last, last = key_phases(
         first, last, start, lower, upper, q_len, kv_len, BLOCK_M, BLOCK_N
@@ -106,8 +117,7 @@ def forward(
                 if FACTOR is not None:
                     weights = weights * FACTOR(raw, b, h, i, j, q_len, kv_len, reads)
                 if seed is not None:
-                    is_kept = kept(seed, dropout, b, h, heads, start, n, BLOCK_M, BLOCK_N, False)
-                    weights = tl.where(is_kept, weights, nought)
+                    weights = dropped(weights, of_queries, for_keys, n, dropout)
                 v = load_rows(value, value_start, n, kv_len, BLOCK_N, VALUE_DIM, BLOCK_V, phase != 1)
                 acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
     if seed is not None:

@@ -15,8 +15,14 @@ SPAN = tl.constexpr(64)
 _GOLDEN = tl.constexpr(0x9E3779B1)
 _FIRST = tl.constexpr(0x7FEB352D)
 _SECOND = tl.constexpr(0x846CA68B)
-# Weights that share a word of random bits: those of two keys so far apart lie in one thread, whichever way a tile lies.
-_APART = tl.constexpr(8)
+# Neighbours whose random numbers have a factor in common.
+_GROUP = tl.constexpr(32)
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+# From what says the same in Triton's language, LLVM makes vectors of bits, which it packs into words and unpacks again.
+_DROPPED = tl.constexpr("""
+    { .reg .pred kept; .reg .u32 drawn;
+      mul.lo.u32 drawn, $2, $3; setp.hs.u32 kept, drawn, $4; selp.f32 $0, $1, 0f00000000, kept; }
+""")
 
 
 @triton.jit
@@ -105,27 +111,60 @@ def mixed(x, word):
 
 
 @triton.jit
-def kept(
-    seed, threshold, b, h, heads, first_i, first_j, QUERIES: tl.constexpr, KEYS: tl.constexpr, KEYS_FIRST: tl.constexpr
-):
-    """Which weights of a tile dropout keeps, the same whatever the tile: [QUERIES, KEYS], or the other way round.
-
-    Each weight has 16 bits of a word that counts with its position, and is dropped where they are below `threshold`.
-    Head and seed give the words two numbers, so that no two heads draw the same, not even apart. first_j: a multiple
-    of 16.
-    """
+def draws(seed, b, h, heads):
+    """What the random numbers of a head's queries start from, and those of its keys: a word of 32 bits each."""
     drawn = tl.load(seed)
     head = (b * heads + h).to(tl.uint32)
-    start = mixed(drawn.to(tl.uint32) + head * _GOLDEN, head)
-    word = mixed((drawn >> 32).to(tl.uint32) ^ start, head)
-    i = (first_i + tl.arange(0, QUERIES)).to(tl.uint32) * _GOLDEN + start
-    pairs = tl.arange(0, KEYS // (2 * _APART)) * _APART + first_j // 2
-    if KEYS_FIRST:
-        x = pairs[:, None, None] + tl.arange(0, _APART)[None, :, None] + i[None, None, :]
-        x = mixed(x.to(tl.uint32), word)
-        x = tl.join(x, x << 16).permute(0, 3, 1, 2).reshape(KEYS, QUERIES)
+    for_queries = mixed(drawn.to(tl.uint32) + head * _GOLDEN, head)
+    return for_queries, mixed((drawn >> 32).to(tl.uint32) ^ for_queries, head)
+
+
+@triton.jit
+def odd_numbers(start, positions):
+    """A random odd number for each of `positions`, uint32: the product of one of its group and one of its place there.
+
+    start: of `draws`.
+    """
+    return _of_groups(start, positions // _GROUP) * _of_places(start, positions % _GROUP)
+
+
+@triton.jit
+def dropped(x, of_rows, start, first, threshold):
+    """`x`, float32 [ROWS, COLUMNS], with 0 where dropout drops: the same elements, whatever the tile.
+
+    of_rows: `odd_numbers` of the rows. start: that of the columns, which begin at `first`, a multiple of COLUMNS.
+    threshold: as int32 the 32-bit number below which an element's is dropped.
+
+    An element's number is its row's times its column's, modulo 2^32, under which odd numbers are a group: the products
+    of random ones are uniform, and any three are independent. Where two rows meet two columns the fourth follows from
+    the others, but whether it is dropped hardly does: the covariance of the four is at most the largest square of a
+    character's mean over the numbers below the threshold, less than 1e-6 (Polya and Vinogradov, 1918). Of a hundred
+    million pairs of rows one or two have numbers of so small a ratio that they are dropped alike.
+    """
+    COLUMNS: tl.constexpr = x.shape[1]
+    # A loop over columns leaves the places as they are, and draws for the groups only.
+    if COLUMNS < _GROUP:
+        places = first % _GROUP + tl.arange(0, COLUMNS)
+        of_columns = _of_groups(start, first // _GROUP) * _of_places(start, places)
     else:
-        x = pairs[None, :, None] + tl.arange(0, _APART)[None, None, :] + i[:, None, None]
-        x = mixed(x.to(tl.uint32), word)
-        x = tl.join(x, x << 16).permute(0, 1, 3, 2).reshape(QUERIES, KEYS)
-    return x >= (threshold << 16).to(tl.uint32)
+        groups = first // _GROUP + tl.arange(0, COLUMNS // _GROUP)
+        places = tl.arange(0, _GROUP)
+        of_columns = (_of_groups(start, groups)[:, None] * _of_places(start, places)[None, :]).reshape(COLUMNS)
+    rows, columns, least = of_rows[:, None], of_columns[None, :], threshold.to(tl.uint32, bitcast=True)
+    if _INTERPRETED:
+        x = tl.where(rows * columns >= least, x, 0.0)
+    else:
+        x = tl.inline_asm_elementwise(
+            _DROPPED, "=f,f,r,r,r", [x, rows, columns, least], tl.float32, is_pure=True, pack=1
+        )
+    return x
+
+
+@triton.jit
+def _of_groups(start, groups):
+    return mixed(groups.to(tl.uint32) + start, _GOLDEN) | 1
+
+
+@triton.jit
+def _of_places(start, places):
+    return mixed(places.to(tl.uint32) + start, 0) | 1
