@@ -18,7 +18,7 @@ SCRIPT = Path(__file__).with_name("flash_compile.py")
 # Bytes that one program can have.
 SHARED = {80: 163 * 1024, 90: 232448, 100: 232448}
 TENSOR_CORES = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}
-# Bytes known to be put away where rows are padded, by capability, width and kernel; on 9.0 around the loops, not in them.
+# Bytes known to be put away where rows are padded, by capability, width and kernel: on 9.0 around the loops, in none.
 STACK = {(80, 80, "forward"): 80, (80, 80, "query"): 8, (90, 80, "key_value"): 40}
 # On 9.0, by width of a row and case: of each kernel the most instructions that a whole block may take for an element,
 # and whether its loop may take longer than its matrix products. As compiled by Triton 3.6, and a tenth more.
