@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -219,6 +220,23 @@ def test_a_result_that_cannot_be_compared_is_that_kernels_fault(monkeypatch) -> 
     case = Case("float32", False, 1, 2, 16, 16, 8)
     runs, why_not = bench.prepared(case, CPU, ["cpu_flash"])
     assert [*runs] == [AS_WRITTEN] and why_not == {"cpu_flash": "OutOfMemoryError: comparing took too much"}
+
+
+def test_a_gradient_that_is_summed_up_better_than_as_written_is_no_fault() -> None:
+    case = Case("bfloat16", True, 1, 8, 512, 512, 64, bias="indexed")
+    runs, why_not = bench.prepared(case, CPU, ["chunked"])
+    assert [*runs] == [AS_WRITTEN, "chunked"] and not why_not
+    # The gradient of the table, to which each entry's 512 elements are added in bfloat16 as written.
+    written, ours = (runs[name]()[-1] for name in runs)
+    assert not torch.allclose(written, ours, rtol=6e-2, atol=6e-2)
+
+
+@pytest.mark.parametrize("off", [0.0, 0.02, 0.5, math.nan])
+def test_a_result_farther_from_the_exact_one_than_as_written_is_wrong(off: float) -> None:
+    exact = torch.randn(64)
+    written = (exact + 0.1).to(torch.bfloat16)
+    case = Case("bfloat16", False, 1, 2, 16, 16, 8)
+    assert bench._agree((exact + off).bfloat16(), written, case, lambda: exact) == (off < 0.1)
 
 
 def test_a_place_that_cannot_be_written(folder: Path, capsys) -> None:

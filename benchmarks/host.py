@@ -1,0 +1,58 @@
+"""What a call of our Triton kernels takes in Python, up to a driver that runs nothing: `python benchmarks/host.py`.
+
+No GPU is needed, and none is used (benchmarks/emulated.py). A causal attention of two sequences of 1024, 8 heads of 64
+in bfloat16; and a token decoded over 4096 keys, one key head for four query heads, in one part and in several.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import emulated  # isort: skip  # before all that imports attn_fuse
+
+import torch
+from torch import Tensor
+
+from attn_fuse.kernels.score_program import ScoreProgram
+from harness import interleaved, store, table
+from tests.graph.chunked_cases import CAUSAL, S, const, where
+from tests.triton import device
+
+PROGRAM = ScoreProgram(where(CAUSAL, ["mul", S, const(0.125)]), upper=["number", 0]).dumps()
+
+
+def operands(batch: int, heads: int, kv_heads: int, q_len: int, kv_len: int, head_dim: int) -> list[Tensor]:
+    shapes = ((q_len, heads), (kv_len, kv_heads), (kv_len, kv_heads))
+    return [torch.empty(batch, n, h, head_dim, dtype=torch.bfloat16).transpose(1, 2) for n, h in shapes]
+
+
+def calls() -> dict[str, Callable[[], object]]:
+    from attn_fuse.kernels.triton import decode, flash
+
+    training = (*operands(2, 8, 8, 1024, 1024, 64), [], [0], None, None, None, 0.0)
+    found: dict[str, Callable[[], object]] = {}
+    for name, descriptors in (("triton_flash", False), ("triton_flash_hopper", True)):
+        outputs = flash.attend(*training, PROGRAM, descriptors=descriptors)
+        back = (outputs[0], *training, *outputs, PROGRAM, [])
+        found[f"{name}, forward"] = functools.partial(flash.attend, *training, PROGRAM, descriptors=descriptors)
+        found[f"{name}, backward"] = functools.partial(flash.attend_backward, *back, descriptors=descriptors)
+    token = (*operands(1, 8, 2, 1, 4096, 64), [], [4095], PROGRAM)
+    found |= {f"triton_decode, {n} part(s)": functools.partial(decode.attend, *token, n) for n in (1, 16)}
+    return found
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        emulated.begin(device.build(Path(folder)))
+        timings = interleaved(calls(), torch.device("cpu"), rounds=200, shortest=2e-3)
+    print(table(["", "a call"], [[name, str(timing)] for name, timing in timings.items()]))
+    print(store("host", torch.device("cpu"), {"seconds": timings}))
+
+
+if __name__ == "__main__":
+    main()
