@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import functools
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -22,9 +22,9 @@ from harness import store
 BEYOND = (1.03, 1.1, 1.5)
 
 
-def chosen(case: Case, kernels: Iterable[str], known: Table) -> str:
-    """What is chosen for `case` among `kernels` and the program as written."""
-    on = torch.device(known.device.type)
+def chosen(case: Case, kernels: Iterable[str], own: Table, known: Sequence[Table]) -> str:
+    """What is chosen for `case` among `kernels` and the program as written, on the device of `own`."""
+    on = torch.device(own.device.type)
 
     def model(of: Case, name: str) -> float:
         expected = cost.estimated(name, of, on)
@@ -33,17 +33,17 @@ def chosen(case: Case, kernels: Iterable[str], known: Table) -> str:
     ratios = {AS_WRITTEN: 1.0}
     for name in kernels:
         modelled = functools.partial(model, name=name)
-        found = evidence.compare(name, case, known.device, known.torch, [known], modelled)
+        found = evidence.compare(name, case, own.device, own.torch, known, modelled)
         found = found or cost.estimated(name, case, on)
         if found is not None:
             ratios[name] = found.ratio
     return min(ratios, key=ratios.__getitem__)
 
 
-def regret(row: Row, table: Table) -> float:
-    """The regret of what is chosen for `row` by the rows of `table` about other cases."""
-    others = tuple(other for other in table.rows if other.case != row.case)
-    choice = chosen(row.case, [name for name in row.times if name != AS_WRITTEN], replace(table, rows=others))
+def regret(row: Row, table: Table, tables: Sequence[Table]) -> float:
+    """The regret of what is chosen for `row`, one of `table`, by the rows of `tables` about other cases."""
+    known = [replace(of, rows=tuple(other for other in of.rows if other.case != row.case)) for of in tables]
+    choice = chosen(row.case, [name for name in row.times if name != AS_WRITTEN], table, known)
     return row.times[choice] / min(row.times.values())
 
 
@@ -51,19 +51,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", type=torch.device, help="whose table it is (default cpu)")
     arguments = parser.parse_args()
-    for table in evidence.tables():
-        if table.own or table.device.type != arguments.device.type:
-            continue
-        regrets = [regret(row, table) for row in table.rows]
-        counts = {str(limit): sum(x > limit for x in regrets) for limit in BEYOND}
-        mean = statistics.fmean(regrets)
-        print(f"{table.device}: {len(regrets)} rows, each left out in turn: {mean:.3f} of the best, the mean")
-        print("; ".join(f"more than {limit} on {count}" for limit, count in counts.items()))
-        worst = sorted(zip(regrets, table.rows, strict=True), key=lambda found: -found[0])[:5]
-        print(*(f"{found:.2f}  {row.case}" for found, row in worst), sep="\n")
-        results = {"rows": len(regrets), "mean": mean, "beyond": counts}
-        results |= {"worst": [{"regret": found, "case": str(row.case)} for found, row in worst]}
-        print(f"stored in {store('left-out', arguments.device, results)}")
+    tables = [of for of in evidence.tables() if not of.own and of.device.type == arguments.device.type]
+    found = sorted(((regret(row, of, tables), row, of) for of in tables for row in of.rows), key=lambda one: -one[0])
+    regrets = [one[0] for one in found]
+    counts = {str(limit): sum(x > limit for x in regrets) for limit in BEYOND}
+    mean = statistics.fmean(regrets)
+    print(f"{len(regrets)} rows, each left out in turn: {mean:.3f} of the best, the mean")
+    print("; ".join(f"more than {limit} on {count}" for limit, count in counts.items()))
+    worst = [(x, f"{row.case}, on {of.device}") for x, row, of in found[:5]]
+    print(*(f"{x:.2f}  {case}" for x, case in worst), sep="\n")
+    results = {"rows": len(regrets), "mean": mean, "beyond": counts}
+    results |= {"worst": [{"regret": x, "case": case} for x, case in worst]}
+    print(f"stored in {store('left-out', arguments.device, results)}")
 
 
 if __name__ == "__main__":

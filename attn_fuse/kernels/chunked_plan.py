@@ -120,8 +120,10 @@ class Plan:
         rows, columns = QUERY_BLOCK, KEY_BLOCK
         program = self.steps.program
         lower, upper = bound(program.lower, self.numbers), bound(program.upper, self.numbers)
-        nothing_hidden = lower is None and upper is None and program.visible is None
-        while rows * 2 <= MOST_QUERIES and (nothing_hidden or batch * heads * rows * columns * 2 <= most):
+        # Long blocks waste what a mask hides; and where heads look up the same places, a block of all finds them once.
+        long = lower is None and upper is None and program.visible is None
+        long = long and all(node[0] != "gather" for node in self.steps.leaves)
+        while rows * 2 <= MOST_QUERIES and (long or batch * heads * rows * columns * 2 <= most):
             rows *= 2
         if lower is not None and upper is not None and upper - lower < 4 * rows:
             rows = max(1, rows // 2)

@@ -55,7 +55,7 @@ def places(sizes: Sequence[int], indices: Sequence[Tensor], shape: Sequence[int]
 def look_up(rows: Tensor, at: Tensor, out: Tensor) -> None:
     """Write into `out` [B|1, H, .., ..], contiguous, what `rows` [H, places] have at the places `at` [B|1, reads]."""
     for of_batch, into in zip(at, out.flatten(2), strict=True):
-        torch.index_select(rows, 1, of_batch, out=into)
+        torch.gather(rows, 1, of_batch.expand(len(rows), -1), out=into)
 
 
 def add_up(head: int | None, gradient: Tensor, into: Tensor, at: Tensor, first_head: int) -> None:
