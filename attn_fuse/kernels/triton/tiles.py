@@ -6,6 +6,7 @@ which Hopper's copy engine reads blocks of [1, 1, ROWS, BLOCK], with 0 for what 
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
@@ -17,7 +18,7 @@ _FIRST = tl.constexpr(0x7FEB352D)
 _SECOND = tl.constexpr(0x846CA68B)
 # Neighbours whose random numbers have a factor in common.
 _GROUP = tl.constexpr(32)
-_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+_IN_PTX = tl.constexpr(torch.version.hip is None and not triton.knobs.runtime.interpret)
 # From what says the same in Triton's language, LLVM makes vectors of bits, which it packs into words and unpacks again.
 _DROPPED = tl.constexpr("""
     { .reg .pred kept; .reg .u32 drawn;
@@ -151,12 +152,12 @@ def dropped(x, of_rows, start, first, threshold):
         places = tl.arange(0, _GROUP)
         of_columns = (_of_groups(start, groups)[:, None] * _of_places(start, places)[None, :]).reshape(COLUMNS)
     rows, columns, least = of_rows[:, None], of_columns[None, :], threshold.to(tl.uint32, bitcast=True)
-    if _INTERPRETED:
-        x = tl.where(rows * columns >= least, x, 0.0)
-    else:
+    if _IN_PTX:
         x = tl.inline_asm_elementwise(
             _DROPPED, "=f,f,r,r,r", [x, rows, columns, least], tl.float32, is_pure=True, pack=1
         )
+    else:
+        x = tl.where(rows * columns >= least, x, 0.0)
     return x
 
 
