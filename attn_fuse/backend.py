@@ -12,21 +12,22 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from attn_fuse import selfcheck
-from attn_fuse.attention import Attention
-from attn_fuse.check import disagreement
-from attn_fuse.constants import Guard, Proof
+from attn_fuse.attention.attention import Attention
+from attn_fuse.attention.facts import Facts
+from attn_fuse.emit.check import disagreement
 from attn_fuse.errors import NotFusedError
-from attn_fuse.expand import expand
-from attn_fuse.facts import Facts
-from attn_fuse.functional import make_functional
-from attn_fuse.kernels.picker import SelfCheck, Stopwatch, pick
-from attn_fuse.names import INLINE_SUBGRAPHS, op_name
+from attn_fuse.graph.expand import expand
+from attn_fuse.graph.functionalize import make_functional
+from attn_fuse.graph.names import INLINE_SUBGRAPHS, op_name
+from attn_fuse.graph.region import Region
+from attn_fuse.graph.scopes import scopes
+from attn_fuse.lift.closed_forms import Guard, Proof
 from attn_fuse.options import Fuel, Options, chosen_kernels, fuel_of, parse_options
-from attn_fuse.region import Region
+from attn_fuse.picker import selfcheck
+from attn_fuse.picker.pick import SelfCheck, Stopwatch, pick
+from attn_fuse.picker.trial import Trial
 from attn_fuse.report import GraphReport, Location, SiteReport, headline, record
-from attn_fuse.scopes import scopes
-from attn_fuse.sites import Rewriter
+from attn_fuse.site import Rewriter
 from attn_fuse.torch_internals import (
     FakeTensorMode,
     compile_with,
@@ -34,7 +35,6 @@ from attn_fuse.torch_internals import (
     sdpa_switches,
     without_inductor_attention,
 )
-from attn_fuse.trial import Trial
 
 log = logging.getLogger("attn_fuse")
 

@@ -22,10 +22,12 @@ from torch.utils import _pytree as pytree
 
 from attn_fuse.backend import attn_fuse
 from attn_fuse.errors import NotFusedError
-from attn_fuse.kernels import KERNELS, evidence
-from attn_fuse.kernels.case import Case, visible_share
-from attn_fuse.kernels.evidence import AS_WRITTEN, Row, Table
-from attn_fuse.kernels.measure import (
+from attn_fuse.kernels import KERNELS
+from attn_fuse.picker import evidence
+from attn_fuse.picker.case import Case, visible_share
+from attn_fuse.picker.evidence import AS_WRITTEN, Row, Table
+from attn_fuse.picker.regression import apart
+from attn_fuse.picker.timing import (
     OtherLoad,
     Timing,
     free_memory,
@@ -35,9 +37,8 @@ from attn_fuse.kernels.measure import (
     table,
     this_device,
 )  # fmt: skip
-from attn_fuse.kernels.nearness import apart
-from attn_fuse.kernels.specimens import program, runner, tensors
-from attn_fuse.workers import Worker, note, spared
+from attn_fuse.picker.workers import Worker, note, spared
+from attn_fuse.picker.workloads import program, runner, tensors
 
 _TOLERANCE = {"float64": 1e-6, "float32": 1e-3}
 # As written, a training step keeps the scores, the weights, their gradients and what dropout kept.

@@ -35,7 +35,7 @@ class Options:
         in place, and refuse the rewrites with which they disagree.
     seconds: what looking for attention in one graph may take; the sites after that stay as written.
     try_unmeasured: whether a kernel of ours that was never measured on this device may be used there, where its
-        estimate promises more, once it has passed a self-check and was faster by the clock (`attn_fuse.selfcheck`).
+        estimate promises more, once it has passed a self-check and was faster by the clock (`picker.selfcheck`).
     mode: torch.compile's `mode`, handed to the inner backend. "max-autotune" and "max-autotune-no-cudagraphs" mean
         pick="measured", too (torch.compile takes a mode or options, not both).
     compiles: False leaves the rewritten graph as it is, while kernels are picked as for the inner backend; for a graph

@@ -2,7 +2,7 @@
 
 The cases are those of `python -m attn_fuse.bench --calibrate`, at more lengths and batches, measured by the same code:
 Inductor on the program as written, and every kernel that can run it, in turn. The rows go to
-attn_fuse/kernels/evidence_DEVICE.json when all are there; until then they lie in build/, where --resume finds them.
+attn_fuse/picker/evidence_DEVICE.json when all are there; until then they lie in build/, where --resume finds them.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from attn_fuse.bench import Effort, as_table, grid, measured
-from attn_fuse.kernels.case import Case
-from attn_fuse.kernels.evidence import Row, read_table, write_table
-from attn_fuse.kernels.measure import Device
+from attn_fuse.picker.case import Case
+from attn_fuse.picker.evidence import Row, read_table, write_table
+from attn_fuse.picker.timing import Device
 from harness import ROOT, OtherLoad, machine
 
 # Rows that are a power of two apart share few places in the cache: other lengths may suit the program as written.
@@ -127,7 +127,7 @@ def main() -> None:
     wanted = cases(device, args.lengths or LENGTHS[device], args.batches, args.heads)
     likes = args.only or [{}]
     wanted = [c for c in wanted if any(alike.items() <= texts_of(c).items() for alike in likes)][: args.most]
-    measure_all(wanted, args.out or ROOT / "attn_fuse" / "kernels" / f"evidence_{device}.json", args)
+    measure_all(wanted, args.out or ROOT / "attn_fuse" / "picker" / f"evidence_{device}.json", args)
 
 
 if __name__ == "__main__":

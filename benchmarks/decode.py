@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import harness
-from attn_fuse.kernels.score_program import ScoreProgram
+from attn_fuse.kernels.score.program import ScoreProgram
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 CAPACITY = 32 * 1024
@@ -113,7 +113,7 @@ PROGRAMS = {
 
 
 def ours(s: Step, static: bool) -> Tensor:
-    from attn_fuse.kernels.triton.decode_op import decode
+    from attn_fuse.kernels.triton.decode.op import decode
 
     return decode(s.query, s.key, s.value, [s.position] if static else [], [], PROGRAMS[static])
 

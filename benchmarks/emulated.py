@@ -27,9 +27,9 @@ from triton.runtime.jit import JITFunction
 os.environ["TRITON_INTERPRET"] = "1"
 
 import attn_fuse.kernels
-import attn_fuse.kernels.triton.decode_op
-import attn_fuse.kernels.triton.flash_op
-import attn_fuse.kernels.triton.packed_op  # noqa: F401
+import attn_fuse.kernels.triton.decode.op
+import attn_fuse.kernels.triton.flash.op
+import attn_fuse.kernels.triton.flash.packed_op  # noqa: F401
 import gpu_attention
 from tests.grid import operators as grid_operators
 from tests.triton import device
@@ -49,7 +49,7 @@ def begin(library: Path) -> None:
     device.use()
     knobs.compilation.listener = lambda *, cache_hit, **_: counts.update(["found" if cache_hit else "compiled"])
 
-    from attn_fuse.kernels.triton import flash_forward
+    from attn_fuse.kernels.triton.flash import forward as flash_forward
 
     if not isinstance(flash_forward.forward, JITFunction):
         raise RuntimeError("import emulated before attn_fuse: its kernels are to be interpreted")

@@ -33,9 +33,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 import gpu_tasks
-from attn_fuse.kernels import evidence
-from attn_fuse.kernels.measure import seconds_in_words
-from attn_fuse.workers import Worker
+from attn_fuse.picker import evidence
+from attn_fuse.picker.timing import seconds_in_words
+from attn_fuse.picker.workers import Worker
 from gpu_attention import Row
 from gpu_sections import CALLS, Run
 

@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from attn_fuse.kernels.measure import interleaved, synchronize
-from attn_fuse.kernels.score_program import ScoreProgram
+from attn_fuse.kernels.score.program import ScoreProgram
+from attn_fuse.picker.timing import interleaved, synchronize
+from attn_fuse.picker.workers import note
 from attn_fuse.torch_internals import sdpa_choice
-from attn_fuse.workers import note
 from tests.grid.operators import Call, Operator, operators
 
 Row = dict[str, Any]

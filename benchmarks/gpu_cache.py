@@ -29,7 +29,7 @@ import gpu_attention
 import gpu_cases
 import gpu_sections
 import gpu_tasks
-from attn_fuse.workers import Pool
+from attn_fuse.picker.workers import Pool
 from gpu import CACHES, triton_key
 from gpu_attention import Bench
 from harness import ROOT
@@ -57,7 +57,7 @@ def case(library: Path, name: str, case: Any) -> dict[str, int]:
     """A case of the evidence, on one kernel, as `evidence` runs it."""
     from attn_fuse.backend import attn_fuse
     from attn_fuse.errors import NotFusedError
-    from attn_fuse.kernels.specimens import program, runner, tensors
+    from attn_fuse.picker.workloads import program, runner, tensors
 
     def run() -> None:
         torch.compiler.reset()

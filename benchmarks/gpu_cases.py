@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from attn_fuse.kernels.case import Case, visible_share
+from attn_fuse.picker.case import Case, visible_share
 
 
 def cases() -> Iterator[tuple[str, Case]]:

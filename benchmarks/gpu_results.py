@@ -2,7 +2,7 @@
 
     PYTHONPATH=. python benchmarks/gpu_results.py DIRECTORY
 
-The evidence goes to attn_fuse/kernels/evidence_cuda_DEVICE.json, where rows of cases that were measured again replace
+The evidence goes to attn_fuse/picker/evidence_cuda_DEVICE.json, where rows of cases that were measured again replace
 those of the same torch; the result files to benchmarks/results; the tables between README.md's two gpu comments. It
 may be run again.
 """
@@ -20,8 +20,8 @@ from typing import Any
 # First of all: other packages, too, bring a `tests`.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from attn_fuse.kernels import evidence
-from attn_fuse.kernels.evidence import AS_WRITTEN
+from attn_fuse.picker import evidence
+from attn_fuse.picker.evidence import AS_WRITTEN
 from harness import ROOT, bytes_in_words, seconds_in_words
 
 Row = dict[str, Any]
@@ -251,7 +251,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             path = args.into / "benchmarks" / "results" / content["path"].name
             evidence.write_whole(path, content["path"].read_text())
             print(path)
-        for path in ship(args.folder, args.into / "attn_fuse" / "kernels"):
+        for path in ship(args.folder, args.into / "attn_fuse" / "picker"):
             print(path)
         # The tables are of all calls of this device, also of those made before.
         label = content["path"].stem.rpartition(content["call"] + "-")[2]

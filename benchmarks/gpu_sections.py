@@ -17,11 +17,11 @@ import torch
 import gpu_cases
 import gpu_tasks
 from attn_fuse.bench import Effort, Measuring, kernels_on
-from attn_fuse.kernels import evidence
-from attn_fuse.kernels.case import Case
-from attn_fuse.kernels.evidence import AS_WRITTEN
-from attn_fuse.kernels.measure import Device, seconds_in_words
-from attn_fuse.workers import Pool, Worker, spared
+from attn_fuse.picker import evidence
+from attn_fuse.picker.case import Case
+from attn_fuse.picker.evidence import AS_WRITTEN
+from attn_fuse.picker.timing import Device, seconds_in_words
+from attn_fuse.picker.workers import Pool, Worker, spared
 from gpu_attention import FEATURES, Bench, Row
 from harness import ROOT
 

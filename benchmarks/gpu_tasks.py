@@ -13,11 +13,11 @@ import torch
 
 import gpu_attention
 from attn_fuse.bench import bytes_as_written, in_gib, prepared
-from attn_fuse.kernels.case import Case
-from attn_fuse.kernels.evidence import AS_WRITTEN
-from attn_fuse.kernels.measure import free_memory, interleaved, machine, synchronize
-from attn_fuse.kernels.specimens import program, runner, tensors
-from attn_fuse.workers import note
+from attn_fuse.picker.case import Case
+from attn_fuse.picker.evidence import AS_WRITTEN
+from attn_fuse.picker.timing import free_memory, interleaved, machine, synchronize
+from attn_fuse.picker.workers import note
+from attn_fuse.picker.workloads import program, runner, tensors
 from gpu_attention import Bench, Row
 
 # A few wrong rows are of what they are of; from this share on, a kernel is not timed.
@@ -95,7 +95,7 @@ def compiled(kernels: Sequence[str], case: Case, device: torch.device, share: fl
 def picked(case: Case, device: torch.device) -> tuple[str, str]:
     """What the picker chooses for `case`, and why."""
     from attn_fuse.backend import attn_fuse
-    from attn_fuse.kernels import evidence
+    from attn_fuse.picker import evidence
     from attn_fuse.report import collecting
 
     evidence.tables.cache_clear()

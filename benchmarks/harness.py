@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from attn_fuse.kernels.measure import OtherLoad, Timing, interleaved, seconds_in_words, summary, synchronize, table
-from attn_fuse.kernels.measure import machine as facts_of
+from attn_fuse.picker.timing import OtherLoad, Timing, interleaved, seconds_in_words, summary, synchronize, table
+from attn_fuse.picker.timing import machine as facts_of
 
 __all__ = [
     "RESULTS", "ROOT", "OtherLoad", "Timing", "bytes_in_words", "commit", "interleaved", "machine", "peak_memory",

@@ -17,7 +17,7 @@ import emulated  # isort: skip  # before all that imports attn_fuse
 import torch
 from torch import Tensor
 
-from attn_fuse.kernels.score_program import ScoreProgram
+from attn_fuse.kernels.score.program import ScoreProgram
 from harness import interleaved, store, table
 from tests.graph.chunked_cases import CAUSAL, S, const, where
 from tests.triton import device
@@ -31,7 +31,8 @@ def operands(batch: int, heads: int, kv_heads: int, q_len: int, kv_len: int, hea
 
 
 def calls() -> dict[str, Callable[[], object]]:
-    from attn_fuse.kernels.triton import decode, flash
+    from attn_fuse.kernels.triton.decode import launch as decode
+    from attn_fuse.kernels.triton.flash import launch as flash
 
     training = (*operands(2, 8, 8, 1024, 1024, 64), [], [0], None, None, None, 0.0)
     found: dict[str, Callable[[], object]] = {}

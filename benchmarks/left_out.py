@@ -14,9 +14,9 @@ from dataclasses import replace
 
 import torch
 
-from attn_fuse.kernels import cost, evidence
-from attn_fuse.kernels.case import Case
-from attn_fuse.kernels.evidence import AS_WRITTEN, Row, Table
+from attn_fuse.picker import cost, evidence
+from attn_fuse.picker.case import Case
+from attn_fuse.picker.evidence import AS_WRITTEN, Row, Table
 from harness import store
 
 BEYOND = (1.03, 1.1, 1.5)

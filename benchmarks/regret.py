@@ -18,9 +18,9 @@ import torch
 
 from attn_fuse.backend import attn_fuse
 from attn_fuse.bench import Effort, grid, timed
-from attn_fuse.kernels.case import Case
-from attn_fuse.kernels.evidence import AS_WRITTEN
-from attn_fuse.kernels.specimens import program, runner, tensors
+from attn_fuse.picker.case import Case
+from attn_fuse.picker.evidence import AS_WRITTEN
+from attn_fuse.picker.workloads import program, runner, tensors
 from attn_fuse.report import collecting
 from harness import OtherLoad, Timing, store, table
 

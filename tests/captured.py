@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from attn_fuse.check import disagreement
+from attn_fuse.emit.check import disagreement
 from attn_fuse.torch_internals import source_name
 
 Program = Callable[..., Any]

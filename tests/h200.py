@@ -20,11 +20,14 @@ import torch
 from torch import Tensor
 
 from attn_fuse import backend
-from attn_fuse.attention import Attention
-from attn_fuse.facts import Facts
-from attn_fuse.kernels import cost, evidence, flex, picker, sdpa
-from attn_fuse.kernels.case import Case, case_of
-from attn_fuse.kernels.picker import Choice
+from attn_fuse.attention.attention import Attention
+from attn_fuse.attention.facts import Facts
+from attn_fuse.kernels import sdpa
+from attn_fuse.kernels.flex import kernel as flex
+from attn_fuse.picker import cost, evidence
+from attn_fuse.picker import pick as picker
+from attn_fuse.picker.case import Case, case_of
+from attn_fuse.picker.pick import Choice
 
 CUDA = torch.device("cuda", 0)
 PROPERTIES = SimpleNamespace(

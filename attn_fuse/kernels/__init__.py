@@ -1,11 +1,11 @@
 """The kernels. The order is the one in which the picker prefers them where nothing is measured."""
 
-from attn_fuse.kernels.chunked import CHUNKED
-from attn_fuse.kernels.flex import FLEX
+from attn_fuse.kernels.chunked.kernel import CHUNKED
+from attn_fuse.kernels.flex.kernel import FLEX
 from attn_fuse.kernels.sdpa import CPU_FLASH, CUDA_EFFICIENT, CUDA_FLASH, CUDNN
-from attn_fuse.kernels.triton.hopper import TRITON_FLASH_HOPPER
-from attn_fuse.kernels.triton_decode import TRITON_DECODE
-from attn_fuse.kernels.triton_flash import TRITON_FLASH
+from attn_fuse.kernels.triton.decode.kernel import TRITON_DECODE
+from attn_fuse.kernels.triton.flash.hopper import TRITON_FLASH_HOPPER
+from attn_fuse.kernels.triton.flash.kernel import TRITON_FLASH
 
 __all__ = ["CHUNKED", "KERNELS"]
 

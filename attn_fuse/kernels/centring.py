@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from attn_fuse.attention import Attention
-    from attn_fuse.call import Call
+    from attn_fuse.attention.attention import Attention
+    from attn_fuse.emit.call import Call
 
 
 def gains(call: Call) -> bool:

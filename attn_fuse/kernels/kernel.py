@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch.fx import Node
 
-from attn_fuse.attention import Attention
-from attn_fuse.facts import Facts
+from attn_fuse.attention.attention import Attention
+from attn_fuse.attention.facts import Facts
 
 if TYPE_CHECKING:
-    from attn_fuse.call import Call
+    from attn_fuse.emit.call import Call
 
 
 @dataclass(frozen=True)

@@ -19,14 +19,14 @@ import torch.nn.functional as F
 from torch.fx import Node
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from attn_fuse.attention import Attention
-from attn_fuse.builder import tensor
-from attn_fuse.facts import Facts
+from attn_fuse.attention.attention import Attention
+from attn_fuse.attention.facts import Facts
+from attn_fuse.emit.builder import tensor
 from attn_fuse.kernels.kernel import Kernel, beyond_masks_and_biases
 from attn_fuse.torch_internals import FakeTensorMode, sdpa_choice
 
 if TYPE_CHECKING:
-    from attn_fuse.call import Call
+    from attn_fuse.emit.call import Call
 
 _HALF = frozenset({torch.float16, torch.bfloat16})
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from attn_fuse.facts import Facts
+from attn_fuse.attention.facts import Facts
 from attn_fuse.torch_internals import sdpa_switches
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from attn_fuse.attention import Refusal
-from attn_fuse.expression import Add, Expr
+from attn_fuse.attention.attention import Refusal
+from attn_fuse.expression.nodes import Add, Expr
 from attn_fuse.patterns.layer import Answer, Bias, Peeled, carrier
 
 

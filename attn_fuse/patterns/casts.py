@@ -5,7 +5,7 @@ Declined: a cast to whole numbers or Booleans, which is no rounding but another 
 
 from __future__ import annotations
 
-from attn_fuse.expression import Cast, Expr
+from attn_fuse.expression.nodes import Cast, Expr
 from attn_fuse.patterns.layer import Answer, Nothing, Peeled
 
 

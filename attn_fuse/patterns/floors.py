@@ -6,7 +6,7 @@ Declined: any other bound, which is a function of the scores.
 
 from __future__ import annotations
 
-from attn_fuse.expression import Binary, Const, Expr
+from attn_fuse.expression.nodes import Binary, Const, Expr
 from attn_fuse.patterns.layer import Answer, Floor, Peeled, dtype_of
 from attn_fuse.patterns.masks import is_masking
 

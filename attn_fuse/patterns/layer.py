@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import sympy
 import torch
 
-from attn_fuse.attention import Refusal
-from attn_fuse.expression import (
+from attn_fuse.attention.attention import Refusal
+from attn_fuse.expression.nodes import (
     Add,
     Binary,
     Cast,

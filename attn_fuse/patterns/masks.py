@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 import torch
 
-from attn_fuse.algebra import logical_not, select
-from attn_fuse.attention import Refusal
-from attn_fuse.expression import FALSE, TRUE, Add, Cast, Const, Expr, Select, has_product
+from attn_fuse.attention.attention import Refusal
+from attn_fuse.expression.nodes import FALSE, TRUE, Add, Cast, Const, Expr, Select, has_product
+from attn_fuse.expression.simplify import logical_not, select
 from attn_fuse.patterns.layer import Answer, Fill, Peeled, carrier, dtype_of
 
 LEAST_ORDINARY_SCORE = -1e9

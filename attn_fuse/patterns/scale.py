@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from attn_fuse.algebra import div
-from attn_fuse.attention import Refusal
-from attn_fuse.expression import Const, Div, Expr, Mul
+from attn_fuse.attention.attention import Refusal
+from attn_fuse.expression.nodes import Const, Div, Expr, Mul
+from attn_fuse.expression.simplify import div
 from attn_fuse.patterns.layer import Answer, Peeled, Scale, carrier
 
 

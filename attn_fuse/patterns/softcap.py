@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attn_fuse.expression import Cast, Const, Expr, Mul, Unary
+from attn_fuse.expression.nodes import Cast, Const, Expr, Mul, Unary
 from attn_fuse.patterns.layer import Answer, Cap, Peeled
 
 

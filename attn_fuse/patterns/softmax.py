@@ -14,14 +14,27 @@ from dataclasses import dataclass
 import sympy
 import torch
 
-from attn_fuse import algebra as al
-from attn_fuse import expression as ex
-from attn_fuse.attention import Refusal
-from attn_fuse.bounds import infinities
-from attn_fuse.expression import Add, Binary, Cast, Const, Contract, Div, Expr, Mul, Reduce, Select, Softmax, Unary
+from attn_fuse.attention.attention import Refusal
+from attn_fuse.expression import nodes as ex
+from attn_fuse.expression import simplify as al
+from attn_fuse.expression.index import Space
+from attn_fuse.expression.nodes import (
+    Add,
+    Binary,
+    Cast,
+    Const,
+    Contract,
+    Div,
+    Expr,
+    Mul,
+    Reduce,
+    Select,
+    Softmax,
+    Unary,
+)
+from attn_fuse.expression.ranges import infinities
 from attn_fuse.patterns.layer import dtype_of
 from attn_fuse.patterns.masks import LEAST_ORDINARY_SCORE
-from attn_fuse.space import Space
 from attn_fuse.torch_internals import CLAMP_PASSES_AT_ITS_EDGE
 
 _NOT_NORMALISED = Refusal("the weights are not normalised by their own sum over the keys")

@@ -10,9 +10,8 @@ import math
 
 from sympy import Symbol
 
-from attn_fuse.algebra import div, logical_not, select
-from attn_fuse.attention import Refusal
-from attn_fuse.expression import (
+from attn_fuse.attention.attention import Refusal
+from attn_fuse.expression.nodes import (
     Cast,
     Compare,
     Const,
@@ -28,6 +27,7 @@ from attn_fuse.expression import (
     has_product,
     terms,
 )
+from attn_fuse.expression.simplify import div, logical_not, select
 from attn_fuse.patterns.layer import Answer, Drop, EmptyIsZero, Factor, Peeled, carrier
 
 

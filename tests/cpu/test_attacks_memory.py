@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from attn_fuse import expand as expanding
-from attn_fuse import memory
 from attn_fuse.backend import attn_fuse as backend
+from attn_fuse.graph import expand as expanding
+from attn_fuse.graph import memory
 from attn_fuse.report import collecting
 
 SHAPE = (2, 2, 8, 8)

@@ -101,7 +101,7 @@ def test_training_step(inner: str) -> None:
 
 
 def test_identical_layers_are_analysed_once(monkeypatch) -> None:
-    import attn_fuse.sites as sites
+    import attn_fuse.site as sites
 
     calls = []
     monkeypatch.setattr(sites, "normalize", lambda region, run=sites.normalize: calls.append(region) or run(region))
@@ -269,7 +269,7 @@ def test_check_passes_what_is_right(kind) -> None:
 
 
 def test_check_refuses_what_is_wrong_with_the_figures(monkeypatch) -> None:
-    from attn_fuse.call import Call
+    from attn_fuse.emit.call import Call
 
     monkeypatch.setattr(Call, "scale", lambda self: 0.3)
     model, x = Stack(1), torch.randn(2, 9, 32)
@@ -281,7 +281,7 @@ def test_check_refuses_what_is_wrong_with_the_figures(monkeypatch) -> None:
 
 
 def test_a_failure_in_the_pass_never_breaks_a_model(monkeypatch, caplog) -> None:
-    import attn_fuse.sites as sites
+    import attn_fuse.site as sites
 
     def fails(*args: object) -> None:
         raise ZeroDivisionError("by design")

@@ -17,13 +17,13 @@ import attn_fuse
 from attn_fuse import bench
 from attn_fuse.backend import attn_fuse as backend
 from attn_fuse.bench import Observation, grid, main
-from attn_fuse.kernels import evidence
-from attn_fuse.kernels.case import Case, visible_share
-from attn_fuse.kernels.evidence import AS_WRITTEN, Row
-from attn_fuse.kernels.measure import Timing
-from attn_fuse.kernels.nearness import apart
-from attn_fuse.kernels.specimens import program, runner, tensors
-from attn_fuse.workers import note
+from attn_fuse.picker import evidence
+from attn_fuse.picker.case import Case, visible_share
+from attn_fuse.picker.evidence import AS_WRITTEN, Row
+from attn_fuse.picker.regression import apart
+from attn_fuse.picker.timing import Timing
+from attn_fuse.picker.workers import note
+from attn_fuse.picker.workloads import program, runner, tensors
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from attn_fuse.check import disagreement
+from attn_fuse.emit.check import disagreement
 from tests.captured import Program, attention, captured, fused, randoms, said
 
 # ---- what agrees

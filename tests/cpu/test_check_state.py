@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import attn_fuse
 from attn_fuse.backend import attn_fuse as backend
-from attn_fuse.check import disagreement
-from attn_fuse.replay import replay
+from attn_fuse.emit.check import disagreement
+from attn_fuse.graph.replay import replay
 from tests.captured import attention, captured, fused, randoms
 
 # ---- aliases and constants
@@ -170,7 +170,7 @@ def test_it_passes_what_is_right(dynamic, grad) -> None:
 
 
 def test_it_refuses_a_gradient_that_is_wrong(monkeypatch) -> None:
-    from attn_fuse.call import Call
+    from attn_fuse.emit.call import Call
 
     value = Call.value
     monkeypatch.setattr(Call, "value", lambda self: self.node("detach", value(self)))

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from attn_fuse import torch_internals
-from attn_fuse.kernels import chunked_blocks, chunked_plan, chunked_steps
-from attn_fuse.kernels.chunked_hoisted import hoisted
-from attn_fuse.kernels.score_program import ScoreProgram
-from attn_fuse.kernels.skewed import skewed
+from attn_fuse.kernels.chunked import attend as chunked_blocks
+from attn_fuse.kernels.chunked import plan as chunked_plan
+from attn_fuse.kernels.chunked import steps as chunked_steps
+from attn_fuse.kernels.chunked.diagonals import skewed
+from attn_fuse.kernels.chunked.hoisted import hoisted
+from attn_fuse.kernels.score.program import ScoreProgram
 from tests.graph.chunked_cases import CASE, Case, H, K, Q, S, Sizes, const, documents, drawn, region
 
 # The second has blocks of other sizes than the first.

@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attn_fuse.attention import Attention
-from attn_fuse.facts import Facts
-from attn_fuse.kernels import flex, picker
+from attn_fuse.attention.attention import Attention
+from attn_fuse.attention.facts import Facts
+from attn_fuse.kernels.flex import kernel as flex
+from attn_fuse.picker import pick as picker
 from attn_fuse.report import SiteReport, collecting
 from attn_fuse.torch_internals import flex_differentiates_what_it_reads
 from tests.harness import Outcome, assert_refused, check, compiled, tensors

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from attn_fuse.functional import make_functional
+from attn_fuse.graph.functionalize import make_functional
+from attn_fuse.graph.scopes import scopes
 from attn_fuse.report import SiteReport, collecting
-from attn_fuse.scopes import scopes
 from attn_fuse.torch_internals import FakeTensorMode
 from tests.harness import assert_fused, check, compiled, tensors
 

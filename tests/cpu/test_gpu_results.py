@@ -14,9 +14,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import gpu_cases
 import gpu_results
-from attn_fuse.kernels import evidence
-from attn_fuse.kernels.evidence import AS_WRITTEN
-from attn_fuse.kernels.measure import Device
+from attn_fuse.picker import evidence
+from attn_fuse.picker.evidence import AS_WRITTEN
+from attn_fuse.picker.timing import Device
 
 ROOT = Path(gpu_results.__file__).parents[1]
 HEAD = {"gpu": "NVIDIA H200", "torch": "2.11.0+cu130", "cpu": "a CPU", "threads": 16}
@@ -73,14 +73,14 @@ def folder(tmp_path: Path) -> Path:
 def checkout(tmp_path: Path, monkeypatch) -> Path:
     """As much of a checkout as is written to, from which the picker then reads."""
     made = tmp_path / "checkout"
-    (made / "attn_fuse" / "kernels").mkdir(parents=True)
+    (made / "attn_fuse" / "picker").mkdir(parents=True)
     for path in (
-        *(ROOT / "attn_fuse" / "kernels").glob("evidence_*.json"),
-        ROOT / "attn_fuse" / "kernels" / "evidence.py",
+        *(ROOT / "attn_fuse" / "picker").glob("evidence_*.json"),
+        ROOT / "attn_fuse" / "picker" / "evidence.py",
     ):
-        shutil.copy(path, made / "attn_fuse" / "kernels")
+        shutil.copy(path, made / "attn_fuse" / "picker")
     shutil.copy(ROOT / "README.md", made)
-    monkeypatch.setattr(evidence, "__file__", str(made / "attn_fuse" / "kernels" / "evidence.py"))
+    monkeypatch.setattr(evidence, "__file__", str(made / "attn_fuse" / "picker" / "evidence.py"))
     monkeypatch.setenv("ATTN_FUSE_CACHE", str(tmp_path / "cache"))
     evidence.tables.cache_clear()
     yield made
@@ -105,7 +105,7 @@ def test_evidence_ships_and_is_found(folder: Path, checkout: Path) -> None:
 def test_what_is_measured_again_replaces_and_the_rest_stays(folder: Path, checkout: Path) -> None:
     gpu_results.main([str(folder), "--into", str(checkout)])
     again = TIMES | {"triton_flash": 50.0}
-    path, shipped = folder / "evidence_cuda_h200.json", checkout / "attn_fuse" / "kernels" / "evidence_cuda_h200.json"
+    path, shipped = folder / "evidence_cuda_h200.json", checkout / "attn_fuse" / "picker" / "evidence_cuda_h200.json"
     evidence.write_table(path, HEAD, [evidence.Row(case, again) for case in (SECOND, THIRD)])
     gpu_results.main([str(folder), "--into", str(checkout)])
     rows = evidence.read_table(shipped).rows

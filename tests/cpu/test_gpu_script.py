@@ -20,9 +20,9 @@ import gpu_cases
 import gpu_sections
 import gpu_tasks
 from attn_fuse.bench import Observation, bytes_as_written
-from attn_fuse.kernels import evidence
-from attn_fuse.kernels.evidence import AS_WRITTEN
-from attn_fuse.workers import note
+from attn_fuse.picker import evidence
+from attn_fuse.picker.evidence import AS_WRITTEN
+from attn_fuse.picker.workers import note
 from gpu_sections import CALLS, Run
 
 BENCHMARKS = Path(gpu.__file__).parent

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import attn_fuse
 from attn_fuse.backend import attn_fuse as backend
-from attn_fuse.kernels import chunked_blocks
-from attn_fuse.kernels.chunked_plan import Plan, planned
+from attn_fuse.kernels.chunked import attend as chunked_blocks
+from attn_fuse.kernels.chunked.plan import Plan, planned
 
 HEADS, WIDTH, SIDE = 4, 8, 6
 LENGTH = SIDE * SIDE

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from attn_fuse.workers import Answer, Pool, Worker, note, spared
+from attn_fuse.picker.workers import Answer, Pool, Worker, note, spared
 
 
 @pytest.fixture(scope="module")

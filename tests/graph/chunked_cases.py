@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_fuse.kernels.chunked_op import chunked
-from attn_fuse.kernels.score_program import ScoreProgram
+from attn_fuse.kernels.chunked.op import chunked
+from attn_fuse.kernels.score.program import ScoreProgram
 from tests.grid.features import At, Sizes
 from tests.harness import ROUNDINGS, TIMES_EAGER
 

@@ -18,15 +18,15 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from attn_fuse import expression as ex
-from attn_fuse.builder import NotEmitted
-from attn_fuse.expression import Expr
-from attn_fuse.kernels.score_program import Block, ScoreProgram, evaluate
-from attn_fuse.kernels.writer import _Writer
-from attn_fuse.lift import Lifted, NotLifted, lift
-from attn_fuse.normalize import Normal, _decompositions
-from attn_fuse.operations import OPERATIONS
-from attn_fuse.operations.across import ACROSS
+from attn_fuse.emit.builder import NotEmitted
+from attn_fuse.expression import nodes as ex
+from attn_fuse.expression.nodes import Expr
+from attn_fuse.kernels.score.program import Block, ScoreProgram, evaluate
+from attn_fuse.kernels.score.write import _Writer
+from attn_fuse.lift.lift import Lifted, NotLifted, lift
+from attn_fuse.lift.normalize import Normal, _decompositions
+from attn_fuse.lift.operations import OPERATIONS
+from attn_fuse.lift.reductions import ACROSS
 from attn_fuse.torch_internals import FakeTensorMode, functionalized, make_fx, on_fake_tensors
 from tests.rounding import distance, rounding_of_float64
 

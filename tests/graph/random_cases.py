@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_fuse.kernels.score_program import ScoreProgram
+from attn_fuse.kernels.score.program import ScoreProgram
 from tests.graph.chunked_cases import Case, S, Sizes, const
 from tests.grid.features import At
 

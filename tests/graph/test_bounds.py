@@ -8,10 +8,10 @@ import pytest
 import sympy
 import torch
 
-from attn_fuse import expression as ex
-from attn_fuse.bounds import stays_within
-from attn_fuse.operations.elementwise import TO_WHOLE, UNARY
-from attn_fuse.space import Space
+from attn_fuse.expression import nodes as ex
+from attn_fuse.expression.index import Space
+from attn_fuse.expression.ranges import stays_within
+from attn_fuse.lift.elementwise import TO_WHOLE, UNARY
 
 T = 12
 SPACE = Space(lower={sympy.Symbol("length", integer=True): 2})

@@ -14,9 +14,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attn_fuse.kernels import chunked_blocks, chunked_plan
-from attn_fuse.kernels.chunked_op import chunked, chunked_backward
-from attn_fuse.kernels.score_program import ScoreProgram
+from attn_fuse.kernels.chunked import attend as chunked_blocks
+from attn_fuse.kernels.chunked import plan as chunked_plan
+from attn_fuse.kernels.chunked.op import chunked, chunked_backward
+from attn_fuse.kernels.score.program import ScoreProgram
 from tests.dropout import check_distribution, check_seed, kept_weights, seeded
 from tests.graph.chunked_cases import (
     CASE,

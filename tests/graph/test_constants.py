@@ -9,9 +9,9 @@ import pytest
 import sympy
 import torch
 
-from attn_fuse import expression as ex
-from attn_fuse.constants import ClosedForm, Diagonals, closed_form
-from attn_fuse.space import Space
+from attn_fuse.expression import nodes as ex
+from attn_fuse.expression.index import Space
+from attn_fuse.lift.closed_forms import ClosedForm, Diagonals, closed_form
 
 FOUND = {
     "tril": torch.tril(torch.ones(6, 6)),

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from attn_fuse.errors import ExplainError
-from attn_fuse.find_model import (
+from attn_fuse.explain.find_model import (
     LONGEST,
     SHORT,
     USUAL,

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.fx import Graph
 from torch.nn.attention.flex_attention import create_block_mask
 
-from attn_fuse.earlier import earlier
-from attn_fuse.kernels.flex import BLOCKS, attend
-from attn_fuse.kernels.flex_blocks import flex_blocks, flex_operands
-from attn_fuse.kernels.flex_program import mask_mod, mask_part, scaled, score_part, sink_part
-from attn_fuse.kernels.score_program import ScoreProgram
+from attn_fuse.emit.reuse import earlier
+from attn_fuse.kernels.flex.blocks import flex_blocks, flex_operands
+from attn_fuse.kernels.flex.kernel import BLOCKS, attend
+from attn_fuse.kernels.flex.mods import mask_mod, mask_part, scaled, score_part, sink_part
+from attn_fuse.kernels.score.program import ScoreProgram
 from tests.graph.chunked_cases import CASES, INF, SIZES, USUAL, H, K, Q, S, Sizes, assert_near, drawn, naive, where
 from tests.graph.chunked_cases import Case as DenseCase
 from tests.graph.random_cases import random_case

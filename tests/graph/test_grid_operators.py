@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from attn_fuse.kernels import chunked_plan
+from attn_fuse.kernels.chunked import plan as chunked_plan
 from tests.grid import cover
 from tests.grid.case import AXES, PLAIN, Case
 from tests.grid.operators import CHUNKED, check

@@ -16,14 +16,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_fuse import trial
-from attn_fuse.attention import Attention
-from attn_fuse.builder import NotEmitted
-from attn_fuse.facts import Facts, is_frozen
-from attn_fuse.kernels import KERNELS, flex, picker, triton_decode
-from attn_fuse.kernels.evidence import AS_WRITTEN
-from attn_fuse.kernels.picker import Choice, Times, pick
+from attn_fuse.attention.attention import Attention
+from attn_fuse.attention.facts import Facts, is_frozen
+from attn_fuse.emit.builder import NotEmitted
+from attn_fuse.kernels import KERNELS
+from attn_fuse.kernels.flex import kernel as flex
 from attn_fuse.kernels.switches import Switches, forbidden
+from attn_fuse.kernels.triton.decode import kernel as triton_decode
+from attn_fuse.picker import pick as picker
+from attn_fuse.picker import trial
+from attn_fuse.picker.evidence import AS_WRITTEN
+from attn_fuse.picker.pick import Choice, Times, pick
 from attn_fuse.report import SiteReport, collecting
 from tests.harness import compiled
 
@@ -157,6 +160,8 @@ def test_an_old_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     said = KERNEL["triton_flash"].why_not(attention, dataclasses.replace(facts, **CUDA))
     assert "needs compute capability 8.0, this device has 7.5" in said
+    said = KERNEL["triton_flash_hopper"].why_not(attention, dataclasses.replace(facts, **CUDA))
+    assert "runs on GPUs of compute capability 9.0 only" in said
 
 
 def test_what_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_fuse.kernels import chunked_blocks, chunked_plan
-from attn_fuse.kernels.lookup import accumulate, add_sorted, add_up, head_dimension, places, rest
-from attn_fuse.kernels.score_program import Block, ScoreProgram, evaluate, gathered
+from attn_fuse.kernels.chunked import attend as chunked_blocks
+from attn_fuse.kernels.chunked import plan as chunked_plan
+from attn_fuse.kernels.score.lookup import accumulate, add_sorted, add_up, head_dimension, places, rest
+from attn_fuse.kernels.score.program import Block, ScoreProgram, evaluate, gathered
 
 S, H, Q, K = ["score"], ["h"], ["i"], ["j"]
 BATCH, HEADS, ROWS, COLUMNS = 2, 3, 21, 34
@@ -82,8 +83,12 @@ def test_both_ways_to_add_give_the_same(name: str) -> None:
 
 def test_distances_are_summed_along_diagonals_first(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[torch.Size] = []
-    monkeypatch.setattr("attn_fuse.kernels.lookup.places", lambda sizes, indices, shape: read.append(shape) or places(
-        sizes, indices, shape))  # fmt: skip
+
+    def counted(sizes: Any, indices: Any, shape: torch.Size) -> Tensor:
+        read.append(shape)
+        return places(sizes, indices, shape)
+
+    monkeypatch.setattr("attn_fuse.kernels.score.lookup.places", counted)
     for name, count in (("distances", ROWS + COLUMNS - 1), ("stored", ROWS * COLUMNS)):
         node, gradient, indices, exact = drawn(name)
         accumulate(node, gradient, torch.zeros_like(exact), indices, BLOCK.origin[1])

@@ -10,8 +10,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from attn_fuse.kernels import chunked_plan
-from attn_fuse.kernels.chunked_op import chunked
+from attn_fuse.kernels.chunked import plan as chunked_plan
+from attn_fuse.kernels.chunked.op import chunked
 from tests.graph.chunked_cases import Sizes, drawn, naive, results
 from tests.graph.random_cases import random_case
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import BinaryUfuncInfo, OpInfo, SampleInput, UnaryUfuncInfo
 
-from attn_fuse.operations import OPERATIONS
+from attn_fuse.lift.operations import OPERATIONS
 from tests.graph.operator_database import NotRun, Tally, judged, judged_in, through_a_product
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)

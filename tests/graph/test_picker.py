@@ -18,13 +18,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attn_fuse
 from attn_fuse.backend import attn_fuse as backend
-from attn_fuse.kernels import KERNELS, cost, evidence, switches
-from attn_fuse.kernels.case import Case, visible_share
-from attn_fuse.kernels.evidence import AS_WRITTEN, REACH, Row, Table, compare
-from attn_fuse.kernels.measure import Device, this_device
-from attn_fuse.kernels.nearness import apart
-from attn_fuse.kernels.specimens import reach_of
+from attn_fuse.kernels import KERNELS, switches
 from attn_fuse.kernels.switches import Switches, forbidden
+from attn_fuse.picker import cost, evidence
+from attn_fuse.picker.case import Case, visible_share
+from attn_fuse.picker.evidence import AS_WRITTEN, REACH, Row, Table, compare
+from attn_fuse.picker.regression import apart
+from attn_fuse.picker.timing import Device, this_device
+from attn_fuse.picker.workloads import reach_of
 from attn_fuse.report import collecting
 
 CPU = torch.device("cpu")

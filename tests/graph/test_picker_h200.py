@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attn_fuse.kernels.kernel import Kernel
-from attn_fuse.kernels.picker import Verdict
+from attn_fuse.picker.pick import Verdict
 from attn_fuse.report import collecting
 from tests.graph.h200_cases import (
     AS_WRITTEN,

@@ -10,11 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FILES = [
-    *(ROOT / "attn_fuse" / f"{name}.py" for name in ("draft", "fold", "recognize", "region", "memory", "functional")),
-    *sorted((ROOT / "attn_fuse" / "patterns").glob("*.py")),
-]
-KERNELS = sorted((ROOT / "attn_fuse" / "kernels").glob("*.py"))
+FILES = [file for stage in ("graph", "patterns") for file in sorted((ROOT / "attn_fuse" / stage).glob("*.py"))]
+KERNELS = sorted((ROOT / "attn_fuse" / "kernels").rglob("*.py"))
 # What makes a refusal of a text, in these files.
 MAKERS = {"Refusal", "refused", "NotFunctional"}
 
@@ -67,8 +64,8 @@ def test_reasons_are_found() -> None:
     assert {"draft.py", "region.py", "softmax.py", "weights.py", "fold.py", "memory.py"} <= {
         file.name for file in FILES if any(reasons(file))
     }
-    assert {"kernel.py", "sdpa.py", "flex.py", "triton_decode.py"} <= {
-        file.name for file in KERNELS if any(reasons_of_kernels(file))
+    assert {"kernels/kernel.py", "kernels/sdpa.py", "flex/kernel.py", "decode/kernel.py"} <= {
+        f"{file.parent.name}/{file.name}" for file in KERNELS if any(reasons_of_kernels(file))
     }
 
 

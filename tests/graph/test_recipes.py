@@ -12,7 +12,7 @@ import torch
 
 import attn_fuse
 from attn_fuse.backend import attn_fuse as backend
-from attn_fuse.kernels import picker
+from attn_fuse.picker import pick as picker
 
 CONTRIBUTING = Path(__file__).parents[2] / "CONTRIBUTING.md"
 

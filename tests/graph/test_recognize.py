@@ -10,15 +10,27 @@ import pytest
 import sympy
 import torch
 
-from attn_fuse import draft as draft_of
-from attn_fuse import expression as ex
-from attn_fuse import recognize as recognition
-from attn_fuse.attention import Attention, Causal, DenseMask, KeyPadding, Refusal, Window
-from attn_fuse.expression import Const, Contract, Expr, Load, Mul, NonNegative, Reduce, Score, Select, Softmax, Unary
-from attn_fuse.lift import Lifted
+from attn_fuse.attention.attention import Attention, Causal, DenseMask, KeyPadding, Refusal, Window
+from attn_fuse.expression import nodes as ex
+from attn_fuse.expression.index import Space
+from attn_fuse.expression.nodes import (
+    Const,
+    Contract,
+    Expr,
+    Load,
+    Mul,
+    NonNegative,
+    Reduce,
+    Score,
+    Select,
+    Softmax,
+    Unary,
+)
+from attn_fuse.lift.lift import Lifted
+from attn_fuse.patterns import draft as draft_of
+from attn_fuse.patterns import recognize as recognition
+from attn_fuse.patterns.recognize import recognize
 from attn_fuse.patterns.softmax import Normalised
-from attn_fuse.recognize import recognize
-from attn_fuse.space import Space
 from attn_fuse.torch_internals import FloorDiv, Mod
 
 F32 = torch.float32

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_fuse.kernels.score_gradient import differentiable, gradients, needed
-from attn_fuse.kernels.score_program import BINARY, UNARY, Block, Memo, ScoreProgram, bound, evaluate, nodes
+from attn_fuse.kernels.score.gradient import differentiable, gradients, needed
+from attn_fuse.kernels.score.program import BINARY, UNARY, Block, Memo, ScoreProgram, bound, evaluate, nodes
 from tests.graph.chunked_cases import CASES, INF, Case, K, Q, S, const
 
 

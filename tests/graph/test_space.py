@@ -8,7 +8,7 @@ import sympy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attn_fuse.space import Space, simplify_index
+from attn_fuse.expression.index import Space, simplify_index
 from attn_fuse.torch_internals import FloorDiv, Mod
 
 COEFFICIENTS = st.integers(-4, 6)

@@ -11,15 +11,14 @@ import pytest
 import torch
 
 import attn_fuse
-from attn_fuse import trial
 from attn_fuse.backend import attn_fuse as backend
 from attn_fuse.bench import grid
-from attn_fuse.kernels import evidence
-from attn_fuse.kernels.case import Case
-from attn_fuse.kernels.evidence import AS_WRITTEN, REACH, Row, Table
-from attn_fuse.kernels.measure import Timing, machine, this_device
-from attn_fuse.kernels.nearness import apart
 from attn_fuse.options import parse_options
+from attn_fuse.picker import evidence, trial
+from attn_fuse.picker.case import Case
+from attn_fuse.picker.evidence import AS_WRITTEN, REACH, Row, Table
+from attn_fuse.picker.regression import apart
+from attn_fuse.picker.timing import Timing, machine, this_device
 
 CPU = torch.device("cpu")
 HERE = this_device(CPU)

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attn_fuse.kernels.score_program import Block, ScoreProgram, evaluate
-from attn_fuse.kernels.visibility import visibility
+from attn_fuse.kernels.score.program import Block, ScoreProgram, evaluate
+from attn_fuse.kernels.score.visibility import visibility
 
 Q, K, B, H = ["i"], ["j"], ["b"], ["h"]
 CPU = torch.device("cpu")

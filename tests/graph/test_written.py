@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from attn_fuse import expression as ex
-from attn_fuse.lift import NotLifted, lift
-from attn_fuse.normalize import Normal, _decompositions
+from attn_fuse.expression import nodes as ex
+from attn_fuse.lift.lift import NotLifted, lift
+from attn_fuse.lift.normalize import Normal, _decompositions
 from attn_fuse.torch_internals import FakeTensorMode, functionalized, make_fx, on_fake_tensors
 
 CACHE, NEW = 0, 1

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_fuse.kernels.score_program import ScoreProgram
+from attn_fuse.kernels.score.program import ScoreProgram
 from tests.grid import features
 from tests.grid.cover import Row
 from tests.grid.features import At, Part, Sizes, const

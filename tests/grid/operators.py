@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_fuse.kernels.chunked_op import chunked
-from attn_fuse.kernels.score_program import ScoreProgram, nodes
+from attn_fuse.kernels.chunked.op import chunked
+from attn_fuse.kernels.score.program import ScoreProgram, nodes
 from tests.grid import cover
 from tests.grid.case import AXES, Case, Operands, operands, program
 from tests.grid.cover import Row
@@ -66,8 +66,8 @@ def _chunked(c: Call) -> Callable[[], Tensor]:
 
 
 def _flash(c: Call, descriptors: bool = False) -> Callable[[], Tensor]:
-    from attn_fuse.kernels.triton.flash_op import triton_flash, triton_flash_hopper
-    from attn_fuse.kernels.triton.spans import spans
+    from attn_fuse.kernels.triton.flash.op import triton_flash, triton_flash_hopper
+    from attn_fuse.kernels.triton.flash.spans import spans
 
     found: tuple[Any, Any] = (None, None)
     if not c.is_bounded:
@@ -80,7 +80,7 @@ def _flash(c: Call, descriptors: bool = False) -> Callable[[], Tensor]:
 
 
 def _decode(c: Call) -> Callable[[], Tensor]:
-    from attn_fuse.kernels.triton.decode_op import decode
+    from attn_fuse.kernels.triton.decode.op import decode
 
     return lambda: decode(c.query, c.key, c.value, c.inputs, c.numbers, c.program)
 

@@ -26,7 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from attn_fuse.kernels.triton import decode
+from attn_fuse.kernels.triton.decode import launch as decode
 from tests.graph.chunked_cases import CASE, Sizes, drawn
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"

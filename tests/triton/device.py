@@ -50,7 +50,8 @@ def use() -> None:
     from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
     from triton.runtime import driver
 
-    from attn_fuse.kernels.triton import decode, flash_facts
+    from attn_fuse.kernels.triton.decode import launch as decode
+    from attn_fuse.kernels.triton.flash import facts as flash_facts
 
     made: Any = SimpleNamespace(
         utils=CudaUtils(),

@@ -26,9 +26,12 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from attn_fuse.kernels.score_program import ScoreProgram
-from attn_fuse.kernels.triton import flash, flash_backward, flash_facts, flash_forward
-from attn_fuse.kernels.triton.flash_configs import Config, together_or_apart
+from attn_fuse.kernels.score.program import ScoreProgram
+from attn_fuse.kernels.triton.flash import backward as flash_backward
+from attn_fuse.kernels.triton.flash import facts as flash_facts
+from attn_fuse.kernels.triton.flash import forward as flash_forward
+from attn_fuse.kernels.triton.flash import launch as flash
+from attn_fuse.kernels.triton.flash.configs import Config, together_or_apart
 from tests.graph.chunked_cases import CASE, CAUSAL, S, Sizes, const, where
 from tests.triton.messages import mismatches
 from tests.triton.sass import loops

@@ -20,7 +20,11 @@ from tests.triton.device import launches, tensor_maps, use
 
 use()
 
-from attn_fuse.kernels.triton import decode, flash, flash_backward, flash_forward, packed_op  # noqa: E402
+from attn_fuse.kernels.triton.decode import launch as decode  # noqa: E402
+from attn_fuse.kernels.triton.flash import backward as flash_backward  # noqa: E402
+from attn_fuse.kernels.triton.flash import forward as flash_forward  # noqa: E402
+from attn_fuse.kernels.triton.flash import launch as flash  # noqa: E402
+from attn_fuse.kernels.triton.flash import packed_op  # noqa: E402
 from tests.graph.chunked_cases import CASE, Sizes  # noqa: E402
 from tests.triton.flash_compile import PLAIN, SEED  # noqa: E402
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_fuse.kernels.score_program import ScoreProgram
+from attn_fuse.kernels.score.program import ScoreProgram
 from tests.graph.chunked_cases import (
     CASE,
     CASES,
@@ -31,8 +31,8 @@ from tests.harness import ROUNDINGS, TIMES_EAGER
 from tests.triton.interpreted import INTERPRETED, interpreted, run_interpreted
 
 if INTERPRETED:
-    from attn_fuse.kernels.triton import decode as module
-    from attn_fuse.kernels.triton.decode_op import decode
+    from attn_fuse.kernels.triton.decode import launch as module
+    from attn_fuse.kernels.triton.decode.op import decode
 
 LOWEST = torch.finfo(torch.float32).min
 Q_LEN, KV_LEN, SPLITS = (1, 2, 5, 16), (1, 17, 300, 1000), (1, 3, 9)

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from attn_fuse.attention import Attention
+from attn_fuse.attention.attention import Attention
+from attn_fuse.attention.facts import Facts
 from attn_fuse.backend import attn_fuse as backend
-from attn_fuse.facts import Facts
-from attn_fuse.kernels.triton_decode import TRITON_DECODE
+from attn_fuse.kernels.triton.decode.kernel import TRITON_DECODE
 from attn_fuse.report import collecting
 from tests.models.surroundings import GrowingCache, SlicedCache
 from tests.triton.interpreted import interpreted, run_interpreted
@@ -123,7 +123,7 @@ PLAIN = cast(Attention, SimpleNamespace(dropout_p=None))
 
 
 def test_it_takes_few_queries_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attn_fuse.kernels.triton_decode._has_triton", lambda: True)
+    monkeypatch.setattr("attn_fuse.kernels.triton.decode.kernel._has_triton", lambda: True)
     for facts in (CUDA, replace(CUDA, q_len=16), replace(CUDA, heads=71, kv_heads=1), replace(CUDA, q_len=32)):
         assert not TRITON_DECODE.why_not(PLAIN, facts)
 
@@ -138,10 +138,10 @@ def test_it_takes_few_queries_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_just_beyond(facts: Facts, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attn_fuse.kernels.triton_decode._has_triton", lambda: True)
+    monkeypatch.setattr("attn_fuse.kernels.triton.decode.kernel._has_triton", lambda: True)
     assert TRITON_DECODE.why_not(PLAIN, facts) == (reason,)
 
 
 def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attn_fuse.kernels.triton_decode._has_triton", lambda: False)
+    monkeypatch.setattr("attn_fuse.kernels.triton.decode.kernel._has_triton", lambda: False)
     assert TRITON_DECODE.why_not(PLAIN, CUDA) == ("Triton is not installed",)

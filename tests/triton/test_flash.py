@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from attn_fuse.kernels.centring import restored
-from attn_fuse.kernels.score_program import ScoreProgram
+from attn_fuse.kernels.score.program import ScoreProgram
 from tests.common_part import HEAD_DIM, TIMES_EAGER, distances, written
 from tests.dropout import check_distribution, check_seed, kept_weights, seeded
 from tests.graph.chunked_cases import (
@@ -45,12 +45,12 @@ from tests.grid.features import At
 from tests.triton.interpreted import INTERPRETED, interpreted, run_interpreted
 
 if INTERPRETED:
-    from attn_fuse.kernels.triton import flash
-    from attn_fuse.kernels.triton.flash_configs import Config
-    from attn_fuse.kernels.triton.flash_facts import CallFacts
-    from attn_fuse.kernels.triton.flash_op import triton_flash, triton_flash_backward
-    from attn_fuse.kernels.triton.packed_op import flash_packed
-    from attn_fuse.kernels.triton.spans import spans
+    from attn_fuse.kernels.triton.flash import launch as flash
+    from attn_fuse.kernels.triton.flash.configs import Config
+    from attn_fuse.kernels.triton.flash.facts import CallFacts
+    from attn_fuse.kernels.triton.flash.op import triton_flash, triton_flash_backward
+    from attn_fuse.kernels.triton.flash.packed_op import flash_packed
+    from attn_fuse.kernels.triton.flash.spans import spans
 
 
 def test_in_a_process_that_interprets() -> None:

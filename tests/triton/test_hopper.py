@@ -16,11 +16,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_fuse.kernels import KERNELS, cost, picker
-from attn_fuse.kernels.chunked import CHUNKED
-from attn_fuse.kernels.evidence import Comparison
-from attn_fuse.kernels.score_program import ScoreProgram
-from attn_fuse.kernels.triton.hopper import TRITON_FLASH_HOPPER
+from attn_fuse.kernels import KERNELS
+from attn_fuse.kernels.chunked.kernel import CHUNKED
+from attn_fuse.kernels.score.program import ScoreProgram
+from attn_fuse.kernels.triton.flash.hopper import TRITON_FLASH_HOPPER
+from attn_fuse.picker import cost
+from attn_fuse.picker import pick as picker
+from attn_fuse.picker.evidence import Comparison
 from attn_fuse.report import collecting
 from tests.harness import ROUNDINGS, TIMES_EAGER, assert_fused, compiled, tensors
 from tests.triton.interpreted import INTERPRETED, interpreted, run_interpreted
@@ -198,7 +200,7 @@ CASES = [
 
 
 def run(case: Case, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    from attn_fuse.kernels.triton.flash_op import triton_flash_hopper
+    from attn_fuse.kernels.triton.flash.op import triton_flash_hopper
 
     return triton_flash_hopper(query, key, value, [], [], None, None, None, 0.0, case.program.dumps(), False)[0]
 
@@ -304,7 +306,7 @@ def test_refused_shapes(shapes: tuple[tuple[int, ...], ...], words: str) -> None
 
 @interpreted
 def test_reads_through_descriptors_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    from attn_fuse.kernels.triton import flash
+    from attn_fuse.kernels.triton.flash import launch as flash
 
     made: list[tuple[int, ...]] = []
     describe = flash.described

@@ -16,14 +16,14 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 
 from attn_fuse.backend import attn_fuse as backend
-from attn_fuse.kernels import picker
-from attn_fuse.kernels.chunked import CHUNKED
+from attn_fuse.kernels.chunked.kernel import CHUNKED
 from attn_fuse.kernels.kernel import Kernel
-from attn_fuse.kernels.score_program import ScoreProgram
-from attn_fuse.kernels.triton.hopper import TRITON_FLASH_HOPPER
-from attn_fuse.kernels.triton.packed import Packed, packed_views
-from attn_fuse.kernels.triton.packed_op import VERSION
-from attn_fuse.kernels.triton_flash import TRITON_FLASH
+from attn_fuse.kernels.score.program import ScoreProgram
+from attn_fuse.kernels.triton.flash.hopper import TRITON_FLASH_HOPPER
+from attn_fuse.kernels.triton.flash.kernel import TRITON_FLASH
+from attn_fuse.kernels.triton.flash.packed import Packed, packed_views
+from attn_fuse.kernels.triton.flash.packed_op import VERSION
+from attn_fuse.picker import pick as picker
 from tests.harness import assert_fused
 from tests.triton.interpreted import interpreted, run_interpreted
 
@@ -176,8 +176,8 @@ BIASED = ScoreProgram(["add", ["mul", ["score"], ["const", 0.25]], ["input", 0]]
 
 
 def flash(packed: Tensor, views: list[int], sizes: list[int], inputs: list[Tensor], program: str) -> Results:
-    from attn_fuse.kernels.triton.flash_op import triton_flash
-    from attn_fuse.kernels.triton.packed_op import flash_packed, operands
+    from attn_fuse.kernels.triton.flash.op import triton_flash
+    from attn_fuse.kernels.triton.flash.packed_op import flash_packed, operands
 
     rest = (inputs, [], None, None, None, 0.0, program)
     alone = operands(packed, views, sizes)
@@ -187,8 +187,8 @@ def flash(packed: Tensor, views: list[int], sizes: list[int], inputs: list[Tenso
 def hopper(
     packed: Tensor, views: list[int], sizes: list[int], inputs: list[Tensor], program: str
 ) -> tuple[Tensor, ...]:
-    from attn_fuse.kernels.triton.flash_op import triton_flash_hopper
-    from attn_fuse.kernels.triton.packed_op import hopper_packed, operands
+    from attn_fuse.kernels.triton.flash.op import triton_flash_hopper
+    from attn_fuse.kernels.triton.flash.packed_op import hopper_packed, operands
 
     rest = (inputs, [], None, None, None, 0.0, program)
     alone = operands(packed, views, sizes)

@@ -19,14 +19,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_fuse import selfcheck, selfcheck_run
 from attn_fuse.backend import attn_fuse as backend
-from attn_fuse.kernels import cost
-from attn_fuse.kernels.measure import Timing
-from attn_fuse.kernels.picker import Verdict
-from attn_fuse.kernels.triton_flash import TRITON_FLASH
+from attn_fuse.kernels.triton.flash.kernel import TRITON_FLASH
+from attn_fuse.picker import cost, selfcheck, selfcheck_run
+from attn_fuse.picker.pick import Verdict
+from attn_fuse.picker.selfcheck import Job
+from attn_fuse.picker.timing import Timing
 from attn_fuse.report import collecting
-from attn_fuse.selfcheck import Job
 from tests.graph.h200_cases import T5, NanoGPT, padded
 from tests.graph.h200_cases import words as words_of
 from tests.h200 import dynamic

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_fuse.kernels.score_program import COMPARISONS, UNARY, Block, Tree, evaluate
+from attn_fuse.kernels.score.program import COMPARISONS, UNARY, Block, Tree, evaluate
 
 # Positions stay below; whoever launches a kernel checks it.
 LONGEST = (1 << 30) - 1

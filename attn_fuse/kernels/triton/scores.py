@@ -49,10 +49,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_fuse.kernels.score_program import ScoreProgram, Tree, nodes
-from attn_fuse.kernels.triton.derivative import Trees, gradient_trees
+from attn_fuse.kernels.score.derivative import Trees, gradient_trees
+from attn_fuse.kernels.score.program import ScoreProgram, Tree, nodes
+from attn_fuse.kernels.score.simplify import in_unit, inside, taken_out
 from attn_fuse.kernels.triton.emitter import LONGEST, Described, Emitter, described
-from attn_fuse.kernels.triton.simplify import in_unit, inside, taken_out
 
 LOG2E = 1.4426950408889634
 
@@ -199,7 +199,7 @@ _HEADER = """\
 import triton
 import triton.language as tl
 
-from attn_fuse.kernels.triton import elementwise as fn
+from attn_fuse.kernels.triton import functions as fn
 
 
 """

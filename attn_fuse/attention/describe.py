@@ -1,0 +1,72 @@
+"""An attention in words, for the report."""
+
+from __future__ import annotations
+
+from attn_fuse.attention.attention import Attention, Causal
+from attn_fuse.attention.facts import Facts
+from attn_fuse.expression import nodes as ex
+
+
+def in_words(attention: Attention, facts: Facts, proofs: tuple[str, ...]) -> dict[str, str]:
+    """What was recognised, by name. proofs: the buffers whose contents the recognition rests on."""
+    words = {"heads": str(facts.heads)}
+    if facts.kv_heads != facts.heads:
+        words["kv_heads"] = str(facts.kv_heads)
+    words["head_dim"] = str(facts.head_dim)
+    if facts.value_dim != facts.head_dim:
+        words["value_dim"] = str(facts.value_dim)
+    words["q_len"] = _length("q_len", facts)
+    words["kv_len"] = _length("kv_len", facts)
+    words["mask"] = _mask(attention, proofs)
+    words["scale"] = _scale(attention, facts)
+    if attention.softcap is not None:
+        words["softcap"] = f"{attention.softcap:g}"
+    if attention.score_mod is not None:
+        words["score_mod"] = attention.unread
+    if attention.sink is not None:
+        words["sink"] = f"{attention.sink.value:g}" if isinstance(attention.sink, ex.Const) else "a tensor"
+    if attention.factor is not None:
+        words["factor"] = "the weights are multiplied, differently for each key"
+    if attention.out_scale is not None:
+        words["output"] = "multiplied by what the program multiplies the weights with"
+    if attention.biases:
+        words["bias"] = f"{len(attention.biases)} added to the scores"
+    words["dropout"] = _dropout(attention)
+    words["dtype"] = str(facts.dtype).removeprefix("torch.")
+    return words
+
+
+def _length(name: str, facts: Facts) -> str:
+    length = str(getattr(facts, name))
+    return f"{length} on the first call, any later" if name in facts.symbolic else length
+
+
+def _mask(attention: Attention, proofs: tuple[str, ...]) -> str:
+    if not attention.mask.parts:
+        soft = " & ".join(map(str, attention.mask.soft_parts))
+        return f"{soft}, added as a bias; a query that sees no key has weights for all" if soft else "none"
+    structure = " & ".join(map(str, attention.mask.parts))
+    causal = next((part for part in attention.mask.parts if isinstance(part, Causal)), None)
+    if causal is None:
+        return structure
+    offset = causal.offset
+    seen = "j <= i" if offset == 0 else f"j <= i + {offset}"
+    because = " and ".join(proofs) if proofs else "the positions that the program compares"
+    return f"{structure}, since query i sees key {seen} by {because}"
+
+
+def _scale(attention: Attention, facts: Facts) -> str:
+    if not isinstance(attention.scale, ex.Const):
+        return "a tensor of the program, multiplied into the query"
+    scale = float(attention.scale.value)
+    usual = facts.head_dim**-0.5
+    return f"{scale:.6g}" + (f" = 1 / sqrt({facts.head_dim})" if abs(scale - usual) < 1e-6 * usual else "")
+
+
+def _dropout(attention: Attention) -> str:
+    match attention.dropout_p:
+        case None:
+            return "none"
+        case ex.Const(p):
+            return f"{p:g}"
+    return "a probability known when the program runs"

@@ -1,0 +1,174 @@
+"""Facts: what a kernel and the picker need to know of an attention besides its mathematics."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import sympy
+import torch
+from torch.fx import GraphModule
+
+from attn_fuse.attention.attention import Attention
+from attn_fuse.expression import nodes as ex
+from attn_fuse.expression.nodes import Expr
+from attn_fuse.expression.ranges import stays_within
+from attn_fuse.graph.names import is_learned, storages, value_of
+
+# Beyond it an lse in float32 begins to lose the number of keys.
+_ORDINARY = 1e6
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Where and on what an attention runs.
+
+    batch, heads, kv_heads, q_len, kv_len, head_dim, value_dim: sizes; for a symbolic one its value on the first call.
+    symbolic: the names of the sizes that may change from call to call.
+    dtype: what query, key and value have when a kernel receives them.
+    training: whether a gradient of query, key, value or bias is wanted.
+    bias_needs_grad: whether one of a bias is.
+    bias_may_hide: whether the biases, or what a function of the scores adds to them or puts in their place, could lower
+        every score of a query by much, as a padding mask does.
+    bias_dtype: the widest floating-point type among the tensors that the biases read; None without such.
+    weights_used: whether the program also uses the scores or weights elsewhere, so that they are computed anyway.
+    compiled: whether Inductor compiles what becomes of the graph.
+    checkpointed: whether it stands in an activation checkpoint of a graph that `is_frozen`.
+    repeats: how often the program as written has each key and value in memory, for the queries that share them.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    batch: int
+    heads: int
+    kv_heads: int
+    q_len: int
+    kv_len: int
+    head_dim: int
+    value_dim: int
+    symbolic: frozenset[str]
+    training: bool
+    bias_needs_grad: bool
+    bias_may_hide: bool
+    bias_dtype: torch.dtype | None
+    weights_used: bool = False
+    compiled: bool = True
+    checkpointed: bool = False
+    repeats: int = 1
+
+    @property
+    def score_bytes(self) -> int:
+        """Bytes of the score matrix that the attention stores when it runs as written."""
+        return self.batch * self.heads * self.q_len * self.kv_len * self.dtype.itemsize
+
+
+def is_frozen(graph: GraphModule) -> bool:
+    """Whether torch makes no backward for `graph` though gradients are recorded: nothing that it makes has one."""
+    given = set().union(*(storages(node) for node in graph.graph.nodes if node.op == "placeholder"))
+    made = (node for node in graph.graph.output_node().all_input_nodes if not storages(node) & given)
+    return torch.is_grad_enabled() and not any(getattr(value_of(node), "requires_grad", False) for node in made)
+
+
+def facts_of(
+    attention: Attention,
+    leaves: Sequence[object],
+    weights_used: bool = False,
+    compiled: bool = True,
+    checkpointed: bool = False,
+    multiplied: Sequence[int] = (),
+) -> Facts:
+    """The facts of `attention`, whose loads are of `leaves` (fake tensors and numbers).
+
+    multiplied: the number of elements of each operand of a matrix product in the program as written.
+    """
+    tensors = [leaf if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
+
+    def read(*expressions: Expr) -> list[torch.Tensor]:
+        numbers = {e.leaf for x in expressions for e in ex.walk(x) if isinstance(e, (ex.Load, ex.Gather, ex.Scalar))}
+        return [t for n in sorted(numbers) if (t := tensors[n]) is not None]
+
+    axes = attention.axes
+    sizes = {
+        "batch": attention.length(attention.batch_axes),
+        "heads": attention.length(attention.head_axes),
+        "kv_heads": attention.length(attention.kv_head_axes),
+        "q_len": attention.length(axes.query),
+        "kv_len": attention.length(axes.key),
+        "head_dim": attention.length(axes.inner),
+        "value_dim": attention.length(axes.value),
+    }
+    operands = read(attention.query, attention.key, attention.value, attention.scale)
+    added = read(*attention.biases)
+    others = read(
+        attention.score, *(x for x in (attention.sink, attention.factor, attention.out_scale) if x is not None)
+    )
+    learned = {n for n, tensor in enumerate(tensors) if is_learned(tensor)}
+    dtype = kernel_dtype(attention)
+    limit = min(_ORDINARY, torch.finfo(dtype).max / 4)
+    wanting = torch.is_grad_enabled()
+    widths = [t.dtype for t in added if t.dtype.is_floating_point]
+    first = {name: _on_first_call(size, leaves) for name, size in sizes.items()}
+    return Facts(
+        device=operands[0].device,
+        dtype=dtype,
+        symbolic=frozenset(name for name, size in sizes.items() if not size.is_Integer),
+        training=wanting and any(t.requires_grad for t in operands + others),
+        bias_needs_grad=wanting and any(t.requires_grad for t in added),
+        bias_may_hide=not all(stays_within(x, limit, attention.space, learned, [dtype]) for x in _added(attention)),
+        bias_dtype=max(widths, key=lambda d: torch.finfo(d).bits) if widths else None,
+        weights_used=weights_used,
+        compiled=compiled,
+        checkpointed=checkpointed,
+        repeats=_repeats(multiplied, **first),
+        **first,
+    )
+
+
+def _repeats(
+    multiplied: Sequence[int], batch: int, heads: int, kv_heads: int, q_len: int, kv_len: int, head_dim: int,
+    value_dim: int,
+) -> int:  # fmt: skip
+    """How often each key and value is an operand, of the two products query key^T and weights value."""
+    each = batch * kv_heads * kv_len * (head_dim + value_dim)
+    if len(multiplied) != 4 or not each:
+        return 1
+    others = batch * heads * q_len * (head_dim + kv_len)
+    return max(1, round((sum(multiplied) - others) / each))
+
+
+def _added(attention: Attention) -> Iterator[Expr]:
+    """What is added to the scores or takes their place, but for minus infinity, which is never a number of a row."""
+    yield from attention.biases
+    waiting = [] if attention.score_mod is None else [attention.score_mod]
+    while waiting:
+        match waiting.pop():
+            case ex.Add(a, b) | ex.Select(_, a, b) | ex.Binary(_, a, b):
+                waiting += [x for x in (a, b) if ex.has_product(x)]
+                yield from (x for x in (a, b) if not ex.has_product(x) and x != ex.Const(-math.inf))
+            case ex.Mul(a, b) | ex.Div(a, b):
+                waiting += [x for x in (a, b) if ex.has_product(x)]
+            case ex.Unary(_, x) | ex.Cast(_, x):
+                waiting.append(x)
+
+
+def kernel_dtype(attention: Attention) -> torch.dtype:
+    """The one dtype for query, key and value that drops below neither product as written, nor below float64 scores.
+
+    Between the products every kernel computes in float32 or more.
+    """
+    carried = [part.dtype for part in ex.walk(attention.score) if isinstance(part, ex.Cast) and ex.has_product(part)]
+    between = [dtype for dtype in (attention.softmax_dtype, *carried) if dtype == torch.float64]
+    return functools.reduce(
+        torch.promote_types, between, torch.promote_types(attention.query_dtype, attention.value_dtype)
+    )
+
+
+def _on_first_call(size: sympy.Expr, leaves: Sequence[object]) -> int:
+    if size.is_Integer:
+        return int(size)
+    lengths = [n for leaf in leaves for n in (leaf.shape if isinstance(leaf, torch.Tensor) else (leaf,))]
+    hints = {n.node.expr: n.node.hint for n in lengths if isinstance(n, torch.SymInt) and n.node.hint is not None}
+    found = size.subs(hints)
+    return int(found) if found.is_Integer else 1

@@ -1,0 +1,430 @@
+"""Builder: new operations in Dynamo's graph, made from element expressions.
+
+A load becomes a chain of views of its leaf, or a lookup where no view has its elements; an arithmetic tree becomes
+tensor operations that broadcast. Every new node is run once on fake tensors, so that shapes and dtypes are known to
+agree before anything is replaced.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Node
+from torch.nn import functional
+
+from attn_fuse.attention.attention import Attention
+from attn_fuse.attention.facts import Facts
+from attn_fuse.emit.reuse import earlier
+from attn_fuse.expression import nodes as ex
+from attn_fuse.expression import simplify as al
+from attn_fuse.expression.nodes import Expr
+from attn_fuse.graph.names import value_of
+from attn_fuse.graph.region import Region
+from attn_fuse.torch_internals import FakeTensorMode, FloorDiv, Mod, on_fake_tensors
+
+Axes = Sequence[sympy.Symbol]
+
+
+class NotEmitted(Exception):
+    """The call cannot be written into the graph; nothing was changed."""
+
+
+class Builder:
+    """Makes operations for one attention. made: those so far, in order."""
+
+    def __init__(self, region: Region, attention: Attention, facts: Facts, mode: FakeTensorMode) -> None:
+        self.attention = attention
+        self.facts = facts
+        self.made: list[Node] = []
+        self._region = region
+        self._graph = region.scope.module.graph
+        self._mode = mode
+
+    def node(self, target: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
+        """A new operation, a method by its name or a function, run once on fake tensors."""
+        kind = "call_method" if isinstance(target, str) else "call_function"
+        made = self._graph.create_node(kind, target, args, kwargs)
+        self.made.append(made)
+        fake_args, fake_kwargs = torch.fx.map_arg((args, kwargs), value_of)
+        with on_fake_tensors(self._mode):
+            made.meta["example_value"] = (
+                getattr(fake_args[0], target)(*fake_args[1:], **fake_kwargs)
+                if isinstance(target, str)
+                else target(*fake_args, **fake_kwargs)
+            )
+        for name in ("stack_trace", "nn_module_stack", "source_fn_stack"):
+            if name in self._region.output.meta:
+                made.meta[name] = self._region.output.meta[name]
+        return made
+
+    def node_once(self, target: Callable[..., Any], *args: Any) -> Node:
+        """The same operation on the same values from earlier in the graph, else a new one; for one without effects."""
+        found = earlier(self._graph, self._region.output, target, args)
+        return self.node(target, *args) if found is None else found
+
+    def undo(self) -> None:
+        for node in reversed(self.made):
+            self._graph.erase_node(node)
+
+    def tidy(self, keep: Node) -> None:
+        """Take out what was made and is not used, other than `keep`."""
+        for node in reversed(self.made):
+            if not node.users and node is not keep:
+                self._graph.erase_node(node)
+
+    # ---- element expressions as operations
+
+    def tensor_of(self, x: Expr, axes: Axes) -> Any:
+        """`x` as a tensor with one dimension for each of `axes`, of size 1 where `x` does not depend on it."""
+        match x:
+            case ex.Const(value):
+                return value
+            case ex.Scalar(leaf):
+                return self._region.leaves[leaf]
+            case ex.Load():
+                return self._view_or_lookup(x, axes)
+            case ex.Gather(leaf, index):
+                return self._lookup(leaf, [self._as_positions(i, axes) for i in index])
+            case ex.Cast(dtype, inner):
+                node = self.tensor_of(inner, axes)
+                return self.node("to", node, dtype) if isinstance(node, Node) and _is_tensor(node) else node
+            case ex.Index(value):
+                return self._positions(value, axes)
+            case ex.NonNegative(value):
+                return self.node(torch.ge, self._positions(value, axes), 0)
+            case ex.IsZero(value):
+                return self.node(torch.eq, self._positions(value, axes), 0)
+            case ex.Select(ex.NonNegative(place), a, b) if (axis := self._end_to_end(place, axes)) is not None:
+                return self._laid_end_to_end(axis, axis - place, a, b, axes)
+            case ex.Select(cond, a, b):
+                return self._choice(self.tensor_of(cond, axes), self.tensor_of(a, axes), self.tensor_of(b, axes), x)
+            case ex.Unary(name, inner):
+                return self.node(_function(name), self._as_tensor(self.tensor_of(inner, axes)))
+            case ex.Not(inner):
+                return self.node(torch.logical_not, self._as_tensor(self.tensor_of(inner, axes)))
+            case ex.Compare(op, a, b):
+                return self._on_tensors(getattr(torch, op), a, b, axes)
+            case ex.Binary(name, a, b):
+                return self._on_tensors(_function(name), a, b, axes, both=True)
+            case ex.And(a, b):
+                return self._on_tensors(torch.logical_and, a, b, axes, both=True)
+            case ex.Or(a, b):
+                return self._on_tensors(torch.logical_or, a, b, axes, both=True)
+            case ex.Add(a, b):
+                return self._on_tensors(torch.add, a, b, axes)
+            case ex.Mul(a, b):
+                return self._on_tensors(torch.mul, a, b, axes)
+            case ex.Div(a, b):
+                return self._on_tensors(torch.div, a, b, axes)
+        raise NotEmitted(f"{type(x).__name__} cannot be made into a tensor")
+
+    def _end_to_end(self, place: sympy.Expr, axes: Axes) -> sympy.Symbol | None:
+        """The one axis that a choice by `place` >= 0 cuts in two, if it does no more than that."""
+        cut = [axis for axis in axes if axis in place.free_symbols]
+        return cut[0] if len(cut) == 1 and not (place - cut[0]).free_symbols & set(axes) else None
+
+    def _laid_end_to_end(self, axis: sympy.Symbol, start: sympy.Expr, a: Expr, b: Expr, axes: Axes) -> Node:
+        """`b` up to position `start` of the axis, `a` from there on."""
+        space = self.attention.space
+        parts = []
+        for x, first, length in ((b, 0, start), (a, start, space.sizes[axis] - start)):
+            own = space.fresh("c", length)
+            node = self._as_tensor(self.tensor_of(al.substitute(x, {axis: own + first}, space), _with(axes, axis, own)))
+            parts.append((node if tensor(node).dim() else self.node("view", node, *[1] * len(axes)), own))
+        sizes = [shape(node) for node, _ in parts]
+        nodes = []
+        for node, own in parts:
+            wanted = [
+                self.size(space.sizes[own])
+                if other == axis
+                else -1
+                if len(set(lengths)) == 1
+                else self.size(space.sizes[other])
+                for other, lengths in zip(axes, zip(*sizes, strict=True), strict=True)
+            ]
+            nodes.append(self.node("expand", node, *wanted))
+        return self.node(torch.cat, nodes, dim=list(axes).index(axis))
+
+    def _on_tensors(self, function: Any, a: Expr, b: Expr, axes: Axes, both: bool = False) -> Node:
+        left, right = self.tensor_of(a, axes), self.tensor_of(b, axes)
+        if function not in _COMPARISONS:
+            left, right = self._alike(left, right)
+        if both or not isinstance(left, Node):
+            left = self._as_tensor(left)
+        if both:
+            right = self._as_tensor(right)
+        return self.node(function, left, right)
+
+    def _as_tensor(self, value: Any) -> Node:
+        if isinstance(value, Node) and _is_tensor(value):
+            return value
+        return self.node(torch.full, [], value, dtype=self.dtype_of_number(value), device=self.facts.device)
+
+    def dtype_of_number(self, value: Any) -> torch.dtype | None:
+        """What a number becomes as a tensor of its own: one in which it is not rounded more than the scores are."""
+        number = value_of(value) if isinstance(value, Node) else value
+        if isinstance(number, (float, torch.SymFloat)):
+            return self._wide
+        return torch.bool if isinstance(number, bool) else None
+
+    def _choice(self, cond: Any, a: Any, b: Any, x: Expr) -> Node:
+        a, b = self._alike(a, b)
+        if not isinstance(a, Node) and not isinstance(b, Node):
+            dtype = torch.bool if isinstance(a, bool) and isinstance(b, bool) else self._wide
+            a = self.node(torch.full, [], a, dtype=dtype, device=self.facts.device)
+        return self.node(torch.where, self._as_tensor(cond), a, b)
+
+    def _alike(self, a: Any, b: Any) -> tuple[Any, Any]:
+        """Both, whole numbers beside a fraction as fractions, too: torch would take its default dtype."""
+        return self._as_fraction(a, b), self._as_fraction(b, a)
+
+    def _as_fraction(self, x: Any, other: Any) -> Any:
+        is_whole = isinstance(x, Node) and _is_tensor(x) and not tensor(x).is_floating_point()
+        return self.node("to", x, self._wide) if is_whole and isinstance(other, float) else x
+
+    @property
+    def _wide(self) -> torch.dtype:
+        return torch.float64 if self.facts.dtype == torch.float64 else torch.float32
+
+    def _as_positions(self, x: Expr, axes: Axes) -> Node:
+        if isinstance(x, ex.Index):
+            return self._positions(x.value, axes)
+        node = self._as_tensor(self.tensor_of(x, axes))
+        return node if tensor(node).dtype == torch.int64 else self.node("to", node, torch.int64)
+
+    def _positions(self, value: sympy.Expr, axes: Axes) -> Node:
+        """An index expression as an int64 tensor over `axes`."""
+        made = self._position(sympy.expand(value), axes)
+        if isinstance(made, Node) and isinstance(value_of(made), torch.Tensor):
+            return made
+        return self.node(torch.full, [1] * len(axes), made, dtype=torch.int64, device=self.facts.device)
+
+    def _position(self, value: sympy.Expr, axes: Axes) -> Any:
+        """The same as a tensor, or as a number where it does not depend on `axes`."""
+        if not value.free_symbols & set(axes):
+            return self.size(value)
+        match value:
+            case sympy.Symbol():
+                line = self.node(torch.arange, self.size(self.attention.size(value)), device=self.facts.device)
+                return self.node("view", line, *[-1 if axis == value else 1 for axis in axes])
+            case sympy.Add():
+                return self._folded_left(torch.add, value.args, axes)
+            case sympy.Mul():
+                return self._folded_left(torch.mul, value.args, axes)
+            case FloorDiv():
+                return self._folded_left(torch.floor_divide, value.args, axes)
+            case Mod():
+                return self._folded_left(torch.remainder, value.args, axes)
+        raise NotEmitted(f"position {value} cannot be computed")
+
+    def _folded_left(self, function: Any, parts: Sequence[sympy.Expr], axes: Axes) -> Node:
+        values = [self._position(part, axes) for part in parts]
+        if function in (torch.add, torch.mul):
+            # A tensor first: torch takes the number second.
+            values.sort(key=lambda v: not (isinstance(v, Node) and _is_tensor(v)))
+        total = values[0]
+        for value in values[1:]:
+            total = self.node(function, total, value)
+        return total
+
+    # ---- lookups
+
+    def _view_or_lookup(self, load: ex.Load, axes: Axes) -> Node:
+        if self.has_view(load, axes):
+            return self.view(load, axes)
+        positions = zip(load.index, self.lengths(load.leaf), strict=True)
+        return self._lookup(load.leaf, [self._positions_within(i, n, axes) for i, n in positions])
+
+    def _positions_within(self, index: sympy.Expr, length: sympy.Expr, axes: Axes) -> Node:
+        space = self.attention.space
+        node = self._positions(index, axes)
+        # A choice between tensors laid end to end reads all of them, and keeps only what is in range.
+        if not space.is_nonnegative(index):
+            node = self.node(torch.clamp, node, min=0)
+        if not space.is_nonnegative(length - 1 - index):
+            node = self.node(torch.clamp, node, max=self.size(length - 1))
+        return node
+
+    def _lookup(self, leaf: int, positions: Sequence[Node]) -> Node:
+        return self.node(operator.getitem, self._region.leaves[leaf], tuple(positions))
+
+    def leaf(self, number: int) -> Node:
+        return self._region.leaves[number]
+
+    def lengths(self, leaf: int) -> list[sympy.Expr]:
+        return shape(self.leaf(leaf))
+
+    # ---- loads as views
+
+    def has_view(self, load: ex.Load, axes: Axes) -> bool:
+        """Whether a view of the leaf has the elements of `load` over `axes`."""
+        made = len(self.made)
+        try:
+            self.view(load, axes)
+        except Exception:
+            # Out of range, not affine, overlapping: whatever the reason, it is not a view.
+            return False
+        finally:
+            while len(self.made) > made:
+                self._graph.erase_node(self.made.pop())
+        return True
+
+    def view(self, load: ex.Load, axes: Axes) -> Node:
+        """The elements of `load` over `axes` as a view of its leaf. Raises NotEmitted where no view has them."""
+        node = self._region.leaves[load.leaf]
+        found: list[sympy.Symbol] = []
+        lengths = shape(node)
+        # From the last dimension, so that taking one apart does not move those still to come.
+        for place in reversed(range(len(load.index))):
+            terms, offset = self._affine(load.index[place])
+            node, symbols = self._axis(node, place, lengths[place], terms, offset)
+            found = symbols + found
+        if len(set(found)) != len(found) or not set(found) <= set(axes):
+            raise NotEmitted(f"no view of the tensor has the elements {load.index}")
+        node = self.permuted(node, [found.index(a) for a in axes if a in found])
+        for place, axis in enumerate(axes):
+            if axis not in found:
+                node = self.node("unsqueeze", node, place)
+        return node
+
+    def _affine(self, index: sympy.Expr) -> tuple[list[tuple[sympy.Symbol, sympy.Expr]], sympy.Expr]:
+        """(symbol, stride) pairs, the largest stride first, and the offset."""
+        ranges = self.attention.space.sizes
+        terms, rest = [], sympy.expand(index)
+        for symbol in sorted(rest.free_symbols & ranges.keys(), key=str):
+            stride = rest.coeff(symbol)
+            rest = sympy.expand(rest - stride * symbol)
+            terms.append((symbol, stride))
+        if rest.free_symbols & ranges.keys() or any(s.free_symbols & ranges.keys() for _, s in terms):
+            raise NotEmitted(f"index {index} is not affine")
+        space = self.attention.space
+
+        def rank(stride: sympy.Expr) -> int:
+            return sum(space.is_nonnegative(stride - other) for _, other in terms)
+
+        return sorted(terms, key=lambda term: rank(term[1]), reverse=True), rest
+
+    def _axis(
+        self,
+        node: Node,
+        place: int,
+        length: sympy.Expr,
+        terms: list[tuple[sympy.Symbol, sympy.Expr]],
+        offset: sympy.Expr,
+    ) -> tuple[Node, list[sympy.Symbol]]:
+        """Take the dimension at `place` apart so that `terms` and `offset` say which element is read."""
+        if not terms:
+            return self.node("select", node, place, self.size(offset)), []
+        (symbol, stride), inner = terms[0], terms[1:]
+        count, space = self.attention.size(symbol), self.attention.space
+        if stride == 1 and not inner:
+            return self._narrowed(node, place, length, offset, count), [symbol]
+        outer = sympy.cancel(length / stride)
+        if sympy.denom(outer) != 1:
+            node, length, offset = self._narrowed(node, place, length, offset, count * stride), count * stride, 0
+            outer = count
+        reach = sum((s * (self.attention.size(i) - 1) for i, s in inner), sympy.Integer(0))
+        start, within = space.floordiv(sympy.sympify(offset), stride), space.mod(sympy.sympify(offset), stride)
+        if not space.is_nonnegative(stride - 1 - within - reach):
+            raise NotEmitted(f"elements {terms} overlap")
+        node = self.unflattened(node, place, [outer, stride])
+        node, symbols = self._axis(node, place + 1, stride, inner, within)
+        return self._narrowed(node, place, outer, start, count), [symbol, *symbols]
+
+    def _narrowed(self, node: Node, place: int, length: sympy.Expr, start: sympy.Expr, count: sympy.Expr) -> Node:
+        if start == 0 and self.attention.space.same_size(length, count):
+            return node
+        return self.node("narrow", node, place, self.size(start), self.size(count))
+
+    def unflattened(self, node: Node, place: int, sizes: Sequence[sympy.Expr]) -> Node:
+        symbolic = [s for s in sizes if not s.is_Integer]
+        shape = [-1 if len(symbolic) == 1 and not s.is_Integer else self.size(s) for s in sizes]
+        return self.node("unflatten", node, place, shape)
+
+    def permuted(self, node: Node, order: list[int]) -> Node:
+        return node if order == sorted(order) else self.node("permute", node, *order)
+
+    # ---- sizes
+
+    def size(self, size: sympy.Expr) -> Any:
+        """A size as a number or a node of the graph."""
+        size = sympy.sympify(size)
+        if size.is_Integer:
+            return int(size)
+        # Of what the region reads, or else of any input of the graph.
+        for leaf in (*self._region.leaves, *self._graph.find_nodes(op="placeholder")):
+            value = value_of(leaf)
+            if isinstance(value, torch.SymInt) and value.node.expr == size:
+                return leaf
+            if isinstance(value, torch.Tensor):
+                for dim, length in enumerate(value.shape):
+                    if size_expr(length) == size:
+                        return self.node("size", leaf, dim)
+        match size:
+            case sympy.Add():
+                return self._joined(operator.add, size.args)
+            case sympy.Mul():
+                return self._joined(operator.mul, size.args)
+            case sympy.Pow(args=(base, power)) if power.is_Integer and power > 0:
+                return self._joined(operator.mul, [base] * int(power))
+            case FloorDiv():
+                return self._joined(operator.floordiv, size.args)
+            case Mod():
+                return self._joined(operator.mod, size.args)
+        raise NotEmitted(f"size {size} is not that of any tensor here")
+
+    def _joined(self, combine: Callable[..., Any], parts: Sequence[sympy.Expr]) -> Any:
+        total = self.size(parts[0])
+        for part in parts[1:]:
+            total = self.node(combine, total, self.size(part))
+        return total
+
+
+def tensor(node: Node) -> torch.Tensor:
+    value = value_of(node)
+    assert isinstance(value, torch.Tensor)
+    return value
+
+
+def shape(node: Node) -> list[sympy.Expr]:
+    return [size_expr(size) for size in tensor(node).shape]
+
+
+def _is_tensor(node: Node) -> bool:
+    return isinstance(value_of(node), torch.Tensor)
+
+
+def size_expr(size: Any) -> sympy.Expr:
+    """A size as an expression, with every division carried out that leaves no rest."""
+    if not isinstance(size, torch.SymInt):
+        return sympy.Integer(size)
+
+    def divided(top: sympy.Expr, by: sympy.Expr) -> sympy.Expr:
+        quotient = sympy.cancel(top / by)
+        return quotient if sympy.denom(quotient) == 1 else FloorDiv(top, by)
+
+    return size.node.expr.replace(FloorDiv, divided)
+
+
+def _function(name: str) -> Callable[..., torch.Tensor]:
+    return _FUNCTIONS.get(name) or getattr(torch, name)
+
+
+def _with(axes: Axes, old: sympy.Symbol, new: sympy.Symbol) -> Axes:
+    return [new if axis == old else axis for axis in axes]
+
+
+# What they give is no number: torch's default dtype decides, as it does where the program compares.
+_COMPARISONS = (torch.eq, torch.ne, torch.lt, torch.le, torch.gt, torch.ge)
+# Element-wise functions that torch has under another name or with more arguments.
+_FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
+    "silu": functional.silu,
+    "maximum": torch.clamp_min,
+    "minimum": torch.clamp_max,
+    "gelu": functional.gelu,
+    "softplus": functional.softplus,
+}

@@ -1,0 +1,191 @@
+"""Call: what a kernel builds its call with, the operands of the attention as kernels want them, and the way back."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import sympy
+import torch
+from torch.fx import Node
+
+from attn_fuse.emit.builder import Builder, NotEmitted, shape, size_expr, tensor
+from attn_fuse.expression import nodes as ex
+from attn_fuse.expression import simplify as al
+from attn_fuse.expression.nodes import Expr
+from attn_fuse.graph.names import op_name, value_of
+
+Axes: TypeAlias = tuple[sympy.Symbol, ...]
+
+
+class Call(Builder):
+    """What a kernel's `emit` builds its call with."""
+
+    # ---- what kernels ask for
+
+    def query(self, scaled: bool = True) -> Node:
+        """[batch, heads, q_len, head_dim]. scaled: times what `scale` leaves of the scale of the scores."""
+        a = self.attention
+        query = al.mul(a.query, self._factor_of_query) if scaled else a.query
+        return self._operand(query, a.head_axes, (a.axes.query, a.axes.inner))
+
+    def key(self) -> Node:
+        """[batch, kv_heads, kv_len, head_dim]"""
+        a = self.attention
+        return self._operand(a.key, a.kv_head_axes, (a.axes.key, a.axes.inner))
+
+    def value(self) -> Node:
+        """[batch, kv_heads, kv_len, value_dim]"""
+        a = self.attention
+        return self._operand(a.value, a.kv_head_axes, (a.axes.key, a.axes.value))
+
+    def scale(self) -> float:
+        """What is left for the kernel to scale by, greater than 0: 1 where the scale went into the query.
+
+        torch's flash attention on CPU multiplies a causal mask's -inf by it.
+        """
+        scale = self.attention.scale
+        return abs(float(scale.value)) or 1.0 if isinstance(scale, ex.Const) else 1.0
+
+    @property
+    def _factor_of_query(self) -> ex.Expr:
+        match self.attention.scale:
+            case ex.Const(value) if value != 0:
+                # A change of sign rounds nothing.
+                return ex.Const(1.0 if value > 0 else -1.0)
+            case scale:
+                return scale
+
+    def dropout_p(self) -> Any:
+        """A number, or the node that holds it."""
+        match self.attention.dropout_p:
+            case None:
+                return 0.0
+            case ex.Const(p):
+                return float(p)
+            case other:
+                return self.tensor_of(other, ())
+
+    def keep(self) -> Node | None:
+        """Bool [batch or 1, heads or 1, q_len or 1, kv_len or 1], True where the key is seen; None without a mask."""
+        condition: Expr | None = None
+        for part in self.attention.mask.parts:
+            condition = part.keep if condition is None else al.logical_and(condition, part.keep)
+        return None if condition is None else self.over_scores(condition, torch.bool)
+
+    def bias(self, dtype: torch.dtype) -> Node | None:
+        """[batch or 1, heads or 1, q_len or 1, kv_len or 1] of `dtype`, the sum of the biases; None without one."""
+        total: Expr | None = None
+        for term in self.attention.biases:
+            total = term if total is None else ex.Add(total, term)
+        return None if total is None else self.over_scores(total, dtype)
+
+    @property
+    def score_axes(self) -> Axes:
+        """The index symbols that an element of the scores has."""
+        a = self.attention
+        return (*a.batch_axes, *a.head_axes, *a.axes.query, *a.axes.key)
+
+    def over_scores(self, x: Expr, dtype: torch.dtype | None = None) -> Node:
+        """`x` as [batch or 1, heads or 1, q_len or 1, kv_len or 1], of `dtype` unless it is None."""
+        a = self.attention
+        return self._over(x, (a.batch_axes, a.head_axes, a.axes.query, a.axes.key), dtype)
+
+    # ---- back to what the program had
+
+    def as_written(self, out: Node) -> Node:
+        """`out` [batch, heads, q_len, value_dim] in the dimensions, dtype and strides of the region's output."""
+        a = self.attention
+        if a.out_scale is not None:
+            out = self.node(torch.mul, out, self.over_scores(a.out_scale))
+        groups = (a.batch_axes, a.head_axes, a.axes.query, a.axes.value)
+        for place, axes in reversed(list(enumerate(groups))):
+            out = self._unfold(out, place, axes)
+        have = [axis for axes in groups for axis in axes]
+        out = self.permuted(out, [have.index(s) for dim in a.output for s in dim])
+        for place, dim in enumerate(a.output):
+            if not dim:
+                out = self.node("unsqueeze", out, place)
+            elif len(dim) > 1:
+                out = self.node("flatten", out, place, place + len(dim) - 1)
+        original = value_of(self._region.output)
+        assert isinstance(original, torch.Tensor)
+        if tensor(out).dtype != original.dtype:
+            out = self.node("to", out, original.dtype)
+        made = tensor(out)
+        sizes = list(map(size_expr, original.shape))
+        if len(shape(out)) != len(sizes) or any(
+            sympy.expand(a - b) != 0 for a, b in zip(shape(out), sizes, strict=True)
+        ):
+            raise NotEmitted(f"the call gives {tuple(made.shape)} for {tuple(original.shape)}")
+        if made.device != original.device:
+            raise NotEmitted(f"the call gives a tensor on {made.device} for one on {original.device}")
+        return self._with_strides(out, original)
+
+    # ---- operands
+
+    def _operand(self, x: Expr, heads: Axes, last: tuple[Axes, Axes]) -> Node:
+        node = self._over(x, (self.attention.batch_axes, heads, *last), self.facts.dtype, broadcast=False)
+        # No fused kernel of torch's reads a head_dim that is not dense.
+        return node if size_expr(tensor(node).stride(-1)) == 1 else self.node("contiguous", node)
+
+    def _over(self, x: Expr, groups: tuple[Axes, ...], dtype: torch.dtype | None, broadcast: bool = True) -> Node:
+        """`x` with one dimension for each group of axes. broadcast: a group that `x` does not depend on has size 1."""
+        axes = [axis for group in groups for axis in group]
+        node = self.tensor_of(x, axes)
+        if not isinstance(node, Node) or not isinstance(value_of(node), torch.Tensor):
+            dtype = self.dtype_of_number(node) if dtype is None else dtype
+            return self.node(torch.full, [1] * len(groups), node, dtype=dtype, device=self.facts.device)
+        if dtype is not None and tensor(node).dtype != dtype:
+            node = self.node("to", node, dtype)
+        node = self._expanded(node, groups, broadcast)
+        place = len(axes)
+        for group in reversed(groups):
+            place -= len(group)
+            if not group:
+                node = self.node("unsqueeze", node, place)
+            elif len(group) > 1:
+                node = self.node("flatten", node, place, place + len(group) - 1)
+        return node
+
+    def _expanded(self, node: Node, groups: tuple[Axes, ...], broadcast: bool) -> Node:
+        have, wanted = shape(node), [self.attention.size(axis) for group in groups for axis in group]
+        if not have:
+            return self.node("expand", node, *[1] * len(wanted)) if wanted else node
+        target: list[Any] = [-1] * len(have)
+        start = 0
+        for group in groups:
+            places = range(start, start + len(group))
+            start += len(group)
+            small = [p for p in places if have[p] == 1 and wanted[p] != 1]
+            if small and (not broadcast or len(small) < sum(wanted[p] != 1 for p in places)):
+                for p in small:
+                    target[p] = self.size(wanted[p])
+        return node if all(t == -1 for t in target) else self.node("expand", node, *target)
+
+    def _unfold(self, node: Node, place: int, axes: Axes) -> Node:
+        if not axes:
+            return self.node("select", node, place, 0)
+        return node if len(axes) == 1 else self.unflattened(node, place, [self.attention.size(a) for a in axes])
+
+    def _with_strides(self, out: Node, original: torch.Tensor) -> Node:
+        # Fake tensors do not show the strides that the kernel will give, so they are set wherever they could matter.
+        if not _strides_matter(self._region.output):
+            return out
+        order = sorted(range(original.dim()), key=lambda d: original.stride()[d], reverse=True)
+        back = [order.index(d) for d in range(original.dim())]
+        dense = self.node("contiguous", self.permuted(out, order))
+        return self.permuted(dense, back)
+
+
+# After these, the strides of what they were given are gone.
+_FORGETS_STRIDES = frozenset("contiguous linear matmul bmm mm einsum cat stack concat".split())
+# Where these give a view, what is behind them sees the strides still.
+_ONLY_REORDERS = frozenset("transpose permute swapaxes swapdims movedim moveaxis t mT reshape flatten".split())
+
+
+def _strides_matter(output: Node) -> bool:
+    """Whether a later operation could see how the region's output lies in memory."""
+    return any(
+        op_name(user) not in _FORGETS_STRIDES and not (op_name(user) in _ONLY_REORDERS and not _strides_matter(user))
+        for user in output.users
+    )

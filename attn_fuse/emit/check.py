@@ -1,0 +1,150 @@
+"""Check: the program rewritten against the program as Dynamo wrote it, both run on the real inputs.
+
+Compared are the outputs, the gradients of everything that requires one, and what is in every input afterwards. The
+judge is the program as written in float64 throughout, or, where it would not be the same program then, as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from attn_fuse.graph.replay import Aliases, Played, replay
+
+# How much further from float64 the rewrite may be than the program as written.
+_TIMES_AS_WRITTEN = 8.0
+# And the floor of that. A fused kernel sums in float32, in another order, and rounds its result in the program's dtype.
+_ROUNDINGS_OF_SUMS = 64.0
+_ROUNDINGS_OF_RESULT = 2.0
+# Gradients that are 0 in mathematics cancel to a rounding of what they cancel from: of products with the values.
+_ROUNDINGS_OF_LARGEST_GRADIENT = 16.0
+# Without float64 as the judge, the program as written is as far from it as the rewrite may be.
+_ROUNDINGS_OF_AS_WRITTEN = 64.0
+# Numbers beyond, such as a mask's fill value, are compared apart: their rounding would hide everything else.
+_FAR_FROM_MOST = 1e3
+
+
+def disagreement(written: GraphModule, rewritten: GraphModule, inputs: Sequence[Any]) -> str | None:
+    """What `rewritten` makes otherwise than `written` on `inputs`, the graph's real ones; None where they agree.
+
+    Both run in the caller's grad mode and autocast, with the same random state and without dropout. The user's
+    tensors, gradients, random state and modes stay as they are. A graph that cannot be run here is a disagreement.
+    """
+    aliases: Aliases = {}
+    try:
+        as_written = replay(written, inputs, aliases)
+        as_rewritten = replay(rewritten, inputs, {})
+    except Exception as problem:
+        return f"the check could not be made: {type(problem).__name__}: {str(problem).partition(chr(10))[0]}"
+    try:
+        exact: Played | None = replay(written, inputs, aliases, wide=True)
+    except Exception:  # nothing says that a program can run in float64: an operation may take half precision alone
+        exact = None
+    if exact is not None and not _comparable(exact, as_written):
+        exact = None
+    return _disagreement(as_written, as_rewritten, exact)
+
+
+def _comparable(exact: Played, written: Played) -> bool:
+    def shapes(played: Played) -> dict[str, Any]:
+        return {n: t.shape for n, t in (played.tensors | (played.gradients or {})).items()}
+
+    return shapes(exact) == shapes(written)
+
+
+def _disagreement(written: Played, rewritten: Played, exact: Played | None) -> str | None:
+    for fact, value in written.facts.items():
+        if fact not in rewritten.facts:
+            return f"the check failed: the rewritten program has no such thing as {fact}"
+        if (found := rewritten.facts[fact]) != value:
+            return f"the check failed: {fact} is {found} in the rewritten program, as written {value}"
+    if more := rewritten.facts.keys() - written.facts.keys():
+        return f"the check failed: the program as written has no such thing as {sorted(more)[0]}"
+    for name, changes in (written.constants | rewritten.constants).items():
+        if changes and not (name in written.constants and name in rewritten.constants):
+            return f"the check failed: {name} is written, and only one of the programs has it"
+    judge = written if exact is None else exact
+    for name, reference in judge.tensors.items():
+        if name not in rewritten.tensors:
+            continue  # a constant that is not read any longer
+        objection = _objection(
+            name, reference, written.tensors[name], rewritten.tensors[name], exact is not None, largest=0.0
+        )
+        if objection is not None:
+            return objection
+    if written.gradients is None or judge.gradients is None:
+        return None
+    if rewritten.gradients is None:
+        return "the check failed: the rewritten program has no backward"
+    given = [t for n, t in judge.tensors.items() if n.startswith("output") and t.is_floating_point()]
+    largest = max(map(_largest, [*judge.gradients.values(), *given]), default=0.0)
+    for name, reference in judge.gradients.items():
+        if name not in rewritten.gradients:
+            if reference.any():
+                return f"the check failed: the rewritten program has no {name}"
+            continue
+        objection = _objection(
+            name, reference, written.gradients[name], rewritten.gradients[name], exact is not None, largest
+        )
+        if objection is not None:
+            return objection
+    return None
+
+
+def _objection(
+    name: str, reference: Tensor, written: Tensor, rewritten: Tensor, by_float64: bool, largest: float
+) -> str | None:
+    """Why `rewritten` is too far from `reference`, as far as `written` is from it.
+
+    largest: the max among what is given and all gradients.
+    """
+    if torch.equal(written, rewritten):
+        return None
+    if not (written.is_floating_point() or written.is_complex()):
+        wrong, usual = (int((t != reference).sum()) for t in (rewritten, written))
+        return (
+            None
+            if wrong <= _TIMES_AS_WRITTEN * usual
+            else f"the check failed: {wrong} elements of the rewritten {name} are others"
+        )
+    if written.is_complex():
+        reference, written, rewritten = map(torch.view_as_real, (reference, written, rewritten))
+    infinite = reference.isinf() & (written == reference)
+    if not torch.equal(rewritten[infinite], written[infinite]):
+        return f"the check failed: the rewritten {name} is finite where it is not as written"
+    # Where no finite number is given as written, a query that sees no key say, none is asked for.
+    known = reference.isfinite() & written.isfinite()
+    r, w, x = (t[known].double() for t in (reference, written, rewritten))
+    eps = torch.finfo(written.dtype).eps
+    floor = _ROUNDINGS_OF_SUMS * min(eps, torch.finfo(torch.float32).eps) + _ROUNDINGS_OF_RESULT * eps
+    if not by_float64:
+        floor = _ROUNDINGS_OF_AS_WRITTEN * eps
+    far = r.abs() > _FAR_FROM_MOST * _typical(r)
+    for part in (~far, far):
+        if not part.any():
+            continue
+        error, as_written = ((t[part] - r[part]).abs().max().item() for t in (x, w))
+        allowed = _TIMES_AS_WRITTEN * as_written + floor * r[part].abs().max().item()
+        allowed += _ROUNDINGS_OF_LARGEST_GRADIENT * eps * largest
+        if not error <= allowed:
+            return (
+                f"the check failed: the rewritten {name} is {error:.3g} from "
+                f"{'float64, ' if by_float64 else 'it '}as written {as_written:.3g}, allowed {allowed:.3g}"
+            )
+    return None
+
+
+def _typical(x: Tensor) -> float:
+    some = x[x != 0].abs()
+    return some.median().item() if some.numel() else 0.0
+
+
+def _largest(x: Tensor) -> float:
+    """The largest number that is not far from most."""
+    known = x[x.isfinite()].abs()
+    known = known[known <= _FAR_FROM_MOST * _typical(known)]
+    return known.max().item() if known.numel() else 0.0

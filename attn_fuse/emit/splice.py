@@ -1,0 +1,122 @@
+"""Emit: splice the chosen kernel's call into Dynamo's graph and take out what it replaces."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from attn_fuse.attention.attention import Attention
+from attn_fuse.attention.facts import Facts
+from attn_fuse.emit.builder import NotEmitted
+from attn_fuse.emit.call import Call
+from attn_fuse.emit.kept import kept
+from attn_fuse.graph.modes import uncast
+from attn_fuse.graph.names import CASTS, LAYOUT, op_name, requires_grad, storages
+from attn_fuse.graph.region import Region
+from attn_fuse.kernels.kernel import Kernel
+from attn_fuse.torch_internals import FakeTensorMode
+
+
+def emit(
+    region: Region,
+    attention: Attention,
+    facts: Facts,
+    kernel: Kernel,
+    mode: FakeTensorMode,
+) -> Node:
+    """Replace the region by a call of `kernel` and return the node that now stands for its output.
+
+    Raises NotEmitted, with the graph as it was.
+    """
+    graph = region.scope.module.graph
+    call = Call(region, attention, facts, mode)
+    try:
+        # Casts are among what the attention was read with.
+        with graph.inserting_before(region.output), uncast(graph, region.mode):
+            result = call.as_written(kernel.emit(call))
+        if region.mode.grad and (lost := _lost(region, result)) is not None:
+            raise NotEmitted(f"{lost.name} gets a gradient of zeros as written, and would get none")
+    except Exception as problem:
+        call.undo()
+        raise NotEmitted(str(problem).partition("\n")[0] or type(problem).__name__) from problem
+    region.output.replace_all_uses_with(result)
+    call.tidy(keep=result)
+    if region.mode.grad:
+        _as_kernels_may_read(call, region)
+        result = _as_the_program_may_write(call, region, result)
+    for node in reversed(region.nodes):
+        if not node.users:
+            graph.erase_node(node)
+    return result
+
+
+def _lost(region: Region, result: Node) -> Node | None:
+    """A leaf that the program has a gradient of, though `result` does not depend on it: times zero, or never chosen.
+
+    What another leaf is computed from has its gradient from there: a mask reads its sizes off the queries' input.
+    """
+    wanted = {leaf for leaf in region.leaves if requires_grad(leaf) and leaf not in region.detached}
+    first = min(wanted, default=result)
+    waiting, seen = [result], {result}
+    while waiting and wanted:
+        node = waiting.pop()
+        wanted.discard(node)
+        reached = [n for n in node.all_input_nodes if n not in seen and not n < first]
+        seen.update(reached)
+        waiting.extend(reached)
+    return next((leaf for leaf in region.leaves if leaf in wanted), None)
+
+
+def _as_kernels_may_read(call: Call, region: Region) -> None:
+    """Detach or copy what the call may not read as it is.
+
+    A kernel gives a gradient to all that it reads: what the program takes none of is detached. And it keeps for its
+    backward what it reads, where the program may have kept something else: what is written into later is copied.
+    """
+    made = dict.fromkeys(node for node in call.made if node.users)
+    read = dict.fromkeys(source for node in made for source in node.all_input_nodes if source not in made)
+    keeps = _has_backward(call)
+    for source in read:
+        other = source
+        with source.graph.inserting_before(next(iter(made))):
+            if source in region.detached:
+                other = call.node("detach", other)
+            if keeps and _is_written_later(source):
+                other = call.node(kept, other)
+        for node in made if other is not source else ():
+            node.replace_input_with(source, other)
+
+
+def _as_the_program_may_write(call: Call, region: Region, result: Node) -> Node:
+    """`result`, or a copy of it where the graph hands its memory out.
+
+    A kernel keeps its output for its backward, where the product that was written keeps none: whoever gets it may write
+    into it. Torch sees that write in some graphs and raises; in some of Inductor's it does not (torch 2.13).
+    """
+    returned = {storage for node in result.graph.output_node().all_input_nodes for storage in storages(node)}
+    # What was computed from the output as it was written has been recorded with the memory that it had.
+    if not _has_backward(call) or returned.isdisjoint(storages(result) | storages(region.output)):
+        return result
+    with result.graph.inserting_after(result):
+        copy = call.node(kept, result)
+    result.replace_all_uses_with(copy, lambda user: user is not copy)
+    return copy
+
+
+def _has_backward(call: Call) -> bool:
+    return call.facts.training or call.facts.bias_needs_grad
+
+
+def _is_written_later(node: Node) -> bool:
+    """Whether `node` lies in the memory of an input that the program has written into at its end."""
+    if any(user.target == "copy_" and user.args[0] is node for user in node.users):
+        return True
+    return _may_be_a_view(node) and any(map(_is_written_later, node.all_input_nodes))
+
+
+def _may_be_a_view(node: Node) -> bool:
+    declares = isinstance(node.target, torch._ops.OpOverload) and any(
+        returned.alias_info is not None for returned in node.target._schema.returns
+    )
+    # A reshape or a cast gives what it was given where there is nothing to do, and its schema does not say so.
+    return declares or op_name(node) in LAYOUT | CASTS

@@ -1,0 +1,11 @@
+"""``python -m attn_fuse.explain model.py``."""
+
+import os
+import sys
+
+from attn_fuse.explain import main
+
+try:
+    sys.exit(main())
+except BrokenPipeError:  # the reader has seen enough: `| head`
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,242 @@
+"""Bounds: the least and the greatest value of an element expression, by interval arithmetic.
+
+What a program reads from memory may be any number; what it learns, and positions, are taken to be ordinary ones.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Container, Iterable
+from typing import TypeAlias
+
+import torch
+
+from attn_fuse.expression import nodes as ex
+from attn_fuse.expression.index import Space
+from attn_fuse.expression.nodes import Expr
+
+Bounds: TypeAlias = tuple[float, float]
+
+
+def stays_within(
+    x: Expr, limit: float, space: Space, learned: Container[int], dtypes: Iterable[torch.dtype] = ()
+) -> bool:
+    """Whether `x` stays between -limit and limit for every index of `space`, as the program computes it.
+
+    learned: the leaves whose elements are ordinary numbers, at most 100. dtypes: those that the program computes in,
+    where one is narrow: what does not fit it is infinite. Index symbols have the ranges of `space`; a symbolic size is
+    at most 2**24. NaN is no value here. False where it is not proved.
+    """
+    held = min((torch.finfo(dtype).max for dtype in dtypes if dtype.is_floating_point), default=math.inf)
+    least, greatest = _Bounder(min(held, _WRAPS), space, learned).of(x)
+    return -limit < least and greatest < limit
+
+
+def infinities(x: Expr) -> frozenset[int]:
+    """The signs (1, -1) of the infinities that constants in `x` may make of its value: those of a mask, say."""
+    return _infinities(x, {})
+
+
+def may_be_no_number(x: Expr) -> bool:
+    """Whether constants in `x` may make its value NaN: infinity times what may be 0, or less itself."""
+    known: dict[int, frozenset[int]] = {}
+    return any(_is_no_number(part, known) for part in ex.walk(x))
+
+
+def _is_no_number(x: Expr, known: dict[int, frozenset[int]]) -> bool:
+    match x:
+        case ex.Const(value):
+            return math.isnan(value)
+        case ex.Mul(a, b):
+            return any(_infinities(m, known) and not _is_number_but_0(n) for m, n in ((a, b), (b, a)))
+        case ex.Div(a, b):
+            return bool(_infinities(b, known))
+        case ex.Add(a, b):
+            return len(_infinities(a, known) | _infinities(b, known)) == 2
+        case ex.Unary(name, inner):
+            return name not in _OF_INFINITY and bool(_infinities(inner, known))
+        case ex.Binary(name, a, b):
+            return name not in ("maximum", "minimum") and bool(_infinities(a, known) | _infinities(b, known))
+    return False
+
+
+def _is_number_but_0(x: Expr) -> bool:
+    return isinstance(x, ex.Const) and x.value != 0 and math.isfinite(x.value)
+
+
+def _infinities(x: Expr, known: dict[int, frozenset[int]]) -> frozenset[int]:
+    # By identity: what is compared by value is walked through whole for each of its parts.
+    if id(x) not in known:
+        known[id(x)] = _signs(x, known)
+    return known[id(x)]
+
+
+def _signs(x: Expr, known: dict[int, frozenset[int]]) -> frozenset[int]:
+    match x:
+        case ex.Const(value):
+            return frozenset({1 if value > 0 else -1}) if math.isinf(value) else frozenset()
+        case ex.Unary(name, inner) if signs := _infinities(inner, known):
+            return _OF_INFINITY.get(name, lambda _: _BOTH)(signs)
+        case ex.Cast(_, inner):
+            return _infinities(inner, known)
+        case ex.Mul(a, b) if _infinities(a, known) and a == b:
+            return frozenset({1})
+        case ex.Mul(a, b) | ex.Div(a, b):
+            # A factor that is read from memory is taken for a positive one.
+            signs = _infinities(a, known) | _infinities(b, known)
+            return _negated(signs) if any(isinstance(n, ex.Const) and n.value < 0 for n in (a, b)) else signs
+        case ex.Binary(name, a, b):
+            signs = _infinities(a, known) | _infinities(b, known)
+            bound = next((n.value for n in (a, b) if isinstance(n, ex.Const)), None)
+            stopped = {"maximum": -1, "minimum": 1}.get(name) if bound is not None and math.isfinite(bound) else None
+            return (signs - {stopped}) if name in ("maximum", "minimum") else _BOTH if signs else signs
+        case ex.Add(a, b) | ex.Select(_, a, b):
+            return _infinities(a, known) | _infinities(b, known)
+        case ex.Reduce("sum" | "amax" | "amin" | "mean" as name, _, body):
+            # All scores of a row are infinite only where it is empty.
+            return _infinities(body, known) - {{"amax": -1, "amin": 1}.get(name)}
+    return frozenset()
+
+
+def _negated(signs: frozenset[int]) -> frozenset[int]:
+    return frozenset(-sign for sign in signs)
+
+
+_BOTH = frozenset({1, -1})
+_OF_INFINITY: dict[str, Callable[[frozenset[int]], frozenset[int]]] = {
+    **dict.fromkeys(("detach", "floor", "ceil", "round", "trunc"), lambda signs: signs),
+    "neg": _negated,
+    "abs": lambda _: frozenset({1}),
+    # What has a limit on the one side, or on both.
+    **dict.fromkeys(("exp", "exp2", "expm1", "relu", "softplus", "silu", "gelu", "mish"), lambda signs: signs - {-1}),
+    **dict.fromkeys(("tanh", "sigmoid", "erf", "erfc", "atan", "sign"), lambda _: frozenset()),
+}
+_LEARNED = 100.0
+# Where int32 wraps around.
+_WRAPS = 2.0**31
+_ANY: Bounds = (-math.inf, math.inf)
+_TRUTH: Bounds = (0.0, 1.0)
+
+
+class _Bounder:
+    def __init__(self, most: float, space: Space, learned: Container[int]) -> None:
+        self.most = most
+        self.space = space
+        self.learned = learned
+
+    def of(self, x: Expr) -> Bounds:
+        least, greatest = self._of(x)
+        # A number that its type does not hold is infinite or, a whole one, wrapped around to any other; nothing here
+        # tells the two apart.
+        known = not (math.isnan(least) or math.isnan(greatest)) and -self.most < least and greatest < self.most
+        return (least, greatest) if known else _ANY
+
+    def _of(self, x: Expr) -> Bounds:
+        match x:
+            case ex.Const(value):
+                return float(value), float(value)
+            case ex.Index(value):
+                return self.space.bounds(value)
+            case ex.Load(leaf) | ex.Gather(leaf):
+                return (-_LEARNED, _LEARNED) if leaf in self.learned else _ANY
+            case ex.NonNegative() | ex.IsZero() | ex.Compare() | ex.Not() | ex.And() | ex.Or() | ex.Softmax():
+                return _TRUTH
+            case ex.Add(a, b):
+                (low, high), (by_low, by_high) = self.of(a), self.of(b)
+                return low + by_low, high + by_high
+            case ex.Mul(a, b):
+                return _at_corners(lambda m, n: m * n, self.of(a), self.of(b))
+            case ex.Div(a, b):
+                by = self.of(b)
+                return _ANY if by[0] <= 0 <= by[1] else _at_corners(lambda m, n: m / n, self.of(a), by)
+            case ex.Select(_, a, b):
+                (low, high), (other_low, other_high) = self.of(a), self.of(b)
+                return min(low, other_low), max(high, other_high)
+            case ex.Cast(dtype, inner):
+                return _held_in(dtype, self.of(inner))
+            case ex.Unary(name, inner):
+                return _of_one(name, self.of(inner))
+            case ex.Binary(name, a, b):
+                return _of_two(name, self.of(a), self.of(b))
+            case ex.Contract(axes, a, b):
+                times = math.prod(self.space.longest(self.space.sizes[axis]) for axis in axes)
+                low, high = _at_corners(lambda m, n: m * n, self.of(a), self.of(b))
+                return min(0.0, times * low), max(0.0, times * high)
+            case ex.Reduce("amax" | "amin" | "any" | "all", _, body):
+                return self.of(body)
+        return _ANY
+
+
+def _at_corners(function: Callable[[float, float], float], a: Bounds, b: Bounds) -> Bounds:
+    """For a function that only rises or only falls in each argument, whatever the other is."""
+    corners = [function(m, n) for m, n in itertools.product(a, b)]
+    return (math.nan, math.nan) if any(map(math.isnan, corners)) else (min(corners), max(corners))
+
+
+def _of_one(name: str, x: Bounds) -> Bounds:
+    low, high = x
+    if name in _RANGES:
+        return _RANGES[name]
+    if name in ("abs", "cosh"):
+        ends = sorted(_value(name, end) for end in x)
+        return (_value(name, 0.0) if low <= 0 <= high else ends[0]), ends[1]
+    if name in ("silu", "gelu", "mish"):
+        return -0.5, max(0.0, high)
+    if name in ("rsqrt", "reciprocal"):
+        return _ANY if low <= 0 else (_value(name, high), _value(name, low))
+    if name in _MONOTONE:
+        ends = sorted(_value(name, end) for end in x)
+        return ends[0], ends[1]
+    return _ANY
+
+
+def _of_two(name: str, a: Bounds, b: Bounds) -> Bounds:
+    match name:
+        case "maximum":
+            return max(a[0], b[0]), max(a[1], b[1])
+        case "minimum":
+            return min(a[0], b[0]), min(a[1], b[1])
+        case "atan2":
+            return -math.pi, math.pi
+        case "remainder" | "fmod":
+            most = max(abs(b[0]), abs(b[1]))
+            return -most, most
+        case "pow" if a[0] > 0 or (a[0] == 0 and b[0] >= 0):
+            return _at_corners(_power, a, b)
+        case "pow" if b[0] == b[1] and b[0] >= 0 and b[0].is_integer():
+            low, high = sorted(_power(end, b[0]) for end in a)
+            return (0.0 if b[0] % 2 == 0 and a[0] <= 0 <= a[1] else low), high
+    return _ANY
+
+
+def _held_in(dtype: torch.dtype, x: Bounds) -> Bounds:
+    if dtype.is_floating_point:
+        most = torch.finfo(dtype).max
+        return (x[0] if x[0] >= -most else -math.inf, x[1] if x[1] <= most else math.inf)
+    # What is computed in a narrower type wraps around before the limit does.
+    return x if torch.iinfo(dtype).bits >= 32 and max(-x[0], x[1]) < _WRAPS else _ANY
+
+
+def _power(base: float, exponent: float) -> float:
+    return float(torch.tensor(base, dtype=torch.float64).pow(exponent))
+
+
+def _value(name: str, x: float) -> float:
+    function = getattr(torch, name, None) or getattr(torch.nn.functional, name.replace("log_sigmoid", "logsigmoid"))
+    return float(function(torch.tensor(x, dtype=torch.float64)))
+
+
+_RANGES: dict[str, Bounds] = {
+    **dict.fromkeys(("sin", "cos", "sign", "tanh", "erf"), (-1.0, 1.0)),
+    **dict.fromkeys(("isnan", "isinf", "isfinite"), _TRUTH),
+    "sigmoid": (0.0, 1.0),
+    "erfc": (0.0, 2.0),
+    "atan": (-math.pi / 2, math.pi / 2),
+    "asin": (-math.pi / 2, math.pi / 2),
+    "acos": (0.0, math.pi),
+}
+_MONOTONE = frozenset(
+    "exp exp2 expm1 log log2 log10 log1p sqrt sinh asinh acosh atanh logit log_sigmoid softplus relu neg detach floor "
+    "ceil round trunc".split()
+)

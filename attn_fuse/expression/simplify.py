@@ -1,0 +1,527 @@
+"""Algebra: element expressions that simplify as they are built, and are rebuilt from others.
+
+A rule holds for every number that is not infinite or NaN. Products with an unknown 0 stay products; only a choice of 1
+and 0 becomes a choice, since that is how programs write masks, and not where a constant makes the other side infinite.
+
+Of scores (what holds a matrix product) a rule may round otherwise than the program does. What holds none may be
+compared, rounded to whole numbers or cast further up, so there a rule gives the very number that torch gives:
+`computed` says what an operation's dtype does to its result.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+import sympy
+import torch
+from torch.nn import functional
+
+from attn_fuse.expression.index import Space, simplify_index
+from attn_fuse.expression.nodes import (
+    FALSE,
+    TRUE,
+    Add,
+    And,
+    Binary,
+    Cast,
+    Compare,
+    Const,
+    Div,
+    Expr,
+    Gather,
+    Index,
+    IsZero,
+    Load,
+    Mul,
+    NonNegative,
+    Not,
+    Or,
+    Scalar,
+    Score,
+    Select,
+    Softmax,
+    Unary,
+    has_product,
+    walk,
+)
+from attn_fuse.expression.ranges import infinities
+from attn_fuse.torch_internals import Mod
+
+
+def rounded(value: float, dtype: torch.dtype) -> bool | int | float:
+    """The number that `value` becomes when stored in `dtype`: rounded, or wrapped around."""
+    if dtype == torch.bool:
+        return bool(value)
+    if not dtype.is_floating_point:
+        info = torch.iinfo(dtype)
+        return (int(value) - info.min) % (info.max - info.min + 1) + info.min
+    return float(torch.tensor(value, dtype=torch.float64).to(dtype).item())
+
+
+def computed(x: Expr, dtype: torch.dtype, space: Space) -> Expr:
+    """The result of an operation that torch computes in `dtype`, and that `x` says with numbers of any size.
+
+    Whole numbers wrap around in a narrower type than int64, and positions are rounded where they are no longer exact.
+    The operands of `x` are held in `dtype`. Half precision is rounded only by `as_rounded`.
+    """
+    match x:
+        case Const(value) if dtype.is_floating_point or math.isfinite(value):
+            return Const(rounded(value, dtype)) if math.isfinite(value) else x
+        case Select(cond, a, b):
+            return select(cond, computed(a, dtype, space), computed(b, dtype, space))
+        case Index(value):
+            return x if is_exact(value, dtype, space) else Cast(dtype, x)
+        case Add() | Mul() | Div() | Unary() | Binary() if dtype.is_floating_point:
+            return x if has_product(x) else _held(x, dtype)
+        case Add() | Mul() | Div() | Unary() | Binary() if dtype not in (torch.int64, torch.bool):
+            return Cast(dtype, x)
+    return x
+
+
+def _held(x: Expr, dtype: torch.dtype) -> Expr:
+    """An operation on positions and numbers alone says in which type it is computed."""
+
+    def held(operand: Expr) -> Expr:
+        is_number = isinstance(operand, Const) or (isinstance(operand, Select) and not _has_position(operand))
+        return operand if is_number or not _is_untyped(operand) else Cast(dtype, operand)
+
+    match x:
+        case Unary(name, operand) if name not in _WHOLE:
+            return Unary(name, held(operand))
+        case Binary(name, a, b):
+            return Binary(name, held(a), held(b))
+        case Add(a, b) | Mul(a, b) | Div(a, b):
+            return type(x)(held(a), held(b))
+    return x
+
+
+def _is_untyped(x: Expr) -> bool:
+    """Whether `x` is made of positions and numbers alone, and nothing in it has a type."""
+    return not any(isinstance(part, (Load, Gather, Scalar, Cast, Score)) for part in walk(x))
+
+
+def _has_position(x: Select) -> bool:
+    return any(isinstance(part, Index) for branch in (x.a, x.b) for part in walk(branch))
+
+
+# Functions of whole numbers that give whole numbers.
+_WHOLE = frozenset("abs neg sign floor ceil round trunc relu detach".split())
+
+
+def is_exact(value: sympy.Expr, dtype: torch.dtype, space: Space) -> bool:
+    """Whether `dtype` holds each of these positions as it is."""
+    least, greatest = _EXACT[dtype] if dtype in _EXACT else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    low, high = space.bounds(value)
+    return least <= low and high <= greatest
+
+
+_EXACT = {
+    torch.bool: (0, 1),
+    torch.bfloat16: (-(2**8), 2**8),
+    torch.float16: (-(2**11), 2**11),
+    torch.float32: (-(2**24), 2**24),
+    torch.float64: (-(2**53), 2**53),
+}
+
+
+def as_rounded(x: Expr, leaf_dtypes: Mapping[int, torch.dtype]) -> Expr:
+    """`x` with each operation in half precision rounded to it: what is compared shows it, and a bias does not."""
+    if has_product(x) or not any(_is_half(part, leaf_dtypes) for part in walk(x)):
+        return x
+
+    def dtype_of(x: Expr) -> torch.dtype | None:
+        match x:
+            case Load(leaf) | Gather(leaf):
+                return leaf_dtypes[leaf] if leaf_dtypes[leaf].is_floating_point else None
+            case Cast(dtype):
+                return dtype if dtype.is_floating_point else None
+            case Select(_, a, b) | Binary(_, a, b) | Add(a, b) | Mul(a, b) | Div(a, b):
+                found = [held for part in (a, b) if (held := dtype_of(part)) is not None]
+                return functools.reduce(torch.promote_types, found) if found else None
+            case Unary(_, inner):
+                return dtype_of(inner)
+        return None
+
+    def changed(x: Expr) -> Expr:
+        if isinstance(x, Cast) and x.dtype in _HALVES and dtype_of(x.x) == x.dtype:
+            return changed(x.x)
+        new, dtype = rebuilt(x, changed), dtype_of(x)
+        is_rounded = dtype in _HALVES and isinstance(x, (Add, Mul, Div, Unary, Binary))
+        return Cast(dtype, new) if dtype is not None and is_rounded else new
+
+    return changed(x)
+
+
+def _is_half(x: Expr, leaf_dtypes: Mapping[int, torch.dtype]) -> bool:
+    match x:
+        case Load(leaf) | Gather(leaf):
+            return leaf_dtypes[leaf] in _HALVES
+        case Cast(dtype):
+            return dtype in _HALVES
+    return False
+
+
+def add(a: Expr, b: Expr) -> Expr:
+    match a, b:
+        case Const(x), Const(y):
+            return Const(x + y)
+        case (Const(0 | 0.0), x) | (x, Const(0 | 0.0)) if not isinstance(x, Const):
+            return x
+        case Index(x), Index(y):
+            return Index(sympy.expand(x + y))
+        case (Index(x), Const(c)) | (Const(c), Index(x)) if _is_whole(c):
+            return Index(sympy.expand(x + int(c)))
+        case Select(cond, x, y), Select(other, z, w) if cond == other:
+            return select(cond, add(x, z), add(y, w))
+    return _through_select(add, a, b) or Add(a, b)
+
+
+def mul(a: Expr, b: Expr) -> Expr:
+    match a, b:
+        case Const(x), Const(y):
+            return Const(x * y)
+        case (Const(1 | 1.0), x) | (x, Const(1 | 1.0)) if not isinstance(x, Const):
+            return x
+        case (Index(x), Const(c)) | (Const(c), Index(x)) if _is_whole(c):
+            return Index(sympy.expand(x * int(c)))
+        case Select(cond, Const(x), Const(y)), Select(other, Const(z), Const(w)) if cond == other:
+            return select(cond, Const(x * z), Const(y * w))
+        case (Select(cond, Const(1 | 1.0), Const(0 | 0.0) as zero), x) | (
+            x,
+            Select(cond, Const(1 | 1.0), Const(0 | 0.0) as zero),
+        ) if _may_be_dropped(x):
+            return select(cond, x, zero)
+        case (Div(Const(1 | 1.0), x), y) | (y, Div(Const(1 | 1.0), x)) if has_product(x) or has_product(y):
+            return div(y, x)
+        case (Select(cond, Const(0 | 0.0) as zero, Const(1 | 1.0)), x) | (
+            x,
+            Select(cond, Const(0 | 0.0) as zero, Const(1 | 1.0)),
+        ) if _may_be_dropped(x):
+            return select(cond, zero, x)
+    return _through_select(mul, a, b) or Mul(a, b)
+
+
+def _may_be_dropped(x: Expr) -> bool:
+    """Whether zero times `x` is zero, as far as constants tell."""
+    return not isinstance(x, (Const, Div)) and not infinities(x)
+
+
+def div(a: Expr, b: Expr) -> Expr:
+    match a, b:
+        case Const(x), Const(y) if y != 0:
+            return Const(x / y)
+        case x, Const(y) if y != 0 and math.isfinite(y) and (_is_power_of_two(y) or has_product(x)):
+            return mul(x, Const(1.0 / y))
+    return _through_select(div, a, b) or Div(a, b)
+
+
+def _is_power_of_two(value: float) -> bool:
+    return abs(math.frexp(value)[0]) == 0.5
+
+
+def negative(x: Expr) -> Expr:
+    return mul(Const(-1), x)
+
+
+def unary(name: str, x: Expr, dtype: torch.dtype | None = None) -> Expr:
+    """dtype: what a number is computed in."""
+    match name, x:
+        case "exp", Unary("log", inner) if has_product(inner):
+            return inner
+        case "reciprocal", _ if not isinstance(x, Const):
+            return Div(Const(1.0), x)
+        case "detach", _ if not any(isinstance(e, (Load, Gather, Score)) for e in walk(x)):
+            return x
+        case _, Const():
+            return _folded(name, dtype, x) or Unary(name, x)
+        case _, Select(cond, Const() as a, Const() as b):
+            return select(cond, unary(name, a, dtype), unary(name, b, dtype))
+    return Unary(name, x)
+
+
+def binary(name: str, a: Expr, b: Expr, dtype: torch.dtype | None = None) -> Expr:
+    """dtype: what numbers are computed in."""
+    if isinstance(a, Const) and isinstance(b, Const):
+        return _folded(name, dtype, a, b) or Binary(name, a, b)
+    return Binary(name, a, b)
+
+
+def _folded(name: str, dtype: torch.dtype | None, *operands: Const) -> Const | None:
+    """What torch makes of these numbers; None where that is no number."""
+    function = getattr(torch, name, None) or getattr(functional, name)
+    if dtype is None and any(isinstance(x.value, float) for x in operands):
+        dtype = torch.float64
+    try:
+        value = function(*(torch.tensor(x.value, dtype=dtype) for x in operands)).item()
+    except RuntimeError:
+        return None
+    return None if math.isnan(value) or (math.isinf(value) and name != "log") else Const(value)
+
+
+def cast(dtype: torch.dtype, x: Expr, from_dtype: torch.dtype, space: Space) -> Expr:
+    """x, held in `from_dtype`, converted to `dtype`."""
+    if dtype == from_dtype:
+        return x
+    match x:
+        case Const(value) if dtype.is_floating_point or dtype == torch.bool or _fits(value, dtype):
+            return Const(rounded(value, dtype))
+        case Select(cond, Const() as a, Const() as b):
+            return select(cond, cast(dtype, a, from_dtype, space), cast(dtype, b, from_dtype, space))
+        case Index(value) if dtype != torch.bool and is_exact(value, dtype, space):
+            return x
+    if from_dtype == torch.bool:
+        one, zero = Const(rounded(1, dtype)), Const(rounded(0, dtype))
+        return select(x, one, zero)
+    if dtype == torch.bool:
+        return compare("ne", x, Const(0), space)
+    return Cast(dtype, x)
+
+
+def _fits(value: float, dtype: torch.dtype) -> bool:
+    """Whether a conversion to whole numbers is defined: of a whole number always, of a fraction within the range."""
+    info = torch.iinfo(dtype)
+    return isinstance(value, int) or (math.isfinite(value) and info.min <= value <= info.max)
+
+
+def select(cond: Expr, a: Expr, b: Expr, space: Space | None = None) -> Expr:
+    """`a` where `cond` holds, else `b`. space: then two softmaxes that only name their axis otherwise are one."""
+    match cond:
+        case Const(value):
+            return a if value else b
+        case Not(inner):
+            return select(inner, b, a, space)
+    match a, b:
+        case Softmax(), Softmax() if space is not None and space.same_size(space.sizes[a.axis], space.sizes[b.axis]):
+            if a == replace(b, axis=a.axis, body=substitute(b.body, {b.axis: a.axis}, space)):
+                return a
+    if a == b or _continues(cond, a, b):
+        return a
+    match a, b:
+        case Const(True), Const(False):
+            return cond
+        case Const(False), Const(True):
+            return logical_not(cond)
+        case Select(inner, x, _), _ if inner == cond:
+            return select(cond, x, b)
+        case _, Select(inner, _, y) if inner == cond:
+            return select(cond, a, y)
+        case Select(inner, x, y), _ if y == b:
+            return select(logical_and(cond, inner), x, b)
+    return Select(cond, a, b)
+
+
+def assuming(x: Expr, cond: Expr, space: Space) -> Expr:
+    """`x` as it is where `cond` holds."""
+    if not isinstance(cond, NonNegative):
+        return x
+    known = cond.value
+
+    def changed(part: Expr) -> Expr:
+        match part:
+            case NonNegative(value) if space.is_nonnegative(value - known):
+                return TRUE
+            case NonNegative(value) if space.is_nonnegative(-value - 1 - known):
+                return FALSE
+        return rebuilt(part, changed)
+
+    return changed(x)
+
+
+def _continues(cond: Expr, a: Expr, b: Expr) -> bool:
+    """Whether `b`, chosen at the single place before `a` begins, is what `a` would be there."""
+    match cond, a, b:
+        case NonNegative(start), Index(x), Index(y):
+            symbol = sympy.expand(start + 1)
+            return bool(symbol.is_Symbol and x.subs(symbol, 0) == y)
+    return False
+
+
+def nonnegative(value: sympy.Expr, space: Space) -> Expr:
+    if space.is_nonnegative(value):
+        return TRUE
+    if space.is_negative(value):
+        return FALSE
+    return NonNegative(sympy.expand(value))
+
+
+def is_zero(value: sympy.Expr, space: Space) -> Expr:
+    if space.is_zero(value):
+        return TRUE
+    if space.is_negative(value) or space.is_negative(-value):
+        return FALSE
+    return IsZero(sympy.expand(value))
+
+
+_HALVES: tuple[torch.dtype | None, ...] = (torch.float16, torch.bfloat16)
+_FLIPPED = {"eq": "eq", "ne": "ne", "lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
+_PYTHON = {
+    "eq": lambda a, b: a == b,
+    "ne": lambda a, b: a != b,
+    "lt": lambda a, b: a < b,
+    "le": lambda a, b: a <= b,
+    "gt": lambda a, b: a > b,
+    "ge": lambda a, b: a >= b,
+}
+
+
+def compare(op: str, a: Expr, b: Expr, space: Space | None = None) -> Expr:
+    match a, b:
+        case Const(x), Const(y):
+            return Const(bool(_PYTHON[op](x, y)))
+        case Const(), _:
+            return compare(_FLIPPED[op], b, a, space)
+        case Select(cond, Const() as x, Const() as y), Const():
+            return select(cond, compare(op, x, b), compare(op, y, b))
+    left, right = _position(a), _position(b)
+    if space is not None and left is not None and right is not None:
+        return _compare_positions(op, left, right, space)
+    if isinstance(b, Const) and b.value in (0, 1) and _is_boolean(a):
+        return select(a, compare(op, Const(1), b), compare(op, Const(0), b))
+    return Compare(op, a, b)
+
+
+def _compare_positions(op: str, a: sympy.Expr, b: sympy.Expr, space: Space) -> Expr:
+    match op:
+        case "ge":
+            return nonnegative(a - b, space)
+        case "gt":
+            return nonnegative(a - b - 1, space)
+        case "le":
+            return nonnegative(b - a, space)
+        case "lt":
+            return nonnegative(b - a - 1, space)
+        case "eq":
+            return is_zero(a - b, space)
+        case _:
+            return logical_not(is_zero(a - b, space))
+
+
+def logical_not(x: Expr) -> Expr:
+    match x:
+        case Const(value):
+            return Const(not value)
+        case Not(inner):
+            return inner
+        case NonNegative(value):
+            return NonNegative(sympy.expand(-value - 1))
+        case And(a, b):
+            return Or(logical_not(a), logical_not(b))
+        case Or(a, b):
+            return And(logical_not(a), logical_not(b))
+    return Not(x)
+
+
+def logical_and(a: Expr, b: Expr) -> Expr:
+    match a, b:
+        case (Const(value), x) | (x, Const(value)):
+            return x if value else FALSE
+    return a if a == b else And(a, b)
+
+
+def logical_or(a: Expr, b: Expr) -> Expr:
+    return logical_not(logical_and(logical_not(a), logical_not(b)))
+
+
+def _through_select(op: Any, a: Expr, b: Expr) -> Expr | None:
+    # A number applied to a choice between two numbers is a choice between two numbers.
+    match a, b:
+        case Select(cond, Const() as x, Const() as y), Const():
+            return select(cond, op(x, b), op(y, b))
+        case Const(), Select(cond, Const() as x, Const() as y):
+            return select(cond, op(a, x), op(a, y))
+    return None
+
+
+def _position(x: Expr) -> sympy.Expr | None:
+    match x:
+        case Index(value):
+            return value
+        case Const(value) if _is_whole(value):
+            return sympy.Integer(int(value))
+    return None
+
+
+def _is_boolean(x: Expr) -> bool:
+    return isinstance(x, (Compare, NonNegative, IsZero, Not, And, Or))
+
+
+def _is_whole(value: float) -> bool:
+    return isinstance(value, (bool, int)) or (math.isfinite(value) and value == int(value))
+
+
+def replaced(expr: Expr, old: Expr, new: Expr) -> Expr:
+    """`expr` with `new` wherever `old` stands."""
+    if expr == old:
+        return new
+    return rebuilt(expr, lambda child: replaced(child, old, new))
+
+
+def substitute(expr: Expr, by: Mapping[sympy.Symbol, sympy.Expr], space: Space) -> Expr:
+    """`expr` with index symbols replaced, and simplified again."""
+    known: dict[int, Expr] = {}
+
+    def index(value: sympy.Expr) -> sympy.Expr:
+        try:
+            moved = value.xreplace(by)
+        except AssertionError:
+            # torch's Mod takes no number below 0, which a place beside the tensor can be: nothing is read there.
+            moved = value.replace(Mod, sympy.Mod).xreplace(by)
+        return simplify_index(moved, space)
+
+    def changed(x: Expr) -> Expr:
+        if id(x) not in known:
+            known[id(x)] = build(x)
+        return known[id(x)]
+
+    def build(x: Expr) -> Expr:
+        match x:
+            case Load(leaf, indices):
+                return Load(leaf, tuple(map(index, indices)))
+            case Gather(leaf, positions):
+                return Gather(leaf, tuple(map(changed, positions)))
+            case Index(value):
+                return Index(index(value))
+            case NonNegative(value):
+                return nonnegative(index(value), space)
+            case IsZero(value):
+                return is_zero(index(value), space)
+            case Softmax(axis, body, at, dtype):
+                return Softmax(axis, changed(body), index(at), dtype)
+            case Compare(op, a, b):
+                return compare(op, changed(a), changed(b), space)
+        return rebuilt(x, changed)
+
+    return changed(expr)
+
+
+def rebuilt(expr: Expr, change: Callable[[Expr], Expr]) -> Expr:
+    """`expr` with each child replaced by what `change` gives for it, simplified again."""
+    match expr:
+        case Select(cond, a, b):
+            return select(change(cond), change(a), change(b))
+        case Not(x):
+            return logical_not(change(x))
+        case And(a, b):
+            return logical_and(change(a), change(b))
+        case Or(a, b):
+            return logical_or(change(a), change(b))
+        case Add(a, b):
+            return add(change(a), change(b))
+        case Mul(a, b):
+            return mul(change(a), change(b))
+        case Div(a, b):
+            return div(change(a), change(b))
+        case Gather(leaf, index):
+            return Gather(leaf, tuple(map(change, index)))
+        case Const() | Index() | Load() | Scalar() | Score() | NonNegative() | IsZero():
+            return expr
+    new: dict[str, Any] = {
+        f.name: change(value)
+        for f in fields(expr)  # type: ignore[arg-type]
+        if isinstance(value := getattr(expr, f.name), Expr)
+    }
+    return replace(expr, **new)  # type: ignore[type-var]

@@ -1,0 +1,1 @@
+"""Dynamo's graph before its meaning: functional, expanded, cut into regions."""

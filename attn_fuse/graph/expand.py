@@ -1,0 +1,225 @@
+"""Expand: what a graph calls as one is replaced by the operations that it consists of, where attention may hide in it.
+
+Dynamo keeps `F.multi_head_attention_forward` as one call, so is a product of weights and values with something added to
+it, and a `torch.vmap` is a stretch of operations between markers that means nothing without them. They are run once on
+fake tensors, and what they did takes their place. A stretch stays as it is where that would change more: one with a
+write, a change of mode or a derivative in it, or one within a derivative that is still open; and all do in a graph that
+still writes in place, since in whose memory a value lies is not known of what is written out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node, map_arg
+from torch.utils import _pytree as pytree
+
+from attn_fuse.graph.memory import may_write, with_gradient
+from attn_fuse.graph.modes import Mode
+from attn_fuse.graph.names import (
+    CALLS,
+    DROPOUT,
+    ELEMENTWISE,
+    LAYOUT,
+    SOFTMAX,
+    op_name,
+    requires_grad,
+    storages,
+    tensors_of,
+    value_of,
+)
+from attn_fuse.graph.scopes import Scope, scopes
+from attn_fuse.report import log
+from attn_fuse.torch_internals import (
+    FakeTensor,
+    FakeTensorMode,
+    decompositions,
+    functorch_levels_kept,
+    innermost,
+    make_fx,
+    on_fake_tensors,
+)
+
+_OPENS, _CLOSES = "_vmap_increment_nesting", "_vmap_decrement_nesting"
+
+
+def expand(module: GraphModule, written: Container[str]) -> dict[str, set[int]]:
+    """Write out, in place, the calls and vmaps of `module` and of its subgraphs. One that cannot be stays as it is.
+
+    written: the paths of the subgraphs that still write in place. Gives, by the path of each subgraph in which it is
+    so, the memory that what was written out makes and writes into, as torch does into the masks of a call.
+    """
+    made: dict[str, set[int]] = {}
+    for scope in list(scopes(module)):
+        if scope.path in written:
+            continue
+        for stretch in list(_stretches(scope)):
+            if not _is_plain(stretch, scope.modes):
+                continue
+            try:
+                memory = _write_out(scope.module, stretch, scope.modes[stretch[0]].grad)
+                if memory:
+                    made.setdefault(scope.path, set()).update(memory)
+            except Exception:  # rule 5: what cannot be written out is only not looked into
+                log.debug("%s is not looked into", stretch[0].name, exc_info=True)
+    return made
+
+
+def _stretches(scope: Scope) -> Iterator[list[Node]]:
+    """The nodes of each call, and of each outermost vmap, in graph order."""
+    stretch: list[Node] = []
+    for node in scope.module.graph.nodes:
+        name = op_name(node) if node.op.startswith("call_") else ""
+        levels = scope.modes[node].levels
+        if levels > 0:
+            stretch.append(node)
+        if levels == 1 and name == _CLOSES:
+            yield stretch
+        if levels == 0 or (levels == 1 and name.endswith("_decrement_nesting")):
+            stretch = []
+        if levels == 0 and (name in CALLS or (name == "baddbmm" and _takes_weights(node))):
+            yield [node]
+
+
+def _takes_weights(node: Node) -> bool:
+    """Whether the first factor of `node`, a `baddbmm`, is what a softmax gives, or made of it."""
+    _, *given = node.all_input_nodes
+    factor: Any = node.kwargs.get("batch1", given[0] if given else None)
+    while isinstance(factor, Node) and factor.op.startswith("call_") and factor.all_input_nodes:
+        if op_name(factor) in SOFTMAX:
+            return True
+        if op_name(factor) not in ELEMENTWISE | LAYOUT | DROPOUT:
+            return False
+        factor = factor.all_input_nodes[0]
+    return False
+
+
+def _is_plain(stretch: Sequence[Node], modes: Mapping[Node, Mode]) -> bool:
+    """Whether `stretch` takes no derivative, and is in one mode, without casts unless of masks."""
+    mode = modes[stretch[0]]
+    for node in stretch:
+        name = op_name(node) if node.op.startswith("call_") else ""
+        tensors = tensors_of(value_of(node))
+        if name.endswith("_increment_nesting") and name != _OPENS:
+            return False
+        if replace(modes[node], levels=0) != replace(mode, levels=0):
+            return False
+        if mode.casts and name not in CALLS and any(tensor.is_floating_point() for tensor in tensors):
+            return False
+    return True
+
+
+def _write_out(module: GraphModule, stretch: Sequence[Node], has_gradient: bool) -> set[int]:
+    """Gives the memory that is made and written into."""
+    inside = set(stretch)
+    inputs = list(dict.fromkeys(a for node in stretch for a in node.all_input_nodes if a not in inside))
+    results = [node for node in stretch if any(user not in inside for user in node.users)]
+    mode = next(m for n in inputs if (m := getattr(value_of(n), "fake_mode", None)) is not None)
+
+    def run(*values: Any) -> Any:
+        env: dict[Node, Any] = dict(zip(inputs, values, strict=True))
+        for node in stretch:
+            args, kwargs = map_arg((node.args, node.kwargs), env.__getitem__)
+            target: Any = getattr(args[0], str(node.target)) if node.op == "call_method" else node.target
+            env[node] = target(*args[node.op == "call_method" :], **kwargs)
+        if any(innermost(tensor)._version > 0 for value in env.values() for tensor in tensors_of(value)):
+            raise TypeError("it writes in place")
+        return [env[node] for node in results]
+
+    # Before dispatch, dropout and SDPA are still what they are called; but there, a vmap leaves no trace.
+    traced = _traced(run, [value_of(n) for n in inputs], mode, pre_dispatch=op_name(stretch[0]) in CALLS)
+    env: dict[Node, Any] = dict(zip((n for n in traced.graph.nodes if n.op == "placeholder"), inputs, strict=True))
+    with module.graph.inserting_before(stretch[0]):
+        for node in traced.graph.nodes:
+            if node.op == "get_attr":
+                env[node] = _attribute(module, traced, node, mode)
+            elif node.op == "call_function":
+                env[node] = module.graph.node_copy(node, env.__getitem__)
+                env[node].meta = {"example_value": _described(env[node], node.meta["val"], has_gradient)}
+                for name in ("stack_trace", "nn_module_stack", "source_fn_stack"):
+                    if name in stretch[0].meta:
+                        env[node].meta[name] = stretch[0].meta[name]
+    (made,) = traced.graph.output_node().args
+    try:
+        new = [map_arg(value, env.__getitem__) for value in made]
+        pairs = [pair for node, value in zip(results, new, strict=True) for pair in _pairs(node, value)]
+        for old, value in pairs:
+            _assert_as_recorded(value, old)
+    except TypeError:
+        # All of the stretch or nothing: what it draws at random is drawn once.
+        for node in reversed([n for n in env.values() if n not in inputs]):
+            module.graph.erase_node(node)
+        raise
+    for old, value in pairs:
+        old.replace_all_uses_with(value)
+    # Of a call that gives several values, each is read by its place.
+    read = [
+        user for node, value in zip(results, new, strict=True) if not isinstance(value, Node) for user in node.users
+    ]
+    for user in read:
+        module.graph.erase_node(user)
+    for node in reversed(stretch):
+        module.graph.erase_node(node)
+    # Of several results not all are used, as the weights of nn.MultiheadAttention are often not.
+    written = {storage for n in env.values() for source in may_write(n) for storage in storages(source)}
+    for node in reversed([n for n in env.values() if n not in inputs]):
+        if not node.users and not may_write(node):
+            module.graph.erase_node(node)
+    return written
+
+
+def _described(made: Node, value: Any, has_gradient: bool) -> Any:
+    """The value of `made`, which was traced without gradients, as it is where the program runs."""
+    wants = has_gradient and op_name(made) != "detach" and any(map(requires_grad, made.all_input_nodes))
+    return pytree.tree_map_only(torch.Tensor, with_gradient, value) if wants else value
+
+
+def _traced(run: Any, values: Sequence[Any], mode: FakeTensorMode, pre_dispatch: bool) -> GraphModule:
+    with on_fake_tensors(mode), torch.no_grad(), functorch_levels_kept():
+        fresh = [
+            torch.empty_strided(v.size(), v.stride(), dtype=v.dtype, device=v.device)
+            if isinstance(v, torch.Tensor)
+            else v
+            for v in values
+        ]
+        traced = make_fx(run, decompositions([torch.ops.aten.baddbmm]), pre_dispatch=pre_dispatch)(*fresh)
+    traced.graph.eliminate_dead_code()
+    return traced
+
+
+def _attribute(module: GraphModule, traced: GraphModule, node: Node, mode: FakeTensorMode) -> Node:
+    value = getattr(traced, str(node.target))
+    if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
+        raise TypeError(f"{node.target} is a {type(value).__name__}")
+    name = f"_expanded_{sum(n.startswith('_expanded_') for n, _ in module.named_buffers())}"
+    module.register_buffer(name, value)
+    made = module.graph.get_attr(name)
+    made.meta["example_value"] = mode.from_tensor(value)
+    return made
+
+
+def _pairs(node: Node, new: Any) -> Iterator[tuple[Node, Node]]:
+    """What Dynamo's graph reads of `node`, and what it is to read instead."""
+    if isinstance(new, Node):
+        yield node, new
+        return
+    for user in node.users:
+        if op_name(user) != "getitem":
+            raise TypeError(f"{user.name} takes all that {node.name} gives")
+        if isinstance(new[user.args[1]], Node):
+            yield user, new[user.args[1]]
+        elif user.users:
+            raise TypeError(f"{user.name} is not made")
+
+
+def _assert_as_recorded(new: Node, old: Node) -> None:
+    """Refuse where Dynamo recorded another tensor for `old` than `new` is: another size, type or need of a gradient."""
+
+    def facts(node: Node) -> Any:
+        return [(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors_of(value_of(node))]
+
+    if str(facts(new)) != str(facts(old)):
+        raise TypeError(f"{old.name} is {facts(old)} to Dynamo, and {facts(new)} written out")

@@ -1,0 +1,393 @@
+"""Functional: a graph without writes. What was written in place becomes a value; inputs get theirs at the end.
+
+Torch's own functionalisation does it, before autograd, and only on what lives in written memory: the views of it and
+the writes into it are traced to pure operations, and every other node stays as Dynamo made it and reads the value that
+the memory holds at that point. So source lines, checkpoints, autocast and gradient-mode blocks, random numbers and
+operations of the user's own are kept.
+
+Memory that nothing near an attention reads or makes keeps its writes. Left as it is, with the reason, is a graph in
+which autograd would see a value otherwise than the write: one under no_grad, or through a detached alias, into a tensor
+that requires a gradient.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx.traceback
+from torch.fx import Graph, GraphModule, Node, map_arg
+from torch.utils import _pytree as pytree
+
+from attn_fuse.attention.attention import Refusal
+from attn_fuse.graph.memory import (
+    Memory,
+    NotFunctional,
+    call,
+    fresh,
+    is_tensor,
+    relevant,
+    requiring,
+    with_gradient,
+    written_memory,
+)
+from attn_fuse.graph.modes import Mode, uncast
+from attn_fuse.graph.names import value_of
+from attn_fuse.graph.scopes import Scope, StillWritten
+from attn_fuse.report import log
+from attn_fuse.torch_internals import (
+    FakeTensor,
+    current_value,
+    functionalized,
+    make_fx,
+)
+
+aten = torch.ops.aten
+_ORIGIN = "attn_fuse_origin"
+
+
+def make_functional(scope: Scope, only: Set[int] | None = None) -> StillWritten | None:
+    """Take the writes out of the graph of `scope`, or leave the graph as it was. Subgraphs are not looked into.
+
+    only: of what is written, the memory that is to be made values; all of it unless given.
+    """
+    module = scope.module
+    every = written_memory(module.graph)
+    every = every if only is None else every & only
+    written = relevant(module.graph, every)
+    rest = _beside(every - written)
+    if not written:
+        return rest
+    kept = Graph()
+    kept.output(kept.graph_copy(module.graph, {}))
+    try:
+        memory = Memory(module, written, scope.modes)
+        written = set().union(*memory.writes.values())
+        if not written:
+            return rest
+        memory = Memory(module, written, scope.modes)
+        memory.assert_private()
+        _splice(memory, _traced(memory))
+        return rest
+    except NotFunctional as problem:
+        reason, blocker = f"memory that is written in place: {problem}", problem.node
+    except Exception as problem:  # rule 5: torch could not make it functional
+        log.debug("a graph stays as written", exc_info=True)
+        first = f"{type(problem).__name__}: {problem}".partition("\n")[0]
+        reason, blocker = f"memory that is written in place, and cannot be made values: {first}", None
+    where = None if blocker is None else blocker.name
+    module.graph = kept
+    blocking = next((node for node in module.graph.nodes if node.name == where), None)
+    return StillWritten(Refusal(reason, blocking), frozenset(every))
+
+
+def _beside(memory: set[int]) -> StillWritten | None:
+    # What is written out later may bring it near an attention after all.
+    reason = Refusal("memory that is written in place, and was near no attention before a call was written out")
+    return StillWritten(reason, frozenset(memory), functional=True) if memory else None
+
+
+# ---- values in place of writes
+
+
+@dataclass(frozen=True, eq=False)
+class _Values:
+    """What `Memory.inside` computes, traced.
+
+    graph: its placeholders stand for `inputs`: nodes outside, and dropouts in place for what they give. reads: for
+    each (reader, what it reads) the value then; of a tuple, the values.
+    """
+
+    graph: GraphModule
+    inputs: tuple[Node, ...]
+    reads: dict[tuple[Node, Node], Any]
+
+
+def _traced(memory: Memory) -> _Values:
+    graph = memory.module.graph
+    end = graph.output_node()
+    bases = list(dict.fromkeys(memory.bases.values()))
+    inputs = dict.fromkeys(bases)
+    for node in memory.inside:
+        inputs |= dict.fromkeys(source for source in node.all_input_nodes if source not in memory.inside)
+    dropouts = memory.dropouts
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    events = sorted((*memory.inside, *memory.reads), key=order.__getitem__)
+    wanted: list[tuple[Node, Node]] = []
+
+    def run(*values: Any) -> list[Any]:
+        given = dict(zip((*inputs, *dropouts), values, strict=True))
+        env: dict[Node, Any] = {node: given[node] for node in inputs}
+        taken: list[Any] = []
+
+        def take(reader: Node, source: Node) -> None:
+            wanted.append((reader, source))
+            taken.append(pytree.tree_map_only(torch.Tensor, current_value, env[source]))
+
+        for node in events:
+            with torch.fx.traceback.annotate({_ORIGIN: node.name}):
+                if node in dropouts:
+                    source = _dropped(node)
+                    take(node, source)
+                    env[node] = env[source].copy_(given[node])
+                elif node in memory.inside:
+                    env[node] = call(node, *map_arg((node.args, node.kwargs), env.__getitem__))
+                else:
+                    for source in memory.reads[node]:
+                        take(node, source)
+        with torch.fx.traceback.annotate({_ORIGIN: end.name}):
+            for base in bases:
+                take(end, base)
+        return taken
+
+    with memory.tracing(), torch.fx.traceback.preserve_node_meta():
+        fakes = [pytree.tree_map_only(torch.Tensor, fresh, value_of(node)) for node in (*inputs, *dropouts)]
+        traced = make_fx(functionalized(run, pre_dispatch=True), pre_dispatch=True)(*fakes)
+    traced.graph.eliminate_dead_code()
+    with memory.tracing():
+        _make_differentiable(traced.graph)
+        results = traced.graph.output_node().args[0]
+        assert isinstance(results, (list, tuple))
+        reads = {
+            (reader, source): _as_it_was(made, source, reader) if isinstance(made, Node) and is_tensor(source) else made
+            for (reader, source), made in zip(wanted, results, strict=True)
+        }
+    return _Values(traced, (*inputs, *dropouts), reads)
+
+
+def _as_it_was(made: Node, source: Node, reader: Node) -> Node:
+    """The value `made` laid in memory as what was written, `source`, is: its reader may see that."""
+    like = value_of(source)
+    assert isinstance(like, torch.Tensor)
+    if _lie_alike(made.meta["val"], like):
+        return made
+    with made.graph.inserting_before(made.graph.output_node()):
+        made = _laid(made, like, {_ORIGIN: reader.name})
+    if not _lie_alike(made.meta["val"], like):
+        raise TypeError(f"the value of {source.name} would lie in memory otherwise")
+    return made
+
+
+def _laid(made: Node, like: Any, custom: Any) -> Node:
+    """A copy of `made` with its dimensions in the order of those of `like` in memory."""
+    strides = like.stride()
+    order = sorted(range(len(strides)), key=lambda d: strides[d], reverse=True)
+    made = _operation(made.graph, custom, aten.permute.default, made, order)
+    made = _operation(made.graph, custom, aten.clone.default, made, memory_format=torch.contiguous_format)
+    return _operation(made.graph, custom, aten.permute.default, made, [order.index(d) for d in range(len(order))])
+
+
+def _make_differentiable(graph: Graph) -> None:
+    """Copies, written in operations that have a derivative: torch's functional copy has none."""
+    for node in graph.find_nodes(op="call_function", target=aten.copy.default):
+        written, source = node.args[:2]
+        assert isinstance(written, Node) and isinstance(source, Node)
+        custom, like = node.meta["custom"], written.meta["val"]
+        with graph.inserting_before(node):
+            made = source
+            if not _equal(source.meta["val"].size(), like.size()):
+                made = _operation(graph, custom, aten.expand_as.default, made, written)
+            made = _operation(graph, custom, aten._to_copy.default, made, dtype=like.dtype, device=like.device)
+            if not _lie_alike(made.meta["val"], node.meta["val"]):
+                made = _laid(made, node.meta["val"], custom)
+        node.replace_all_uses_with(made)
+        graph.erase_node(node)
+
+
+def _operation(graph: Graph, custom: Any, target: Any, *args: Any, **kwargs: Any) -> Node:
+    made = graph.call_function(target, args, kwargs)
+    made.meta = {"custom": custom, "val": target(*map_arg(args, lambda n: n.meta["val"]), **kwargs)}
+    return made
+
+
+def _dropped(dropout: Node) -> Node:
+    source = dropout.args[0] if dropout.args else dropout.kwargs["input"]
+    assert isinstance(source, Node)
+    return source
+
+
+def _splice(memory: Memory, values: _Values) -> None:
+    """Put `values` into the graph, in place of the views and writes."""
+    graph, modes = memory.module.graph, memory.modes
+    by_name = {node.name: node for node in graph.nodes}
+    holders = [node for node in values.graph.graph.nodes if node.op == "placeholder"]
+    given = [part for node in values.inputs for part in _parts(node)]
+    env: dict[Node, Any] = dict(zip(holders, given, strict=True))
+    dropouts = {holder: node for holder, node in env.items() if node in memory.inside}
+    pieces: dict[Node, list[Node]] = {}
+    for made, origin in _origins(values.graph.graph, [node.name for node in graph.nodes]).items():
+        pieces.setdefault(by_name[origin], []).append(made)
+
+    def value(of: Any) -> Any:
+        return map_arg(of, env.__getitem__)
+
+    def put(made: Node, origin: Node) -> None:
+        for source in made.all_input_nodes:
+            if dropouts.get(source) is origin:
+                env[source] = _drop(graph, origin, value(values.reads[origin, _dropped(origin)]))
+            elif source.op == "get_attr" and source not in env:
+                env[source] = _constant(memory, values.graph, source)
+        env[made] = graph.node_copy(made, env.__getitem__)
+        if _is_random(made) and any(requiring(source) for source in env[made].all_input_nodes):
+            raise NotFunctional("random numbers are drawn into what requires a gradient", origin)
+        _describe(env[made], made.meta["val"], origin, modes[origin])
+
+    for node in list(graph.nodes):
+        if node in pieces:
+            # An operation in place is not cast, nor may be what takes its place.
+            with graph.inserting_before(node), uncast(graph, modes[node]):
+                for made in pieces[node]:
+                    put(made, node)
+        if node.op == "output":
+            _write_back(memory, values, value)
+        elif node in memory.reads:
+            now = {source: value(values.reads[node, source]) for source in memory.reads[node]}
+            _replace_inputs(node, now)
+    unused = [part for part in given if part not in values.inputs and not part.users]
+    for node in (*unused, *reversed(memory.inside)):
+        graph.erase_node(node)
+
+
+def _parts(node: Node) -> list[Node]:
+    """`node`, or of a shape each of its sizes: a trace takes them apart."""
+    sizes = value_of(node)
+    if not isinstance(sizes, torch.Size):
+        return [node]
+    with node.graph.inserting_after(node):
+        parts = [node.graph.call_function(operator.getitem, (node, place)) for place in range(len(sizes))]
+    for part, size in zip(parts, sizes, strict=True):
+        part.meta["example_value"] = size
+    return parts
+
+
+def _origins(traced: Graph, names: Sequence[str]) -> dict[Node, str]:
+    """For each operation of `traced` the name of the one, among `names`, that it is part of."""
+    place = {name: number for number, name in enumerate(names)}
+    origins: dict[Node, str] = {}
+    operations = [node for node in traced.nodes if node.op == "call_function"]
+    for made in reversed(operations):
+        # A size is computed where it is first needed, and torch notes nothing on it.
+        noted = made.meta.get("custom", {}).get(_ORIGIN)
+        origins[made] = noted or min((origins[user] for user in made.users if user in origins), key=place.__getitem__)
+    return {made: origins[made] for made in operations}
+
+
+def _replace_inputs(node: Node, now: Mapping[Node, Any]) -> None:
+    node.args, node.kwargs = map_arg((node.args, node.kwargs), lambda n: now.get(n, n))
+
+
+def _is_random(made: Node) -> bool:
+    return isinstance(made.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in made.target.tags
+
+
+def _describe(made: Node, value: Any, origin: Node, mode: Mode) -> None:
+    """Note on `made` what Dynamo would have: its value, and where in the program it comes from."""
+    wants = mode.grad and any(requiring(source) for source in made.all_input_nodes)
+    if wants:
+        value = pytree.tree_map_only(torch.Tensor, with_gradient, value)
+    made.meta = {"example_value": value}
+    for name in ("stack_trace", "nn_module_stack", "source_fn_stack"):
+        if name in origin.meta:
+            made.meta[name] = origin.meta[name]
+
+
+def _constant(memory: Memory, traced: GraphModule, node: Node) -> Node:
+    """A number of the program that torch made a tensor of."""
+    value = getattr(traced, str(node.target))
+    value = getattr(value, "constant", None) if isinstance(value, FakeTensor) else value
+    if not isinstance(value, torch.Tensor) or value.numel() != 1:
+        raise TypeError(f"{node.target} is a tensor written out in the program")
+    made = memory.module.graph.call_function(
+        torch.full, (list(value.shape), value.item()), {"dtype": value.dtype, "device": value.device}
+    )
+    made.meta["example_value"] = memory.mode.from_tensor(value)
+    return made
+
+
+def _drop(graph: Graph, node: Node, source: Node) -> Node:
+    """The dropout in place `node`, on the value `source` instead."""
+    named = dict(zip(("input", "p", "training"), node.args, strict=False)) | dict(node.kwargs)
+    training = named.get("training", named.get("train", True))
+    made = graph.call_function(torch.nn.functional.dropout, (source, named.get("p", 0.5), training))
+    made.meta = dict(node.meta)
+    return made
+
+
+# ---- what others see of written memory at the end
+
+
+def _write_back(memory: Memory, values: _Values, value: Callable[[Any], Any]) -> None:
+    """Write what inputs hold at the end into them, and give what is returned the memory that it had."""
+    graph = memory.module.graph
+    end = graph.output_node()
+    last = {base: value(values.reads[end, base]) for base in memory.bases.values()}
+    given = {base for base in last if base.op in ("placeholder", "get_attr")}
+    returned: dict[Node, Any] = {}
+    for source in memory.reads.get(end, ()):
+        base = memory.base_of(source)
+        siblings = [n for n in memory.reads[end] if n is not base and memory.base_of(n) is base]
+        if source is base and source in given:
+            returned[source] = source
+        elif (base in given and last[base] is not base) or (len(siblings) > 1 and source in siblings):
+            returned[source] = base
+        else:
+            returned[source] = value(values.reads[end, source])
+    with graph.inserting_before(end):
+        for base in given:
+            if last[base] is not base:
+                graph.call_method("copy_", (base, last[base]))
+        for source, now in returned.items():
+            if now is not source and now is memory.base_of(source):
+                returned[source] = _as_it_lay(graph, source, now if now in given else last[now], now)
+    _replace_inputs(end, returned)
+
+
+def _as_it_lay(graph: Graph, node: Node, memory: Node, base: Node) -> Node:
+    """What `node` was of `base`, taken of `memory`, which holds what `base` held."""
+    like, whole = value_of(node), value_of(base)
+    assert isinstance(like, torch.Tensor) and isinstance(whole, torch.Tensor)
+    if like.dtype != whole.dtype or like.is_conj() or like.is_neg():
+        raise TypeError(f"{node.name} is returned as a view of another dtype")
+    lies = [size if isinstance(size, int) else _size_node(graph, base, size) for size in (*like.size(), *like.stride())]
+    offset = like.storage_offset() - (0 if memory is base else whole.storage_offset())
+    if not isinstance(offset, int):
+        raise TypeError(f"{node.name} is returned as a view from an unknown position")
+    if requiring(memory) and not like.requires_grad:
+        detached = graph.call_method("detach", (memory,))
+        detached.meta = dict(node.meta)
+        memory = detached
+    made = graph.call_function(torch.as_strided, (memory, lies[: like.dim()], lies[like.dim() :], offset))
+    made.meta = dict(node.meta)
+    return made
+
+
+def _size_node(graph: Graph, base: Node, size: torch.SymInt) -> Node:
+    """The node that gives the symbolic `size`, which some tensor before the end has."""
+    for node in graph.nodes:
+        value = value_of(node)
+        if isinstance(value, torch.SymInt) and value.node.expr == size.node.expr:
+            return node
+    for node in graph.nodes:
+        value = value_of(node)
+        if isinstance(value, torch.Tensor) and node.op != "output":
+            for place, number in enumerate((*value.size(), *value.stride())):
+                if isinstance(number, torch.SymInt) and number.node.expr == size.node.expr:
+                    method = "size" if place < value.dim() else "stride"
+                    return graph.call_method(method, (node, place % value.dim()))
+    raise TypeError(f"a returned view of {base.name} has a size that nothing else has")
+
+
+def _lie_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether what can be seen of their places in memory is the same: a size of 1 has no stride."""
+    if one.dtype != other.dtype or not _equal(one.size(), other.size()):
+        return False
+    strides = ((n, m) for size, n, m in zip(one.size(), one.stride(), other.stride(), strict=True) if size != 1)
+    return all(_equal([n], [m]) for n, m in strides)
+
+
+def _equal(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Of symbolic sizes in two forms torch decides by the sizes of this call, and guards the answer."""
+    return len(some) == len(others) and all(str(n) == str(m) or bool(n == m) for n, m in zip(some, others, strict=True))

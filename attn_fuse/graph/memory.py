@@ -1,0 +1,261 @@
+"""Memory: what of a graph lives in memory that it writes in place: the views, the writes, and who reads of them.
+
+Memory is known by its storage, and a write by the version that torch counts; no operation is known by its name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node, map_arg
+from torch.utils import _pytree as pytree
+
+from attn_fuse.graph.modes import Mode, autocast_of, mode_now
+from attn_fuse.graph.names import (
+    CALLS,
+    DROPOUT,
+    FUSED,
+    SOFTMAX,
+    is_exponential,
+    op_name,
+    storages,
+    tensors_of,
+    value_of,
+)
+from attn_fuse.torch_internals import FakeTensor, FakeTensorMode, innermost, on_fake_tensors, storage_of
+
+
+class NotFunctional(Exception):
+    """The graph cannot be made functional; the message says why, `node` is the operation."""
+
+    def __init__(self, reason: str, node: Node) -> None:
+        super().__init__(reason)
+        self.node = node
+
+
+def written_memory(graph: Graph) -> set[int]:
+    """Memory that `graph` may write: all that is written is in it. Some of it a subgraph may write.
+
+    A tensor and its views count their versions together, and those that Dynamo records begin at 0. `.data` counts by
+    itself. What writes and does not count is known by what it declares.
+    """
+    found = set()
+    for node in graph.nodes:
+        found |= {storage_of(t) for t in tensors_of(value_of(node)) if innermost(t)._version > 0}
+        found |= {storage for source in may_write(node) for storage in storages(source)}
+    return found
+
+
+def may_write(node: Node) -> list[Node]:
+    """What `node` writes into by its schema, and where it has none, all it is given, if its name or its use says so."""
+    target: Any = node.target
+    if node.op != "call_function":
+        return []
+    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        overloads = [target] if isinstance(target, torch._ops.OpOverload) else _overloads(target)
+        return [source for overload in overloads for source in _written_arguments(node, overload._schema)]
+    if _writes_unseen(node):
+        return node.all_input_nodes
+    # Torch's functions in place end in an underscore, as `and_` of Python's own operators does.
+    name = "" if getattr(target, "__module__", None) == operator.and_.__module__ else getattr(target, "__name__", "")
+    return node.all_input_nodes if name.endswith("_") and not name.endswith("__") else []
+
+
+def _overloads(packet: torch._ops.OpOverloadPacket) -> list[torch._ops.OpOverload]:
+    return [getattr(packet, name) for name in packet.overloads()]
+
+
+def _written_arguments(node: Node, schema: Any) -> list[Node]:
+    found: list[Node] = []
+    for place, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
+            found += [source for source in pytree.tree_leaves(given) if isinstance(source, Node)]
+    return found
+
+
+def _writes_unseen(node: Node) -> bool:
+    """Whether `node` runs a kernel of the user's own that gives nothing: it is there for what it writes."""
+    return isinstance(node.target, torch._ops.HigherOrderOperator) and value_of(node) is None and not node.users
+
+
+def relevant(graph: Graph, written: set[int]) -> set[int]:
+    """Those of `written` that an attention may read or make: what leads behind a softmax, or into such memory."""
+    if not written:
+        return written
+    touching: dict[int, list[Node]] = defaultdict(list)
+    near: set[Node] = set()
+    for node in graph.nodes:
+        if node.op == "output":
+            continue
+        for storage in set().union(*map(storages, (node, *node.all_input_nodes))) & written:
+            touching[storage].append(node)
+        anchor = node.op.startswith("call_") and (op_name(node) in SOFTMAX | FUSED | CALLS or is_exponential(node))
+        if anchor or any(source in near for source in node.all_input_nodes):
+            near.add(node)
+    found: set[int] = set()
+    waiting = list(near)
+    while waiting:
+        node = waiting.pop()
+        new = storages(node) & written - found
+        found |= new
+        reached = {*node.all_input_nodes, *(other for storage in new for other in touching[storage])} - near
+        near |= reached
+        waiting += reached
+    return found
+
+
+class Memory:
+    """What of a graph lives in written memory.
+
+    inside: the views and writes, in order. reads: for each other node, and the output, those of its arguments that
+    live there. bases: the nodes outside that make or bring such memory, by its storage. writes: the nodes that write.
+    """
+
+    def __init__(self, module: GraphModule, written: set[int], modes: dict[Node, Mode]) -> None:
+        self.module = module
+        self.modes = modes
+        self.inside: dict[Node, None] = {}
+        self.reads: dict[Node, list[Node]] = {}
+        self.bases: dict[int, Node] = {}
+        self.writes: dict[Node, set[int]] = {}
+        self.mode = _fake_mode(module.graph)
+        self._written = written
+        self._sharing: Node | None = None
+        self._fakes: dict[Node, Any] = {}
+        with self.tracing():
+            for node in module.graph.nodes:
+                self._look_at(node)
+
+    @contextlib.contextmanager
+    def tracing(self) -> Iterator[None]:
+        """Operations within the block run on fake tensors as those in place do: without gradients, and not cast."""
+        uncast = tuple(replace(cast, enabled=False) for cast in mode_now().autocast)
+        with on_fake_tensors(self.mode), torch.no_grad(), autocast_of(Mode(False, uncast)):
+            yield
+
+    @property
+    def dropouts(self) -> list[Node]:
+        """Those in place: the program's own go on drawing the random numbers, for a value that is then written."""
+        return [node for node in self.writes if op_name(node) in DROPOUT]
+
+    def base_of(self, node: Node) -> Node:
+        (storage,) = storages(node)
+        return self.bases[storage]
+
+    def _look_at(self, node: Node) -> None:
+        own = storages(node) & self._written
+        # What gives several tensors is read by its parts, each of which is a base.
+        sources = [
+            n for n in node.all_input_nodes if storages(n) & self._written and (n in self.inside or is_tensor(n))
+        ]
+        together = [n for n in node.all_input_nodes if storages(n) & self._written and n not in sources]
+        if together and op_name(node) != "getitem":
+            raise NotFunctional("several tensors are read at once of which one is written", node)
+        if node.op == "output":
+            self.reads[node] = sources
+            return
+        if not own and not sources:
+            return
+        if self.modes[node].levels > 0:
+            raise NotFunctional("a vmap or a derivative of torch.func is open", node)
+        if _writes_unseen(node):
+            raise NotFunctional(f"{op_name(node)} writes into what it is given", node)
+        # What gives a number, as a size or `.item()`, writes nothing.
+        gives_number = isinstance(value_of(node), (bool, int, float, torch.SymInt, torch.SymFloat, torch.SymBool))
+        writes = self._run(node, sources) if sources and not gives_number else set()
+        if not writes and any(storages(source) & self._written for source in may_write(node)):
+            raise NotFunctional(f"{op_name(node)} writes, and torch does not count it", node)
+        aliases = {s for source in sources if source in self.inside or is_tensor(source) for s in storages(source)}
+        if writes or own & aliases:
+            if isinstance(node.target, torch._ops.HigherOrderOperator):
+                raise NotFunctional(f"{op_name(node)} gives or writes memory that is written", node)
+            self.inside[node] = None
+            self.writes |= {node: writes} if writes else {}
+            return
+        if sources:
+            self.reads[node] = sources
+        if is_tensor(node):
+            for storage in own:
+                if self.bases.setdefault(storage, node) is not node:
+                    self._sharing = node
+
+    def _run(self, node: Node, sources: Sequence[Node]) -> set[int]:
+        """Run `node` on fake tensors; the written memory into which it writes."""
+        args, kwargs = map_arg((node.args, node.kwargs), self._fake)
+        before = {id(t): t._version for source in sources for t in tensors_of(self._fakes[source])}
+        result = call(node, args, kwargs)
+        if storages(node) & self._written:
+            self._fakes[node] = result
+        found: set[int] = set()
+        for source in sources:
+            for fake, recorded in zip(tensors_of(self._fakes[source]), tensors_of(value_of(source)), strict=True):
+                if fake._version != before[id(fake)]:
+                    found.add(storage_of(recorded))
+        return found
+
+    def _fake(self, node: Node) -> Any:
+        if node not in self._fakes:
+            self._fakes[node] = _attribute(self.module, node) or pytree.tree_map_only(
+                torch.Tensor, fresh, value_of(node)
+            )
+        return self._fakes[node]
+
+    def assert_private(self) -> None:
+        """Refuse where a write and a value are not the same to autograd, or to another input in the same memory."""
+        if self._sharing is not None:
+            raise NotFunctional("two inputs share memory that is written", self._sharing)
+        wanting = {s for n in (*self.inside, *self.bases.values()) for s in requiring(n)}
+        for node, storage_ids in self.writes.items():
+            if storage_ids & wanting and not self.modes[node].grad:
+                raise NotFunctional("written without gradients, though a gradient is required", node)
+        detached: set[Node] = set()
+        for node in self.inside:
+            views = [source for source in node.all_input_nodes if storages(source) & storages(node)]
+            cut = any(n in detached or (requiring(n) and not requiring(node)) for n in views)
+            if node in self.writes and (cut or detached.intersection(node.all_input_nodes)):
+                raise NotFunctional("written through an alias that is detached from its gradient", node)
+            if cut and tensors_of(value_of(node)):
+                detached.add(node)
+
+
+def requiring(node: Node) -> set[int]:
+    return {storage_of(t) for t in tensors_of(value_of(node)) if t.requires_grad}
+
+
+def with_gradient(value: torch.Tensor) -> torch.Tensor:
+    return value.detach().requires_grad_() if value.is_floating_point() else value
+
+
+def is_tensor(node: Node) -> bool:
+    return isinstance(value_of(node), torch.Tensor)
+
+
+def _fake_mode(graph: Graph) -> FakeTensorMode:
+    for node in graph.nodes:
+        for tensor in tensors_of(value_of(node)):
+            if isinstance(tensor, FakeTensor):
+                return tensor.fake_mode
+    raise TypeError("the graph does not record its tensors")
+
+
+def fresh(value: torch.Tensor) -> torch.Tensor:
+    if type(value) not in (FakeTensor, torch.nn.Parameter) or value.layout != torch.strided:
+        raise TypeError(f"a {type(value).__name__} of layout {value.layout}")
+    return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
+
+
+def _attribute(module: GraphModule, node: Node) -> GraphModule | None:
+    value = getattr(module, str(node.target), None) if node.op == "get_attr" else None
+    return value if isinstance(value, GraphModule) else None
+
+
+def call(node: Node, args: Any, kwargs: Any) -> Any:
+    target: Any = getattr(args[0], str(node.target)) if node.op == "call_method" else node.target
+    return target(*args[node.op == "call_method" :], **kwargs)

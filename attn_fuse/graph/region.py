@@ -1,0 +1,410 @@
+"""Regions: the part of Dynamo's graph that one attention is written in.
+
+A region is anchored on a softmax, or on an exponential that may be half of one. Forward it reaches to the product of
+weights and value; backward to the product of query and key, from there through layout operations to query and key
+themselves, and on the mask side through element-wise, index-making and layout operations to graph inputs. Everything
+else is a leaf. What an operation *means* is decided later, on its normal form; the names only say how far to walk
+(names.py), and a name that is missing costs structure, never correctness.
+
+Where it takes knowledge of the meaning to say which product is the one of query and key, there are several candidates.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Container, Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch.fx import Node
+
+from attn_fuse.attention.attention import Refusal
+from attn_fuse.graph.modes import Mode
+from attn_fuse.graph.names import (
+    CASTS,
+    DROPOUT,
+    ELEMENTWISE,
+    FUSED,
+    IN_THE_SHAPE_OF,
+    LAYOUT,
+    PRODUCTS,
+    REDUCTIONS,
+    SCATTERS,
+    SIZE_QUERIES,
+    SOFTMAX,
+    is_exponential,
+    op_name,
+    requires_grad,
+    value_of,
+)  # fmt: skip
+from attn_fuse.graph.scopes import Scope, StillWritten
+from attn_fuse.graph.walk import BETWEEN, Walk, is_product, is_tuple, reached_from
+
+# More score products than this are tried in turn; a graph that joins so many is something else.
+_MOST_CANDIDATES = 4
+
+
+@dataclass(frozen=True, eq=False)
+class Region:
+    """One softmax between two products.
+
+    nodes: the operations of the region, in graph order, the last of them `output`, the product with the value.
+    leaves: what the region reads, in order of first use; tensors and Python scalars.
+    operands: those of the leaves that query, key or value are made of.
+    weights_used: an operation outside that reads the scores or weights, if there is one.
+    whole: whether operands that are written in part are leaves.
+    dropped_weights_used: the same for weights after dropout.
+    """
+
+    scope: Scope
+    softmax: Node
+    output: Node
+    nodes: tuple[Node, ...]
+    leaves: tuple[Node, ...]
+    operands: frozenset[Node]
+    weights_used: Node | None = None
+    dropped_weights_used: Node | None = None
+    whole: bool = True
+
+    @functools.cached_property
+    def detached(self) -> frozenset[Node]:
+        """The leaves that require a gradient which the output has no path to: compared, say, or behind a `detach`."""
+        reached = {self.output}
+        for node in reversed(self.nodes):
+            if node in reached and requires_grad(node):
+                reached.update(node.all_input_nodes)
+        # Only Dynamo records which of its values require a gradient; make_fx, below autograd, does not.
+        candidates = self.leaves if self.mode.grad and "example_value" in self.output.meta else ()
+        return frozenset(leaf for leaf in candidates if requires_grad(leaf) and leaf not in reached)
+
+    @property
+    def mode(self) -> Mode:
+        """The gradient mode and autocast of the output."""
+        return self.scope.modes[self.output]
+
+    def reading(self, replaced: Mapping[Node, Node]) -> Region:
+        """The region with some of its leaves replaced."""
+        return replace(
+            self,
+            leaves=tuple(replaced.get(leaf, leaf) for leaf in self.leaves),
+            operands=frozenset(replaced.get(leaf, leaf) for leaf in self.operands),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Unread:
+    """A softmax between two products that is refused before its expression is read."""
+
+    scope: Scope
+    softmax: Node
+    refusal: Refusal
+
+
+@dataclass(frozen=True, eq=False)
+class Site:
+    """A place where an attention may be written. candidates: what it may be, the likeliest first.
+
+    unsure: whether only a candidate that is recognised shows that there is an attention at all.
+    """
+
+    softmax: Node
+    candidates: tuple[Region | Unread, ...]
+    unsure: bool = False
+
+    @property
+    def is_fused_already(self) -> bool:
+        """Whether the program calls `F.scaled_dot_product_attention` here."""
+        return op_name(self.softmax) in FUSED
+
+
+def find_sites(scope: Scope, written: StillWritten | None = None) -> Iterator[Site]:
+    """Every site in the graph of `scope`, in its order. written: what of it is not functional."""
+    graph = scope.module.graph
+    anchors = [n for n in graph.nodes if n.op.startswith("call_") and _is_anchor(n)]
+    if not anchors:
+        return
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    outputs: set[Node] = set()
+    # An exponential is looked at last: it may be a part of what another anchor has found.
+    for anchor in sorted(anchors, key=is_exponential):
+        for output in [anchor] if op_name(anchor) in FUSED else _outputs(anchor):
+            if output not in outputs:
+                site = _site(scope, anchor, output, position)
+                if site is not None:
+                    outputs.add(output)
+                    if written is not None:
+                        site = replace(site, candidates=tuple(_unless(written, c) for c in site.candidates))
+                    yield site
+
+
+def _unless(written: StillWritten, candidate: Region | Unread) -> Region | Unread:
+    if isinstance(candidate, Region) and not written.holds((*candidate.nodes, *candidate.leaves)):
+        return candidate
+    return Unread(candidate.scope, candidate.softmax, written.refusal)
+
+
+def cut_at(region: Region, node: Node) -> Region | None:
+    """The region with `node` read as a leaf; None if the scores pass through it."""
+    nodes = set(region.nodes)
+    places = {node} if not is_tuple(node) else {user for user in node.users if user in nodes}
+    if places & _dependents_of_products(region) or not places <= nodes:
+        return None
+    inside: set[Node] = set()
+    leaves: set[Node] = set()
+    todo = [region.output]
+    while todo:
+        current = todo.pop()
+        if current in places or current not in nodes:
+            leaves.add(current)
+        elif current not in inside:
+            inside.add(current)
+            todo += current.all_input_nodes
+    if any(is_tuple(leaf) for leaf in leaves):
+        return None
+    order = {n: i for i, n in enumerate((*region.leaves, *region.nodes))}
+    return replace(
+        region,
+        nodes=tuple(n for n in region.nodes if n in inside),
+        leaves=tuple(sorted(leaves, key=order.__getitem__)),
+    )
+
+
+def _is_anchor(node: Node) -> bool:
+    if is_exponential(node):
+        # The exponential of one number is a temperature, as contrastive losses have it.
+        return any(not isinstance(n, int) or n != 1 for n in getattr(value_of(node), "shape", ()))
+    return op_name(node) in SOFTMAX | FUSED
+
+
+def _site(scope: Scope, anchor: Node, output: Node, position: dict[Node, int]) -> Site | None:
+    walk = Walk(anchor, scope.modes)
+    walk.from_output(output)
+    unsure = is_exponential(anchor) and not any(op_name(n) in REDUCTIONS for n in walk.inside)
+    unsure = unsure or op_name(output) == "sum"
+    if op_name(anchor) in FUSED:
+        return Site(anchor, (_region(scope, anchor, output, walk, position),))
+    if not walk.scores:
+        refusal = next((found for leaf in walk.leaves - walk.operands if (found := _why_unread(walk, leaf))), None)
+        return None if refusal is None else Site(anchor, (Unread(scope, anchor, refusal),), unsure)
+    walks = [walk]
+    if len(walk.scores) > 1:
+        # Together they may be one product over cached and new keys.
+        walks = walks if op_name(output) == "add" else []
+        for product in walk.scores[:_MOST_CANDIDATES]:
+            walks.append(Walk(anchor, scope.modes, only=product))
+            walks[-1].from_output(output)
+    tried = [other for walk in walks for other in _ways(walk, output)]
+    several = walk.scores if len(walk.scores) > 1 else ()
+    apart = {one for one in several if not any(_may_equal(one, other) for other in several if other is not one)}
+    return Site(anchor, tuple(_region(scope, anchor, output, w, position, apart) for w in tried), unsure)
+
+
+def _ways(walk: Walk, output: Node) -> Iterator[Walk]:
+    """The walk, and where operands may be written in part, the one that does not look into them."""
+    yield walk
+    if any(op_name(node) in SCATTERS for node in walk.inside if node.op.startswith("call_")):
+        whole = Walk(walk.softmax, walk.modes, walk.only, whole=True)
+        whole.from_output(output)
+        yield whole
+
+
+_RETURNED = "the scores are compared or joined with what is computed from them"
+
+
+def _computed_again(walk: Walk, position: Mapping[Node, int], apart: AbstractSet[Node]) -> Node | None:
+    """Another product of query and key, of which something beside the scores is made.
+
+    apart: products that are other parts of the scores.
+    """
+    first = min((position[node] for node in walk.operands if node in position), default=0)
+    todo, known = list(walk.leaves & walk.beside), set(walk.operands) | apart
+    while todo:
+        node = todo.pop()
+        if node in known or node.op == "placeholder" or position.get(node, first) < first:
+            continue
+        known.add(node)
+        if node.op.startswith("call_") and op_name(node) in IN_THE_SHAPE_OF | SIZE_QUERIES:
+            continue
+        if node.op.startswith("call_") and op_name(node) in PRODUCTS:
+            sides = [side for side in node.all_input_nodes if _comes_from(side, walk.operands)]
+            if len(sides) > 1 or sides == node.all_input_nodes:
+                return node
+        todo += node.all_input_nodes
+    return None
+
+
+def _comes_from(node: Node, operands: Container[Node]) -> bool:
+    """Whether `node` is one of the operands, laid out otherwise or changed element by element."""
+    todo, known = [node], set()
+    while todo:
+        current = todo.pop()
+        if current in operands:
+            return True
+        if current not in known and current.op.startswith("call_") and op_name(current) in LAYOUT | ELEMENTWISE:
+            todo += current.all_input_nodes
+        known.add(current)
+    return False
+
+
+def _may_equal(a: Node, b: Node) -> bool:
+    """Whether two products may be one and the same: written alike, or otherwise and of the same shape."""
+    if a.target == b.target:
+        return _alike(a, b)
+    return str(getattr(value_of(a), "shape", None)) == str(getattr(value_of(b), "shape", None))
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Whether both are the same operations on the same tensors, from these back to what is not layout or point-wise."""
+    if isinstance(a, Node) and isinstance(b, Node) and a is not b:
+        within = a.op.startswith("call_") and op_name(a) in PRODUCTS | LAYOUT | ELEMENTWISE
+        return within and a.target == b.target and _alike(a.args, b.args) and _alike(a.kwargs, b.kwargs)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(_alike, a, b))
+    return a is b or (type(a) is type(b) and not isinstance(a, Node) and bool(a == b))
+
+
+def _region(
+    scope: Scope,
+    softmax: Node,
+    output: Node,
+    walk: Walk,
+    position: dict[Node, int],
+    apart: AbstractSet[Node] = frozenset(),
+) -> Region | Unread:
+    def refused(reason: str, node: Node) -> Unread:
+        return Unread(scope, softmax, Refusal(reason, node))
+
+    several = next((n for n in walk.leaves if is_tuple(n)), None)
+    if several is not None:
+        return refused("several tensors are read at once", several)
+    open_level = next((n for n in walk.inside if scope.modes[n].levels > 0), None)
+    if open_level is not None:
+        return refused("a vmap or a derivative of torch.func is open here", open_level)
+    nested = next((n for n in walk.leaves if getattr(value_of(n), "is_nested", False)), None)
+    if nested is not None:
+        return refused("nested tensors are passed through untouched", nested)
+    walk.close()
+    nodes = tuple(sorted(walk.inside, key=position.__getitem__))
+    leaves = tuple(sorted(walk.leaves, key=position.__getitem__))
+    between = set().union(*(_dependents(scores, walk.inside) for scores in walk.scores)) if walk.scores else {output}
+    dropped = set().union(*(_dependents(n, walk.inside) for n in between if op_name(n) in DROPOUT))
+    used: list[Node] = []
+    dropped_used: list[Node] = []
+    for node in nodes:
+        if node in between and node is not output:
+            for user in node.users:
+                if user not in walk.inside and op_name(user) not in SIZE_QUERIES and not _is_dead(user):
+                    used.append(user)
+                    if node in dropped:
+                        dropped_used.append(user)
+    seen = [user for user in used if op_name(user) not in IN_THE_SHAPE_OF]
+    returned = next((n for n in leaves if n in walk.beside & _reached_from(seen, output)), None) if seen else None
+    if returned is not None:
+        # Computed once more, a score is another number by a rounding, and a comparison with its like turns over.
+        return refused(_RETURNED, returned)
+    if (again := _computed_again(walk, position, apart)) is not None:
+        return refused(_RETURNED, again)
+    return Region(
+        scope, softmax, output, nodes, leaves, frozenset(walk.operands),
+        used[0] if used else None, dropped_used[0] if dropped_used else None,
+        walk.whole or not any(n.op.startswith("call_") and op_name(n) in SCATTERS for n in nodes),
+    )  # fmt: skip
+
+
+def _is_dead(node: Node) -> bool:
+    """Whether nothing comes of `node`: what a model computes for those who ask for it, and nobody does."""
+    return node.op.startswith("call_") and op_name(node) in BETWEEN and all(_is_dead(user) for user in node.users)
+
+
+def _outputs(anchor: Node) -> list[Node]:
+    """The products that what `anchor` gives reaches, each with the division by a sum that follows it, if one does."""
+    products: list[Node] = []
+    reached, todo = {anchor}, [anchor]
+    while todo:
+        node = todo.pop()
+        for user in node.users:
+            if user in reached:
+                continue
+            reached.add(user)
+            name = op_name(user) if user.op.startswith("call_") else user.op
+            if is_product(user):
+                products.append(user)
+            if name in BETWEEN:
+                todo.append(user)
+    # A sum that normalises the weights looks like a product too, but then there is a real one as well.
+    real = [product for product in products if op_name(product) in PRODUCTS] or products
+    # Cached and new keys under one softmax: their products with the values are added.
+    sums = [
+        user
+        for p in real
+        for user in p.users
+        if op_name(user) == "add" and set(user.all_input_nodes) <= set(real) and _is_of_parts(p, anchor)
+    ]
+    joined = {p for node in sums for p in node.all_input_nodes if len(node.all_input_nodes) == 2}
+    pairs = [node for node in dict.fromkeys(sums) if set(node.all_input_nodes) <= joined]
+    return pairs + [_with_division(product, reached) for product in real if product not in joined]
+
+
+def _is_of_parts(product: Node, anchor: Node) -> bool:
+    """Whether what `product` takes of the weights is some of their keys only."""
+    between = reached_from(anchor, product) - {product, anchor}
+    return any(n in between and op_name(n) in ("getitem", "narrow", "select") for n in product.all_input_nodes)
+
+
+def _with_division(product: Node, reached: set[Node]) -> Node:
+    node = product
+    while len(node.users) == 1:
+        (user,) = node.users
+        name = op_name(user) if user.op.startswith("call_") else user.op
+        if name in CASTS:
+            node = user
+        elif name == "div" and user.args and user.args[0] is node:
+            return user if any(n is not node and n in reached for n in user.all_input_nodes) else product
+        else:
+            break
+    return product
+
+
+def _why_unread(walk: Walk, leaf: Node) -> Refusal | None:
+    """Why no product of query and key was found behind `leaf`, where one may be."""
+    if walk.is_cut_off(leaf):
+        return Refusal("computed without gradients, though the output has one", leaf)
+    return Refusal(f"the scores pass through {op_name(leaf)}", leaf) if _hides_a_product(leaf) else None
+
+
+def _hides_a_product(leaf: Node) -> bool:
+    """Whether `leaf` is an operation on what a product gives, with nothing but element-wise operations between."""
+    if not leaf.op.startswith("call_") or op_name(leaf) in PRODUCTS:
+        return False
+    seen: set[Node] = set()
+    todo = leaf.all_input_nodes[:1]
+    while todo:
+        node = todo.pop()
+        name = op_name(node) if node.op.startswith("call_") else ""
+        if name in PRODUCTS:
+            return True
+        if node not in seen and (name in ELEMENTWISE or name in LAYOUT):
+            seen.add(node)
+            todo += node.all_input_nodes
+    return False
+
+
+def _reached_from(nodes: list[Node], last: Node) -> set[Node]:
+    return set().union(*(reached_from(node, last) for node in nodes if node < last))
+
+
+def _dependents(source: Node, within: set[Node]) -> set[Node]:
+    reached, todo = {source}, [source]
+    while todo:
+        for user in todo.pop().users:
+            if user in within and user not in reached:
+                reached.add(user)
+                todo.append(user)
+    return reached
+
+
+def _dependents_of_products(region: Region) -> set[Node]:
+    within = set(region.nodes)
+    products = [n for n in region.nodes if is_product(n)]
+    return set().union(*(_dependents(p, within) for p in products))

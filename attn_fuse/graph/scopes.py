@@ -1,0 +1,78 @@
+"""Scopes: a graph, and the subgraphs of its activation checkpoints, loops and the like."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from torch.fx import GraphModule, Node
+
+from attn_fuse.attention.attention import Refusal
+from attn_fuse.graph.modes import Mode, mode_now, modes_of
+from attn_fuse.graph.names import INLINE_SUBGRAPHS, LOOPED_SUBGRAPHS, op_name, storages
+
+
+@dataclass(frozen=True, eq=False)
+class Scope:
+    """A graph, and for each of its placeholders the node of the top graph it stands for (None: not one node).
+
+    modes: the gradient mode and autocast of each node. path: the names of the subgraphs that lead to it, joined by
+    dots; "" for the top graph.
+    """
+
+    module: GraphModule
+    outer: dict[Node, Node | None]
+    modes: dict[Node, Mode]
+    path: str = ""
+
+    def top(self, node: Node) -> Node | None:
+        return self.outer.get(node, node if not self.outer else None)
+
+
+@dataclass(frozen=True)
+class StillWritten:
+    """Memory that a graph still writes in place, by its storages. What reads or makes of it is refused.
+
+    functional: whether all other memory is made values; this was near no attention, and was not asked to be.
+    """
+
+    refusal: Refusal
+    memory: frozenset[int]
+    functional: bool = False
+
+    def and_also(self, other: StillWritten | None) -> StillWritten:
+        """This memory and that of `other`, refused for this reason."""
+        return self if other is None else replace(self, memory=self.memory | other.memory)
+
+    def holds(self, nodes: Iterable[Node]) -> bool:
+        """Whether any of `nodes` lives in it."""
+        return any(storages(node) & self.memory for node in nodes)
+
+
+def scopes(module: GraphModule) -> Iterator[Scope]:
+    """`module` and the subgraphs of its activation checkpoints and the like, outermost first."""
+    yield from _scopes(Scope(module, {}, modes_of(module.graph, mode_now())))
+
+
+def _scopes(scope: Scope) -> Iterator[Scope]:
+    yield scope
+    calls: dict[str, list[Node]] = {}
+    for node in scope.module.graph.nodes:
+        if node.op == "call_function" and op_name(node) in INLINE_SUBGRAPHS | LOOPED_SUBGRAPHS:
+            for arg in node.args:
+                if isinstance(arg, Node) and arg.op == "get_attr":
+                    calls.setdefault(str(arg.target), []).append(node)
+    for target, users in calls.items():
+        body = getattr(scope.module, target, None)
+        if not isinstance(body, GraphModule):
+            continue
+        holders = [n for n in body.graph.nodes if n.op == "placeholder"]
+        operands = [a for a in users[0].args if not (isinstance(a, Node) and a.op == "get_attr" and a.target == target)]
+        operands = [a for a in operands if not isinstance(a, str)]
+        single = len(users) == 1 and len(operands) == len(holders) and op_name(users[0]) in INLINE_SUBGRAPHS
+        outer = {
+            h: scope.top(o) if single and isinstance(o, Node) else None
+            for h, o in zip(holders, operands if single else holders, strict=True)
+        }
+        modes = modes_of(body.graph, scope.modes[users[0]])
+        yield from _scopes(Scope(body, outer, modes, f"{scope.path}.{target}".lstrip(".")))

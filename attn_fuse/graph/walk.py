@@ -1,0 +1,236 @@
+"""Walk: what one attention is made of, from the product with the value back to what it reads.
+
+Through the weights and scores and on the mask side it goes by `inner`, through element-wise, index-making and layout
+operations; from the product of query and key by `operand`, through the layout and a scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import Node
+
+from attn_fuse.graph.modes import Mode
+from attn_fuse.graph.names import (
+    CASTS,
+    CREATION,
+    DROPOUT,
+    ELEMENTWISE,
+    FUSED,
+    JOINS,
+    LAYOUT,
+    LOOKUPS,
+    PRODUCTS,
+    REDUCTIONS,
+    SCATTERS,
+    SOFTMAX,
+    op_name,
+    requires_grad,
+    value_of,
+)  # fmt: skip
+
+# What may stand between the weights and the scores.
+BETWEEN = ELEMENTWISE | LAYOUT | CREATION | DROPOUT | REDUCTIONS | JOINS | SCATTERS | LOOKUPS | SOFTMAX
+
+
+@dataclass(eq=False)
+class Walk:
+    """The walk backward from the product with the value.
+
+    modes: of each node of the graph. only: the one product that may be that of query and key. whole: an operand
+    that was written in part is read as it is; otherwise its writes are looked into. beside: the leaves that the scores
+    and weights are put together with.
+    """
+
+    softmax: Node
+    modes: Mapping[Node, Mode]
+    only: Node | None = None
+    whole: bool = False
+    inside: set[Node] = field(default_factory=set)
+    leaves: set[Node] = field(default_factory=set)
+    operands: set[Node] = field(default_factory=set)
+    beside: set[Node] = field(default_factory=set)
+    scores: list[Node] = field(default_factory=list)
+    _gradients: bool = True
+    _behind: dict[Node, bool] = field(default_factory=dict)
+
+    def from_output(self, output: Node) -> None:
+        self._gradients = self.modes[output].grad
+        self.inside.add(output)
+        if op_name(output) in FUSED:
+            named = dict(zip(("query", "key", "value"), output.args, strict=False)) | dict(output.kwargs)
+            for operand in (named["query"], named["key"], named["value"]):
+                self.operand(operand)
+            for other in output.all_input_nodes:
+                self.inner(other)
+            return
+        weights = reached_from(self.softmax, output)
+        if op_name(output) == "add":
+            for product in output.all_input_nodes:
+                self.from_product(product, weights)
+            return
+        while not is_product(output):
+            # The division by the sum stands after the product.
+            product = next(n for n in output.all_input_nodes if n in weights and _leads_to_product(n))
+            for operand in output.all_input_nodes:
+                if operand is not product:
+                    self.inner(operand)
+            output = product
+        self.from_product(output, weights)
+
+    def from_product(self, output: Node, weights: set[Node]) -> None:
+        self.inside.add(output)
+        if op_name(output) == "sum":
+            output = output.all_input_nodes[0]
+            self.inside.add(output)
+        for operand in output.all_input_nodes:
+            if operand in weights:
+                self.inner(operand)
+            else:
+                self.operand(operand)
+
+    def leaf(self, node: Node) -> None:
+        """Read `node` as it is. A shape is not read but asked for, where it is used."""
+        (self.inside if is_tuple(node) else self.leaves).add(node)
+
+    def close(self) -> None:
+        """Read what is still missing: that of which a shape is asked, unless it is in the region."""
+        while missing := {a for n in self.inside for a in n.all_input_nodes} - self.inside - self.leaves:
+            for node in missing:
+                self.leaf(node)
+
+    def inner(self, node: Node) -> None:
+        """On the way from the weights to the scores, or on the mask side of it."""
+        self._inner(node)
+        if node in self.leaves:
+            self.beside.add(node)
+
+    def _inner(self, node: Node) -> None:
+        if node in self.inside or node in self.leaves:
+            return
+        name = op_name(node) if node.op.startswith("call_") else node.op
+        if self.is_cut_off(node) or (not _is_tensor(node) and not is_tuple(node) and name not in LAYOUT):
+            self.leaf(node)
+        elif is_product(node) and not self._is_behind_softmax(node):
+            if self.only is not None and node is not self.only:
+                self.leaf(node)
+                return
+            self.inside.add(node)
+            self.scores.append(node)
+            factors = node
+            if name == "sum":
+                factors = node.all_input_nodes[0]
+                self.inside.add(factors)
+            for arg in factors.all_input_nodes:
+                self.operand(arg)
+        # A product behind the softmax may be the sum of the weights: they times ones.
+        elif node is self.softmax or name in BETWEEN or is_product(node):
+            if (name == "getitem" and not (_is_slicing(node) or _is_lookup(node))) or _is_one_of_several(node):
+                self.leaf(node)
+                return
+            self.inside.add(node)
+            for arg in node.all_input_nodes:
+                self.inner(arg)
+        else:
+            self.leaf(node)
+
+    def operand(self, node: Node) -> None:
+        """From a product back to its query, key or value, through the layout and a scale."""
+        if node in self.inside or node in self.leaves:
+            return
+        name = op_name(node) if node.op.startswith("call_") else node.op
+        tensors = [n for n in node.all_input_nodes if _is_tensor(n) or is_tuple(n)]
+        scaling = name in ("mul", "div") and len(tensors) == 1
+        if not self.is_cut_off(node) and (
+            (name in CREATION and name in ("empty", "zeros"))
+            or scaling
+            or name in CASTS
+            or (name in SCATTERS and not self.whole)
+            or (name in LAYOUT and (name != "getitem" or _is_slicing(node)) and not _is_one_of_several(node))
+        ):
+            self.inside.add(node)
+            for number, arg in enumerate(node.all_input_nodes):
+                if arg in tensors and (number == 0 or scaling or name in SCATTERS):
+                    self.operand(arg)
+                elif arg not in self.inside:
+                    self.leaf(arg)
+        else:
+            self.leaf(node)
+            self.operands.add(node)
+
+    def is_cut_off(self, node: Node) -> bool:
+        """Whether `node` gives no gradient to what it reads, though the output would if `node` was part of it."""
+        if not self._gradients or self.modes[node].grad:
+            return False
+        return any(map(requires_grad, node.all_input_nodes))
+
+    def _is_behind_softmax(self, node: Node) -> bool:
+        if node not in self._behind:
+            self._behind[node] = node in reached_from(self.softmax, node)
+        return self._behind[node]
+
+
+def is_product(node: Node) -> bool:
+    """Whether `node` is a matrix product, or one written out as a sum over products of two tensors' elements."""
+    if not node.op.startswith("call_"):
+        return False
+    if op_name(node) != "sum" or not node.all_input_nodes:
+        return op_name(node) in PRODUCTS
+    factors = node.all_input_nodes[0]
+    return (
+        factors.op.startswith("call_")
+        and op_name(factors) == "mul"
+        and len(factors.all_input_nodes) == 2
+        and all(_is_tensor(n) for n in factors.all_input_nodes)
+    )
+
+
+def reached_from(start: Node, last: Node) -> set[Node]:
+    """`start` and what is computed from it, up to `last` and no further than it stands."""
+    reached = {start}
+    todo = [start]
+    while todo:
+        for user in todo.pop().users:
+            if user not in reached and (user is last or user < last):
+                reached.add(user)
+                if user is not last:
+                    todo.append(user)
+    return reached
+
+
+def _is_tensor(node: Node) -> bool:
+    return isinstance(value_of(node), torch.Tensor)
+
+
+def is_tuple(node: Node) -> bool:
+    return isinstance(value_of(node), (tuple, list))
+
+
+def _is_one_of_several(node: Node) -> bool:
+    """Whether `node` is one of the tensors that an operation gives at once, other than by cutting one up."""
+    source = node.all_input_nodes[0] if op_name(node) == "getitem" and node.all_input_nodes else None
+    return source is not None and is_tuple(source) and op_name(source) not in LAYOUT | {"max", "min", "size", "shape"}
+
+
+def _is_slicing(node: Node) -> bool:
+    """Whether a getitem takes slices, positions and new axes only, not a tensor of positions."""
+    parts = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    return not any(isinstance(p, list) or (isinstance(p, Node) and _is_tensor(p)) for p in parts)
+
+
+def _is_lookup(node: Node) -> bool:
+    """Whether a getitem takes tensors of whole-number positions."""
+    parts = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    tensors = [value_of(p) for p in parts if isinstance(p, Node)]
+    return not any(isinstance(p, list) for p in parts) and all(
+        not isinstance(t, torch.Tensor) or t.dtype in (torch.int64, torch.int32) for t in tensors
+    )
+
+
+def _leads_to_product(node: Node) -> bool:
+    """Whether `node` is a product of what the softmax gives, or a cast of one."""
+    while op_name(node) in CASTS:
+        node = node.all_input_nodes[0]
+    return is_product(node)

@@ -1,0 +1,1 @@
+"""chunked: our memory-efficient attention in plain torch operations."""

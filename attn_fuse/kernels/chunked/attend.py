@@ -1,0 +1,256 @@
+"""Memory-efficient attention in plain torch operations, over blocks of queries and keys.
+
+Online softmax (Rabe and Staats, arXiv 2112.05682), and a backward that computes the scores of each block again
+(FlashAttention-2, arXiv 2307.08691). It runs on any device and takes any score function, as a `ScoreProgram`. Memory
+is linear in q_len and in kv_len: nothing is as large as the scores but an input that comes so and its gradient.
+
+A softmax over scores that are all equal and huge, as a finite fill makes them, must stay the mean of the values.
+There log(sum) is lost in the rounding of max + log(sum), so the two are kept apart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_fuse.kernels.chunked.diagonals import Skewed
+from attn_fuse.kernels.chunked.plan import Part, Plan, planned, reads
+from attn_fuse.kernels.chunked.steps import run, shift_of
+from attn_fuse.kernels.score.gradient import differentiable, gradients, needed
+from attn_fuse.kernels.score.lookup import add_up, head_dimension
+from attn_fuse.kernels.score.program import Block, Memo, Tree, accumulate, evaluate, gathered
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    inputs: Sequence[Tensor],
+    numbers: Sequence[int],
+    seed: Tensor | None,
+    dropout_p: float,
+    program: str,
+    centred: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """softmax over the final scores, times the factor, times value.
+
+    query [B, H, Lq, D], key [B, Hkv, Lk, D], value [B, Hkv, Lk, Dv], H a multiple of Hkv, any strides; float16 and
+    bfloat16 are computed in float32. Where the processor multiplies bfloat16, all products but the scores are of
+    bfloat16: the weights, and in the backward the gradients of scores, are rounded before, as in FlashAttention.
+    inputs, numbers: what the program reads. seed: int64, one element, where dropout_p is not 0; the same seed drops the
+    same weights whatever the blocks are.
+
+    Gives out [B, H, Lq, Dv] in query's dtype, and for each query the greatest score and the sum of exp(score - that),
+    the sink among them, [B, H, Lq] in the compute dtype. A query whose scores are all -inf gives 0, with maximum -inf
+    (unless there is a sink) and sum 0; NaN and +inf come out as NaN. Where `centred` is set, the last two are
+    `centre_of` the values and each output's share of it, [B, H, Lq], and out is what the attention gives over values
+    less the centre, in the compute dtype; else they are empty.
+
+    Raises ValueError for shapes, dtypes or a program that do not fit.
+    """
+    with torch.no_grad(), _no_autocast(query.device):
+        plan = planned(query, key, value, inputs, numbers, seed, dropout_p, program, centred=centred)
+        batch, heads, q_len, _ = query.shape
+        out = query.new_empty(batch, heads, q_len, value.shape[-1], dtype=plan.dtype if centred else query.dtype)
+        row_max = query.new_empty(batch, heads, q_len, dtype=plan.dtype)
+        row_sum = torch.empty_like(row_max)
+        met = [torch.empty_like(row_max)] if plan.steps.shares else []
+        for part in plan.parts():
+            for start, stop in plan.query_blocks():
+                rows = part.rows(start, stop)
+                block_out, *columns = _attend_rows(plan, part, start, stop)
+                out[rows].copy_(block_out)
+                for whole, column in zip((row_max, row_sum, *met), columns, strict=True):
+                    whole[rows].copy_(column.squeeze(-1))
+        if plan.centre is None:
+            return out, row_max, row_sum, value.new_empty(0), value.new_empty(0)
+        return out, row_max, row_sum, plan.centre, met[0] if met else (row_sum != 0).to(row_max.dtype)
+
+
+def _attend_rows(plan: Plan, part: Part, start: int, stop: int) -> tuple[Tensor, ...]:
+    """Of queries [start, stop) of the part: out, the maximum, the sum, and where there are any the shares."""
+    query = plan.rows_of(plan.query, part, start, stop)
+    whole = plan.block(part, (start, stop), (0, 1))
+    row_max = torch.full((*whole.shape[:3], 1), -torch.inf, dtype=plan.dtype, device=whole.device)
+    sink = plan.steps.program.sink
+    if sink is not None:
+        row_max = evaluate(sink, None, plan.inputs, plan.numbers, whole).to(plan.dtype).expand(row_max.shape).clone()
+    row_sum = (row_max - shift_of(row_max)).exp_()
+    met = [torch.zeros_like(row_sum)] if plan.steps.shares else []
+    out = query.new_zeros(*query.shape[:2], plan.value.shape[-1], dtype=plan.dtype)
+    for keys in plan.key_blocks(part, start, stop):
+        block = plan.block(part, (start, stop), keys)
+        raw = plan.scores(part, block, query, part.key[:, slice(*keys)])
+        apart = plan.apart(part, block)
+        tensors = [raw.view(block.shape), row_max, *(memory.view(block.shape) for memory in apart), *plan.read(block)]
+        row_max, total, shrink, *more = run(plan.steps, "forward", tensors, plan.compiles)
+        (weights,) = apart or [raw]
+        row_sum = row_sum * shrink + total
+        met = [sum_ * shrink + block_met for sum_, block_met in zip(met, more, strict=True)]
+        out.view(*block.shape[:3], -1).mul_(shrink)
+        _add_product(out, weights, part.value[:, slice(*keys)])
+    out = out.view(*whole.shape[:3], -1)
+    out, *met = (torch.where(row_sum == 0, 0.0, x / row_sum) for x in (out, *met))
+    return out, row_max, row_sum, *met
+
+
+def attend_backward(
+    grad_out: Tensor,
+    grad_share: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    inputs: Sequence[Tensor],
+    numbers: Sequence[int],
+    seed: Tensor | None,
+    dropout_p: float,
+    out: Tensor,
+    row_max: Tensor,
+    row_sum: Tensor,
+    centre: Tensor,
+    share: Tensor,
+    program: str,
+    wanted: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """The gradients of query, key, value and of each input, contiguous, each in its own dtype.
+
+    out, row_max, row_sum, centre, share: what `attend` gave. grad_share: None where no gradient goes that way.
+    wanted: one for each input; those not wanted, and those that are not floating, get an empty tensor. Accumulated in
+    the compute dtype, always in the same order.
+    """
+    with torch.no_grad(), _no_autocast(query.device):
+        centred = centre.dim() == 4
+        plan = planned(
+            query, key, value, inputs, numbers, seed, dropout_p, program, wanted, centre if centred else None
+        )
+        of_shares = [share, torch.zeros_like(share) if grad_share is None else grad_share] if plan.steps.shares else []
+        dquery = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        found: list[Tensor] = []
+        sums = {
+            n: torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, plan.dtype), device=x.device)
+            for n, x in enumerate(plan.inputs)
+            if n in plan.wanted
+        }
+        for part in plan.parts():
+            dkeys, dvalues = (x.new_zeros(x.shape, dtype=plan.dtype) for x in (part.key, part.value))
+            for start, stop in plan.query_blocks():
+                rows = part.rows(start, stop)
+                grad_rows, block_sum = grad_out[rows].to(plan.dtype), row_sum[rows].unsqueeze(-1)
+                # With weights w, factors f, dropout m: sum_j w_j f_j m_j (grad_out . value_j) = grad_out . out.
+                delta = (grad_rows * out[rows]).sum(-1, keepdim=True)
+                over_sum = torch.where(block_sum == 0, 0.0, 1 / block_sum)
+                columns = [shift_of(row_max[rows].unsqueeze(-1)), over_sum, delta]
+                columns += [x[rows].unsqueeze(-1) for x in of_shares]
+                dquery[rows].copy_(_rows_backward(plan, part, (start, stop), columns, grad_rows, dkeys, dvalues, sums))
+                _sink_backward(plan, part, (start, stop), columns, sums)
+            parts = [dvalues, dkeys]
+            del dvalues, dkeys
+            for n, x in enumerate((key, value)):
+                if len(found) == n:
+                    found.append(torch.empty(x.shape, dtype=x.dtype, device=x.device))
+                into = found[n][part.keys]
+                into.copy_(parts.pop().unflatten(0, into.shape[:2]))
+        _hoisted_backward(plan, sums)
+    dinputs = [sums[n].to(x.dtype) if n in sums else x.new_empty(0) for n, x in enumerate(inputs)]
+    dkey, dvalue = found or (key.new_empty(key.shape), value.new_empty(value.shape))
+    return dquery, dkey, dvalue, dinputs
+
+
+def _rows_backward(
+    plan: Plan,
+    part: Part,
+    span: tuple[int, int],
+    columns: Sequence[Tensor],
+    grad_rows: Tensor,
+    dkeys: Tensor,
+    dvalues: Tensor,
+    sums: dict[int, Tensor],
+) -> Tensor:
+    """The gradient of the queries of `span`; those of keys, values and inputs are added to.
+
+    columns: the shift, 1 / sum, grad_out . out, and where there are shares, they and their gradient, [B, H, rows, 1].
+    """
+    query, grad = plan.rows_of(plan.query, part, *span), grad_rows.reshape(len(part.key), -1, plan.value.shape[-1])
+    scored, query, grad = query.to(plan.dtype), query.to(plan.multiplied), grad.to(plan.multiplied)
+    dquery = torch.zeros_like(scored)
+    for keys in plan.key_blocks(part, *span):
+        block = plan.block(part, span, keys)
+        key, value = part.key[:, slice(*keys)], part.value[:, slice(*keys)]
+        raw, apart = plan.scores(part, block, scored, key), plan.apart(part, block)
+        dweights = torch.bmm(grad, value.mT, out=plan.memory(part, block, 1, plan.multiplied))
+        read = plan.read(block)
+        value_of = {id(node): value for node, value in zip(plan.steps.leaves, read, strict=False)}
+        into = [plan.gradient_of(node, block, value_of[id(node)]) for node in plan.steps.into]
+        tensors = [raw.view(block.shape), dweights.view(block.shape), *columns]
+        tensors += [memory.view(block.shape) for memory in apart]
+        tensors += [memory.block if isinstance(memory, Skewed) else memory for memory in into]
+        found = iter(run(plan.steps, "backward", tensors + read, plan.compiles))
+        (draw,) = apart or [raw]
+        for sum_, left, right in ((dvalues, dweights, grad), (dkeys, draw, query)):
+            _add_product(sum_[:, slice(*keys)], left.mT, right)
+        _add_product(dquery, draw, key)
+        for node in plan.steps.wanted:
+            accumulate(node, next(found), sums[node[1]], tuple(itertools.islice(found, len(node[2:]))), block)
+        for node, memory in zip(plan.steps.into, into, strict=True):
+            if isinstance(memory, Skewed):
+                along = plan.diagonal(sums[node[1]], block)
+                along.add_(memory.sums().sum_to_size(along.shape))
+            else:
+                add_up(head_dimension(node), memory, sums[node[1]], plan.places(node, block), block.origin[1])
+    return dquery.view(*grad_rows.shape[:3], -1)
+
+
+def _add_product(sums: Tensor, left: Tensor, right: Tensor) -> None:
+    # Into what is not contiguous torch multiplies one plane after the other.
+    if left.dtype == sums.dtype and sums.is_contiguous():
+        torch.baddbmm(sums, left, right, out=sums)
+    else:
+        sums.add_(torch.bmm(left, right))
+
+
+def _sink_backward(
+    plan: Plan, part: Part, span: tuple[int, int], columns: Sequence[Tensor], sums: dict[int, Tensor]
+) -> None:
+    tree = plan.steps.program.sink
+    if tree is None:
+        return
+    block = plan.block(part, span, (0, 1))
+    shift, over_sum, delta, *of_shares = columns
+    if of_shares:
+        delta = delta + of_shares[0] * of_shares[1]
+    sink = evaluate(tree, None, plan.inputs, plan.numbers, block).to(plan.dtype).expand(delta.shape)
+    _pull_back(plan, tree, (sink - shift).exp_().mul_(over_sum).mul_(delta).neg_(), block, sums)
+
+
+def _hoisted_backward(plan: Plan, sums: dict[int, Tensor]) -> None:
+    """From the gradient of what was computed before the blocks to those of what it was made of."""
+    batch, heads, q_len, kv_len = plan.sizes
+    for number, part in enumerate(plan.hoisted.parts, plan.hoisted.first):
+        if number in sums:
+            block = part.block(q_len, kv_len, batch, heads, plan.query.device, plan.dtype)
+            _pull_back(plan, part.tree, sums[number], block, sums)
+
+
+def _pull_back(plan: Plan, tree: Tree, gradient: Tensor, block: Block, sums: dict[int, Tensor]) -> None:
+    """Add what the gradient of `tree` on a block is for the inputs that it reads."""
+    sources = reads(tree, sums)
+    path = differentiable([tree], sources)
+    memo: Memo = dict.fromkeys(needed(path))
+    evaluate(tree, None, plan.inputs, plan.numbers, block, memo)
+    found = gradients(path, sources, [(tree, gradient)], plan.numbers, block, memo)
+    for node in sources:
+        if id(node) in found:
+            indices = gathered(node, plan.inputs, plan.numbers, block, memo)
+            accumulate(node, found[id(node)], sums[node[1]], indices, block)
+
+
+def _no_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    # Autocast reaches into an operator, and would round the float32 products.
+    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return contextlib.nullcontext()

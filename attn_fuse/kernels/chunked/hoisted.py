@@ -1,0 +1,104 @@
+"""Hoisted: parts of a score program that are no functions of both positions, computed before the blocks.
+
+A relative position bias is a function of the difference. It is computed once for each, q_len + kv_len - 1 of them, and
+read along the diagonals of every block; its gradient is summed along them before it goes into the table. The region of
+an image that a query or a key stands in is a function of one position, and is computed once for each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from attn_fuse.kernels.score.program import FRACTIONAL, Block, ScoreProgram
+from attn_fuse.kernels.score.tree import POSITIONS, Tree, dependences, nodes, of_difference, varying
+
+
+@dataclass(frozen=True, eq=False)
+class HoistedPart:
+    """A part that is hoisted. of: what it is a function of, "j - i", "i" or "j"."""
+
+    tree: Tree
+    of: str
+
+    def block(self, q_len: int, kv_len: int, batch: int, heads: int, device: torch.device, dtype: torch.dtype) -> Block:
+        """The block on which the part has each of its values once; of a difference, query 0, keys from 1 - q_len."""
+        match self.of:
+            case "i":
+                queries, keys = (0, q_len), (0, 1)
+            case "j":
+                queries, keys = (0, 1), (0, kv_len)
+            case _:
+                queries, keys = (0, 1), (1 - q_len, kv_len)
+        return Block(batch, heads, queries, keys, device, dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Hoisted:
+    """A score program that reads parts[n] as its input `first + n`; a function of j - i as a "diagonal" of it."""
+
+    program: ScoreProgram
+    parts: tuple[HoistedPart, ...]
+    first: int
+
+
+def hoisted(text: str, shapes: Sequence[Sequence[int]]) -> Hoisted:
+    """The program that `text` is, less the parts worth it, given the shapes of its inputs.
+
+    Worth it are, of the difference of positions, lookups and transcendentals, and of one position, longer formulas.
+    """
+    return _hoisted(text, tuple(map(varying, shapes)))
+
+
+@functools.cache
+def _hoisted(text: str, varies: tuple[frozenset[str], ...]) -> Hoisted:
+    program = ScoreProgram.loads(text)
+    known: dict[int, Tree] = {}
+    parts: list[HoistedPart] = []
+
+    def rewritten(tree: Tree) -> Tree:
+        alone, dependence = of_difference(tree, varies), dependences(tree, varies)
+
+        def of(node: Tree) -> str:
+            if id(node) in alone and _is_costly(node):
+                return "j - i"
+            return min(dependence[id(node)] & {"i", "j"} or "i") if _is_long(node, dependence) else ""
+
+        def replaced(node: Tree) -> Tree:
+            if id(node) not in known:
+                known[id(node)] = changed(node)
+            return known[id(node)]
+
+        def changed(node: Tree) -> Tree:
+            if not of(node):
+                return tuple(replaced(part) if isinstance(part, tuple) else part for part in node)
+            parts.append(HoistedPart(node, of(node)))
+            return ("diagonal" if of(node) == "j - i" else "input", len(varies) + len(parts) - 1)
+
+        return replaced(tree)
+
+    score = rewritten(program.score)
+    factor = None if program.factor is None else rewritten(program.factor)
+    if parts:
+        program = dataclasses.replace(program, score=score, factor=factor)
+    return Hoisted(program, tuple(parts), len(varies))
+
+
+def _is_costly(node: Tree) -> bool:
+    names = {part[0] for part in nodes(node)}
+    return bool(names & {"i", "j"}) and bool(names & {"gather", *FRACTIONAL})
+
+
+# Operations from which on it is worth a pass of its own to have the result instead.
+_LONG = 8
+
+
+def _is_long(node: Tree, dependence: dict[int, frozenset[str]]) -> bool:
+    """Whether it takes many operations to compute `node`, from one position at most."""
+    if {"i", "j"} <= dependence[id(node)] or "score" in dependence[id(node)]:
+        return False
+    return sum(part[0] not in ("const", "number", "input", *POSITIONS) for part in nodes(node)) >= _LONG

@@ -1,0 +1,62 @@
+"""chunked: our memory-efficient attention in plain torch operations, for every attention, device and dtype.
+
+The score function of the program travels with the call as a small program of its own (score_program.py), so nothing of
+it has to be known in advance. Declined is nothing that is recognised.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch.fx import Node
+
+from attn_fuse.attention.attention import Attention
+from attn_fuse.attention.facts import Facts
+from attn_fuse.kernels.centring import gains, restored
+from attn_fuse.kernels.chunked import op as chunked_op
+from attn_fuse.kernels.kernel import Kernel
+from attn_fuse.kernels.score.write import written
+
+if TYPE_CHECKING:
+    from attn_fuse.emit.call import Call
+
+
+def limits(attention: Attention, facts: Facts) -> Iterator[str]:
+    yield from ()
+
+
+def emit(call: Call) -> Node:
+    score = written(call)
+    drops = call.attention.dropout_p is not None
+    seed = call.node(torch.randint, 2**62, [1], dtype=torch.int64, device=call.facts.device) if drops else None
+    results = call.node(
+        chunked_op.chunked,
+        call.query(scaled=False),
+        call.key(),
+        call.value(),
+        score.inputs,
+        score.numbers,
+        seed,
+        dropout_p=call.dropout_p(),
+        program=score.program.dumps(),
+        centred=gains(call),
+    )
+    out = call.node(operator.getitem, results, 0)
+    if not gains(call):
+        return out
+    # As torch's own operations: a function of ours would keep the graph out of torch's caches.
+    centre, share = (call.node(operator.getitem, results, n) for n in (3, 4))
+    whole: Node = restored(out, share, centre, call.node)
+    return whole
+
+
+CHUNKED = Kernel(
+    name="chunked",
+    devices=frozenset({"cpu", "cuda"}),
+    dtypes=frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64}),
+    limits=limits,
+    emit=emit,
+)

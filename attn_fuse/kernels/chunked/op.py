@@ -1,0 +1,96 @@
+"""The chunked attention of `chunked_blocks` as operators that torch.compile, autograd and the caches take as they are.
+
+    chunked(query, key, value, inputs, numbers, seed, dropout_p, program, centred)
+        -> out, row_max, row_sum, centre, share
+    chunked_backward(grad_out, grad_share, ..., out, row_max, row_sum, centre, share, program, wanted)
+        -> dquery, dkey, dvalue, dinputs
+
+Only out carries a gradient, and share where the weights do not sum to 1. The log-sum-exp of a query's scores is
+row_max + log(row_sum).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_fuse.kernels.chunked.attend import attend, attend_backward
+from attn_fuse.kernels.chunked.plan import shares
+from attn_fuse.kernels.once import once
+from attn_fuse.kernels.score.program import ScoreProgram
+
+# torch's caches on disk know an operator by its name and see no change in what it computes: raise it with each.
+VERSION = 8
+
+_FORWARD = f"chunked_v{VERSION}"
+_BACKWARD = f"chunked_v{VERSION}_backward"
+
+
+def _fake(
+    query: Tensor, key: Tensor, value: Tensor, inputs: Any, numbers: Any, seed: Any, p: Any, program: str,
+    centred: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dtype = functools.reduce(torch.promote_types, (key.dtype, value.dtype, torch.float32), query.dtype)
+    rows = query.new_empty(query.shape[:3], dtype=dtype)
+    centre = value.new_empty(*query.shape[:2], 1, value.shape[3]) if centred else value.new_empty(0)
+    share = torch.empty_like(rows) if centred else value.new_empty(0)
+    out = query.new_empty(*query.shape[:3], value.shape[3], dtype=dtype if centred else query.dtype)
+    return out, rows, torch.empty_like(rows), centre, share
+
+
+def _fake_backward(
+    grad_out: Tensor, grad_share: Any, query: Tensor, key: Tensor, value: Tensor, inputs: Sequence[Tensor], *rest: Any
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    wanted = rest[-1]
+    sizes = [x.shape if wanted[n] and x.is_floating_point() else (0,) for n, x in enumerate(inputs)]
+    dinputs = [x.new_empty(size) for x, size in zip(inputs, sizes, strict=True)]
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape), dinputs
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    query, key, value, tensors, numbers, seed, ctx.dropout_p, ctx.program, centred = inputs
+    ctx.numbers = list(numbers)
+    ctx.shares = centred and shares(ScoreProgram.loads(ctx.program), seed, ctx.dropout_p)
+    ctx.mark_non_differentiable(*output[1 : 4 if ctx.shares else 5])
+    ctx.save_for_backward(query, key, value, seed, *output, *tensors)
+
+
+@once
+def _gradients(ctx: Any, saved: Sequence[Tensor], grad_out: Tensor, *rest: Tensor) -> tuple[Any, ...]:
+    query, key, value, seed, out, row_max, row_sum, centre, share, *tensors = saved
+    wanted = [bool(need) for need in ctx.needs_input_grad[3]]
+    dquery, dkey, dvalue, dinputs = chunked_backward(
+        grad_out, rest[-1] if ctx.shares else None, query, key, value, tensors, ctx.numbers, seed, ctx.dropout_p,
+        out, row_max, row_sum, centre, share, ctx.program, wanted,
+    )  # fmt: skip
+    dinputs = [d if need else None for d, need in zip(dinputs, wanted, strict=True)]
+    # torch takes an empty list for the gradients of a list, and None for no gradient of anything else.
+    return (dquery, dkey, dvalue, dinputs, None if ctx.numbers else [], None, None, None, None)
+
+
+_LIBRARY = torch.library.Library("attn_fuse", "FRAGMENT")
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
+_ARGUMENTS = "Tensor query, Tensor key, Tensor value, Tensor[] inputs, SymInt[] numbers, Tensor? seed, float dropout_p"
+_LIBRARY.define(
+    f"{_FORWARD}({_ARGUMENTS}, str program, bool centred) -> "
+    "(Tensor out, Tensor row_max, Tensor row_sum, Tensor centre, Tensor share)",
+    tags=_TAGS,
+)
+_LIBRARY.define(
+    f"{_BACKWARD}(Tensor grad_out, Tensor? grad_share, {_ARGUMENTS}, Tensor out, Tensor row_max, Tensor row_sum, "
+    "Tensor centre, Tensor share, str program, bool[] wanted) -> "
+    "(Tensor dquery, Tensor dkey, Tensor dvalue, Tensor[] dinputs)",
+    tags=_TAGS,
+)
+_LIBRARY.impl(_FORWARD, attend, "CompositeExplicitAutograd")
+_LIBRARY.impl(_BACKWARD, attend_backward, "CompositeExplicitAutograd")
+torch.library.register_fake(f"attn_fuse::{_FORWARD}", _fake, lib=_LIBRARY)
+torch.library.register_fake(f"attn_fuse::{_BACKWARD}", _fake_backward, lib=_LIBRARY)
+torch.library.register_autograd(f"attn_fuse::{_FORWARD}", _gradients, setup_context=_save, lib=_LIBRARY)
+
+chunked = getattr(torch.ops.attn_fuse, _FORWARD).default
+chunked_backward = getattr(torch.ops.attn_fuse, _BACKWARD).default

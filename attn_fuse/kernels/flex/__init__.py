@@ -1,0 +1,1 @@
+"""flex: torch's FlexAttention."""

@@ -1,0 +1,157 @@
+"""What FlexAttention's C++ and Triton templates are given besides query, key and value, as operators.
+
+    flex_blocks(inputs, numbers, sizes, blocks, transposed, device, program) -> tables
+    flex_operands(tensors, numbers) -> copies, tensors of one number
+
+The block tables are those of a `torch.nn.attention.flex_attention.BlockMask`, made from the structure of the mask,
+never from a mask. Layers with the same mask make the same call, which torch.compile keeps only one of.
+
+The copies are for the CPU, whose template takes operands by their buffer: it ignores the storage offset of a view,
+and finds two views of one buffer to be the same (tried on torch 2.11, 2.13 and 2.15).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_fuse.kernels.score.program import ScoreProgram, nodes
+from attn_fuse.kernels.score.visibility import visibility
+
+# torch's caches on disk know an operator by its name and see no change in what it computes: raise it with each.
+VERSION = 1
+
+_BLOCKS = f"flex_blocks_v{VERSION}"
+_OPERANDS = f"flex_operands_v{VERSION}"
+
+
+def block_tables(
+    inputs: Sequence[Tensor],
+    numbers: Sequence[int],
+    sizes: Sequence[int],
+    blocks: Sequence[int],
+    transposed: bool,
+    device: torch.device,
+    program: str,
+) -> list[Tensor]:
+    """For each block of queries, how many blocks of keys are partly visible and which; then the same of wholly ones.
+
+    sizes: batch, heads, q_len, kv_len. blocks: queries and keys in one. program: a score program whose `visible`,
+    `upper` and `lower` count. Blocks that reach over an end are partly visible.
+
+    Gives int32 [B|1, H|1, query blocks] and [B|1, H|1, query blocks, key blocks] twice; transposed: and then the same
+    four for each block of keys. The dimensions are 1 where the mask does not depend on them.
+    """
+    arguments = (tuple(numbers), tuple(sizes), tuple(blocks), transposed, device, program)
+    if inputs:
+        return _tables(inputs, *arguments)
+    # Outputs of an operator are its caller's to write into.
+    return [table.clone() for table in _known_tables(*arguments)]
+
+
+@functools.lru_cache(maxsize=64)
+def _known_tables(*arguments: Any) -> list[Tensor]:
+    return _tables((), *arguments)
+
+
+def _tables(
+    inputs: Sequence[Tensor],
+    numbers: tuple[int, ...],
+    sizes: tuple[int, ...],
+    blocks: tuple[int, ...],
+    transposed: bool,
+    device: torch.device,
+    program: str,
+) -> list[Tensor]:
+    read = ScoreProgram.loads(program)
+    batch, heads, q_len, kv_len = sizes
+    (rows, columns) = blocks
+    seen = visibility(read, inputs, numbers, (batch, heads, q_len, kv_len), (rows, columns), device)
+    shape = (*_planes(read, inputs, sizes), *seen.some.shape[2:])
+    some = seen.some.expand(shape)
+    # Where hidden keys may count, the score says what they are worth.
+    every = (some if read.unless_empty else seen.every.expand(shape)).clone()
+    every[:, :, q_len // rows :] = False
+    every[..., kv_len // columns :] = False
+    found = [*_ordered(some & ~every), *_ordered(every)]
+    return found if not transposed else [*found, *_ordered((some & ~every).mT), *_ordered(every.mT)]
+
+
+def _ordered(table: Tensor) -> tuple[Tensor, Tensor]:
+    """In each row, how many blocks there are and, first of all, which."""
+    table = table.contiguous()
+    places = torch.argsort(table.to(torch.int8), dim=-1, descending=True, stable=True)
+    return table.sum(-1, dtype=torch.int32), places.to(torch.int32)
+
+
+def _planes(program: ScoreProgram, inputs: Sequence[Tensor], sizes: Sequence[Any]) -> tuple[Any, Any]:
+    """Batch and heads as far as the mask depends on them, else 1."""
+    found: list[Any] = [1, 1]
+    for node in nodes(program.visible):
+        for dim, name in enumerate("bh"):
+            if node == (name,) or (node[0] == "input" and inputs[node[1]].shape[dim] != 1):
+                found[dim] = sizes[dim]
+    return found[0], found[1]
+
+
+def _fake_tables(
+    inputs: Sequence[Tensor],
+    numbers: Sequence[Any],
+    sizes: Sequence[Any],
+    blocks: Sequence[int],
+    transposed: bool,
+    device: torch.device,
+    program: str,
+) -> list[Tensor]:
+    planes = _planes(ScoreProgram.loads(program), inputs, sizes)
+    rows, columns = (-(-n // block) for n, block in zip(sizes[2:], blocks, strict=True))
+    pairs = [(rows, columns)] * 2 + [(columns, rows)] * (2 * transposed)
+    return [
+        torch.empty((*planes, *shape), dtype=torch.int32, device=device)
+        for outer, inner in pairs
+        for shape in ((outer,), (outer, inner))
+    ]
+
+
+def operands(tensors: Sequence[Tensor], numbers: Sequence[int]) -> list[Tensor]:
+    """Contiguous copies of `tensors`, and each of `numbers` as an int64 tensor without dimensions."""
+    device = tensors[0].device
+    copies = [x.clone(memory_format=torch.contiguous_format) for x in tensors]
+    return [*copies, *(torch.full((), n, dtype=torch.int64, device=device) for n in numbers)]
+
+
+def _fake_operands(tensors: Sequence[Tensor], numbers: Sequence[Any]) -> list[Tensor]:
+    copies = [x.new_empty(x.shape) for x in tensors]
+    return [*copies, *(tensors[0].new_empty((), dtype=torch.int64) for _ in numbers)]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.tensors, ctx.numbers = len(inputs[0]), len(inputs[1])
+
+
+def _passed_on(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, Any]:
+    return list(gradients[: ctx.tensors]), None if ctx.numbers else []
+
+
+_LIBRARY = torch.library.Library("attn_fuse", "FRAGMENT")
+_LIBRARY.define(
+    f"{_BLOCKS}(Tensor[] inputs, SymInt[] numbers, SymInt[] sizes, int[] blocks, bool transposed, Device device, "
+    "str program) -> Tensor[]",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_LIBRARY.define(
+    f"{_OPERANDS}(Tensor[] tensors, SymInt[] numbers) -> Tensor[]",
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
+)
+_LIBRARY.impl(_BLOCKS, block_tables, "CompositeExplicitAutograd")
+_LIBRARY.impl(_OPERANDS, operands, "CompositeExplicitAutograd")
+torch.library.register_fake(f"attn_fuse::{_BLOCKS}", _fake_tables, lib=_LIBRARY)
+torch.library.register_fake(f"attn_fuse::{_OPERANDS}", _fake_operands, lib=_LIBRARY)
+torch.library.register_autograd(f"attn_fuse::{_OPERANDS}", _passed_on, setup_context=_save, lib=_LIBRARY)
+
+flex_blocks = getattr(torch.ops.attn_fuse, _BLOCKS).default
+flex_operands = getattr(torch.ops.attn_fuse, _OPERANDS).default

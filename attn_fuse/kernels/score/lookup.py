@@ -1,0 +1,134 @@
+"""Lookups: what a "gather" node reads of a table, and its gradient added up in the table.
+
+A relative position bias is a table with an entry for each head, and the heads read it at the same places: these are
+found once for all heads, and a sum is made for each place, over rows of memory. Sums have one order: no atomics.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from attn_fuse.kernels.chunked.diagonals import skewed
+from attn_fuse.kernels.score.tree import Tree, nodes, of_difference
+
+T = TypeVar("T")
+
+
+@functools.cache
+def head_dimension(node: Tree) -> int | None:
+    """The dimension of the table that the head alone chooses; None where none is, or another is computed from it."""
+    found = [dim for dim, place in enumerate(node[2:]) if place == ("h",)]
+    others = [part[0] for place in node[2:] if place != ("h",) for part in nodes(place)]
+    return found[0] if len(found) == 1 and others and "h" not in others else None
+
+
+def rows_of(head: int | None, table: Tensor) -> Tensor:
+    """The table as [heads, places], contiguous; as [1, places] where no dimension is the heads'."""
+    return (table.unsqueeze(0) if head is None else table.movedim(head, 0)).flatten(1).contiguous()
+
+
+def rest(head: int | None, of_dimensions: Sequence[T]) -> list[T]:
+    """`of_dimensions`, without that of the heads' dimension."""
+    return [x for dim, x in enumerate(of_dimensions) if dim != head]
+
+
+def places(sizes: Sequence[int], indices: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+    """Where in contiguous memory of these sizes a block of this shape reads, [B|1, reads], int64.
+
+    indices: int64, one a dimension, broadcasting to `shape`, [B|1, ...]; negative ones count from the end. They are
+    looked at, so that on a GPU the host would wait. Raises IndexError for one that is out of range.
+    """
+    found = None
+    for size, index in zip(sizes, indices, strict=True):
+        index = _from_the_front(index, size)
+        found = index if found is None else found * size + index
+    assert found is not None, "a table without a dimension is not looked up"
+    return found.expand(shape).reshape(shape[0], -1)
+
+
+def look_up(rows: Tensor, at: Tensor, out: Tensor) -> None:
+    """Write into `out` [B|1, H, .., ..], contiguous, what `rows` [H, places] have at the places `at` [B|1, reads]."""
+    for of_batch, into in zip(at, out.flatten(2), strict=True):
+        torch.gather(rows, 1, of_batch.expand(len(rows), -1), out=into)
+
+
+def add_up(head: int | None, gradient: Tensor, into: Tensor, at: Tensor, first_head: int) -> None:
+    """Add `gradient` [B|1, H|1, rows|1, columns|1] to `into`, that of the whole table, at the places `at` [B|1, reads].
+
+    Of one dtype, on a CPU. head: the heads' dimension of the table; each head has its gradient there, from the
+    entry `first_head` on.
+    """
+    if head is None:
+        rows, of_rows = into.unsqueeze(0), gradient.reshape(1, -1)
+    else:
+        rows = into.movedim(head, 0).narrow(0, first_head, gradient.shape[1])
+        of_rows = gradient.movedim(1, 0).reshape(len(rows), -1)
+    sums = rows.new_zeros(len(rows), math.prod(rows.shape[1:]))
+    sums.scatter_add_(1, at.reshape(1, -1).expand(len(rows), -1), of_rows)
+    rows.add_(sums.view(rows.shape))
+
+
+def accumulate(node: Tree, gradient: Tensor, into: Tensor, indices: Sequence[Tensor], first_head: int) -> None:
+    """Add to `into`, the gradient of the whole table, that of what the node has read of it.
+
+    gradient: [B|1, H|1, rows|1, columns|1], of the dtype of `into`, as large as `indices` broadcast to: int64, one a
+    dimension. first_head: the first of the heads that they are for. On a CPU an index out of range is an IndexError.
+    """
+    if min(gradient.shape[2:]) > 1 and _is_of_difference(node):
+        gradient, indices = _along_diagonals(gradient, indices)
+    head = head_dimension(node)
+    if any(index.shape[1] != 1 for index in rest(head, indices)):
+        head = None
+    sizes, indices = rest(head, into.shape), rest(head, indices)
+    if into.device.type == "cpu":
+        batch, heads, *block = gradient.shape
+        at = places(sizes, indices, (batch, heads if head is None else 1, *block))
+        add_up(head, gradient, into, at, first_head)
+    else:
+        add_sorted(head, gradient, into, indices, first_head)
+
+
+def add_sorted(head: int | None, gradient: Tensor, into: Tensor, indices: Sequence[Tensor], first_head: int) -> None:
+    """As `add_up`, on a GPU, at `indices`, one a dimension but the heads': torch sorts them, and adds in that order."""
+    if head is not None:
+        into, gradient = into.movedim(head, -1).narrow(-1, first_head, gradient.shape[1]), gradient.movedim(1, -1)
+        indices = [index.squeeze(1) for index in indices]
+    into.index_put_(tuple(indices), gradient, accumulate=True)
+
+
+@functools.cache
+def _is_of_difference(node: Tree) -> bool:
+    if any(part[0] == "input" for part in nodes(node)):
+        return False
+    return id(node) in of_difference(node, ())
+
+
+def _along_diagonals(gradient: Tensor, indices: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """The sums over equal differences of the positions, [B|1, H|1, 1, rows + columns - 1], and the indices of each."""
+    memory = skewed(gradient)
+    memory.block.copy_(gradient)
+
+    def along(index: Tensor) -> Tensor:
+        if index.shape[2] == index.shape[3] == 1:
+            return index
+        index = index.expand(*index.shape[:2], *gradient.shape[2:])
+        return torch.cat([index[..., 0].flip(-1), index[..., 0, 1:]], -1).unsqueeze(-2)
+
+    return memory.sums(), list(map(along, indices))
+
+
+def _from_the_front(index: Tensor, size: int) -> Tensor:
+    if not index.numel():
+        return index
+    index = index.contiguous()
+    low, high = map(int, index.aminmax())
+    if low < -size or high >= size:
+        wrong = low if low < -size else high
+        raise IndexError(f"index {wrong} is out of bounds for a dimension of size {size}")
+    return index if low >= 0 else torch.where(index < 0, index + size, index)

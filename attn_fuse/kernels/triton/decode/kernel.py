@@ -1,0 +1,81 @@
+"""triton_decode: our split-KV attention for few queries and a long key and value cache, inference only.
+
+Taken: at most 16 queries of any number of heads, or 128 of all heads that share a key; any score function, as the score
+program that `chunked` interprets, here generated into the kernel. Declined: gradients, dropout, a q_len that may grow,
+wide heads.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch.fx import Node
+
+from attn_fuse.attention.attention import Attention
+from attn_fuse.attention.facts import Facts
+from attn_fuse.kernels.kernel import Kernel
+from attn_fuse.kernels.score.write import written
+
+if TYPE_CHECKING:
+    from attn_fuse.emit.call import Call
+
+MOST_QUERIES = 16
+# With a single query, the heads that share a key are read as the queries of one.
+MOST_ROWS = 128
+WIDEST_HEAD = 256
+
+# Triton's interpreter runs kernels on CPU tensors; it is chosen before Triton is imported, or not at all.
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def limits(attention: Attention, facts: Facts) -> Iterator[str]:
+    if facts.training or facts.bias_needs_grad:
+        yield "gives no gradient"
+    if attention.dropout_p is not None:
+        yield "has no dropout"
+    if "q_len" in facts.symbolic:
+        yield f"takes at most {MOST_QUERIES} queries, and their number may change from call to call"
+    elif facts.q_len > MOST_QUERIES and facts.q_len * facts.heads > MOST_ROWS * facts.kv_heads:
+        yield f"takes at most {MOST_QUERIES} queries, not {facts.q_len}"
+    for name in ("head_dim", "value_dim"):
+        if name in facts.symbolic:
+            yield f"takes a {name} of at most {WIDEST_HEAD}, and it may change from call to call"
+        elif getattr(facts, name) > WIDEST_HEAD:
+            yield f"takes a {name} of at most {WIDEST_HEAD}, not {getattr(facts, name)}"
+    if not _has_triton():
+        yield "Triton is not installed"
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def emit(call: Call) -> Node:
+    from attn_fuse.kernels.triton.decode.op import decode
+
+    score = written(call)
+    return call.node(
+        decode,
+        call.query(scaled=False),
+        call.key(),
+        call.value(),
+        score.inputs,
+        score.numbers,
+        program=score.program.dumps(),
+    )
+
+
+TRITON_DECODE = Kernel(
+    name="triton_decode",
+    devices=frozenset({"cuda", "cpu"} if _INTERPRETED else {"cuda"}),
+    dtypes=frozenset({torch.float16, torch.bfloat16, torch.float32}),
+    limits=limits,
+    emit=emit,
+    needs_evidence=True,
+)

@@ -1,0 +1,61 @@
+"""The split-KV attention of `decode` as an operator that torch.compile and its caches take as it is.
+
+    decode(query, key, value, inputs, numbers, program, splits=None) -> out
+
+It has no gradient, and says so when one is asked for. On the CPU it runs only under Triton's interpreter. Triton is
+imported by the first call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# torch's caches on disk know an operator by its name and see no change in what it computes: raise it with each.
+VERSION = 2
+
+_NAME = f"triton_decode_v{VERSION}"
+
+
+def _run(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    inputs: Sequence[Tensor],
+    numbers: Sequence[int],
+    program: str,
+    splits: int | None = None,
+) -> Tensor:
+    from attn_fuse.kernels.triton.decode.launch import attend
+
+    # Triton launches on the current device, which need not be that of the tensors.
+    with torch.cuda.device(query.device) if query.is_cuda else contextlib.nullcontext():
+        return attend(query, key, value, inputs, numbers, program, splits)
+
+
+def _fake(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+    return query.new_empty(*query.shape[:3], value.shape[3])
+
+
+def _no_gradient(ctx: Any, grad_out: Tensor) -> Any:
+    raise RuntimeError("triton_decode is attention for inference: it has no gradient")
+
+
+_LIBRARY = torch.library.Library("attn_fuse", "FRAGMENT")
+_LIBRARY.define(
+    f"{_NAME}(Tensor query, Tensor key, Tensor value, Tensor[] inputs, SymInt[] numbers, str program, "
+    "int? splits=None) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
+)
+_LIBRARY.impl(_NAME, _run, "CUDA")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    _LIBRARY.impl(_NAME, _run, "CPU")
+torch.library.register_fake(f"attn_fuse::{_NAME}", _fake, lib=_LIBRARY)
+torch.library.register_autograd(f"attn_fuse::{_NAME}", _no_gradient, lib=_LIBRARY)
+
+decode = getattr(torch.ops.attn_fuse, _NAME).default

@@ -1,0 +1,369 @@
+"""Flash attention backward (FlashAttention-2, arXiv 2307.08691) in three kernels without atomic additions.
+
+Each computes the scores of its blocks again: one for the gradient of the query, one for those of key and value over all
+query heads that share them, and one, where it is wanted, for the gradient of a tensor that the score function reads,
+added up over what that tensor broadcasts over. So every sum has one order, and results do not change from run to run.
+
+The arguments are those of `flash_forward.forward`. saved: what `statistics` writes, fp32 [B, H, 4, stride]: shift,
+over, delta, and a row of nothing; delta is sum(grad_out * out), and dropout_scale is in over and delta. BACKWARD,
+TIMES: `score_backward` and `backward_factor` of a `ScoreCode`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from attn_fuse.kernels.triton.flash.forward import CHANGING, key_phases
+from attn_fuse.kernels.triton.flash.tiles import (
+    draws,
+    dropped,
+    load_rows,
+    odd_numbers,
+    place,
+    plane,
+    span,
+    store_rows,
+    stretch,
+)
+
+
+@triton.jit(do_not_specialize=CHANGING)
+def statistics(
+    grad_out, out, row_max, row_sum, saved, stride, heads, q_len, dropout_scale,
+    VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Of each query, once for all that read it: what its scores are shifted by, dropout_scale over their sum, and delta
+    over dropout_scale: so that no weight is multiplied by it."""
+    block, h, b = place(tl.cdiv(q_len, BLOCK_M), heads)
+    start = block * BLOCK_M
+    rows = start + tl.arange(0, BLOCK_M)
+    x = load_rows(grad_out, plane(grad_out, b, h), start, q_len, BLOCK_M, VALUE_DIM, BLOCK_V, True)
+    y = load_rows(out, plane(out, b, h), start, q_len, BLOCK_M, VALUE_DIM, BLOCK_V, True)
+    plane_of = tl.cast(b, tl.int64) * heads + h
+    row, to = plane_of * q_len + rows, saved + plane_of * 4 * stride + rows
+    there = rows < q_len
+    most = tl.load(row_max + row, mask=there, other=0.0)
+    total = tl.load(row_sum + row, mask=there, other=0.0)
+    tl.store(to, tl.where(most == float("-inf"), 0.0, most), mask=there)
+    tl.store(to + stride, dropout_scale / tl.where(total == 0.0, float("inf"), total), mask=there)
+    found = tl.sum(x.to(tl.float32) * y.to(tl.float32), 1)
+    tl.store(to + 2 * stride, tl.where(dropout_scale == 0.0, 0.0, found / dropout_scale), mask=there)
+
+
+@triton.jit
+def load_statistic(
+    saved, b, h, heads, stride, first, q_len, WHICH: tl.constexpr, ROWS: tl.constexpr, CHECKED: tl.constexpr
+):
+    """One of the four, of ROWS queries from `first` on; 0 beyond q_len, where CHECKED. saved: pointer or descriptor."""
+    if isinstance(saved, tl.core.tensor_descriptor_base):
+        found = saved.load([b, h, WHICH, first]).reshape([ROWS])
+    else:
+        r = tl.arange(0, ROWS)
+        at = saved + ((tl.cast(b, tl.int64) * heads + h) * 4 + WHICH) * stride + first + r
+        found = tl.load(at, mask=first + r < q_len, other=0.0) if CHECKED else tl.load(at)
+    return found
+
+
+@triton.jit
+def load_statistics(
+    saved, b, h, heads, stride, first, q_len,
+    WHICH: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr, CHECKED: tl.constexpr,
+):  # fmt: skip
+    """As `load_statistic`, COUNT of them from WHICH on in one load: 2, or 4, of which the last is not given."""
+    r = tl.arange(0, ROWS)
+    start = saved + ((tl.cast(b, tl.int64) * heads + h) * 4 + WHICH) * stride + first
+    at = start + tl.arange(0, COUNT)[None, :] * stride + r[:, None]
+    found = tl.load(at, mask=(first + r < q_len)[:, None], other=0.0) if CHECKED else tl.load(at)
+    if COUNT == 2:
+        result = tl.split(found)
+    else:
+        even, odd = tl.split(found.reshape(ROWS, 2, 2))
+        x, z = tl.split(even)
+        y, _ = tl.split(odd)
+        result = x, y, z
+    return result
+
+
+@triton.jit(do_not_specialize=CHANGING)
+def backward_query(
+    grad_out, query, key, value, dquery, saved, stride, seed, spans, reads, numbers,
+    lower, upper, heads, groups, q_len, kv_len, dropout,
+    SCORE: tl.constexpr, SCORE_INSIDE: tl.constexpr, FACTOR: tl.constexpr, BACKWARD: tl.constexpr,
+    TIMES: tl.constexpr, TO_LOG2: tl.constexpr,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    reads = (reads[0], reads[1], numbers)
+    blocks = tl.cdiv(q_len, BLOCK_M)
+    block, h, b = place(blocks, heads)
+    start = (blocks - 1 - block) * BLOCK_M
+    rows = start + tl.arange(0, BLOCK_M)
+    i = rows[:, None]
+    key_start, value_start = plane(key, b, h // groups), plane(value, b, h // groups)
+    q = load_rows(query, plane(query, b, h), start, q_len, BLOCK_M, HEAD_DIM, BLOCK_D, True)
+    do = load_rows(grad_out, plane(grad_out, b, h), start, q_len, BLOCK_M, VALUE_DIM, BLOCK_V, True)
+    row_shift = load_statistic(saved, b, h, heads, stride, start, q_len, 0, BLOCK_M, True)
+    row_over = load_statistic(saved, b, h, heads, stride, start, q_len, 1, BLOCK_M, True)
+    row_delta = load_statistic(saved, b, h, heads, stride, start, q_len, 2, BLOCK_M, True)
+    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    if seed is not None:
+        for_queries, for_keys = draws(seed, b, h, heads)
+        of_queries = odd_numbers(for_queries, rows)
+    first, last = span(spans, b, h, start, q_len, BLOCK_M, kv_len)
+    first, inner_first, inner_last, last = key_phases(
+        first, last, start, lower, upper, q_len, kv_len, BLOCK_M, BLOCK_N
+    )  # fmt: skip
+    for phase in tl.static_range(3):
+        begin, end = stretch(phase, first, inner_first, inner_last, last)
+        if phase > 0 or lower is not None:
+            for n in tl.range(begin, end, BLOCK_N):
+                columns = n + tl.arange(0, BLOCK_N)
+                j = columns[None, :]
+                k = load_rows(key, key_start, n, kv_len, BLOCK_N, HEAD_DIM, BLOCK_D, phase != 1)
+                v = load_rows(value, value_start, n, kv_len, BLOCK_N, VALUE_DIM, BLOCK_V, phase != 1)
+                raw = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+                if phase == 1:
+                    scores = SCORE_INSIDE(raw, b, h, i, j, q_len, kv_len, reads)
+                else:
+                    scores = SCORE(raw, b, h, i, j, q_len, kv_len, reads)
+                    scores = tl.where(j < kv_len, scores, float("-inf"))
+                weights = tl.exp2((scores - row_shift[:, None]) * TO_LOG2) * row_over[:, None]
+                dweights = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+                if seed is not None:
+                    dweights = dropped(dweights, of_queries, for_keys, n, dropout)
+                if FACTOR is not None:
+                    dweights = dweights * FACTOR(raw, b, h, i, j, q_len, kv_len, reads)
+                draw = weights * (dweights - row_delta[:, None])
+                if BACKWARD is not None:
+                    draw = BACKWARD(draw, raw, b, h, i, j, q_len, kv_len, reads)
+                    if phase != 1:
+                        draw = tl.where(j < kv_len, draw, 0.0)
+                dq = tl.dot(draw.to(k.dtype), k, dq, input_precision=PRECISION)
+    store_rows(dquery, plane(dquery, b, h), rows, q_len, dq * TIMES, HEAD_DIM, BLOCK_D)
+
+
+@triton.jit
+def query_phases(first, last, start, lower, upper, q_len, kv_len, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """As `key_phases`, of the queries in [first, last) that may see keys from `start` on."""
+    stop = tl.minimum(start + BLOCK_N, kv_len)
+    last = tl.minimum(last, q_len)
+    if lower is not None:
+        last = tl.minimum(last, stop - lower)
+    if upper is not None:
+        first = tl.maximum(first, start - upper)
+    first = first // BLOCK_M * BLOCK_M
+    last = tl.maximum(first, last)
+    inner_first, inner_last = first, last // BLOCK_M * BLOCK_M
+    if upper is not None:
+        inner_first = tl.minimum(tl.maximum(first, tl.cdiv(tl.maximum(stop - 1 - upper, 0), BLOCK_M) * BLOCK_M), last)
+    if lower is not None:
+        inner_last = tl.minimum(inner_last, tl.maximum(start - lower + 1, 0) // BLOCK_M * BLOCK_M)
+    return first, inner_first, tl.maximum(inner_first, inner_last), last
+
+
+@triton.jit(do_not_specialize=CHANGING)
+def backward_key_value(
+    grad_out, query, key, value, dkey, dvalue, saved, stride, seed, spans, reads, numbers,
+    lower, upper, heads, groups, q_len, kv_len, dropout,
+    SCORE: tl.constexpr, SCORE_INSIDE: tl.constexpr, FACTOR: tl.constexpr, BACKWARD: tl.constexpr,
+    TIMES: tl.constexpr, TO_LOG2: tl.constexpr,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, STATISTICS: tl.constexpr,
+):  # fmt: skip
+    """The scores are [keys, queries] here: so they stay in registers for the products with grad_out and query.
+
+    dkey, dvalue: None for the one that is not to be computed; registers do not hold both sums of wide rows. STATISTICS:
+    how many of a query's are read at once, see `flash_configs.Config`.
+    """
+    reads = (reads[0], reads[1], numbers)
+    block, kv_head, b = place(tl.cdiv(kv_len, BLOCK_N), heads // groups)
+    start = block * BLOCK_N
+    columns = start + tl.arange(0, BLOCK_N)
+    j = columns[:, None]
+    k = load_rows(key, plane(key, b, kv_head), start, kv_len, BLOCK_N, HEAD_DIM, BLOCK_D, True)
+    if dkey is not None:
+        v = load_rows(value, plane(value, b, kv_head), start, kv_len, BLOCK_N, VALUE_DIM, BLOCK_V, True)
+        dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    if dvalue is not None:
+        dv = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
+    first, last = q_len, 0
+    for group in range(groups):
+        of_head = span(spans, b, kv_head * groups + group, start, kv_len, BLOCK_N, q_len)
+        first, last = tl.minimum(first, of_head[0]), tl.maximum(last, of_head[1])
+    first, inner_first, inner_last, last = query_phases(
+        first, last, start, lower, upper, q_len, kv_len, BLOCK_M, BLOCK_N
+    )  # fmt: skip
+    for phase in tl.static_range(3):
+        begin, end = stretch(phase, first, inner_first, inner_last, last)
+        if phase > 0 or upper is not None:
+            # One loop over the query heads and their blocks: two within each other take many more registers.
+            count = tl.cdiv(tl.maximum(end - begin, 0), BLOCK_M)
+            for step in tl.range(0, groups * count):
+                # Of one query head to a key head the kernel knows it when it is compiled.
+                h = kv_head if groups == 1 else kv_head * groups + step // count
+                m = begin + (step if groups == 1 else step % count) * BLOCK_M
+                rows = m + tl.arange(0, BLOCK_M)
+                i = rows[None, :]
+                q = load_rows(query, plane(query, b, h), m, q_len, BLOCK_M, HEAD_DIM, BLOCK_D, phase != 1)
+                raw = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+                if phase == 1:
+                    scores = SCORE_INSIDE(raw, b, h, i, j, q_len, kv_len, reads)
+                else:
+                    scores = SCORE(raw, b, h, i, j, q_len, kv_len, reads)
+                    scores = tl.where(i < q_len, scores, float("-inf"))
+                if STATISTICS == 4:
+                    row_shift, row_over, row_delta = load_statistics(
+                        saved, b, h, heads, stride, m, q_len, 0, 4, BLOCK_M, phase != 1
+                    )  # fmt: skip
+                elif STATISTICS == 2:
+                    row_shift, row_over = load_statistics(
+                        saved, b, h, heads, stride, m, q_len, 0, 2, BLOCK_M, phase != 1
+                    )
+                else:
+                    row_shift = load_statistic(saved, b, h, heads, stride, m, q_len, 0, BLOCK_M, phase != 1)
+                    row_over = load_statistic(saved, b, h, heads, stride, m, q_len, 1, BLOCK_M, phase != 1)
+                weights = tl.exp2((scores - row_shift[None, :]) * TO_LOG2) * row_over[None, :]
+                do = load_rows(grad_out, plane(grad_out, b, h), m, q_len, BLOCK_M, VALUE_DIM, BLOCK_V, phase != 1)
+                used = weights
+                if seed is not None:
+                    for_queries, for_keys = draws(seed, b, h, heads)
+                    of_keys = odd_numbers(for_keys, columns)
+                    keep = dropped(tl.full(weights.shape, 1.0, tl.float32), of_keys, for_queries, m, dropout)
+                    used = used * keep
+                if FACTOR is not None:
+                    factor = FACTOR(raw, b, h, i, j, q_len, kv_len, reads)
+                    if phase != 1:
+                        factor = tl.where(i < q_len, factor, 0.0)
+                    used = used * factor
+                if dvalue is not None:
+                    dv = tl.dot(used.to(do.dtype), do, dv, input_precision=PRECISION)
+                if dkey is not None:
+                    dweights = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+                    if seed is not None:
+                        dweights = dweights * keep
+                    if FACTOR is not None:
+                        dweights = dweights * factor
+                    # Late, since it takes as many registers as a row of scores.
+                    if STATISTICS == 2:
+                        row_delta, _ = load_statistics(saved, b, h, heads, stride, m, q_len, 2, 2, BLOCK_M, phase != 1)
+                    elif STATISTICS == 1:
+                        row_delta = load_statistic(saved, b, h, heads, stride, m, q_len, 2, BLOCK_M, phase != 1)
+                    draw = weights * (dweights - row_delta[None, :])
+                    if BACKWARD is not None:
+                        draw = BACKWARD(draw, raw, b, h, i, j, q_len, kv_len, reads)
+                        if phase != 1:
+                            draw = tl.where(i < q_len, draw, 0.0)
+                    dk = tl.dot(draw.to(q.dtype), q, dk, input_precision=PRECISION)
+    if dkey is not None:
+        store_rows(dkey, plane(dkey, b, kv_head), columns, kv_len, dk * TIMES, HEAD_DIM, BLOCK_D)
+    if dvalue is not None:
+        store_rows(dvalue, plane(dvalue, b, kv_head), columns, kv_len, dv, VALUE_DIM, BLOCK_V)
+
+
+@triton.jit(do_not_specialize=CHANGING)
+def backward_input(
+    grad_out, query, key, value, dinput, saved, stride, seed, reads, numbers,
+    lower, upper, heads, groups, q_len, kv_len, dropout, batch, first_row, row_count, parts,
+    SCORE: tl.constexpr, FACTOR: tl.constexpr, GRADIENT: tl.constexpr, TO_LOG2: tl.constexpr,
+    ALONG_B: tl.constexpr, ALONG_H: tl.constexpr, ALONG_I: tl.constexpr, ALONG_J: tl.constexpr,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The gradient of what reads one input, for queries [first_row, first_row + row_count).
+
+    dinput: [parts, batch, heads, row_count, kv_len], contiguous, with 1 for each dimension that ALONG says the input
+    does not have; over those it is added up, in `parts` parts.
+    """
+    reads = (reads[0], reads[1], numbers)
+    row_blocks, column_blocks = tl.cdiv(row_count, BLOCK_M), tl.cdiv(kv_len, BLOCK_N)
+    # What this program writes, then what it adds up: each a number in the mixed base of the dimensions concerned.
+    number = tl.program_id(0)
+    count = 1
+    own_b, own_h, own_m, own_n = 0, 0, 0, 0
+    if ALONG_J:
+        own_n = number % column_blocks
+        number = number // column_blocks
+    else:
+        count = count * column_blocks
+    if ALONG_I:
+        own_m = number % row_blocks
+        number = number // row_blocks
+    else:
+        count = count * row_blocks
+    if ALONG_H:
+        own_h = number % heads
+        number = number // heads
+    else:
+        count = count * heads
+    if ALONG_B:
+        own_b = number % batch
+        number = number // batch
+    else:
+        count = count * batch
+    each = tl.cdiv(count, parts)
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for summand in range(number * each, tl.minimum(number * each + each, count)):
+        left = summand
+        b, h, m, n = own_b, own_h, own_m, own_n
+        if not ALONG_J:
+            n = left % column_blocks
+            left = left // column_blocks
+        if not ALONG_I:
+            m = left % row_blocks
+            left = left // row_blocks
+        if not ALONG_H:
+            h = left % heads
+            left = left // heads
+        if not ALONG_B:
+            b = left
+        row, column = first_row + m * BLOCK_M, n * BLOCK_N
+        seen = True
+        if upper is not None:
+            seen = seen & (column - (row + BLOCK_M - 1) <= upper)
+        if lower is not None:
+            seen = seen & (column + BLOCK_N - 1 - row >= lower)
+        if seen:
+            rows, columns = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
+            i, j = rows[:, None], columns[None, :]
+            q = load_rows(query, plane(query, b, h), row, q_len, BLOCK_M, HEAD_DIM, BLOCK_D, True)
+            k = load_rows(key, plane(key, b, h // groups), column, kv_len, BLOCK_N, HEAD_DIM, BLOCK_D, True)
+            v = load_rows(value, plane(value, b, h // groups), column, kv_len, BLOCK_N, VALUE_DIM, BLOCK_V, True)
+            do = load_rows(grad_out, plane(grad_out, b, h), row, q_len, BLOCK_M, VALUE_DIM, BLOCK_V, True)
+            row_shift = load_statistic(saved, b, h, heads, stride, row, q_len, 0, BLOCK_M, True)
+            row_over = load_statistic(saved, b, h, heads, stride, row, q_len, 1, BLOCK_M, True)
+            row_delta = load_statistic(saved, b, h, heads, stride, row, q_len, 2, BLOCK_M, True)
+            raw = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            scores = SCORE(raw, b, h, i, j, q_len, kv_len, reads)
+            weights = tl.exp2((scores - row_shift[:, None]) * TO_LOG2) * row_over[:, None]
+            dweights = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+            if seed is not None:
+                for_queries, for_keys = draws(seed, b, h, heads)
+                of_queries = odd_numbers(for_queries, rows)
+                dweights = dropped(dweights, of_queries, for_keys, column, dropout)
+            dfactor = weights * dweights
+            if FACTOR is not None:
+                dweights = dweights * FACTOR(raw, b, h, i, j, q_len, kv_len, reads)
+            dscores = weights * (dweights - row_delta[:, None])
+            found = GRADIENT(dscores, dfactor, raw, b, h, i, j, q_len, kv_len, reads)
+            total += tl.where((i < first_row + row_count) & (j < kv_len), found, 0.0)
+    own_rows = own_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    own_columns = own_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    # The elements of the gradient that lie before this program's.
+    before = tl.cast(number, tl.int64)
+    if ALONG_B:
+        before = before * batch + own_b
+    if ALONG_H:
+        before = before * heads + own_h
+    if ALONG_I and ALONG_J:
+        at = (before * row_count + own_rows[:, None]) * kv_len + own_columns[None, :]
+        mask = (own_rows < row_count)[:, None] & (own_columns < kv_len)[None, :]
+        tl.store(dinput + at, total.to(dinput.dtype.element_ty), mask=mask)
+    elif ALONG_I:
+        summed = tl.sum(total, 1)
+        tl.store(dinput + before * row_count + own_rows, summed.to(dinput.dtype.element_ty), mask=own_rows < row_count)
+    elif ALONG_J:
+        summed = tl.sum(total, 0)
+        tl.store(dinput + before * kv_len + own_columns, summed.to(dinput.dtype.element_ty), mask=own_columns < kv_len)
+    else:
+        tl.store(dinput + before, tl.sum(total).to(dinput.dtype.element_ty))

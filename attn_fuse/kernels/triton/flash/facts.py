@@ -1,0 +1,216 @@
+"""What shapes, strides and dtypes fix of a call of the flash kernels, worked out once for all calls that are alike."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from attn_fuse.kernels.operands import check_dropout, check_shapes
+from attn_fuse.kernels.score.program import bound, nodes
+from attn_fuse.kernels.switches import float32_precision
+from attn_fuse.kernels.triton.emitter import LONGEST
+from attn_fuse.kernels.triton.flash.configs import Config, Taken, config
+from attn_fuse.kernels.triton.launch import KEPT, Kept
+from attn_fuse.kernels.triton.scores import LOG2E, ScoreCode, score_code
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+WIDEST = 256
+
+
+@dataclass(frozen=True, eq=False)
+class CallFacts:
+    """lower, upper: bounds of j - i, or None. reads: strides and sizes of the inputs. kept: kernels compiled for it.
+    described: whether the operands may be read through descriptors.
+
+    threshold: as int32 the 32-bit number below which dropout drops a weight. scale: what it multiplies the others by.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    query: torch.Size
+    key: torch.Size
+    value_dim: int
+    code: ScoreCode
+    taken: Taken
+    drops: bool
+    threshold: int
+    scale: float
+    lower: int | None
+    upper: int | None
+    numbers: tuple[int, ...]
+    reads: tuple[int, ...]
+    capability: int
+    described: bool
+    kept: Kept = field(default_factory=dict)
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        return self.query[2], self.key[2]
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """Query heads, and how many of them share a key head."""
+        return self.query[1], self.query[1] // max(self.key[1], 1)
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        return self.query[3], self.value_dim
+
+    @functools.cached_property
+    def scalars(self) -> tuple[int | None, ...]:
+        """lower, upper, heads, groups, q_len, kv_len, dropout, as the kernels take them."""
+        return self.lower, self.upper, *self.heads, *self.lengths, self.threshold
+
+    def config(self, kernel: str) -> Config:
+        return config(kernel, self.dtype, self.widths, self.capability, self.taken, self.described)
+
+    @functools.cached_property
+    def configs(self) -> Mapping[str, Config]:
+        return _Made(self.config)
+
+    @functools.cached_property
+    def precision(self) -> str:
+        return _precision(self.device, self.dtype, max(self.widths))
+
+    def sizes(self, kernel: str) -> tuple[Any, ...]:
+        """HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_V, BLOCK_M, BLOCK_N, PRECISION."""
+        chosen = self.configs[kernel]
+        blocks = (max(16, triton.next_power_of_2(width)) for width in self.widths)
+        return *self.widths, *blocks, chosen.block_m, chosen.block_n, self.precision
+
+    @functools.cached_property
+    def forward_constants(self) -> tuple[Any, ...]:
+        code = self.code
+        functions = (code.score, code.score_inside, code.slope, code.factor, code.sink, LOG2E / code.unit)
+        return *functions, *self.sizes("forward")
+
+    @functools.cached_property
+    def backward_constants(self) -> Mapping[str, tuple[Any, ...]]:
+        code = self.code
+        functions = (code.score, code.score_inside, code.factor, code.score_backward, code.backward_factor)
+        return _Made(lambda kernel: (*functions, LOG2E / code.unit, *self.sizes(kernel)))
+
+    @functools.cached_property
+    def options(self) -> Mapping[str, dict[str, int]]:
+        def of(kernel: str) -> dict[str, int]:
+            chosen = self.configs[kernel]
+            return {"num_warps": chosen.num_warps, "num_stages": chosen.num_stages}
+
+        return _Made(of)
+
+
+class _Made(dict[str, Any]):
+    """By the name of a kernel what a function makes of it, made once."""
+
+    def __init__(self, made: Any) -> None:
+        super().__init__()
+        self._made = made
+
+    def __missing__(self, kernel: str) -> Any:
+        self[kernel] = self._made(kernel)
+        return self[kernel]
+
+
+def call_facts(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    inputs: Sequence[Tensor],
+    numbers: Sequence[int],
+    seed: Tensor | None,
+    dropout_p: float,
+    program: str,
+    described: bool,
+) -> CallFacts:
+    """Raises ValueError for what does not fit."""
+    dtype = query.dtype
+    precision = float32_precision(query.device) if dtype == torch.float32 else None
+    alike: Hashable = (
+        program, dtype, key.dtype, value.dtype, query.device, query.shape, key.shape, value.shape,
+        query.stride(), key.stride(), value.stride(), (*numbers,), dropout_p, seed is None, precision,
+        described,
+        *((x.dtype, x.shape, x.stride()) for x in inputs),
+    )  # fmt: skip
+    found = _known.get(alike)
+    if found is None:
+        check_dropout(seed, dropout_p)
+        found = _worked_out(query, key, value, inputs, numbers, dropout_p, program, described)
+        if len(_known) >= KEPT:
+            _known.clear()
+        _known[alike] = found
+    return found
+
+
+_known: dict[Hashable, CallFacts] = {}
+
+
+def _worked_out(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    inputs: Sequence[Tensor],
+    numbers: Sequence[int],
+    dropout_p: float,
+    program: str,
+    described: bool,
+) -> CallFacts:
+    check_shapes(query, key, value)
+    if not query.dtype == key.dtype == value.dtype or query.dtype not in DTYPES:
+        raise ValueError(f"not computed in {query.dtype}, {key.dtype}, {value.dtype}")
+    if max(query.shape[3], value.shape[3]) > WIDEST or max(query.shape[2], key.shape[2]) >= LONGEST:
+        raise ValueError(f"shapes are too large: {[*query.shape]}, {[*value.shape]}")
+    code = score_code(program, inputs, numbers)
+    bounds = (bound(tree, numbers) for tree in (code.program.lower, code.program.upper))
+    lower, upper = (None if n is None else max(-LONGEST, min(n, LONGEST)) for n in bounds)
+    tiles = any(x.ndim == 4 and 1 not in x.shape[2:] for x in inputs)
+    _, strides, whole = code.reads(inputs, numbers)
+    return CallFacts(
+        dtype=query.dtype,
+        device=query.device,
+        query=query.shape,
+        key=key.shape,
+        value_dim=value.shape[3],
+        code=code,
+        taken=Taken(
+            element=tiles or any(node[0] == "gather" for node in nodes(code.program.score)),
+            drops=dropout_p > 0,
+            again=code.score_backward is not None or code.factor is not None,
+            reads=bool(inputs),
+        ),
+        drops=dropout_p > 0,
+        threshold=_signed(min(round(dropout_p * 2**32), 2**32 - 1)),
+        # At 1 none is kept, whatever is drawn.
+        scale=0.0 if dropout_p == 1.0 else 1.0 / (1.0 - dropout_p),
+        lower=lower,
+        upper=upper,
+        numbers=whole,
+        reads=strides,
+        capability=_capability(query.device),
+        described=described,
+    )
+
+
+def _precision(device: torch.device, dtype: torch.dtype, width: int) -> str:
+    """How tensor cores take float32: as torch's own products do, as far as they are allowed to."""
+    if dtype != torch.float32 or float32_precision(device) != "ieee":
+        return "tf32"
+    # Three products of the halves of each number, about as precise as float32; wider rows would not fit the registers.
+    return "tf32x3" if width <= 64 else "ieee"
+
+
+@functools.cache
+def _capability(device: torch.device) -> int:
+    """The major one; of the device that Triton compiles for where the tensors are on none."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device)[0]
+    return 0
+
+
+def _signed(word: int) -> int:
+    return word - 2**32 if word >= 2**31 else word

@@ -1,0 +1,129 @@
+"""Flash attention forward (FlashAttention-2, arXiv 2307.08691), one program for one block of queries.
+
+The score function is given as a constant. Maximum and sum of a query are kept apart, not as a log-sum-exp, so that
+scores that are all one huge number, as a finite fill makes them, keep the mean of the values.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from attn_fuse.kernels.triton.flash.tiles import (
+    draws,
+    dropped,
+    load_rows,
+    odd_numbers,
+    place,
+    plane,
+    span,
+    store_rows,
+    stretch,
+)
+
+# Triton compiles again for a number that is 1 or a multiple of 16. These change with the length of a sequence, and no
+# address is computed from them.
+CHANGING = (
+    "numbers", "lower", "upper", "heads", "q_len", "kv_len", "dropout", "batch", "first_row", "row_count", "parts",
+)  # fmt: skip
+
+
+@triton.jit
+def key_phases(first, last, start, lower, upper, q_len, kv_len, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Where the keys in [first, last) that queries from `start` on may see are cut: before and after those blocks that
+    every query sees as far as the bounds go, and which are whole."""
+    stop = tl.minimum(start + BLOCK_M, q_len)
+    last = tl.minimum(last, kv_len)
+    if upper is not None:
+        last = tl.minimum(last, stop + upper)
+    if lower is not None:
+        first = tl.maximum(first, start + lower)
+    first = first // BLOCK_N * BLOCK_N
+    last = tl.maximum(first, last)
+    inner_first, inner_last = first, last // BLOCK_N * BLOCK_N
+    if lower is not None:
+        inner_first = tl.minimum(tl.maximum(first, tl.cdiv(tl.maximum(stop - 1 + lower, 0), BLOCK_N) * BLOCK_N), last)
+    if upper is not None:
+        inner_last = tl.minimum(inner_last, tl.maximum(start + upper + 1, 0) // BLOCK_N * BLOCK_N)
+    return first, inner_first, tl.maximum(inner_first, inner_last), last
+
+
+@triton.jit(do_not_specialize=CHANGING)
+def forward(
+    query, key, value, out, row_max, row_sum, seed, spans, reads, numbers,
+    lower, upper, heads, groups, q_len, kv_len, dropout, dropout_scale,
+    SCORE: tl.constexpr, SCORE_INSIDE: tl.constexpr, SLOPE: tl.constexpr, FACTOR: tl.constexpr, SINK: tl.constexpr,
+    TO_LOG2: tl.constexpr,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """query, key, value, out: (tensor [B, H or Hkv, len, dim], its strides). row_max, row_sum: fp32 [B, H, Lq].
+
+    seed: int64 of one element, or None for no dropout. dropout: its threshold, see `dropped`. spans: see `span`. lower,
+    upper: of j - i, or None.
+    TO_LOG2: what a difference of scores is multiplied by for a power of 2. SLOPE: where SCORE_INSIDE only multiplies by
+    a number above 0, that number.
+    """
+    reads = (reads[0], reads[1], numbers)
+    blocks = tl.cdiv(q_len, BLOCK_M)
+    # Those that see most keys come first under a causal mask.
+    block, h, b = place(blocks, heads)
+    start = (blocks - 1 - block) * BLOCK_M
+    rows = start + tl.arange(0, BLOCK_M)
+    i = rows[:, None]
+    key_start, value_start = plane(key, b, h // groups), plane(value, b, h // groups)
+    q = load_rows(query, plane(query, b, h), start, q_len, BLOCK_M, HEAD_DIM, BLOCK_D, True)
+
+    if SINK is None:
+        greatest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+    else:
+        greatest = SINK(b, h, rows, q_len, kv_len, reads)
+        total = tl.where(greatest == float("-inf"), 0.0, 1.0)
+    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    if seed is not None:
+        for_queries, for_keys = draws(seed, b, h, heads)
+        of_queries = odd_numbers(for_queries, rows)
+    first, last = span(spans, b, h, start, q_len, BLOCK_M, kv_len)
+    first, inner_first, inner_last, last = key_phases(
+        first, last, start, lower, upper, q_len, kv_len, BLOCK_M, BLOCK_N
+    )  # fmt: skip
+    for phase in tl.static_range(3):
+        begin, end = stretch(phase, first, inner_first, inner_last, last)
+        if phase > 0 or lower is not None:
+            for n in tl.range(begin, end, BLOCK_N):
+                columns = n + tl.arange(0, BLOCK_N)
+                j = columns[None, :]
+                k = load_rows(key, key_start, n, kv_len, BLOCK_N, HEAD_DIM, BLOCK_D, phase != 1)
+                raw = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+                if phase != 1:
+                    scores = SCORE(raw, b, h, i, j, q_len, kv_len, reads)
+                    scores = tl.where(j < kv_len, scores, float("-inf"))
+                    most = tl.max(scores, 1)
+                elif SLOPE is not None:
+                    # Rounding keeps the order: so the maximum is multiplied, and each score but in its difference.
+                    scores = raw * SLOPE
+                    most = tl.max(raw, 1) * SLOPE
+                else:
+                    scores = SCORE_INSIDE(raw, b, h, i, j, q_len, kv_len, reads)
+                    most = tl.max(scores, 1)
+                new = tl.maximum(greatest, most)
+                # -inf less -inf is NaN, and a query that sees no key has a weight of exp(-inf) for each.
+                shift = tl.where(new == float("-inf"), 0.0, new)
+                weights = tl.exp2((scores - shift[:, None]) * TO_LOG2)
+                shrink = tl.exp2((greatest - shift) * TO_LOG2)
+                greatest = new
+                total = total * shrink + tl.sum(weights, 1)
+                if FACTOR is not None:
+                    weights = weights * FACTOR(raw, b, h, i, j, q_len, kv_len, reads)
+                if seed is not None:
+                    weights = dropped(weights, of_queries, for_keys, n, dropout)
+                v = load_rows(value, value_start, n, kv_len, BLOCK_N, VALUE_DIM, BLOCK_V, phase != 1)
+                acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+    if seed is not None:
+        acc = acc * dropout_scale
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    store_rows(out, plane(out, b, h), rows, q_len, acc, VALUE_DIM, BLOCK_V)
+    row = (tl.cast(b, tl.int64) * heads + h) * q_len + rows
+    tl.store(row_max + row, greatest, mask=rows < q_len)
+    tl.store(row_sum + row, total, mask=rows < q_len)

@@ -1,0 +1,303 @@
+"""Launching the flash kernels: forward, and the gradients of query, key, value and of what the scores read."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_fuse.kernels.centring import centre_of, less_centre
+from attn_fuse.kernels.score.gradient import differentiable, gradients, needed
+from attn_fuse.kernels.score.program import Block, Memo, accumulate, evaluate, gathered, nodes
+from attn_fuse.kernels.triton.flash import backward as flash_backward
+from attn_fuse.kernels.triton.flash import forward as flash_forward
+from attn_fuse.kernels.triton.flash.configs import together_or_apart
+from attn_fuse.kernels.triton.flash.descriptors import described, is_readable
+from attn_fuse.kernels.triton.flash.facts import CallFacts, call_facts
+from attn_fuse.kernels.triton.launch import ALIGNMENT, ceil_div, launch
+from attn_fuse.kernels.triton.scores import LOG2E, Gradient, readable
+
+# Programs that fill any device, where a sum is cut into parts for them; elements of an output that a program of
+# `statistics` reads; and elements of a gradient kept between what looks up a table and the table.
+_PROGRAMS = 512
+_STATISTICS = 4096
+_USUAL = {"num_warps": 4, "num_stages": 3}
+_STRIP = 1 << 25
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call: the tensors as they came, and what is fixed for all that are alike."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    inputs: Sequence[Tensor]
+    numbers: Sequence[int]
+    seed: Tensor | None
+    facts: CallFacts
+
+    def operands(self, kernel: str, grad_out: Tensor | None = None) -> tuple[Any, ...]:
+        """grad_out, where it is given, query, key and value as a kernel reads them."""
+        tensors = (self.query, self.key, self.value)
+        if not self.facts.configs[kernel].described:
+            return tuple(map(_strided, tensors if grad_out is None else (grad_out, *tensors)))
+        _, _, block_d, block_v, block_m, block_n, _ = self.facts.sizes(kernel)
+        blocks = ((block_m, block_d), (block_n, block_d), (block_n, block_v))
+        found = tuple(described(x, *block) for x, block in zip(tensors, blocks, strict=True))
+        return found if grad_out is None else (described(grad_out, block_m, block_v), *found)
+
+    @property
+    def reads(self) -> tuple[Any, ...]:
+        """Tensors, then their strides and sizes; and the numbers, which no kernel is compiled for."""
+        return (readable(self.inputs), self.facts.reads), self.facts.numbers
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    inputs: Sequence[Tensor],
+    numbers: Sequence[int],
+    seed: Tensor | None,
+    of_queries: Tensor | None,
+    of_keys: Tensor | None,
+    dropout_p: float,
+    program: str,
+    centred: bool = False,
+    *,
+    descriptors: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """softmax over the final scores, times the factor, times value, as `chunked_blocks.attend` has it.
+
+    query [B, H, Lq, D], key [B, Hkv, Lk, D], value [B, Hkv, Lk, Dv] of one dtype, float16, bfloat16 or float32, D and
+    Dv up to 256, any strides. of_queries, of_keys: what `spans` gave, or None.
+
+    Gives out [B, H, Lq, Dv], in memory [B, Lq, H, Dv], and for each query the greatest score, in the unit of its
+    `ScoreCode`, and the sum, float32 [B, H, Lq]; the last is `centre_of` the values where `centred` is set, and out is
+    then over values less the centre. Raises ValueError for what does not fit.
+
+    descriptors: whether to read through descriptors where the operands lie so that the copy engine can.
+    """
+    descriptors = descriptors and all(map(is_readable, (query, key, value)))
+    facts = call_facts(query, key, value, inputs, numbers, seed, dropout_p, program, descriptors)
+    centre = centre_of(query, value) if centred else value.new_empty(0)
+    (batch, heads, q_len, _), value_dim = query.shape, value.shape[3]
+    out = _laid_out(query, value_dim)
+    row_max = torch.empty((batch, heads, q_len), dtype=torch.float32, device=query.device)
+    row_sum = torch.empty_like(row_max)
+    programs = ceil_div(q_len, facts.configs["forward"].block_m) * heads * batch
+    if programs:
+        value = less_centre(value, centre, value.dtype)
+        call = _Call(query, key, value, inputs, numbers, seed if facts.drops else None, facts)
+        on_queries = _table(of_queries)
+        with _on(query.device):
+            launch(
+                facts.kept, ("forward", value.stride(), on_queries and on_queries[1]),
+                flash_forward.forward, (programs, 1, 1),
+                (*call.operands("forward"), _strided(out), row_max, row_sum, call.seed, on_queries, *call.reads,
+                 *facts.scalars, facts.scale, *facts.forward_constants),
+                facts.options["forward"], query, key, value, of_queries, *inputs,
+            )  # fmt: skip
+    return out, row_max, row_sum, centre
+
+
+def attend_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    inputs: Sequence[Tensor],
+    numbers: Sequence[int],
+    seed: Tensor | None,
+    of_queries: Tensor | None,
+    of_keys: Tensor | None,
+    dropout_p: float,
+    out: Tensor,
+    row_max: Tensor,
+    row_sum: Tensor,
+    centre: Tensor,
+    program: str,
+    wanted: Sequence[bool],
+    *,
+    descriptors: bool = False,
+    into: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """The gradients of query, key, value, in memory [B, L, H, D], and of each input, contiguous; each in its own dtype.
+
+    out, row_max, row_sum, centre: what `attend` gave. wanted: one for each input; those not wanted, and those that are
+    not floating, get an empty tensor. into: where to write the first three instead. descriptors: as of `attend`. Every
+    sum has one order: results do not change from run to run.
+    """
+    descriptors = descriptors and all(map(is_readable, (grad_out, query, key, value)))
+    facts = call_facts(query, key, value, inputs, numbers, seed, dropout_p, program, descriptors)
+    value = less_centre(value, centre, value.dtype)
+    call = _Call(query, key, value, inputs, numbers, seed if facts.drops else None, facts)
+    batch, heads, q_len, _ = query.shape
+    dquery, dkey, dvalue = into or (_laid_out(x, x.shape[3]) for x in (query, key, value))
+    saved = torch.empty((batch, heads, 4, _padded(q_len)), dtype=torch.float32, device=query.device)
+    on_queries, on_keys = _table(of_queries), _table(of_keys)
+    pointers = (grad_out, query, key, value, dquery, dkey, dvalue, of_queries, of_keys, *inputs)
+    strides = tuple(x.stride() for x in (grad_out, value, out, dquery, dkey, dvalue))
+    tables = on_queries and on_queries[1], on_keys and on_keys[1]
+
+    def run(name: str, kernel: Any, programs: int, made: tuple[Any, ...], of_other: Any, *constants: int) -> None:
+        if programs:
+            arguments = (
+                *call.operands(name, grad_out), *made, _statistics(call, name, saved), saved.shape[3], call.seed,
+                of_other, *call.reads, *facts.scalars, *facts.backward_constants[name], *constants,
+            )  # fmt: skip
+            key = name, strides, tables
+            launch(facts.kept, key, kernel, (programs, 1, 1), arguments, facts.options[name], *pointers)
+
+    with _on(query.device):
+        _, value_dim, _, block_v, *_ = facts.sizes("query")
+        rows = max(1, _STATISTICS // block_v)
+        if batch * heads * q_len:
+            launch(
+                facts.kept, ("statistics", strides), flash_backward.statistics,
+                (ceil_div(q_len, rows) * heads * batch, 1, 1),
+                (_strided(grad_out), _strided(out), row_max, row_sum, saved, saved.shape[3], heads, q_len, facts.scale,
+                 value_dim, block_v, rows),
+                _USUAL, grad_out, out,
+            )  # fmt: skip
+        programs = ceil_div(q_len, facts.configs["query"].block_m) * heads * batch
+        run("query", flash_backward.backward_query, programs, (_strided(dquery),), on_queries)
+        for name in together_or_apart(query.dtype, facts.widths):
+            programs = ceil_div(key.shape[2], facts.configs[name].block_n) * key.shape[1] * batch
+            made = (_strided(dkey) if name != "value" else None, _strided(dvalue) if name != "key" else None)
+            run(name, flash_backward.backward_key_value, programs, made, on_keys, facts.configs[name].statistics)
+        dinputs = _input_gradients(call, grad_out, saved, wanted)
+    return dquery, dkey, dvalue, dinputs
+
+
+def _statistics(call: _Call, kernel: str, saved: Tensor) -> Any:
+    """`saved` as a kernel reads it."""
+    tile, q_len = call.facts.configs[kernel], call.facts.lengths[0]
+    return described(saved[..., :q_len], 1, tile.block_m) if tile.described else saved
+
+
+def _input_gradients(call: _Call, grad_out: Tensor, saved: Tensor, wanted: Sequence[bool]) -> list[Tensor]:
+    is_wanted = [want and x.is_floating_point() for want, x in zip(wanted, call.inputs, strict=True)]
+    found: dict[int, Tensor] = {}
+    for gradient in call.facts.code.gradients:
+        number = gradient.node[1]
+        if not is_wanted[number]:
+            continue
+        made = (_of_element if gradient.node[0] == "input" else _of_lookup)(call, gradient, grad_out, saved)
+        found[number] = found[number] + made if number in found else made
+    _add_sink_gradients(call, saved, is_wanted, found)
+    return [
+        (found[n] if n in found else torch.zeros_like(x)).to(x.dtype).contiguous() if want else x.new_empty(0)
+        for n, (x, want) in enumerate(zip(call.inputs, is_wanted, strict=True))
+    ]
+
+
+def _of_element(call: _Call, gradient: Gradient, grad_out: Tensor, saved: Tensor) -> Tensor:
+    return _of_node(call, gradient, grad_out, saved, 0, call.query.shape[2], call.inputs[gradient.node[1]].dtype)
+
+
+def _of_lookup(call: _Call, gradient: Gradient, grad_out: Tensor, saved: Tensor) -> Tensor:
+    """By way of the gradient of each element looked up, of a strip of queries at a time."""
+    source, (batch, heads, q_len, _) = call.inputs[gradient.node[1]], call.query.shape
+    into = torch.zeros(source.shape, dtype=torch.promote_types(source.dtype, torch.float32), device=source.device)
+    kv_len = call.key.shape[2]
+    in_row = (batch if "b" in gradient.along else 1) * (heads if "h" in gradient.along else 1)
+    in_row *= kv_len if "j" in gradient.along else 1
+    strip = max(1, _STRIP // max(in_row, 1)) if "i" in gradient.along else max(q_len, 1)
+    for first in range(0, q_len, strip):
+        last = min(first + strip, q_len)
+        rows = _of_node(call, gradient, grad_out, saved, first, last - first, into.dtype)
+        block = Block(batch, heads, (first, last), (0, kv_len), source.device, torch.float32)
+        indices = gathered(gradient.node, call.inputs, call.numbers, block, {})
+        accumulate(gradient.node, rows, into, indices, block)
+    return into
+
+
+def _of_node(
+    call: _Call,
+    gradient: Gradient,
+    grad_out: Tensor,
+    saved: Tensor,
+    first: int,
+    rows: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """What the node reads has this gradient, [B|1, H|1, rows|1, Lk|1], for queries from `first` on."""
+    (batch, heads, _, _), kv_len, facts = call.query.shape, call.key.shape[2], call.facts
+    tile, code = facts.configs["input"], facts.code
+    blocks = (batch, heads, ceil_div(rows, tile.block_m), ceil_div(kv_len, tile.block_n))
+    shape, own, count = [], 1, 1
+    for name, size, programs in zip("bhij", (batch, heads, rows, kv_len), blocks, strict=True):
+        shape.append(size if name in gradient.along else 1)
+        own, count = (own * programs, count) if name in gradient.along else (own, count * programs)
+    if not own or not count:
+        return call.query.new_zeros(shape, dtype=dtype)
+    parts = max(1, min(count, _PROGRAMS // own))
+    made = call.query.new_empty([parts, *shape], dtype=dtype if parts == 1 else torch.float32)
+    flash_backward.backward_input[(own * parts,)](
+        *map(_strided, (grad_out, call.query, call.key, call.value)), made, saved, saved.shape[3], call.seed,
+        *call.reads, *facts.scalars,
+        batch, first, rows, parts, code.score, code.factor, gradient.function, LOG2E / code.unit,
+        *(name in gradient.along for name in "bhij"), *facts.sizes("input"), **facts.options["input"],
+    )  # fmt: skip
+    return made[0] if parts == 1 else made.sum(0)
+
+
+def _add_sink_gradients(call: _Call, saved: Tensor, is_wanted: Sequence[bool], found: dict[int, Tensor]) -> None:
+    """Of a number for each query: nothing that needs a kernel."""
+    program, unit = call.facts.code.program, call.facts.code.unit
+    if program.sink is None:
+        return
+    wanted = [node for node in nodes(program.sink) if node[0] in ("input", "gather") and is_wanted[node[1]]]
+    path = differentiable([program.sink], wanted)
+    if not path:
+        return
+    memo: Memo = dict.fromkeys(needed(path))
+    batch, heads, q_len, _ = call.query.shape
+    shift, over, delta, _ = saved[..., :q_len, None].unbind(2)
+    block = Block(batch, heads, (0, q_len), (0, 1), call.query.device, torch.float32)
+    sink = evaluate(program.sink, None, call.inputs, call.numbers, block, memo).float()
+    weight = torch.exp2((sink * unit - shift) * (LOG2E / unit)) * over
+    for node in wanted:
+        source = call.inputs[node[1]]
+        wide = torch.promote_types(source.dtype, torch.float32)
+        into = found.get(node[1], torch.zeros(source.shape, dtype=wide, device=source.device)).to(wide)
+        gradient = gradients(path, wanted, [(program.sink, -weight * delta)], call.numbers, block, memo).get(id(node))
+        if gradient is not None:
+            indices = gathered(node, call.inputs, call.numbers, block, memo)
+            accumulate(node, gradient, into, indices, block)
+            found[node[1]] = into
+
+
+def _laid_out(like: Tensor, width: int) -> Tensor:
+    """[B, H, L, width] as a projection of all heads has it in memory: [B, L, H, width]."""
+    batch, heads, length, _ = like.shape
+    strides = (length * heads * width, width, heads * width, 1)
+    return torch.empty_strided((batch, heads, length, width), strides, dtype=like.dtype, device=like.device)
+
+
+def _padded(length: int) -> int:
+    return ceil_div(length, ALIGNMENT) * ALIGNMENT
+
+
+def _strided(x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    return x, x.stride()
+
+
+def _table(spans: Tensor | None) -> tuple[Tensor, tuple[int, ...]] | None:
+    return None if spans is None else (spans, tuple(0 if spans.shape[d] == 1 else spans.stride(d) for d in (0, 1)))
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Triton launches on the current device."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return _HERE
+    return torch.cuda.device(device)
+
+
+_HERE = contextlib.nullcontext()

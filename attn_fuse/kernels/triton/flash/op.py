@@ -1,0 +1,124 @@
+"""The flash kernels as operators that torch.compile, autograd and the caches take as they are.
+
+    triton_flash(query, key, value, inputs, numbers, seed, of_queries, of_keys, dropout_p, program, centred)
+        -> out, row_max, row_sum, centre
+    triton_flash_backward(grad_out, ..., dropout_p, out, row_max, row_sum, centre, program, wanted)
+        -> dquery, dkey, dvalue, dinputs
+    triton_flash_hopper, triton_flash_hopper_backward        # the same, read through tensor descriptors
+
+Triton is imported with the first call. Under its interpreter (TRITON_INTERPRET=1) they also run on CPU.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_fuse.kernels.once import once
+
+# torch's caches on disk know an operator by its name and see no change in what it computes: raise it with each.
+VERSION = 4
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
+
+
+def heads_inside(like: Tensor, shape: Sequence[Any]) -> Tensor:
+    """An empty [batch, heads, length, dim] that lies in memory as [batch, length, heads, dim]."""
+    batch, heads, length, dim = shape
+    return like.new_empty(batch, length, heads, dim).transpose(1, 2)
+
+
+def register(
+    library: torch.library.Library, names: tuple[str, str], runs: Sequence[Any], fakes: Sequence[Any], autograd: Any
+) -> tuple[Any, Any]:
+    """Implements a forward and a backward operator, defined already; for the CPU where Triton is interpreted."""
+    for name, run, fake in zip(names, runs, fakes, strict=True):
+        for device in ("CUDA", "CPU") if INTERPRETED else ("CUDA",):
+            library.impl(name, run, device)
+        torch.library.register_fake(f"attn_fuse::{name}", fake, lib=library)
+    gradients, save = autograd
+    torch.library.register_autograd(f"attn_fuse::{names[0]}", gradients, setup_context=save, lib=library)
+    forward, backward = (getattr(torch.ops.attn_fuse, name).default for name in names)
+    return forward, backward
+
+
+def _laid_out(like: Tensor, width: Any) -> Tensor:
+    return heads_inside(like, (*like.shape[:3], width))
+
+
+def _fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows, centred = query.new_empty(query.shape[:3], dtype=torch.float32), rest[-1]
+    centre = value.new_empty(*query.shape[:2], 1, value.shape[3]) if centred else value.new_empty(0)
+    return _laid_out(query, value.shape[3]), rows, torch.empty_like(rows), centre
+
+
+def _fake_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, inputs: Sequence[Tensor], *rest: Any
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    wanted = rest[-1]
+    sizes = [x.shape if wanted[n] and x.is_floating_point() else (0,) for n, x in enumerate(inputs)]
+    dinputs = [x.new_empty(size) for x, size in zip(inputs, sizes, strict=True)]
+    dquery, dkey, dvalue = (_laid_out(x, x.shape[3]) for x in (query, key, value))
+    return dquery, dkey, dvalue, dinputs
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
+    query, key, value, tensors, numbers, seed, of_queries, of_keys, ctx.dropout_p, ctx.program, _ = inputs
+    ctx.numbers = list(numbers)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(query, key, value, seed, of_queries, of_keys, *output, *tensors)
+
+
+def _operators(name: str, descriptors: bool) -> tuple[Any, Any]:
+    """The forward and the backward operator of one way to read."""
+
+    def attend(*args: Any) -> Any:
+        from attn_fuse.kernels.triton.flash import launch as flash
+
+        return flash.attend(*args, descriptors=descriptors)
+
+    def attend_backward(*args: Any) -> Any:
+        from attn_fuse.kernels.triton.flash import launch as flash
+
+        return flash.attend_backward(*args, descriptors=descriptors)
+
+    @once
+    def gradients(ctx: Any, saved: Sequence[Tensor], grad_out: Tensor, *_: Any) -> tuple[Any, ...]:
+        query, key, value, seed, of_queries, of_keys, out, row_max, row_sum, centre, *tensors = saved
+        wanted = [bool(need) for need in ctx.needs_input_grad[3]]
+        dquery, dkey, dvalue, dinputs = backward(
+            grad_out, query, key, value, tensors, ctx.numbers, seed, of_queries, of_keys, ctx.dropout_p, out, row_max,
+            row_sum, centre, ctx.program, wanted,
+        )  # fmt: skip
+        dinputs = [d if need else None for d, need in zip(dinputs, wanted, strict=True)]
+        # torch takes an empty list for the gradients of a list, and None for no gradient of anything else.
+        return (dquery, dkey, dvalue, dinputs, None if ctx.numbers else [], None, None, None, None, None, None)
+
+    names = f"{name}_v{VERSION}", f"{name}_v{VERSION}_backward"
+    _LIBRARY.define(
+        f"{names[0]}({_ARGUMENTS}, str program, bool centred) -> "
+        "(Tensor out, Tensor row_max, Tensor row_sum, Tensor centre)",
+        tags=TAGS,
+    )
+    _LIBRARY.define(
+        f"{names[1]}(Tensor grad_out, {_ARGUMENTS}, Tensor out, Tensor row_max, Tensor row_sum, Tensor centre, "
+        "str program, bool[] wanted) -> (Tensor dquery, Tensor dkey, Tensor dvalue, Tensor[] dinputs)",
+        tags=TAGS,
+    )
+    runs, fakes = (attend, attend_backward), (_fake, _fake_backward)
+    forward, backward = register(_LIBRARY, names, runs, fakes, (gradients, _save))
+    return forward, backward
+
+
+_LIBRARY = torch.library.Library("attn_fuse", "FRAGMENT")
+_ARGUMENTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor[] inputs, SymInt[] numbers, Tensor? seed, Tensor? of_queries, "
+    "Tensor? of_keys, float dropout_p"
+)
+triton_flash, triton_flash_backward = _operators("triton_flash", descriptors=False)
+triton_flash_hopper, triton_flash_hopper_backward = _operators("triton_flash_hopper", descriptors=True)

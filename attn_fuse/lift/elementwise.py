@@ -1,0 +1,390 @@
+"""Element-wise operations: a tree over the elements of the arguments, which broadcast."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import sympy
+import torch
+
+from attn_fuse.expression import nodes as ex
+from attn_fuse.expression import simplify as al
+from attn_fuse.expression.nodes import Expr
+from attn_fuse.lift.tensor import Indices, NoClosedForm, Operation, Tensor, aten, exact, number, operand
+
+
+def _arithmetic(build: Callable[[Expr, Expr], Expr], scaled: bool = False) -> Callable[[Operation], Tensor]:
+    def handler(call: Operation) -> Tensor:
+        dtype, space = call.result.dtype, call.space
+        a, b = operand(call, "self", dtype, wide=True), operand(call, "other", dtype, wide=True)
+        alpha = number(call.get("alpha", 1)) if scaled else ex.Const(1)
+
+        def at(index: Indices) -> Expr:
+            other = b(index)
+            if alpha not in (ex.Const(1), ex.Const(1.0)):
+                other = al.computed(al.mul(alpha, other), dtype, space)
+            return al.computed(build(a(index), other), dtype, space)
+
+        return call.tensor(at)
+
+    return handler
+
+
+def _subtract(a: Expr, b: Expr) -> Expr:
+    return al.add(a, al.negative(b))
+
+
+def _divide(call: Operation) -> Tensor:
+    mode = call.named.get("rounding_mode")
+    if mode is None:
+        return _arithmetic(al.div)(call)
+    return _whole_division(call, "floor_divide" if mode == "floor" else "trunc_divide")
+
+
+def _remainder(call: Operation) -> Tensor:
+    return _whole_division(call, "remainder")
+
+
+def _whole_division(call: Operation, name: str) -> Tensor:
+    dtype, space = call.result.dtype, call.space
+    a, b = (exact(call, operand(call, which, dtype)) for which in ("self", "other"))
+
+    def at(index: Indices) -> Expr:
+        match a(index), b(index):
+            case ex.Index(value), ex.Const(by) if by > 0 and by == int(by) and space.is_nonnegative(value):
+                whole = sympy.Integer(int(by))
+                return ex.Index(space.mod(value, whole) if name == "remainder" else space.floordiv(value, whole))
+            case x, y if name == "trunc_divide":
+                if not dtype.is_floating_point:
+                    raise NoClosedForm("a division that rounds towards zero")
+                quotient = al.as_rounded(al.computed(al.div(x, y), dtype, space), call.leaf_dtypes)
+                return al.unary("trunc", quotient, dtype)
+            case x, y:
+                return al.computed(al.binary(name, x, y, dtype), dtype, space)
+
+    return call.tensor(at)
+
+
+def _of_one(name: str) -> Callable[[Operation], Tensor]:
+    def handler(call: Operation) -> Tensor:
+        dtype, space = call.result.dtype, call.space
+        x = operand(call, "self", dtype)
+        return call.tensor(lambda index: al.computed(al.unary(name, x(index), dtype), dtype, space))
+
+    return handler
+
+
+def _to_whole(name: str) -> Callable[[Operation], Tensor]:
+    """floor and its like, which leave whole numbers as they are."""
+
+    def handler(call: Operation) -> Tensor:
+        dtype, space = call.result.dtype, call.space
+        x = exact(call, operand(call, "self", dtype))
+
+        def at(index: Indices) -> Expr:
+            match x(index):
+                case ex.Index() as position:
+                    return position
+                # Of whole numbers that a dtype holds, its quotient is on the same side of each whole number.
+                case ex.Div(ex.Cast(_, ex.Index(value)), ex.Const(by)) if (
+                    name in ("floor", "trunc")
+                    and dtype in (torch.float32, torch.float64)
+                    and by > 0
+                    and by == int(by)
+                    and space.is_nonnegative(value)
+                    and al.is_exact(value, dtype, space)
+                ):
+                    return ex.Index(space.floordiv(value, sympy.Integer(int(by))))
+                case element:
+                    return al.unary(name, element, dtype)
+
+        return call.tensor(at)
+
+    return handler
+
+
+def _test(name: str) -> Callable[[Operation], Tensor]:
+    """A question about one number, asked in its own dtype."""
+
+    def handler(call: Operation) -> Tensor:
+        x = call["self"]
+        if not x.dtype.is_floating_point:
+            return call.tensor(lambda index: ex.Const(name == "isfinite"))
+        element = exact(call, x.at)
+        return call.tensor(lambda index: al.unary(name, element(index)))
+
+    return handler
+
+
+def _is_infinite(value: float) -> Callable[[Operation], Tensor]:
+    def handler(call: Operation) -> Tensor:
+        element = exact(call, call["self"].at)
+        return call.tensor(lambda index: al.compare("eq", element(index), ex.Const(value)))
+
+    return handler
+
+
+def _of_two(name: str, second: str = "other", jumps: bool = False) -> Callable[[Operation], Tensor]:
+    def handler(call: Operation) -> Tensor:
+        dtype, space = call.result.dtype, call.space
+        a, b = operand(call, "self", dtype), operand(call, second, dtype)
+        if jumps:
+            a, b = exact(call, a), exact(call, b)
+        return call.tensor(lambda index: al.computed(al.binary(name, a(index), b(index), dtype), dtype, space))
+
+    return handler
+
+
+def _negate(call: Operation) -> Tensor:
+    dtype, space = call.result.dtype, call.space
+    x = operand(call, "self", dtype)
+    return call.tensor(lambda index: al.computed(al.negative(x(index)), dtype, space))
+
+
+def _clamp(call: Operation) -> Tensor:
+    x, low, high = operand(call, "self", call.result.dtype), call["min"], call["max"]
+    bounds = [
+        (name, operand(call, which, call.result.dtype))
+        for name, which, bound in (("maximum", "min", low), ("minimum", "max", high))
+        if bound is not None
+    ]
+
+    def at(index: Indices) -> Expr:
+        element = x(index)
+        for name, bound in bounds:
+            element = al.binary(name, element, bound(index), call.result.dtype)
+        return element
+
+    return call.tensor(at)
+
+
+def _greater(name: str) -> Callable[[Operation], Tensor]:
+    """torch's own `maximum` or `minimum`: where both are equal, each has half of the gradient.
+
+    `Binary` gives all of it to one of them, as a clamp does.
+    """
+    plain = _of_two(name)
+
+    def handler(call: Operation) -> Tensor:
+        dtype = call.result.dtype
+        if not call.trains or not dtype.is_floating_point:
+            return plain(call)
+        a, b = operand(call, "self", dtype), operand(call, "other", dtype)
+
+        def at(index: Indices) -> Expr:
+            x, y = a(index), b(index)
+            if any(isinstance(n, ex.Const) and abs(n.value) >= _OUT_OF_REACH for n in (x, y)):
+                return al.binary(name, x, y, dtype)
+            halves = (al.mul(ex.Const(0.5), al.binary(name, one, other, dtype)) for one, other in ((x, y), (y, x)))
+            return al.add(*halves)
+
+        return call.tensor(at)
+
+    return handler
+
+
+# No ordinary score equals a number as large.
+_OUT_OF_REACH = 1e9
+
+
+def _between(x: Expr, low: float, high: float, call: Operation) -> Expr:
+    """x from `low` to `high`; unlike a clamp it has no gradient at these two."""
+    if not call.trains:
+        return al.binary("minimum", al.binary("maximum", x, ex.Const(low)), ex.Const(high))
+    inside = al.select(al.compare("ge", x, ex.Const(high), call.space), ex.Const(high), x)
+    return al.select(al.compare("le", x, ex.Const(low), call.space), ex.Const(low), inside)
+
+
+def _hardtanh(call: Operation) -> Tensor:
+    x = operand(call, "self", call.result.dtype)
+    low, high = (0.0, 6.0) if "min_val" not in call.named else (float(call["min_val"]), float(call["max_val"]))
+    return call.tensor(lambda index: _between(x(index), low, high, call))
+
+
+def _hardsigmoid(call: Operation) -> Tensor:
+    x = operand(call, "self", call.result.dtype)
+    return call.tensor(lambda index: al.div(_between(al.add(x(index), ex.Const(3.0)), 0.0, 6.0, call), ex.Const(6.0)))
+
+
+# Klambauer et al., arXiv 1706.02515
+_SELU_ALPHA, _SELU_SCALE = 1.6732632423543772, 1.0507009873554805
+
+
+def _elu(call: Operation) -> Tensor:
+    """ELU, CELU and SELU. The exponential of a positive number is not computed: its gradient, infinite, would be."""
+    x, name = operand(call, "self", call.result.dtype), call.node.target._schema.name
+    alpha, scale, inner = _SELU_ALPHA, _SELU_SCALE, 1.0
+    if name == "aten::celu":
+        alpha, scale, inner = float(call["alpha"]), 1.0, 1 / float(call["alpha"])
+    elif name == "aten::elu":
+        alpha, scale, inner = (float(call[part]) for part in ("alpha", "scale", "input_scale"))
+
+    def at(index: Indices) -> Expr:
+        element = x(index)
+        positive = al.compare("gt", element, ex.Const(0.0), call.space)
+        low = al.mul(ex.Const(inner), al.select(positive, ex.Const(0.0), element))
+        below = al.mul(ex.Const(alpha * scale), al.unary("expm1", low))
+        return al.select(positive, al.mul(ex.Const(scale), element), below)
+
+    return call.tensor(at)
+
+
+def _sinc(call: Operation) -> Tensor:
+    x = operand(call, "self", call.result.dtype)
+
+    def at(index: Indices) -> Expr:
+        turned = al.mul(ex.Const(math.pi), x(index))
+        zero = al.compare("eq", turned, ex.Const(0.0), call.space)
+        # Nothing is divided by 0: the gradient of the branch that is not taken would be no number.
+        quotient = al.div(al.unary("sin", turned), al.select(zero, ex.Const(1.0), turned))
+        return al.select(zero, ex.Const(1.0), quotient)
+
+    return call.tensor(at)
+
+
+def _comparison(op: str) -> Callable[[Operation], Tensor]:
+    def handler(call: Operation) -> Tensor:
+        common = torch.result_type(*(_stand_in(call, name) for name in ("self", "other")))
+        a, b = (exact(call, operand(call, which, common)) for which in ("self", "other"))
+
+        def at(index: Indices) -> Expr:
+            left, right = a(index), b(index)
+            if op in ("eq", "ne") and left == right and common.is_floating_point:
+                is_nan = al.unary("isnan", left)
+                return is_nan if op == "ne" else al.logical_not(is_nan)
+            return al.compare(op, left, right, call.space)
+
+        return call.tensor(at)
+
+    return handler
+
+
+def _stand_in(call: Operation, name: str) -> Any:
+    x = call[name]
+    if isinstance(x, Tensor):
+        return torch.empty((1,) * len(x.shape), dtype=x.dtype)
+    return 1.0 if isinstance(x, (float, torch.SymFloat, Expr)) else x if isinstance(x, bool) else 1
+
+
+def _logical(build: Callable[[Expr, Expr], Expr]) -> Callable[[Operation], Tensor]:
+    def handler(call: Operation) -> Tensor:
+        if call.result.dtype != torch.bool:
+            raise NoClosedForm("a bitwise operation on whole numbers")
+        a, b = operand(call, "self", torch.bool), operand(call, "other", torch.bool)
+        return call.tensor(lambda index: build(a(index), b(index)))
+
+    return handler
+
+
+def _inverted(call: Operation) -> Tensor:
+    if call.result.dtype != torch.bool:
+        raise NoClosedForm("a bitwise operation on whole numbers")
+    x = operand(call, "self", torch.bool)
+    return call.tensor(lambda index: al.logical_not(x(index)))
+
+
+def _exclusive_or(a: Expr, b: Expr) -> Expr:
+    return al.logical_or(al.logical_and(a, al.logical_not(b)), al.logical_and(al.logical_not(a), b))
+
+
+def _where(call: Operation) -> Tensor:
+    dtype = call.result.dtype
+    cond = operand(call, "condition", torch.bool)
+    a, b = operand(call, "self", dtype), operand(call, "other", dtype)
+    return call.tensor(lambda index: al.select(cond(index), a(index), b(index)))
+
+
+def _prims_where(call: Operation) -> Tensor:
+    dtype = call.result.dtype
+    cond = operand(call, "pred", torch.bool)
+    a, b = operand(call, "a", dtype), operand(call, "b", dtype)
+    return call.tensor(lambda index: al.select(cond(index), a(index), b(index)))
+
+
+def _masked_fill(call: Operation) -> Tensor:
+    dtype = call.result.dtype
+    cond, x, value = operand(call, "mask", torch.bool), operand(call, "self", dtype), operand(call, "value", dtype)
+    return call.tensor(lambda index: al.select(cond(index), value(index), x(index)))
+
+
+def _softplus(call: Operation) -> Tensor:
+    if call["beta"] != 1 or call["threshold"] != 20:
+        raise NoClosedForm("a softplus with its own beta or threshold")
+    return _of_one("softplus")(call)
+
+
+def _gelu(call: Operation) -> Tensor:
+    if call["approximate"] != "none":
+        raise NoClosedForm("an approximate GELU")
+    return _of_one("gelu")(call)
+
+
+def _to_copy(call: Operation) -> Tensor:
+    x, dtype = call["self"], call.result.dtype
+    # A cast to whole numbers or to Booleans jumps.
+    element = x.at if dtype.is_floating_point else exact(call, x.at)
+    return call.tensor(lambda index: al.cast(dtype, element(index), x.dtype, call.space))
+
+
+# Functions of one number that are taken as they are.
+UNARY = (
+    "exp exp2 expm1 log log2 log10 log1p tanh sqrt rsqrt reciprocal abs sigmoid sin cos tan asin acos atan sinh cosh "
+    "asinh acosh atanh erf erfc sign relu silu"
+).split()
+TO_WHOLE = "floor ceil round trunc".split()
+
+ELEMENTWISE: dict[Any, Callable[[Operation], Any]] = {
+    aten.add.Tensor: _arithmetic(al.add, scaled=True),
+    aten.add.Scalar: _arithmetic(al.add, scaled=True),
+    aten.sub.Tensor: _arithmetic(_subtract, scaled=True),
+    aten.sub.Scalar: _arithmetic(_subtract, scaled=True),
+    aten.mul.Tensor: _arithmetic(al.mul),
+    aten.mul.Scalar: _arithmetic(al.mul),
+    **dict.fromkeys(
+        (aten.div.Tensor, aten.div.Scalar, aten.div.Tensor_mode, aten.div.Scalar_mode),
+        _divide,
+    ),
+    aten.remainder.Scalar: _remainder,
+    aten.remainder.Tensor: _remainder,
+    aten.neg.default: _negate,
+    **{getattr(aten, name).default: _of_one(name) for name in UNARY},
+    **{getattr(aten, name).default: _to_whole(name) for name in TO_WHOLE},
+    **{getattr(aten, name).default: _test(name) for name in ("isnan", "isinf", "isfinite")},
+    aten.isneginf.default: _is_infinite(-math.inf),
+    aten.isposinf.default: _is_infinite(math.inf),
+    aten.gelu.default: _gelu,
+    aten.softplus.default: _softplus,
+    aten.maximum.default: _greater("maximum"),
+    aten.minimum.default: _greater("minimum"),
+    aten.hardtanh.default: _hardtanh,
+    aten.relu6.default: _hardtanh,
+    aten.hardsigmoid.default: _hardsigmoid,
+    aten.elu.default: _elu,
+    aten.celu.default: _elu,
+    aten.selu.default: _elu,
+    aten.sinc.default: _sinc,
+    aten.fmod.Scalar: _of_two("fmod", jumps=True),
+    aten.fmod.Tensor: _of_two("fmod", jumps=True),
+    aten.atan2.default: _of_two("atan2"),
+    aten.pow.Tensor_Scalar: _of_two("pow", "exponent"),
+    aten.pow.Tensor_Tensor: _of_two("pow", "exponent"),
+    aten.pow.Scalar: _of_two("pow", "exponent"),
+    aten.clamp.default: _clamp,
+    aten.clamp.Tensor: _clamp,
+    **{
+        getattr(getattr(aten, op), kind): _comparison(op)
+        for op in ("eq", "ne", "lt", "le", "gt", "ge")
+        for kind in ("Tensor", "Scalar")
+    },
+    **dict.fromkeys((aten.logical_and.default, aten.bitwise_and.Tensor), _logical(al.logical_and)),
+    **dict.fromkeys((aten.logical_or.default, aten.bitwise_or.Tensor), _logical(al.logical_or)),
+    **dict.fromkeys((aten.logical_xor.default, aten.bitwise_xor.Tensor), _logical(_exclusive_or)),
+    **dict.fromkeys((aten.logical_not.default, aten.bitwise_not.default), _inverted),
+    aten.where.self: _where,
+    torch.ops.prims.where.default: _prims_where,
+    aten.masked_fill.Scalar: _masked_fill,
+    aten.masked_fill.Tensor: _masked_fill,
+    aten._to_copy.default: _to_copy,
+}

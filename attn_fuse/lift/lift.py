@@ -1,0 +1,180 @@
+"""Lift: each tensor of a normal form becomes an expression over indices.
+
+A tensor is a shape, a dtype and a function from indices to an element expression. A layout operation only rewrites the
+indices; an arithmetic one builds a tree. Asking the region's output for its element at fresh index symbols gives the
+whole attention as one expression.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Node
+
+from attn_fuse.expression import nodes as ex
+from attn_fuse.expression import simplify as al
+from attn_fuse.expression.index import Space
+from attn_fuse.expression.nodes import Expr
+from attn_fuse.graph.names import is_learned, value_of
+from attn_fuse.lift.closed_forms import ClosedForm, Diagonals
+from attn_fuse.lift.normalize import Normal
+from attn_fuse.lift.operations import OPERATIONS
+from attn_fuse.lift.tensor import Indices, NoClosedForm, Operation, Tensor, shape_of
+from attn_fuse.torch_internals import FakeTensor, lower_bounds
+
+# A longer list of numbers is cheaper and clearer as the tensor that it is.
+_MOST_WRITTEN_OUT = 16
+
+
+@dataclass(frozen=True, eq=False)
+class Lifted:
+    """One element of a region's output. `element` is over `indices`, one symbol (or 0, for size 1) a dimension.
+
+    leaf_dtypes: of each leaf that is a tensor, by its number. learned: the numbers of those that are parameters in
+    training, whose elements are ordinary numbers.
+    """
+
+    element: Expr
+    indices: Indices
+    shape: Indices
+    dtype: torch.dtype
+    space: Space
+    leaf_dtypes: Mapping[int, torch.dtype]
+    learned: frozenset[int]
+
+
+class NotLifted(Exception):
+    """An operation has no closed element expression. `node` is it, in Dynamo's graph where that is known."""
+
+    def __init__(self, reason: str, node: Node | None) -> None:
+        super().__init__(reason)
+        self.node = node
+
+
+def lift(normal: Normal, closed_forms: Mapping[int, ClosedForm | Diagonals]) -> Lifted:
+    """The region's output as an element expression.
+
+    closed_forms: for leaves whose contents are known and proved, the form to use instead of a load, by leaf number.
+    Diagonals are used in the places where a parameter in training is read: its gradient is then summed along them.
+    Raises NotLifted.
+    """
+    space = Space(lower=lower_bounds(normal.mode))
+    lifter = _Lifter(normal, closed_forms, space)
+    output = lifter.output()
+    indices = tuple(sympy.Integer(0) if size == 1 else space.fresh("o", size) for size in output.shape)
+    try:
+        element = output.at(indices)
+    except NoClosedForm as problem:
+        raise NotLifted(str(problem), normal.origin.get(problem.node) if problem.node is not None else None) from None
+    values = map(value_of, normal.region.leaves)
+    learned = frozenset(n for n, x in enumerate(values) if is_learned(x))
+    along = {n: form for n, form in closed_forms.items() if isinstance(form, Diagonals)}
+    element = lifter.read_along(element, along, learned) if along else element
+    return Lifted(element, indices, output.shape, output.dtype, space, lifter.leaf_dtypes, learned)
+
+
+class _Lifter:
+    def __init__(self, normal: Normal, closed_forms: Mapping[int, ClosedForm | Diagonals], space: Space) -> None:
+        self.normal = normal
+        self.closed_forms = closed_forms
+        self.space = space
+        self.values: dict[Node, Any] = {}
+        self.leaf_dtypes: dict[int, torch.dtype] = {}
+
+    def output(self) -> Tensor:
+        leaf = 0
+        for node in self.normal.graph.graph.nodes:
+            if node.op == "placeholder":
+                self.values[node] = self.leaf(node, leaf)
+                leaf += 1
+            elif node.op == "call_function":
+                self.values[node] = self.operation(node)
+            elif node.op == "get_attr":
+                self.values[node] = self.constant(node)
+            elif node.op == "output":
+                (result,) = node.all_input_nodes
+                return self.values[result]
+        raise AssertionError("a graph ends with its output")
+
+    def leaf(self, node: Node, number: int) -> Any:
+        value = node.meta.get("val", None)
+        if not isinstance(value, torch.Tensor):
+            return value if isinstance(value, torch.SymInt) else ex.Scalar(number)
+        self.leaf_dtypes[number] = value.dtype
+        form = self.closed_forms.get(number)
+        if isinstance(form, ClosedForm):
+            return Tensor(shape_of(value), value.dtype, lambda index: form.element(index, self.space))
+        return Tensor(shape_of(value), value.dtype, lambda index: ex.Load(number, index), leaf=number)
+
+    def read_along(self, x: Expr, along: Mapping[int, Diagonals], learned: frozenset[int]) -> Expr:
+        """`x` with the places in leaves of `learned` that a leaf of `along` holds read from its first row or column."""
+
+        def changed(x: Expr) -> Expr:
+            if isinstance(x, ex.Gather) and x.leaf in learned:
+                return ex.Gather(x.leaf, tuple(map(place, x.index)))
+            return al.rebuilt(x, changed)
+
+        def place(x: Expr) -> Expr:
+            if isinstance(x, ex.Load) and x.leaf in along and self._is_within(x):
+                return ex.Gather(x.leaf, along[x.leaf].places(x.index))
+            return al.rebuilt(x, place)
+
+        return changed(x)
+
+    def _is_within(self, load: ex.Load) -> bool:
+        """Whether the element exists wherever it is loaded: of tensors laid end to end those not chosen may not."""
+        tensor = value_of(self.normal.region.leaves[load.leaf])
+        assert isinstance(tensor, torch.Tensor)
+        return all(
+            self.space.is_nonnegative(i) and self.space.is_nonnegative(length - 1 - i)
+            for i, length in zip(load.index, shape_of(tensor), strict=True)
+        )
+
+    def constant(self, node: Node) -> Tensor:
+        value = getattr(self.normal.graph, str(node.target))
+        value = getattr(value, "constant", None) if isinstance(value, FakeTensor) else value
+        if not isinstance(value, torch.Tensor) or not 0 < value.numel() <= _MOST_WRITTEN_OUT:
+            raise NotLifted("a tensor written out in the program", self.normal.origin.get(node))
+        numbers = [ex.Const(number) for number in value.flatten().tolist()]
+        strides = [math.prod(value.shape[d + 1 :]) for d in range(value.dim())]
+
+        def at(index: Indices) -> Expr:
+            place = sum((i * stride for i, stride in zip(index, strides, strict=True)), sympy.Integer(0))
+            result: Expr = numbers[0]
+            for n, number in enumerate(numbers[1:], 1):
+                result = al.select(al.is_zero(place - n, self.space), number, result)
+            return result
+
+        return Tensor(shape_of(value), value.dtype, at)
+
+    def operation(self, node: Node) -> Any:
+        if node.target is operator.getitem:
+            return self.values[node.args[0]][node.args[1]]
+        value = node.meta.get("val")
+        if isinstance(value, (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return value
+        handler = OPERATIONS.get(node.target)
+        if handler is None:
+            raise NotLifted(f"{_plain(node.target)} has no element expression", self.normal.origin.get(node))
+        try:
+            return handler(
+                Operation(node, self.values, self.space, self.leaf_dtypes, self.dropout_probability, self.normal.trains)
+            )
+        except NoClosedForm as problem:
+            raise NotLifted(str(problem), self.normal.origin.get(node)) from None
+
+    def dropout_probability(self, number: int) -> Expr:
+        p = self.normal.dropout[number]
+        if isinstance(p, Node):
+            return ex.Scalar(self.normal.region.leaves.index(p))
+        return ex.Const(float(p))
+
+
+def _plain(target: Any) -> str:
+    return str(target).split(".")[1] if str(target).startswith("aten.") else str(target)

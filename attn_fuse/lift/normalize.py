@@ -1,0 +1,192 @@
+"""Normalise: a region becomes a graph of few ATen operations, whatever it was spelled with.
+
+The region's operations are run once under make_fx, on fresh fake tensors of Dynamo's own fake mode: method, function,
+operator, in-place form, einsum, baddbmm become one small set. Sizes stay symbolic where they were. Dropout stays whole,
+as a marker, because its decomposition hides what it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx.traceback
+from torch.fx import GraphModule, Node, map_arg
+
+from attn_fuse.graph.modes import autocast_of
+from attn_fuse.graph.names import DROPOUT, FUSED, elements, op_name, requires_grad, value_of
+from attn_fuse.graph.region import Region
+from attn_fuse.torch_internals import FakeTensorMode, decompositions, functionalized, make_fx, on_fake_tensors
+
+_ORIGIN = "attn_fuse_origin"
+
+
+@torch.library.custom_op("attn_fuse::dropout_marker", mutates_args=())
+def dropout_marker(x: torch.Tensor, number: int) -> torch.Tensor:
+    """Stands for the region's dropout with this number; it is traced and never run."""
+    return x.clone()
+
+
+@dropout_marker.register_fake
+def _(x: torch.Tensor, number: int) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@dataclass(frozen=True, eq=False)
+class Normal:
+    """A region in core ATen operations.
+
+    graph: its placeholders are the region's leaves, in order; its one output is the region's.
+    dropout: the probability of each marker, a number or one of the leaves.
+    origin: each operation's node in Dynamo's graph. trains: whether there is a gradient of something that it reads.
+    """
+
+    region: Region
+    graph: GraphModule
+    dropout: tuple[float | Node, ...]
+    origin: dict[Node, Node]
+    mode: FakeTensorMode
+    trains: bool = False
+
+    @property
+    def multiplied(self) -> tuple[int, ...]:
+        """The number of elements of each operand of a matrix product, on the first call."""
+        products = (node for node in self.graph.graph.nodes if op_name(node) in ("mm", "bmm"))
+        return tuple(elements(x.meta["val"]) for node in products for x in node.args)
+
+
+class NotNormal(Exception):
+    """The region has no normal form; the message says why, `node` is the operation."""
+
+    def __init__(self, reason: str, node: Node) -> None:
+        super().__init__(reason)
+        self.node = node
+
+
+def normalize(region: Region) -> Normal:
+    """The region's normal form. Raises NotNormal; what torch raises on the region's own operations passes through."""
+    mode = _fake_mode(region)
+    trains = region.mode.grad and any(map(requires_grad, region.leaves))
+    probabilities: list[float | Node] = []
+    by_name = {node.name: node for node in region.nodes}
+
+    def run(*values: Any) -> Any:
+        env: dict[Node, Any] = dict(zip(region.leaves, values, strict=True))
+        for node in region.nodes:
+            with autocast_of(region.scope.modes[node]), torch.fx.traceback.annotate({_ORIGIN: node.name}):
+                # Without gradients there is none to stop.
+                stops = trains or op_name(node) != "detach"
+                env[node] = _run(node, env, probabilities) if stops else env[node.all_input_nodes[0]]
+        return env[region.output]
+
+    with on_fake_tensors(mode), torch.no_grad(), torch.fx.traceback.preserve_node_meta():
+        inputs = [_fresh(leaf) for leaf in region.leaves]
+        traced = make_fx(run, _decompositions(trains))(*inputs)
+        if any(isinstance(n.target, torch._ops.OpOverload) and n.target._schema.is_mutable for n in traced.graph.nodes):
+            # Torch's own decompositions write into what they make, as that of a vector times matrices does.
+            probabilities.clear()
+            traced = make_fx(functionalized(run), _decompositions(trains))(*inputs)
+    traced.graph.eliminate_dead_code()
+    if sum(node.op == "placeholder" for node in traced.graph.nodes) != len(region.leaves):
+        raise NotNormal("not every leaf is one tensor or one number", region.output)
+    origin = {
+        node: by_name[name]
+        for node in traced.graph.nodes
+        if (name := node.meta.get("custom", {}).get(_ORIGIN)) in by_name
+    }
+    return Normal(region, traced, tuple(probabilities), origin, mode, trains)
+
+
+def _run(node: Node, env: dict[Node, Any], probabilities: list[float | Node]) -> Any:
+    if op_name(node) in DROPOUT:
+        return _run_dropout(node, env, probabilities)
+    args, kwargs = map_arg(node.args, env.__getitem__), map_arg(node.kwargs, env.__getitem__)
+    if op_name(node) in FUSED:
+        return _as_written_out(node, probabilities, *args, **kwargs)
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    assert callable(node.target)
+    return node.target(*args, **kwargs)
+
+
+def _as_written_out(
+    node: Node,
+    probabilities: list[float | Node],
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: Any = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """What `F.scaled_dot_product_attention` is documented to compute."""
+    if enable_gqa:
+        groups = query.size(-3) // key.size(-3)
+        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+    scores = query @ key.mT * (query.size(-1) ** -0.5 if scale is None else scale)
+    if is_causal:
+        seen = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool, device=query.device).tril()
+        scores = scores.masked_fill(~seen, -math.inf)
+    if attn_mask is not None:
+        scores = scores.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
+    weights = torch.ops.aten._safe_softmax(scores, -1)
+    if dropout_p != 0:
+        probabilities.append(dropout_p)
+        weights = dropout_marker(weights, len(probabilities) - 1)
+    return weights @ value
+
+
+def _run_dropout(node: Node, env: dict[Node, Any], probabilities: list[float | Node]) -> Any:
+    named = dict(zip(("input", "p", "training", "inplace"), node.args, strict=False)) | dict(node.kwargs)
+    named["p"] = named.get("p", 0.5)
+    training = named.get("training", named.get("train", True))
+    x, p = env[named["input"]], named["p"]
+    if not isinstance(training, bool):
+        raise NotNormal("whether dropout is active is only known when the program runs", node)
+    if not training or p == 0:
+        return x
+    if isinstance(p, (int, float)) and not 0 < p < 1:
+        raise NotNormal(f"dropout with probability {p}", node)
+    probabilities.append(p)
+    return dropout_marker(x, len(probabilities) - 1)
+
+
+def _fake_mode(region: Region) -> FakeTensorMode:
+    for node in (*region.leaves, *region.nodes):
+        mode = getattr(value_of(node), "fake_mode", None)
+        if mode is not None:
+            return mode
+    raise NotNormal("the graph does not record its tensors", region.output)
+
+
+def _fresh(leaf: Node) -> Any:
+    value = value_of(leaf)
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
+
+
+@functools.cache
+def _decompositions(trains: bool = False) -> dict[Any, Any]:
+    # What make_fx does not take apart by itself and the lift does not read as it is.
+    aten = torch.ops.aten
+    taken_apart = decompositions(
+        [
+            aten._prelu_kernel, aten.addmm, aten.baddbmm, aten.celu, aten.clamp_max, aten.clamp_min,
+            aten.deg2rad, aten.elu, aten.eye, aten.floor_divide, aten.frac, aten.hardshrink, aten.hardsigmoid,
+            aten.hardswish, aten.hardtanh, aten.heaviside, aten.ldexp, aten.leaky_relu,
+            aten.log_sigmoid_forward, aten.logaddexp, aten.logaddexp2, aten.logit, aten.mish, aten.mv,
+            aten.nan_to_num, aten.native_layer_norm, aten.rad2deg, aten.relu6, aten.rsub, aten.selu, aten.sgn,
+            aten.sinc, aten.softshrink, aten.squeeze.default, aten.t, aten.threshold, aten.where.Scalar,
+            aten.where.ScalarOther, aten.where.ScalarSelf, aten.xlogy, aten.zero,
+        ]
+    )  # fmt: skip
+    # The gradient of these is not that of what they are taken apart into, at the ends of a range or where one branch
+    # of a choice has no number. The lift reads most of them as they are.
+    own = {"elu", "celu", "selu", "hardtanh", "relu6", "hardsigmoid", "sinc", "xlogy"} if trains else set()
+    return {op: how for op, how in taken_apart.items() if op._schema.name.removeprefix("aten::") not in own}

@@ -1,0 +1,207 @@
+"""Operations across an axis: products, softmax, reductions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import sympy
+import torch
+
+import attn_fuse.lift.normalize  # noqa: F401  the marker of dropout is defined there
+from attn_fuse.expression import nodes as ex
+from attn_fuse.expression import simplify as al
+from attn_fuse.expression.nodes import Expr
+from attn_fuse.lift.tensor import Indices, NoClosedForm, Operation, Tensor, aten
+
+
+def _bmm(call: Operation) -> Tensor:
+    a, b = call["self"], call["mat2"]
+    dtype, axis = call.result.dtype, call.axis("e", a.shape[-1])
+    if not dtype.is_floating_point:
+        raise NoClosedForm("a product of whole numbers")
+
+    def at(index: Indices) -> Expr:
+        *batch, row, column = index
+        return ex.Contract((axis,), a.at((*batch, row, axis)), b.at((*batch, axis, column)), dtype)
+
+    return call.tensor(at)
+
+
+def _softmax(call: Operation) -> Tensor:
+    x, dim = call["self"], call.dim()
+    if not x.shape:
+        raise NoClosedForm("a softmax of one number")
+    dtype, axis = call.result.dtype, call.axis("j", x.shape[dim])
+
+    def at(index: Indices) -> Expr:
+        body = x.at((*index[:dim], axis, *index[dim + 1 :]))
+        return ex.Softmax(axis, al.cast(dtype, body, x.dtype, call.space), index[dim], dtype)
+
+    return call.tensor(at)
+
+
+def _safe_softmax(call: Operation) -> Tensor:
+    """A softmax that gives zeros where all of a row is minus infinity."""
+    weights, x, dim, space = _softmax(call), call["self"], call.dim(), call.space
+    axis = call.axis("r", x.shape[dim])
+
+    def at(index: Indices) -> Expr:
+        body = al.cast(weights.dtype, x.at((*index[:dim], axis, *index[dim + 1 :])), x.dtype, space)
+        hidden = ex.Reduce("all", axis, al.compare("eq", body, ex.Const(-math.inf)))
+        return al.select(hidden, ex.Const(0.0), weights.at(index))
+
+    return call.tensor(at)
+
+
+def _log_softmax(call: Operation) -> Tensor:
+    weights = _softmax(call)
+    return call.tensor(lambda index: al.unary("log", weights.at(index)))
+
+
+def _dropout(call: Operation) -> Tensor:
+    x, p = call["x"], call.dropout_probability(call["number"])
+    return call.tensor(lambda index: ex.Dropout(x.at(index), p))
+
+
+def _reduced(call: Operation, name: str, dims: list[int]) -> Callable[[Indices], Expr]:
+    x, dtype = call["self"], call.result.dtype
+    keepdim = bool(call.get("keepdim", False))
+    axes = {d: call.axis(f"r{d}_", x.shape[d]) for d in dims}
+
+    def at(index: Indices) -> Expr:
+        rest = iter(index)
+        inside: list[sympy.Expr] = []
+        for d in range(len(x.shape)):
+            if d in axes:
+                inside.append(axes[d])
+                if keepdim:
+                    next(rest)
+            else:
+                inside.append(next(rest))
+        body = x.at(tuple(inside))
+        if not (name == "sum" and isinstance(body, ex.Mul)):
+            _of_scores(body, name)
+        for d in dims:
+            body = _sum(axes[d], body, dtype) if name == "sum" else ex.Reduce(name, axes[d], body)
+        return body
+
+    return at
+
+
+def _sum(axis: sympy.Symbol, body: Expr, dtype: torch.dtype) -> Expr:
+    match body:
+        case ex.Mul(ex.Const() as number, inner) | ex.Mul(inner, ex.Const() as number):
+            return al.mul(number, _sum(axis, inner, dtype))
+        case ex.Mul(a, b) if axis in ex.index_symbols(a) and axis in ex.index_symbols(b):
+            return ex.Contract((axis,), a, b, dtype)
+        case ex.Contract(axes, a, b, _):
+            return ex.Contract((*axes, axis), a, b, dtype)
+    return ex.Reduce("sum", axis, body)
+
+
+def _reduction(name: str) -> Callable[[Operation], Tensor]:
+    def handler(call: Operation) -> Tensor:
+        x = call["self"]
+        given = call.get("dim", None)
+        if name == "sum" and x.dtype != call.result.dtype and not x.dtype.is_floating_point:
+            raise NoClosedForm("a sum of whole numbers")
+        if not x.shape:
+            raise NoClosedForm(f"{name} of one number")
+        dims = given if isinstance(given, (list, tuple)) else [given]
+        if not dims or dims == [None]:
+            dims = list(range(len(x.shape)))
+        return call.tensor(_reduced(call, name, [d % len(x.shape) for d in dims]))
+
+    return handler
+
+
+def _of_scores(body: Expr, name: str) -> Expr:
+    if not ex.has_product(body):
+        raise NoClosedForm(f"{name} of something other than the scores")
+    return body
+
+
+def _mean(call: Operation) -> Tensor:
+    x, dims = call["self"], call["dim"]
+    if not dims or not x.shape:
+        raise NoClosedForm("a reduction to one number")
+    dims = [d % len(x.shape) for d in dims]
+    count = sympy.prod([x.shape[d] for d in dims])
+    total = _reduced(call, "sum", dims)
+    if count.is_Integer:
+        return call.tensor(lambda index: al.mul(ex.Const(1.0 / int(count)), total(index)))
+    length = al.cast(call.result.dtype, ex.Index(count), torch.int64, call.space)
+    return call.tensor(lambda index: al.div(total(index), length))
+
+
+def _extreme(name: str) -> Callable[[Operation], list[Tensor]]:
+    """The values of max and min along a dimension; their positions have no closed form."""
+
+    def handler(call: Operation) -> list[Tensor]:
+        values, positions = call.node.meta["val"]
+        x, dim = call["self"], call.dim()
+        if not x.shape:
+            raise NoClosedForm(f"{name} of one number")
+        axis, keepdim = call.axis("r", x.shape[dim]), bool(call["keepdim"])
+
+        def at(index: Indices) -> Expr:
+            after = index[dim + 1 :] if keepdim else index[dim:]
+            return ex.Reduce(name, axis, _of_scores(x.at((*index[:dim], axis, *after)), name))
+
+        def unknown(index: Indices) -> Expr:
+            raise NoClosedForm("the position of the largest element")
+
+        return [call.like(values, at), call.like(positions, unknown)]
+
+    return handler
+
+
+def _logsumexp(call: Operation) -> Tensor:
+    x, dims = call["self"], call["dim"]
+    if len(dims) != 1 or not x.shape:
+        raise NoClosedForm("a log-sum-exp over several dimensions")
+    dim, keepdim = dims[0] % len(x.shape), bool(call["keepdim"])
+    axis = call.axis("r", x.shape[dim])
+
+    def at(index: Indices) -> Expr:
+        after = index[dim + 1 :] if keepdim else index[dim:]
+        body = _of_scores(x.at((*index[:dim], axis, *after)), "logsumexp")
+        return al.unary("log", ex.Reduce("sum", axis, al.unary("exp", body)))
+
+    return call.tensor(at)
+
+
+def _cumsum(call: Operation) -> Tensor:
+    x = call["self"]
+
+    def at(index: Indices) -> Expr:
+        # Of nothing but zeros, as where no sequence of a batch is made of several.
+        if x.at(index) in (ex.FALSE, ex.Const(0), ex.Const(0.0)):
+            return ex.Const(al.rounded(0, call.result.dtype))
+        raise NoClosedForm("a running sum")
+
+    return call.tensor(at)
+
+
+ACROSS: dict[Any, Callable[[Operation], Any]] = {
+    aten.bmm.default: _bmm,
+    aten.mm.default: _bmm,
+    aten._softmax.default: _softmax,
+    aten._log_softmax.default: _log_softmax,
+    aten._safe_softmax.default: _safe_softmax,
+    torch.ops.attn_fuse.dropout_marker.default: _dropout,
+    aten.sum.dim_IntList: _reduction("sum"),
+    aten.mean.dim: _mean,
+    aten.amax.default: _reduction("amax"),
+    aten.amin.default: _reduction("amin"),
+    aten.max.default: _reduction("amax"),
+    aten.min.default: _reduction("amin"),
+    aten.any.dim: _reduction("any"),
+    aten.all.dim: _reduction("all"),
+    aten.max.dim: _extreme("amax"),
+    aten.min.dim: _extreme("amin"),
+    aten.logsumexp.default: _logsumexp,
+    aten.cumsum.default: _cumsum,
+}

@@ -1,0 +1,183 @@
+"""An operation of a normal form while it is lifted: its arguments, and what it gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Node, map_arg
+
+from attn_fuse.expression import nodes as ex
+from attn_fuse.expression import simplify as al
+from attn_fuse.expression.index import Space
+from attn_fuse.expression.nodes import Expr
+
+aten = torch.ops.aten
+Indices = tuple[sympy.Expr, ...]
+# What is used twice counts twice: thirty doublings would be a billion parts.
+_MOST_PARTS = 5000
+
+
+class NoClosedForm(Exception):
+    """The operation, as it is called here, has no closed element expression. node: it, once that is known."""
+
+    node: Node | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Tensor:
+    """A shape, a dtype, and the element expression at given indices. leaf: its number, if it is a leaf as it stands."""
+
+    shape: Indices
+    dtype: torch.dtype
+    at: Callable[[Indices], Expr]
+    leaf: int | None = None
+
+
+class Operation:
+    """One normalised operation with its arguments already lifted, by their names in its schema."""
+
+    def __init__(
+        self,
+        node: Node,
+        values: Mapping[Node, Any],
+        space: Space,
+        leaf_dtypes: Mapping[int, torch.dtype],
+        dropout_probability: Callable[[int], Expr],
+        trains: bool = False,
+    ) -> None:
+        self.node = node
+        self.space = space
+        self.leaf_dtypes = leaf_dtypes
+        self.dropout_probability = dropout_probability
+        self.trains = trains
+        self._values = values
+        self._axes: dict[str, sympy.Symbol] = {}
+        schema = node.target._schema
+        self.named = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
+        self.named |= dict(zip((a.name for a in schema.arguments), node.args, strict=False))
+        self.named |= node.kwargs
+
+    def __getitem__(self, name: str) -> Any:
+        return map_arg(self.named[name], self._values.__getitem__)
+
+    def get(self, name: str, usual: Any) -> Any:
+        """The argument, or `usual` where the schema has none of this name."""
+        return self[name] if name in self.named else usual
+
+    @property
+    def result(self) -> torch.Tensor:
+        return self.node.meta["val"]
+
+    def tensor(self, at: Callable[[Indices], Expr]) -> Tensor:
+        return self.like(self.result, at)
+
+    def like(self, value: torch.Tensor, at: Callable[[Indices], Expr]) -> Tensor:
+        """A result of this operation that has the shape and dtype of `value`."""
+        known: dict[Indices, Expr] = {}
+
+        # The same indices give the same object again: what several readers share stays shared.
+        def remembered(index: Indices) -> Expr:
+            if index not in known:
+                try:
+                    element = at(index)
+                    if ex.size(element) > _MOST_PARTS:
+                        raise NoClosedForm("an expression with too many parts")
+                    known[index] = element
+                except NoClosedForm as problem:
+                    problem.node = problem.node or self.node
+                    raise
+            return known[index]
+
+        return Tensor(shape_of(value), value.dtype, remembered)
+
+    def axis(self, name: str, length: sympy.Expr) -> sympy.Symbol:
+        """The symbol that this operation sums over; one for all its elements, so that equal elements look equal."""
+        if name not in self._axes:
+            self._axes[name] = self.space.fresh(name, length)
+        return self._axes[name]
+
+    def dim(self, name: str = "dim") -> int:
+        """Argument `name`, a dimension of `self`, counted from the front."""
+        return int(self[name]) % max(len(self["self"].shape), 1)
+
+
+def shape_of(value: torch.Tensor) -> Indices:
+    return tuple(size(s) for s in value.shape)
+
+
+def size(number: Any) -> sympy.Expr:
+    return number.node.expr if isinstance(number, torch.SymInt) else sympy.Integer(number)
+
+
+def clamped(index: Indices, shape: Indices) -> Indices:
+    return tuple(sympy.Integer(0) if length == 1 else i for i, length in zip(index, shape, strict=True))
+
+
+def number(value: Any) -> Expr:
+    if isinstance(value, Expr):
+        return value
+    if isinstance(value, torch.SymInt):
+        return ex.Index(value.node.expr)
+    if isinstance(value, (bool, int, float)):
+        return ex.Const(value)
+    raise NoClosedForm("a number that is computed when the program runs")
+
+
+def operand(call: Operation, name: str, dtype: torch.dtype, wide: bool = False) -> Callable[[Indices], Expr]:
+    """Argument `name` as a function of the result's indices, converted to `dtype`.
+
+    wide: a number beside tensors in half precision is taken in float32, as torch's arithmetic does.
+    """
+    x = call[name]
+    rank = len(shape_of(call.result))
+    if not isinstance(x, Tensor):
+        value = number(x)
+        if isinstance(value, ex.Const):
+            is_half = dtype.is_floating_point and dtype.itemsize < 4
+            value = ex.Const(al.rounded(value.value, torch.float32 if wide and is_half else dtype))
+        elif isinstance(value, ex.Index):
+            value = al.cast(dtype, value, torch.int64, call.space)
+        return lambda index: value
+    extra = rank - len(x.shape)
+    jumps = x.dtype.is_floating_point and not dtype.is_floating_point
+    element = exact(call, x.at) if jumps else x.at
+    return lambda index: al.cast(dtype, element(clamped(index[extra:], x.shape)), x.dtype, call.space)
+
+
+def exact(call: Operation, element: Callable[[Indices], Expr]) -> Callable[[Indices], Expr]:
+    """`element` with every rounding that torch does on the way: for what jumps where a number changes by a rounding."""
+    return lambda index: al.as_rounded(element(index), call.leaf_dtypes)
+
+
+def position(call: Operation, value: sympy.Expr, length: sympy.Expr) -> sympy.Expr:
+    """A position along a dimension as it counts from the front; a negative one counts from the end."""
+    if call.space.is_nonnegative(value):
+        return value
+    if call.space.is_negative(value):
+        return sympy.expand(value + length)
+    raise NoClosedForm("positions that may count from the end")
+
+
+def slice_start(call: Operation, dim: int, length: sympy.Expr, count: sympy.Expr) -> sympy.Expr:
+    """Where the slice begins that `start`, `end` and `step` say of a dimension, as Python clamps it.
+
+    length: of the dimension. count: how many elements the slice has.
+    """
+    space = call.space
+    start, end = call["start"], call["end"]
+    first = size(0 if start is None else start)
+    if space.is_nonnegative(first):
+        return first
+    from_front = sympy.expand(length + first)
+    if space.is_nonnegative(from_front):
+        return from_front
+    if space.is_negative(from_front):
+        return sympy.Integer(0)
+    if call["step"] == 1 and (end is None or space.is_nonnegative(size(end) - length)):
+        # It reaches the end.
+        return sympy.expand(length - count)
+    raise NoClosedForm("a slice from an unknown position")

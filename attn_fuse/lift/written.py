@@ -1,0 +1,346 @@
+"""Written in place, as functional graphs say it: a tensor with some of its elements replaced.
+
+What is read back of such a tensor is what was written, or what was there before, wherever the positions prove it: the
+choice between the two goes away by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import sympy
+import torch
+
+from attn_fuse.expression import nodes as ex
+from attn_fuse.expression import simplify as al
+from attn_fuse.expression.index import Space
+from attn_fuse.expression.nodes import Expr
+from attn_fuse.lift.creation import TrianglePlace
+from attn_fuse.lift.tensor import (
+    Indices,
+    NoClosedForm,
+    Operation,
+    Tensor,
+    aten,
+    clamped,
+    number,
+    position,
+    size,
+    slice_start,
+)
+from attn_fuse.torch_internals import FloorDiv, Mod
+
+# Longer lists of positions stay the tensors that they are.
+_MOST_POSITIONS = 16
+_UNKNOWN = "elements written at positions that are read from a tensor"
+
+
+def _chosen(cond: Expr, new: Callable[[], Expr], old: Callable[[], Expr], space: Space) -> Expr:
+    """`new` where `cond` holds, else `old`; neither is asked for where it is not wanted."""
+    if cond == ex.TRUE:
+        return new()
+    if cond == ex.FALSE:
+        return old()
+    a, b = new(), old()
+    if any(isinstance(part, ex.Softmax) for x in (a, b) if ex.has_product(x) for part in ex.walk(x)):
+        # Parts of the scores, each normalised in its place, read what the others wrote there.
+        a, b = al.assuming(a, cond, space), al.assuming(b, al.logical_not(cond), space)
+    return al.select(cond, a, b, space)
+
+
+def _slice_scatter(call: Operation) -> Tensor:
+    x, src, dim, step, space = call["self"], call["src"], call.dim(), call["step"], call.space
+    count = src.shape[dim]
+    start = slice_start(call, dim, x.shape[dim], count)
+    if step != 1 and not (isinstance(step, int) and start.is_Integer):
+        raise NoClosedForm("a slice written in steps from an unknown position")
+    # So many steps further on than `start`, the first position on the grid of the steps is not negative.
+    shift = (-start) % step
+
+    if count == 0:
+        return call.tensor(x.at)
+    nth = space.fresh("w", count)
+
+    def element(index: Indices, place: sympy.Expr) -> Expr:
+        if step == 1:
+            direct = src.at((*index[:dim], place, *index[dim + 1 :]))
+            if not any(p.has(FloorDiv, Mod) for part in ex.walk(direct) for p in ex.positions(part)):
+                return direct
+            # Divisions are carried out where the place is known to be in the slice.
+            inside = src.at((*index[:dim], nth, *index[dim + 1 :]))
+            return al.substitute(inside, {nth: place}, space)
+        # On the grid of the steps a position divides evenly, so that what was read from there is what it was.
+        written = src.at((*index[:dim], nth, *index[dim + 1 :]))
+        even = al.substitute(written, {nth: sympy.expand((index[dim] - start) / step)}, space)
+        return even if _is_whole(even) else al.substitute(written, {nth: place}, space)
+
+    def at(index: Indices) -> Expr:
+        along = sympy.expand(index[dim] + shift)
+        place = space.floordiv(along, sympy.Integer(step)) - (start + shift) / step if step != 1 else along - start
+        place = sympy.expand(place)
+        cond = al.logical_and(al.nonnegative(place, space), al.nonnegative(count - 1 - place, space))
+        if step != 1:
+            cond = al.logical_and(cond, al.is_zero(space.mod(along, sympy.Integer(step)), space))
+        return _chosen(
+            cond, lambda: al.cast(x.dtype, element(index, place), src.dtype, space), lambda: x.at(index), space
+        )
+
+    return call.tensor(at)
+
+
+def _is_whole(x: Expr) -> bool:
+    """Whether no position in `x` is a fraction by its form."""
+    return all(number.is_Integer for part in ex.walk(x) for p in ex.positions(part) for number in p.atoms(sympy.Number))
+
+
+def _select_scatter(call: Operation) -> Tensor:
+    x, src, dim, space = call["self"], call["src"], call.dim(), call.space
+    place = position(call, size(call["index"]), x.shape[dim])
+
+    def at(index: Indices) -> Expr:
+        inside = (*index[:dim], *index[dim + 1 :])
+        return _chosen(
+            al.is_zero(index[dim] - place, space),
+            lambda: al.cast(x.dtype, src.at(inside), src.dtype, space),
+            lambda: x.at(index),
+            space,
+        )
+
+    return call.tensor(at)
+
+
+def _diagonal_scatter(call: Operation) -> Tensor:
+    x, src, space, offset = call["self"], call["src"], call.space, size(call["offset"])
+    first, second = call.dim("dim1"), call.dim("dim2")
+    above = space.is_nonnegative(offset)
+    if not above and not space.is_negative(offset):
+        raise NoClosedForm("a diagonal at an unknown place")
+
+    def at(index: Indices) -> Expr:
+        inside = (*(i for d, i in enumerate(index) if d not in (first, second)), index[first if above else second])
+        return _chosen(
+            al.is_zero(index[second] - index[first] - offset, space),
+            lambda: al.cast(x.dtype, src.at(inside), src.dtype, space),
+            lambda: x.at(index),
+            space,
+        )
+
+    return call.tensor(at)
+
+
+# ---- at positions that a tensor says
+
+
+def _index_copy(call: Operation) -> Tensor:
+    x, src, dim, space = call["self"], call["source"], call.dim(), call.space
+    if not x.shape:
+        raise NoClosedForm("a number written into a number")
+    places = _Places(call, call["index"], x.shape[dim])
+
+    def at(index: Indices) -> Expr:
+        def element(place: sympy.Expr) -> Expr:
+            return al.cast(x.dtype, src.at((*index[:dim], place, *index[dim + 1 :])), src.dtype, space)
+
+        return places.chosen(index[dim], element, lambda: x.at(index))
+
+    return call.tensor(at)
+
+
+def _index_fill(call: Operation) -> Tensor:
+    x, dim, given, space = call["self"], call.dim(), call["value"], call.space
+    if not x.shape:
+        raise NoClosedForm("a number written into a number")
+    places = _Places(call, call["index"], x.shape[dim], may_repeat=True)
+    value, held = (given.at(()), given.dtype) if isinstance(given, Tensor) else (number(given), torch.float64)
+
+    def at(index: Indices) -> Expr:
+        return places.chosen(index[dim], lambda _: al.cast(x.dtype, value, held, space), lambda: x.at(index))
+
+    return call.tensor(at)
+
+
+def _index_put(call: Operation) -> Tensor:
+    x, positions, value, space = call["self"], call["indices"], call["values"], call.space
+    given = [d for d, p in enumerate(positions) if p is not None]
+    if call["accumulate"]:
+        raise NoClosedForm("numbers added at lists of positions")
+    if any(size != 1 for size in value.shape):
+        raise NoClosedForm("several numbers written at lists of positions")
+    if any(positions[d].dtype == torch.uint8 for d in given):
+        raise NoClosedForm("indexing with a mask of whole numbers")
+    is_written = _mask(positions, given) or _at_lists(call, x, positions, given)
+
+    def at(index: Indices) -> Expr:
+        first = (sympy.Integer(0),) * len(value.shape)
+        return _chosen(
+            is_written(index), lambda: al.cast(x.dtype, value.at(first), value.dtype, space), lambda: x.at(index), space
+        )
+
+    return call.tensor(at)
+
+
+def _mask(positions: Sequence[Tensor | None], given: Sequence[int]) -> Callable[[Indices], Expr] | None:
+    masks = [d for d in given if positions[d].dtype == torch.bool]  # type: ignore[union-attr]
+    if not masks:
+        return None
+    if len(given) != 1:
+        raise NoClosedForm("a mask beside lists of positions")
+    (dim,) = given
+    mask = positions[dim]
+    assert mask is not None
+    return lambda index: mask.at(index[dim : dim + len(mask.shape)])
+
+
+def _at_lists(
+    call: Operation, x: Tensor, positions: Sequence[Tensor | None], given: Sequence[int]
+) -> Callable[[Indices], Expr]:
+    """Whether an element stands at one of the positions that the lists together name."""
+    lists = [p for p in positions if p is not None]
+    together = _triangle(call, x, lists, given) or _diagonal(call, x, lists, given)
+    if together is not None:
+        return together
+    rank = max(len(p.shape) for p in lists)
+    runs = [{rank - len(p.shape) + d for d, n in enumerate(p.shape) if n != 1} for p in lists]
+    if any(a & b for n, a in enumerate(runs) for b in runs[n + 1 :]) or any(len(run) > 1 for run in runs):
+        raise NoClosedForm("elements written at several lists of positions")
+
+    def flat(p: Tensor) -> Tensor:
+        place = next((d for d, n in enumerate(p.shape) if n != 1), None)
+        count = sympy.Integer(1) if place is None else p.shape[place]
+
+        def at(index: Indices) -> Expr:
+            return p.at(tuple(index[0] if d == place else sympy.Integer(0) for d in range(len(p.shape))))
+
+        return Tensor((count,), p.dtype, at)
+
+    places = [_Places(call, flat(p), x.shape[d], may_repeat=True) for d, p in zip(given, lists, strict=True)]
+
+    def is_written(index: Indices) -> Expr:
+        hit: Expr = ex.TRUE
+        for d, along in zip(given, places, strict=True):
+            hit = al.logical_and(hit, along.chosen(index[d], lambda _: ex.TRUE, lambda: ex.FALSE))
+        return hit
+
+    return is_written
+
+
+def _triangle(
+    call: Operation, x: Tensor, lists: Sequence[Tensor], given: Sequence[int]
+) -> Callable[[Indices], Expr] | None:
+    """Whether an element stands in a triangle, where the two lists are the rows and the columns of one."""
+    if len(lists) != 2 or any(len(p.shape) != 1 for p in lists):
+        return None
+    n = call.space.fresh("w", lists[0].shape[0])
+    match [p.at((n,)) for p in lists]:
+        case [ex.Index(TrianglePlace() as row), ex.Index(TrianglePlace() as column)] if (
+            row.args[0] == 0 and column.args[0] == 1 and row.args[1:] == column.args[1:] and row.args[1] == n
+        ):
+            rows, columns, offset, upper = row.args[2:]
+        case _:
+            return None
+    space = call.space
+
+    def is_written(index: Indices) -> Expr:
+        i, j = (index[d] for d in given)
+        within = [rows - 1 - i, columns - 1 - j, j - i - offset if upper else i + offset - j]
+        hit: Expr = ex.TRUE
+        for value in within:
+            hit = al.logical_and(hit, al.nonnegative(value, space))
+        return hit
+
+    return is_written
+
+
+def _diagonal(
+    call: Operation, x: Tensor, lists: Sequence[Tensor], given: Sequence[int]
+) -> Callable[[Indices], Expr] | None:
+    """Whether an element stands on a diagonal, where each list counts up by one from its start."""
+    space, count = call.space, lists[0].shape[0] if lists[0].shape else sympy.Integer(1)
+    if len(lists) < 2 or any(len(p.shape) != 1 or p.shape[0] != count for p in lists):
+        return None
+    n = space.fresh("w", count)
+    starts: list[sympy.Expr] = []
+    for d, p in zip(given, lists, strict=True):
+        match p.at((n,)):
+            case ex.Index(value) if n not in sympy.expand(value - n).free_symbols:
+                starts.append(position(call, value, x.shape[d]) - n)
+            case _:
+                return None
+
+    def is_written(index: Indices) -> Expr:
+        first, *others = (sympy.expand(index[d] - start) for d, start in zip(given, starts, strict=True))
+        hit = al.logical_and(al.nonnegative(first, space), al.nonnegative(count - 1 - first, space))
+        for other in others:
+            hit = al.logical_and(hit, al.is_zero(other - first, space))
+        return hit
+
+    return is_written
+
+
+class _Places:
+    """A list of positions along a dimension of `length`: numbers, or a stretch one after the other."""
+
+    def __init__(self, call: Operation, where: Tensor, length: sympy.Expr, may_repeat: bool = False) -> None:
+        self.space = call.space
+        self.count = where.shape[0] if where.shape else sympy.Integer(1)
+        axis = call.space.fresh("w", self.count)
+        self.start: sympy.Expr | None = None
+        self.listed: list[sympy.Expr] = []
+        match where.at((axis,) if where.shape else ()):
+            case ex.Index(value) if axis not in sympy.expand(value - axis).free_symbols:
+                self.start = sympy.expand(position(call, value, length) - axis)
+                return
+        if not self.count.is_Integer or self.count > _MOST_POSITIONS:
+            raise NoClosedForm(_UNKNOWN)
+        for n in range(int(self.count)):
+            match where.at((sympy.Integer(n),) if where.shape else ()):
+                case ex.Const(value):
+                    self.listed.append(position(call, sympy.Integer(int(value)), length))
+                case ex.Index(value):
+                    self.listed.append(position(call, value, length))
+                case _:
+                    raise NoClosedForm(_UNKNOWN)
+        if not may_repeat and not all(self._differ(a, b) for n, a in enumerate(self.listed) for b in self.listed[:n]):
+            raise NoClosedForm("elements that may be written twice")
+
+    def _differ(self, a: sympy.Expr, b: sympy.Expr) -> bool:
+        return self.space.is_negative(a - b) or self.space.is_negative(b - a)
+
+    def chosen(self, i: sympy.Expr, new: Callable[[sympy.Expr], Expr], old: Callable[[], Expr]) -> Expr:
+        """`new` of the place in the list where position `i` is named, else `old`."""
+        space = self.space
+        if self.start is not None:
+            place = sympy.expand(i - self.start)
+            cond = al.logical_and(al.nonnegative(place, space), al.nonnegative(self.count - 1 - place, space))
+            return _chosen(cond, lambda: new(place), old, space)
+        for n, where in enumerate(self.listed):
+            old = self._or(al.is_zero(i - where, space), sympy.Integer(n), new, old)
+        return old()
+
+    def _or(
+        self, cond: Expr, place: sympy.Expr, new: Callable[[sympy.Expr], Expr], old: Callable[[], Expr]
+    ) -> Callable[[], Expr]:
+        return lambda: _chosen(cond, lambda: new(place), old, self.space)
+
+
+def _copy(call: Operation) -> Tensor:
+    x, src = call["self"], call["src"]
+    extra = len(x.shape) - len(src.shape)
+
+    def at(index: Indices) -> Expr:
+        return al.cast(x.dtype, src.at(clamped(index[extra:], src.shape)), src.dtype, call.space)
+
+    return call.tensor(at)
+
+
+WRITTEN: dict[Any, Callable[[Operation], Any]] = {
+    aten.slice_scatter.default: _slice_scatter,
+    aten.select_scatter.default: _select_scatter,
+    aten.diagonal_scatter.default: _diagonal_scatter,
+    aten.index_copy.default: _index_copy,
+    aten.index_fill.int_Scalar: _index_fill,
+    aten.index_fill.int_Tensor: _index_fill,
+    aten.index_put.default: _index_put,
+    aten.copy.default: _copy,
+}

@@ -1,0 +1,205 @@
+"""Fold: the layers of the scores become one scale, a softcap, a mask as structure, and biases.
+
+What is delicate here is a query that sees no key. Minus infinity gives NaN there, and a kernel may give 0. A finite
+fill gives a mean of the values, over those keys that share the least score; a kernel that skips masked keys does not.
+So a finite fill is dropped only where every query is proved to see a key, and keeps its exact meaning elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import sympy
+import torch
+
+from attn_fuse.attention.attention import Axes, Mask, Refusal
+from attn_fuse.attention.mask import every_query_sees_a_key, mask_parts
+from attn_fuse.expression import nodes as ex
+from attn_fuse.expression import simplify as al
+from attn_fuse.expression.nodes import Const, Expr, index_symbols
+from attn_fuse.expression.ranges import stays_within
+from attn_fuse.lift.lift import Lifted
+from attn_fuse.patterns.layer import Bias, Cap, Fill, Floor, Layer, Scale
+from attn_fuse.patterns.masks import LEAST_ORDINARY_SCORE
+
+
+@dataclass(frozen=True)
+class Term:
+    """A bias. below: how many of the fills were applied after it."""
+
+    value: Expr
+    below: int
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The layers of the scores: softcap(scale * product), plus terms, filled. Terms and fills stand outermost first.
+
+    scaled_fill: the scores are scaled after a fill. floored: a term was raised to a floor.
+    """
+
+    scale: Expr
+    softcap: float | None
+    terms: tuple[Term, ...]
+    fills: tuple[Fill, ...]
+    scaled_fill: bool
+    floored: bool
+
+
+def fold(layers: Iterable[Layer], key_axes: tuple[sympy.Symbol, ...]) -> Scores | Refusal:
+    """`layers`, outermost first, over scores whose keys run along `key_axes`."""
+    scale: Expr = Const(1.0)
+    terms: list[Term] = []
+    fills: list[Fill] = []
+    floored = scaled_fill = False
+    softcap: float | None = None
+    least = -math.inf
+    # Each finite fill, and about what the scores are multiplied with before it.
+    reached: list[tuple[float, float]] = []
+    for layer in layers:
+        match layer:
+            case Scale(factor):
+                if index_symbols(factor) & set(key_axes):
+                    return Refusal("the scores are scaled differently for each key")
+                scale = al.mul(scale, factor)
+                reached = [(fill, magnitude * _magnitude(factor)) for fill, magnitude in reached]
+            case Cap(value):
+                if scale != Const(1.0) or least > -math.inf or softcap is not None:
+                    return Refusal("capped scores are scaled or bounded")
+                softcap = value
+            case Bias() | Fill() | Floor() if softcap is not None:
+                return Refusal("scores are capped after a mask or a bias")
+            case Bias(term):
+                floored = floored or least > -math.inf
+                raised = term if least == -math.inf else al.binary("maximum", term, Const(least))
+                terms.append(Term(al.mul(scale, raised), len(fills)))
+            case Fill(keep, value, added):
+                if not (isinstance(scale, Const) and scale.value > 0):
+                    return Refusal("masked scores are scaled by something that is not a positive number")
+                scaled_fill = scaled_fill or scale != Const(1.0)
+                # A score that a floor lifts is no longer lowered by the fill but replaced by the floor.
+                lifted = value <= least
+                fill = max(value, least) * scale.value
+                if fill > _LEAST_FILL:
+                    return Refusal(f"masked scores are scaled to {fill:g}, which ordinary scores can reach")
+                fills.append(Fill(keep, fill, added and not lifted))
+                # A dtype's lowest number is out of reach of any.
+                reached += [(value, 1.0)] if -math.inf < value <= LEAST_ORDINARY_SCORE else []
+            case Floor(value):
+                least = max(least, value)
+    for value, magnitude in reached:
+        if magnitude > 1 and magnitude * _ORDINARY > -value:
+            return Refusal(f"masked scores become {value:g}, which scores times {magnitude:g} can reach")
+    return Scores(scale, softcap, tuple(terms), tuple(fills), scaled_fill, floored)
+
+
+def _magnitude(factor: Expr) -> float:
+    """About how much a factor makes of an ordinary score; what is read from memory is an ordinary number."""
+    match factor:
+        case Const(value):
+            return abs(value)
+        case ex.Mul(a, b):
+            return _magnitude(a) * _magnitude(b)
+        case ex.Div(a, Const(value)) if value != 0:
+            return _magnitude(a) / abs(value)
+        case ex.Div(a, _) | ex.Cast(_, a):
+            return _magnitude(a)
+    return 1.0
+
+
+def mask_and_biases(
+    scores: Scores, beneath: Expr, axes: Axes, lifted: Lifted
+) -> tuple[Mask, tuple[Expr, ...]] | Refusal:
+    """The mask as structure, and the biases, among them what only looked like a mask.
+
+    beneath: the score that the layers are laid over.
+    """
+    space, leaf_dtypes = lifted.space, lifted.leaf_dtypes
+    terms = tuple(term.value for term in scores.terms)
+    finite = [fill for fill in scores.fills if math.isfinite(fill.value)]
+    # A term that is read from memory may hide keys by itself, and so may a function of the scores such as a logarithm,
+    # or of positions such as an exponential, so that only minus infinity is out of their reach.
+    unknown = bool(finite) and not (_is_ordinary(beneath, lifted) and _hides_nothing(terms, finite, lifted))
+    parts = mask_parts((fill.keep for fill in scores.fills), axes, space)
+    seen = every_query_sees_a_key(parts, axes, space, leaf_dtypes)
+    if seen and not unknown and not scores.floored:
+        return Mask(parts), terms
+
+    soft = [fill for fill in finite if fill.added]
+    hard = [fill for fill in scores.fills if fill not in soft]
+    biases = terms + tuple(_as_bias(fill) for fill in soft)
+    values = {fill.value for fill in hard}
+    # Of a query that sees some key, the keys under a finite fill have no weight, whatever the others see.
+    soft_parts = parts if finite and not unknown else ()
+    # Where a floor replaced the scores of a whole row, it also stopped their gradient.
+    softly = "mean" if scores.floored else "none"
+    if not hard:
+        return Mask(empty_rows=softly, soft_parts=soft_parts), biases
+    if values == {-math.inf}:
+        parts = mask_parts((fill.keep for fill in hard), axes, space)
+        sees = every_query_sees_a_key(parts, axes, space, leaf_dtypes)
+        return Mask(parts, empty_rows="mean" if scores.floored else "none" if sees else "nan"), biases
+    if len(hard) > 1 or (scores.scaled_fill and biases):
+        return Refusal("a query that sees no key would get another mean of the values")
+    if not biases:
+        return Mask(mask_parts([hard[0].keep], axes, space), "mean", soft_parts), ()
+    if soft or not _absorbs(hard[0].value):
+        return Refusal("a query that sees no key would get another mean of the values")
+    # Added to a score, the lowest number swallows it: then adding is replacing, and the fill is one more bias.
+    place = scores.fills.index(hard[0])
+    kept = tuple(
+        al.select(hard[0].keep, term.value, Const(0.0)) if term.below > place else term.value for term in scores.terms
+    )
+    return Mask(empty_rows="mean"), (*kept, _as_bias(hard[0]))
+
+
+def _hides_nothing(terms: Iterable[Expr], fills: Iterable[Fill], lifted: Lifted) -> bool:
+    """Whether what is added to the scores stays far above each of these finite fills, for every query and key."""
+    limit = min(abs(fill.value) for fill in fills) / 4
+    if torch.float16 in lifted.leaf_dtypes.values():
+        limit = min(limit, torch.finfo(torch.float16).max / 4)
+    added: Expr = Const(0.0)
+    for term in terms:
+        added = al.add(added, term)
+    return stays_within(added, limit, lifted.space, lifted.learned, lifted.leaf_dtypes.values())
+
+
+def _is_ordinary(score: Expr, lifted: Lifted) -> bool:
+    """Whether an ordinary product of query and key gives an ordinary score, far above every fill."""
+    if not ex.has_product(score):
+        return stays_within(score, _ORDINARY, lifted.space, lifted.learned, lifted.leaf_dtypes.values())
+    match score:
+        case ex.Score():
+            return True
+        case ex.Unary(name, _) if name in _BOUNDED:
+            return True
+        case ex.Unary(name, x) if name in _MODEST:
+            return _is_ordinary(x, lifted)
+        case ex.Cast(_, x) | ex.Mul(x, ex.Load() | ex.Scalar()) | ex.Mul(ex.Load() | ex.Scalar(), x):
+            return _is_ordinary(x, lifted)
+        case ex.Div(x, ex.Load() | ex.Scalar()):
+            return _is_ordinary(x, lifted)
+        case ex.Div(x, Const(value)):
+            return abs(value) >= 1 / _ORDINARY and _is_ordinary(x, lifted)
+        case ex.Mul(a, b) if ex.has_product(a) and ex.has_product(b):
+            return False
+        case ex.Add(a, b) | ex.Mul(a, b) | ex.Binary("maximum" | "minimum", a, b) | ex.Select(_, a, b):
+            return _is_ordinary(a, lifted) and _is_ordinary(b, lifted)
+    return False
+
+
+# Scores stay above half of a fill, and exp(-104) is 0 in float32.
+_LEAST_FILL = -208.0
+_ORDINARY = 1e6
+_BOUNDED = frozenset("tanh sigmoid erf erfc sin cos atan sign".split())
+_MODEST = frozenset("abs neg relu gelu silu mish softplus sqrt asinh floor ceil round trunc detach".split())
+
+
+def _as_bias(fill: Fill) -> Expr:
+    return al.select(fill.keep, Const(0.0), Const(fill.value))
+
+
+def _absorbs(fill: float) -> bool:
+    return fill <= 0.99 * torch.finfo(torch.bfloat16).min

@@ -1,0 +1,187 @@
+"""Recognise: an element expression becomes an Attention, or a Refusal that says what it is instead.
+
+The expression is taken apart from the outside (draft.py), the layers of the scores are read as structure as far as
+patterns know them, and the axes get their roles: these follow from which index symbol occurs where, never from sizes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import sympy
+
+from attn_fuse.attention.attention import Attention, Axes, Mask, Refusal
+from attn_fuse.attention.mask import conjuncts
+from attn_fuse.expression import nodes as ex
+from attn_fuse.expression import simplify as al
+from attn_fuse.expression.nodes import Const, Expr, Score, index_symbols
+from attn_fuse.lift.lift import Lifted
+from attn_fuse.patterns import SCORE_LAYERS
+from attn_fuse.patterns.draft import Draft, draft
+from attn_fuse.patterns.fold import fold, mask_and_biases
+from attn_fuse.patterns.layer import Layer
+
+
+def recognize(lifted: Lifted) -> Attention | Refusal:
+    """The attention that `lifted` is an element of."""
+    space = lifted.space
+    whole = draft(lifted)
+    if isinstance(whole, Refusal):
+        return whole
+    axes = _axes(whole)
+    if isinstance(axes, Refusal):
+        return axes
+    reading = _read(whole, axes, lifted)
+    mask = reading.mask
+    factor, out_scale = _factors(whole, axes, mask)
+    if whole.empty_is_zero and mask.empty_rows == "nan":
+        mask = Mask(mask.parts, "zero")
+    return Attention(
+        axes=axes,
+        space=space,
+        query=whole.query,
+        key=whole.key,
+        value=whole.value,
+        score=whole.score,
+        scale=reading.scale,
+        mask=mask,
+        biases=reading.biases,
+        softcap=reading.softcap,
+        score_mod=reading.score_mod,
+        unread=reading.unread,
+        sink=whole.sink,
+        factor=factor,
+        out_scale=out_scale,
+        dropout_p=whole.dropout_p,
+        query_dtype=whole.query_dtype,
+        value_dtype=whole.value_dtype,
+        softmax_dtype=whole.softmax_dtype,
+        output=whole.output,
+    )
+
+
+# ---- the scores as structure
+
+
+@dataclass(frozen=True)
+class _Reading:
+    scale: Expr
+    softcap: float | None
+    mask: Mask
+    biases: tuple[Expr, ...]
+    score_mod: Expr | None
+    unread: str = ""
+
+
+def _read(whole: Draft, axes: Axes, lifted: Lifted) -> _Reading:
+    residue, layers, why = _layers(whole.score)
+    folded = fold(layers, axes.key)
+    read = folded if isinstance(folded, Refusal) else mask_and_biases(folded, residue, axes, lifted)
+    if isinstance(read, Refusal) or isinstance(folded, Refusal):
+        # Then the score is what it is, as one function.
+        problem = read if isinstance(read, Refusal) else folded
+        assert isinstance(problem, Refusal)
+        return _Reading(Const(1.0), None, Mask(), (), whole.score, problem.reason)
+    mask, biases = read
+    if isinstance(residue, Score):
+        return _Reading(folded.scale, folded.softcap, mask, biases, None)
+    return _Reading(folded.scale, folded.softcap, mask, biases, residue, why)
+
+
+def _layers(score: Expr) -> tuple[Expr, list[Layer], str]:
+    """What lies beneath the layers that the patterns know, the layers, and why the next one is not among them."""
+    layers: list[Layer] = []
+    while not isinstance(score, Score):
+        for pattern in SCORE_LAYERS:
+            answer = pattern(score)
+            if isinstance(answer, Refusal):
+                return score, layers, answer.reason
+            if answer is not None:
+                score = answer.inner
+                layers.append(answer.layer)
+                break
+        else:
+            return score, layers, f"the scores pass through {_word(score)}"
+    return score, layers, ""
+
+
+def _factors(whole: Draft, axes: Axes, mask: Mask) -> tuple[Expr | None, Expr | None]:
+    """(what the weights are multiplied with, the same for what all keys share)"""
+    hidden = {part.keep for part in mask.parts}
+    factor: Expr | None = None
+    out_scale: Expr | None = None
+    for value in whole.factors:
+        match value:
+            # The mask once more: where a query sees no key, minus infinity gives NaN with it and without.
+            case ex.Select(cond, Const(1 | 1.0), Const(0 | 0.0)) if (
+                hidden and set(conjuncts(cond)) <= hidden and mask.empty_rows in ("none", "nan")
+            ):
+                continue
+        if index_symbols(value) & set(axes.key):
+            factor = value if factor is None else al.mul(factor, value)
+        else:
+            out_scale = value if out_scale is None else al.mul(out_scale, value)
+    return factor, out_scale
+
+
+# ---- axes
+
+
+def _axes(whole: Draft) -> Axes | Refusal:
+    in_query, in_key, in_value = (index_symbols(side) for side in (whole.query, whole.key, whole.value))
+    shared: list[sympy.Symbol] = []
+    rows: list[sympy.Symbol] = []
+    values: list[sympy.Symbol] = []
+    for symbol in (s for dim in whole.output for s in dim):
+        match (symbol in in_query, symbol in in_key, symbol in in_value):
+            case (True, False, False):
+                rows.append(symbol)
+            case (False, False, True):
+                values.append(symbol)
+            case (False, True, False):
+                return Refusal("the keys differ along an axis that neither query nor value has")
+            case _:
+                shared.append(symbol)
+    if not set(whole.key_axes) <= in_key or not set(whole.key_axes) <= in_value:
+        return Refusal("key or value is the same for several keys")
+    if set(whole.key_axes) & in_query:
+        return Refusal("the query differs from key to key")
+    compared = [s for s in rows if _is_compared(whole.score, s, whole.key_axes)]
+    last = (compared or rows or [None])[-1]
+    # Positions that one dimension of the program was made of, unless the scores treat them alike, as they do heads.
+    home = [s for dim in whole.output if last in dim for s in dim if s in rows]
+    told_apart = [s for s in home if s in (compared or index_symbols(whole.score))]
+    query = tuple(told_apart or home)
+    # Of several shared axes the last are the heads; a single one is, where a batch of 1 stands before it.
+    first_is_one = bool(whole.output) and not whole.output[0]
+    heads = shared[-1:] if len(shared) > 1 or first_is_one else []
+    return Axes(
+        batch=tuple(shared[: len(shared) - len(heads)]),
+        kv_heads=tuple(heads),
+        groups=tuple(s for s in rows if s not in query),
+        query=query,
+        key=whole.key_axes,
+        inner=whole.inner_axes,
+        value=tuple(values),
+    )
+
+
+def _is_compared(score: Expr, row: sympy.Symbol, key_axes: tuple[sympy.Symbol, ...]) -> bool:
+    """Whether a mask in `score` compares the position along `row` with that of the key."""
+    return any(
+        isinstance(part, (ex.NonNegative, ex.IsZero)) and row in part.value.free_symbols
+        and part.value.free_symbols & set(key_axes)
+        for part in ex.walk(score)
+    )  # fmt: skip
+
+
+_WORDS = {
+    ex.Mul: "a product", ex.Add: "a sum", ex.Div: "a quotient", ex.Select: "a choice", ex.Load: "a tensor",
+    ex.Cast: "a cast to whole numbers", ex.Compare: "a comparison", Const: "a number",
+}  # fmt: skip
+
+
+def _word(expr: Expr) -> str:
+    if isinstance(expr, (ex.Unary, ex.Binary)):
+        return expr.name
+    return _WORDS.get(type(expr), type(expr).__name__)

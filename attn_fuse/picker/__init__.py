@@ -1,0 +1,1 @@
+"""Which kernel runs an attention: reasons, evidence, an estimate, and self-checks."""

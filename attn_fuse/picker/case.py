@@ -1,0 +1,201 @@
+"""Cases: what the speed of an attention depends on. Evidence is a table of times by case."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import sympy
+import torch
+
+from attn_fuse.attention.attention import Attention, Causal, DenseMask, Documents, KeyPadding, Prefix, Window
+from attn_fuse.attention.facts import Facts
+from attn_fuse.expression.nodes import Expr, Gather, Load, walk
+
+# What a mask may be. "window": a band of keys about each query, a causal mask that is not the square one included.
+MASKS = ("none", "causal", "window", "prefix", "padding", "documents", "dense")
+# "indexed": looked up, with a gradient or without, where an index of its own for each query and key says.
+BIASES = ("none", "constant", "gradient", "indexed")
+DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
+
+# What a graph with growing sequences is judged at: its first call is short, but its time goes into the long ones.
+TYPICAL_LENGTH = 1024
+_ROWS_COUNTED = 1024
+# How long a prefix is, of all keys: its length is known only when the program runs.
+_PREFIX = 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """An attention as far as its speed goes.
+
+    dtype: "float32", ...; training: forward and backward, else forward. kv_heads: 0 for heads. value_dim: 0 for
+    head_dim. mask: one of MASKS; visible: the share of the scores that it leaves, as far as positions alone decide.
+    bias: one of BIASES, "gradient" for one that wants its own. function: the scores pass through a function of
+    themselves (a softcap, ...) or the weights through a factor. dropout: of the weights. sink: one more logit. table:
+    a learned bias is looked up. repeats: how often the program as written has each key in memory; 0 for heads/kv_heads.
+
+    Raises ValueError for what is none of these.
+    """
+
+    dtype: str
+    training: bool
+    batch: int
+    heads: int
+    q_len: int
+    kv_len: int
+    head_dim: int
+    kv_heads: int = 0
+    value_dim: int = 0
+    mask: str = "none"
+    visible: float = 1.0
+    bias: str = "none"
+    function: bool = False
+    dropout: bool = False
+    sink: bool = False
+    table: bool = False
+    repeats: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
+        object.__setattr__(self, "value_dim", self.value_dim or self.head_dim)
+        for field in fields(self):
+            value, kind = getattr(self, field.name), _KINDS[str(field.type)]
+            if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+                raise ValueError(f"{field.name} {value!r} is no {field.type}")
+        for name, known in (("dtype", DTYPES), ("mask", MASKS), ("bias", BIASES)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} {getattr(self, name)!r} is none of {', '.join(known)}")
+        sizes = (self.batch, self.heads, self.q_len, self.kv_len, self.head_dim, self.kv_heads, self.value_dim)
+        if min(*sizes, self.copies) < 1 or not 0 < self.visible <= 1:
+            raise ValueError("sizes are 1 or more, and visible is above 0 and at most 1")
+
+    @property
+    def copies(self) -> int:
+        """How often the program as written has each key in memory."""
+        return self.repeats or max(1, self.heads // self.kv_heads)
+
+    @property
+    def scores(self) -> int:
+        """The number of scores, hidden ones included."""
+        return self.batch * self.heads * self.q_len * self.kv_len
+
+    @property
+    def itemsize(self) -> int:
+        dtype: torch.dtype = DTYPES[self.dtype]
+        return dtype.itemsize
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields, without those that say nothing."""
+        usual = {"kv_heads": self.heads, "value_dim": self.head_dim} | _USUAL
+        return {name: value for name, value in asdict(self).items() if usual.get(name) != value}
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Case:
+        """Raises ValueError for what `as_json` cannot have given."""
+        try:
+            return Case(**data)
+        except TypeError as problem:
+            raise ValueError(f"not a case: {str(problem).removeprefix('Case.__init__() ')}") from problem
+
+    def __str__(self) -> str:
+        mask = "no mask" if self.mask == "none" else f"{self.mask} mask"
+        words = [f"{mask} ({self.visible:.0%} seen)" if self.mask == "window" else mask]
+        words += [{"none": "", "constant": "bias"}.get(self.bias, f"bias with {self.bias}")]
+        words += ["a function of the scores"] if self.function else []
+        words += [name for name in ("dropout", "sink") if getattr(self, name)]
+        words += ["training" if self.training else "inference", self.dtype, f"{self.batch} x {self.heads} heads"]
+        words += [f"{self.kv_heads} kv_heads"] if self.kv_heads != self.heads else []
+        words += [f"head_dim {self.head_dim}"]
+        words += [f"value_dim {self.value_dim}"] if self.value_dim != self.head_dim else []
+        return ", ".join([*filter(None, words), f"q_len {self.q_len}, kv_len {self.kv_len}"])
+
+
+_KINDS: dict[str, Any] = {"str": str, "bool": bool, "int": int, "float": (int, float)}
+_USUAL: dict[str, Any] = {
+    field.name: field.default for field in fields(Case) if field.name not in ("kv_heads", "value_dim")
+}
+
+
+def case_of(attention: Attention, facts: Facts) -> Case:
+    """The case of an attention; a length that changes from call to call counts as a typical one at least."""
+    sizes = {
+        name: max(getattr(facts, name), TYPICAL_LENGTH if name in facts.symbolic else 1) for name in ("q_len", "kv_len")
+    }
+    mask, visible = _mask(attention, facts, sizes["q_len"], sizes["kv_len"])
+    # A learned bias that is looked up in a table costs what a function of the scores does, not what a stored one does.
+    by_index = any(_by_index(term, attention) for term in attention.biases)
+    looked_up = facts.bias_needs_grad and not any(_is_stored(term, attention) for term in attention.biases)
+    bias = "none" if looked_up or not attention.biases else "gradient" if facts.bias_needs_grad else "constant"
+    bias = "indexed" if by_index else bias
+    beyond = (attention.score_mod, attention.softcap, attention.factor)
+    return Case(
+        dtype=str(facts.dtype).removeprefix("torch."),
+        training=facts.training or facts.bias_needs_grad,
+        **{name: max(getattr(facts, name), 1) for name in ("batch", "heads", "head_dim", "kv_heads", "value_dim")},
+        **sizes,
+        mask=mask,
+        visible=visible,
+        bias=bias,
+        function=looked_up or any(x is not None for x in beyond),
+        dropout=attention.dropout_p is not None,
+        sink=attention.sink is not None,
+        table=looked_up,
+        repeats=0 if facts.repeats * facts.kv_heads == facts.heads else facts.repeats,
+    )
+
+
+def _by_index(bias: Expr, attention: Attention) -> bool:
+    """Whether a table is read at places that a tensor with an element for each query and key holds."""
+    return any(_is_stored(place, attention) for x in walk(bias) if isinstance(x, Gather) for place in x.index)
+
+
+def _is_stored(bias: Expr, attention: Attention) -> bool:
+    """Whether a tensor with an element for each query and key is read."""
+    query, key = {*attention.axes.query}, {*attention.axes.key}
+    symbols = [set().union(*(i.free_symbols for i in x.index)) for x in walk(bias) if isinstance(x, Load)]
+    return any(found & query and found & key for found in symbols)
+
+
+def _mask(attention: Attention, facts: Facts, q_len: int, kv_len: int) -> tuple[str, float]:
+    """The kind of the mask, by the part that is the most work for a kernel, and the share of the scores seen."""
+    parts = attention.mask.parts or attention.mask.soft_parts
+    lengths = {
+        size: length
+        for size, length in (
+            (attention.length(attention.axes.query), q_len), (attention.length(attention.axes.key), kv_len),
+        )
+        if size.is_Symbol
+    }  # fmt: skip
+
+    def number(value: sympy.Expr) -> int | None:
+        found = value.subs(lengths)
+        return int(found) if found.is_Integer else None
+
+    offset = next((number(part.offset) for part in parts if isinstance(part, (Causal, Prefix))), None)
+    reach = next((number(part.reach) for part in parts if isinstance(part, Window)), None)
+    prefix = kv_len // _PREFIX if any(isinstance(part, Prefix) for part in parts) else 0
+    visible = visible_share(q_len, kv_len, offset, reach, prefix)
+    for name, kind in (
+        ("dense", DenseMask), ("documents", Documents), ("padding", KeyPadding), ("prefix", Prefix), ("window", Window),
+        ("causal", Causal),
+    ):  # fmt: skip
+        if any(isinstance(part, kind) for part in parts):
+            return ("window" if name == "causal" and offset != 0 else name), visible
+    return "none", 1.0
+
+
+def visible_share(q_len: int, kv_len: int, offset: int | None, reach: int | None, prefix: int = 0) -> float:
+    """The share of scores with i - reach <= j <= i + offset or j < prefix, from at most 1024 of the queries.
+
+    None is no bound.
+    """
+    queries = range(0, q_len, max(1, math.ceil(q_len / _ROWS_COUNTED)))
+    seen = 0
+    for i in queries:
+        first = 0 if reach is None else max(0, i - reach)
+        last = kv_len - 1 if offset is None else min(kv_len - 1, max(i + offset, prefix - 1))
+        seen += max(0, last - first + 1)
+    return max(round(seen / (len(queries) * kv_len), 4), 1e-4)

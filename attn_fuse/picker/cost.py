@@ -1,0 +1,222 @@
+"""Cost: what an attention would take where nothing like it was measured, estimated as a roofline. It only ranks.
+
+The time is that of the floating-point operations, plus that of the scores and weights that go through memory, plus
+that of starting operations. The peaks come from what torch says of the device; the share of them that a kernel reaches
+is a figure of its class, an estimate from the sources named beside it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+
+from attn_fuse.kernels.switches import float32_precision
+from attn_fuse.picker.case import MASKS, Case
+from attn_fuse.picker.evidence import AS_WRITTEN, Comparison
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """What a device could do. flops: a second, in 16 and 32 bits; flops_sm80: of code written for sm_80 in 16 bits.
+
+    bandwidth: bytes a second of memory, taken anew; cached: of the last cache, of `cache` bytes. launch: seconds.
+    units: multiprocessors that programs are spread over. tf32: whether float32 products may be computed so.
+    """
+
+    flops16: float
+    flops32: float
+    flops_sm80: float
+    bandwidth: float
+    cached: float
+    cache: float
+    launch: float
+    units: int = 1
+    tf32: bool = False
+
+
+@dataclass(frozen=True)
+class Reach:
+    """The share of the peak that a kernel reaches, forward and backward.
+
+    sm80: whether its code was written for sm_80. skips: the masks of which it passes over what they hide. passes: how
+    often each score goes through memory, forward and in training. launches: operations of a call; per_block: of a
+    block of scores, for a kernel that goes from block to block outside of the device, each staying in cache. dropout:
+    what drawing takes, over the time without. splits: whether the keys of few queries are shared among programs.
+    pads: whether the narrower of the rows of key and of value are padded to the wider.
+    summed: seconds for each element of the gradient of a bias that is stored, and of one that is looked up in a table.
+
+    In float32: the shares of its peak, where they are others. splits32: up to which head_dim each product is three in
+    TF32 where one in TF32 is not allowed. fixed32: whether that is so where it is allowed, too.
+    """
+
+    forward: float
+    backward: float
+    sm80: bool = False
+    skips: tuple[str, ...] = MASKS
+    passes: tuple[float, float] = (0.0, 0.0)
+    launches: float = 1.0
+    per_block: float = 0.0
+    dropout: float = 1.0
+    splits: bool = False
+    pads: bool = False
+    summed: tuple[float, float] = (0.0, 0.0)
+    forward32: float | None = None
+    backward32: float | None = None
+    splits32: int = 0
+    fixed32: bool = False
+
+
+# torch's SDPA kernels are given any other mask as a tensor.
+_CAUSAL = ("causal",)
+_ANY = 1 << 16
+# CUDA, shares of the dense peak. cudnn: NVIDIA's cudnn-frontend benchmarks, H200, D 128: 484-702 TFLOP/s forward,
+# 370-612 backward, of 989. FA2: 300-370 and 290-320, that is about 0.65 of what sm_80 code can reach on these SMs.
+# FlexAttention: 0.85-0.90 of FA2. Triton: its tutorial kernel reaches 0.6-0.7 of cuDNN. Efficient: older
+# CUTLASS code for sm_80, about half of FA2. As written and chunked: products at the rate of matmuls of this size, the
+# rest memory.
+# Dropout: with it ours take 1.3 to 1.6 times the instructions, counted on sm_90. The gradient of a table: a bias handed
+# over as a tensor was looked up, and its gradient is added up by index_put_(accumulate=True), which sorts a key for
+# each element; FlexAttention adds by atomics.
+# Float32: efficient always takes three TF32 products (CUTLASS, OpMultiplyAddFastF32), ours do where a row fits the
+# registers. FlexAttention's template has tiles of 64 x 64 forward and of 16 x 16 backward, on tensor cores only where
+# TF32 is allowed. These shares are guesses.
+_CUDA = {
+    AS_WRITTEN: Reach(0.55, 0.55, skips=(), passes=(5, 14), launches=5, splits=True),
+    "cudnn": Reach(0.65, 0.54, skips=_CAUSAL, launches=2, dropout=1.2),
+    "cuda_flash": Reach(0.65, 0.6, sm80=True, skips=_CAUSAL, launches=2, dropout=1.2, splits=True),
+    "cuda_efficient": Reach(
+        0.35, 0.25, sm80=True, skips=_CAUSAL, launches=2, dropout=1.2, summed=(0.0, 2e-9), splits32=_ANY, fixed32=True
+    ),
+    "flex": Reach(0.56, 0.5, sm80=True, launches=3, splits=True, summed=(1e-10, 1e-9), forward32=0.3, backward32=0.06),
+    "triton_flash": Reach(0.42, 0.33, launches=2, dropout=1.5, forward32=0.25, backward32=0.15, splits32=64),
+    "triton_flash_hopper": Reach(0.47, 0.38, launches=2, dropout=1.5),
+    "triton_decode": Reach(0.42, 0.33, launches=3, splits=True, forward32=0.25, splits32=64),
+    "chunked": Reach(0.4, 0.4, passes=(10, 24), launches=10, per_block=40, splits=True),
+}
+# CPU, shares of the peak of fused multiply-adds. As written and flash: fitted to the shipped table (fp32, D 64, two
+# cores: at T 2048, causal, Inductor 112 ms forward and 329 in training, flash 35 and 126). FlexAttention: 0.65-0.75 of
+# flash's time with a causal mask, 0.7-1.3 without. Chunked: the products as written, its blocks passing through cache.
+# What each takes before it computes anything is that of the shipped rows with a single query.
+_CPU = {
+    AS_WRITTEN: Reach(0.6, 0.6, skips=(), passes=(3.2, 7), launches=4),
+    "cpu_flash": Reach(0.38, 0.37, skips=_CAUSAL, launches=6),
+    "flex": Reach(0.5, 0.4, launches=25),
+    "chunked": Reach(0.5, 0.5, passes=(6, 16), launches=90, per_block=20),
+}
+_BLOCK = 512 * 512
+# Rows of queries in a program of a fused kernel.
+_ROWS = 128
+# Of what the rest of a mask leaves, the share that lies within the documents of `specimens`.
+_SEEN_OF_DOCUMENTS = 0.28
+# cuDNN builds a plan for each shape it meets: seconds forward and backward (torch 2.11, modelscope/FunASR#3704), spread
+# over the calls that a shape is taken to come back in.
+_PLAN, _CALLS_OF_A_SHAPE = (0.44, 0.55), 100
+
+# Nothing says these of a CPU: a clock, and bytes a second of a thread to fresh memory (which the system has to clear
+# first) and to the last cache. The floating-point operations in a cycle are those of two units of that width.
+_CLOCK, _FRESH, _CACHED, _CPU_CACHE, _CPU_LAUNCH = 2.5e9, 2.5e9, 8e9, 32e6, 8e-6
+_PER_CYCLE = {"AVX512": 64, "AVX2": 32}
+_CUDA_LAUNCH = 4e-6
+# Floating-point operations of an SM in a cycle, dense 16-bit, by major capability; sm_80 code gets 2048 at most.
+_PER_SM = {7: 1024, 8: 2048, 9: 4096, 10: 8192, 12: 2048}
+_FORWARD, _BACKWARD, _BACKWARD_AS_WRITTEN = 2, 5, 4  # matrix products, each 2 * scores * head_dim operations
+
+
+def estimated(kernel: str, case: Case, device: torch.device) -> Comparison | None:
+    """The ratio of `kernel` on `case`, by the model; None for a kernel that it does not know on such a device."""
+    classes = _CUDA if device.type == "cuda" else _CPU
+    if kernel not in classes:
+        return None
+    here = peaks(device)
+    ratio = seconds(classes[kernel], case, here) / seconds(classes[AS_WRITTEN], case, here)
+    return Comparison(ratio, "estimated, not measured", is_estimate=True)
+
+
+def seconds(reach: Reach, case: Case, here: Peaks) -> float:
+    """What a call takes, about."""
+    seen = case.visible if case.mask in reach.skips else 1.0
+    if case.mask == "documents" and "documents" in reach.skips:
+        seen *= _SEEN_OF_DOCUMENTS
+    both = 2 * max(case.head_dim, case.value_dim) if reach.pads else case.head_dim + case.value_dim
+    operations = 2 * case.scores * seen * both / 2
+    forward, backward = _rates(reach, case, here)
+    time = _FORWARD * operations / forward
+    if case.training:
+        products = _BACKWARD_AS_WRITTEN if not reach.skips else _BACKWARD
+        time += products * operations / backward
+    time *= reach.dropout if case.dropout else 1.0
+    moved = case.scores * seen * case.itemsize
+    # A bias or a mask kept as a tensor is read by all alike, about once for each pass over the scores.
+    with_gradient = case.bias in ("gradient", "indexed")
+    whole = (case.mask in ("dense", "documents") or case.bias != "none") + case.dropout + with_gradient
+    passes = reach.passes[case.training] + whole * (2 if case.training else 1) / max(case.batch, 1)
+    time += passes * moved / (here.cached if moved < here.cache or reach.per_block else here.bandwidth)
+    # Keys that queries share are repeated in memory by the program as written: read, written, and read so often.
+    repeated = 1 + 2 * case.copies if case.copies > 1 and not reach.skips else 1
+    operands = case.batch * case.itemsize * (case.head_dim + case.value_dim)
+    operands *= case.heads * case.q_len + case.kv_heads * case.kv_len * repeated
+    time += operands * (4 if case.training else 1) / (here.cached if operands < here.cache else here.bandwidth)
+    time /= 1.0 if reach.splits else min(1.0, case.batch * case.heads * math.ceil(case.q_len / _ROWS) / here.units)
+    if case.training and (case.table or with_gradient):
+        time += reach.summed[case.table or case.bias == "indexed"] * case.heads * case.q_len * case.kv_len
+    blocks = reach.per_block * max(1.0, case.q_len * case.kv_len * seen / _BLOCK)
+    return time + here.launch * (reach.launches + blocks) * (3 if case.training else 1)
+
+
+def plans(kernel: str, case: Case, changing: bool, device: torch.device) -> float:
+    """What building plans adds to the ratio of `kernel`, where sizes are `changing` from call to call."""
+    if kernel != "cudnn" or not changing:
+        return 0.0
+    return sum(_PLAN[: 1 + case.training]) / _CALLS_OF_A_SHAPE / seconds(_CUDA[AS_WRITTEN], case, peaks(device))
+
+
+def _rates(reach: Reach, case: Case, here: Peaks) -> tuple[float, float]:
+    """Floating-point operations a second, forward and backward."""
+    dense = min(here.flops16, here.flops_sm80) if reach.sm80 else here.flops16
+    if case.itemsize == 2:
+        return dense * reach.forward, dense * reach.backward
+    peak = here.flops32 * (0.5 if case.itemsize > 4 else 1.0)
+    if case.itemsize == 4 and max(case.head_dim, case.value_dim) <= reach.splits32 and (reach.fixed32 or not here.tf32):
+        peak = dense / 2 / 3
+    elif case.itemsize == 4 and here.tf32:
+        peak = dense / 2
+    return (
+        peak * (reach.forward if reach.forward32 is None else reach.forward32),
+        peak * (reach.backward if reach.backward32 is None else reach.backward32),
+    )
+
+
+def peaks(device: torch.device) -> Peaks:
+    """What torch says that `device` could do, with a usual figure for what it does not say."""
+    if device.type == "cuda":
+        return _cuda_peaks(device, float32_precision(device))
+    return _cpu_peaks(torch.get_num_threads())
+
+
+@functools.cache
+def _cuda_peaks(device: torch.device, precision: str) -> Peaks:
+    it = torch.cuda.get_device_properties(device)
+    cycles = it.multi_processor_count * getattr(it, "clock_rate", 1.7e6) * 1e3
+    dense = cycles * _PER_SM.get(it.major, 1024)
+    bandwidth = 2 * getattr(it, "memory_clock_rate", 0) * 1e3 * getattr(it, "memory_bus_width", 0) / 8 or 1e12
+    return Peaks(
+        flops16=dense,
+        # TF32 runs at half the rate; else fp32 has 128 fused multiply-adds in an SM.
+        flops32=cycles * 256 if precision == "ieee" else dense / 2,
+        flops_sm80=cycles * 2048,
+        bandwidth=0.9 * bandwidth,
+        cached=3 * bandwidth,
+        cache=getattr(it, "L2_cache_size", 40e6),
+        launch=_CUDA_LAUNCH,
+        units=it.multi_processor_count,
+        tf32=precision != "ieee",
+    )
+
+
+def _cpu_peaks(threads: int) -> Peaks:
+    capability = torch.backends.cpu.get_cpu_capability()
+    flops = threads * _CLOCK * _PER_CYCLE.get(capability.partition(" ")[0], 16)
+    return Peaks(flops, flops, flops, threads * _FRESH, threads * _CACHED, _CPU_CACHE, _CPU_LAUNCH)

@@ -1,0 +1,210 @@
+"""Evidence: measured times of attentions as written and on kernels, from which the picker estimates.
+
+A table holds the rows that were measured on one device with one torch. Tables that ship with attn_fuse lie beside this
+file (benchmarks/crossover.py writes them); the user's own, from ``python -m attn_fuse.bench --calibrate``, in the
+directory that `cache_dir` gives. Only ratios are taken from a row, never times.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import math
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from attn_fuse.picker.case import Case
+from attn_fuse.picker.regression import apart, expected, point_of
+from attn_fuse.picker.timing import Device
+
+log = logging.getLogger("attn_fuse")
+
+AS_WRITTEN = "as_written"
+_TIME = "_us"
+
+
+@dataclass(frozen=True)
+class Row:
+    """Microseconds of one case, by what it ran on: "as_written" and the names of kernels."""
+
+    case: Case
+    times: Mapping[str, float]
+
+    def as_json(self) -> dict[str, Any]:
+        return self.case.as_json() | {f"{name}{_TIME}": time for name, time in self.times.items()}
+
+    @staticmethod
+    def from_json(data: object) -> Row:
+        """Raises ValueError for what `as_json` cannot have given."""
+        if not isinstance(data, dict):
+            raise ValueError(f"not a row: {data!r}")
+        times = {name.removesuffix(_TIME): time for name, time in data.items() if name.endswith(_TIME)}
+        if not all(isinstance(time, (int, float)) and time > 0 for time in times.values()):
+            raise ValueError("a time is a number above 0")
+        return Row(Case.from_json({name: value for name, value in data.items() if not name.endswith(_TIME)}), times)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows measured on one device. own: whether the user measured them."""
+
+    device: Device
+    torch: str
+    rows: tuple[Row, ...]
+    own: bool = False
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A kernel's time over the time as written. how: how that is known, in words. is_estimate: not measured."""
+
+    ratio: float
+    how: str
+    is_estimate: bool = False
+
+
+def compare(
+    kernel: str,
+    case: Case,
+    device: Device,
+    torch: str,
+    known: Iterable[Table],
+    model: Callable[[Case], float] | None = None,
+) -> Comparison | None:
+    """The ratio of `kernel` on `case`, from the rows about it; None where nothing within REACH was measured.
+
+    Rows that the user measured on this device with this torch, where there are any within reach, are asked alone.
+    model: the ratio that is expected of a case; from a row's case to this one, half of what it changes by is believed.
+    """
+    found = [
+        (apart(row.case, case, device.type) + sum(away), (*point_of(row.case, device.type), *away), row, table)
+        for table in known
+        if table.device.type == device.type
+        for away in [_elsewhere(table, device, torch)]
+        for row in table.rows
+        if kernel in row.times and AS_WRITTEN in row.times
+    ]
+    found = [near for near in found if near[0] <= REACH]
+    found = [near for near in found if _is_own(near[3], device, torch)] or found
+    if not found:
+        return None
+
+    def believed(of: Case) -> float:
+        return 0.0 if model is None else _BELIEVED * math.log(model(of))
+
+    beyond = [math.log(row.times[kernel] / row.times[AS_WRITTEN]) - believed(row.case) for _, _, row, _ in found]
+    here = (*point_of(case, device.type), 0.0, 0.0)
+    ratio = math.exp(believed(case) + expected(here, [point for _, point, _, _ in found], beyond))
+    _, _, row, table = min(found, key=lambda near: near[0])
+    return Comparison(ratio, f"by measurements {_where(table, device, torch)}, the nearest at {row.case}")
+
+
+# Of what is farther away a row says nothing, and a cost model is the better guess.
+REACH = 3.0
+_OTHER_DEVICE, _OTHER_TORCH = 0.3, 0.1
+# As likely as any by the shipped CPU table. Between its rows the model is of little use; beyond them, at 1024 and 2048
+# from shorter ones, what is picked takes 1.2 of the best, the mean, with half of it and 1.4 with a quarter.
+_BELIEVED = 0.5
+
+
+def _elsewhere(table: Table, device: Device, torch: str) -> tuple[float, float]:
+    return _OTHER_DEVICE * (table.device != device), _OTHER_TORCH * (_minor(table.torch) != _minor(torch))
+
+
+def _is_own(table: Table, device: Device, torch: str) -> bool:
+    return table.own and table.device == device and _minor(table.torch) == _minor(torch)
+
+
+def _where(table: Table, device: Device, torch: str) -> str:
+    where = "here" if table.own and table.device == device else "" if table.device == device else f"on {table.device}"
+    version = "" if _minor(table.torch) == _minor(torch) else f"with torch {_minor(table.torch)}"
+    return " ".join(word for word in (where, version) if word) or "on a device of this name"
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+# ---- tables
+
+
+@functools.cache
+def tables() -> tuple[Table, ...]:
+    """The shipped tables and the user's. One of the user's that cannot be read is left out with a warning, once."""
+    found = [read_table(path) for path in sorted(Path(__file__).parent.glob("evidence_*.json"))]
+    for path in own_paths():
+        try:
+            found.append(read_table(path, own=True))
+        except (OSError, ValueError) as problem:
+            log.warning(
+                "the calibration in %s is ignored: %s (python -m attn_fuse.bench --forget deletes it)", path, problem
+            )
+    return tuple(found)
+
+
+def read_table(path: Path, own: bool = False) -> Table:
+    """Raises OSError, and ValueError for what `write_table` cannot have written."""
+    try:
+        data = json.loads(path.read_text())
+        head = data["machine"]
+        rows = tuple(map(Row.from_json, data["rows"]))
+        return Table(Device.of_machine(head), str(head["torch"]), rows, own)
+    except (KeyError, TypeError) as problem:
+        raise ValueError(f"it is no table of measurements ({type(problem).__name__}: {problem})") from problem
+
+
+def write_table(path: Path, machine: Mapping[str, Any], rows: Sequence[Row]) -> None:
+    """`rows` under `machine`, one a line; the file is whole or not there."""
+    lines = ",\n".join("  " + json.dumps(row.as_json()) for row in rows)
+    write_whole(path, f'{{\n "machine": {json.dumps(dict(machine))},\n "rows": [\n{lines}\n ]\n}}\n')
+
+
+def write_whole(path: Path, text: str) -> None:
+    """`text` as the file at `path`, which another process sees whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as part:
+        part.write(text)
+    os.chmod(part.name, 0o644)
+    os.replace(part.name, path)
+
+
+# ---- the user's own
+
+
+def cache_dir() -> Path:
+    """Where what was measured on the user's devices is kept.
+
+    The environment variable ATTN_FUSE_CACHE, where it is set; else attn_fuse in the platform's directory for caches:
+    $XDG_CACHE_HOME or ~/.cache, on macOS ~/Library/Caches, on Windows %LOCALAPPDATA%.
+    """
+    chosen = os.environ.get("ATTN_FUSE_CACHE")
+    if chosen:
+        return Path(chosen).expanduser()
+    if sys.platform == "win32":
+        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+    elif sys.platform == "darwin":
+        base = Path.home() / "Library" / "Caches"
+    else:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return base / "attn_fuse"
+
+
+def own_paths() -> list[Path]:
+    """The files with the user's calibrations."""
+    try:
+        return sorted(cache_dir().glob("calibration_*.json"))
+    except (OSError, RuntimeError):
+        return []
+
+
+def own_path(device: Device, torch: str) -> Path:
+    """The file for calibrations of this device with this torch."""
+    name = re.sub(r"[^a-z0-9]+", "-", str(device).lower()).strip("-")
+    return cache_dir() / f"calibration_{device.type}_{name}_torch{_minor(torch)}.json"

@@ -1,0 +1,228 @@
+"""Picker: which kernel runs an attention, with every reason why the others do not.
+
+"As written" is a candidate like the kernels: it wins where no kernel is faster than what Inductor makes of the program,
+unless the caller asks for kernels by name or for everything to be fused. What is faster is measured on the site itself
+where a stopwatch is given, else estimated from evidence, else from a cost model, which has to promise more.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import torch
+
+from attn_fuse.attention.attention import Attention
+from attn_fuse.attention.facts import Facts
+from attn_fuse.kernels import KERNELS, switches
+from attn_fuse.kernels.kernel import Kernel
+from attn_fuse.picker import cost, evidence
+from attn_fuse.picker.case import Case, case_of
+from attn_fuse.picker.evidence import AS_WRITTEN, Comparison
+from attn_fuse.picker.timing import this_device
+
+log = logging.getLogger("attn_fuse")
+
+WhyNot: TypeAlias = dict[str, tuple[str, ...]]
+
+# A time of the model may be off by that much; so a kernel that was not measured has to be this much faster.
+_DOUBT = 0.7
+
+
+@dataclass(frozen=True)
+class Times:
+    """What measuring a site gave: seconds by name, "as_written" among them, and why a kernel has none.
+
+    failed: why the site could not be measured at all; the times are then none.
+    """
+
+    seconds: Mapping[str, float]
+    why_not: Mapping[str, str]
+    failed: str = ""
+
+
+Stopwatch: TypeAlias = Callable[[Case, Sequence[Kernel]], Times]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a kernel that was never measured on the device.
+
+    ratio: its time over that of what it would replace; None where it may not run. reason: why it may not.
+    """
+
+    ratio: float | None
+    reason: str = ""
+
+
+# Of a kernel, and of the one that it would replace, None for the program as written.
+SelfCheck: TypeAlias = Callable[[Kernel, Kernel | None], Verdict]
+# A check costs time: what an estimate has to promise of the time of what it would replace.
+_WORTH_CHECKING = 0.9
+_UNTRIED = "was not measured on such a device"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The kernel, or None to leave the site as written; why each other one was not chosen; what it rests on.
+
+    then: the kernels that would have been chosen in its place, best first.
+    """
+
+    kernel: Kernel | None
+    why_not: WhyNot
+    because: str
+    then: tuple[Kernel, ...] = ()
+
+    def without(self, reason: str) -> Choice:
+        """The choice where a call of the kernel cannot be written into the graph, for `reason`: the next best one."""
+        if self.kernel is None:
+            return self
+        following = self.then[0] if self.then else None
+        why_not = self.why_not | {self.kernel.name: (f"its call cannot be written into the graph: {reason}",)}
+        if following is not None:
+            why_not.pop(following.name, None)
+        return Choice(following, why_not, f"{self.kernel.name} cannot be called: {reason}", self.then[1:])
+
+
+def pick(
+    attention: Attention,
+    facts: Facts,
+    stopwatch: Stopwatch | None = None,
+    allowed: tuple[str, ...] | None = None,
+    fuse_all: bool = False,
+    self_check: SelfCheck | None = None,
+) -> Choice:
+    """stopwatch: measures the site as written and on kernels, where that is wanted. allowed: kernels by name, in order
+    of preference, or None for all. fuse_all: do not ask what is faster. self_check: whether a kernel that was never
+    measured on the device is right and fast there; None leaves such kernels out."""
+    order = KERNELS if allowed is None else tuple(k for name in allowed for k in KERNELS if k.name == name)
+    why_not: WhyNot = {k.name: ("not among the kernels allowed",) for k in KERNELS if k not in order}
+    able, set_so = [], switches.current()
+    for kernel in order:
+        reasons = _reasons(kernel, attention, facts, set_so)
+        if reasons:
+            why_not[kernel.name] = reasons
+        else:
+            able.append(kernel)
+    if not able:
+        return Choice(None, why_not, _no_kernel(why_not, facts, allowed))
+    if allowed is not None or fuse_all:
+        others = {k.name: (f"{able[0].name} is preferred",) for k in able[1:]}
+        return Choice(able[0], why_not | others, "asked for", tuple(able[1:]))
+    if facts.weights_used:
+        because = "the weights are also used outside the attention, so nothing is saved"
+        return Choice(None, why_not | {k.name: (because,) for k in able}, because)
+    case = case_of(attention, facts)
+    untried = [k for k in able if k.needs_evidence and _evidence(k.name, case, facts.device) is None]
+    why_not |= {k.name: (f"{_UNTRIED}, and is not tried unless it is asked for",) for k in untried}
+    able = [k for k in able if k not in untried]
+    choice, ratio = _among_measured(able, case, facts, stopwatch, why_not)
+    if self_check is None:
+        return choice
+    promises = {k: c.ratio for k in untried if (c := cost.estimated(k.name, case, facts.device)) is not None}
+    return _checked(choice, ratio, promises, self_check)
+
+
+def _reasons(kernel: Kernel, attention: Attention, facts: Facts, set_so: switches.Switches) -> tuple[str, ...]:
+    """Every reason why `kernel` cannot run the attention; that asking it failed is one."""
+    try:
+        return (*switches.forbidden(kernel.name, facts, set_so), *kernel.why_not(attention, facts))
+    except Exception as problem:  # the others may take it
+        log.warning("asking %s what it takes failed", kernel.name, exc_info=True)
+        return (f"asking it failed: {type(problem).__name__}: {problem}".partition("\n")[0],)
+
+
+def _among_measured(
+    able: Sequence[Kernel], case: Case, facts: Facts, stopwatch: Stopwatch | None, why_not: WhyNot
+) -> tuple[Choice, float]:
+    """The choice among kernels that need no check, and what it takes of the time as written."""
+    times = stopwatch(case, able) if stopwatch is not None else None
+    if times is not None and not times.failed:
+        known = {k: Comparison(times.seconds[k.name] / times.seconds[AS_WRITTEN], "measured here on its own sizes")
+                 for k in able if k.name in times.seconds}  # fmt: skip
+        why_not |= {name: (reason,) for name, reason in times.why_not.items()}
+        return _fastest(known, why_not, "")
+    known = {k: found for k in able if (found := _judged(k.name, case, facts.device)) is not None}
+    known = {k: _with_plans(k.name, found, case, facts) for k, found in known.items()}
+    why_not |= {k.name: ("neither measured nor estimated",) for k in able if k not in known}
+    return _fastest(known, why_not, f"; measuring here failed ({times.failed})" if times is not None else "")
+
+
+def _judged(kernel: str, case: Case, device: torch.device) -> Comparison | None:
+    found = _evidence(kernel, case, device)
+    return found if found is not None else cost.estimated(kernel, case, device)
+
+
+def _with_plans(kernel: str, found: Comparison, case: Case, facts: Facts) -> Comparison:
+    """`found`, which was of one shape, where shapes change."""
+    more = cost.plans(kernel, case, bool(facts.symbolic & {"batch", "q_len", "kv_len"}), facts.device)
+    return (
+        found
+        if not more
+        else replace(
+            found, ratio=found.ratio + more, how=f"{found.how}, with a plan for each of the shapes that change"
+        )
+    )
+
+
+def _evidence(kernel: str, case: Case, device: torch.device) -> Comparison | None:
+    def model(of: Case) -> float:
+        expected = cost.estimated(kernel, of, device)
+        return 1.0 if expected is None else expected.ratio
+
+    return evidence.compare(kernel, case, this_device(device), torch.__version__, evidence.tables(), model)
+
+
+def _checked(choice: Choice, ratio: float, promises: Mapping[Kernel, float], self_check: SelfCheck) -> Choice:
+    """`choice`, or in its place a kernel that promises more, passes its self-check and is faster by the clock.
+
+    ratio: the choice's, of the time as written. promises: the same of each kernel to be tried, by the cost model.
+    """
+    for kernel in sorted(promises, key=lambda k: promises[k]):
+        replaced = choice.kernel.name if choice.kernel is not None else "the program as written"
+        if promises[kernel] >= _WORTH_CHECKING * ratio:
+            reason = f"{_UNTRIED}, and by an estimate is no faster than {replaced}"
+            choice = replace(choice, why_not=choice.why_not | {kernel.name: (reason,)})
+            continue
+        verdict = self_check(kernel, choice.kernel)
+        if verdict.ratio is None or verdict.ratio >= 1:
+            reason = verdict.reason or f"{verdict.ratio:.2f} of the time of {replaced}, checked and timed here"
+            choice = replace(choice, why_not=choice.why_not | {kernel.name: (reason,)})
+            continue
+        said = f"{verdict.ratio:.2f} of the time of {replaced}, checked and timed here"
+        why_not = {name: reasons for name, reasons in choice.why_not.items() if name != kernel.name}
+        then = choice.then
+        if choice.kernel is not None:
+            why_not[choice.kernel.name] = (f"{kernel.name} takes {said}",)
+            then = (choice.kernel, *then)
+        choice, ratio = Choice(kernel, why_not, said, then), ratio * verdict.ratio
+    return choice
+
+
+def _fastest(known: dict[Kernel, Comparison], why_not: WhyNot, note: str) -> tuple[Choice, float]:
+    """The kernel that takes the least of the time as written, if that is less than all of it; and how much it takes."""
+    if not known:
+        return Choice(None, why_not, "no kernel was measured, nor can its time be estimated" + note), 1.0
+
+    def doubted(found: Comparison) -> float:
+        return found.ratio / (_DOUBT if found.is_estimate else 1.0)
+
+    said = {k: f"{found.ratio:.2f} of the time as written, {found.how}" for k, found in known.items()}
+    best, *others = sorted(known, key=lambda k: doubted(known[k]))
+    for kernel in known:
+        why_not[kernel.name] = (said[kernel],)
+    if doubted(known[best]) < 1:
+        del why_not[best.name]
+        then = tuple(k for k in others if doubted(known[k]) < 1)
+        return Choice(best, why_not, said[best] + note, then), known[best].ratio
+    because = f"no kernel is faster than the program as written: {best.name} takes {said[best]}{note}"
+    return Choice(None, why_not, because), 1.0
+
+
+def _no_kernel(why_not: WhyNot, facts: Facts, allowed: tuple[str, ...] | None) -> str:
+    here = [k.name for k in KERNELS if facts.device.type in k.devices and (allowed is None or k.name in allowed)]
+    said = [f"{name}: {'; '.join(why_not[name])}" for name in here]
+    return "no kernel can run it: " + (", ".join(said) if said else f"none is allowed on {facts.device.type}")

@@ -1,0 +1,232 @@
+"""Trial: one site measured where it stands, as written and on each kernel, on stand-ins of what it reads.
+
+For ``options={"pick": "measured"}``. The region becomes a small graph of its own, once as it is and once for each
+kernel; each is compiled by the inner backend and they run in turn. What came out is kept, in memory and on disk, by
+all that the times depend on, so that identical layers and later runs do not measure again.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from attn_fuse.attention.attention import Attention
+from attn_fuse.attention.facts import Facts
+from attn_fuse.emit.splice import emit
+from attn_fuse.graph.modes import mode_now, switched
+from attn_fuse.graph.names import value_of
+from attn_fuse.graph.region import Region
+from attn_fuse.graph.scopes import Scope
+from attn_fuse.kernels import switches
+from attn_fuse.kernels.kernel import Kernel
+from attn_fuse.picker.case import Case
+from attn_fuse.picker.evidence import AS_WRITTEN, cache_dir, write_whole
+from attn_fuse.picker.pick import Times
+from attn_fuse.picker.timing import free_memory, interleaved, this_device
+from attn_fuse.report import log
+from attn_fuse.torch_internals import FakeTensorMode, apart_from_dynamo, compile_with, without_inductor_attention
+
+# Of the figures' format and of how they are measured; raise it when either changes.
+_VERSION = 1
+_ROUNDS, _SECONDS, _SHORTEST = 11, 1.0, 1e-3
+# As written, a training step keeps the scores, the weights, their gradients and what dropout kept.
+SCORES_ALIVE = {False: 3, True: 6}
+
+_known: dict[str, Times] = {}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One site to be measured. values: for leaves whose contents are at hand, these. inner_backend, compile_mode: what
+    compiles the graphs."""
+
+    region: Region
+    attention: Attention
+    facts: Facts
+    mode: FakeTensorMode
+    values: Mapping[Node, Any]
+    inner_backend: str | Callable[..., Any]
+    compile_mode: str | None
+
+    def measure(self, case: Case, kernels: Sequence[Kernel]) -> Times:
+        """The times of the site as written and on `kernels`, or why there are none (`Times.failed`). Never raises."""
+        try:
+            key = self._key(kernels)
+            known = _known.get(key) or _stored(key)
+            if known is None:
+                known = self._measured(case, kernels)
+                if not known.failed:
+                    _store(key, case, known)
+            _known[key] = known
+            return known
+        except Exception as problem:  # rule 5: nothing that goes wrong in here may break the model
+            log.warning("an attention could not be measured", exc_info=True)
+            return Times({}, {}, _first_line(problem))
+
+    def _measured(self, case: Case, kernels: Sequence[Kernel]) -> Times:
+        device = self.facts.device
+        free, needed = free_memory(device), self.facts.score_bytes * SCORES_ALIVE[case.training]
+        if free is not None and needed > free / 2:
+            return Times({}, {}, f"as written it takes {needed / 2**30:.1f} GiB or more, of {free / 2**30:.1f} free")
+        started = time.perf_counter()
+        with (
+            torch.random.fork_rng([device] if device.type == "cuda" else []),
+            apart_from_dynamo(),
+            without_inductor_attention(),
+            torch.set_grad_enabled(case.training),
+        ):
+            leaves = [_stand_in(leaf, self.values.get(leaf), case.training) for leaf in self.region.leaves]
+            runs: dict[str, Callable[[], object]] = {}
+            why_not: dict[str, str] = {}
+            for kernel in (None, *kernels):
+                try:
+                    run = functools.partial(_run, self._compiled(kernel, leaves), leaves, case.training)
+                    run()
+                    runs[AS_WRITTEN if kernel is None else kernel.name] = run
+                except Exception as problem:
+                    if kernel is None:
+                        return Times({}, {}, f"as written: {_first_line(problem)}")
+                    why_not[kernel.name] = f"running it here failed: {_first_line(problem)}"
+            times = interleaved(runs, device, _ROUNDS, _SECONDS * len(runs), _SHORTEST)
+        log.info("measured in %.1f s: %s: %s", time.perf_counter() - started, case, times)
+        return Times({name: timing.median for name, timing in times.items()}, why_not)
+
+    def _compiled(self, kernel: Kernel | None, leaves: list[Any]) -> Callable[..., Any]:
+        """The site alone, on `kernel` or as written."""
+        program, inside = alone(self.region)
+        if kernel is not None:
+            emit(inside, self.attention, self.facts, kernel, self.mode)
+        for node in program.graph.nodes:
+            node.meta = {}  # what Dynamo noted is of other tensors
+        program.recompile()
+        return compile_with(self.inner_backend, without_graphs(self.compile_mode), program, leaves)
+
+    def _key(self, kernels: Sequence[Kernel]) -> str:
+        """Equal for sites whose times are the same."""
+
+        def kind(leaf: Node) -> Any:
+            value = value_of(leaf)
+            if not isinstance(value, torch.Tensor):
+                return number_of(value)
+            sizes = [[number_of(n) for n in ns] for ns in (value.size(), value.stride())]
+            return *sizes, str(value.dtype), value.requires_grad
+
+        device, program = self.facts.device, alone(self.region)[0]
+        what = (
+            _VERSION, str(this_device(device)), torch.__version__, program.code, [*map(kind, self.region.leaves)],
+            mode_now(), self.facts.training, self.facts.bias_needs_grad, [k.name for k in kernels],
+            str(self.inner_backend), self.compile_mode, tuple(switches.current()),
+            switches.float32_precision(device),
+        )  # fmt: skip
+        return hashlib.sha256(repr(what).encode()).hexdigest()[:32]
+
+
+def alone(region: Region) -> tuple[GraphModule, Region]:
+    """The region as a graph of its own, its nodes named by their number, and that as a region."""
+    graph = Graph()
+    copy: dict[Node, Node] = {}
+    modes = region.scope.modes
+    mode, opened = mode_now(), list[Node]()
+    for number, leaf in enumerate(region.leaves):
+        copy[leaf] = graph.placeholder(f"leaf_{number}")
+    for number, node in enumerate(region.nodes):
+        if modes[node].autocast != mode.autocast:
+            opened, mode = switched(graph, opened, modes[node]), modes[node]
+        args, kwargs = (torch.fx.map_arg(x, copy.__getitem__) for x in (node.args, node.kwargs))
+        copy[node] = graph.create_node(node.op, node.target, args, kwargs, name=f"node_{number}")
+    for original, made in copy.items():
+        made.meta = dict(original.meta)
+    switched(graph, opened, mode_now())
+    graph.output((copy[region.output],))
+    module = GraphModule({}, graph)
+    inside = replace(
+        region,
+        # What stands for a site that is fused already has no mode of its own.
+        scope=Scope(module, {}, {made: modes.get(original, region.mode) for original, made in copy.items()}),
+        softmax=copy.get(region.softmax, copy[region.output]),
+        output=copy[region.output],
+        nodes=tuple(copy[node] for node in region.nodes),
+        leaves=tuple(copy[leaf] for leaf in region.leaves),
+        operands=frozenset(copy[leaf] for leaf in region.operands),
+        weights_used=None,
+        dropped_weights_used=None,
+    )
+    return module, inside
+
+
+def _stand_in(leaf: Node, value: Any, training: bool) -> Any:
+    """A tensor like that of `leaf`, with its contents where they are at hand; a size is that of the first call."""
+    like = value_of(leaf)
+    if not isinstance(like, torch.Tensor):
+        return number_of(like if value is None else value)
+    wanted = training and like.requires_grad
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone(memory_format=torch.preserve_format).requires_grad_(wanted)
+    size, stride = [[number_of(n) for n in ns] for ns in (like.size(), like.stride())]
+    made = torch.empty_strided(size, stride, dtype=like.dtype, device=like.device)
+    with torch.no_grad():
+        if like.dtype == torch.bool:
+            made.fill_(True)
+        elif like.dtype.is_floating_point:
+            made.normal_()
+        else:
+            made.zero_()  # a position that every table has
+    return made.requires_grad_(wanted)
+
+
+def number_of(value: Any) -> Any:
+    """A number, or that of a size on the first call."""
+    return value.node.hint if isinstance(value, (torch.SymInt, torch.SymFloat)) else value
+
+
+def _run(compiled: Callable[..., Any], leaves: list[Any], training: bool) -> object:
+    (out,) = compiled(*leaves)
+    if not training:
+        return out
+    wanted = [x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad]
+    return torch.autograd.grad(out, wanted, torch.ones_like(out), allow_unused=True)
+
+
+def without_graphs(mode: str | None) -> str | None:
+    """torch.compile's `mode` without CUDA graphs."""
+    # Captured graphs own their outputs' memory from call to call, which other programs running in turn would break.
+    return {"max-autotune": "max-autotune-no-cudagraphs", "reduce-overhead": None}.get(str(mode), mode)
+
+
+# ---- what is known already
+
+
+def _path(key: str) -> Path:
+    return cache_dir() / "measured" / f"{key}.json"
+
+
+def _stored(key: str) -> Times | None:
+    try:
+        data = json.loads(_path(key).read_text())
+        seconds = {str(name): float(time) for name, time in data["seconds"].items()}
+        if AS_WRITTEN in seconds and min(seconds.values()) > 0:
+            return Times(seconds, {str(name): str(why) for name, why in data["why_not"].items()})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        pass
+    return None
+
+
+def _store(key: str, case: Case, times: Times) -> None:
+    data = {"case": str(case), "seconds": dict(times.seconds), "why_not": dict(times.why_not)}
+    try:
+        write_whole(_path(key), json.dumps(data, indent=1) + "\n")
+    except OSError as problem:
+        log.info("measured times are not kept on disk: %s", problem)
+
+
+def _first_line(problem: Exception) -> str:
+    return f"{type(problem).__name__}: {problem}".partition("\n")[0]

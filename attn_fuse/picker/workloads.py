@@ -1,0 +1,146 @@
+"""Specimens: every case of the evidence as a program written out by hand, and tensors to run it on.
+
+Each is spelled as people spell it: what a mask is, is computed from positions, or comes in as a tensor where it must.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attn_fuse.picker.case import DTYPES, Case, visible_share
+
+Program = Callable[..., Tensor]
+
+_SOFTCAP, _DROPOUT, _SEEN_OF_DENSE = 30.0, 0.1, 0.8
+# Where documents begin, of the whole length: they end where they will, not where a block does.
+_DOCUMENTS = (0.21, 0.34, 0.71)
+
+
+def program(case: Case) -> Program:
+    """softmax(query key^T / sqrt(head_dim) ...) value, of the tensors that `tensors` gives."""
+    scale, groups, seen = case.head_dim**-0.5, case.heads // case.kv_heads, seen_by_position(case)
+
+    def written(query: Tensor, key: Tensor, value: Tensor, others: dict[str, Tensor]) -> Tensor:
+        if groups > 1:
+            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        scores = (query * scale) @ key.transpose(-2, -1)
+        if case.function:
+            scores = _SOFTCAP * torch.tanh(scores / _SOFTCAP)
+        if case.bias == "indexed":
+            scores = scores + others["table"][others["index"]].permute(2, 0, 1)
+        elif case.bias != "none":
+            scores = scores + others["bias"]
+        if seen is not None:
+            i = torch.arange(query.shape[2], device=query.device)[:, None]
+            j = torch.arange(key.shape[2], device=query.device)[None, :]
+            scores = scores.masked_fill(~seen(i, j), -math.inf)
+        if case.mask in ("padding", "dense"):
+            scores = scores.masked_fill(~others["keep"], -math.inf)
+        if case.mask == "documents":
+            numbers = others["documents"]
+            same = numbers[:, None, :, None] == numbers[:, None, None, :]
+            scores = scores.masked_fill(~same, -math.inf)
+        if case.sink:
+            logit = others["sink"].view(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], 1)
+            weights = torch.cat([scores, logit], -1).softmax(-1)[..., :-1]
+        else:
+            weights = scores.softmax(-1)
+        if case.dropout:
+            weights = F.dropout(weights, _DROPOUT)
+        return weights @ value
+
+    return written
+
+
+def seen_by_position(case: Case) -> Callable[[Tensor, Tensor], Tensor] | None:
+    """Which keys a query sees, of their positions; None where positions do not decide.
+
+    Beside padding or documents, positions decide where less than all is visible: as Hugging Face's models are trained.
+    """
+    if case.mask == "causal" or (case.mask in ("padding", "documents") and case.visible < 1):
+        return lambda i, j: j <= i
+    if case.mask == "prefix":
+        prefix = case.kv_len // 4
+        return lambda i, j: (j <= i) | (j < prefix)
+    if case.mask == "window":
+        offset = case.kv_len - case.q_len
+        reach = reach_of(case)
+        return lambda i, j: (j <= i + offset) & (j >= i - reach)
+    return None
+
+
+@functools.cache
+def reach_of(case: Case) -> int:
+    """How far back a window reaches that leaves the share `visible`, its end being the causal one."""
+    offset, low, high = case.kv_len - case.q_len, -(case.kv_len - case.q_len), case.kv_len
+    while low < high:
+        middle = (low + high) // 2
+        if visible_share(case.q_len, case.kv_len, offset, middle) < case.visible:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+def tensors(case: Case, device: torch.device) -> tuple[Any, ...]:
+    """query, key, value and what else the program reads, by name, each with a gradient where the case wants one."""
+
+    def random(*shape: int, grad: bool = case.training) -> Tensor:
+        return torch.randn(shape, dtype=DTYPES[case.dtype], device=device).requires_grad_(grad)
+
+    query = random(case.batch, case.heads, case.q_len, case.head_dim)
+    key = random(case.batch, case.kv_heads, case.kv_len, case.head_dim)
+    value = random(case.batch, case.kv_heads, case.kv_len, case.value_dim)
+    others: dict[str, Tensor] = {}
+    if case.bias == "indexed":
+        others["index"] = index = window_index(case.q_len, case.kv_len, device)
+        others["table"] = random(int(index.max()) + 1, case.heads)
+    elif case.bias != "none":
+        others["bias"] = random(1, case.heads, case.q_len, case.kv_len, grad=case.bias == "gradient")
+    if case.mask == "dense":
+        keep = torch.rand(case.batch, 1, case.q_len, case.kv_len, device=device) < _SEEN_OF_DENSE
+        keep[..., 0] = True  # no query without a key
+        others["keep"] = keep
+    if case.mask == "padding":
+        lengths = torch.linspace(case.kv_len, max(1, case.kv_len // 2), case.batch, device=device).long()
+        others["keep"] = (torch.arange(case.kv_len, device=device) < lengths[:, None])[:, None, None, :]
+    if case.mask == "documents":
+        starts = torch.tensor([int(share * case.kv_len) for share in _DOCUMENTS], device=device)
+        numbers = torch.bucketize(torch.arange(case.kv_len, device=device), starts, right=True)
+        others["documents"] = numbers.expand(case.batch, -1).contiguous()
+    if case.sink:
+        others["sink"] = random(case.heads)
+    return query, key, value, others
+
+
+def window_index(q_len: int, kv_len: int, device: torch.device) -> Tensor:
+    """Swin's index (arXiv 2103.14030), int64 [q_len, kv_len]: by the distances of rows and of columns in an image."""
+    width = max(1, math.isqrt(kv_len))
+    i, j = torch.arange(q_len, device=device)[:, None], torch.arange(kv_len, device=device)
+    rows, columns = i // width - j // width, i % width - j % width
+    index = rows * (2 * width - 1) + columns
+    return index - index.min()
+
+
+def runner(compiled: Callable[..., Any], case: Case, values: tuple[Any, ...]) -> Callable[[], Any]:
+    """One call: forward, or in training forward and backward, which gives the gradients."""
+    if not case.training:
+
+        def forward() -> Any:
+            with torch.no_grad():
+                return compiled(*values)
+
+        return forward
+    *operands, others = values
+    wanted = [t for t in (*operands, *others.values()) if t.requires_grad]
+    gradient = torch.ones(
+        case.batch, case.heads, case.q_len, case.value_dim, dtype=operands[0].dtype, device=operands[0].device
+    )
+    return lambda: torch.autograd.grad(compiled(*values), wanted, gradient)

@@ -1,0 +1,367 @@
+"""Sites: each region of a graph taken through the stages, from its normal form to the call that replaces it."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node, map_arg
+
+from attn_fuse.attention.attention import Attention, Refusal
+from attn_fuse.attention.describe import in_words
+from attn_fuse.attention.facts import Facts, facts_of, is_frozen
+from attn_fuse.emit.builder import NotEmitted
+from attn_fuse.emit.splice import emit
+from attn_fuse.expression import nodes as ex
+from attn_fuse.graph.location import locate
+from attn_fuse.graph.names import is_learned, op_name, value_of
+from attn_fuse.graph.region import Region, Site, Unread, cut_at, find_sites
+from attn_fuse.graph.scopes import StillWritten, scopes
+from attn_fuse.lift.closed_forms import ClosedForm, Diagonals, Proof, can_be_guarded, closed_form
+from attn_fuse.lift.lift import NotLifted, lift
+from attn_fuse.lift.normalize import NotNormal, normalize
+from attn_fuse.patterns.recognize import recognize
+from attn_fuse.picker.pick import Choice, SelfCheck, Stopwatch
+from attn_fuse.report import Blocker, SiteReport, log
+from attn_fuse.torch_internals import FakeTensorMode, source_name
+
+Picker = Callable[[Attention, Facts, Stopwatch | None, SelfCheck | None], Choice]
+StopwatchOf = Callable[[Region, Attention, Facts, FakeTensorMode, Mapping[Node, Any]], Stopwatch]
+SelfCheckOf = Callable[[Region, Attention, Facts, Mapping[Node, Any], Mapping[Node, str]], SelfCheck]
+
+# A tensor that the caller passes in, on its own or in a container: another one comes with the next call.
+_ARGUMENT = re.compile(r"L\['[^']+'\](\[[^\]]+\])*")
+_MOST_CUTS = 8
+# Of ordinary scores: what a kernel's backward computes them with again, in another order.
+_ROUNDINGS_OF_A_SCORE = 64
+
+
+@dataclass
+class Rewriter:
+    """Rewrites the sites of one graph. `proofs`: what the rewrites rest on, for the guard.
+
+    inputs: the graph's example inputs. pick: chooses the kernel. may_rewrite: asked, for each site about to be
+    rewritten, with its report. written: by the path of a subgraph, what of it is not functional. left: sites that
+    stay as written, by their number, and why. constants: source
+    names of arguments that are constants all the same. compiled: whether Inductor compiles the graph.
+    stopwatch_of: what measures a site, where the picker is to go by that. self_check_of: what tries a kernel on a site
+    that was never measured on the device, where the picker may.
+    """
+
+    graph: GraphModule
+    inputs: Sequence[Any]
+    pick: Picker
+    may_rewrite: Callable[[SiteReport], bool]
+    written: Mapping[str, StillWritten] = field(default_factory=dict)
+    left: Mapping[int, str] = field(default_factory=dict)
+    constants: frozenset[str] = frozenset()
+    compiled: bool = True
+    stopwatch_of: StopwatchOf | None = None
+    self_check_of: SelfCheckOf | None = None
+    proofs: dict[int, Proof] = field(default_factory=dict)
+    _known: dict[Any, _Analysis] = field(default_factory=dict)
+
+    def rewrite(self, seconds: float = math.inf, started: float | None = None) -> list[SiteReport]:
+        """Every site's report; those that could be fused are fused in the graph afterwards.
+
+        seconds: what it may take since `started`, by `time.perf_counter`, picking aside, which may compile and measure.
+            The sites after that stay as written.
+        """
+        end = (time.perf_counter() if started is None else started) + seconds
+        reports: list[SiteReport] = []
+        for scope in scopes(self.graph):
+            # The graph changes while sites are rewritten, and what a site is was found before.
+            for site in list(find_sites(scope, self.written.get(scope.path))):
+                if all(isinstance(region, Region) and not region.output.users for region in site.candidates):
+                    continue  # it was a part of one that is fused, and went away with it
+                late = time.perf_counter() - self._picking > end
+                why = f"not looked at: {seconds:g} seconds had passed" if late else self.left.get(len(reports))
+                if why is None:
+                    report = self._site(site)
+                else:
+                    blocker = _blocker(Refusal(why), site.softmax)
+                    report = None if site.unsure else SiteReport(locate(site.softmax), "refused", blocker=blocker)
+                reports += [] if report is None else [report]
+        return reports
+
+    # ---- one site
+
+    def _site(self, site: Site) -> SiteReport | None:
+        """The report on the first candidate that is an attention, else on the first."""
+        reports = []
+        for candidate in site.candidates:
+            reports.append(self._candidate(candidate, site))
+            if reports[-1].attention:
+                break
+        report = next((r for r in reports if r.attention), reports[0])
+        if site.is_fused_already and not report.fused:
+            return SiteReport(locate(site.softmax), "already fused")
+        return None if site.unsure and not report.attention else report
+
+    def _candidate(self, region: Region | Unread, site: Site) -> SiteReport:
+        location = locate(region.softmax)
+        if isinstance(region, Unread):
+            return SiteReport(location, "refused", blocker=_blocker(region.refusal, region.softmax))
+        try:
+            with torch.set_grad_enabled(region.mode.grad):
+                return self._fuse(region, site)
+        except Exception as problem:  # rule 5: nothing that goes wrong in here may break the model
+            log.warning("%s: the attention stays as written, since analysing it failed", location, exc_info=True)
+            reason = Refusal(f"analysing it failed: {type(problem).__name__}: {_first_line(problem)}")
+            return SiteReport(location, "refused", blocker=_blocker(reason, region.softmax))
+
+    def _fuse(self, region: Region, site: Site) -> SiteReport:
+        if self._replaced.keys() & set(region.nodes):
+            reason = Refusal("the scores are made from another attention", region.softmax)
+            return SiteReport(locate(region.softmax), "refused", blocker=_blocker(reason, region.softmax))
+        region = region.reading(self._replaced)
+        location = locate(region.softmax)
+        proofs = self._constants(region)
+        analysis = self._analyse(region, proofs)
+        region = analysis.region
+        if isinstance(analysis.result, Refusal):
+            return SiteReport(location, "refused", blocker=_blocker(analysis.result, region.softmax))
+        attention = analysis.result
+        operands = (attention.query, attention.key, attention.value)
+        if not region.whole and any(isinstance(x, ex.Select) for side in operands for x in ex.walk(side)):
+            reason = Refusal("an operand is written in part", region.output)
+            return SiteReport(location, "refused", blocker=_blocker(reason, region.softmax))
+        if attention.dropout_p is not None and region.dropped_weights_used is not None:
+            reason = Refusal(
+                "the weights after dropout are also used outside the attention", region.dropped_weights_used
+            )
+            return SiteReport(location, "refused", blocker=_blocker(reason, region.softmax))
+        facts = facts_of(
+            attention,
+            [_as_read(leaf, region) for leaf in region.leaves],
+            region.weights_used is not None,
+            self.compiled,
+            bool(region.scope.path) and self._is_frozen,
+            analysis.multiplied,
+        )
+        if facts.training and (factor := _lost_in_rounding(attention, facts)) is not None:
+            reason = Refusal(f"the scores are scaled by {factor:g}: computed again for the backward they are others")
+            return SiteReport(location, "refused", blocker=_blocker(reason, region.softmax))
+        read_along = {region.leaves[x.leaf] for x in ex.walk(attention.score) if isinstance(x, ex.Gather)}
+        used = [
+            proof
+            for leaf, proof in proofs.items()
+            if leaf in (read_along if isinstance(proof.form, Diagonals) else region.leaves)
+        ]
+        words = in_words(attention, facts, tuple(f"the contents of {_plain(p.source)}, {p.form}" for p in used))
+        if site.is_fused_already and not _gains(region.output, attention, facts):
+            return SiteReport(location, "already fused")
+        values, self_check = self._values(region), None
+        if self.self_check_of is not None:
+            proved = {leaf: repr(proof.form) for leaf, proof in proofs.items() if leaf in region.leaves}
+            self_check = self.self_check_of(region, attention, facts, values, proved)
+        stopwatch = self.stopwatch_of and self.stopwatch_of(region, attention, facts, analysis.mode, values)
+        picking = time.perf_counter()
+        choice = self.pick(attention, facts, stopwatch, self_check)
+        self._picking += time.perf_counter() - picking
+        while choice.kernel is not None:
+            words["picked"] = choice.because
+            name, saved = choice.kernel.name, facts.score_bytes
+            report = SiteReport(location, "fused", words, name, choice.why_not, score_bytes=saved)
+            if not self.may_rewrite(report):
+                blocker = _blocker(Refusal("the fuel is used up"), region.softmax)
+                return SiteReport(location, "as written", words, None, choice.why_not, blocker)
+            try:
+                self._replaced[region.output] = emit(region, attention, facts, choice.kernel, analysis.mode)
+            except NotEmitted as problem:
+                choice = choice.without(str(problem))
+                continue
+            self.proofs |= {proof.input: proof for proof in used}
+            return report
+        words.pop("picked", None)
+        return SiteReport(
+            location, "as written", words, None, choice.why_not, _blocker(Refusal(choice.because), region.softmax)
+        )
+
+    def _analyse(self, region: Region, proofs: Mapping[Node, Proof]) -> _Analysis:
+        """The region's attention or refusal; identical layers share the work."""
+        key = _fingerprint(region, proofs)
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = _analyse(region, proofs)
+        return known.moved_to(region)
+
+    def _values(self, region: Region) -> dict[Node, Any]:
+        """The leaves whose contents are at hand."""
+        tops = {leaf: region.scope.top(leaf) for leaf in region.leaves}
+        return {
+            leaf: self.inputs[self._placeholders[top]]
+            for leaf, top in tops.items()
+            if top is not None and top in self._placeholders
+        }
+
+    # ---- constants
+
+    def _constants(self, region: Region) -> dict[Node, Proof]:
+        """The leaves whose contents are known, have a closed form, and can be guarded."""
+        proofs = {}
+        for leaf in region.leaves:
+            top = region.scope.top(leaf)
+            if leaf in region.operands or top is None or top.op != "placeholder":
+                continue
+            number = self._placeholders[top]
+            tensor = self.inputs[number]
+            if type(tensor) is not torch.Tensor or tensor.requires_grad:
+                continue
+            source = source_name(top)
+            if not self._is_constant(source) or not can_be_guarded(tensor):
+                continue
+            form = self._closed_form(number, tensor)
+            if form is not None:
+                proofs[leaf] = Proof(number, form, source)
+        return proofs
+
+    def _is_constant(self, source: str) -> bool:
+        return source in self.constants or (bool(source) and _ARGUMENT.fullmatch(source) is None)
+
+    def _closed_form(self, number: int, tensor: torch.Tensor) -> ClosedForm | Diagonals | None:
+        if number not in self._forms:
+            self._forms[number] = closed_form(tensor)
+        return self._forms[number]
+
+    def __post_init__(self) -> None:
+        self._placeholders = {n: i for i, n in enumerate(self.graph.graph.find_nodes(op="placeholder"))}
+        self._is_frozen = is_frozen(self.graph)
+        self._forms: dict[int, ClosedForm | Diagonals | None] = {}
+        # Seconds that went into picking.
+        self._picking = 0.0
+        # What a site that stands before has become, where it is read by one behind.
+        self._replaced: dict[Node, Node] = {}
+
+
+@dataclass(frozen=True, eq=False)
+class _Analysis:
+    """What became of one region. cuts: operations read as leaves, by their number in the region they were cut from.
+
+    multiplied: `Normal.multiplied`.
+    """
+
+    region: Region
+    result: Attention | Refusal
+    mode: FakeTensorMode
+    cuts: tuple[int, ...]
+    multiplied: tuple[int, ...] = ()
+
+    def moved_to(self, region: Region) -> _Analysis:
+        """The same for a region that is written alike."""
+        for number in self.cuts:
+            cut = cut_at(region, region.nodes[number])
+            assert cut is not None
+            region = cut
+        result = self.result
+        if isinstance(result, Refusal) and result.node in self.region.nodes:
+            result = Refusal(result.reason, region.nodes[self.region.nodes.index(result.node)])
+        return _Analysis(region, result, self.mode, self.cuts, self.multiplied)
+
+
+def _analyse(region: Region, proofs: Mapping[Node, Proof]) -> _Analysis:
+    cuts: list[int] = []
+    while True:
+        try:
+            normal = normalize(region)
+        except NotNormal as problem:
+            return _Analysis(region, Refusal(str(problem), problem.node), FakeTensorMode(), tuple(cuts))
+        original: Any = value_of(region.output)
+        made = normal.graph.graph.output_node().all_input_nodes[0].meta["val"]
+        if original.dtype != made.dtype or len(original.shape) != len(made.shape):
+            reason = Refusal("the dtype of its products depends on an autocast that is not visible here", region.output)
+            return _Analysis(region, reason, normal.mode, tuple(cuts))
+        forms = {n: proofs[leaf].form for n, leaf in enumerate(region.leaves) if leaf in proofs}
+        try:
+            return _Analysis(region, recognize(lift(normal, forms)), normal.mode, tuple(cuts), normal.multiplied)
+        except NotLifted as problem:
+            cut = cut_at(region, problem.node) if problem.node is not None and len(cuts) < _MOST_CUTS else None
+            if cut is None:
+                return _Analysis(region, Refusal(str(problem), problem.node), normal.mode, tuple(cuts))
+            cuts.append(region.nodes.index(problem.node))
+            region = cut
+
+
+def _as_read(leaf: Node, region: Region) -> object:
+    value = value_of(leaf)
+    return value.detach() if isinstance(value, torch.Tensor) and leaf in region.detached else value
+
+
+def _lost_in_rounding(attention: Attention, facts: Facts) -> float | None:
+    """A number that the scores are multiplied with, so large that their rounding is more than an exponential bears."""
+    limit = 1 / (_ROUNDINGS_OF_A_SCORE * torch.finfo(torch.promote_types(facts.dtype, torch.float32)).eps)
+    for part in ex.walk(attention.score):
+        match part:
+            case ex.Mul(ex.Const(value), x) | ex.Mul(x, ex.Const(value)) if (
+                ex.has_product(x) and limit < abs(value) < math.inf
+            ):
+                return float(value)
+            case ex.Div(x, ex.Const(value)) if ex.has_product(x) and value != 0 and limit < abs(1 / value):
+                return 1 / value
+    return None
+
+
+def _gains(call: Node, attention: Attention, facts: Facts) -> bool:
+    """Whether a call of SDPA gives its kernel more to know, or has none: torch itself then stores every score.
+
+    More to know are a causal mask by proof, and keys that are shared. None takes operands of other than four
+    dimensions, nor, on the CPU, dropout.
+    """
+    named = dict(zip(_SDPA_ARGUMENTS, call.args, strict=False)) | dict(call.kwargs)
+    if getattr(value_of(named["query"]), "ndim", 4) != 4 or (
+        facts.device.type == "cpu" and attention.dropout_p is not None
+    ):
+        return True
+    causal = attention.mask.is_causal and not attention.biases and named.get("attn_mask") is not None
+    return causal or (facts.kv_heads != facts.heads and not named.get("enable_gqa", False))
+
+
+_SDPA_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+
+
+def _fingerprint(region: Region, proofs: Mapping[Node, Proof]) -> Any:
+    """Equal for regions that are the same operations on leaves of the same kind."""
+    number: dict[Node, str] = {node: f"%{i}" for i, node in enumerate((*region.leaves, *region.nodes))}
+
+    def written(args: Any) -> str:
+        return repr(map_arg(args, lambda n: _Named(number[n])))
+
+    leaves = []
+    for leaf in region.leaves:
+        value = value_of(leaf)
+        if isinstance(value, torch.Tensor):
+            kind: Any = (str(value.shape), str(value.stride()), value.dtype, value.device, value.requires_grad)
+            kind += (is_learned(value),)
+        else:
+            kind = (type(value), str(value))
+        leaves.append((kind, proofs[leaf].form if leaf in proofs else None, leaf in region.operands))
+    nodes = tuple((n.op, n.target, written((n.args, n.kwargs))) for n in region.nodes)
+    modes = region.scope.modes
+    return tuple(leaves), nodes, tuple(modes[n].autocast for n in region.nodes), region.mode.grad
+
+
+@dataclass(frozen=True)
+class _Named:
+    name: str
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def _blocker(refusal: Refusal, softmax: Node) -> Blocker:
+    node = refusal.node if isinstance(refusal.node, Node) else softmax
+    return Blocker(refusal.reason, op_name(node) if node.op.startswith("call_") else node.op, locate(node))
+
+
+def _plain(source: str) -> str:
+    source = re.sub(r"\._(?:modules|buffers|parameters)\['([^']+)'\]", r".\1", source)
+    return source.replace("L['self'].", "", 1)
+
+
+def _first_line(problem: Exception) -> str:
+    return str(problem).partition("\n")[0]
