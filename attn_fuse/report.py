@@ -6,8 +6,8 @@ import collections
 import contextlib
 import logging
 import os
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 log = logging.getLogger("attn_fuse")
@@ -72,6 +72,13 @@ class GraphReport:
     notes: tuple[str, ...] = ()
     before: str = ""
     after: str = ""
+
+
+def relocated(sites: Sequence[SiteReport], locations: Sequence[Location]) -> tuple[SiteReport, ...]:
+    """A graph captured anew has lost its source lines; its sites are those of the first capture, in order."""
+    if len(sites) != len(locations):
+        return tuple(sites)
+    return tuple(replace(site, location=where) for site, where in zip(sites, locations, strict=True))
 
 
 _recent: collections.deque[GraphReport] = collections.deque(maxlen=256)

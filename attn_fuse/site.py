@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,25 +14,42 @@ from torch.fx import GraphModule, Node, map_arg
 
 from attn_fuse.attention.attention import Attention, Refusal
 from attn_fuse.attention.describe import in_words
-from attn_fuse.attention.facts import Facts, facts_of, is_frozen
+from attn_fuse.attention.facts import Facts, facts_of, is_learned
 from attn_fuse.emit.builder import NotEmitted
-from attn_fuse.emit.splice import emit
 from attn_fuse.expression import nodes as ex
 from attn_fuse.graph.location import locate
-from attn_fuse.graph.names import is_learned, op_name, value_of
-from attn_fuse.graph.region import Region, Site, Unread, cut_at, find_sites
-from attn_fuse.graph.scopes import StillWritten, scopes
-from attn_fuse.lift.closed_forms import ClosedForm, Diagonals, Proof, can_be_guarded, closed_form
-from attn_fuse.lift.lift import NotLifted, lift
-from attn_fuse.lift.normalize import NotNormal, normalize
-from attn_fuse.patterns.recognize import recognize
+from attn_fuse.graph.names import op_name, value_of
+from attn_fuse.graph.region import Region, Site, Unread, cut_at
+from attn_fuse.graph.scopes import Scope, StillWritten, is_frozen, scopes
+from attn_fuse.guard import Proof, can_be_guarded
+from attn_fuse.lift.closed_forms import ClosedForm, Diagonals, closed_form
+from attn_fuse.lift.lift import Lifted, NotLifted
+from attn_fuse.lift.normalize import Normal, NotNormal
 from attn_fuse.picker.pick import Choice, SelfCheck, Stopwatch
 from attn_fuse.report import Blocker, SiteReport, log
 from attn_fuse.torch_internals import FakeTensorMode, source_name
 
-Picker = Callable[[Attention, Facts, Stopwatch | None, SelfCheck | None], Choice]
 StopwatchOf = Callable[[Region, Attention, Facts, FakeTensorMode, Mapping[Node, Any]], Stopwatch]
 SelfCheckOf = Callable[[Region, Attention, Facts, Mapping[Node, Any], Mapping[Node, str]], SelfCheck]
+
+
+@dataclass(frozen=True)
+class Stages:
+    """What a site passes through, in this order; each the public function of the module of its name.
+
+    stopwatch_of: what measures a site, where the picker is to go by that. self_check_of: what tries a kernel on a site
+    that was never measured on the device, where the picker may.
+    """
+
+    find_sites: Callable[[Scope, StillWritten | None], Iterator[Site]]
+    normalize: Callable[[Region], Normal]
+    lift: Callable[[Normal, Mapping[int, ClosedForm | Diagonals]], Lifted]
+    recognize: Callable[[Lifted], Attention | Refusal]
+    pick: Callable[..., Choice]
+    emit: Callable[..., Node]
+    stopwatch_of: StopwatchOf | None = None
+    self_check_of: SelfCheckOf | None = None
+
 
 # A tensor that the caller passes in, on its own or in a container: another one comes with the next call.
 _ARGUMENT = re.compile(r"L\['[^']+'\](\[[^\]]+\])*")
@@ -45,41 +62,36 @@ _ROUNDINGS_OF_A_SCORE = 64
 class Rewriter:
     """Rewrites the sites of one graph. `proofs`: what the rewrites rest on, for the guard.
 
-    inputs: the graph's example inputs. pick: chooses the kernel. may_rewrite: asked, for each site about to be
-    rewritten, with its report. written: by the path of a subgraph, what of it is not functional. left: sites that
-    stay as written, by their number, and why. constants: source
-    names of arguments that are constants all the same. compiled: whether Inductor compiles the graph.
-    stopwatch_of: what measures a site, where the picker is to go by that. self_check_of: what tries a kernel on a site
-    that was never measured on the device, where the picker may.
+    inputs: the graph's example inputs. may_rewrite: asked, for each site about to be rewritten, with its report.
+    written: by the path of a subgraph, what of it is not functional. left: sites that stay as written, by their number,
+    and why. constants: source names of arguments that are constants all the same. compiled: whether Inductor compiles
+    the graph.
     """
 
     graph: GraphModule
     inputs: Sequence[Any]
-    pick: Picker
+    stages: Stages
     may_rewrite: Callable[[SiteReport], bool]
     written: Mapping[str, StillWritten] = field(default_factory=dict)
     left: Mapping[int, str] = field(default_factory=dict)
     constants: frozenset[str] = frozenset()
     compiled: bool = True
-    stopwatch_of: StopwatchOf | None = None
-    self_check_of: SelfCheckOf | None = None
     proofs: dict[int, Proof] = field(default_factory=dict)
     _known: dict[Any, _Analysis] = field(default_factory=dict)
 
-    def rewrite(self, seconds: float = math.inf, started: float | None = None) -> list[SiteReport]:
+    def rewrite(self, seconds: float, started: float) -> list[SiteReport]:
         """Every site's report; those that could be fused are fused in the graph afterwards.
 
         seconds: what it may take since `started`, by `time.perf_counter`, picking aside, which may compile and measure.
             The sites after that stay as written.
         """
-        end = (time.perf_counter() if started is None else started) + seconds
         reports: list[SiteReport] = []
         for scope in scopes(self.graph):
             # The graph changes while sites are rewritten, and what a site is was found before.
-            for site in list(find_sites(scope, self.written.get(scope.path))):
+            for site in list(self.stages.find_sites(scope, self.written.get(scope.path))):
                 if all(isinstance(region, Region) and not region.output.users for region in site.candidates):
                     continue  # it was a part of one that is fused, and went away with it
-                late = time.perf_counter() - self._picking > end
+                late = time.perf_counter() - self._picking > started + seconds
                 why = f"not looked at: {seconds:g} seconds had passed" if late else self.left.get(len(reports))
                 if why is None:
                     report = self._site(site)
@@ -87,6 +99,8 @@ class Rewriter:
                     blocker = _blocker(Refusal(why), site.softmax)
                     report = None if site.unsure else SiteReport(locate(site.softmax), "refused", blocker=blocker)
                 reports += [] if report is None else [report]
+        for scope in scopes(self.graph):
+            scope.module.recompile()
         return reports
 
     # ---- one site
@@ -157,12 +171,13 @@ class Rewriter:
         if site.is_fused_already and not _gains(region.output, attention, facts):
             return SiteReport(location, "already fused")
         values, self_check = self._values(region), None
-        if self.self_check_of is not None:
+        if self.stages.self_check_of is not None:
             proved = {leaf: repr(proof.form) for leaf, proof in proofs.items() if leaf in region.leaves}
-            self_check = self.self_check_of(region, attention, facts, values, proved)
-        stopwatch = self.stopwatch_of and self.stopwatch_of(region, attention, facts, analysis.mode, values)
+            self_check = self.stages.self_check_of(region, attention, facts, values, proved)
+        measuring = self.stages.stopwatch_of
+        stopwatch = measuring and measuring(region, attention, facts, analysis.mode, values)
         picking = time.perf_counter()
-        choice = self.pick(attention, facts, stopwatch, self_check)
+        choice = self.stages.pick(attention, facts, stopwatch, self_check=self_check)
         self._picking += time.perf_counter() - picking
         while choice.kernel is not None:
             words["picked"] = choice.because
@@ -172,7 +187,9 @@ class Rewriter:
                 blocker = _blocker(Refusal("the fuel is used up"), region.softmax)
                 return SiteReport(location, "as written", words, None, choice.why_not, blocker)
             try:
-                self._replaced[region.output] = emit(region, attention, facts, choice.kernel, analysis.mode)
+                self._replaced[region.output] = self.stages.emit(
+                    region, attention, facts, choice.kernel.emit, analysis.mode
+                )
             except NotEmitted as problem:
                 choice = choice.without(str(problem))
                 continue
@@ -188,7 +205,7 @@ class Rewriter:
         key = _fingerprint(region, proofs)
         known = self._known.get(key)
         if known is None:
-            known = self._known[key] = _analyse(region, proofs)
+            known = self._known[key] = _analyse(region, proofs, self.stages)
         return known.moved_to(region)
 
     def _values(self, region: Region) -> dict[Node, Any]:
@@ -264,11 +281,11 @@ class _Analysis:
         return _Analysis(region, result, self.mode, self.cuts, self.multiplied)
 
 
-def _analyse(region: Region, proofs: Mapping[Node, Proof]) -> _Analysis:
+def _analyse(region: Region, proofs: Mapping[Node, Proof], stages: Stages) -> _Analysis:
     cuts: list[int] = []
     while True:
         try:
-            normal = normalize(region)
+            normal = stages.normalize(region)
         except NotNormal as problem:
             return _Analysis(region, Refusal(str(problem), problem.node), FakeTensorMode(), tuple(cuts))
         original: Any = value_of(region.output)
@@ -278,7 +295,8 @@ def _analyse(region: Region, proofs: Mapping[Node, Proof]) -> _Analysis:
             return _Analysis(region, reason, normal.mode, tuple(cuts))
         forms = {n: proofs[leaf].form for n, leaf in enumerate(region.leaves) if leaf in proofs}
         try:
-            return _Analysis(region, recognize(lift(normal, forms)), normal.mode, tuple(cuts), normal.multiplied)
+            result = stages.recognize(stages.lift(normal, forms))
+            return _Analysis(region, result, normal.mode, tuple(cuts), normal.multiplied)
         except NotLifted as problem:
             cut = cut_at(region, problem.node) if problem.node is not None and len(cuts) < _MOST_CUTS else None
             if cut is None:

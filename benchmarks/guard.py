@@ -9,7 +9,8 @@ import argparse
 
 import torch
 
-from attn_fuse.lift.closed_forms import Guard, Proof, closed_form
+from attn_fuse.guard import Guard, Proof
+from attn_fuse.lift.closed_forms import closed_form
 from harness import interleaved, seconds_in_words, store
 
 

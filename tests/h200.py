@@ -102,7 +102,7 @@ def _picked(
         return Choice(None, {}, "only looked at")
 
     def looked_at(graph: torch.fx.GraphModule, values: Any) -> Any:
-        backend.looked_at(graph, values)
+        backend.analyze_only(graph, values)
         raise _Captured
 
     patch.setattr(backend, "pick", pick)

@@ -9,13 +9,11 @@ from dataclasses import dataclass
 
 import sympy
 import torch
-from torch.fx import GraphModule
 
 from attn_fuse.attention.attention import Attention
 from attn_fuse.expression import nodes as ex
 from attn_fuse.expression.nodes import Expr
 from attn_fuse.expression.ranges import stays_within
-from attn_fuse.graph.names import is_learned, storages, value_of
 
 # Beyond it an lse in float32 begins to lose the number of keys.
 _ORDINARY = 1e6
@@ -64,11 +62,9 @@ class Facts:
         return self.batch * self.heads * self.q_len * self.kv_len * self.dtype.itemsize
 
 
-def is_frozen(graph: GraphModule) -> bool:
-    """Whether torch makes no backward for `graph` though gradients are recorded: nothing that it makes has one."""
-    given = set().union(*(storages(node) for node in graph.graph.nodes if node.op == "placeholder"))
-    made = (node for node in graph.graph.output_node().all_input_nodes if not storages(node) & given)
-    return torch.is_grad_enabled() and not any(getattr(value_of(node), "requires_grad", False) for node in made)
+def is_learned(value: object) -> bool:
+    """Whether `value` is a parameter in training, whose elements are taken for ordinary numbers."""
+    return isinstance(value, torch.nn.Parameter) and value.requires_grad
 
 
 def facts_of(

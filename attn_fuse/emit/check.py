@@ -6,7 +6,8 @@ judge is the program as written in float64 throughout, or, where it would not be
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from attn_fuse.graph.replay import Aliases, Played, replay
+from attn_fuse.report import SiteReport
 
 # How much further from float64 the rewrite may be than the program as written.
 _TIMES_AS_WRITTEN = 8.0
@@ -47,6 +49,41 @@ def disagreement(written: GraphModule, rewritten: GraphModule, inputs: Sequence[
     if exact is not None and not _comparable(exact, as_written):
         exact = None
     return _disagreement(as_written, as_rewritten, exact)
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """A graph taken through the stages. proofs: what the rewrites rest on, for the guard."""
+
+    graph: GraphModule
+    sites: list[SiteReport]
+    proofs: tuple[Any, ...]
+
+
+def without_disagreements(
+    original: GraphModule, inputs: Sequence[Any], rewrite: Callable[[Mapping[int, str]], Rewritten], found: Rewritten
+) -> Rewritten:
+    """`found`, or where it computes something else than `original`, the same without the sites that do.
+
+    rewrite: makes it anew with the sites left as written whose numbers it is given, with the reasons.
+    """
+    left: dict[int, str] = {}
+    while fused := [number for number, site in enumerate(found.sites) if site.fused]:
+        problem = disagreement(original, found.graph, inputs)
+        if problem is None:
+            break
+        # The first site with which the graph disagrees.
+        low, high = 0, len(fused) - 1
+        while low < high:
+            middle = (low + high) // 2
+            behind = dict.fromkeys(fused[middle + 1 :], "")
+            if disagreement(original, rewrite({**left, **behind}).graph, inputs) is None:
+                low = middle + 1
+            else:
+                high = middle
+        left[fused[low]] = problem
+        found = rewrite(left)
+    return found
 
 
 def _comparable(exact: Played, written: Played) -> bool:

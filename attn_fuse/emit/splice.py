@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch.fx import Node
 
@@ -13,7 +15,6 @@ from attn_fuse.emit.kept import kept
 from attn_fuse.graph.modes import uncast
 from attn_fuse.graph.names import CASTS, LAYOUT, op_name, requires_grad, storages
 from attn_fuse.graph.region import Region
-from attn_fuse.kernels.kernel import Kernel
 from attn_fuse.torch_internals import FakeTensorMode
 
 
@@ -21,10 +22,10 @@ def emit(
     region: Region,
     attention: Attention,
     facts: Facts,
-    kernel: Kernel,
+    build: Callable[[Call], Node],
     mode: FakeTensorMode,
 ) -> Node:
-    """Replace the region by a call of `kernel` and return the node that now stands for its output.
+    """Replace the region by the call that `build` makes and return the node that now stands for its output.
 
     Raises NotEmitted, with the graph as it was.
     """
@@ -33,7 +34,7 @@ def emit(
     try:
         # Casts are among what the attention was read with.
         with graph.inserting_before(region.output), uncast(graph, region.mode):
-            result = call.as_written(kernel.emit(call))
+            result = call.as_written(build(call))
         if region.mode.grad and (lost := _lost(region, result)) is not None:
             raise NotEmitted(f"{lost.name} gets a gradient of zeros as written, and would get none")
     except Exception as problem:

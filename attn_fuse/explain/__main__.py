@@ -3,7 +3,7 @@
 import os
 import sys
 
-from attn_fuse.explain import main
+from attn_fuse.explain.command import main
 
 try:
     sys.exit(main())

@@ -17,6 +17,7 @@ import torch
 from torch.fx import GraphModule, Node, map_arg
 from torch.utils import _pytree as pytree
 
+from attn_fuse.graph.functionalize import make_functional
 from attn_fuse.graph.memory import may_write, with_gradient
 from attn_fuse.graph.modes import Mode
 from attn_fuse.graph.names import (
@@ -31,7 +32,7 @@ from attn_fuse.graph.names import (
     tensors_of,
     value_of,
 )
-from attn_fuse.graph.scopes import Scope, scopes
+from attn_fuse.graph.scopes import Scope, StillWritten, scopes
 from attn_fuse.report import log
 from attn_fuse.torch_internals import (
     FakeTensor,
@@ -46,15 +47,25 @@ from attn_fuse.torch_internals import (
 _OPENS, _CLOSES = "_vmap_increment_nesting", "_vmap_decrement_nesting"
 
 
-def expand(module: GraphModule, written: Container[str]) -> dict[str, set[int]]:
+def expand(module: GraphModule, written: Mapping[str, StillWritten]) -> dict[str, StillWritten]:
     """Write out, in place, the calls and vmaps of `module` and of its subgraphs. One that cannot be stays as it is.
 
-    written: the paths of the subgraphs that still write in place. Gives, by the path of each subgraph in which it is
-    so, the memory that what was written out makes and writes into, as torch does into the masks of a call.
+    written: what `functionalize` gave. Gives the same afterwards: what is written out may write, as torch does into the
+    masks of a call.
     """
+    made = _written_out(module, {path for path, found in written.items() if not found.functional})
+    still = dict(written)
+    for scope in [s for s in scopes(module) if s.path in made]:
+        if (found := make_functional(scope, made[scope.path])) is not None:
+            still[scope.path] = found.and_also(still.get(scope.path))
+    return still
+
+
+def _written_out(module: GraphModule, left: Container[str]) -> dict[str, set[int]]:
+    """By the path of each subgraph but those `left`, the memory that what was written out makes and writes into."""
     made: dict[str, set[int]] = {}
     for scope in list(scopes(module)):
-        if scope.path in written:
+        if scope.path in left:
             continue
         for stretch in list(_stretches(scope)):
             if not _is_plain(stretch, scope.modes):

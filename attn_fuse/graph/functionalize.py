@@ -36,7 +36,7 @@ from attn_fuse.graph.memory import (
 )
 from attn_fuse.graph.modes import Mode, uncast
 from attn_fuse.graph.names import value_of
-from attn_fuse.graph.scopes import Scope, StillWritten
+from attn_fuse.graph.scopes import Scope, StillWritten, scopes
 from attn_fuse.report import log
 from attn_fuse.torch_internals import (
     FakeTensor,
@@ -47,6 +47,14 @@ from attn_fuse.torch_internals import (
 
 aten = torch.ops.aten
 _ORIGIN = "attn_fuse_origin"
+
+
+def functionalize(module: GraphModule) -> dict[str, StillWritten]:
+    """Take the writes out of `module` and its subgraphs, as far as can be.
+
+    Gives, by the path of each subgraph that still writes in place, what it writes and why.
+    """
+    return {s.path: found for s in list(scopes(module)) if (found := make_functional(s)) is not None}
 
 
 def make_functional(scope: Scope, only: Set[int] | None = None) -> StillWritten | None:

@@ -121,11 +121,6 @@ def requires_grad(node: Node) -> bool:
     return any(tensor.requires_grad for tensor in tensors_of(value_of(node)))
 
 
-def is_learned(value: object) -> bool:
-    """Whether `value` is a parameter in training, whose elements are taken for ordinary numbers."""
-    return isinstance(value, torch.nn.Parameter) and value.requires_grad
-
-
 def storages(node: Node) -> set[int]:
     """Identities of the memory that `node`'s value lives in; views share it."""
     return {storage_of(tensor) for tensor in tensors_of(value_of(node))}

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from torch.fx import GraphModule, Node
+import torch
+from torch.fx import Graph, GraphModule, Node
 
 from attn_fuse.attention.attention import Refusal
 from attn_fuse.graph.modes import Mode, mode_now, modes_of
-from attn_fuse.graph.names import INLINE_SUBGRAPHS, LOOPED_SUBGRAPHS, op_name, storages
+from attn_fuse.graph.names import INLINE_SUBGRAPHS, LOOPED_SUBGRAPHS, op_name, storages, value_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,3 +77,27 @@ def _scopes(scope: Scope) -> Iterator[Scope]:
         }
         modes = modes_of(body.graph, scope.modes[users[0]])
         yield from _scopes(Scope(body, outer, modes, f"{scope.path}.{target}".lstrip(".")))
+
+
+def is_frozen(graph: GraphModule) -> bool:
+    """Whether torch makes no backward for `graph` though gradients are recorded: nothing that it makes has one."""
+    given = set().union(*(storages(node) for node in graph.graph.nodes if node.op == "placeholder"))
+    made = (node for node in graph.graph.output_node().all_input_nodes if not storages(node) & given)
+    return torch.is_grad_enabled() and not any(getattr(value_of(node), "requires_grad", False) for node in made)
+
+
+def copied(module: GraphModule) -> GraphModule:
+    """A copy whose graphs can be rewritten apart; tensors and parameters are shared."""
+    graph = Graph()
+    result = graph.graph_copy(module.graph, {})
+    graph.output(result)
+    copy = GraphModule(module, graph)
+    for name, child in list(copy.named_children()):
+        if isinstance(child, GraphModule):
+            setattr(copy, name, copied(child))
+    return copy
+
+
+def code_of(graph: GraphModule) -> str:
+    """The code of a graph and of its subgraphs, outermost first."""
+    return "\n".join(scope.module.code for scope in scopes(graph))

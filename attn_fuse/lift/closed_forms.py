@@ -1,16 +1,11 @@
-"""Constants: buffers whose contents have a closed form, and the guard that keeps the proof true on every call.
+"""Closed forms: what a buffer holds, as a function of the indices, where it is one exactly.
 
-A model's mask buffer is read when compiling. If it equals a closed form exactly, the lift uses the form. The compiled
-callable then checks, at each call, that every such buffer is the same tensor at the same version; if not, it reads
-the contents again.
+A model's mask buffer is read when compiling, and the lift uses the form in its place. `guard` keeps the proof true.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import sympy
 import torch
@@ -112,51 +107,3 @@ def closed_form(tensor: torch.Tensor) -> ClosedForm | Diagonals | None:
     steps: list[tuple[int | None, float]] = [(None, float(diagonals[0]))]
     steps += [(int(c) - rows + 1, float(diagonals[c])) for c in changes]
     return ClosedForm(tensor.dtype, tuple(steps))
-
-
-@dataclass(frozen=True)
-class Proof:
-    """That graph input number `input` holds the contents that `form` says."""
-
-    input: int
-    form: ClosedForm | Diagonals
-    source: str
-
-
-def can_be_guarded(tensor: torch.Tensor) -> bool:
-    """Whether a later edit of `tensor` can be seen: a tensor made under inference_mode counts no versions."""
-    return not tensor.is_inference()
-
-
-class Guard:
-    """Checks, on every call, that the proofs still hold. No device work unless a tensor was touched."""
-
-    def __init__(self, proofs: tuple[Proof, ...], inputs: Sequence[object]) -> None:
-        self._proofs = proofs
-        self._seen: list[tuple[int, Callable[[], Any], int, int, torch.UntypedStorage]] = []
-        for proof in proofs:
-            self._remember(proof, inputs[proof.input])
-
-    def holds(self, inputs: Sequence[object]) -> bool:
-        """Whether every proof is true of these inputs."""
-        for number, tensor_of, version, pointer, _ in self._seen:
-            tensor: Any = inputs[number]
-            if tensor is not tensor_of() or tensor._version != version or tensor.data_ptr() != pointer:
-                return self._prove_again(inputs)
-        return True
-
-    def _prove_again(self, inputs: Sequence[object]) -> bool:
-        for proof in self._proofs:
-            tensor = inputs[proof.input]
-            if not isinstance(tensor, torch.Tensor) or not can_be_guarded(tensor) or not proof.form.equals(tensor):
-                return False
-        self._seen.clear()
-        for proof in self._proofs:
-            self._remember(proof, inputs[proof.input])
-        return True
-
-    def _remember(self, proof: Proof, tensor: object) -> None:
-        assert isinstance(tensor, torch.Tensor)
-        # Holding the storage keeps its address from being given to other contents.
-        seen = (weakref.ref(tensor), tensor._version, tensor.data_ptr(), tensor.untyped_storage())
-        self._seen.append((proof.input, *seen))

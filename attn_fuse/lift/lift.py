@@ -17,11 +17,12 @@ import sympy
 import torch
 from torch.fx import Node
 
+from attn_fuse.attention.facts import is_learned
 from attn_fuse.expression import nodes as ex
 from attn_fuse.expression import simplify as al
 from attn_fuse.expression.index import Space
 from attn_fuse.expression.nodes import Expr
-from attn_fuse.graph.names import is_learned, value_of
+from attn_fuse.graph.names import value_of
 from attn_fuse.lift.closed_forms import ClosedForm, Diagonals
 from attn_fuse.lift.normalize import Normal
 from attn_fuse.lift.operations import OPERATIONS

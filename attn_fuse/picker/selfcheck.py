@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -33,16 +33,16 @@ import torch
 from torch.fx import Node
 
 from attn_fuse.attention.attention import Attention
-from attn_fuse.attention.facts import Facts
+from attn_fuse.attention.facts import Facts, is_learned
 from attn_fuse.expression import nodes as ex
 from attn_fuse.graph.modes import autocast_of
-from attn_fuse.graph.names import is_learned, value_of
+from attn_fuse.graph.names import value_of
 from attn_fuse.graph.region import Region
 from attn_fuse.kernels import switches
 from attn_fuse.kernels.kernel import Kernel
 from attn_fuse.picker.case import TYPICAL_LENGTH
 from attn_fuse.picker.evidence import cache_dir, write_whole
-from attn_fuse.picker.pick import Verdict
+from attn_fuse.picker.pick import SelfCheck, Verdict
 from attn_fuse.picker.timing import free_memory, this_device
 from attn_fuse.picker.trial import SCORES_ALIVE, alone, number_of, without_graphs
 from attn_fuse.report import log
@@ -100,6 +100,20 @@ class Job:
     inner_backend: str
     compile_mode: str | None
     settings: tuple[Any, ...]
+
+
+def self_check_of(inner_backend: str | Callable[..., Any], compile_mode: str | None) -> Callable[..., SelfCheck]:
+    """What gives, for a site, what tries kernels on it that were never measured on the device; see `Site`.
+
+    inner_backend, compile_mode: what compiles the graphs that are tried.
+    """
+
+    def self_check(
+        region: Region, attention: Attention, facts: Facts, values: Mapping[Node, Any], proved: Mapping[Node, str]
+    ) -> SelfCheck:
+        return Site(region, attention, facts, values, proved, inner_backend, compile_mode).verdict
+
+    return self_check
 
 
 @dataclass(frozen=True)
@@ -229,7 +243,7 @@ def _run(job: Job) -> tuple[Verdict, bool]:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
         with said.open("wb") as output:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "attn_fuse.picker.selfcheck_run", str(asked), str(answer)],
+                [sys.executable, "-P", "-m", "attn_fuse.selfcheck_run", str(asked), str(answer)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

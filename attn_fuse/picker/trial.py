@@ -30,7 +30,7 @@ from attn_fuse.kernels import switches
 from attn_fuse.kernels.kernel import Kernel
 from attn_fuse.picker.case import Case
 from attn_fuse.picker.evidence import AS_WRITTEN, cache_dir, write_whole
-from attn_fuse.picker.pick import Times
+from attn_fuse.picker.pick import Stopwatch, Times
 from attn_fuse.picker.timing import free_memory, interleaved, this_device
 from attn_fuse.report import log
 from attn_fuse.torch_internals import FakeTensorMode, apart_from_dynamo, compile_with, without_inductor_attention
@@ -42,6 +42,20 @@ _ROUNDS, _SECONDS, _SHORTEST = 11, 1.0, 1e-3
 SCORES_ALIVE = {False: 3, True: 6}
 
 _known: dict[str, Times] = {}
+
+
+def stopwatch_of(inner_backend: str | Callable[..., Any], compile_mode: str | None) -> Callable[..., Stopwatch]:
+    """What gives, for a site, the stopwatch that measures it as written and on kernels; see `Trial` for what it takes.
+
+    inner_backend, compile_mode: what compiles the graphs that are measured.
+    """
+
+    def stopwatch(
+        region: Region, attention: Attention, facts: Facts, mode: FakeTensorMode, values: Mapping[Node, Any]
+    ) -> Stopwatch:
+        return Trial(region, attention, facts, mode, values, inner_backend, compile_mode).measure
+
+    return stopwatch
 
 
 @dataclass(frozen=True)
@@ -104,7 +118,7 @@ class Trial:
         """The site alone, on `kernel` or as written."""
         program, inside = alone(self.region)
         if kernel is not None:
-            emit(inside, self.attention, self.facts, kernel, self.mode)
+            emit(inside, self.attention, self.facts, kernel.emit, self.mode)
         for node in program.graph.nodes:
             node.meta = {}  # what Dynamo noted is of other tensors
         program.recompile()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import attn_fuse
-from attn_fuse.backend import _compile
+from attn_fuse.backend import Compiler
 from attn_fuse.backend import attn_fuse as backend
 from attn_fuse.options import Fuel, Options
 from attn_fuse.report import collecting
@@ -101,10 +102,10 @@ def test_training_step(inner: str) -> None:
 
 
 def test_identical_layers_are_analysed_once(monkeypatch) -> None:
-    import attn_fuse.site as sites
+    module = importlib.import_module("attn_fuse.backend")
 
     calls = []
-    monkeypatch.setattr(sites, "normalize", lambda region, run=sites.normalize: calls.append(region) or run(region))
+    monkeypatch.setattr(module, "normalize", lambda region, run=module.normalize: calls.append(region) or run(region))
     torch.compile(Stack(6), backend=backend, options=FUSED)(torch.randn(2, 17, 32))
     assert [site.fused for site in last_sites()] == [True] * 6
     assert len(calls) <= 2  # the first layer's input is no sum, so its leaf may differ
@@ -175,7 +176,9 @@ def test_mode_is_passed_through() -> None:
         return graph.forward
 
     given: list = []
-    _compile(torch.fx.symbolic_trace(torch.nn.Identity()), [q], Options(inner, mode="reduce-overhead"), Fuel(None))
+    Compiler(Options(inner, mode="reduce-overhead"), Fuel(None)).compiled(
+        torch.fx.symbolic_trace(torch.nn.Identity()), [q]
+    )
     assert given == [{"mode": "reduce-overhead"}]
 
 
@@ -281,12 +284,12 @@ def test_check_refuses_what_is_wrong_with_the_figures(monkeypatch) -> None:
 
 
 def test_a_failure_in_the_pass_never_breaks_a_model(monkeypatch, caplog) -> None:
-    import attn_fuse.site as sites
+    module = importlib.import_module("attn_fuse.backend")
 
     def fails(*args: object) -> None:
         raise ZeroDivisionError("by design")
 
-    monkeypatch.setattr(sites, "recognize", fails)
+    monkeypatch.setattr(module, "recognize", fails)
     model, x = Stack(1), torch.randn(2, 9, 32)
     torch.testing.assert_close(torch.compile(model, backend=backend, options=FUSED)(x), model(x))
     assert last_sites()[0].blocker.reason == "analysing it failed: ZeroDivisionError: by design"

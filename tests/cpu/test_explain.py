@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 import attn_fuse
-from attn_fuse.explain import Explanation, explain, main
+from attn_fuse.explain import Explanation, explain
+from attn_fuse.explain.command import main
 from attn_fuse.report import Blocker, GraphReport, Location, SiteReport, collecting, reports
 from attn_fuse.torch_internals import flex_runs_on_cpu
 
@@ -395,7 +396,7 @@ class TestErrors:
         def broken(*_: object, **__: object) -> None:
             raise ValueError("a backend that fails")
 
-        monkeypatch.setattr("attn_fuse.backend.looked_at", broken)
+        monkeypatch.setattr("attn_fuse.backend.analyze_only", broken)
         assert main([write(PLAIN)]) == 2
         assert "Net(float32[1, 64, 16]) runs as written, but torch.compile fails on it: " in capsys.readouterr().err
 

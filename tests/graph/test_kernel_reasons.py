@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from attn_fuse.attention.attention import Attention
-from attn_fuse.attention.facts import Facts, is_frozen
+from attn_fuse.attention.facts import Facts
 from attn_fuse.emit.builder import NotEmitted
+from attn_fuse.graph.scopes import is_frozen
 from attn_fuse.kernels import KERNELS
 from attn_fuse.kernels.flex import kernel as flex
 from attn_fuse.kernels.switches import Switches, forbidden

@@ -13,6 +13,7 @@ import torch
 import attn_fuse
 from attn_fuse.backend import attn_fuse as backend
 from attn_fuse.bench import grid
+from attn_fuse.kernels.sdpa import CPU_FLASH
 from attn_fuse.options import parse_options
 from attn_fuse.picker import evidence, trial
 from attn_fuse.picker.case import Case
@@ -121,10 +122,10 @@ class TestMeasured:
     def test_a_kernel_that_fails_is_left_out(self, monkeypatch) -> None:
         real = trial.emit
 
-        def emit(region, attention, facts, kernel, mode):
-            if kernel.name == "cpu_flash":
+        def emit(region, attention, facts, build, mode):
+            if build is CPU_FLASH.emit:
                 raise RuntimeError("out of luck")
-            return real(region, attention, facts, kernel, mode)
+            return real(region, attention, facts, build, mode)
 
         monkeypatch.setattr(trial, "emit", emit)
         site = site_of(plain, Q, pick="measured")

@@ -1,4 +1,4 @@
-"""The process of a self-check: ``python -m attn_fuse.picker.selfcheck_run JOB VERDICT``, started by `selfcheck`.
+"""The process of a self-check: ``python -m attn_fuse.selfcheck_run JOB VERDICT``, started by `selfcheck`.
 
 Reads a pickled `Job`, writes {"ratio", "reason", "lasts"} as JSON. A kernel passes if every row of the result and of
 each gradient is as near to that of `chunked` as rounding leaves it. Where weights are dropped, draws differ from kernel

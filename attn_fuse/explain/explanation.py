@@ -1,0 +1,141 @@
+"""Explanation: what became of every attention of a model, as a value, as text and as JSON."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from attn_fuse.report import GraphReport, SiteReport, as_json, as_text, bytes_in_words
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What became of every attention of a model; as text, `str(explanation)`.
+
+    subject: the model and what it ran on, in words.
+    reports: one for each graph that torch.compile made of it.
+    """
+
+    subject: str
+    reports: tuple[GraphReport, ...]
+
+    @property
+    def sites(self) -> tuple[SiteReport, ...]:
+        return tuple(site for report in self.reports for site in report.sites)
+
+    @property
+    def fused(self) -> int:
+        return sum(site.fused for site in self.sites)
+
+    @property
+    def already_fused(self) -> int:
+        """How many call `F.scaled_dot_product_attention` themselves."""
+        return sum(site.status == "already fused" for site in self.sites)
+
+    @property
+    def left_as_written(self) -> int:
+        return len(self.sites) - self.fused - self.already_fused
+
+    @property
+    def score_bytes(self) -> int:
+        """Bytes of score matrices that are no longer stored."""
+        return sum(site.score_bytes for site in self.sites)
+
+    def __str__(self) -> str:
+        """The report in words; attentions that differ only in their module stand in one block."""
+        notes = tuple(dict.fromkeys(note for report in self.reports for note in report.notes))
+        text = as_text(GraphReport(tuple(_grouped(self.sites)), 0.0, notes)).strip()
+        return "\n\n".join(part for part in (self.subject, text, self._summary()) if part)
+
+    def as_json(self, graphs: bool = False) -> dict[str, Any]:
+        """Everything as plain dictionaries and lists; `graphs` puts in the graphs' code before and after."""
+        code = [{"before": r.before, "after": r.after} if graphs else {} for r in self.reports]
+        return {
+            "subject": self.subject,
+            "attentions": len(self.sites),
+            "fused": self.fused,
+            "left_as_written": self.left_as_written,
+            "already_fused": self.already_fused,
+            "score_bytes": self.score_bytes,
+            "graphs": [{**as_json(report), **both} for report, both in zip(self.reports, code, strict=True)],
+        }
+
+    def graphs(self) -> str:
+        """The code of each graph, before and after."""
+        parts = [
+            f"graph {number}, {when}:\n{code.strip()}"
+            for number, report in enumerate(self.reports, 1)
+            for when, code in (("before", report.before), ("after", report.after))
+        ]
+        return "\n\n".join(parts)
+
+    def _summary(self) -> str:
+        if not self.reports:
+            return "no attention found: torch.compile made no graph of it"
+        count = len(self.reports)
+        graphs = f" in {count} graphs" if count > 1 else ""
+        if not self.sites:
+            return f"no attention found{graphs}: there is no softmax between two products"
+        attentions = f"{len(self.sites)} attention{'s' if len(self.sites) > 1 else ''}"
+        summary = f"{attentions}{graphs}: {self.fused} fused, {self.left_as_written} left as written"
+        if self.already_fused:
+            summary += f", {self.already_fused} fused already in the program (F.scaled_dot_product_attention)"
+        if self.score_bytes:
+            summary += f"\n{bytes_in_words(self.score_bytes)} of scores no longer stored"
+        return summary
+
+
+def _grouped(sites: Iterable[SiteReport]) -> Iterator[SiteReport]:
+    """One site for all that differ only in their module: it names the modules and has the bytes of all."""
+    groups: list[tuple[SiteReport, list[SiteReport]]] = []
+    for site in sites:
+        anywhere = _anywhere(site)
+        for known, members in groups:
+            if known == anywhere:
+                members.append(site)
+                break
+        else:
+            groups.append((anywhere, [site]))
+    for anywhere, members in groups:
+        shown = anywhere if len(members) > 1 else members[0]
+        modules = _modules_in_words([site.location.module for site in members])
+        yield replace(
+            shown,
+            location=replace(shown.location, module=modules),
+            score_bytes=sum(site.score_bytes for site in members),
+        )
+
+
+def _anywhere(site: SiteReport) -> SiteReport:
+    """`site` without what tells it from the same line run by another module: "self.bias" for "h.3.attn.bias"."""
+    module, blocker = site.location.module, site.blocker
+    layer = re.match(r"(.*\.)?\d+(?=\.|$)", module)
+
+    def words(text: str) -> str:
+        if module:
+            text = text.replace(f"{module}.", "self.")
+        if layer is not None:
+            text = re.sub(rf"\b{re.escape(layer[0])}\b", f"{layer[1] or ''}*", text)
+        return text
+
+    if blocker is not None:
+        where = blocker.location and replace(blocker.location, module="")
+        blocker = replace(blocker, reason=words(blocker.reason), op=words(blocker.op), location=where)
+    return replace(
+        site,
+        location=replace(site.location, module=""),
+        attention={name: words(text) for name, text in site.attention.items()},
+        why_not={name: tuple(words(reason) for reason in reasons) for name, reasons in site.why_not.items()},
+        blocker=blocker,
+    )
+
+
+def _modules_in_words(modules: Sequence[str]) -> str:
+    distinct = list(dict.fromkeys(module for module in modules if module))
+    if len(distinct) < 3 and len(distinct) == len(modules):
+        return ", ".join(distinct)
+    named = ", ".join(distinct) if len(distinct) < 3 else f"{distinct[0]} ... {distinct[-1]}"
+    times = f"{len(modules)} times" if len(modules) > 1 else ""
+    return ", ".join(part for part in (named, times) if part)

@@ -1,0 +1,91 @@
+"""The import arrow: each stage imports what stands below it, patterns and kernels never meet, and no cycle hides."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2] / "attn_fuse"
+# From the bottom up: a module imports from its own folder and from what stands before it. The last are entry points.
+ORDER = (
+    "torch_internals", "errors", "report", "expression", "attention", "graph", "lift", "patterns", "emit", "kernels",
+    "options", "picker", "guard", "site", "backend", "explain", "bench", "selfcheck_run", "__init__",
+)  # fmt: skip
+MODULES = sorted(ROOT.rglob("*.py"))
+MOST_FILES_AT_THE_ROOT = 10
+KERNELS, PATTERNS = "kernels", "patterns"
+
+
+def imported(file: Path) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """(line, the module's path below attn_fuse) of every import of our own, wherever in the file it stands."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == ROOT.name:
+            folder = node.module.split(".")[1:]
+            for alias in node.names:
+                there = ROOT.joinpath(*folder, alias.name)
+                is_module = there.with_suffix(".py").exists() or there.is_dir()
+                yield node.lineno, (*folder, alias.name) if is_module else tuple(folder)
+        elif isinstance(node, ast.Import):
+            yield from ((node.lineno, tuple(a.name.split(".")[1:])) for a in node.names if a.name.startswith(ROOT.name))
+
+
+def stage(path: tuple[str, ...]) -> str:
+    return path[0].removesuffix(".py") if path else "__init__"
+
+
+@pytest.mark.parametrize("file", MODULES, ids=lambda f: str(f.relative_to(ROOT)))
+def test_imports_point_down(file: Path) -> None:
+    own = stage(file.relative_to(ROOT).parts)
+    upward = [
+        f"line {line}: {'.'.join(path)}" for line, path in imported(file) if ORDER.index(stage(path)) > ORDER.index(own)
+    ]
+    assert not upward
+
+
+@pytest.mark.parametrize("file", MODULES, ids=lambda f: str(f.relative_to(ROOT)))
+def test_every_import_is_there(file: Path) -> None:
+    lacking = [
+        path
+        for _, path in imported(file)
+        if not (ROOT.joinpath(*path).with_suffix(".py").exists() or (ROOT.joinpath(*path) / "__init__.py").exists())
+    ]
+    assert not lacking
+
+
+def test_patterns_and_kernels_never_meet() -> None:
+    for file in (f for f in MODULES if stage(f.relative_to(ROOT).parts) in (PATTERNS, KERNELS)):
+        met = {stage(path) for _, path in imported(file)} & {PATTERNS, KERNELS}
+        assert met <= {stage(file.relative_to(ROOT).parts)}, file
+
+
+def test_no_cycle() -> None:
+    edges: dict[tuple[str, ...], set[tuple[str, ...]]] = {}
+    for file in MODULES:
+        own = file.relative_to(ROOT).with_suffix("").parts
+        own = own[:-1] if own[-1] == "__init__" else own
+        # What is imported in a function is imported when it runs, and what is for type checkers never.
+        top = ast.parse(file.read_text())
+        for node in ast.walk(top):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.If)):
+                node.body = [ast.Pass()]
+        lines = {n.lineno for n in ast.walk(top) if isinstance(n, (ast.Import, ast.ImportFrom))}
+        edges[own] = {path for line, path in imported(file) if line in lines and path != own}
+    done: set[tuple[str, ...]] = set()
+
+    def visit(module: tuple[str, ...], above: tuple[tuple[str, ...], ...]) -> None:
+        assert module not in above, " -> ".join(".".join(m) for m in (*above, module))
+        if module not in done:
+            for other in sorted(edges.get(module, ())):
+                visit(other, (*above, module))
+            done.add(module)
+
+    for module in sorted(edges):
+        visit(module, ())
+
+
+def test_few_files_stand_at_the_root() -> None:
+    assert len([*ROOT.glob("*.py")]) <= MOST_FILES_AT_THE_ROOT
+    assert {stage(f.relative_to(ROOT).parts) for f in MODULES} == set(ORDER)
