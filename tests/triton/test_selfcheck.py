@@ -19,9 +19,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from attn_fuse import selfcheck_run
 from attn_fuse.backend import attn_fuse as backend
 from attn_fuse.kernels.triton.flash.kernel import TRITON_FLASH
-from attn_fuse.picker import cost, selfcheck, selfcheck_run
+from attn_fuse.picker import cost, selfcheck
 from attn_fuse.picker.pick import Verdict
 from attn_fuse.picker.selfcheck import Job
 from attn_fuse.picker.timing import Timing
