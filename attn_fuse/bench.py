@@ -1,9 +1,9 @@
-"""Measure this device: ``python -m attn_fuse.bench --calibrate``, and from then on the kernel picker goes by it.
+"""Measure this device for the kernel picker: ``python -m attn_fuse.bench --calibrate``.
 
-Attentions written out by hand are compiled by Inductor as they are and on every kernel that can run them, and take
-turns, in a process of their own, which is replaced where a kernel kills it, hangs or breaks the device. The times are
-kept in the user's cache directory (`$ATTN_FUSE_CACHE`, else attn_fuse in the platform's own) for this device and this
-version of torch. ``--show`` says what the picker has to go by here, ``--forget`` deletes it.
+Attentions written out by hand run in turn, compiled by Inductor as written and on every kernel that can run them.
+Another process runs them, and is replaced where a kernel kills it, hangs or breaks the device. The times are kept in
+the user's cache directory (`$ATTN_FUSE_CACHE`, else attn_fuse in the platform's own) for this device and this version
+of torch. ``--show`` prints the times that the picker uses here, ``--forget`` deletes the user's own.
 """
 
 from __future__ import annotations
@@ -41,23 +41,24 @@ from attn_fuse.picker.workers import Worker, note, spared
 from attn_fuse.picker.workloads import program, runner, tensors
 
 _TOLERANCE = {"float64": 1e-6, "float32": 1e-3}
-# As written, a training step keeps the scores, the weights, their gradients and what dropout kept.
+# Tensors of the size of the scores that the program as written keeps, by whether it trains: a training step keeps the
+# scores, the weights, their gradients and what dropout kept.
 _SCORES_ALIVE = {False: 3, True: 6}
-# Seconds that a case may take, most of them to compile. Measurements beside another load, and seconds between them.
+# Max seconds of a case, most of them for compiling. Max measurements beside other load, and seconds between them.
 DEADLINE, _TRIES, _WAIT = 120.0, 3, 2.0
-# The share of the cores that other programs may take; the upper quartile of a kernel's times over the lower, on a GPU,
-# of whose other load the system says nothing.
+# Max share of the cores for other programs. On a GPU, whose other load the system does not report, the max ratio of the
+# upper quartile of a kernel's times to the lower.
 _QUIET, _STEADY = 0.1, 1.5
 _MINUTES, _QUICK_MINUTES = 9.0, 1.0
 
 
 class BenchError(Exception):
-    """What `python -m attn_fuse.bench` prints as its one line before it exits with code 2."""
+    """The error that `python -m attn_fuse.bench` prints as one line before it exits with code 2."""
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How long a case is measured: rounds, and seconds of them, at most; how long one measurement lasts at least."""
+    """How long a case is measured. rounds, seconds: max of a case. shortest: min seconds of one measurement."""
 
     rounds: int = 15
     seconds: float = 3.0
@@ -69,9 +70,10 @@ QUICK = Effort(rounds=5, seconds=0.5)
 
 @dataclass(frozen=True)
 class Observation:
-    """What came of a case. row: None where it was not measured, by `problem`. why_not: of the kernels without a time.
+    """The outcome of measuring a case.
 
-    busy: what else was going on meanwhile, in words; the row is not to be kept.
+    row: None where the case was not measured. problem: why it was not. why_not: why a kernel has no time.
+    busy: the other load meanwhile, in words; unless it is "", the row is not kept.
     """
 
     row: Row | None = None
@@ -86,7 +88,7 @@ Observe = Callable[[Sequence[str], Case, torch.device, Effort], Observation]
 def measured(
     case: Case, device: torch.device, effort: Effort, kernels: Sequence[str] | None = None
 ) -> tuple[Row, dict[str, str]]:
-    """The times of `case` as written and on `kernels` (None: all that can run it), and why a kernel has none."""
+    """The row of `case` as written and on `kernels` (None: all that can run it), and why a kernel has no time."""
     timings, why_not = timed(case, device, effort, kernels)
     return _row(case, timings), why_not
 
@@ -98,7 +100,7 @@ def _row(case: Case, timings: Mapping[str, Timing]) -> Row:
 def timed(
     case: Case, device: torch.device, effort: Effort, kernels: Sequence[str] | None = None
 ) -> tuple[dict[str, Timing], dict[str, str]]:
-    """What `measured` makes rows of."""
+    """The timings of which `measured` makes a row, and why a kernel has none."""
     runs, why_not = prepared(case, device, kernels)
     return interleaved(runs, device, effort.rounds, effort.seconds, effort.shortest), why_not
 
@@ -106,7 +108,10 @@ def timed(
 def prepared(
     case: Case, device: torch.device, kernels: Sequence[str] | None = None
 ) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
-    """A call of the case as written and on each kernel, compiled and once run, and why a kernel has none."""
+    """A call of `case` as written and on each kernel, compiled and run once, and why a kernel has none.
+
+    kernels: their names; None for all that can run on `device`.
+    """
     torch.compiler.reset()
     torch.manual_seed(0)
     written, values = program(case), tensors(case, device)
@@ -131,7 +136,7 @@ def prepared(
             why_not[name] = str(problem).rpartition(f"{name}: ")[2]
             continue
         except Exception as problem:
-            synchronize(device)  # raises where the kernel broke the device: nothing else is to be run on it
+            synchronize(device)  # raises where the kernel broke the device, so that nothing else runs on it
             why_not[name] = f"{type(problem).__name__}: {problem}".partition("\n")[0]
             continue
         if agrees:
@@ -143,7 +148,10 @@ def prepared(
 
 
 def observed(kernels: Sequence[str], case: Case, device: torch.device, effort: Effort) -> Observation:
-    """The row of `case`, at a smaller batch or fewer heads where memory asks for it, and beside no other load."""
+    """The outcome of measuring `case`, at a smaller batch or with fewer heads where memory is short.
+
+    Beside other load it is measured again, up to three times in all.
+    """
     smaller = fitting(case, free_memory(device))
     if smaller is None:
         return Observation(problem=f"as written it takes {in_gib(bytes_as_written(case))} and more; too little is free")
@@ -161,10 +169,7 @@ def observed(kernels: Sequence[str], case: Case, device: torch.device, effort: E
 
 
 def other_load(share: float, timings: Mapping[str, Timing], device: torch.device) -> str:
-    """What else was going on while these were measured, in words; empty where nothing was.
-
-    share: of the cores, that other programs took.
-    """
+    """The other load while `timings` were measured, in words; "" for none. share: of the cores, by other programs."""
     if share > _QUIET:
         return f"other programs took {share:.0%} of the cores"
     unsteady = max(timing.upper / timing.lower for timing in timings.values())
@@ -174,9 +179,10 @@ def other_load(share: float, timings: Mapping[str, Timing], device: torch.device
 
 
 def fitting(case: Case, free: int | None) -> Case | None:
-    """`case` with as much of its batch, then of its heads, as half of the `free` bytes hold as written; None: none.
+    """`case` with its batch, then its heads, halved until it fits half of the `free` bytes; None if never.
 
-    What is halved stays as it is in all that a kernel's time depends on but the number of (batch, head) pairs.
+    Bytes are those of the program as written. Halving changes the number of (batch, head) pairs and nothing else that a
+    kernel's time depends on.
     """
     while free is not None and bytes_as_written(case) > free / 2:
         if case.batch > 1:
@@ -189,24 +195,26 @@ def fitting(case: Case, free: int | None) -> Case | None:
 
 
 def bytes_as_written(case: Case) -> int:
-    """What the program as written holds at once, about."""
+    """About as many bytes as the program as written holds at once."""
     alive = _SCORES_ALIVE[case.training] + 2 * (case.bias != "none")
     lengths = case.q_len * case.heads * case.head_dim, 2 * case.kv_len * case.heads * case.head_dim
     return case.itemsize * (alive * case.scores + 2 * case.batch * sum(lengths))
 
 
 def in_gib(count: float) -> str:
+    """`count` bytes as text, in GiB."""
     return f"{count / 2**30:.1f} GiB"
 
 
 def kernels_on(device: torch.device) -> list[str]:
+    """The names of the kernels for devices of this type."""
     return [kernel.name for kernel in KERNELS if device.type in kernel.devices]
 
 
 def _agree(found: Any, expected: Any, case: Case, exact: Callable[[], Any]) -> bool:
-    """A time must never stand for a wrong answer: each result is near that as written, or nearer to the exact one.
+    """Whether each result is near that as written or at least as near to the exact one: wrong answers get no time.
 
-    What many elements share has its gradient summed up in 16 bits as written, and a kernel that does better is right.
+    As written, the gradient of a broadcast tensor is summed up in 16 bits; a kernel that is more exact is right.
     """
     tolerance = _TOLERANCE.get(case.dtype, 6e-2)
     pairs = list(zip(pytree.tree_leaves(found), pytree.tree_leaves(expected), strict=True))
@@ -230,10 +238,11 @@ def _in_wider_dtype(written: Callable[..., Any], case: Case, values: tuple[Any, 
 
 
 def grid(device_type: str, lengths: Sequence[int] = (), heads: int = 0) -> list[Case]:
-    """The cases of a calibration, in the order in which they tell most.
+    """The cases of a calibration, those that tell most first.
 
-    The first is the most usual one; each next one is the farthest, as `nearness.apart` has it, from all before it, so
-    that whenever it ends, no attention is far from one that was measured.
+    The first is the most usual one; each next one is the farthest, by `regression.apart`, from all before it. So
+    wherever a calibration ends, no attention is far from a measured one.
+    lengths, heads: of the sequences and of each case; () and 0 for the usual ones.
     """
     on_gpu = device_type == "cuda"
     lengths = lengths or ((256, 1024, 4096, 8192) if on_gpu else (64, 256, 1024, 2048))
@@ -286,9 +295,10 @@ def _cases(usual: Case, lengths: Sequence[int], dtypes: Sequence[str]) -> Iterat
 def calibrate(
     device: torch.device, cases: Sequence[Case], minutes: float, effort: Effort, observe: Observe = observed
 ) -> int:
-    """Measure `cases`, in order, until the time is up, keeping each at once; the number kept.
+    """Measure `cases` in order until the time is up, write each row at once, and return the number of rows.
 
-    The first may take longer than `minutes`. observe: what is called for a case, in a process of its own.
+    minutes: for all cases; the first may take longer. observe: called for each case, in another process.
+    Raises BenchError where the table cannot be written.
     """
     here = this_device(device)
     path = evidence.own_path(here, torch.__version__)
@@ -324,9 +334,9 @@ def calibrate(
 
 
 class Measuring:
-    """A worker that measures cases one after another, without the kernels that broke it.
+    """A worker that measures cases one after another, without the kernels that broke it twice.
 
-    seconds: that a case may take. broken: the kernels that broke it twice, with what happened.
+    seconds: max of a case. broken: those kernels, with what happened.
     """
 
     def __init__(
@@ -337,7 +347,10 @@ class Measuring:
         self.broken: dict[str, str] = {}
 
     def observation(self, case: Case, end: float, kernels: Sequence[str] | None = None) -> Observation:
-        """What came of `case`, once more without a kernel that broke the process, until `end` by `perf_counter`."""
+        """The outcome of measuring `case`, again without each kernel that broke the process.
+
+        end: of all, by `time.perf_counter`. kernels: their names; None for all of the device.
+        """
         asked = kernels_on(self._device) if kernels is None else kernels
         names = [name for name in asked if name not in self.broken]
         how = case, self._device, self._effort
@@ -359,7 +372,7 @@ class Measuring:
 
 
 def show(device: torch.device) -> None:
-    """Print what the picker has to go by on `device`."""
+    """Print the times that the picker uses on `device`."""
     here = this_device(device)
     own, others = _own(here), [t for t in evidence.tables() if t.device.type == device.type]
     print(f"device: {here}, torch {torch.__version__}")
@@ -376,7 +389,7 @@ def show(device: torch.device) -> None:
 
 
 def forget() -> None:
-    """Delete every calibration, and what ``pick="measured"`` has kept."""
+    """Delete all calibrations, and what ``pick="measured"`` and self-checks keep. Raises BenchError if that fails."""
     paths = [path for path in (*evidence.own_paths(), evidence.cache_dir() / "measured") if path.exists()]
     for path in paths:
         try:
@@ -401,7 +414,7 @@ def _in_words(row: Row) -> str:
 
 
 def as_table(rows: Sequence[Row]) -> str:
-    """Each kernel's time over that as written."""
+    """`rows` as text: the time as written, and the time of each kernel over it."""
     names = [k.name for k in KERNELS if any(k.name in row.times for row in rows)]
     lines = []
     for row in rows:
@@ -420,7 +433,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The program; gives its exit code."""
+    """Run the command line; returns the exit code."""
     try:
         args = _parsed(arguments)
         if args.forget:

@@ -1,4 +1,4 @@
-"""Every error a user can meet. Each message says what was wrong, with which value, and what to do."""
+"""Errors: all that a user can meet. Each message says what was wrong, with which value, and what to do."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class AttnFuseError(PassesThroughDynamo, RuntimeError):
         self.message = message
 
     def __str__(self) -> str:
-        # Dynamo adds advice on its own debugging to the arguments of what passes through it.
+        # Dynamo appends advice on its own debugging to the args of an exception that it lets pass.
         return self.message
 
 
 class OptionError(AttnFuseError, ValueError):
-    """An option, or the value of one, that attn_fuse does not know."""
+    """An option that attn_fuse does not know, or an impossible value of an option."""
 
 
 class NotFusedError(AttnFuseError):
@@ -33,7 +33,7 @@ class ExplainError(Exception):
 
 
 def nearest(name: object, known: Iterable[str]) -> str:
-    """A ` Did you mean 'x'?` for the known name closest to `name`, or the list of known names."""
+    """A hint to end a message with: ` Did you mean 'x'?` for a known name close to `name`, or all known names."""
     known = sorted(known)
     close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
     return f" Did you mean {close[0]!r}?" if close else f" Known: {', '.join(known)}."

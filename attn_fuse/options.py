@@ -23,23 +23,23 @@ _chosen: contextvars.ContextVar[tuple[str, ...] | None] = contextvars.ContextVar
 class Options:
     """What ``torch.compile(model, backend="attn_fuse", options={...})`` takes.
 
-    inner_backend: what compiles the rewritten graph: the name of a registered Dynamo backend, or a callable
+    inner_backend: the compiler of the rewritten graph: the name of a registered Dynamo backend, or a callable
         ``(graph_module, example_inputs) -> callable``.
-    kernels: allow list of kernel names, tried in this order; None allows every kernel.
+    kernels: the names of the kernels allowed, in order of preference; None allows every kernel.
     pick: "fastest" leaves a site as written where no kernel is faster by the evidence (`python -m attn_fuse.bench`
         shows it, and measures this device); "measured" measures each site while compiling, on stand-ins of its sizes,
         and keeps the result; "fused" fuses every site that some kernel can run.
     strict: raise `NotFusedError` where a site stays unfused.
-    fuel: how many sites may still be rewritten; sites beyond it stay as written. For bisecting.
+    fuel: the max number of sites to rewrite, for bisecting; further sites stay as written. None sets no limit.
     check: run every graph as written and rewritten on its first inputs, compare outputs, gradients and what is written
-        in place, and refuse the rewrites with which they disagree.
-    seconds: what looking for attention in one graph may take; the sites after that stay as written.
-    try_unmeasured: whether a kernel of ours that was never measured on this device may be used there, where its
-        estimate promises more, once it has passed a self-check and was faster by the clock (`picker.selfcheck`).
+        in place, and refuse the rewrites that make them disagree.
+    seconds: the max time to look for attention in one graph; the sites after that stay as written.
+    try_unmeasured: use a kernel of ours that was never measured on this device where its estimate promises more, once
+        it has passed a self-check and was faster by the clock (`picker.selfcheck`).
     mode: torch.compile's `mode`, handed to the inner backend. "max-autotune" and "max-autotune-no-cudagraphs" mean
         pick="measured", too (torch.compile takes a mode or options, not both).
-    compiles: False leaves the rewritten graph as it is, while kernels are picked as for the inner backend; for a graph
-        that is looked at and not used. No option of the user's.
+    compiles: False leaves the rewritten graph uncompiled, with the kernels picked as for the inner backend, for a graph
+        that is only reported on. Users cannot set it.
     """
 
     inner_backend: str | Callable[..., Any] = "inductor"
@@ -55,7 +55,10 @@ class Options:
 
 
 def parse_options(options: Mapping[str, Any] | None, mode: str | None = None) -> Options:
-    """`Options` from the mapping a user passed. Raises `OptionError` for an unknown name or an impossible value."""
+    """The `Options` of the mapping that a user passed. mode: torch.compile's `mode`.
+
+    Raises OptionError for an unknown name or an impossible value.
+    """
     options = dict(options or {})
     known = {field.name for field in fields(Options)} - {"mode", "compiles"}
     for name in options:
@@ -83,7 +86,7 @@ def parse_options(options: Mapping[str, Any] | None, mode: str | None = None) ->
 
 
 def kernel_names(names: object) -> tuple[str, ...]:
-    """`names` as a tuple of known kernel names, in the order given. Raises `OptionError` for any other."""
+    """`names` as a tuple of known kernel names, in the order given. Raises OptionError for an unknown one."""
     listed = [names] if isinstance(names, str) else list(names) if isinstance(names, (list, tuple)) else None
     if listed is None:
         raise OptionError(f"kernels={names!r} is not a list of kernel names. Known: {', '.join(_known_kernels())}.")
@@ -97,11 +100,9 @@ def kernel_names(names: object) -> tuple[str, ...]:
 def use_kernels(*names: str) -> Iterator[None]:
     """Within the block, compiled models run attention on these kernels only, preferred in this order.
 
-    Like `torch.nn.attention.sdpa_kernel`: it holds for models compiled inside the block and for calls, inside the
-    block, of models compiled before it (those are compiled once more, the first time). Without a name every
-    attention runs as written. It takes precedence over ``options={"kernels": ...}``.
-
-    Raises: OptionError for an unknown kernel name.
+    Like `torch.nn.attention.sdpa_kernel`, the block also holds for models compiled before it: their first call inside
+    compiles them once more. Without a name every attention runs as written. The block takes precedence over
+    ``options={"kernels": ...}``. Raises OptionError for an unknown kernel name.
     """
     token = _chosen.set(kernel_names(names))
     try:
@@ -133,14 +134,14 @@ def _require(options: Mapping[str, Any], name: str, wanted: str, holds: Callable
 
 
 class Fuel:
-    """How many sites may still be rewritten; one that was allowed stays allowed when its graph is recompiled."""
+    """A limit on the sites to rewrite; a site that was allowed stays allowed when its graph is recompiled."""
 
     def __init__(self, limit: int | None) -> None:
         self._limit = limit
         self._spent: set[str] = set()
 
     def allows(self, site: SiteReport) -> bool:
-        """Whether this site may be rewritten; it counts against the limit from then on."""
+        """Whether `site` may be rewritten; if so, it counts against the limit from then on."""
         key = str(site.location)
         if self._limit is not None and key not in self._spent and len(self._spent) >= self._limit:
             return False

@@ -1,4 +1,4 @@
-"""What happened to each attention of a compiled graph, as values and as text."""
+"""Reports: what became of each attention of a compiled graph, as values and as text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ log = logging.getLogger("attn_fuse")
 
 @dataclass(frozen=True)
 class Location:
-    """Where in the user's program: file and line, the line's text, and the module that ran it."""
+    """A place in the user's program.
+
+    code: the text of the line. module: the dotted path of the module that runs it; "" outside a module.
+    """
 
     file: str
     line: int
@@ -30,7 +33,7 @@ class Location:
 
 @dataclass(frozen=True)
 class Blocker:
-    """Why a site stayed as written: the reason in words, the op that blocks and its source line."""
+    """Why a site stayed as written. op: the name of the operation that blocks. location: its place in the source."""
 
     reason: str
     op: str
@@ -41,13 +44,14 @@ class Blocker:
 class SiteReport:
     """One attention: what was recognised and what was done with it.
 
+    location: where its softmax stands.
     status: "fused", "as written" (recognised, but no kernel took it), "refused" (not proved to be an attention that
         can be fused), or "already fused" (the program calls `F.scaled_dot_product_attention` itself).
     attention: the recognised facts in words, by name: heads, head_dim, mask, scale, dropout, ...; empty if refused.
     kernel: the kernel chosen, or None.
-    why_not: for every other kernel the reasons that it could not, or was not, chosen.
-    blocker: for a site that is not fused, the one cause.
-    score_bytes: bytes of the score matrix that is no longer stored; 0 unless fused.
+    why_not: for every other kernel the reasons why it was not chosen.
+    blocker: for a site that is not fused, the one cause; None where the program fuses it itself.
+    score_bytes: the bytes of the score matrix that is no longer stored; 0 unless fused.
     """
 
     location: Location
@@ -60,12 +64,17 @@ class SiteReport:
 
     @property
     def fused(self) -> bool:
+        """Whether attn_fuse put the attention on a kernel."""
         return self.status == "fused"
 
 
 @dataclass(frozen=True)
 class GraphReport:
-    """One graph that the backend compiled. `before` and `after` are the graph's code, with the rewrites done."""
+    """One graph that the backend compiled.
+
+    seconds: the time until the graph went to the inner backend. notes: sentences for the user about the whole graph.
+    before, after: the code of the graph as Dynamo made it, and as handed to the inner backend.
+    """
 
     sites: tuple[SiteReport, ...]
     seconds: float
@@ -75,7 +84,10 @@ class GraphReport:
 
 
 def relocated(sites: Sequence[SiteReport], locations: Sequence[Location]) -> tuple[SiteReport, ...]:
-    """A graph captured anew has lost its source lines; its sites are those of the first capture, in order."""
+    """`sites` at `locations`, those of the first capture: a graph captured anew has lost its source lines.
+
+    The sites of both captures match in order; where their numbers differ, `sites` stay as they are.
+    """
     if len(sites) != len(locations):
         return tuple(sites)
     return tuple(replace(site, location=where) for site, where in zip(sites, locations, strict=True))
@@ -85,20 +97,20 @@ _recent: collections.deque[GraphReport] = collections.deque(maxlen=256)
 
 
 def record(report: GraphReport) -> None:
-    """Keep `report` for `reports()`, and log one line a site."""
+    """Keep `report` for `reports()`, and log one line for each site."""
     _recent.append(report)
     for site in report.sites:
         log.info("%s: %s", site.location, headline(site))
 
 
 def reports() -> tuple[GraphReport, ...]:
-    """Reports of the graphs compiled in this process, oldest first (the last 256)."""
+    """The reports of the last 256 graphs compiled in this process, oldest first."""
     return tuple(_recent)
 
 
 @contextlib.contextmanager
 def collecting() -> Iterator[list[GraphReport]]:
-    """A list that receives the reports of the graphs compiled within the block."""
+    """A block with a list, which receives the reports of the graphs compiled within when the block ends."""
     global _recent
     kept = _recent
     collected: list[GraphReport] = []
@@ -112,7 +124,7 @@ def collecting() -> Iterator[list[GraphReport]]:
 
 
 def headline(site: SiteReport) -> str:
-    """One line on a site: its status, and the kernel or the cause."""
+    """The one line on a site: its status, and the kernel or the cause."""
     if site.fused:
         return f"fused on {site.kernel}"
     if site.blocker is None:

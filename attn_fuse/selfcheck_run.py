@@ -1,9 +1,9 @@
 """The process of a self-check: ``python -m attn_fuse.selfcheck_run JOB VERDICT``, started by `selfcheck`.
 
-Reads a pickled `Job`, writes {"ratio", "reason", "lasts"} as JSON. A kernel passes if every row of the result and of
-each gradient is as near to that of `chunked` as rounding leaves it. Where weights are dropped, draws differ from kernel
-to kernel: mean and variance over many draws have to agree, and the gradient of the value has to be that of the very
-weights that the result was computed with.
+Reads a pickled `Job` and writes {"ratio", "reason", "lasts"} as JSON. A kernel passes if every row of its result and of
+each gradient differs from that of `chunked` by no more than rounding explains. Each kernel drops other weights: there
+the mean and the variance over many draws have to agree, and the gradient of the value has to be that of the same
+weights as the result.
 """
 
 from __future__ import annotations
@@ -29,23 +29,25 @@ from attn_fuse.picker.timing import interleaved, synchronize
 from attn_fuse.report import reports
 
 _ROUNDS, _SECONDS, _SHORTEST = 11, 1.0, 1e-3
-# Half of the distance between numbers next to 1. In float32 the scores' sums of products, and the exponentials of what
-# they add up to, lose some seven bits more; what they do in half precision is less than the rounding of the operands.
+# Half of the distance between numbers next to 1. In float32 the sums of the scores, and the exponentials of scores,
+# lose some seven bits more; in half precision their loss is smaller than the rounding of the operands.
 _ROUNDING = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12, torch.float32: 2.0**-18}
 _TF32 = 2.0**-12
-# A row may be off by so many roundings of itself, and of the largest row: a gradient may cancel to 0.
+# Max error of a row, in roundings of itself and of the largest row: a gradient may cancel to 0.
 _OF_ROW, _OF_LARGEST = 64, 8
 _DRAWS = 32
-# What the average over all elements of a ratio that is expected to be 1 may come to; of 32 draws a scale that lacks
-# 1 / (1 - p) gives 2.4 for p = 0.1.
+# Bounds on the average, over all elements, of a ratio that is expected to be 1; of 32 draws with p = 0.1, a scale that
+# lacks 1 / (1 - p) gives 2.4.
 _LIKELY = (0.5, 2.0)
-# Of the norm of what is summed; weights dropped otherwise than forward give 0.3 for p = 0.1, rounding below 0.01.
+# Max difference of two sums, over the norm of what is summed; weights dropped otherwise than in the forward give 0.3
+# for p = 0.1, rounding gives less than 0.01.
 _UNLIKE = 0.1
 
 Results = tuple[Tensor, ...]
 
 
 def main(arguments: Sequence[str]) -> int:
+    """Check the job in one file and write the verdict to another; returns the exit code. arguments: both paths."""
     job, answer = arguments
     ratio, reason, lasts = verdict(pickle.loads(Path(job).read_bytes()))
     Path(answer).write_text(json.dumps({"ratio": ratio, "reason": reason, "lasts": lasts}))
@@ -53,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def verdict(job: Job) -> tuple[float | None, str, bool]:
-    """(the time over that of the fallback, or None; why; whether another time would bring the same)."""
+    """The kernel's time over the fallback's, or None; why it is None; and whether another run would give the same."""
     precision, *_, deterministic, warns_only = job.settings
     getattr(torch.backends, "cuda" if job.device.type == "cuda" else "mkldnn").matmul.fp32_precision = precision
     torch.use_deterministic_algorithms(deterministic, warn_only=warns_only)
@@ -89,7 +91,7 @@ def verdict(job: Job) -> tuple[float | None, str, bool]:
 
 
 class _Site(nn.Module):
-    """The program of a job as a module: what is proved and what is learned it keeps, the rest it is given."""
+    """The job's program as a module: it holds leaves that are proved or learned, and is called with the others."""
 
     def __init__(self, job: Job, leaves: Sequence[Any]) -> None:
         super().__init__()
@@ -111,7 +113,7 @@ class _Site(nn.Module):
 
 
 def made(leaf: Leaf, device: torch.device) -> Any:
-    """A tensor or number for `leaf`: its contents, or others that a mask, a position or an operand may have."""
+    """A tensor or number for `leaf`: its contents, or others that an operand, a mask or a position may have."""
     if leaf.dtype is None:
         return leaf.number
     if leaf.contents is not None:
@@ -137,7 +139,7 @@ def made(leaf: Leaf, device: torch.device) -> Any:
 
 
 def _runner(job: Job, kernel: str | None, leaves: list[Any], upstream: Tensor | None = None) -> Callable[[], Results]:
-    """The site on `kernel`, None for as written: its result, and with `upstream` in training the gradients."""
+    """A call of the site on `kernel` (None: as written): the result, and with `upstream` in training the gradients."""
     options = {"inner_backend": job.inner_backend, "kernels": [kernel] if kernel else [], "strict": kernel is not None}
     backend = functools.partial(attn_fuse, options=options, mode=job.compile_mode)
     site = _Site(job, leaves)
@@ -159,13 +161,14 @@ def _runner(job: Job, kernel: str | None, leaves: list[Any], upstream: Tensor | 
 
 
 def _unlike(runs: dict[str, Callable[[], Results]], job: Job) -> str:
+    """How the kernel's results differ from those of `chunked`, in words; "" where rounding explains it."""
     found, expected = runs[job.kernel](), runs["chunked"]()
     synchronize(job.device)
     of, rounding = ("result", *(f"gradient {n}" for n in range(len(expected) - 1))), _rounding(job)
     for name, a, b in zip(of, found, expected, strict=True):
         seen, off = _norms(b), _norms(a.float() - b.float())
         bound = rounding * (_OF_ROW * seen + _OF_LARGEST * seen.nan_to_num(nan=0.0).max())
-        # Where a program gives NaN, for a query without a key, a kernel may give 0.
+        # Where the program gives NaN, for a fully masked row, a kernel may give 0.
         bad = ~(off <= bound) & seen.isfinite()
         if bad.any():
             worst = (off / bound)[bad].nan_to_num(nan=float("inf")).max().item()
@@ -186,6 +189,7 @@ def _norms(x: Tensor) -> Tensor:
 
 
 def _of_draws(runs: dict[str, Callable[[], Results]], job: Job, leaves: Sequence[Any], upstream: Tensor) -> str:
+    """How the kernel's draws differ from those of `chunked`, in words; "" where chance explains it."""
     moments = {name: _moments(run) for name, run in runs.items()}
     (means, variances), (expected, spread) = moments[job.kernel], moments["chunked"]
     for n, (a, b, v, w) in enumerate(zip(means, expected, variances, spread, strict=True)):
@@ -214,7 +218,7 @@ def _of_draws(runs: dict[str, Callable[[], Results]], job: Job, leaves: Sequence
 
 
 def _moments(run: Callable[[], Results]) -> tuple[list[Tensor], list[Tensor]]:
-    """Mean and variance of each result over many draws."""
+    """The mean and variance of each result over many draws."""
     sums: list[Tensor] = []
     squares: list[Tensor] = []
     for draw in range(_DRAWS):
@@ -233,5 +237,5 @@ def _first_line(problem: Exception) -> str:
 
 if __name__ == "__main__":
     exit_code = main(sys.argv[1:])
-    # Past a CUDA error, what Python takes down at its end aborts; the verdict is written.
+    # After a CUDA error Python aborts while it shuts down; the verdict is written by now.
     os._exit(exit_code)

@@ -1,6 +1,6 @@
-"""The only module that names private torch APIs. Tried on torch 2.11.0, 2.13.0 and 2.15.0, on CPU.
+"""Private torch APIs, each under a name that says what it is for; a public name is used elsewhere where one exists.
 
-Each name says what it is for; where a public name exists for the same thing, that one is used elsewhere instead.
+Tried on torch 2.11.0, 2.13.0 and 2.15.0, on CPU.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ __all__ = [
     "without_inductor_attention",
 ]
 
-# What in the caches depends on attn_fuse's own functions is kept apart by this; raise it when one changes.
+# Part of the key of AOTAutograd's cache for graphs that call our functions: raise it when such a function changes.
 __version__ = "1"
 
-# Dynamo wraps what a backend raises in BackendCompilerFailed, except for this family.
+# Dynamo wraps an exception of a backend in BackendCompilerFailed, except for this family.
 PassesThroughDynamo = ShortenTraceback
 
 
 def cuda_driver() -> str:
-    """The version of NVIDIA's driver, as the system says it, or else of the CUDA that it serves; "" without one."""
+    """The system's line on NVIDIA's driver and its version, or else the CUDA version of the driver; "" without one."""
     try:
         return Path("/proc/driver/nvidia/version").read_text().partition("\n")[0]
     except OSError:
@@ -65,7 +65,7 @@ def cuda_driver() -> str:
 
 
 def decompositions(operations: Sequence[Any]) -> dict[Any, Callable[..., Any]]:
-    """torch's decompositions of these operations. (Those of all of core ATen take 0.15 s to collect.)"""
+    """torch's decompositions of these operations alone: those of all of core ATen take 0.15 s to collect."""
     from torch._decomp import get_decompositions
 
     return dict(get_decompositions(operations))
@@ -73,10 +73,10 @@ def decompositions(operations: Sequence[Any]) -> dict[Any, Callable[..., Any]]:
 
 @contextlib.contextmanager
 def on_fake_tensors(mode: FakeTensorMode) -> Iterator[None]:
-    """Operations within the block run on the mode's fake tensors, and keep symbolic sizes symbolic.
+    """A block whose operations run on the fake tensors of `mode` and keep symbolic sizes symbolic.
 
-    Without the Python dispatcher, which is slower, some versions turn sizes into numbers in composite operations. The
-    tracing context says which mode is in force: higher-order operators look there, and would find Dynamo's own.
+    Without the Python dispatcher, which is slower, some versions turn sizes into numbers in composite operations.
+    Higher-order operators look up the mode in the tracing context, and would find Dynamo's own there.
     """
     from torch._dispatch.python import enable_python_dispatcher
     from torch._guards import TracingContext, tracing
@@ -87,9 +87,9 @@ def on_fake_tensors(mode: FakeTensorMode) -> Iterator[None]:
 
 
 def functionalized(function: Callable[..., Any], pre_dispatch: bool = False) -> Callable[..., Any]:
-    """`function` with its writes in place undone, for make_fx with the same `pre_dispatch`; sizes stay symbolic.
+    """`function` with values instead of writes in place, for make_fx with the same `pre_dispatch`.
 
-    Dropout in place is not among what it can undo without taking the dropout apart.
+    Sizes stay symbolic. A dropout in place would be taken apart.
     """
     from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
 
@@ -97,7 +97,7 @@ def functionalized(function: Callable[..., Any], pre_dispatch: bool = False) -> 
 
 
 def current_value(tensor: torch.Tensor) -> torch.Tensor:
-    """Within a `functionalized` function: the value that `tensor`, an alias of what may be written, has now."""
+    """The value that `tensor`, an alias of memory that may be written, holds now in a `functionalized` function."""
     from torch._subclasses.functional_tensor import FunctionalTensor
 
     if not isinstance(tensor, FunctionalTensor):
@@ -109,7 +109,7 @@ def current_value(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def sizes_apart() -> Iterator[None]:
-    """What is compiled within takes no two sizes to be the same because they are on the first call."""
+    """A block whose compilations do not take two sizes for the same because they agree on the first call."""
     from torch.fx.experimental import _config
 
     before, _config.use_duck_shape = _config.use_duck_shape, False
@@ -120,20 +120,20 @@ def sizes_apart() -> Iterator[None]:
 
 
 def lower_bounds(mode: FakeTensorMode) -> dict[Any, int]:
-    """The least value of each size symbol that the mode's shape environment guards."""
+    """The min of each size symbol in the shape environment of `mode`, or 0 where it is not known as an integer."""
     if mode.shape_env is None:
         return {}
     return {s: int(r.lower) if r.lower.is_Integer else 0 for s, r in mode.shape_env.var_to_range.items()}
 
 
 def index_bounds(value: Any, ranges: Mapping[Any, tuple[int, int]]) -> tuple[float, float]:
-    """The least and the greatest value of a SymPy expression over integer symbols with these ranges."""
+    """Bounds (min, max) of a SymPy expression over integer symbols. ranges: the (min, max) of each symbol."""
     bounds = bound_sympy(value, {symbol: ValueRanges(*ends) for symbol, ends in ranges.items()})
     return float(bounds.lower), float(bounds.upper)
 
 
 def source_name(placeholder: torch.fx.Node) -> str:
-    """Where Dynamo took a graph input from, as in ``L['self']._buffers['bias']``; "" where it does not say."""
+    """Dynamo's name of the source of a graph input, as in ``L['self']._buffers['bias']``; "" without one."""
     argument = placeholder.meta.get("grapharg")
     source = getattr(argument, "source", None)
     if source is None:
@@ -143,7 +143,7 @@ def source_name(placeholder: torch.fx.Node) -> str:
 
 
 def innermost(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` without the wrappers that the levels of torch.func put around it."""
+    """`tensor` without the wrappers of torch.func's levels."""
     from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 
     while is_functorch_wrapped_tensor(tensor):
@@ -152,13 +152,13 @@ def innermost(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Identity of the memory that `tensor` lives in; for one seen from within a vmap, that of the whole."""
+    """The id of the storage that `tensor` lives in; inside a vmap, the storage of the whole batch."""
     return int(innermost(tensor).untyped_storage()._cdata)
 
 
 @contextlib.contextmanager
 def saved_tensors_hooks_aside() -> Iterator[None]:
-    """A block in which autograd saves tensors as it does alone, though the caller is within a checkpoint, say."""
+    """A block without the caller's hooks on saved tensors, such as those of an activation checkpoint."""
     from torch._C._autograd import (
         _pop_saved_tensors_default_hooks,
         _push_saved_tensors_default_hooks,
@@ -178,7 +178,7 @@ def saved_tensors_hooks_aside() -> Iterator[None]:
 
 @contextlib.contextmanager
 def functorch_levels_kept() -> Iterator[None]:
-    """A block after which the vmap, grad and jvp levels are those of before, though it ends with an exception."""
+    """A block that leaves the vmap, grad and jvp levels as they were, also where it raises."""
     from torch._C import _is_fwd_grad_enabled, _set_fwd_grad_enabled
     from torch._C._functorch import get_dynamic_layer_stack_depth, pop_dynamic_layer_stack_and_undo_to_depth
 
@@ -215,10 +215,11 @@ def flex_attention(
     mask_read: Sequence[torch.Tensor],
     lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The operator behind `torch.nn.attention.flex_attention`, and the log-sum-exp, for graphs that are being traced.
+    """FlexAttention's (out, lse), traceable: its public function, `torch.nn.attention.flex_attention`, compiles itself.
 
-    score_read, mask_read: what `score_mod` and the mask_mod of `block_mask` (a `BlockMask`) are given besides the
-    score and its place. lse: whether the log-sum-exp is used. The public function compiles itself when it is called.
+    out: [batch, heads, q_len, value_dim]. lse: [batch, heads, q_len], natural, and valid only where `lse` asks for it.
+    block_mask: a `BlockMask`. score_read, mask_read: the tensors that `score_mod` and the mask_mod of `block_mask` are
+    given besides the score and its place.
     """
     on_cpu = query.device.type == "cpu"
     options = {
@@ -239,19 +240,19 @@ def flex_attention(
 
 
 def flex_differentiates_what_it_reads() -> bool:
-    """Whether FlexAttention, traced, gives a gradient to tensors that its score function reads: since 2.15."""
+    """Whether FlexAttention, traced, gives a gradient to tensors that its score function reads: since torch 2.15."""
     return bool(torch.__version__ >= "2.15")
 
 
 def flex_runs_on_cpu() -> bool:
-    """Whether Inductor has FlexAttention for this CPU."""
+    """Whether Inductor supports FlexAttention on this CPU."""
     from torch._inductor.kernel.flex.flex_cpu import check_cpu_supported
 
     return bool(check_cpu_supported())
 
 
 def sdpa_switches() -> tuple[bool, bool, bool, bool]:
-    """Whether SDPA may run flash, efficient, math and cuDNN: the public names ask four times slower, on every call."""
+    """Whether SDPA may run flash, efficient, math, cuDNN. We ask on every call; the public names are 4 times slower."""
     c = torch._C
     return (
         c._get_flash_sdp_enabled(),
@@ -263,10 +264,10 @@ def sdpa_switches() -> tuple[bool, bool, bool, bool]:
 
 @contextlib.contextmanager
 def apart_from_dynamo() -> Iterator[None]:
-    """Within a backend, a block that compiles and runs other graphs as if Dynamo was not compiling one just now.
+    """A block in a backend that compiles and runs other graphs as if Dynamo were not compiling one.
 
-    Without it AOTAutograd takes up the fake tensors of the graph being compiled, and a backward that is compiled when
-    it first runs finds its metrics set already.
+    Without it AOTAutograd takes up the fake tensors of Dynamo's graph, and a backward that is compiled on its first run
+    finds its metrics set already.
     """
     from torch._dynamo import utils
     from torch._guards import compile_context, tracing
@@ -282,7 +283,7 @@ def apart_from_dynamo() -> Iterator[None]:
 
 
 def _called(graph: torch.fx.GraphModule) -> list[str]:
-    """attn_fuse's own functions that `graph` calls; AOTAutograd's cache has to be told that they are safe."""
+    """The names of attn_fuse's functions that `graph` calls: AOTAutograd's cache must be told that they are safe."""
     targets = [node.target for node in graph.graph.nodes if node.op == "call_function"]
     names = [f"{getattr(t, '__module__', '')}.{getattr(t, '__name__', '')}" for t in targets]
     return sorted({name for name in names if name.startswith("attn_fuse.")})
@@ -296,7 +297,7 @@ def known_backends() -> frozenset[str]:
 def compile_with(
     backend: str | Callable[..., Any], mode: str | None, graph: torch.fx.GraphModule, inputs: Sequence[Any]
 ) -> Callable[..., Any]:
-    """`graph` compiled by the inner backend."""
+    """`graph` compiled for `inputs`. backend: a registered name or a callable. mode: torch.compile's `mode`."""
     if backend == "inductor":
         from torch._inductor import config
         from torch._inductor.compile_fx import compile_fx
@@ -314,11 +315,11 @@ def compile_with(
 def compiled_for_any_size(
     function: Callable[..., Any], examples: Sequence[torch.Tensor]
 ) -> tuple[Callable[..., Any], Callable[[Sequence[torch.Tensor]], bool]]:
-    """`function` of tensors compiled by Inductor, and whether what was compiled takes tensors of other sizes.
+    """`function` compiled by Inductor for symbolic sizes, and a test of whether the result takes given tensors.
 
-    Unlike what torch.compile gives it checks nothing by itself when it is called, which takes a tenth of a millisecond.
-    To be asked of before: the sizes and strides of the tensors. That dtypes and devices are those of `examples`, and
-    the number of threads and the other global state that of now, is the caller's to see to.
+    The result checks nothing when it is called: the checks of torch.compile take 0.1 ms. Ask the test first, which
+    compares sizes and strides. The caller sees to the rest: the dtypes and devices of `examples`, and the number of
+    threads and other global state of now.
     """
     with torch.no_grad(), sizes_apart():
         graph = make_fx(function, tracing_mode="symbolic")(*examples)
@@ -328,7 +329,7 @@ def compiled_for_any_size(
     guards = shapes.produce_guards_expression(inputs, ignore_static=False)
 
     def takes(tensors: Sequence[torch.Tensor]) -> bool:
-        # Where a tensor begins in its memory does not matter to what is compiled, but would to the guards.
+        # The compiled code does not depend on storage offsets, but the guards would compare them.
         alike = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in tensors]
         return guards is None or bool(shapes.evaluate_guards_expression(guards, alike))
 
@@ -339,9 +340,9 @@ def compiled_for_any_size(
 def without_inductor_attention() -> Iterator[None]:
     """Keep Inductor's own attention patterns off the graphs compiled within the block.
 
-    They ignore integers, so they rewrite look-alikes (a softmax over another axis, a permuted key) into wrong
-    answers. Their entries are out of the joint-graph passes while one of these runs, and back afterwards; a marker
-    in the config keeps what is compiled here apart, in Inductor's caches, from what it makes of the same graph alone.
+    The patterns ignore integers, so they rewrite look-alikes (a softmax over another axis, a permuted key) into wrong
+    answers. Each joint-graph pass loses their entries while it runs, and gets them back. A marker in the config keeps
+    our graphs apart, in Inductor's caches, from the same graphs compiled outside the block.
     """
     from torch._inductor import config
     from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -392,7 +393,7 @@ def without_inductor_attention() -> Iterator[None]:
 
 
 def _clamp_passes_at_its_edge() -> bool:
-    """Whether `clamp` has a gradient where its input equals the bound: up to torch 2.14, and no longer in 2.15."""
+    """Whether `clamp` has a gradient where its input equals the bound: up to torch 2.14, no longer in 2.15."""
     with torch.inference_mode(False), torch.enable_grad():
         x = torch.zeros(1, requires_grad=True)
         (gradient,) = torch.autograd.grad(x.clamp(min=0).sum(), x)

@@ -1,7 +1,7 @@
-"""What attn_fuse makes of a model: ``python -m attn_fuse.explain model.py``, or ``attn_fuse.explain(model, *inputs)``.
+"""Explain a model: ``python -m attn_fuse.explain model.py``, or ``attn_fuse.explain(model, *inputs)``.
 
-The model runs once under torch.compile with the attn_fuse backend and no compiler behind it. The report says for each
-attention where it stands, what was recognised, on which kernel it runs and why not on the others; or what blocks it.
+The model runs once under torch.compile with the attn_fuse backend and no compiler behind it. For each attention the
+report says where it stands, what was recognised, which kernel runs it and why not the others; or what blocks it.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from attn_fuse.report import as_text as as_text
 from attn_fuse.report import bytes_in_words as bytes_in_words
 from attn_fuse.report import collecting
 
-# Keeps what graph breaks make of the model's own code apart from what the user compiles; torch 2.11 has no such flag.
+# Keeps what we compile of the model's code after graph breaks apart from what the user compiles; not in torch 2.11.
 _ISOLATED: dict[str, Any] = {
     name: True for name in ("isolate_recompiles",) if name in inspect.signature(torch.compile).parameters
 }
 
 
 def explain(model: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation:
-    """What attn_fuse makes of ``model(*args, **kwargs)``, which runs once for it.
+    """The explanation of ``model(*args, **kwargs)``, which runs once for it.
 
-    The model keeps its mode, gradients are recorded or not as around the call, and the random state is put back.
-    What is compiled already stays compiled.
+    The model runs in the training mode and grad mode that it finds, the random state is put back, and what is compiled
+    already stays compiled.
     """
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with torch.random.fork_rng(devices):
@@ -61,11 +61,16 @@ def explanation_of(
     options: Mapping[str, Any] | None = None,
     dynamic: bool = False,
 ) -> Explanation:
+    """The explanation of `model` from the graphs that Dynamo hands to the backend.
+
+    inputs: the inputs to name in the explanation. use: calls the compiled model that it is given.
+    options: the options of the backend. dynamic: torch.compile's `dynamic`.
+    """
     # A new code object each time: Dynamo keeps what it compiled, and what it learns of shapes, by code object.
     call = types.FunctionType(_call.__code__.replace(), globals())
     compiled = torch.compile(
         types.MethodType(call, model),
-        # A new function each time: Dynamo never takes an earlier compilation, which reports nothing, for this one.
+        # A new partial each time, so that Dynamo does not reuse an earlier compilation, which would report nothing.
         backend=functools.partial(backend.analyze_only, options=options),
         dynamic=dynamic,
         **_ISOLATED,
@@ -89,11 +94,12 @@ def _subject(model: Callable[..., Any], inputs: Inputs) -> str:
 
 
 def name_of(model: Callable[..., Any]) -> str:
+    """The class name of a module or callable object, or a function's own name."""
     return type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", type(model).__name__)
 
 
 class _Callable(types.ModuleType):
-    """This module, which can be called: importing it hides a function of its name in the package."""
+    """A module that can be called: once it is imported, `attn_fuse.explain` is this module, not the function."""
 
     def __call__(self, model: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation:
         return explain(model, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""``python -m attn_fuse.explain model.py``."""
+"""The entry of ``python -m attn_fuse.explain model.py``."""
 
 import os
 import sys

@@ -25,7 +25,7 @@ DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.bfloat
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code: 0, or 2 after one line on stderr that says what to pass."""
+    """Run the command line; gives the exit code: 0, or 2 after one line on stderr that says what to pass."""
     args = _parser().parse_args(argv)
     try:
         # What the model's own code prints stays out of the report.
@@ -132,7 +132,7 @@ def _run(model: Callable[..., Any], *, inputs: Inputs, train: bool) -> None:
 
 
 def _run_as_written(model: Callable[..., Any], inputs: Inputs, run: Callable[..., None]) -> None:
-    """Tells a model that raises from one that cannot be compiled; Dynamo would log a traceback of the former."""
+    """Raise ExplainError where the model itself raises, uncompiled: Dynamo would log a traceback."""
     try:
         run(model)
     except ExplainError:
@@ -164,7 +164,7 @@ def _tensors(value: object) -> Iterator[Tensor]:
 
 
 def _moved(value: Any, device: torch.device | None, dtype: torch.dtype | None) -> Any:
-    """`value` with its tensors on `device`, those of floats in `dtype`."""
+    """`value` with its tensors on `device`, the floating-point ones in `dtype`."""
     if isinstance(value, Tensor):
         return value.to(device=device, dtype=dtype if value.is_floating_point() else None)
     if type(value) in (tuple, list):

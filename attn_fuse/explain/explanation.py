@@ -14,8 +14,8 @@ from attn_fuse.report import GraphReport, SiteReport, as_json, as_text, bytes_in
 class Explanation:
     """What became of every attention of a model; as text, `str(explanation)`.
 
-    subject: the model and what it ran on, in words.
-    reports: one for each graph that torch.compile made of it.
+    subject: the model and its inputs, mode, dtype and device, in words.
+    reports: one for each graph that torch.compile made of the model.
     """
 
     subject: str
@@ -23,24 +23,27 @@ class Explanation:
 
     @property
     def sites(self) -> tuple[SiteReport, ...]:
+        """The attentions of all graphs."""
         return tuple(site for report in self.reports for site in report.sites)
 
     @property
     def fused(self) -> int:
+        """How many attentions run on a fused kernel."""
         return sum(site.fused for site in self.sites)
 
     @property
     def already_fused(self) -> int:
-        """How many call `F.scaled_dot_product_attention` themselves."""
+        """How many attentions are calls of `F.scaled_dot_product_attention`, left alone."""
         return sum(site.status == "already fused" for site in self.sites)
 
     @property
     def left_as_written(self) -> int:
+        """How many attentions stay as written, refused ones included."""
         return len(self.sites) - self.fused - self.already_fused
 
     @property
     def score_bytes(self) -> int:
-        """Bytes of score matrices that are no longer stored."""
+        """The bytes of score matrices that are no longer stored."""
         return sum(site.score_bytes for site in self.sites)
 
     def __str__(self) -> str:
@@ -50,7 +53,7 @@ class Explanation:
         return "\n\n".join(part for part in (self.subject, text, self._summary()) if part)
 
     def as_json(self, graphs: bool = False) -> dict[str, Any]:
-        """Everything as plain dictionaries and lists; `graphs` puts in the graphs' code before and after."""
+        """Everything as plain dictionaries and lists. graphs: whether to add each graph's code, before and after."""
         code = [{"before": r.before, "after": r.after} if graphs else {} for r in self.reports]
         return {
             "subject": self.subject,
@@ -63,7 +66,7 @@ class Explanation:
         }
 
     def graphs(self) -> str:
-        """The code of each graph, before and after."""
+        """The code of each graph, before and after the rewrites."""
         parts = [
             f"graph {number}, {when}:\n{code.strip()}"
             for number, report in enumerate(self.reports, 1)
@@ -88,7 +91,7 @@ class Explanation:
 
 
 def _grouped(sites: Iterable[SiteReport]) -> Iterator[SiteReport]:
-    """One site for all that differ only in their module: it names the modules and has the bytes of all."""
+    """`sites` with those that differ only in their module merged: modules are listed, and bytes added up."""
     groups: list[tuple[SiteReport, list[SiteReport]]] = []
     for site in sites:
         anywhere = _anywhere(site)
@@ -109,7 +112,7 @@ def _grouped(sites: Iterable[SiteReport]) -> Iterator[SiteReport]:
 
 
 def _anywhere(site: SiteReport) -> SiteReport:
-    """`site` without what tells it from the same line run by another module: "self.bias" for "h.3.attn.bias"."""
+    """`site` without its module, so that equal layers compare equal: "self.bias" for "h.3.attn.bias"."""
     module, blocker = site.location.module, site.blocker
     layer = re.match(r"(.*\.)?\d+(?=\.|$)", module)
 

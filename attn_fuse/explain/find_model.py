@@ -1,6 +1,6 @@
 """The model of a source file: its outermost nn.Module class, an instance from its defaults, and inputs that it runs on.
 
-Takes a file that only defines classes. What is not certain is asked for in an `ExplainError`, never made up.
+A file that only defines classes will do. An `ExplainError` asks for what is uncertain: we never make it up.
 """
 
 from __future__ import annotations
@@ -46,17 +46,16 @@ LENGTH_NAMES = (
 )
 PICTURE_NAMES = ("image_size", "img_size", "input_size", "resolution")
 
-# The length of a first cheap run, the one where the model does not say, and the longest that is tried unasked.
+# Sequence lengths: of a first cheap run, for a model that declares none, and the max that is tried unasked.
 SHORT, USUAL, LONGEST = 8, 64, 1024
 
 
 @contextlib.contextmanager
 def imported(path: Path) -> Iterator[types.ModuleType]:
-    """The file at `path` as a module; within the block it stands in `sys.modules`, and its directory on `sys.path`.
+    """The file at `path` as a module; within the block it stands in `sys.modules`, and its import root on `sys.path`.
 
     A file inside a package is imported as a module of that package, so that its relative imports work.
-
-    Raises: ExplainError where there is no such file, or importing it raises.
+    Raises ExplainError where there is no such file, or importing it raises.
     """
     if not path.is_file():
         raise ExplainError(f"{path}: {'this is a directory' if path.is_dir() else 'no such file'}; pass a Python file")
@@ -75,9 +74,9 @@ def imported(path: Path) -> Iterator[types.ModuleType]:
 
 
 def outermost(module: types.ModuleType) -> type[nn.Module]:
-    """The nn.Module class of the file that no other one uses; among several, the one that uses the most others.
+    """The nn.Module class of the file that no other class uses; of several, the class that uses the most others.
 
-    Raises: ExplainError where the file defines none, or where several are equally outermost.
+    Raises ExplainError where the file defines none, or where several are equally outermost.
     """
     classes = list(dict.fromkeys(value for value in vars(module).values() if _is_module_class(value, module)))
     if not classes:
@@ -99,9 +98,10 @@ def outermost(module: types.ModuleType) -> type[nn.Module]:
 
 
 def built(cls: type[nn.Module], namespace: Mapping[str, Any]) -> tuple[nn.Module, tuple[object, ...]]:
-    """An instance of `cls` from its defaults and its config class's, and the configs that it was built from.
+    """An instance of `cls`, built from the defaults of `cls` and of its config classes, and the configs.
 
-    Raises: ExplainError where an argument has no default, or where the constructor raises.
+    namespace: the names of the file, among which the config classes are sought.
+    Raises ExplainError where an argument has no default, or where the constructor raises.
     """
     configs: dict[str, object] = {}
     missing: list[str] = []
@@ -131,7 +131,10 @@ def built(cls: type[nn.Module], namespace: Mapping[str, Any]) -> tuple[nn.Module
 
 
 def evaluated(flag: str, expression: str, namespace: Mapping[str, Any]) -> Any:
-    """The value of the Python expression that a flag was given, in `namespace` and torch's name."""
+    """The value of the Python expression that `flag` was given; `namespace` and `torch` are its names.
+
+    Raises ExplainError where it does not evaluate.
+    """
     try:
         return eval(compile(expression.strip(), f"<{flag}>", "eval"), {"torch": torch, **namespace})
     except Exception as error:
@@ -139,7 +142,7 @@ def evaluated(flag: str, expression: str, namespace: Mapping[str, Any]) -> Any:
 
 
 def in_one_line(error: BaseException) -> str:
-    """`error` as its type and the first line of its message, with the user's line that raised it."""
+    """The type of `error`, the first line of its message, and the user's file and line that raised it."""
     lines = str(error).strip().splitlines()
     library = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(library)]
@@ -153,7 +156,7 @@ def in_one_line(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a model is called with."""
+    """The arguments of a model, by position and by name; as text, their dtypes and shapes."""
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -163,10 +166,10 @@ class Inputs:
 
 
 def inputs_for(model: nn.Module, configs: Sequence[object] = (), targets: bool = False) -> Inputs:
-    """Inputs that `model` runs on, of the length that it, or one of `configs`, says it takes.
+    """Inputs that `model` runs on, of the length that it or one of `configs` declares.
 
-    targets: pass integer targets too, where forward has a parameter for them.
-    Raises: ExplainError where no guess runs.
+    targets: whether to pass integer targets too, where forward has a parameter for them.
+    Raises ExplainError where no guess runs.
     """
     trial = _Trial(model, targets)
     holders = [model, *configs, *(getattr(model, name) for name in CONFIG_NAMES if hasattr(model, name))]
@@ -235,7 +238,7 @@ class _Trial:
 
 @contextlib.contextmanager
 def _embedded(model: nn.Module) -> Iterator[list[tuple[nn.Embedding, Tensor]]]:
-    # A list that receives each embedding of the model that is called within the block, and what it is given.
+    # A list that receives each embedding of the model that is called within the block, with its input.
     calls: list[tuple[nn.Embedding, Tensor]] = []
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     hooks = [m.register_forward_pre_hook(lambda module, args: calls.append((module, args[0]))) for m in embeddings]
@@ -262,7 +265,7 @@ def _on_tokens(trial: _Trial, model: nn.Module, length: int | None) -> _Ran | No
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     if not embeddings:
         return None
-    # Descending tokens: a model makes positions or token types of its own, but not these.
+    # Descending tokens: a model makes no such positions or token types of its own, so we know its token embeddings.
     vocab = min(embedding.num_embeddings for embedding in embeddings)
     lengths = (min(SHORT, length or SHORT), min(length or USUAL, LONGEST))
     probe = _first(trial(torch.arange(size).flip(0)[None] % vocab) for size in lengths)

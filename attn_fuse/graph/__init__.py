@@ -1,1 +1,1 @@
-"""Dynamo's graph before its meaning: functional, expanded, cut into regions."""
+"""Dynamo's graph, made ready to be read: functional, expanded, cut into regions."""

@@ -1,10 +1,10 @@
-"""Expand: what a graph calls as one is replaced by the operations that it consists of, where attention may hide in it.
+"""Expand: replace calls and vmaps that may hide an attention by the operations that they run.
 
-Dynamo keeps `F.multi_head_attention_forward` as one call, so is a product of weights and values with something added to
-it, and a `torch.vmap` is a stretch of operations between markers that means nothing without them. They are run once on
-fake tensors, and what they did takes their place. A stretch stays as it is where that would change more: one with a
-write, a change of mode or a derivative in it, or one within a derivative that is still open; and all do in a graph that
-still writes in place, since in whose memory a value lies is not known of what is written out.
+Dynamo keeps `F.multi_head_attention_forward` as one call and `baddbmm` of weights and values as another, and it writes
+a `torch.vmap` as operations between markers that mean nothing without the markers. We trace each such stretch once on
+fake tensors and put the trace in its place. A stretch stays as written where it writes in place, changes the mode,
+takes a derivative or lies within an open one. A graph that could not be made functional keeps all its stretches: we
+would not know in whose memory the values of a trace lie.
 """
 
 from __future__ import annotations
@@ -48,10 +48,11 @@ _OPENS, _CLOSES = "_vmap_increment_nesting", "_vmap_decrement_nesting"
 
 
 def expand(module: GraphModule, written: Mapping[str, StillWritten]) -> dict[str, StillWritten]:
-    """Write out, in place, the calls and vmaps of `module` and of its subgraphs. One that cannot be stays as it is.
+    """Write out the calls and vmaps of `module` and of its subgraphs, where possible.
 
-    written: what `functionalize` gave. Gives the same afterwards: what is written out may write, as torch does into the
-    masks of a call.
+    Gives the memory that a subgraph still writes in place, by its path. A trace may add writes, since torch fills the
+    masks of a call in place; they are turned into values here.
+    written: the memory that `functionalize` left written.
     """
     made = _written_out(module, {path for path, found in written.items() if not found.functional})
     still = dict(written)
@@ -62,7 +63,7 @@ def expand(module: GraphModule, written: Mapping[str, StillWritten]) -> dict[str
 
 
 def _written_out(module: GraphModule, left: Container[str]) -> dict[str, set[int]]:
-    """By the path of each subgraph but those `left`, the memory that what was written out makes and writes into."""
+    """Write out each subgraph that is not `left`; gives the storages that the traces write, by the subgraph's path."""
     made: dict[str, set[int]] = {}
     for scope in list(scopes(module)):
         if scope.path in left:
@@ -74,7 +75,7 @@ def _written_out(module: GraphModule, left: Container[str]) -> dict[str, set[int
                 memory = _write_out(scope.module, stretch, scope.modes[stretch[0]].grad)
                 if memory:
                     made.setdefault(scope.path, set()).update(memory)
-            except Exception:  # rule 5: what cannot be written out is only not looked into
+            except Exception:  # rule 5: a stretch that cannot be written out stays
                 log.debug("%s is not looked into", stretch[0].name, exc_info=True)
     return made
 
@@ -96,7 +97,7 @@ def _stretches(scope: Scope) -> Iterator[list[Node]]:
 
 
 def _takes_weights(node: Node) -> bool:
-    """Whether the first factor of `node`, a `baddbmm`, is what a softmax gives, or made of it."""
+    """Whether `node`, a `baddbmm`, has a softmax behind its first factor: it multiplies weights and values."""
     _, *given = node.all_input_nodes
     factor: Any = node.kwargs.get("batch1", given[0] if given else None)
     while isinstance(factor, Node) and factor.op.startswith("call_") and factor.all_input_nodes:
@@ -109,7 +110,7 @@ def _takes_weights(node: Node) -> bool:
 
 
 def _is_plain(stretch: Sequence[Node], modes: Mapping[Node, Mode]) -> bool:
-    """Whether `stretch` takes no derivative, and is in one mode, without casts unless of masks."""
+    """Whether `stretch` keeps one mode and takes no derivative; under autocast only calls may give floats."""
     mode = modes[stretch[0]]
     for node in stretch:
         name = op_name(node) if node.op.startswith("call_") else ""
@@ -124,7 +125,7 @@ def _is_plain(stretch: Sequence[Node], modes: Mapping[Node, Mode]) -> bool:
 
 
 def _write_out(module: GraphModule, stretch: Sequence[Node], has_gradient: bool) -> set[int]:
-    """Gives the memory that is made and written into."""
+    """Replace `stretch` by its trace; gives the storages that the trace writes. Raises where the trace differs."""
     inside = set(stretch)
     inputs = list(dict.fromkeys(a for node in stretch for a in node.all_input_nodes if a not in inside))
     results = [node for node in stretch if any(user not in inside for user in node.users)]
@@ -140,7 +141,7 @@ def _write_out(module: GraphModule, stretch: Sequence[Node], has_gradient: bool)
             raise TypeError("it writes in place")
         return [env[node] for node in results]
 
-    # Before dispatch, dropout and SDPA are still what they are called; but there, a vmap leaves no trace.
+    # A pre-dispatch trace keeps dropout and SDPA whole, but records the inside of a vmap as constants.
     traced = _traced(run, [value_of(n) for n in inputs], mode, pre_dispatch=op_name(stretch[0]) in CALLS)
     env: dict[Node, Any] = dict(zip((n for n in traced.graph.nodes if n.op == "placeholder"), inputs, strict=True))
     with module.graph.inserting_before(stretch[0]):
@@ -160,13 +161,13 @@ def _write_out(module: GraphModule, stretch: Sequence[Node], has_gradient: bool)
         for old, value in pairs:
             _assert_as_recorded(value, old)
     except TypeError:
-        # All of the stretch or nothing: what it draws at random is drawn once.
+        # All of the stretch or nothing: with half of it left, random numbers would be drawn twice.
         for node in reversed([n for n in env.values() if n not in inputs]):
             module.graph.erase_node(node)
         raise
     for old, value in pairs:
         old.replace_all_uses_with(value)
-    # Of a call that gives several values, each is read by its place.
+    # Each getitem of a tuple has its own replacement, so these have no users left.
     read = [
         user for node, value in zip(results, new, strict=True) if not isinstance(value, Node) for user in node.users
     ]
@@ -174,7 +175,7 @@ def _write_out(module: GraphModule, stretch: Sequence[Node], has_gradient: bool)
         module.graph.erase_node(user)
     for node in reversed(stretch):
         module.graph.erase_node(node)
-    # Of several results not all are used, as the weights of nn.MultiheadAttention are often not.
+    # A result may have no users: often nobody reads the weights of nn.MultiheadAttention.
     written = {storage for n in env.values() for source in may_write(n) for storage in storages(source)}
     for node in reversed([n for n in env.values() if n not in inputs]):
         if not node.users and not may_write(node):
@@ -183,7 +184,7 @@ def _write_out(module: GraphModule, stretch: Sequence[Node], has_gradient: bool)
 
 
 def _described(made: Node, value: Any, has_gradient: bool) -> Any:
-    """The value of `made`, which was traced without gradients, as it is where the program runs."""
+    """The fake `value` of `made`, which was traced without gradients, with the requires_grad of the program."""
     wants = has_gradient and op_name(made) != "detach" and any(map(requires_grad, made.all_input_nodes))
     return pytree.tree_map_only(torch.Tensor, with_gradient, value) if wants else value
 
@@ -213,7 +214,7 @@ def _attribute(module: GraphModule, traced: GraphModule, node: Node, mode: FakeT
 
 
 def _pairs(node: Node, new: Any) -> Iterator[tuple[Node, Node]]:
-    """What Dynamo's graph reads of `node`, and what it is to read instead."""
+    """Pairs of an old node and its replacement: `node` itself, or where `new` is a tuple the getitems of `node`."""
     if isinstance(new, Node):
         yield node, new
         return
@@ -227,7 +228,7 @@ def _pairs(node: Node, new: Any) -> Iterator[tuple[Node, Node]]:
 
 
 def _assert_as_recorded(new: Node, old: Node) -> None:
-    """Refuse where Dynamo recorded another tensor for `old` than `new` is: another size, type or need of a gradient."""
+    """Raise TypeError where `new` has another shape, dtype or requires_grad than Dynamo recorded for `old`."""
 
     def facts(node: Node) -> Any:
         return [(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors_of(value_of(node))]

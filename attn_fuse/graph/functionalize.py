@@ -1,13 +1,12 @@
-"""Functional: a graph without writes. What was written in place becomes a value; inputs get theirs at the end.
+"""Functionalize: turn writes in place into values; a written input gets its final value by one copy at the end.
 
-Torch's own functionalisation does it, before autograd, and only on what lives in written memory: the views of it and
-the writes into it are traced to pure operations, and every other node stays as Dynamo made it and reads the value that
-the memory holds at that point. So source lines, checkpoints, autocast and gradient-mode blocks, random numbers and
-operations of the user's own are kept.
+Torch's own functionalization, run before autograd, traces the views of written memory and the writes into it to pure
+operations. Every other node stays as Dynamo made it and reads the value that the memory holds at that point. So source
+lines, checkpoints, autocast and gradient-mode blocks, random numbers and custom operations are kept.
 
-Memory that nothing near an attention reads or makes keeps its writes. Left as it is, with the reason, is a graph in
-which autograd would see a value otherwise than the write: one under no_grad, or through a detached alias, into a tensor
-that requires a gradient.
+Memory that is near no attention keeps its writes. A graph stays as written, with the reason, where autograd would treat
+a value otherwise than the write: a write under no_grad, or through a detached alias, into a tensor that requires a
+gradient.
 """
 
 from __future__ import annotations
@@ -50,17 +49,18 @@ _ORIGIN = "attn_fuse_origin"
 
 
 def functionalize(module: GraphModule) -> dict[str, StillWritten]:
-    """Take the writes out of `module` and its subgraphs, as far as can be.
+    """Turn the writes of `module` and its subgraphs into values, where possible.
 
-    Gives, by the path of each subgraph that still writes in place, what it writes and why.
+    Gives the memory that a subgraph still writes in place, and why, by the path of the subgraph.
     """
     return {s.path: found for s in list(scopes(module)) if (found := make_functional(s)) is not None}
 
 
 def make_functional(scope: Scope, only: Set[int] | None = None) -> StillWritten | None:
-    """Take the writes out of the graph of `scope`, or leave the graph as it was. Subgraphs are not looked into.
+    """Turn the writes of the graph of `scope`, without its subgraphs, into values, or leave the graph as it was.
 
-    only: of what is written, the memory that is to be made values; all of it unless given.
+    Gives the memory that the graph still writes; None where it writes no more.
+    only: the storages to consider; None for all.
     """
     module = scope.module
     every = written_memory(module.graph)
@@ -93,7 +93,7 @@ def make_functional(scope: Scope, only: Set[int] | None = None) -> StillWritten 
 
 
 def _beside(memory: set[int]) -> StillWritten | None:
-    # What is written out later may bring it near an attention after all.
+    # A call that is written out later may bring this memory near an attention.
     reason = Refusal("memory that is written in place, and was near no attention before a call was written out")
     return StillWritten(reason, frozenset(memory), functional=True) if memory else None
 
@@ -103,10 +103,11 @@ def _beside(memory: set[int]) -> StillWritten | None:
 
 @dataclass(frozen=True, eq=False)
 class _Values:
-    """What `Memory.inside` computes, traced.
+    """The trace of `Memory.inside`.
 
-    graph: its placeholders stand for `inputs`: nodes outside, and dropouts in place for what they give. reads: for
-    each (reader, what it reads) the value then; of a tuple, the values.
+    graph: the trace; its placeholders stand for `inputs`.
+    inputs: the nodes outside that it reads, then the in-place dropouts, each for its result.
+    reads: by (reader, node read) the traced value at that point; for a tuple its values.
     """
 
     graph: GraphModule
@@ -167,7 +168,7 @@ def _traced(memory: Memory) -> _Values:
 
 
 def _as_it_was(made: Node, source: Node, reader: Node) -> Node:
-    """The value `made` laid in memory as what was written, `source`, is: its reader may see that."""
+    """The value `made` with the strides of `source`, the node it stands for: `reader` may depend on them."""
     like = value_of(source)
     assert isinstance(like, torch.Tensor)
     if _lie_alike(made.meta["val"], like):
@@ -180,7 +181,7 @@ def _as_it_was(made: Node, source: Node, reader: Node) -> Node:
 
 
 def _laid(made: Node, like: Any, custom: Any) -> Node:
-    """A copy of `made` with its dimensions in the order of those of `like` in memory."""
+    """A copy of `made` with its dimensions in the memory order of `like`."""
     strides = like.stride()
     order = sorted(range(len(strides)), key=lambda d: strides[d], reverse=True)
     made = _operation(made.graph, custom, aten.permute.default, made, order)
@@ -189,7 +190,7 @@ def _laid(made: Node, like: Any, custom: Any) -> Node:
 
 
 def _make_differentiable(graph: Graph) -> None:
-    """Copies, written in operations that have a derivative: torch's functional copy has none."""
+    """Write each `aten.copy` in operations that have a derivative: `aten.copy` itself has none."""
     for node in graph.find_nodes(op="call_function", target=aten.copy.default):
         written, source = node.args[:2]
         assert isinstance(written, Node) and isinstance(source, Node)
@@ -218,7 +219,7 @@ def _dropped(dropout: Node) -> Node:
 
 
 def _splice(memory: Memory, values: _Values) -> None:
-    """Put `values` into the graph, in place of the views and writes."""
+    """Replace the views and writes of the graph by `values`."""
     graph, modes = memory.module.graph, memory.modes
     by_name = {node.name: node for node in graph.nodes}
     holders = [node for node in values.graph.graph.nodes if node.op == "placeholder"]
@@ -245,7 +246,7 @@ def _splice(memory: Memory, values: _Values) -> None:
 
     for node in list(graph.nodes):
         if node in pieces:
-            # An operation in place is not cast, nor may be what takes its place.
+            # Autocast leaves operations in place alone, so it must leave their replacements alone.
             with graph.inserting_before(node), uncast(graph, modes[node]):
                 for made in pieces[node]:
                     put(made, node)
@@ -260,7 +261,7 @@ def _splice(memory: Memory, values: _Values) -> None:
 
 
 def _parts(node: Node) -> list[Node]:
-    """`node`, or of a shape each of its sizes: a trace takes them apart."""
+    """`node`, or for a torch.Size a node for each size: a trace has a placeholder for each."""
     sizes = value_of(node)
     if not isinstance(sizes, torch.Size):
         return [node]
@@ -272,12 +273,12 @@ def _parts(node: Node) -> list[Node]:
 
 
 def _origins(traced: Graph, names: Sequence[str]) -> dict[Node, str]:
-    """For each operation of `traced` the name of the one, among `names`, that it is part of."""
+    """By operation of `traced`, the name of the node that it comes from. names: the graph's nodes, in order."""
     place = {name: number for number, name in enumerate(names)}
     origins: dict[Node, str] = {}
     operations = [node for node in traced.nodes if node.op == "call_function"]
     for made in reversed(operations):
-        # A size is computed where it is first needed, and torch notes nothing on it.
+        # torch annotates no computation of a size: we place it at the first node that needs the size.
         noted = made.meta.get("custom", {}).get(_ORIGIN)
         origins[made] = noted or min((origins[user] for user in made.users if user in origins), key=place.__getitem__)
     return {made: origins[made] for made in operations}
@@ -292,7 +293,7 @@ def _is_random(made: Node) -> bool:
 
 
 def _describe(made: Node, value: Any, origin: Node, mode: Mode) -> None:
-    """Note on `made` what Dynamo would have: its value, and where in the program it comes from."""
+    """Record on `made` what Dynamo would have: its value, and where in the program it comes from."""
     wants = mode.grad and any(requiring(source) for source in made.all_input_nodes)
     if wants:
         value = pytree.tree_map_only(torch.Tensor, with_gradient, value)
@@ -303,7 +304,7 @@ def _describe(made: Node, value: Any, origin: Node, mode: Mode) -> None:
 
 
 def _constant(memory: Memory, traced: GraphModule, node: Node) -> Node:
-    """A number of the program that torch made a tensor of."""
+    """A `torch.full` for a number that torch traced as a constant tensor. Raises TypeError for more elements."""
     value = getattr(traced, str(node.target))
     value = getattr(value, "constant", None) if isinstance(value, FakeTensor) else value
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
@@ -316,7 +317,7 @@ def _constant(memory: Memory, traced: GraphModule, node: Node) -> Node:
 
 
 def _drop(graph: Graph, node: Node, source: Node) -> Node:
-    """The dropout in place `node`, on the value `source` instead."""
+    """A dropout of the value `source`, with the arguments of the in-place dropout `node`."""
     named = dict(zip(("input", "p", "training"), node.args, strict=False)) | dict(node.kwargs)
     training = named.get("training", named.get("train", True))
     made = graph.call_function(torch.nn.functional.dropout, (source, named.get("p", 0.5), training))
@@ -324,11 +325,11 @@ def _drop(graph: Graph, node: Node, source: Node) -> Node:
     return made
 
 
-# ---- what others see of written memory at the end
+# ---- written memory at the end of the graph
 
 
 def _write_back(memory: Memory, values: _Values, value: Callable[[Any], Any]) -> None:
-    """Write what inputs hold at the end into them, and give what is returned the memory that it had."""
+    """Copy final values into written inputs, and let returned tensors share memory as they did."""
     graph = memory.module.graph
     end = graph.output_node()
     last = {base: value(values.reads[end, base]) for base in memory.bases.values()}
@@ -354,7 +355,7 @@ def _write_back(memory: Memory, values: _Values, value: Callable[[Any], Any]) ->
 
 
 def _as_it_lay(graph: Graph, node: Node, memory: Node, base: Node) -> Node:
-    """What `node` was of `base`, taken of `memory`, which holds what `base` held."""
+    """The view of `memory` that `node` was of `base`. memory: `base`, or its final value."""
     like, whole = value_of(node), value_of(base)
     assert isinstance(like, torch.Tensor) and isinstance(whole, torch.Tensor)
     if like.dtype != whole.dtype or like.is_conj() or like.is_neg():
@@ -373,7 +374,7 @@ def _as_it_lay(graph: Graph, node: Node, memory: Node, base: Node) -> Node:
 
 
 def _size_node(graph: Graph, base: Node, size: torch.SymInt) -> Node:
-    """The node that gives the symbolic `size`, which some tensor before the end has."""
+    """A node for the symbolic `size`, made from a tensor that has it if need be. Raises TypeError without one."""
     for node in graph.nodes:
         value = value_of(node)
         if isinstance(value, torch.SymInt) and value.node.expr == size.node.expr:
@@ -389,7 +390,7 @@ def _size_node(graph: Graph, base: Node, size: torch.SymInt) -> Node:
 
 
 def _lie_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether what can be seen of their places in memory is the same: a size of 1 has no stride."""
+    """Whether dtypes, sizes and strides agree; the stride of a dimension of size 1 does not count."""
     if one.dtype != other.dtype or not _equal(one.size(), other.size()):
         return False
     strides = ((n, m) for size, n, m in zip(one.size(), one.stride(), other.stride(), strict=True) if size != 1)
@@ -397,5 +398,5 @@ def _lie_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _equal(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Of symbolic sizes in two forms torch decides by the sizes of this call, and guards the answer."""
+    """Whether all sizes agree. torch compares differing symbolic sizes by their values on this call, under a guard."""
     return len(some) == len(others) and all(str(n) == str(m) or bool(n == m) for n, m in zip(some, others, strict=True))

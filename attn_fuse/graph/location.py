@@ -1,4 +1,4 @@
-"""Where in the user's program a node of Dynamo's graph comes from."""
+"""Location: where in the user's program a node of Dynamo's graph comes from."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]*(?:\n
 
 
 def locate(node: Node) -> Location:
-    """The innermost line of user code that made `node`, and the module whose forward it stands in."""
+    """The innermost line of user code that made `node`, and the module whose forward holds the line."""
     frames = list(_FRAME.finditer(node.stack_trace or ""))
     own = [f for f in frames if not f["file"].startswith(_TORCH)] or frames
     module = _module_path(node)
@@ -26,7 +26,7 @@ def locate(node: Node) -> Location:
 
 
 def _module_path(node: Node) -> str:
-    """The dotted path of the innermost module that is not one of torch's own."""
+    """The dotted path of the innermost module outside `torch.nn`, or else inside it; "" without a module."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     own = [(path, kind) for path, kind in stack if not _is_torchs(kind)] or stack
     if not own:

@@ -1,6 +1,7 @@
-"""Memory: what of a graph lives in memory that it writes in place: the views, the writes, and who reads of them.
+"""Memory: the views, writes and readers of the memory that a graph writes in place.
 
-Memory is known by its storage, and a write by the version that torch counts; no operation is known by its name.
+A storage identifies memory, and torch's version counter shows a write. A schema or a trailing underscore tells of the
+writes that torch does not count.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from attn_fuse.torch_internals import FakeTensor, FakeTensorMode, innermost, on_
 
 
 class NotFunctional(Exception):
-    """The graph cannot be made functional; the message says why, `node` is the operation."""
+    """The graph cannot be made functional: the message says why. node: the operation that prevents it."""
 
     def __init__(self, reason: str, node: Node) -> None:
         super().__init__(reason)
@@ -40,10 +41,10 @@ class NotFunctional(Exception):
 
 
 def written_memory(graph: Graph) -> set[int]:
-    """Memory that `graph` may write: all that is written is in it. Some of it a subgraph may write.
+    """The storages that `graph` or a subgraph of it may write: no written one is missing.
 
-    A tensor and its views count their versions together, and those that Dynamo records begin at 0. `.data` counts by
-    itself. What writes and does not count is known by what it declares.
+    A tensor shares its version counter with its views, and in Dynamo's records it starts at 0; `.data` has a counter
+    of its own. `may_write` finds the writes that no counter shows.
     """
     found = set()
     for node in graph.nodes:
@@ -53,7 +54,7 @@ def written_memory(graph: Graph) -> set[int]:
 
 
 def may_write(node: Node) -> list[Node]:
-    """What `node` writes into by its schema, and where it has none, all it is given, if its name or its use says so."""
+    """The inputs that `node` writes by its schema; without a schema all inputs, if its name or use says so."""
     target: Any = node.target
     if node.op != "call_function":
         return []
@@ -62,7 +63,7 @@ def may_write(node: Node) -> list[Node]:
         return [source for overload in overloads for source in _written_arguments(node, overload._schema)]
     if _writes_unseen(node):
         return node.all_input_nodes
-    # Torch's functions in place end in an underscore, as `and_` of Python's own operators does.
+    # A trailing underscore means in place for torch's functions, but not for Python's operators, such as `and_`.
     name = "" if getattr(target, "__module__", None) == operator.and_.__module__ else getattr(target, "__name__", "")
     return node.all_input_nodes if name.endswith("_") and not name.endswith("__") else []
 
@@ -81,12 +82,12 @@ def _written_arguments(node: Node, schema: Any) -> list[Node]:
 
 
 def _writes_unseen(node: Node) -> bool:
-    """Whether `node` runs a kernel of the user's own that gives nothing: it is there for what it writes."""
+    """Whether `node` is a higher-order operator without a result, such as a user's kernel: it is there to write."""
     return isinstance(node.target, torch._ops.HigherOrderOperator) and value_of(node) is None and not node.users
 
 
 def relevant(graph: Graph, written: set[int]) -> set[int]:
-    """Those of `written` that an attention may read or make: what leads behind a softmax, or into such memory."""
+    """The storages of `written` near an attention: all that lead to a softmax, or to anything computed from one."""
     if not written:
         return written
     touching: dict[int, list[Node]] = defaultdict(list)
@@ -112,10 +113,11 @@ def relevant(graph: Graph, written: set[int]) -> set[int]:
 
 
 class Memory:
-    """What of a graph lives in written memory.
+    """The nodes of a graph that live in written memory, and those that read it.
 
-    inside: the views and writes, in order. reads: for each other node, and the output, those of its arguments that
-    live there. bases: the nodes outside that make or bring such memory, by its storage. writes: the nodes that write.
+    inside: the views and writes, in graph order. reads: for each other node, and for the output, its arguments that
+    live in written memory. bases: by storage, the node outside that allocates the memory or brings it in.
+    writes: for each writing node, the storages that it writes. mode: the fake mode of the graph's tensors.
     """
 
     def __init__(self, module: GraphModule, written: set[int], modes: dict[Node, Mode]) -> None:
@@ -135,23 +137,24 @@ class Memory:
 
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
-        """Operations within the block run on fake tensors as those in place do: without gradients, and not cast."""
+        """A block whose operations run on fake tensors, without gradients and, as writes in place are, uncast."""
         uncast = tuple(replace(cast, enabled=False) for cast in mode_now().autocast)
         with on_fake_tensors(self.mode), torch.no_grad(), autocast_of(Mode(False, uncast)):
             yield
 
     @property
     def dropouts(self) -> list[Node]:
-        """Those in place: the program's own go on drawing the random numbers, for a value that is then written."""
+        """The in-place dropouts: each stays a dropout in the graph and draws as before; its result is then written."""
         return [node for node in self.writes if op_name(node) in DROPOUT]
 
     def base_of(self, node: Node) -> Node:
+        """The base of the one storage that `node` lives in."""
         (storage,) = storages(node)
         return self.bases[storage]
 
     def _look_at(self, node: Node) -> None:
         own = storages(node) & self._written
-        # What gives several tensors is read by its parts, each of which is a base.
+        # A tuple from outside is read by its parts, each of which is a base.
         sources = [
             n for n in node.all_input_nodes if storages(n) & self._written and (n in self.inside or is_tensor(n))
         ]
@@ -167,7 +170,7 @@ class Memory:
             raise NotFunctional("a vmap or a derivative of torch.func is open", node)
         if _writes_unseen(node):
             raise NotFunctional(f"{op_name(node)} writes into what it is given", node)
-        # What gives a number, as a size or `.item()`, writes nothing.
+        # An operation that gives a number, as `.item()` does, writes nothing.
         gives_number = isinstance(value_of(node), (bool, int, float, torch.SymInt, torch.SymFloat, torch.SymBool))
         writes = self._run(node, sources) if sources and not gives_number else set()
         if not writes and any(storages(source) & self._written for source in may_write(node)):
@@ -187,7 +190,7 @@ class Memory:
                     self._sharing = node
 
     def _run(self, node: Node, sources: Sequence[Node]) -> set[int]:
-        """Run `node` on fake tensors; the written memory into which it writes."""
+        """The storages of written memory that `node` writes, found by running it on fake tensors."""
         args, kwargs = map_arg((node.args, node.kwargs), self._fake)
         before = {id(t): t._version for source in sources for t in tensors_of(self._fakes[source])}
         result = call(node, args, kwargs)
@@ -208,7 +211,7 @@ class Memory:
         return self._fakes[node]
 
     def assert_private(self) -> None:
-        """Refuse where a write and a value are not the same to autograd, or to another input in the same memory."""
+        """Raise NotFunctional where a value differs from the write, for autograd or an input in the same memory."""
         if self._sharing is not None:
             raise NotFunctional("two inputs share memory that is written", self._sharing)
         wanting = {s for n in (*self.inside, *self.bases.values()) for s in requiring(n)}
@@ -226,14 +229,17 @@ class Memory:
 
 
 def requiring(node: Node) -> set[int]:
+    """The storages of the tensors of `node` that require a gradient."""
     return {storage_of(t) for t in tensors_of(value_of(node)) if t.requires_grad}
 
 
 def with_gradient(value: torch.Tensor) -> torch.Tensor:
+    """`value` as a leaf that requires a gradient; `value` itself unless it is floating-point."""
     return value.detach().requires_grad_() if value.is_floating_point() else value
 
 
 def is_tensor(node: Node) -> bool:
+    """Whether the value of `node` is one tensor."""
     return isinstance(value_of(node), torch.Tensor)
 
 
@@ -246,6 +252,10 @@ def _fake_mode(graph: Graph) -> FakeTensorMode:
 
 
 def fresh(value: torch.Tensor) -> torch.Tensor:
+    """An empty tensor with the sizes, strides, dtype and device of `value`.
+
+    Raises TypeError for other than a strided FakeTensor or Parameter.
+    """
     if type(value) not in (FakeTensor, torch.nn.Parameter) or value.layout != torch.strided:
         raise TypeError(f"a {type(value).__name__} of layout {value.layout}")
     return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
@@ -257,5 +267,6 @@ def _attribute(module: GraphModule, node: Node) -> GraphModule | None:
 
 
 def call(node: Node, args: Any, kwargs: Any) -> Any:
+    """The result of the function or method of `node` on these arguments."""
     target: Any = getattr(args[0], str(node.target)) if node.op == "call_method" else node.target
     return target(*args[node.op == "call_method" :], **kwargs)

@@ -1,4 +1,4 @@
-"""Modes: the gradient mode and the autocast under which each node of a graph runs."""
+"""Modes: the grad mode and the autocast under which each node of a graph runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CLOSES_LEVEL = ("_decrement_nesting", "_exit_dual_level")
 
 @dataclass(frozen=True)
 class Autocast:
-    """What autocast does on one type of device."""
+    """The autocast of one device type. dtype: what it casts to while it is enabled."""
 
     device: str
     dtype: torch.dtype
@@ -29,9 +29,10 @@ class Autocast:
 
 @dataclass(frozen=True)
 class Mode:
-    """grad: whether operations record a backward. autocast: one entry a type of device.
+    """The mode that a node runs in.
 
-    levels: how many of torch.func's vmap, grad and jvp are open.
+    grad: whether operations record a backward. autocast: one entry for each device type.
+    levels: how many levels of torch.func (vmap, grad, jvp) are open.
     """
 
     grad: bool
@@ -45,7 +46,7 @@ class Mode:
 
 
 def mode_now() -> Mode:
-    """The mode of the program that calls."""
+    """The mode of the caller; inference mode counts as `grad=False`."""
     grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     return Mode(grad, tuple(map(_autocast_now, _DEVICES)))
 
@@ -55,7 +56,7 @@ def _autocast_now(device: str) -> Autocast:
 
 
 def modes_of(graph: Graph, start: Mode) -> dict[Node, Mode]:
-    """The mode of each node. start: that of the first."""
+    """The mode of each node of `graph`. start: the mode in which the graph starts."""
     found: dict[Node, Mode] = {}
     mode = start
     before: dict[Node, Mode] = {}
@@ -63,7 +64,7 @@ def modes_of(graph: Graph, start: Mode) -> dict[Node, Mode]:
         found[node] = mode
         name = op_name(node) if node.op == "call_function" else ""
         if name.endswith(_OPENS_LEVEL):
-            # The node that opens a level is within it, as that which closes it is.
+            # A level includes the nodes that open and close it.
             mode = found[node] = replace(mode, levels=mode.levels + 1)
         elif name.endswith(_CLOSES_LEVEL):
             mode = replace(mode, levels=mode.levels - 1)
@@ -85,7 +86,7 @@ def modes_of(graph: Graph, start: Mode) -> dict[Node, Mode]:
 
 @contextlib.contextmanager
 def uncast(graph: Graph, mode: Mode) -> Iterator[None]:
-    """What is made within the block, where `mode` holds, runs as it is: autocast is switched off around it."""
+    """A block whose new nodes run uncast: the graph switches the autocasts of `mode` off before them and on after."""
     entered = [
         graph.call_function(_enter_autocast, (cast.device, cast.dtype, False, None))
         for cast in mode.autocast
@@ -102,7 +103,7 @@ def uncast(graph: Graph, mode: Mode) -> Iterator[None]:
 
 
 def switched(graph: Graph, opened: Sequence[Node], mode: Mode) -> list[Node]:
-    """Close the autocasts that `opened` entered, enter those of `mode` that do not hold now, and return them."""
+    """Write nodes that exit the autocasts `opened` and enter those of `mode` that do not hold now; gives the latter."""
     for node in reversed(opened):
         graph.call_function(_exit_autocast, (node,))
     return [
@@ -114,7 +115,7 @@ def switched(graph: Graph, opened: Sequence[Node], mode: Mode) -> list[Node]:
 
 @contextlib.contextmanager
 def autocast_of(mode: Mode) -> Iterator[None]:
-    """Operations within the block are cast as in `mode`."""
+    """A block whose operations are cast as in `mode`."""
     with contextlib.ExitStack() as stack:
         for cast in mode.autocast:
             if cast != _autocast_now(cast.device):

@@ -1,6 +1,6 @@
-"""Names: what operations are called in Dynamo's graph, and how far a walk goes through each.
+"""Names: the operations of Dynamo's graph by kind, which decides how far a walk goes through each.
 
-They say nothing about what an operation means. A name that stands in no table makes the operation a leaf.
+A kind says nothing about what an operation means. An operation that stands in no table is a leaf.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from attn_fuse.torch_internals import storage_of
 
 SOFTMAX = frozenset({"softmax", "_softmax", "log_softmax", "_log_softmax", "_safe_softmax"})
 FUSED = frozenset({"scaled_dot_product_attention"})
-# One call that computes attention among other things; it is written out before anything is looked for.
+# Calls that compute attention among other things: `expand` writes them out before sites are sought.
 CALLS = frozenset({"multi_head_attention_forward"})
 PRODUCTS = frozenset(
     "matmul bmm mm einsum baddbmm addbmm addmm linear tensordot inner dot mv vecdot chain_matmul".split()
@@ -27,11 +27,11 @@ LAYOUT = frozenset(
     "select slice narrow getitem view_as reshape_as broadcast_to adjoint tile ravel alias detach diagonal "
     "lift_fresh_copy _unsafe_view".split()
 )
-# Tensors laid side by side or padded: on the way to a query they are leaves, on the mask side they are looked into.
+# Tensors joined, padded or rolled: leaves on the way to query, key and value, walked through on the mask side.
 JOINS = frozenset("cat concat concatenate stack hstack vstack dstack pad constant_pad_nd roll flip".split())
-# What was a write into a view: a tensor with some of its elements replaced.
+# Partial writes, made functional: a tensor with some of its elements replaced.
 SCATTERS = frozenset("slice_scatter select_scatter diagonal_scatter index_copy as_strided_scatter".split())
-# Elements at positions that are read or computed.
+# Elements at positions that a tensor holds.
 LOOKUPS = frozenset("embedding index_select gather take_along_dim index".split())
 CASTS = frozenset("to float half bfloat16 double type type_as _to_copy".split())
 ELEMENTWISE = CASTS | frozenset(
@@ -51,21 +51,21 @@ CREATION = frozenset(
     "ones zeros full empty arange tril triu ones_like zeros_like full_like empty_like tensor scalar_tensor new_ones "
     "new_zeros new_full new_tensor new_empty eye as_tensor tril_indices triu_indices meshgrid".split()
 )
-# Asking for a size does not need the values.
+# These read sizes, not values.
 SIZE_QUERIES = frozenset({"size", "dim", "numel", "stride", "shape", "sym_size", "getattr"})
-# They make a tensor in the shape of another, whose values they do not see.
+# These make a tensor in the shape or dtype of another, without reading its values.
 IN_THE_SHAPE_OF = frozenset(
     "ones_like zeros_like full_like empty_like rand_like randn_like randint_like new_ones new_zeros new_full new_empty "
     "new_tensor".split()
 )
-# In these the subgraph computes what it says, once, on the operands given.
+# These run their subgraph once, on the operands given.
 INLINE_SUBGRAPHS = frozenset({"tag_activation_checkpoint", "invoke_subgraph", "wrap"})
-# In these it is run any number of times, on operands that the graph does not name.
+# These run their subgraph any number of times, on operands that the graph does not name.
 LOOPED_SUBGRAPHS = frozenset({"while_loop", "cond", "scan", "map_impl", "map"})
 
 
 def elements(tensor: torch.Tensor) -> int:
-    """The number of elements on the first call."""
+    """The number of elements on the first call; a symbolic size without a known value counts as 1."""
     sizes = [n.node.hint if isinstance(n, torch.SymInt) else n for n in tensor.shape]
     return math.prod(1 if n is None else n for n in sizes)
 
@@ -73,7 +73,7 @@ def elements(tensor: torch.Tensor) -> int:
 def op_name(node: Node) -> str:
     """The operation's name, the same for the function, the method, the operator and the in-place form.
 
-    What is not torch's own has its module or namespace before it: a name is taken for a meaning.
+    Outside torch and Python the name keeps its module or namespace: another library's `softmax` may mean anything.
     """
     target = node.target
     if node.op == "call_method":
@@ -102,25 +102,26 @@ _OPERATORS = {
 
 
 def is_exponential(node: Node) -> bool:
-    """Whether `node` raises a number to the power of a tensor."""
+    """Whether `node` is `exp`, `exp2` or a power with a positive number as its base."""
     base = node.args[0] if op_name(node) == "pow" and node.args else None
     return op_name(node) in ("exp", "exp2") or (isinstance(base, int | float) and base > 0)
 
 
 def value_of(node: Node) -> object:
-    """The fake tensor, number or symbol that Dynamo recorded for `node`."""
+    """The fake tensor, number, symbol or container of them that is recorded for `node`; None without a record."""
     return node.meta.get("example_value", node.meta.get("val"))
 
 
 def tensors_of(value: object) -> list[torch.Tensor]:
-    """The tensors in a value and in the containers in it."""
+    """The tensors in `value`, at any depth."""
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def requires_grad(node: Node) -> bool:
+    """Whether some tensor of `node` requires a gradient."""
     return any(tensor.requires_grad for tensor in tensors_of(value_of(node)))
 
 
 def storages(node: Node) -> set[int]:
-    """Identities of the memory that `node`'s value lives in; views share it."""
+    """The ids of the storages that the tensors of `node` live in; a view has the storage of its base."""
     return {storage_of(tensor) for tensor in tensors_of(value_of(node))}

@@ -1,12 +1,12 @@
 """Regions: the part of Dynamo's graph that one attention is written in.
 
 A region is anchored on a softmax, or on an exponential that may be half of one. Forward it reaches to the product of
-weights and value; backward to the product of query and key, from there through layout operations to query and key
-themselves, and on the mask side through element-wise, index-making and layout operations to graph inputs. Everything
-else is a leaf. What an operation *means* is decided later, on its normal form; the names only say how far to walk
-(names.py), and a name that is missing costs structure, never correctness.
+weights and value. Backward it reaches to the product of query and key, from there through layout operations to query
+and key themselves, and on the mask side through element-wise, index-making and layout operations to graph inputs.
+Everything else is a leaf. The names (names.py) only say how far to walk; what an operation *means* is decided later, on
+its normal form. So a missing name costs structure, never correctness.
 
-Where it takes knowledge of the meaning to say which product is the one of query and key, there are several candidates.
+A site has several candidates where only the meaning tells which product is that of query and key.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from attn_fuse.graph.names import (
 from attn_fuse.graph.scopes import Scope, StillWritten
 from attn_fuse.graph.walk import BETWEEN, Walk, is_product, is_tuple, reached_from
 
-# More score products than this are tried in turn; a graph that joins so many is something else.
+# At most so many score products are tried in turn: a graph that joins more is something else.
 _MOST_CANDIDATES = 4
 
 
@@ -49,12 +49,13 @@ _MOST_CANDIDATES = 4
 class Region:
     """One softmax between two products.
 
-    nodes: the operations of the region, in graph order, the last of them `output`, the product with the value.
-    leaves: what the region reads, in order of first use; tensors and Python scalars.
-    operands: those of the leaves that query, key or value are made of.
-    weights_used: an operation outside that reads the scores or weights, if there is one.
-    whole: whether operands that are written in part are leaves.
+    output: the product with the value, or the division by a sum or the addition that follows it.
+    nodes: the operations of the region, in graph order; the last is `output`.
+    leaves: the tensors and Python scalars that the region reads, in graph order; nodes cut by `cut_at` come last.
+    operands: the leaves that query, key and value are made of.
+    weights_used: an operation outside that reads the scores or weights; None without one.
     dropped_weights_used: the same for weights after dropout.
+    whole: whether partly written operands are leaves, or the region holds no partial write at all.
     """
 
     scope: Scope
@@ -69,22 +70,22 @@ class Region:
 
     @functools.cached_property
     def detached(self) -> frozenset[Node]:
-        """The leaves that require a gradient which the output has no path to: compared, say, or behind a `detach`."""
+        """The leaves that require a gradient but get none from `output`: behind a comparison or a `detach`, say."""
         reached = {self.output}
         for node in reversed(self.nodes):
             if node in reached and requires_grad(node):
                 reached.update(node.all_input_nodes)
-        # Only Dynamo records which of its values require a gradient; make_fx, below autograd, does not.
+        # Only Dynamo records requires_grad: make_fx traces below autograd.
         candidates = self.leaves if self.mode.grad and "example_value" in self.output.meta else ()
         return frozenset(leaf for leaf in candidates if requires_grad(leaf) and leaf not in reached)
 
     @property
     def mode(self) -> Mode:
-        """The gradient mode and autocast of the output."""
+        """The grad mode and autocast of `output`."""
         return self.scope.modes[self.output]
 
     def reading(self, replaced: Mapping[Node, Node]) -> Region:
-        """The region with some of its leaves replaced."""
+        """The region with each leaf that `replaced` names exchanged for the node that it gives."""
         return replace(
             self,
             leaves=tuple(replaced.get(leaf, leaf) for leaf in self.leaves),
@@ -94,7 +95,7 @@ class Region:
 
 @dataclass(frozen=True, eq=False)
 class Unread:
-    """A softmax between two products that is refused before its expression is read."""
+    """A candidate that is refused before its expression is read."""
 
     scope: Scope
     softmax: Node
@@ -103,9 +104,10 @@ class Unread:
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """A place where an attention may be written. candidates: what it may be, the likeliest first.
+    """A place where an attention may be written.
 
-    unsure: whether only a candidate that is recognised shows that there is an attention at all.
+    softmax: the anchor: a softmax, an exponential or a call of SDPA. candidates: its possible regions, likeliest first.
+    unsure: whether the place counts as a site only where a candidate is recognised.
     """
 
     softmax: Node
@@ -119,14 +121,17 @@ class Site:
 
 
 def find_sites(scope: Scope, written: StillWritten | None = None) -> Iterator[Site]:
-    """Every site in the graph of `scope`, in its order. written: what of it is not functional."""
+    """The sites in the graph of `scope`, in graph order, those of exponentials last.
+
+    written: the memory that the graph still writes; a candidate that touches it is `Unread`.
+    """
     graph = scope.module.graph
     anchors = [n for n in graph.nodes if n.op.startswith("call_") and _is_anchor(n)]
     if not anchors:
         return
     position = {node: i for i, node in enumerate(graph.nodes)}
     outputs: set[Node] = set()
-    # An exponential is looked at last: it may be a part of what another anchor has found.
+    # Exponentials come last: one may lie in the region of another anchor.
     for anchor in sorted(anchors, key=is_exponential):
         for output in [anchor] if op_name(anchor) in FUSED else _outputs(anchor):
             if output not in outputs:
@@ -145,7 +150,7 @@ def _unless(written: StillWritten, candidate: Region | Unread) -> Region | Unrea
 
 
 def cut_at(region: Region, node: Node) -> Region | None:
-    """The region with `node` read as a leaf; None if the scores pass through it."""
+    """The region with `node` (of a tuple, its parts) read as a leaf; None where the scores pass through it."""
     nodes = set(region.nodes)
     places = {node} if not is_tuple(node) else {user for user in node.users if user in nodes}
     if places & _dependents_of_products(region) or not places <= nodes:
@@ -172,7 +177,7 @@ def cut_at(region: Region, node: Node) -> Region | None:
 
 def _is_anchor(node: Node) -> bool:
     if is_exponential(node):
-        # The exponential of one number is a temperature, as contrastive losses have it.
+        # exp of a scalar is a learned temperature (CLIP), not a softmax.
         return any(not isinstance(n, int) or n != 1 for n in getattr(value_of(node), "shape", ()))
     return op_name(node) in SOFTMAX | FUSED
 
@@ -189,7 +194,7 @@ def _site(scope: Scope, anchor: Node, output: Node, position: dict[Node, int]) -
         return None if refusal is None else Site(anchor, (Unread(scope, anchor, refusal),), unsure)
     walks = [walk]
     if len(walk.scores) > 1:
-        # Together they may be one product over cached and new keys.
+        # Together they may be one score matrix, over cached and new keys.
         walks = walks if op_name(output) == "add" else []
         for product in walk.scores[:_MOST_CANDIDATES]:
             walks.append(Walk(anchor, scope.modes, only=product))
@@ -201,7 +206,7 @@ def _site(scope: Scope, anchor: Node, output: Node, position: dict[Node, int]) -
 
 
 def _ways(walk: Walk, output: Node) -> Iterator[Walk]:
-    """The walk, and where operands may be written in part, the one that does not look into them."""
+    """`walk`; and where it met a partial write, a second walk that takes partly written operands as leaves."""
     yield walk
     if any(op_name(node) in SCATTERS for node in walk.inside if node.op.startswith("call_")):
         whole = Walk(walk.softmax, walk.modes, walk.only, whole=True)
@@ -213,7 +218,7 @@ _RETURNED = "the scores are compared or joined with what is computed from them"
 
 
 def _computed_again(walk: Walk, position: Mapping[Node, int], apart: AbstractSet[Node]) -> Node | None:
-    """Another product of query and key, of which something beside the scores is made.
+    """Another product of query and key that a leaf beside the scores is computed from; None without one.
 
     apart: products that are other parts of the scores.
     """
@@ -235,7 +240,7 @@ def _computed_again(walk: Walk, position: Mapping[Node, int], apart: AbstractSet
 
 
 def _comes_from(node: Node, operands: Container[Node]) -> bool:
-    """Whether `node` is one of the operands, laid out otherwise or changed element by element."""
+    """Whether `node` is computed from one of `operands` by layout and element-wise operations."""
     todo, known = [node], set()
     while todo:
         current = todo.pop()
@@ -248,14 +253,14 @@ def _comes_from(node: Node, operands: Container[Node]) -> bool:
 
 
 def _may_equal(a: Node, b: Node) -> bool:
-    """Whether two products may be one and the same: written alike, or otherwise and of the same shape."""
+    """Whether two products may be equal: one operation on alike inputs, or two operations with results of one shape."""
     if a.target == b.target:
         return _alike(a, b)
     return str(getattr(value_of(a), "shape", None)) == str(getattr(value_of(b), "shape", None))
 
 
 def _alike(a: Any, b: Any) -> bool:
-    """Whether both are the same operations on the same tensors, from these back to what is not layout or point-wise."""
+    """Whether both apply the same products, layout and element-wise operations to the same tensors."""
     if isinstance(a, Node) and isinstance(b, Node) and a is not b:
         within = a.op.startswith("call_") and op_name(a) in PRODUCTS | LAYOUT | ELEMENTWISE
         return within and a.target == b.target and _alike(a.args, b.args) and _alike(a.kwargs, b.kwargs)
@@ -301,7 +306,7 @@ def _region(
     seen = [user for user in used if op_name(user) not in IN_THE_SHAPE_OF]
     returned = next((n for n in leaves if n in walk.beside & _reached_from(seen, output)), None) if seen else None
     if returned is not None:
-        # Computed once more, a score is another number by a rounding, and a comparison with its like turns over.
+        # A kernel rounds the scores otherwise, so a comparison with scores computed outside it may flip.
         return refused(_RETURNED, returned)
     if (again := _computed_again(walk, position, apart)) is not None:
         return refused(_RETURNED, again)
@@ -313,12 +318,12 @@ def _region(
 
 
 def _is_dead(node: Node) -> bool:
-    """Whether nothing comes of `node`: what a model computes for those who ask for it, and nobody does."""
+    """Whether nothing uses `node` in the end: a model may compute more than its caller asks for."""
     return node.op.startswith("call_") and op_name(node) in BETWEEN and all(_is_dead(user) for user in node.users)
 
 
 def _outputs(anchor: Node) -> list[Node]:
-    """The products that what `anchor` gives reaches, each with the division by a sum that follows it, if one does."""
+    """The products with the value behind `anchor`, or the addition or division by a sum that follows them."""
     products: list[Node] = []
     reached, todo = {anchor}, [anchor]
     while todo:
@@ -332,9 +337,9 @@ def _outputs(anchor: Node) -> list[Node]:
                 products.append(user)
             if name in BETWEEN:
                 todo.append(user)
-    # A sum that normalises the weights looks like a product too, but then there is a real one as well.
+    # A sum that normalises the weights looks like a product too, but then a real product exists as well.
     real = [product for product in products if op_name(product) in PRODUCTS] or products
-    # Cached and new keys under one softmax: their products with the values are added.
+    # Cached and new keys under one softmax: the program adds their products with the values.
     sums = [
         user
         for p in real
@@ -347,7 +352,7 @@ def _outputs(anchor: Node) -> list[Node]:
 
 
 def _is_of_parts(product: Node, anchor: Node) -> bool:
-    """Whether what `product` takes of the weights is some of their keys only."""
+    """Whether `product` takes a slice of the weights, for some of the keys."""
     between = reached_from(anchor, product) - {product, anchor}
     return any(n in between and op_name(n) in ("getitem", "narrow", "select") for n in product.all_input_nodes)
 
@@ -367,14 +372,14 @@ def _with_division(product: Node, reached: set[Node]) -> Node:
 
 
 def _why_unread(walk: Walk, leaf: Node) -> Refusal | None:
-    """Why no product of query and key was found behind `leaf`, where one may be."""
+    """Why `leaf` may hide the product of query and key from the walk; None where it does not."""
     if walk.is_cut_off(leaf):
         return Refusal("computed without gradients, though the output has one", leaf)
     return Refusal(f"the scores pass through {op_name(leaf)}", leaf) if _hides_a_product(leaf) else None
 
 
 def _hides_a_product(leaf: Node) -> bool:
-    """Whether `leaf` is an operation on what a product gives, with nothing but element-wise operations between."""
+    """Whether `leaf`, no product itself, reads one, directly or through element-wise and layout operations."""
     if not leaf.op.startswith("call_") or op_name(leaf) in PRODUCTS:
         return False
     seen: set[Node] = set()

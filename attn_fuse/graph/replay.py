@@ -1,7 +1,7 @@
-"""Replay: a graph run once on copies of its inputs: what it gives, what it writes, which gradients flow back.
+"""Replay: run a graph once on copies of its inputs, for its outputs, its writes and its gradients.
 
-Dropout is off, so that two graphs which draw it otherwise can be compared; every other draw finds the random state of
-the caller. The user's tensors, gradients, random state and modes stay as they are.
+Dropout is off, so that two graphs that draw it differently can be compared; every other draw starts from the caller's
+random state. The user's tensors, gradients, random state and modes stay as they are.
 """
 
 from __future__ import annotations
@@ -29,22 +29,24 @@ from attn_fuse.torch_internals import (
     storage_of,
 )
 
-# For each operation, by its path in the graph: which of its results live in the memory of what it was given.
+# By the path of an operation in the graph: which of its results share memory with its inputs.
 Aliases = dict[str, list[bool]]
 
 
 class NotWide(Exception):
-    """In float64 the program would not be the same one."""
+    """In float64 the program would be another: it reads bits, or would copy where it shares memory, say."""
 
 
 @dataclass(frozen=True)
 class Played:
-    """What came of a graph.
+    """The results of one run.
 
-    tensors: its outputs, then every input as it is afterwards, by name. facts: whatever has to be the same to the bit:
-    outputs that are no tensors, which tensors share memory, which require a gradient.
-    gradients: of every input that requires one, under a fixed weighting of what the graph gives; None where torch
-    cannot tell. constants: the tensors that the graph holds itself, and whether it writes each.
+    tensors: by name, the outputs, then each input and constant as it is afterwards.
+    facts: what must agree exactly: outputs that are no tensors; the dtype, device, shape, strides, requires_grad and
+        shared memory of tensors.
+    gradients: of each input and constant that requires one, for a fixed weighting of outputs and written inputs; None
+        where the backward raises.
+    constants: by name, the tensors that the graph holds itself, and whether it writes each.
     """
 
     tensors: dict[str, Tensor]
@@ -54,15 +56,15 @@ class Played:
 
 
 def replay(graph: GraphModule, inputs: Sequence[Any], aliases: Aliases, wide: bool = False) -> Played:
-    """`graph` on copies of `inputs`, in the caller's grad mode and autocast.
+    """The results of `graph` on copies of `inputs`, in the caller's grad mode and autocast.
 
-    aliases: filled in by a run in the program's own dtypes, and read by one that is `wide`: in float64 throughout,
-    casts included. Raises: NotWide, and whatever the graph raises.
+    aliases: filled in by a run in the program's own dtypes, read by a `wide` run.
+    wide: run in float64 throughout, casts included. Raises NotWide, and whatever the graph raises.
     """
     try:
         return _replay(graph, inputs, aliases, wide, contextlib.nullcontext())
     except _NoBackward:
-        # The values as they were when they were saved are what a compiler would have kept, too.
+        # A write after the save breaks eager's backward; a compiled graph keeps the saved values, so we copy them.
         kept = torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t)
         with contextlib.suppress(Exception):  # torch.func takes no such hooks
             return _replay(graph, inputs, aliases, wide, kept)
@@ -110,7 +112,7 @@ def _gradients(results: Sequence[Any], wanted: Mapping[str, Tensor]) -> dict[str
         for out in results:
             if isinstance(out, Tensor) and out.requires_grad:
                 real = torch.view_as_real(out) if out.is_complex() else out
-                # No multiple of a constant and nothing smooth: both would hide what is lost in a sum.
+                # Constant or smooth weights would hide errors that cancel in the sum.
                 weights = torch.arange(real.numel(), dtype=torch.float64, device=out.device).mul_(12.9898).cos_()
                 total = total + (real.double() * weights.view(real.shape)).sum().cpu()
     if not total.requires_grad or not wanted:
@@ -129,7 +131,7 @@ def _facts(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     owner: dict[int, tuple[str, Tensor]] = {}
     for name, t in reversed(list(tensors.items())):
         if name.startswith("constant"):
-            # Which there are is the graph's own affair, unless it gives them away.
+            # A graph may hold any constants: they count only where a result shares their memory.
             if _counts(t):
                 owner.setdefault(storage_of(t), (name, t))
             continue
@@ -234,7 +236,7 @@ class _Body(torch.nn.Module):
 
 
 def _undropped(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | None:
-    """What a dropout that drops would give without; None where it drops nothing."""
+    """A list of the result of a dropout call with dropout off; None where the call drops nothing as written."""
     named = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | dict(kwargs)
     drops = named.get("training", named.get("train", "alpha" not in name))
     if not drops or float(named.get("p", 0.5)) == 0:
@@ -246,7 +248,7 @@ def _undropped(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> l
 
 
 def _another(x: Tensor) -> Tensor:
-    """`x` in memory of its own, as dropout gives it."""
+    """`x` in new memory, as dropout gives it."""
     return x * 1
 
 
@@ -272,7 +274,7 @@ def _parameters(target: Any) -> tuple[str, ...]:
 
 
 def _is_seed(args: tuple[Any, ...]) -> bool:
-    """Whether it is a kernel that draws here: what the program draws afterwards must not depend on that."""
+    """Whether the call draws a kernel's seed, below 2**62: the program's later draws must not depend on it."""
     return bool(args) and isinstance(args[0], int) and args[0] == 2**62
 
 
@@ -311,14 +313,14 @@ def _as_it_was(wide: bool, values: Sequence[Any]) -> Iterator[None]:
 
 def _cuda(values: Sequence[Any]) -> list[int]:
     found = {t.device for t in _tensors(values) if t.device.type == "cuda"}
-    # A random state that nothing on the device asked for yet is not to be made here.
+    # Saving the random state must not be what initialises CUDA.
     return sorted(d.index for d in found) or (
         [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
     )
 
 
 def _attributes(module: GraphModule, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The tensors that the graph and its subgraphs hold themselves, each once a name."""
+    """The tensors that the graph and its subgraphs hold themselves, each under its path."""
     seen: set[str] = set()
     for node in module.graph.nodes:
         if node.op not in ("get_attr", "call_module") or node.target in seen:
@@ -338,7 +340,7 @@ def _held(module: torch.nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _copied(values: Sequence[Any], wide: bool) -> tuple[list[Any], list[Tensor | None]]:
-    """Copies that share memory as `values` do, strides kept, and for each the leaf whose gradient is its own."""
+    """Copies with the strides and shared memory of `values`, and the leaf that gets each copy's gradient, if any."""
     memory: dict[int, list[Tensor]] = {}
     for value in values:
         if _counts(value):
@@ -395,14 +397,14 @@ class _Memory:
     def like(self, value: Tensor) -> Tensor:
         with torch.no_grad():
             if self._one_dtype:
-                # Detached, not viewed: they are leaves, and a write into one is a write into all.
+                # Detached, so that each is a leaf, though a write into one is a write into all.
                 return self._copy.as_strided(value.shape, value.stride(), value.storage_offset() - self._start).detach()
             apart = torch.empty(0, dtype=value.dtype, device=value.device)
             return apart.set_(self._copy.untyped_storage(), value.storage_offset(), value.shape, value.stride())
 
 
 def _counts(value: Any) -> bool:
-    """Whether it is a tensor with strides in memory of its own, that a copy of the memory gives back."""
+    """Whether `value` is a plain strided tensor, which a copy of its memory gives back."""
     return (
         type(value) in (Tensor, torch.nn.Parameter)
         and value.layout == torch.strided
@@ -415,7 +417,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _plain(value: Any) -> Any:
-    """`value`, a symbol as the number that it is on this call."""
+    """`value`; for a symbol its number on this call."""
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return value.node.hint
     if isinstance(value, FakeTensor):

@@ -1,4 +1,4 @@
-"""Scopes: a graph, and the subgraphs of its activation checkpoints, loops and the like."""
+"""Scopes: a graph, and the subgraphs of its activation checkpoints and loops."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from attn_fuse.graph.names import INLINE_SUBGRAPHS, LOOPED_SUBGRAPHS, op_name, s
 
 @dataclass(frozen=True, eq=False)
 class Scope:
-    """A graph, and for each of its placeholders the node of the top graph it stands for (None: not one node).
+    """A graph, or a subgraph of one.
 
-    modes: the gradient mode and autocast of each node. path: the names of the subgraphs that lead to it, joined by
-    dots; "" for the top graph.
+    outer: for each placeholder of a subgraph the node of the top graph that it stands for; None for no single node.
+    modes: the mode of each node. path: the names of the subgraphs that lead here, joined by dots; "" for the top graph.
     """
 
     module: GraphModule
@@ -27,14 +27,16 @@ class Scope:
     path: str = ""
 
     def top(self, node: Node) -> Node | None:
+        """The node of the top graph that `node` stands for; None without one."""
         return self.outer.get(node, node if not self.outer else None)
 
 
 @dataclass(frozen=True)
 class StillWritten:
-    """Memory that a graph still writes in place, by its storages. What reads or makes of it is refused.
+    """Memory that a graph still writes in place: a region that reads or makes some of it is refused.
 
-    functional: whether all other memory is made values; this was near no attention, and was not asked to be.
+    refusal: why. memory: its storages.
+    functional: whether all other writes are values, and this memory was left out as it is near no attention.
     """
 
     refusal: Refusal
@@ -42,16 +44,16 @@ class StillWritten:
     functional: bool = False
 
     def and_also(self, other: StillWritten | None) -> StillWritten:
-        """This memory and that of `other`, refused for this reason."""
+        """This memory joined with that of `other`, under this refusal."""
         return self if other is None else replace(self, memory=self.memory | other.memory)
 
     def holds(self, nodes: Iterable[Node]) -> bool:
-        """Whether any of `nodes` lives in it."""
+        """Whether any of `nodes` lives in this memory."""
         return any(storages(node) & self.memory for node in nodes)
 
 
 def scopes(module: GraphModule) -> Iterator[Scope]:
-    """`module` and the subgraphs of its activation checkpoints and the like, outermost first."""
+    """`module` and the subgraphs of its activation checkpoints and loops, outermost first, from the caller's mode."""
     yield from _scopes(Scope(module, {}, modes_of(module.graph, mode_now())))
 
 
@@ -80,14 +82,14 @@ def _scopes(scope: Scope) -> Iterator[Scope]:
 
 
 def is_frozen(graph: GraphModule) -> bool:
-    """Whether torch makes no backward for `graph` though gradients are recorded: nothing that it makes has one."""
+    """Whether torch makes no backward for `graph` in grad mode: no new tensor that it gives requires a gradient."""
     given = set().union(*(storages(node) for node in graph.graph.nodes if node.op == "placeholder"))
     made = (node for node in graph.graph.output_node().all_input_nodes if not storages(node) & given)
     return torch.is_grad_enabled() and not any(getattr(value_of(node), "requires_grad", False) for node in made)
 
 
 def copied(module: GraphModule) -> GraphModule:
-    """A copy whose graphs can be rewritten apart; tensors and parameters are shared."""
+    """A copy of `module` and its subgraphs, to be rewritten; tensors and parameters are shared."""
     graph = Graph()
     result = graph.graph_copy(module.graph, {})
     graph.output(result)

@@ -1,7 +1,7 @@
-"""Walk: what one attention is made of, from the product with the value back to what it reads.
+"""Walk: collect the nodes of one attention, from the product with the value back to what it reads.
 
-Through the weights and scores and on the mask side it goes by `inner`, through element-wise, index-making and layout
-operations; from the product of query and key by `operand`, through the layout and a scale.
+`inner` walks through the weights, the scores and the mask side: element-wise, index-making and layout operations.
+`operand` walks from a product to query, key or value: layout, casts, a scale and partial writes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from attn_fuse.graph.names import (
     value_of,
 )  # fmt: skip
 
-# What may stand between the weights and the scores.
+# Operations that may stand between the scores, the weights and the product with the value.
 BETWEEN = ELEMENTWISE | LAYOUT | CREATION | DROPOUT | REDUCTIONS | JOINS | SCATTERS | LOOKUPS | SOFTMAX
 
 
@@ -39,9 +39,11 @@ BETWEEN = ELEMENTWISE | LAYOUT | CREATION | DROPOUT | REDUCTIONS | JOINS | SCATT
 class Walk:
     """The walk backward from the product with the value.
 
-    modes: of each node of the graph. only: the one product that may be that of query and key. whole: an operand
-    that was written in part is read as it is; otherwise its writes are looked into. beside: the leaves that the scores
-    and weights are put together with.
+    softmax: the anchor. modes: the mode of each node of the graph.
+    only: the one product that may be that of query and key; None allows any.
+    whole: whether a partly written operand is a leaf; otherwise the walk goes through its writes.
+    inside: the region's operations. leaves: what they read. scores: the products of query and key.
+    operands: the leaves behind query, key and value. beside: the leaves that scores and weights meet, such as masks.
     """
 
     softmax: Node
@@ -57,6 +59,7 @@ class Walk:
     _behind: dict[Node, bool] = field(default_factory=dict)
 
     def from_output(self, output: Node) -> None:
+        """Walk back from `output`: SDPA, a sum of two products, or a product and the division or cast after it."""
         self._gradients = self.modes[output].grad
         self.inside.add(output)
         if op_name(output) in FUSED:
@@ -81,6 +84,7 @@ class Walk:
         self.from_product(output, weights)
 
     def from_product(self, output: Node, weights: set[Node]) -> None:
+        """Walk back from `output`, a product with the value. weights: the softmax and what is computed from it."""
         self.inside.add(output)
         if op_name(output) == "sum":
             output = output.all_input_nodes[0]
@@ -92,17 +96,17 @@ class Walk:
                 self.operand(operand)
 
     def leaf(self, node: Node) -> None:
-        """Read `node` as it is. A shape is not read but asked for, where it is used."""
+        """Take `node` as a leaf. A tuple, such as a shape, joins the region instead: it is asked for there."""
         (self.inside if is_tuple(node) else self.leaves).add(node)
 
     def close(self) -> None:
-        """Read what is still missing: that of which a shape is asked, unless it is in the region."""
+        """Take what the region reads and the walk did not reach as leaves, such as a tensor asked for its shape."""
         while missing := {a for n in self.inside for a in n.all_input_nodes} - self.inside - self.leaves:
             for node in missing:
                 self.leaf(node)
 
     def inner(self, node: Node) -> None:
-        """On the way from the weights to the scores, or on the mask side of it."""
+        """Walk through `node`, on the way from the weights to the scores or on the mask side."""
         self._inner(node)
         if node in self.leaves:
             self.beside.add(node)
@@ -125,7 +129,7 @@ class Walk:
                 self.inside.add(factors)
             for arg in factors.all_input_nodes:
                 self.operand(arg)
-        # A product behind the softmax may be the sum of the weights: they times ones.
+        # A product behind the softmax may sum the weights, multiplied by ones.
         elif node is self.softmax or name in BETWEEN or is_product(node):
             if (name == "getitem" and not (_is_slicing(node) or _is_lookup(node))) or _is_one_of_several(node):
                 self.leaf(node)
@@ -137,7 +141,7 @@ class Walk:
             self.leaf(node)
 
     def operand(self, node: Node) -> None:
-        """From a product back to its query, key or value, through the layout and a scale."""
+        """Walk through `node`, on the way from a product back to its query, key or value."""
         if node in self.inside or node in self.leaves:
             return
         name = op_name(node) if node.op.startswith("call_") else node.op
@@ -161,7 +165,7 @@ class Walk:
             self.operands.add(node)
 
     def is_cut_off(self, node: Node) -> bool:
-        """Whether `node` gives no gradient to what it reads, though the output would if `node` was part of it."""
+        """Whether `node` runs without gradients on inputs that require one, though the output records a backward."""
         if not self._gradients or self.modes[node].grad:
             return False
         return any(map(requires_grad, node.all_input_nodes))
@@ -173,7 +177,7 @@ class Walk:
 
 
 def is_product(node: Node) -> bool:
-    """Whether `node` is a matrix product, or one written out as a sum over products of two tensors' elements."""
+    """Whether `node` is a matrix product, or one written as `(a * b).sum()`."""
     if not node.op.startswith("call_"):
         return False
     if op_name(node) != "sum" or not node.all_input_nodes:
@@ -188,7 +192,7 @@ def is_product(node: Node) -> bool:
 
 
 def reached_from(start: Node, last: Node) -> set[Node]:
-    """`start` and what is computed from it, up to `last` and no further than it stands."""
+    """`start` and the nodes computed from it that stand no later in the graph than `last`."""
     reached = {start}
     todo = [start]
     while todo:
@@ -205,23 +209,24 @@ def _is_tensor(node: Node) -> bool:
 
 
 def is_tuple(node: Node) -> bool:
+    """Whether the value of `node` is a tuple or list, as a torch.Size is."""
     return isinstance(value_of(node), (tuple, list))
 
 
 def _is_one_of_several(node: Node) -> bool:
-    """Whether `node` is one of the tensors that an operation gives at once, other than by cutting one up."""
+    """Whether `node` is a part of a tuple result, other than a size, a max or min, or a piece of a cut tensor."""
     source = node.all_input_nodes[0] if op_name(node) == "getitem" and node.all_input_nodes else None
     return source is not None and is_tuple(source) and op_name(source) not in LAYOUT | {"max", "min", "size", "shape"}
 
 
 def _is_slicing(node: Node) -> bool:
-    """Whether a getitem takes slices, positions and new axes only, not a tensor of positions."""
+    """Whether a getitem takes slices, single positions and new axes only, no list or tensor of positions."""
     parts = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
     return not any(isinstance(p, list) or (isinstance(p, Node) and _is_tensor(p)) for p in parts)
 
 
 def _is_lookup(node: Node) -> bool:
-    """Whether a getitem takes tensors of whole-number positions."""
+    """Whether every tensor that a getitem takes holds whole-number positions; a list rules it out."""
     parts = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
     tensors = [value_of(p) for p in parts if isinstance(p, Node)]
     return not any(isinstance(p, list) for p in parts) and all(
@@ -230,7 +235,7 @@ def _is_lookup(node: Node) -> bool:
 
 
 def _leads_to_product(node: Node) -> bool:
-    """Whether `node` is a product of what the softmax gives, or a cast of one."""
+    """Whether `node` is a product, or a cast of one."""
     while op_name(node) in CASTS:
         node = node.all_input_nodes[0]
     return is_product(node)

@@ -1,6 +1,6 @@
-"""Closed forms: what a buffer holds, as a function of the indices, where it is one exactly.
+"""Closed forms: the contents of a buffer as a function of the indices, where they equal one exactly.
 
-A model's mask buffer is read when compiling, and the lift uses the form in its place. `guard` keeps the proof true.
+A model's mask buffer is read when compiling, and the lift uses its form instead. `guard` checks it at each call.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from attn_fuse.expression import simplify as al
 from attn_fuse.expression.index import Space
 from attn_fuse.expression.nodes import Expr
 
-# A closed form with more steps than this is cheaper and clearer as the tensor that it is.
+# A tensor with more steps than this is cheaper and clearer as it is.
 _MOST_STEPS = 3
 
 
 @dataclass(frozen=True)
 class ClosedForm:
-    """A tensor whose element depends on at most (last index - index before it), in steps.
+    """A tensor whose element is a step function of column - row, its last index less the one before.
 
-    steps: (least difference column - row, value) in rising order; the first starts at minus infinity (None).
+    steps: (min column - row, value) in rising order; the first starts at minus infinity (None).
     A uniform tensor is one step. Leading dimensions do not matter.
     """
 
@@ -39,7 +39,7 @@ class ClosedForm:
         return result
 
     def equals(self, tensor: torch.Tensor) -> bool:
-        """Whether every element of `tensor` is what the form says. Reads the whole tensor."""
+        """Whether `tensor` has exactly this closed form. Reads the whole tensor."""
         return closed_form(tensor) == self
 
     def __str__(self) -> str:
@@ -55,21 +55,22 @@ class ClosedForm:
 
 @dataclass(frozen=True)
 class Diagonals:
-    """Whole numbers that depend on (last index - index before it), in more steps than are written out.
+    """A matrix of whole numbers that depend on column - row alone, in more steps than are written out.
 
-    So is an index buffer that a table of distances is read by, or of buckets of them. One row and column have them all.
+    Such is the index buffer by which a table of distances, or of buckets of them, is read. The first row and column
+    hold all of its numbers.
     """
 
     dtype: torch.dtype
 
     def places(self, index: tuple[sympy.Expr, ...]) -> tuple[Expr, ...]:
-        """Where in the first row or column the element at `index` stands too."""
+        """The position in the first row or column that holds the same number as `index`."""
         apart = sympy.expand(index[-1] - index[-2])
         below, above = (ex.Binary("maximum", ex.Index(x), ex.Const(0)) for x in (-apart, apart))
         return (*map(ex.Index, index[:-2]), below, above)
 
     def equals(self, tensor: torch.Tensor) -> bool:
-        """Whether the elements of `tensor` are so. Reads the whole tensor."""
+        """Whether `tensor` is such a matrix of this dtype. Reads the whole tensor."""
         return closed_form(tensor) == self
 
     def __str__(self) -> str:
@@ -82,8 +83,8 @@ _PLACES = (torch.int32, torch.int64)
 def closed_form(tensor: torch.Tensor) -> ClosedForm | Diagonals | None:
     """The closed form that `tensor`'s contents equal exactly, or None. Reads the whole tensor.
 
-    Found are: one value everywhere; a matrix (its leading dimensions 1) whose element depends on column - row, in at
-    most three steps (triangles and bands, Boolean, 0/1 or additive), or in any number of them if it is made of places.
+    It finds one value everywhere, and a matrix (leading dimensions 1) whose element depends on column - row alone: in
+    at most three steps (triangles and bands, Boolean, 0/1 or additive), or in any number of steps for int32 and int64.
     """
     if tensor.numel() == 0 or tensor.is_complex() or tensor.layout != torch.strided:
         return None

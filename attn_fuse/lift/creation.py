@@ -1,4 +1,4 @@
-"""Tensors made from nothing: constants, ranges, and the triangles cut from them."""
+"""Creation operations: constants, ranges, and the triangles cut from a tensor."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ def _triangle(keep_lower: bool) -> Callable[[Operation], Tensor]:
 
 
 class TrianglePlace(sympy.Function):
-    """TrianglePlace(axis, n, rows, columns, offset, upper): row (axis 0) or column (1) of place number n of a triangle.
+    """TrianglePlace(axis, n, rows, columns, offset, upper): the row (axis 0) or column (1) of place n of a triangle.
 
-    It has no closed form; what is written at all of these places has.
+    A single place has no closed form, but a write to all places of a triangle has one.
     """
 
     nargs = 6

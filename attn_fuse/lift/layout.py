@@ -41,12 +41,12 @@ def _view(call: Operation) -> Tensor:
 
 
 def _reindex(index: Indices, shape: Indices, into: Indices, space: Space) -> Indices:
-    """The position in shape `into` of the element that stands at `index` in `shape`, both in row-major order."""
+    """The index in shape `into` of the element at `index` in `shape`, both in row-major order."""
     if shape == into:
         return index
     if 0 in shape:
         return (sympy.Integer(0),) * len(into)
-    # Outer dimensions that agree stay as they are; this keeps symbolic sizes out of the arithmetic.
+    # Equal outer dimensions keep their index, so that symbolic sizes stay out of the arithmetic.
     if shape and into and space.same_size(shape[0], into[0]):
         return (index[0], *_reindex(index[1:], shape[1:], into[1:], space))
     if shape and into and space.same_size(shape[-1], into[-1]):
@@ -90,7 +90,7 @@ def _repeat(call: Operation) -> Tensor:
     extra = len(shape_of(call.result)) - len(x.shape)
 
     def at(index: Indices) -> Expr:
-        # Of nothing, as of one, there is only the first place.
+        # A dimension of size 0 or 1 is only ever read at 0.
         return x.at(
             tuple(
                 sympy.Integer(0) if n in (0, 1) else space.mod(i, n)
@@ -196,7 +196,7 @@ def _stack(call: Operation) -> Tensor:
 
 
 def _joined(call: Operation, parts: list[Tensor], dim: int) -> Callable[[Indices], Expr]:
-    """The element of `parts` laid one after the other along `dim`."""
+    """The element of `parts`, concatenated along `dim`, as a function of its index."""
 
     def at(index: Indices) -> Expr:
         end, result = sympy.Integer(0), None
@@ -232,7 +232,7 @@ def _padded(call: Operation) -> Tensor:
     return call.tensor(at)
 
 
-# ---- positions that are themselves elements
+# ---- positions from tensors
 
 
 def _embedding(call: Operation) -> Tensor:
@@ -260,7 +260,7 @@ def _index(call: Operation) -> Tensor:
     if any(positions[d].dtype in (torch.bool, torch.uint8) for d in given):
         raise NoClosedForm("indexing with a mask")
     rank = max(len(positions[d].shape) for d in given)
-    # Positions that stand side by side leave their dimensions in their place, others in front.
+    # Index tensors side by side leave their dimensions in place; others move them to the front.
     place = given[0] if given == list(range(given[0], given[-1] + 1)) else 0
 
     def at(index: Indices) -> Expr:
@@ -290,6 +290,7 @@ def _gather(call: Operation) -> Tensor:
 
 
 def _read(call: Operation, x: Tensor, wanted: tuple[Expr, ...]) -> Expr:
+    """The element of `x` at the positions `wanted`, looked up where a position is itself read from a tensor."""
     wanted = tuple(_from_the_front(call, w, n) for w, n in zip(wanted, x.shape, strict=True))
     if all(isinstance(w, ex.Index) for w in wanted):
         return x.at(tuple(w.value for w in wanted if isinstance(w, ex.Index)))

@@ -1,8 +1,8 @@
 """Lift: each tensor of a normal form becomes an expression over indices.
 
 A tensor is a shape, a dtype and a function from indices to an element expression. A layout operation only rewrites the
-indices; an arithmetic one builds a tree. Asking the region's output for its element at fresh index symbols gives the
-whole attention as one expression.
+indices; an arithmetic one builds a tree. The element of the region's output at fresh index symbols is then the whole
+attention as one expression.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ from attn_fuse.lift.operations import OPERATIONS
 from attn_fuse.lift.tensor import Indices, NoClosedForm, Operation, Tensor, shape_of
 from attn_fuse.torch_internals import FakeTensor, lower_bounds
 
-# A longer list of numbers is cheaper and clearer as the tensor that it is.
+# A longer tensor of constants is not written out.
 _MOST_WRITTEN_OUT = 16
 
 
 @dataclass(frozen=True, eq=False)
 class Lifted:
-    """One element of a region's output. `element` is over `indices`, one symbol (or 0, for size 1) a dimension.
+    """One element of a region's output.
 
-    leaf_dtypes: of each leaf that is a tensor, by its number. learned: the numbers of those that are parameters in
-    training, whose elements are ordinary numbers.
+    element: over `indices`, which has one symbol (or 0, for size 1) for each dimension.
+    leaf_dtypes: of each leaf that is a tensor, by its number.
+    learned: the numbers of the leaves that are parameters in training, assumed to lie in [-100, 100].
     """
 
     element: Expr
@@ -51,7 +52,7 @@ class Lifted:
 
 
 class NotLifted(Exception):
-    """An operation has no closed element expression. `node` is it, in Dynamo's graph where that is known."""
+    """An operation has no element expression. node: the operation in Dynamo's graph, None where that is not known."""
 
     def __init__(self, reason: str, node: Node | None) -> None:
         super().__init__(reason)
@@ -59,11 +60,11 @@ class NotLifted(Exception):
 
 
 def lift(normal: Normal, closed_forms: Mapping[int, ClosedForm | Diagonals]) -> Lifted:
-    """The region's output as an element expression.
+    """The region's output as an element expression. Raises NotLifted.
 
-    closed_forms: for leaves whose contents are known and proved, the form to use instead of a load, by leaf number.
-    Diagonals are used in the places where a parameter in training is read: its gradient is then summed along them.
-    Raises NotLifted.
+    closed_forms: by leaf number, the form to use instead of a load, for leaves whose contents are known and proved.
+        `Diagonals` are used only where a parameter in training is read by them: its gradient is then summed along the
+        diagonals.
     """
     space = Space(lower=lower_bounds(normal.mode))
     lifter = _Lifter(normal, closed_forms, space)
@@ -114,7 +115,7 @@ class _Lifter:
         return Tensor(shape_of(value), value.dtype, lambda index: ex.Load(number, index), leaf=number)
 
     def read_along(self, x: Expr, along: Mapping[int, Diagonals], learned: frozenset[int]) -> Expr:
-        """`x` with the places in leaves of `learned` that a leaf of `along` holds read from its first row or column."""
+        """`x`, in which lookups in `learned` leaves read an index in `along` from its first row or column."""
 
         def changed(x: Expr) -> Expr:
             if isinstance(x, ex.Gather) and x.leaf in learned:
@@ -129,7 +130,7 @@ class _Lifter:
         return changed(x)
 
     def _is_within(self, load: ex.Load) -> bool:
-        """Whether the element exists wherever it is loaded: of tensors laid end to end those not chosen may not."""
+        """Whether `load` stays within its tensor; in a concatenation, the loads that are not chosen may not."""
         tensor = value_of(self.normal.region.leaves[load.leaf])
         assert isinstance(tensor, torch.Tensor)
         return all(

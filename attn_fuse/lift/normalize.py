@@ -1,8 +1,8 @@
-"""Normalise: a region becomes a graph of few ATen operations, whatever it was spelled with.
+"""Normalise: a region becomes a graph of few ATen operations, however it was spelled.
 
-The region's operations are run once under make_fx, on fresh fake tensors of Dynamo's own fake mode: method, function,
-operator, in-place form, einsum, baddbmm become one small set. Sizes stay symbolic where they were. Dropout stays whole,
-as a marker, because its decomposition hides what it is.
+The region's operations run once under make_fx, on fresh fake tensors of Dynamo's own fake mode: methods, functions,
+operators, in-place forms, einsum and baddbmm become one small set. Symbolic sizes stay symbolic. Dropout stays whole,
+as a marker, because its decomposition would hide it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ORIGIN = "attn_fuse_origin"
 
 @torch.library.custom_op("attn_fuse::dropout_marker", mutates_args=())
 def dropout_marker(x: torch.Tensor, number: int) -> torch.Tensor:
-    """Stands for the region's dropout with this number; it is traced and never run."""
+    """`x`, in the place of dropout number `number` of the region; it is traced and never run."""
     return x.clone()
 
 
@@ -41,7 +41,8 @@ class Normal:
 
     graph: its placeholders are the region's leaves, in order; its one output is the region's.
     dropout: the probability of each marker, a number or one of the leaves.
-    origin: each operation's node in Dynamo's graph. trains: whether there is a gradient of something that it reads.
+    origin: each operation's node in Dynamo's graph.
+    mode: the fake mode of the graph's tensors. trains: whether a leaf needs a gradient.
     """
 
     region: Region
@@ -59,7 +60,7 @@ class Normal:
 
 
 class NotNormal(Exception):
-    """The region has no normal form; the message says why, `node` is the operation."""
+    """The region has no normal form; the message says why. node: the operation that has none."""
 
     def __init__(self, reason: str, node: Node) -> None:
         super().__init__(reason)
@@ -67,7 +68,7 @@ class NotNormal(Exception):
 
 
 def normalize(region: Region) -> Normal:
-    """The region's normal form. Raises NotNormal; what torch raises on the region's own operations passes through."""
+    """The region's normal form. Raises NotNormal without one; torch's errors in its operations pass through."""
     mode = _fake_mode(region)
     trains = region.mode.grad and any(map(requires_grad, region.leaves))
     probabilities: list[float | Node] = []
@@ -77,7 +78,7 @@ def normalize(region: Region) -> Normal:
         env: dict[Node, Any] = dict(zip(region.leaves, values, strict=True))
         for node in region.nodes:
             with autocast_of(region.scope.modes[node]), torch.fx.traceback.annotate({_ORIGIN: node.name}):
-                # Without gradients there is none to stop.
+                # Without gradients, a detach has none to stop.
                 stops = trains or op_name(node) != "detach"
                 env[node] = _run(node, env, probabilities) if stops else env[node.all_input_nodes[0]]
         return env[region.output]
@@ -86,7 +87,7 @@ def normalize(region: Region) -> Normal:
         inputs = [_fresh(leaf) for leaf in region.leaves]
         traced = make_fx(run, _decompositions(trains))(*inputs)
         if any(isinstance(n.target, torch._ops.OpOverload) and n.target._schema.is_mutable for n in traced.graph.nodes):
-            # Torch's own decompositions write into what they make, as that of a vector times matrices does.
+            # Some of torch's decompositions write into tensors that they make, such as that of a vector times matrices.
             probabilities.clear()
             traced = make_fx(functionalized(run), _decompositions(trains))(*inputs)
     traced.graph.eliminate_dead_code()
@@ -124,7 +125,7 @@ def _as_written_out(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """What `F.scaled_dot_product_attention` is documented to compute."""
+    """`F.scaled_dot_product_attention` in the operations that torch documents for it."""
     if enable_gqa:
         groups = query.size(-3) // key.size(-3)
         key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
@@ -173,7 +174,7 @@ def _fresh(leaf: Node) -> Any:
 
 @functools.cache
 def _decompositions(trains: bool = False) -> dict[Any, Any]:
-    # What make_fx does not take apart by itself and the lift does not read as it is.
+    # What make_fx does not decompose by itself, and the lift does not read as it is.
     aten = torch.ops.aten
     taken_apart = decompositions(
         [
@@ -186,7 +187,7 @@ def _decompositions(trains: bool = False) -> dict[Any, Any]:
             aten.where.ScalarOther, aten.where.ScalarSelf, aten.xlogy, aten.zero,
         ]
     )  # fmt: skip
-    # The gradient of these is not that of what they are taken apart into, at the ends of a range or where one branch
-    # of a choice has no number. The lift reads most of them as they are.
+    # In training these stay whole: the gradient of their decomposition differs at the ends of a range, or where one
+    # branch of a choice is not a number. The lift reads most of them as they are.
     own = {"elu", "celu", "selu", "hardtanh", "relu6", "hardsigmoid", "sinc", "xlogy"} if trains else set()
     return {op: how for op, how in taken_apart.items() if op._schema.name.removeprefix("aten::") not in own}

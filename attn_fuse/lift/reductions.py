@@ -43,7 +43,7 @@ def _softmax(call: Operation) -> Tensor:
 
 
 def _safe_softmax(call: Operation) -> Tensor:
-    """A softmax that gives zeros where all of a row is minus infinity."""
+    """A softmax that gives zeros for a row of minus infinity."""
     weights, x, dim, space = _softmax(call), call["self"], call.dim(), call.space
     axis = call.axis("r", x.shape[dim])
 
@@ -137,7 +137,7 @@ def _mean(call: Operation) -> Tensor:
 
 
 def _extreme(name: str) -> Callable[[Operation], list[Tensor]]:
-    """The values of max and min along a dimension; their positions have no closed form."""
+    """The values of a max or min along a dimension; the positions have no closed form."""
 
     def handler(call: Operation) -> list[Tensor]:
         values, positions = call.node.meta["val"]
@@ -177,7 +177,7 @@ def _cumsum(call: Operation) -> Tensor:
     x = call["self"]
 
     def at(index: Indices) -> Expr:
-        # Of nothing but zeros, as where no sequence of a batch is made of several.
+        # A running sum of zeros is 0, as where no sequence of a batch is packed from several.
         if x.at(index) in (ex.FALSE, ex.Const(0), ex.Const(0.0)):
             return ex.Const(al.rounded(0, call.result.dtype))
         raise NoClosedForm("a running sum")

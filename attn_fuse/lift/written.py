@@ -1,7 +1,7 @@
-"""Written in place, as functional graphs say it: a tensor with some of its elements replaced.
+"""In-place writes as functional graphs say them: a tensor with some of its elements replaced.
 
-What is read back of such a tensor is what was written, or what was there before, wherever the positions prove it: the
-choice between the two goes away by itself.
+An element of such a tensor is a choice between what was written and what was there before. Where its position proves
+which one it is, the choice goes away by simplification.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from attn_fuse.lift.tensor import (
 )
 from attn_fuse.torch_internals import FloorDiv, Mod
 
-# Longer lists of positions stay the tensors that they are.
+# Longer lists of positions have no closed form, unless they count up by one.
 _MOST_POSITIONS = 16
 _UNKNOWN = "elements written at positions that are read from a tensor"
 
 
 def _chosen(cond: Expr, new: Callable[[], Expr], old: Callable[[], Expr], space: Space) -> Expr:
-    """`new` where `cond` holds, else `old`; neither is asked for where it is not wanted."""
+    """`new` where `cond` holds, else `old`; one that is certain not to be chosen is not called."""
     if cond == ex.TRUE:
         return new()
     if cond == ex.FALSE:
         return old()
     a, b = new(), old()
     if any(isinstance(part, ex.Softmax) for x in (a, b) if ex.has_product(x) for part in ex.walk(x)):
-        # Parts of the scores, each normalised in its place, read what the others wrote there.
+        # Where parts of the scores are normalised in place one after the other, each reads what the others wrote.
         a, b = al.assuming(a, cond, space), al.assuming(b, al.logical_not(cond), space)
     return al.select(cond, a, b, space)
 
@@ -55,7 +55,7 @@ def _slice_scatter(call: Operation) -> Tensor:
     start = slice_start(call, dim, x.shape[dim], count)
     if step != 1 and not (isinstance(step, int) and start.is_Integer):
         raise NoClosedForm("a slice written in steps from an unknown position")
-    # So many steps further on than `start`, the first position on the grid of the steps is not negative.
+    # With `shift` added no position is negative, and `start` is a multiple of `step`.
     shift = (-start) % step
 
     if count == 0:
@@ -67,10 +67,11 @@ def _slice_scatter(call: Operation) -> Tensor:
             direct = src.at((*index[:dim], place, *index[dim + 1 :]))
             if not any(p.has(FloorDiv, Mod) for part in ex.walk(direct) for p in ex.positions(part)):
                 return direct
-            # Divisions are carried out where the place is known to be in the slice.
+            # Floor divisions simplify at a symbol that has the range of the slice.
             inside = src.at((*index[:dim], nth, *index[dim + 1 :]))
             return al.substitute(inside, {nth: place}, space)
-        # On the grid of the steps a position divides evenly, so that what was read from there is what it was.
+        # A written position divides evenly by `step`, so that an element read from there and written back is itself
+        # again.
         written = src.at((*index[:dim], nth, *index[dim + 1 :]))
         even = al.substitute(written, {nth: sympy.expand((index[dim] - start) / step)}, space)
         return even if _is_whole(even) else al.substitute(written, {nth: place}, space)
@@ -90,7 +91,7 @@ def _slice_scatter(call: Operation) -> Tensor:
 
 
 def _is_whole(x: Expr) -> bool:
-    """Whether no position in `x` is a fraction by its form."""
+    """Whether all numbers in the positions of `x` are integers."""
     return all(number.is_Integer for part in ex.walk(x) for p in ex.positions(part) for number in p.atoms(sympy.Number))
 
 
@@ -129,7 +130,7 @@ def _diagonal_scatter(call: Operation) -> Tensor:
     return call.tensor(at)
 
 
-# ---- at positions that a tensor says
+# ---- at positions from a tensor
 
 
 def _index_copy(call: Operation) -> Tensor:
@@ -181,6 +182,7 @@ def _index_put(call: Operation) -> Tensor:
 
 
 def _mask(positions: Sequence[Tensor | None], given: Sequence[int]) -> Callable[[Indices], Expr] | None:
+    """Whether an element is written, by the Boolean mask in `positions`; None without a mask."""
     masks = [d for d in given if positions[d].dtype == torch.bool]  # type: ignore[union-attr]
     if not masks:
         return None
@@ -195,7 +197,7 @@ def _mask(positions: Sequence[Tensor | None], given: Sequence[int]) -> Callable[
 def _at_lists(
     call: Operation, x: Tensor, positions: Sequence[Tensor | None], given: Sequence[int]
 ) -> Callable[[Indices], Expr]:
-    """Whether an element stands at one of the positions that the lists together name."""
+    """Whether an element is at a position that the lists name together, as a function of its index."""
     lists = [p for p in positions if p is not None]
     together = _triangle(call, x, lists, given) or _diagonal(call, x, lists, given)
     if together is not None:
@@ -228,7 +230,7 @@ def _at_lists(
 def _triangle(
     call: Operation, x: Tensor, lists: Sequence[Tensor], given: Sequence[int]
 ) -> Callable[[Indices], Expr] | None:
-    """Whether an element stands in a triangle, where the two lists are the rows and the columns of one."""
+    """Whether an element is in a triangle, if the two lists are the rows and columns of one; None if they are not."""
     if len(lists) != 2 or any(len(p.shape) != 1 for p in lists):
         return None
     n = call.space.fresh("w", lists[0].shape[0])
@@ -255,7 +257,7 @@ def _triangle(
 def _diagonal(
     call: Operation, x: Tensor, lists: Sequence[Tensor], given: Sequence[int]
 ) -> Callable[[Indices], Expr] | None:
-    """Whether an element stands on a diagonal, where each list counts up by one from its start."""
+    """Whether an element is on a diagonal, if each list counts up by one from its start; None if one does not."""
     space, count = call.space, lists[0].shape[0] if lists[0].shape else sympy.Integer(1)
     if len(lists) < 2 or any(len(p.shape) != 1 or p.shape[0] != count for p in lists):
         return None
@@ -279,7 +281,7 @@ def _diagonal(
 
 
 class _Places:
-    """A list of positions along a dimension of `length`: numbers, or a stretch one after the other."""
+    """A list of positions along a dimension of `length`: written out one by one, or counting up by one."""
 
     def __init__(self, call: Operation, where: Tensor, length: sympy.Expr, may_repeat: bool = False) -> None:
         self.space = call.space
@@ -308,7 +310,7 @@ class _Places:
         return self.space.is_negative(a - b) or self.space.is_negative(b - a)
 
     def chosen(self, i: sympy.Expr, new: Callable[[sympy.Expr], Expr], old: Callable[[], Expr]) -> Expr:
-        """`new` of the place in the list where position `i` is named, else `old`."""
+        """`new` of the place that position `i` has in the list, else `old`."""
         space = self.space
         if self.start is not None:
             place = sympy.expand(i - self.start)

@@ -1,1 +1,1 @@
-"""Which kernel runs an attention: reasons, evidence, an estimate, and self-checks."""
+"""Picker: which kernel runs an attention, by measured times, a cost model and self-checks."""

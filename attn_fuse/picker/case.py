@@ -1,4 +1,4 @@
-"""Cases: what the speed of an attention depends on. Evidence is a table of times by case."""
+"""Case: the properties of an attention that its speed depends on. Evidence is a table of times by case."""
 
 from __future__ import annotations
 
@@ -14,30 +14,33 @@ from attn_fuse.attention.attention import Attention, Causal, DenseMask, Document
 from attn_fuse.attention.facts import Facts
 from attn_fuse.expression.nodes import Expr, Gather, Load, walk
 
-# What a mask may be. "window": a band of keys about each query, a causal mask that is not the square one included.
+# The kinds of mask. "window": a band of keys around each query, or a causal mask with an offset.
 MASKS = ("none", "causal", "window", "prefix", "padding", "documents", "dense")
-# "indexed": looked up, with a gradient or without, where an index of its own for each query and key says.
+# The kinds of bias. "gradient": one that needs its gradient. "indexed": a table read by an index tensor that has an
+# element for each query and key, whether the table needs a gradient or not.
 BIASES = ("none", "constant", "gradient", "indexed")
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 
-# What a graph with growing sequences is judged at: its first call is short, but its time goes into the long ones.
+# The min that a symbolic length counts as: the first call may be short, but later long ones take the time.
 TYPICAL_LENGTH = 1024
 _ROWS_COUNTED = 1024
-# How long a prefix is, of all keys: its length is known only when the program runs.
+# A prefix counts as 1 / _PREFIX of the keys: its length is known only when the program runs.
 _PREFIX = 4
 
 
 @dataclass(frozen=True)
 class Case:
-    """An attention as far as its speed goes.
+    """The properties of an attention that its speed depends on.
 
-    dtype: "float32", ...; training: forward and backward, else forward. kv_heads: 0 for heads. value_dim: 0 for
-    head_dim. mask: one of MASKS; visible: the share of the scores that it leaves, as far as positions alone decide.
-    bias: one of BIASES, "gradient" for one that wants its own. function: the scores pass through a function of
-    themselves (a softcap, ...) or the weights through a factor. dropout: of the weights. sink: one more logit. table:
-    a learned bias is looked up. repeats: how often the program as written has each key in memory; 0 for heads/kv_heads.
+    dtype: a key of DTYPES. training: whether the backward runs as well as the forward.
+    kv_heads, value_dim: 0 stands for `heads` and for `head_dim`.
+    mask: one of MASKS. visible: the share of the scores that the mask keeps, as far as positions alone decide it.
+    bias: one of BIASES. table: whether a learned bias is looked up in a table.
+    function: whether a softcap, another function or a looked-up bias changes the scores, or a factor the weights.
+    dropout, sink: whether there is dropout of the weights, and a sink.
+    repeats: copies of each key in memory, in the program as written; 0 stands for heads // kv_heads.
 
-    Raises ValueError for what is none of these.
+    Raises ValueError where a field has the wrong type or an impossible value.
     """
 
     dtype: str
@@ -74,7 +77,7 @@ class Case:
 
     @property
     def copies(self) -> int:
-        """How often the program as written has each key in memory."""
+        """Copies of each key in memory, in the program as written."""
         return self.repeats or max(1, self.heads // self.kv_heads)
 
     @property
@@ -84,17 +87,18 @@ class Case:
 
     @property
     def itemsize(self) -> int:
+        """Bytes of one element of `dtype`."""
         dtype: torch.dtype = DTYPES[self.dtype]
         return dtype.itemsize
 
     def as_json(self) -> dict[str, Any]:
-        """The fields, without those that say nothing."""
+        """The fields, without those that have their default value."""
         usual = {"kv_heads": self.heads, "value_dim": self.head_dim} | _USUAL
         return {name: value for name, value in asdict(self).items() if usual.get(name) != value}
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Case:
-        """Raises ValueError for what `as_json` cannot have given."""
+        """The case that `as_json` wrote as `data`. Raises ValueError for data that it cannot write."""
         try:
             return Case(**data)
         except TypeError as problem:
@@ -120,12 +124,12 @@ _USUAL: dict[str, Any] = {
 
 
 def case_of(attention: Attention, facts: Facts) -> Case:
-    """The case of an attention; a length that changes from call to call counts as a typical one at least."""
+    """The case of `attention`; a symbolic length counts as TYPICAL_LENGTH or more."""
     sizes = {
         name: max(getattr(facts, name), TYPICAL_LENGTH if name in facts.symbolic else 1) for name in ("q_len", "kv_len")
     }
     mask, visible = _mask(attention, facts, sizes["q_len"], sizes["kv_len"])
-    # A learned bias that is looked up in a table costs what a function of the scores does, not what a stored one does.
+    # A learned bias that is looked up costs as much as a function of the scores, not as much as a stored bias.
     by_index = any(_by_index(term, attention) for term in attention.biases)
     looked_up = facts.bias_needs_grad and not any(_is_stored(term, attention) for term in attention.biases)
     bias = "none" if looked_up or not attention.biases else "gradient" if facts.bias_needs_grad else "constant"
@@ -148,19 +152,19 @@ def case_of(attention: Attention, facts: Facts) -> Case:
 
 
 def _by_index(bias: Expr, attention: Attention) -> bool:
-    """Whether a table is read at places that a tensor with an element for each query and key holds."""
+    """Whether `bias` reads a table by an index tensor that has an element for each query and key."""
     return any(_is_stored(place, attention) for x in walk(bias) if isinstance(x, Gather) for place in x.index)
 
 
 def _is_stored(bias: Expr, attention: Attention) -> bool:
-    """Whether a tensor with an element for each query and key is read."""
+    """Whether `bias` reads a tensor that has an element for each query and key."""
     query, key = {*attention.axes.query}, {*attention.axes.key}
     symbols = [set().union(*(i.free_symbols for i in x.index)) for x in walk(bias) if isinstance(x, Load)]
     return any(found & query and found & key for found in symbols)
 
 
 def _mask(attention: Attention, facts: Facts, q_len: int, kv_len: int) -> tuple[str, float]:
-    """The kind of the mask, by the part that is the most work for a kernel, and the share of the scores seen."""
+    """The kind of the costliest part of the mask, and the share of the scores that positions leave visible."""
     parts = attention.mask.parts or attention.mask.soft_parts
     lengths = {
         size: length
@@ -188,9 +192,9 @@ def _mask(attention: Attention, facts: Facts, q_len: int, kv_len: int) -> tuple[
 
 
 def visible_share(q_len: int, kv_len: int, offset: int | None, reach: int | None, prefix: int = 0) -> float:
-    """The share of scores with i - reach <= j <= i + offset or j < prefix, from at most 1024 of the queries.
+    """The share of scores with i - reach <= j <= max(i + offset, prefix - 1), counted on at most 1024 of the queries.
 
-    None is no bound.
+    offset, reach: None for no bound.
     """
     queries = range(0, q_len, max(1, math.ceil(q_len / _ROWS_COUNTED)))
     seen = 0

@@ -1,8 +1,8 @@
-"""Cost: what an attention would take where nothing like it was measured, estimated as a roofline. It only ranks.
+"""Cost: a roofline estimate of an attention's time, for cases far from every measured one. It only ranks kernels.
 
-The time is that of the floating-point operations, plus that of the scores and weights that go through memory, plus
-that of starting operations. The peaks come from what torch says of the device; the share of them that a kernel reaches
-is a figure of its class, an estimate from the sources named beside it.
+The time is that of the floating-point operations, plus that of the memory traffic, plus that of launches. The peak
+rates come from what torch says of the device; the share of a peak that a kernel reaches is estimated, from the sources
+named beside it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from attn_fuse.picker.evidence import AS_WRITTEN, Comparison
 
 @dataclass(frozen=True)
 class Peaks:
-    """What a device could do. flops: a second, in 16 and 32 bits; flops_sm80: of code written for sm_80 in 16 bits.
+    """The peak rates of a device.
 
-    bandwidth: bytes a second of memory, taken anew; cached: of the last cache, of `cache` bytes. launch: seconds.
-    units: multiprocessors that programs are spread over. tf32: whether float32 products may be computed so.
+    flops16, flops32: floating-point operations a second in 16 and 32 bits. flops_sm80: in 16 bits, of code for sm_80.
+    bandwidth: bytes a second of memory, freshly allocated on a CPU. cached: bytes a second of the last-level cache.
+    cache: bytes of that cache. launch: seconds of one launch. units: multiprocessors, among which programs are spread.
+    tf32: whether float32 products may be computed in TF32.
     """
 
     flops16: float
@@ -39,17 +41,20 @@ class Peaks:
 
 @dataclass(frozen=True)
 class Reach:
-    """The share of the peak that a kernel reaches, forward and backward.
+    """The share of the peak rates that a kernel reaches, forward and backward.
 
-    sm80: whether its code was written for sm_80. skips: the masks of which it passes over what they hide. passes: how
-    often each score goes through memory, forward and in training. launches: operations of a call; per_block: of a
-    block of scores, for a kernel that goes from block to block outside of the device, each staying in cache. dropout:
-    what drawing takes, over the time without. splits: whether the keys of few queries are shared among programs.
-    pads: whether the narrower of the rows of key and of value are padded to the wider.
-    summed: seconds for each element of the gradient of a bias that is stored, and of one that is looked up in a table.
-
-    In float32: the shares of its peak, where they are others. splits32: up to which head_dim each product is three in
-    TF32 where one in TF32 is not allowed. fixed32: whether that is so where it is allowed, too.
+    sm80: whether its code is written for sm_80. skips: the masks whose hidden scores it does not compute.
+    passes: how often each score goes through memory, forward and in training.
+    launches: operations of a call. per_block: operations of a block of scores, for a kernel whose loop over blocks runs
+        on the host; a block stays in cache.
+    dropout: the time of its products with dropout, over that without.
+    splits: whether several programs share the keys of few queries.
+    pads: whether the narrower of the rows of key and value are padded to the wider.
+    summed: seconds for each element of a bias's gradient, where the bias is stored, and where it is looked up in a
+        table.
+    forward32, backward32: the shares in float32; None where they are the same.
+    splits32: the max head_dim and value_dim at which a float32 product becomes three TF32 products, where a single one
+        is not allowed. fixed32: whether it becomes three where a single one is allowed, too.
     """
 
     forward: float
@@ -69,20 +74,20 @@ class Reach:
     fixed32: bool = False
 
 
-# torch's SDPA kernels are given any other mask as a tensor.
+# torch's SDPA kernels get any other mask as a tensor, and compute what it hides.
 _CAUSAL = ("causal",)
 _ANY = 1 << 16
-# CUDA, shares of the dense peak. cudnn: NVIDIA's cudnn-frontend benchmarks, H200, D 128: 484-702 TFLOP/s forward,
-# 370-612 backward, of 989. FA2: 300-370 and 290-320, that is about 0.65 of what sm_80 code can reach on these SMs.
-# FlexAttention: 0.85-0.90 of FA2. Triton: its tutorial kernel reaches 0.6-0.7 of cuDNN. Efficient: older
-# CUTLASS code for sm_80, about half of FA2. As written and chunked: products at the rate of matmuls of this size, the
-# rest memory.
-# Dropout: with it ours take 1.3 to 1.6 times the instructions, counted on sm_90. The gradient of a table: a bias handed
-# over as a tensor was looked up, and its gradient is added up by index_put_(accumulate=True), which sorts a key for
-# each element; FlexAttention adds by atomics.
+# CUDA, shares of the dense peak. cudnn: NVIDIA's cudnn-frontend benchmarks, H200, head_dim 128: 484-702 TFLOP/s
+# forward, 370-612 backward, of 989. FA2: 300-370 and 290-320, about 0.65 of what sm_80 code can reach on these SMs.
+# FlexAttention: 0.85-0.90 of FA2. Triton: its tutorial kernel reaches 0.6-0.7 of cuDNN. Efficient: older CUTLASS code
+# for sm_80, about half of FA2. As written and chunked: products at the rate of matmuls of this size, the rest is
+# memory.
+# Dropout: with it our kernels take 1.3 to 1.6 times the instructions, counted on sm_90. The gradient of a table: a
+# kernel that takes the bias as a tensor leaves it to index_put_(accumulate=True), which sorts a key for each element;
+# FlexAttention adds by atomics.
 # Float32: efficient always takes three TF32 products (CUTLASS, OpMultiplyAddFastF32), ours do where a row fits the
-# registers. FlexAttention's template has tiles of 64 x 64 forward and of 16 x 16 backward, on tensor cores only where
-# TF32 is allowed. These shares are guesses.
+# registers. FlexAttention's template has tiles of 64 x 64 forward and of 16 x 16 backward, and uses tensor cores only
+# where TF32 is allowed. These shares are guesses.
 _CUDA = {
     AS_WRITTEN: Reach(0.55, 0.55, skips=(), passes=(5, 14), launches=5, splits=True),
     "cudnn": Reach(0.65, 0.54, skips=_CAUSAL, launches=2, dropout=1.2),
@@ -96,10 +101,10 @@ _CUDA = {
     "triton_decode": Reach(0.42, 0.33, launches=3, splits=True, forward32=0.25, splits32=64),
     "chunked": Reach(0.4, 0.4, passes=(10, 24), launches=10, per_block=40, splits=True),
 }
-# CPU, shares of the peak of fused multiply-adds. As written and flash: fitted to the shipped table (fp32, D 64, two
-# cores: at T 2048, causal, Inductor 112 ms forward and 329 in training, flash 35 and 126). FlexAttention: 0.65-0.75 of
-# flash's time with a causal mask, 0.7-1.3 without. Chunked: the products as written, its blocks passing through cache.
-# What each takes before it computes anything is that of the shipped rows with a single query.
+# CPU, shares of the peak of fused multiply-adds. As written and flash: fitted to the shipped table (fp32, head_dim 64,
+# two cores; at length 2048, causal, Inductor takes 112 ms forward and 329 in training, flash 35 and 126).
+# FlexAttention: 0.65-0.75 of flash's time with a causal mask, 0.7-1.3 without. Chunked: the products as written, its
+# blocks passing through cache. Launches: the overhead of each, from the shipped rows with a single query.
 _CPU = {
     AS_WRITTEN: Reach(0.6, 0.6, skips=(), passes=(3.2, 7), launches=4),
     "cpu_flash": Reach(0.38, 0.37, skips=_CAUSAL, launches=6),
@@ -107,26 +112,27 @@ _CPU = {
     "chunked": Reach(0.5, 0.5, passes=(6, 16), launches=90, per_block=20),
 }
 _BLOCK = 512 * 512
-# Rows of queries in a program of a fused kernel.
+# Queries of one program of a fused kernel.
 _ROWS = 128
-# Of what the rest of a mask leaves, the share that lies within the documents of `specimens`.
+# The share of the scores within the documents of `workloads`, among those that the other mask parts leave.
 _SEEN_OF_DOCUMENTS = 0.28
-# cuDNN builds a plan for each shape it meets: seconds forward and backward (torch 2.11, modelscope/FunASR#3704), spread
-# over the calls that a shape is taken to come back in.
+# cuDNN builds a plan for each new shape: seconds forward and backward (torch 2.11, modelscope/FunASR#3704), spread over
+# the number of calls that we assume for a shape.
 _PLAN, _CALLS_OF_A_SHAPE = (0.44, 0.55), 100
 
-# Nothing says these of a CPU: a clock, and bytes a second of a thread to fresh memory (which the system has to clear
-# first) and to the last cache. The floating-point operations in a cycle are those of two units of that width.
+# Assumed of a CPU, since nothing says: the clock in Hz; bytes a second of a thread to fresh memory (which the system
+# has to clear first) and to the last-level cache; bytes of that cache; seconds of a launch. A cycle has the
+# floating-point operations of two vector units of that width.
 _CLOCK, _FRESH, _CACHED, _CPU_CACHE, _CPU_LAUNCH = 2.5e9, 2.5e9, 8e9, 32e6, 8e-6
 _PER_CYCLE = {"AVX512": 64, "AVX2": 32}
 _CUDA_LAUNCH = 4e-6
-# Floating-point operations of an SM in a cycle, dense 16-bit, by major capability; sm_80 code gets 2048 at most.
+# Dense 16-bit floating-point operations of an SM in a cycle, by major capability; sm_80 code reaches at most 2048.
 _PER_SM = {7: 1024, 8: 2048, 9: 4096, 10: 8192, 12: 2048}
 _FORWARD, _BACKWARD, _BACKWARD_AS_WRITTEN = 2, 5, 4  # matrix products, each 2 * scores * head_dim operations
 
 
 def estimated(kernel: str, case: Case, device: torch.device) -> Comparison | None:
-    """The ratio of `kernel` on `case`, by the model; None for a kernel that it does not know on such a device."""
+    """The model's ratio of `kernel` to the program as written; None for a kernel without figures on such a device."""
     classes = _CUDA if device.type == "cuda" else _CPU
     if kernel not in classes:
         return None
@@ -136,7 +142,7 @@ def estimated(kernel: str, case: Case, device: torch.device) -> Comparison | Non
 
 
 def seconds(reach: Reach, case: Case, here: Peaks) -> float:
-    """What a call takes, about."""
+    """The estimated seconds of one call."""
     seen = case.visible if case.mask in reach.skips else 1.0
     if case.mask == "documents" and "documents" in reach.skips:
         seen *= _SEEN_OF_DOCUMENTS
@@ -149,12 +155,12 @@ def seconds(reach: Reach, case: Case, here: Peaks) -> float:
         time += products * operations / backward
     time *= reach.dropout if case.dropout else 1.0
     moved = case.scores * seen * case.itemsize
-    # A bias or a mask kept as a tensor is read by all alike, about once for each pass over the scores.
+    # All batch entries share a stored bias or mask, which each pass over the scores reads about once.
     with_gradient = case.bias in ("gradient", "indexed")
     whole = (case.mask in ("dense", "documents") or case.bias != "none") + case.dropout + with_gradient
     passes = reach.passes[case.training] + whole * (2 if case.training else 1) / max(case.batch, 1)
     time += passes * moved / (here.cached if moved < here.cache or reach.per_block else here.bandwidth)
-    # Keys that queries share are repeated in memory by the program as written: read, written, and read so often.
+    # As written, keys that several query heads share are copied in memory: read once, then each copy written and read.
     repeated = 1 + 2 * case.copies if case.copies > 1 and not reach.skips else 1
     operands = case.batch * case.itemsize * (case.head_dim + case.value_dim)
     operands *= case.heads * case.q_len + case.kv_heads * case.kv_len * repeated
@@ -167,7 +173,10 @@ def seconds(reach: Reach, case: Case, here: Peaks) -> float:
 
 
 def plans(kernel: str, case: Case, changing: bool, device: torch.device) -> float:
-    """What building plans adds to the ratio of `kernel`, where sizes are `changing` from call to call."""
+    """The ratio that building plans adds to that of `kernel`, which is 0 for all but cuDNN.
+
+    changing: whether sizes change from call to call.
+    """
     if kernel != "cudnn" or not changing:
         return 0.0
     return sum(_PLAN[: 1 + case.training]) / _CALLS_OF_A_SHAPE / seconds(_CUDA[AS_WRITTEN], case, peaks(device))
@@ -190,7 +199,7 @@ def _rates(reach: Reach, case: Case, here: Peaks) -> tuple[float, float]:
 
 
 def peaks(device: torch.device) -> Peaks:
-    """What torch says that `device` could do, with a usual figure for what it does not say."""
+    """The peak rates of `device` as torch reports them, with typical figures for what torch does not report."""
     if device.type == "cuda":
         return _cuda_peaks(device, float32_precision(device))
     return _cpu_peaks(torch.get_num_threads())
@@ -204,7 +213,7 @@ def _cuda_peaks(device: torch.device, precision: str) -> Peaks:
     bandwidth = 2 * getattr(it, "memory_clock_rate", 0) * 1e3 * getattr(it, "memory_bus_width", 0) / 8 or 1e12
     return Peaks(
         flops16=dense,
-        # TF32 runs at half the rate; else fp32 has 128 fused multiply-adds in an SM.
+        # TF32 runs at half the 16-bit rate; without it, an SM has 128 float32 fused multiply-adds in a cycle.
         flops32=cycles * 256 if precision == "ieee" else dense / 2,
         flops_sm80=cycles * 2048,
         bandwidth=0.9 * bandwidth,

@@ -1,8 +1,8 @@
 """Evidence: measured times of attentions as written and on kernels, from which the picker estimates.
 
-A table holds the rows that were measured on one device with one torch. Tables that ship with attn_fuse lie beside this
-file (benchmarks/crossover.py writes them); the user's own, from ``python -m attn_fuse.bench --calibrate``, in the
-directory that `cache_dir` gives. Only ratios are taken from a row, never times.
+A table holds the rows measured on one device with one version of torch. Shipped tables lie beside this file
+(benchmarks/crossover.py writes them); the user's own, from ``python -m attn_fuse.bench --calibrate``, lie in the
+directory that `cache_dir` gives. Only the ratios of a row's times are used, never the times.
 """
 
 from __future__ import annotations
@@ -32,17 +32,18 @@ _TIME = "_us"
 
 @dataclass(frozen=True)
 class Row:
-    """Microseconds of one case, by what it ran on: "as_written" and the names of kernels."""
+    """The times of one case. times: microseconds, by the name of a kernel or "as_written"."""
 
     case: Case
     times: Mapping[str, float]
 
     def as_json(self) -> dict[str, Any]:
+        """The fields of the case, and each time under its name with "_us" behind it."""
         return self.case.as_json() | {f"{name}{_TIME}": time for name, time in self.times.items()}
 
     @staticmethod
     def from_json(data: object) -> Row:
-        """Raises ValueError for what `as_json` cannot have given."""
+        """The row that `as_json` wrote as `data`. Raises ValueError for data that it cannot write."""
         if not isinstance(data, dict):
             raise ValueError(f"not a row: {data!r}")
         times = {name.removesuffix(_TIME): time for name, time in data.items() if name.endswith(_TIME)}
@@ -53,7 +54,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows measured on one device. own: whether the user measured them."""
+    """Rows measured on one device. torch: its version. own: whether the user measured them."""
 
     device: Device
     torch: str
@@ -63,7 +64,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A kernel's time over the time as written. how: how that is known, in words. is_estimate: not measured."""
+    """A kernel's time over the time as written. how: its source, in words. is_estimate: not measured."""
 
     ratio: float
     how: str
@@ -78,10 +79,10 @@ def compare(
     known: Iterable[Table],
     model: Callable[[Case], float] | None = None,
 ) -> Comparison | None:
-    """The ratio of `kernel` on `case`, from the rows about it; None where nothing within REACH was measured.
+    """The ratio of `kernel` on `case`, interpolated between measured rows; None where no row lies within REACH.
 
-    Rows that the user measured on this device with this torch, where there are any within reach, are asked alone.
-    model: the ratio that is expected of a case; from a row's case to this one, half of what it changes by is believed.
+    Where rows within reach are the user's own, of this device and minor version of torch, no others are used.
+    model: the cost model's ratio of a case. Half of the change of its logarithm from a row's case to `case` is added.
     """
     found = [
         (apart(row.case, case, device.type) + sum(away), (*point_of(row.case, device.type), *away), row, table)
@@ -106,11 +107,12 @@ def compare(
     return Comparison(ratio, f"by measurements {_where(table, device, torch)}, the nearest at {row.case}")
 
 
-# Of what is farther away a row says nothing, and a cost model is the better guess.
+# Beyond this distance a row says nothing, and the cost model is the better guess.
 REACH = 3.0
 _OTHER_DEVICE, _OTHER_TORCH = 0.3, 0.1
-# As likely as any by the shipped CPU table. Between its rows the model is of little use; beyond them, at 1024 and 2048
-# from shorter ones, what is picked takes 1.2 of the best, the mean, with half of it and 1.4 with a quarter.
+# By the shipped CPU table this share is as likely as any. Between its rows the model is of little use; beyond them, at
+# lengths 1024 and 2048 from shorter ones, the picks take 1.2 times the best on average with a half, and 1.4 with a
+# quarter.
 _BELIEVED = 0.5
 
 
@@ -137,7 +139,7 @@ def _minor(version: str) -> str:
 
 @functools.cache
 def tables() -> tuple[Table, ...]:
-    """The shipped tables and the user's. One of the user's that cannot be read is left out with a warning, once."""
+    """The shipped tables and the user's own. A calibration that cannot be read is left out, with one warning."""
     found = [read_table(path) for path in sorted(Path(__file__).parent.glob("evidence_*.json"))]
     for path in own_paths():
         try:
@@ -150,7 +152,7 @@ def tables() -> tuple[Table, ...]:
 
 
 def read_table(path: Path, own: bool = False) -> Table:
-    """Raises OSError, and ValueError for what `write_table` cannot have written."""
+    """The table in the file at `path`. Raises OSError, and ValueError for a file that `write_table` cannot write."""
     try:
         data = json.loads(path.read_text())
         head = data["machine"]
@@ -161,13 +163,13 @@ def read_table(path: Path, own: bool = False) -> Table:
 
 
 def write_table(path: Path, machine: Mapping[str, Any], rows: Sequence[Row]) -> None:
-    """`rows` under `machine`, one a line; the file is whole or not there."""
+    """Write `rows`, one a line, under the head `machine`; the file appears whole or not at all."""
     lines = ",\n".join("  " + json.dumps(row.as_json()) for row in rows)
     write_whole(path, f'{{\n "machine": {json.dumps(dict(machine))},\n "rows": [\n{lines}\n ]\n}}\n')
 
 
 def write_whole(path: Path, text: str) -> None:
-    """`text` as the file at `path`, which another process sees whole or not at all."""
+    """Write `text` to the file at `path`, in one step: other processes never see a part of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as part:
         part.write(text)
@@ -179,10 +181,10 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def cache_dir() -> Path:
-    """Where what was measured on the user's devices is kept.
+    """The directory of what is measured on the user's devices.
 
-    The environment variable ATTN_FUSE_CACHE, where it is set; else attn_fuse in the platform's directory for caches:
-    $XDG_CACHE_HOME or ~/.cache, on macOS ~/Library/Caches, on Windows %LOCALAPPDATA%.
+    $ATTN_FUSE_CACHE where it is set; else attn_fuse in the platform's cache directory: $XDG_CACHE_HOME or ~/.cache, on
+    macOS ~/Library/Caches, on Windows %LOCALAPPDATA%.
     """
     chosen = os.environ.get("ATTN_FUSE_CACHE")
     if chosen:
@@ -197,7 +199,7 @@ def cache_dir() -> Path:
 
 
 def own_paths() -> list[Path]:
-    """The files with the user's calibrations."""
+    """The files of the user's calibrations."""
     try:
         return sorted(cache_dir().glob("calibration_*.json"))
     except (OSError, RuntimeError):
@@ -205,6 +207,6 @@ def own_paths() -> list[Path]:
 
 
 def own_path(device: Device, torch: str) -> Path:
-    """The file for calibrations of this device with this torch."""
+    """The file of the calibrations of `device` with this minor version of torch."""
     name = re.sub(r"[^a-z0-9]+", "-", str(device).lower()).strip("-")
     return cache_dir() / f"calibration_{device.type}_{name}_torch{_minor(torch)}.json"

@@ -1,8 +1,8 @@
 """Picker: which kernel runs an attention, with every reason why the others do not.
 
-"As written" is a candidate like the kernels: it wins where no kernel is faster than what Inductor makes of the program,
-unless the caller asks for kernels by name or for everything to be fused. What is faster is measured on the site itself
-where a stopwatch is given, else estimated from evidence, else from a cost model, which has to promise more.
+The program as written is a candidate, too: it wins where no kernel is faster than what Inductor makes of it, unless the
+caller names kernels or asks for everything to be fused. A stopwatch measures times on the site itself; without one they
+are estimated from evidence, else from a cost model, whose estimates have to be better by a margin.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ log = logging.getLogger("attn_fuse")
 
 WhyNot: TypeAlias = dict[str, tuple[str, ...]]
 
-# A time of the model may be off by that much; so a kernel that was not measured has to be this much faster.
+# The cost model may be off by this factor, so a ratio that it estimates has to be below it.
 _DOUBT = 0.7
 
 
 @dataclass(frozen=True)
 class Times:
-    """What measuring a site gave: seconds by name, "as_written" among them, and why a kernel has none.
+    """The measured times of a site.
 
-    failed: why the site could not be measured at all; the times are then none.
+    seconds: by name, "as_written" among them. why_not: why a kernel has no time. failed: why nothing could be measured.
     """
 
     seconds: Mapping[str, float]
@@ -48,7 +48,7 @@ Stopwatch: TypeAlias = Callable[[Case, Sequence[Kernel]], Times]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a kernel that was never measured on the device.
+    """The outcome of the self-check of a kernel that was never measured on the device.
 
     ratio: its time over that of what it would replace; None where it may not run. reason: why it may not.
     """
@@ -57,17 +57,18 @@ class Verdict:
     reason: str = ""
 
 
-# Of a kernel, and of the one that it would replace, None for the program as written.
+# The arguments: a kernel, and the kernel that it would replace, None for the program as written.
 SelfCheck: TypeAlias = Callable[[Kernel, Kernel | None], Verdict]
-# A check costs time: what an estimate has to promise of the time of what it would replace.
+# A self-check takes time: it runs only where the estimate is below this share of the time to beat.
 _WORTH_CHECKING = 0.9
 _UNTRIED = "was not measured on such a device"
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The kernel, or None to leave the site as written; why each other one was not chosen; what it rests on.
+    """The kernel for a site; None leaves the site as written.
 
+    why_not: why each other kernel was not chosen. because: what the choice rests on, in words.
     then: the kernels that would have been chosen in its place, best first.
     """
 
@@ -77,7 +78,7 @@ class Choice:
     then: tuple[Kernel, ...] = ()
 
     def without(self, reason: str) -> Choice:
-        """The choice where a call of the kernel cannot be written into the graph, for `reason`: the next best one."""
+        """The next best choice, where the kernel's call cannot be written into the graph. reason: why it cannot."""
         if self.kernel is None:
             return self
         following = self.then[0] if self.then else None
@@ -95,9 +96,14 @@ def pick(
     fuse_all: bool = False,
     self_check: SelfCheck | None = None,
 ) -> Choice:
-    """stopwatch: measures the site as written and on kernels, where that is wanted. allowed: kernels by name, in order
-    of preference, or None for all. fuse_all: do not ask what is faster. self_check: whether a kernel that was never
-    measured on the device is right and fast there; None leaves such kernels out."""
+    """The choice of a kernel for `attention`.
+
+    stopwatch: measures the site as written and on kernels; None to go by evidence and the cost model.
+    allowed: kernels by name, of which the first that can run it is chosen, faster or not; None for all.
+    fuse_all: whether to choose the first kernel that can run it, faster or not.
+    self_check: tests whether a kernel never measured on the device is right and fast there; None leaves such kernels
+        out.
+    """
     order = KERNELS if allowed is None else tuple(k for name in allowed for k in KERNELS if k.name == name)
     why_not: WhyNot = {k.name: ("not among the kernels allowed",) for k in KERNELS if k not in order}
     able, set_so = [], switches.current()
@@ -127,7 +133,7 @@ def pick(
 
 
 def _reasons(kernel: Kernel, attention: Attention, facts: Facts, set_so: switches.Switches) -> tuple[str, ...]:
-    """Every reason why `kernel` cannot run the attention; that asking it failed is one."""
+    """Every reason why `kernel` cannot run the attention; an exception while asking counts as one."""
     try:
         return (*switches.forbidden(kernel.name, facts, set_so), *kernel.why_not(attention, facts))
     except Exception as problem:  # the others may take it
@@ -138,7 +144,7 @@ def _reasons(kernel: Kernel, attention: Attention, facts: Facts, set_so: switche
 def _among_measured(
     able: Sequence[Kernel], case: Case, facts: Facts, stopwatch: Stopwatch | None, why_not: WhyNot
 ) -> tuple[Choice, float]:
-    """The choice among kernels that need no check, and what it takes of the time as written."""
+    """The choice among kernels that need no self-check, and its time over the time as written."""
     times = stopwatch(case, able) if stopwatch is not None else None
     if times is not None and not times.failed:
         known = {k: Comparison(times.seconds[k.name] / times.seconds[AS_WRITTEN], "measured here on its own sizes")
@@ -157,7 +163,7 @@ def _judged(kernel: str, case: Case, device: torch.device) -> Comparison | None:
 
 
 def _with_plans(kernel: str, found: Comparison, case: Case, facts: Facts) -> Comparison:
-    """`found`, which was of one shape, where shapes change."""
+    """`found`, the ratio of one fixed shape, with the plans added that changing shapes need."""
     more = cost.plans(kernel, case, bool(facts.symbolic & {"batch", "q_len", "kv_len"}), facts.device)
     return (
         found
@@ -179,7 +185,8 @@ def _evidence(kernel: str, case: Case, device: torch.device) -> Comparison | Non
 def _checked(choice: Choice, ratio: float, promises: Mapping[Kernel, float], self_check: SelfCheck) -> Choice:
     """`choice`, or in its place a kernel that promises more, passes its self-check and is faster by the clock.
 
-    ratio: the choice's, of the time as written. promises: the same of each kernel to be tried, by the cost model.
+    ratio: the choice's time over the time as written. promises: that ratio of each kernel to be tried, by the cost
+        model.
     """
     for kernel in sorted(promises, key=lambda k: promises[k]):
         replaced = choice.kernel.name if choice.kernel is not None else "the program as written"
@@ -203,7 +210,7 @@ def _checked(choice: Choice, ratio: float, promises: Mapping[Kernel, float], sel
 
 
 def _fastest(known: dict[Kernel, Comparison], why_not: WhyNot, note: str) -> tuple[Choice, float]:
-    """The kernel that takes the least of the time as written, if that is less than all of it; and how much it takes."""
+    """The choice of the fastest kernel, or of none where none beats the time as written; and its ratio to that time."""
     if not known:
         return Choice(None, why_not, "no kernel was measured, nor can its time be estimated" + note), 1.0
 

@@ -1,9 +1,9 @@
-"""Nearness: how far cases are apart, and what is to be expected of one from what was measured of others.
+"""Regression: the distance between cases, and the expected ratio of one case from the measured ratios of others.
 
-A case is a point, so placed that the sum of the differences between the coordinates of two is how far they are apart.
-Between points the logarithm of the ratio is interpolated by ordinary kriging, that is Gaussian process regression with
-a mean that is not known (C. E. Rasmussen and C. K. I. Williams, Gaussian Processes for Machine Learning, 2006, chapter
-2): rows near each other count for less than rows on all sides, and what one says alone is taken for noise in part.
+A case is a point, and the distance of two cases is the L1 distance of their points. Between points the logarithm of the
+ratio is interpolated by ordinary kriging, that is Gaussian process regression with an unknown mean (C. E. Rasmussen and
+C. K. I. Williams, Gaussian Processes for Machine Learning, 2006, chapter 2): rows near each other count for less than
+rows on all sides, and what a single row says is partly taken for noise.
 """
 
 from __future__ import annotations
@@ -19,28 +19,29 @@ from attn_fuse.picker.case import MASKS, Case
 
 Point = tuple[float, ...]
 
-# How far cases are apart that differ in one thing, an octave of it or a kind: what makes the shipped CPU table the most
-# likely (torch 2.13, AMD EPYC; 616 rows, by gradient descent), but no less than 0.1, and 0.2 for a function and a sink.
+# The distance of two cases that differ in one property, by an octave or in kind. Fitted by max likelihood to the
+# shipped CPU table (torch 2.13, AMD EPYC; 616 rows, by gradient descent), with a min of 0.1, and of 0.2 for a function
+# and a sink.
 _PLANES, _SCORES, _SHAPE, _HEAD_DIM, _VALUE_DIM, _VISIBLE = 0.43, 0.26, 0.22, 0.1, 0.1, 0.1
 _MASK, _TRAINING, _FUNCTION, _DROPOUT, _SINK = 0.63, 0.32, 0.2, 1.1, 0.2
 _HALF, _DOUBLE = 1.6, 1.6
-# A constant bias against none 0.15, one that wants its gradient against either 0.3; a looked-up one against that 0.5.
+# Distances: constant to none 0.15, gradient to constant or none 0.3, indexed to gradient 0.5.
 _BIAS = {"none": (0.0, 0.0), "constant": (0.15, 0.0), "gradient": (0.075, 0.225), "indexed": (0.075, 0.725)}
 
-# glibc takes so many bytes from the system anew each time (M_MMAP_THRESHOLD at its most), which clears them page by
-# page: scores just above that cost the program as written half as much again as scores just below.
+# From this many bytes on (the max of M_MMAP_THRESHOLD) glibc takes an allocation anew from the system, which clears it
+# page by page: scores just above cost the program as written half as much again as scores just below.
 _MAPPED, _MAPPED_FROM = 1.2, 1 << 25
 
-# Over this distance the correlation of two ratios falls to 1/e; the variance of a measurement, of that of the ratios.
-# What rows left out in turn give: benchmarks/left_out.py. (On 544 rows, 1.008 of the best, the mean; with the three
-# nearest rows weighted by their distance 1.024.)
+# The distance over which the correlation of two ratios falls to 1/e; the variance of a measurement over that of the
+# ratios. benchmarks/left_out.py leaves out each row in turn. (On 544 rows the picks take 1.008 times the best on
+# average; with the three nearest rows, weighted by their distance, 1.024.)
 _LENGTH, _NOISE = 4.0, 0.03
 
 
 @functools.cache
 def point_of(case: Case, device_type: str) -> Point:
-    """The place of a case on a device of this type."""
-    # What counts as the length of the queries is how many share a key: of a single query, heads that share one do.
+    """The coordinates of `case` on a device of this type."""
+    # What matters is how many queries share a key: with a single query, the heads that share one.
     groups = case.heads // case.kv_heads
     queries, heads = (groups, case.kv_heads) if case.q_len == 1 else (case.q_len, case.heads)
     shape = case.q_len * groups / case.kv_len
@@ -69,7 +70,7 @@ def apart(a: Case, b: Case, device_type: str) -> float:
 
 
 def expected(point: Point, points: Sequence[Point], values: Sequence[float]) -> float:
-    """What is to be expected at `point` of something that had these `values` at these `points`, one or more."""
+    """The expected value at `point`, given these `values` at these `points`, one or more."""
     known = torch.tensor(points, dtype=torch.float64, device="cpu")
     at = torch.tensor([point], dtype=torch.float64, device="cpu")
     found = torch.tensor(values, dtype=torch.float64, device="cpu")

@@ -1,12 +1,13 @@
 """Self-check: whether a kernel that was never measured on this device is right and fast there, for one site.
 
-The site's own program runs on its own sizes, in a process of its own (`selfcheck_run`): on the kernel against
-`chunked`, results and gradients, and then by the clock against what would be picked otherwise. A process apart, since a
-kernel that reads out of bounds takes its CUDA context with it, and one that does not end can be stopped no other way;
-what trains here goes on. On a smaller input the masks that a program keeps as buffers would be of another program.
+Another process (`selfcheck_run`) runs the site's own program at its own sizes: first it compares the kernel's result
+and gradients with those of `chunked`, then it times the kernel against what would be picked otherwise. The process is a
+separate one since a kernel that reads out of bounds breaks its CUDA context, and a kernel that hangs can be stopped no
+other way; the training here goes on. The sizes are the site's own since masks that the program keeps as buffers fit no
+others.
 
-The verdict is kept, in memory and on disk, by all that it depends on, the driver, torch, Triton and the text of the
-kernels among it. Failures that another time need not bring, such as too little memory, are not kept on disk.
+A verdict is kept, in memory and on disk, under a hash of all that it depends on: the driver, torch, Triton, the text of
+the kernels and more. Failures that may not happen again, such as too little memory, are not kept on disk.
 """
 
 from __future__ import annotations
@@ -48,13 +49,13 @@ from attn_fuse.picker.trial import SCORES_ALIVE, alone, number_of, without_graph
 from attn_fuse.report import log
 from attn_fuse.torch_internals import cuda_driver
 
-# Of the figures' format and of how they come about; raise it when either changes.
+# Raise it when the format of the files or the way of checking changes.
 _VERSION = 1
-# What a process may take in all, most of it for compiling.
+# Max seconds of a process, most of them for compiling.
 _DEADLINE = 240.0
-# Bytes of a process of torch's on a GPU; copies of what a site reads, with gradients and results of three programs.
+# Bytes that a torch process takes on a GPU; copies of the leaves, for the gradients and results of three programs.
 _PROCESS, _COPIES = 1 << 30, 8
-# Contents beyond that are not handed over.
+# Max bytes of contents that are handed over.
 _LARGEST = 1 << 28
 
 _known: dict[str, Verdict] = {}
@@ -62,9 +63,12 @@ _known: dict[str, Verdict] = {}
 
 @dataclass(frozen=True)
 class Leaf:
-    """What a site reads. number: the value of one that is no tensor. contents: where they matter and are at hand.
+    """One leaf of a site, from which the other process makes a tensor or a number.
 
-    proved: what the program rests on of the contents, "" for nothing. learned: whether it is a parameter.
+    number: the value of a leaf that is no tensor; a tensor has a size, stride and dtype instead.
+    contents: the elements, on the CPU, where they matter and are at hand.
+    proved: what the program relies on about the contents, "" for nothing. learned: whether the leaf is a parameter in
+        training.
     """
 
     number: Any = None
@@ -79,11 +83,14 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Job:
-    """What the other process is given. source: a function `forward(self, *leaves)` that gives a tuple of one tensor.
+    """What the other process is given.
 
-    names: what `source` calls by name; a module of Python by its name. value: the leaf, by its number, that the value
-    alone is made of, if there is one. dtype: what the kernel computes with. settings: of the float32 precision, SDPA
-    and determinism.
+    source: the text of a function `forward(self, *leaves)` that returns a tuple of one tensor.
+    names: the globals that `source` uses; a Python module by its name.
+    dtype: what the kernel computes with. drops: whether there is dropout.
+    value: the number of the leaf that the attention's value, and nothing else, is read from; None without one.
+    fallback: the kernel to time against, None for the program as written.
+    settings: torch's float32 precision, then `switches.current()`.
     """
 
     source: str
@@ -103,9 +110,9 @@ class Job:
 
 
 def self_check_of(inner_backend: str | Callable[..., Any], compile_mode: str | None) -> Callable[..., SelfCheck]:
-    """What gives, for a site, what tries kernels on it that were never measured on the device; see `Site`.
+    """A function that makes the self-check of a site; see `Site` for its arguments.
 
-    inner_backend, compile_mode: what compiles the graphs that are tried.
+    inner_backend, compile_mode: what compiles the programs that are checked.
     """
 
     def self_check(
@@ -118,9 +125,10 @@ def self_check_of(inner_backend: str | Callable[..., Any], compile_mode: str | N
 
 @dataclass(frozen=True)
 class Site:
-    """One site that a kernel may be tried on. values: what is at hand of leaves' contents; proved: what they are.
+    """One site on which kernels may be checked.
 
-    inner_backend, compile_mode: what compiles the graphs.
+    values: the contents of the leaves that are at hand. proved: what is known of the contents of leaves, as text.
+    inner_backend, compile_mode: what compiles the programs.
     """
 
     region: Region
@@ -132,7 +140,7 @@ class Site:
     compile_mode: str | None
 
     def verdict(self, kernel: Kernel, fallback: Kernel | None) -> Verdict:
-        """What became of `kernel`, timed against `fallback` (None: the program as written). Never raises."""
+        """The verdict on `kernel`, timed against `fallback` (None: the program as written). Never raises."""
         try:
             if not isinstance(self.inner_backend, str):
                 return Verdict(
@@ -148,7 +156,7 @@ class Site:
                     _store(key, kernel, fallback, known)
             _known[key] = known
             return known
-        except Exception as problem:  # rule 5: nothing that goes wrong in here may break the model
+        except Exception as problem:  # nothing that goes wrong in here may break the model
             log.warning("%s could not be checked", kernel.name, exc_info=True)
             return Verdict(None, f"could not be checked: {type(problem).__name__}: {_first_line(problem)}")
 
@@ -206,7 +214,7 @@ class Site:
         )
 
     def _number(self, value: Any) -> Any:
-        """A number, or that of a size: on the first call, but at least a typical one for a length that may change."""
+        """`value` as a number: a symbolic size as on the first call, a symbolic length as TYPICAL_LENGTH or more."""
         if not isinstance(value, torch.SymInt):
             return number_of(value)
         found = value.node.expr.subs(self._lengths)
@@ -221,6 +229,8 @@ class Site:
 
 
 def _alone_in_value(attention: Attention) -> int | None:
+    """The number of the one leaf that the attention's value, and nothing else, is read from; None without one."""
+
     def read(*expressions: ex.Expr) -> set[int]:
         return {x.leaf for e in expressions for x in ex.walk(e) if isinstance(x, (ex.Load, ex.Gather, ex.Scalar))}
 
@@ -233,7 +243,7 @@ def _alone_in_value(attention: Attention) -> int | None:
 
 
 def _run(job: Job) -> tuple[Verdict, bool]:
-    """The verdict, and whether another time would bring the same."""
+    """The verdict, and whether another run would give the same."""
     if not sys.executable:
         return Verdict(None, "could not be checked: there is no Python to start"), False
     started = time.perf_counter()
@@ -266,7 +276,7 @@ def _run(job: Job) -> tuple[Verdict, bool]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End it and what it started, such as Inductor's workers."""
+    """Kill `process` and the processes that it started, such as Inductor's workers."""
     try:
         if os.name == "posix":
             os.killpg(process.pid, signal.SIGKILL)
@@ -281,7 +291,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _key(job: Job) -> str:
-    """Equal for jobs with the same verdict."""
+    """A hash of all that the verdict depends on."""
 
     def kind(leaf: Leaf) -> Any:
         return leaf.number, leaf.size, leaf.stride, str(leaf.dtype), leaf.requires_grad, leaf.learned, leaf.proved

@@ -1,4 +1,4 @@
-"""Measure: interleaved medians, what else the machine is doing, and the device that a time was measured on."""
+"""Timing: interleaved medians, the load of other programs, and the device that a time was measured on."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Device:
-    """What times belong to: a device by the name that the driver or the system gives it. threads: torch's, on a CPU."""
+    """The device that times belong to. name: from the driver or the system. threads: those of torch, on a CPU."""
 
     type: str
     name: str
@@ -43,14 +43,14 @@ class Device:
 
     @staticmethod
     def of_machine(facts: Mapping[str, Any]) -> Device:
-        """The device of a table whose head is what `machine` gave."""
+        """The device of a table of times. facts: the table's head, as `machine` gave it."""
         if "gpu" in facts:
             return Device("cuda", str(facts["gpu"]))
         return Device("cpu", str(facts["cpu"]), int(facts["threads"]))
 
 
 def this_device(device: torch.device) -> Device:
-    """The device that programs on `device` run on now."""
+    """The device behind `device`, with the threads that torch uses now."""
     if device.type == "cuda":
         return Device("cuda", torch.cuda.get_device_name(device))
     return Device(device.type, cpu_name(), torch.get_num_threads())
@@ -63,11 +63,11 @@ def interleaved(
     seconds: float = 60.0,
     shortest: float = 0.0,
 ) -> dict[str, Timing]:
-    """The time of each callable; every round runs each of them once, in a new order, so that drift hits all alike.
+    """The time of each callable. Each round measures all of them in a new order, so that drift hits all alike.
 
-    A first call of each is not counted. Rounds stop early once `seconds` have passed, but not before the third. A round
-    of 0.3 s or more during which other programs took a tenth of the cores is run again, at most `rounds` times in all.
-    shortest: a measurement repeats a faster callable until about this many seconds are filled, and divides.
+    The first call of each does not count. Rounds stop once `seconds` have passed, but not before the third. A round of
+    0.3 s or more during which other programs took a tenth of the cores is run again, at most `rounds` times in all.
+    shortest: min seconds of a measurement, about: a faster callable is repeated, and its time divided.
     """
     repeats = {}
     for name, call in callables.items():
@@ -88,7 +88,7 @@ def interleaved(
 
 
 def summary(times: list[float]) -> Timing:
-    """Median and quartiles of `times`."""
+    """The median and quartiles of `times`."""
     if len(times) < 2:
         return Timing(times[0], times[0], times[0], len(times))
     lower, median, upper = statistics.quantiles(times, n=4, method="inclusive")
@@ -96,7 +96,7 @@ def summary(times: list[float]) -> Timing:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what was asked of it."""
+    """Wait until `device` has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -118,12 +118,13 @@ def _timed(call: Callable[[], object], repeats: int, device: torch.device) -> fl
 
 
 class OtherLoad:
-    """The share of the machine's cores that other programs took since this was made; 0 where the system cannot say."""
+    """The load of other programs on the machine, from the creation of this object on."""
 
     def __init__(self) -> None:
         self._others, self._wall = _cpu_seconds_of_others(), time.perf_counter()
 
     def share(self) -> float:
+        """The share of the machine's cores that other programs took; 0 where the system does not say."""
         cores = os.cpu_count() or 1
         taken = _cpu_seconds_of_others() - self._others
         return max(0.0, taken / (cores * (time.perf_counter() - self._wall)))
@@ -139,7 +140,7 @@ def _cpu_seconds_of_others() -> float:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """What times depend on, for the head of a table of them."""
+    """What times depend on in the machine and its software, as the head of a table of times."""
     facts = {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "torch": torch.__version__,
@@ -164,7 +165,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 @functools.cache
 def cpu_name() -> str:
-    """The CPU's model, as the system names it."""
+    """The model of the CPU, as the system names it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -173,7 +174,7 @@ def cpu_name() -> str:
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that can be taken on `device`; None where the system does not say."""
+    """Bytes that can still be allocated on `device`; None where the system does not say."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     try:
@@ -184,7 +185,7 @@ def free_memory(device: torch.device) -> int | None:
 
 
 def seconds_in_words(seconds: float) -> str:
-    """`seconds` with three digits, in µs, ms or s."""
+    """`seconds` as text, in µs or ms with three digits or in s with two decimals."""
     for unit, factor in (("µs", 1e6), ("ms", 1e3)):
         if seconds * factor < 1000:
             return f"{seconds * factor:.3g} {unit}"
@@ -192,7 +193,7 @@ def seconds_in_words(seconds: float) -> str:
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
-    """Rows in aligned columns; the first column to the left, the others to the right."""
+    """`rows` under `head` in aligned columns; the first column to the left, the others to the right."""
     widths = [max(len(line[column]) for line in [head, *rows]) for column in range(len(head))]
     lines = [
         "  ".join(

@@ -1,8 +1,8 @@
-"""Trial: one site measured where it stands, as written and on each kernel, on stand-ins of what it reads.
+"""Trial: one site timed as written and on each kernel, on stand-ins for what it reads.
 
-For ``options={"pick": "measured"}``. The region becomes a small graph of its own, once as it is and once for each
-kernel; each is compiled by the inner backend and they run in turn. What came out is kept, in memory and on disk, by
-all that the times depend on, so that identical layers and later runs do not measure again.
+For ``options={"pick": "measured"}``. The region becomes a graph of its own, once as written and once for each kernel;
+the inner backend compiles each graph, and they run in turn. The times are kept, in memory and on disk, under a hash of
+all that they depend on, so that identical layers and later runs do not measure again.
 """
 
 from __future__ import annotations
@@ -35,17 +35,18 @@ from attn_fuse.picker.timing import free_memory, interleaved, this_device
 from attn_fuse.report import log
 from attn_fuse.torch_internals import FakeTensorMode, apart_from_dynamo, compile_with, without_inductor_attention
 
-# Of the figures' format and of how they are measured; raise it when either changes.
+# Raise it when the format of the files or the way of measuring changes.
 _VERSION = 1
 _ROUNDS, _SECONDS, _SHORTEST = 11, 1.0, 1e-3
-# As written, a training step keeps the scores, the weights, their gradients and what dropout kept.
+# Tensors of the size of the scores that the program as written keeps, by whether it trains: a training step keeps the
+# scores, the weights, their gradients and what dropout kept.
 SCORES_ALIVE = {False: 3, True: 6}
 
 _known: dict[str, Times] = {}
 
 
 def stopwatch_of(inner_backend: str | Callable[..., Any], compile_mode: str | None) -> Callable[..., Stopwatch]:
-    """What gives, for a site, the stopwatch that measures it as written and on kernels; see `Trial` for what it takes.
+    """A function that makes the stopwatch of a site; see `Trial` for its arguments.
 
     inner_backend, compile_mode: what compiles the graphs that are measured.
     """
@@ -60,8 +61,7 @@ def stopwatch_of(inner_backend: str | Callable[..., Any], compile_mode: str | No
 
 @dataclass(frozen=True)
 class Trial:
-    """One site to be measured. values: for leaves whose contents are at hand, these. inner_backend, compile_mode: what
-    compiles the graphs."""
+    """One site to measure. values: contents of leaves. inner_backend, compile_mode: what compiles the graphs."""
 
     region: Region
     attention: Attention
@@ -82,7 +82,7 @@ class Trial:
                     _store(key, case, known)
             _known[key] = known
             return known
-        except Exception as problem:  # rule 5: nothing that goes wrong in here may break the model
+        except Exception as problem:  # nothing that goes wrong in here may break the model
             log.warning("an attention could not be measured", exc_info=True)
             return Times({}, {}, _first_line(problem))
 
@@ -115,17 +115,17 @@ class Trial:
         return Times({name: timing.median for name, timing in times.items()}, why_not)
 
     def _compiled(self, kernel: Kernel | None, leaves: list[Any]) -> Callable[..., Any]:
-        """The site alone, on `kernel` or as written."""
+        """The site alone, on `kernel` (None: as written), compiled."""
         program, inside = alone(self.region)
         if kernel is not None:
             emit(inside, self.attention, self.facts, kernel.emit, self.mode)
         for node in program.graph.nodes:
-            node.meta = {}  # what Dynamo noted is of other tensors
+            node.meta = {}  # Dynamo's notes are about other tensors
         program.recompile()
         return compile_with(self.inner_backend, without_graphs(self.compile_mode), program, leaves)
 
     def _key(self, kernels: Sequence[Kernel]) -> str:
-        """Equal for sites whose times are the same."""
+        """A hash of all that the times depend on."""
 
         def kind(leaf: Node) -> Any:
             value = value_of(leaf)
@@ -145,7 +145,7 @@ class Trial:
 
 
 def alone(region: Region) -> tuple[GraphModule, Region]:
-    """The region as a graph of its own, its nodes named by their number, and that as a region."""
+    """A graph of the region alone, its nodes named by their number, and the region in that graph."""
     graph = Graph()
     copy: dict[Node, Node] = {}
     modes = region.scope.modes
@@ -164,7 +164,7 @@ def alone(region: Region) -> tuple[GraphModule, Region]:
     module = GraphModule({}, graph)
     inside = replace(
         region,
-        # What stands for a site that is fused already has no mode of its own.
+        # A node that replaced a site has no mode of its own.
         scope=Scope(module, {}, {made: modes.get(original, region.mode) for original, made in copy.items()}),
         softmax=copy.get(region.softmax, copy[region.output]),
         output=copy[region.output],
@@ -178,7 +178,7 @@ def alone(region: Region) -> tuple[GraphModule, Region]:
 
 
 def _stand_in(leaf: Node, value: Any, training: bool) -> Any:
-    """A tensor like that of `leaf`, with its contents where they are at hand; a size is that of the first call."""
+    """A copy of `value`, or a tensor like `leaf` without one; symbolic sizes and numbers as on the first call."""
     like = value_of(leaf)
     if not isinstance(like, torch.Tensor):
         return number_of(like if value is None else value)
@@ -198,7 +198,7 @@ def _stand_in(leaf: Node, value: Any, training: bool) -> Any:
 
 
 def number_of(value: Any) -> Any:
-    """A number, or that of a size on the first call."""
+    """`value` as a number; a symbolic one as on the first call."""
     return value.node.hint if isinstance(value, (torch.SymInt, torch.SymFloat)) else value
 
 
@@ -212,7 +212,7 @@ def _run(compiled: Callable[..., Any], leaves: list[Any], training: bool) -> obj
 
 def without_graphs(mode: str | None) -> str | None:
     """torch.compile's `mode` without CUDA graphs."""
-    # Captured graphs own their outputs' memory from call to call, which other programs running in turn would break.
+    # A captured graph owns the memory of its outputs from call to call, which programs that run in turn would break.
     return {"max-autotune": "max-autotune-no-cudagraphs", "reduce-overhead": None}.get(str(mode), mode)
 
 

@@ -1,7 +1,7 @@
-"""Workers: calls in other processes, one after another; a process that a call broke is replaced.
+"""Workers: calls in other processes, one at a time in each; a process that a call broke is replaced.
 
-A call that hangs is ended at its deadline. A process that dies or whose device no longer works (an error of an earlier
-kernel may come with any later call) ends with that call and answers for no other.
+A call that hangs is ended at its deadline. A process that dies, or whose device no longer works, ends with that call
+and runs no other: the error of an earlier kernel may surface in any later call.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-# Importing torch and attn_fuse takes no longer than that, in seconds.
+# Max seconds for a process to start, in which it imports torch and attn_fuse.
 STARTING = 120.0
 _LONGEST = 400
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of a call: its value, or a problem in words. lost: the process died, hung or broke its device.
+    """The outcome of a call: its value, or a problem in words.
 
-    doing: what it said last that it was doing, by `note`. seconds: that it took.
+    lost: whether the process was ended, since it died, hung, broke its device or could not be talked to.
+    doing: the last `note` of the call. seconds: the time that the call took.
     """
 
     value: Any = None
@@ -45,10 +46,10 @@ class Answer:
 
 
 class Worker:
-    """A process that runs calls. It starts with the first, and anew with the first after one that broke it.
+    """A process that runs calls. It starts with the first call, and again with the first after one that broke it.
 
-    environment: variables that the process starts with, besides those of this one. imports: modules that it imports
-    while it starts; what else a function's module imports counts as the time of its first call.
+    environment: variables added to those of this process. imports: modules that it imports while it starts; the time to
+        import a function's own module counts for the first call.
     """
 
     def __init__(self, environment: Mapping[str, str] | None = None, imports: Sequence[str] = ()) -> None:
@@ -58,7 +59,7 @@ class Worker:
         self._starting = threading.Lock()
 
     def call(self, seconds: float, function: Callable[..., Any], *arguments: Any) -> Answer:
-        """`function`, of a module, of picklable `arguments`, ended after `seconds`; starting does not count."""
+        """The answer of `function(*arguments)`, all picklable, ended after `seconds`; starting does not count."""
         started = time.perf_counter()
         try:
             pipe = self._running()
@@ -94,7 +95,7 @@ class Worker:
             _end(process)
 
     def kill(self) -> None:
-        """End what runs now, from another thread than that of `call`, which then says that it died."""
+        """End the process, from another thread than that of `call`, which then answers that the process died."""
         with self._starting:
             process = self._process
         if process is not None:
@@ -107,7 +108,7 @@ class Worker:
         self.close()
 
     def _running(self) -> Connection | None:
-        """The pipe to a process that is ready; None where it does not get ready in time."""
+        """The pipe to a process that is ready; None where it is not ready in time."""
         if self._pipe is None:
             context = multiprocessing.get_context("spawn")
             self._pipe, theirs = context.Pipe()
@@ -137,9 +138,9 @@ class Worker:
 def spared(
     worker: Worker, seconds: float, end: float, function: Callable[..., Any], names: Sequence[str], *arguments: Any
 ) -> tuple[Answer, dict[str, str]]:
-    """The answer of function(names, *arguments), again without each of `names` that broke the process; and how it did.
+    """The answer of function(names, *arguments), repeated without the names that broke the process; and their problems.
 
-    The function notes which of `names` it is at. end: by `time.perf_counter`, of it all.
+    function: notes which of `names` it is at. seconds: of each call, at most. end: of all, by `time.perf_counter`.
     """
     left, broke = list(names), {}  # type: list[str], dict[str, str]
     while True:
@@ -151,7 +152,7 @@ def spared(
 
 
 class Pool:
-    """So many workers at once."""
+    """Several workers that run calls at the same time."""
 
     def __init__(self, workers: int, environment: Mapping[str, str] | None = None, imports: Sequence[str] = ()) -> None:
         self._workers = [Worker(environment, imports) for _ in range(workers)]
@@ -159,9 +160,10 @@ class Pool:
     def answers(
         self, calls: Iterable[tuple[Any, ...]], seconds: float, end: float = math.inf, begin: float = math.inf
     ) -> Generator[tuple[int, Answer]]:
-        """The answers of `calls`, each (function, *arguments), by their number, as they come.
+        """The answers of `calls`, each (function, *arguments), with the numbers of the calls, as they come.
 
-        seconds: of each, at most. By `time.perf_counter`, from `begin` on none is begun, and at `end` all are ended.
+        seconds: of each call, at most. begin: when calls stop to start. end: when all are ended; by
+            `time.perf_counter`.
         """
         waiting = collections.deque(enumerate(calls))
         come: queue.SimpleQueue[tuple[int, Answer] | BaseException | None] = queue.SimpleQueue()
@@ -193,7 +195,7 @@ class Pool:
                     yield answer
         finally:
             waiting.clear()
-            # Once may not do: a worker may be about to start its process.
+            # One kill may not do: a worker may be about to start its process.
             for worker, thread in zip(busy, threads, strict=True):
                 while thread.is_alive():
                     if working:
@@ -220,7 +222,7 @@ _to_caller: Connection | None = None
 
 
 def note(doing: str) -> None:
-    """Say what this call is doing now, for the answer should it never end; nothing where this is no worker."""
+    """Tell the caller what this call is doing now, in case it never ends; outside of a worker do nothing."""
     if _to_caller is not None:
         _to_caller.send(("note", doing))
 
@@ -229,7 +231,7 @@ def _serve(pipe: Connection, environment: Mapping[str, str], imports: Sequence[s
     global _to_caller
     os.environ.update(environment)
     with contextlib.suppress(OSError):
-        os.setpgid(0, 0)  # so that what it starts ends with it
+        os.setpgid(0, 0)  # so that its own children end with it
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for name in imports:
         importlib.import_module(name)
@@ -272,7 +274,7 @@ def _in_words(error: BaseException) -> str:
 
 
 def _broken(then: str = "synchronize") -> str:
-    """What is wrong with the device; empty where it works. An error of an earlier kernel comes out here."""
+    """What is wrong with the device, "" where it works. The error of an earlier kernel surfaces here."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return ""

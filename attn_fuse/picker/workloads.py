@@ -1,6 +1,6 @@
-"""Specimens: every case of the evidence as a program written out by hand, and tensors to run it on.
+"""Workloads: every case of the evidence as a program written out by hand, and tensors to run it on.
 
-Each is spelled as people spell it: what a mask is, is computed from positions, or comes in as a tensor where it must.
+Each is spelled as people spell it: a mask is computed from positions, or comes in as a tensor where it has to.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from attn_fuse.picker.case import DTYPES, Case, visible_share
 Program = Callable[..., Tensor]
 
 _SOFTCAP, _DROPOUT, _SEEN_OF_DENSE = 30.0, 0.1, 0.8
-# Where documents begin, of the whole length: they end where they will, not where a block does.
+# Where documents begin, as shares of the length: the borders of documents are not those of blocks.
 _DOCUMENTS = (0.21, 0.34, 0.71)
 
 
 def program(case: Case) -> Program:
-    """softmax(query key^T / sqrt(head_dim) ...) value, of the tensors that `tensors` gives."""
+    """The attention of `case`: softmax(query key^T / sqrt(head_dim) ...) value, of what `tensors` gives."""
     scale, groups, seen = case.head_dim**-0.5, case.heads // case.kv_heads, seen_by_position(case)
 
     def written(query: Tensor, key: Tensor, value: Tensor, others: dict[str, Tensor]) -> Tensor:
@@ -60,9 +60,10 @@ def program(case: Case) -> Program:
 
 
 def seen_by_position(case: Case) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """Which keys a query sees, of their positions; None where positions do not decide.
+    """Whether a query sees a key, as a function of their positions; None where positions do not decide.
 
-    Beside padding or documents, positions decide where less than all is visible: as Hugging Face's models are trained.
+    Beside padding or documents there is a causal mask where `visible` is below 1, as in the training of Hugging Face's
+    models.
     """
     if case.mask == "causal" or (case.mask in ("padding", "documents") and case.visible < 1):
         return lambda i, j: j <= i
@@ -78,7 +79,7 @@ def seen_by_position(case: Case) -> Callable[[Tensor, Tensor], Tensor] | None:
 
 @functools.cache
 def reach_of(case: Case) -> int:
-    """How far back a window reaches that leaves the share `visible`, its end being the causal one."""
+    """How far back a window reaches that leaves the share `visible`; its near end is the causal diagonal."""
     offset, low, high = case.kv_len - case.q_len, -(case.kv_len - case.q_len), case.kv_len
     while low < high:
         middle = (low + high) // 2
@@ -90,7 +91,10 @@ def reach_of(case: Case) -> int:
 
 
 def tensors(case: Case, device: torch.device) -> tuple[Any, ...]:
-    """query, key, value and what else the program reads, by name, each with a gradient where the case wants one."""
+    """query, key, value [batch, heads | kv_heads, len, dim], and a dict of the other tensors that the program reads.
+
+    Floating-point tensors need gradients in training, a stored bias only where `case.bias` is "gradient".
+    """
 
     def random(*shape: int, grad: bool = case.training) -> Tensor:
         return torch.randn(shape, dtype=DTYPES[case.dtype], device=device).requires_grad_(grad)
@@ -106,7 +110,7 @@ def tensors(case: Case, device: torch.device) -> tuple[Any, ...]:
         others["bias"] = random(1, case.heads, case.q_len, case.kv_len, grad=case.bias == "gradient")
     if case.mask == "dense":
         keep = torch.rand(case.batch, 1, case.q_len, case.kv_len, device=device) < _SEEN_OF_DENSE
-        keep[..., 0] = True  # no query without a key
+        keep[..., 0] = True  # so that no row is fully masked
         others["keep"] = keep
     if case.mask == "padding":
         lengths = torch.linspace(case.kv_len, max(1, case.kv_len // 2), case.batch, device=device).long()
@@ -121,7 +125,7 @@ def tensors(case: Case, device: torch.device) -> tuple[Any, ...]:
 
 
 def window_index(q_len: int, kv_len: int, device: torch.device) -> Tensor:
-    """Swin's index (arXiv 2103.14030), int64 [q_len, kv_len]: by the distances of rows and of columns in an image."""
+    """Swin's index (arXiv 2103.14030), int64 [q_len, kv_len]: an entry for each distance in rows and columns."""
     width = max(1, math.isqrt(kv_len))
     i, j = torch.arange(q_len, device=device)[:, None], torch.arange(kv_len, device=device)
     rows, columns = i // width - j // width, i % width - j % width
@@ -130,7 +134,7 @@ def window_index(q_len: int, kv_len: int, device: torch.device) -> Tensor:
 
 
 def runner(compiled: Callable[..., Any], case: Case, values: tuple[Any, ...]) -> Callable[[], Any]:
-    """One call: forward, or in training forward and backward, which gives the gradients."""
+    """A call of `compiled` on `values`: it gives the output, or in training the gradients."""
     if not case.training:
 
         def forward() -> Any:

@@ -1,1 +1,1 @@
-"""Our split-KV attention in Triton. Triton is imported where a kernel is launched, and not before."""
+"""Our split-KV attention in Triton, which is imported only where a kernel is launched."""

@@ -1,11 +1,11 @@
-"""The two Triton kernels of `decode`: attention over a share of the keys, and the joining of the shares."""
+"""The two Triton kernels of `decode`: one attends over a share of the keys, the other joins the shares."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-# Their values change from call to call, and a kernel for each would be compiled for nothing.
+# These change from call to call, and to compile a kernel for each of their values would gain nothing.
 _CHANGING = ["numbers", "kv_len", "first_key", "last_key", "splits", "stride_kb", "stride_kh", "stride_vb", "stride_vh"]
 
 

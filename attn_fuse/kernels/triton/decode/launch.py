@@ -1,9 +1,9 @@
-"""Split-KV attention for few queries and many keys, as Flash-Decoding does it (Dao, Haziza, Massa and Sizov, 2023).
+"""Split-KV attention for few queries and many keys, as in Flash-Decoding (Dao, Haziza, Massa and Sizov, 2023).
 
-The queries of all heads that share a key head make one tile, so that each key is read once. The keys are dealt to
-several programs, block by block in turn: the visible part of a cache that is half empty, or of a window, falls to all
-of them alike, wherever it lies. Each program finds its visible keys by the mask alone and then reads only those. What
-the programs leave is joined by a second kernel, always in the same order.
+The queries of all heads that share a key head make one tile, so that each key is read once. Several programs take
+blocks of keys in turn: the visible part of a half-empty cache, or of a window, falls to all of them alike, wherever it
+lies. Each program finds its visible keys by the mask alone and then reads only those. A second kernel joins the results
+of the programs, always in the same order.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from attn_fuse.kernels.triton.emitter import LONGEST
 from attn_fuse.kernels.triton.launch import KEPT, Kept, ceil_div, launch
 from attn_fuse.kernels.triton.scores import LOG2E, ScoreCode, score_code
 
-# Partial results that are joined at a time, and of each so many elements.
+# Partial results joined at a time, and elements of each.
 _JOINED, _JOINED_WIDTH = 16, 64
-# Programs that one multiprocessor runs at a time, about; and what a split costs beside its blocks, in blocks.
+# Programs that one multiprocessor runs at a time, about; and the fixed cost of a split, in blocks.
 _RESIDENT, _OVERHEAD = 2, 4
 _FEWEST_BLOCKS, _MOST_SPLITS = 2, 128
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -35,7 +35,11 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True)
 class Tiles:
-    """rows: queries of all heads of a group. keys: in a block. stages: blocks under way. scan: blocks looked at."""
+    """The tiles of a program.
+
+    rows: queries of all heads of a group. keys: in a block. stages: blocks in flight.
+    scan: blocks that are searched at a time for visible keys.
+    """
 
     rows: int
     keys: int
@@ -45,10 +49,10 @@ class Tiles:
 
 
 def tiles(rows: int, width: int, itemsize: int) -> Tiles:
-    """For `rows` queries of all heads of a group, `width` the wider of head_dim and value_dim.
+    """The tiles for `rows` queries of all heads of a group. width: the wider of head_dim and value_dim.
 
-    About 16 KiB of keys in a block and three blocks under way hide the latency of the memory; with as much of values,
-    two programs fit on one multiprocessor, and what they take fits on any from sm_80 on.
+    About 16 KiB of keys in a block and three blocks in flight hide the latency of memory; with as much of values, two
+    programs fit on one multiprocessor, on any device from sm_80 on.
     """
     width = _padded(width)
     most = 16 if itemsize > 2 else 32 if width > 128 else 64
@@ -70,8 +74,8 @@ def attend(
     """softmax over the final scores, times the factor, times value: [B, H, Lq, Dv], in query's dtype.
 
     query [B, H, Lq, D], key [B, Hkv, Lk, D], value [B, Hkv, Lk, Dv], H a multiple of Hkv, any strides, one dtype of
-    float16, bfloat16 and float32; D and Dv at most 256. inputs, numbers: what the program reads. splits:
-    programs among which the keys of a head are shared; by default, as many as the device runs at a time.
+    float16, bfloat16 and float32; D and Dv at most 256. inputs, numbers: what the program reads.
+    splits: programs that share the keys of a head; None for what `splits_for` gives.
     A query whose scores are all -inf gives 0; NaN and +inf come out as NaN.
 
     Raises ValueError for shapes, dtypes or a program that do not fit.
@@ -83,7 +87,8 @@ def attend(
     size, q_len = facts.tiles, facts.shape[2]
     first, last = _keys(facts.code.program, numbers, q_len, kv_len, size.keys)
     blocks = ceil_div(last - first, size.keys)
-    # Triton sees of a stride only whether 16 divides it; 8 elements are enough to be read at a time.
+    # Triton sees of a stride only whether 16 divides it, but a multiple of 8 is enough to read several elements at
+    # once.
     key_strides, value_strides = _strides(key), _strides(value)
     step = math.gcd(16, *key_strides, *value_strides)
     if splits is None:
@@ -119,8 +124,8 @@ _USUAL = {"num_warps": 4, "num_stages": 3}
 class _Facts:
     """What does not change as a cache grows.
 
-    shape: of the output. planes: programs of one share of the keys. processors: of the device. constants: of
-    `attend_split`, from GROUPS to UNLESS_EMPTY.
+    shape: of the output. planes: programs of one share of the keys. processors: multiprocessors of the device.
+    constants: of `attend_split`, from GROUPS to UNLESS_EMPTY.
     """
 
     code: ScoreCode
@@ -135,7 +140,7 @@ class _Facts:
 
     @functools.cached_property
     def rows(self) -> int:
-        """Of the output."""
+        """The rows of the output."""
         return math.prod(self.shape[:3])
 
     @functools.cached_property
@@ -181,26 +186,27 @@ _known: dict[Hashable, _Facts] = {}
 
 @functools.lru_cache(4096)
 def splits_for(planes: int, blocks: int, processors: int) -> int:
-    """Among how many programs each of `planes` shares its `blocks` of keys, on so many multiprocessors.
+    """The number of programs that share the `blocks` of keys of each of `planes`, on so many multiprocessors.
 
-    What takes least if they run in rounds, each as long as the blocks of one program and a fixed cost.
+    It takes the least time if programs run in rounds, each as long as the blocks of one program and a fixed cost.
     """
     slots = processors * _RESIDENT
 
     def rounds(splits: int) -> int:
         return ceil_div(planes * splits, slots) * (ceil_div(blocks, splits) + _OVERHEAD)
 
-    # A split that leaves no program fewer blocks would only be more to join.
+    # Of equal numbers the smallest is taken: a split that leaves no program fewer blocks is only more to join.
     return min(range(1, max(1, min(blocks // _FEWEST_BLOCKS, _MOST_SPLITS)) + 1), key=rounds)
 
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
+    """The number of multiprocessors of `device`; 1 for a CPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def _keys(program: ScoreProgram, numbers: Sequence[int], q_len: int, kv_len: int, block: int) -> tuple[int, int]:
-    """The keys that any query may see by the program's bounds, from the start of a block on."""
+    """The range of keys that any query may see by the program's bounds; it begins with a block."""
     lower, upper = bound(program.lower, numbers), bound(program.upper, numbers)
     last = kv_len if upper is None else min(kv_len, q_len + upper)
     first = 0 if lower is None else max(0, lower) // block * block
@@ -208,7 +214,7 @@ def _keys(program: ScoreProgram, numbers: Sequence[int], q_len: int, kv_len: int
 
 
 def _strides(x: Tensor) -> list[int]:
-    """Those of all dimensions but the last; 0 where there is nothing to step to."""
+    """The strides of all dimensions but the last; 0 for a dimension of size 1."""
     return [0 if n == 1 else step for n, step in zip(x.shape[:3], x.stride()[:3], strict=True)]
 
 

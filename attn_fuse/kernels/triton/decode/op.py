@@ -1,9 +1,9 @@
-"""The split-KV attention of `decode` as an operator that torch.compile and its caches take as it is.
+"""The split-KV attention of `decode` as an operator, which torch.compile and its caches take as it is.
 
     decode(query, key, value, inputs, numbers, program, splits=None) -> out
 
-It has no gradient, and says so when one is asked for. On the CPU it runs only under Triton's interpreter. Triton is
-imported by the first call.
+It has no gradient: its backward raises RuntimeError. On a CPU it runs only under Triton's interpreter. The first call
+imports Triton.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# torch's caches on disk know an operator by its name and see no change in what it computes: raise it with each.
+# torch's caches on disk know an operator by its name only: raise this with every change in what it computes.
 VERSION = 2
 
 _NAME = f"triton_decode_v{VERSION}"
@@ -33,7 +33,7 @@ def _run(
 ) -> Tensor:
     from attn_fuse.kernels.triton.decode.launch import attend
 
-    # Triton launches on the current device, which need not be that of the tensors.
+    # Triton launches on the current device, which may not be that of the tensors.
     with torch.cuda.device(query.device) if query.is_cuda else contextlib.nullcontext():
         return attend(query, key, value, inputs, numbers, program, splits)
 

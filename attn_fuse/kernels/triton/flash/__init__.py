@@ -1,1 +1,1 @@
-"""Our flash attention in Triton. Triton is imported where a kernel is launched, and not before."""
+"""Our flash attention in Triton, which is imported only where a kernel is launched."""

@@ -1,12 +1,12 @@
 """Flash attention backward (FlashAttention-2, arXiv 2307.08691) in three kernels without atomic additions.
 
-Each computes the scores of its blocks again: one for the gradient of the query, one for those of key and value over all
+Each computes the scores of its blocks again: one for the gradient of query, one for those of key and value over all
 query heads that share them, and one, where it is wanted, for the gradient of a tensor that the score function reads,
-added up over what that tensor broadcasts over. So every sum has one order, and results do not change from run to run.
+summed over the dimensions that the tensor broadcasts over. Every sum has one order: results do not change between runs.
 
-The arguments are those of `flash_forward.forward`. saved: what `statistics` writes, fp32 [B, H, 4, stride]: shift,
-over, delta, and a row of nothing; delta is sum(grad_out * out), and dropout_scale is in over and delta. BACKWARD,
-TIMES: `score_backward` and `backward_factor` of a `ScoreCode`.
+The arguments are those of `forward.forward`. saved: what `statistics` writes, fp32 [B, H, 4, stride]: shift, over,
+delta and an unused row; delta is sum(grad_out * out), over and delta include dropout_scale. BACKWARD, TIMES:
+`score_backward` and `backward_factor` of a `ScoreCode`.
 """
 
 from __future__ import annotations

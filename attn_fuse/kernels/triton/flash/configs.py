@@ -1,4 +1,4 @@
-"""How large the tiles of the flash kernels are and how they are launched, by device, kernel and width of a row."""
+"""Configs: the tile sizes and launch options of the flash kernels, by device, kernel and width of a row."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import torch
 
 @dataclass(frozen=True)
 class Config:
-    """block_m, block_n: queries and keys in a tile. statistics: how many of a query's are loaded at once: 1, 2 or 4.
-    described: whether tiles are read through tensor descriptors.
+    """The tiles of a kernel, and how it is launched.
 
-    Where a tile has fewer of them than the program has threads, Triton has each thread copy all that it needs. The copy
-    engine does not: there they are loaded one by one.
+    block_m, block_n: queries and keys in a tile. described: whether tiles are read through tensor descriptors.
+    statistics: how many statistics of a query one load reads: 1, 2 or 4. Where a load has fewer elements than the
+        program has threads, Triton has each thread copy all that it needs. The copy engine does not: there they are
+        loaded one by one.
     """
 
     block_m: int
@@ -26,8 +27,11 @@ class Config:
 
 @dataclass(frozen=True)
 class Taken:
-    """What takes registers beside the tiles. element: a tensor is read for each element of the scores. drops: dropout.
-    again: the product, or a factor, is needed again for its gradient. reads: any tensor is read for the scores."""
+    """What takes registers beside the tiles.
+
+    element: whether a tensor is read for each element of the scores. reads: whether the scores read any tensor.
+    drops: whether there is dropout. again: whether the gradient needs the product of query and key, or a factor, again.
+    """
 
     element: bool
     drops: bool
@@ -35,8 +39,8 @@ class Taken:
     reads: bool
 
 
-# By kernel, then for rows up to so many elements wide, those of key or value, whichever are wider. 99 KiB of shared
-# memory is what the least of the devices has for a program. tests/triton/test_flash_compile.py holds what spills.
+# By kernel, then by the max width of a row, the wider of key and value. The smallest device has 99 KiB of shared memory
+# for a program. tests/triton/test_flash_compile.py checks what spills.
 _HALF = {
     "forward": {64: Config(128, 64, 4, 3), 128: Config(128, 64, 8, 2), 256: Config(64, 32, 4, 2)},
     "query": {64: Config(64, 64, 4, 2), 128: Config(64, 64, 4, 2), 256: Config(64, 32, 8, 1)},
@@ -46,7 +50,8 @@ _HALF = {
     "input": {64: Config(64, 64, 4, 1), 128: Config(64, 64, 8, 1), 256: Config(32, 64, 8, 1)},
 }
 # What differs on devices of one major capability. 9: products of 64 rows and 128 columns keep its tensor cores busy,
-# and 128 queries halve what is read of keys and values; tests/triton/test_flash_compile.py holds what its loops take.
+# and 128 queries halve the reads of keys and values; tests/triton/test_flash_compile.py bounds the instructions of its
+# loops.
 _HALF_ON = {
     8: {"forward": {256: Config(64, 32, 8, 2)}, "key_value": {64: Config(32, 64, 4, 2)}},
     9: {
@@ -71,7 +76,7 @@ def together_or_apart(dtype: torch.dtype, widths: tuple[int, int]) -> tuple[str,
     return ("key", "value") if dtype.itemsize == 2 and max(widths) > max(_HALF["key_value"]) else ("key_value",)
 
 
-# Where the scores read a tensor for each element, which takes registers that a tile has not left.
+# Where the scores read a tensor for each element, for which larger tiles leave too few registers.
 _HEAVY_ON = {
     9: {
         "forward": {64: Config(128, 64, 8, 2), 128: Config(128, 64, 8, 2), 256: Config(128, 32, 8, 2)},
@@ -81,13 +86,13 @@ _HEAVY_ON = {
         "value": {256: Config(32, 128, 8, 2)},
     },
 }
-# Where there is no such tensor, but dropout, or what is needed again. What is left out is as without; on other devices
-# dropout is as heavy as such a tensor.
+# Where there is no such tensor, but dropout, or something that the gradient needs again. A kernel that is missing here
+# has its config from above; on a device that is missing, dropout counts as such a tensor.
 _BUSY_ON: dict[int, dict[str, dict[int, Config]]] = {
     9: {"key_value": {64: Config(64, 128, 8, 2, 4), 128: Config(32, 128, 8, 2)}},
     10: {},
 }
-# Through descriptors, where nothing takes registers beside the tiles: they leave some that addresses take elsewhere.
+# Through descriptors, where nothing takes registers beside the tiles: descriptors free those that addresses take.
 _BARE_ON = {
     9: {
         "forward": {64: Config(128, 128, 8, 3)},
@@ -95,8 +100,8 @@ _BARE_ON = {
         "key_value": {64: Config(128, 128, 8, 2)},
     },
 }
-# What is read by pointers all the same, by kernel and width, since it would spill: always, under dropout, and where the
-# scores read any tensor.
+# The kernels and widths that read by pointers all the same, since they would spill: always, under dropout, and where
+# the scores read any tensor.
 _BY_POINTERS = {("key", 256)}
 _DROPS_BY_POINTERS = {*_BY_POINTERS, ("key_value", 64), ("key_value", 128), ("value", 256)}
 _READS_BY_POINTERS = {*_BY_POINTERS, ("key_value", 128), ("query", 256), ("value", 256)}
@@ -105,9 +110,10 @@ _READS_BY_POINTERS = {*_BY_POINTERS, ("key_value", 128), ("query", 256), ("value
 def config(
     kernel: str, dtype: torch.dtype, widths: tuple[int, int], capability: int, taken: Taken, described: bool
 ) -> Config:
-    """kernel: forward, query, key_value, key, value or input. widths: of a row of key and of one of value.
+    """The config of `kernel` for a call.
 
-    capability: the major one of the device. described: whether descriptors are to be used where that is good.
+    kernel: forward, query, key_value, key, value or input. widths: of a row of key and of a row of value.
+    capability: the major one of the device. described: whether to use descriptors where they are good.
     """
     half = dtype.itemsize == 2
     heavy = taken.element or (taken.drops and not (half and capability in _BUSY_ON))
@@ -133,7 +139,7 @@ def config(
         by_pointers = by_pointers | _READS_BY_POINTERS
     if described and kernel != "input" and (kernel, most) not in by_pointers:
         chosen = replace(chosen, described=True, statistics=1)
-    # Triton 3.6 does not compile for 9.0 what gives each of two warps 8 columns of a product.
+    # Triton 3.6 does not compile for 9.0 a product of which each of two warps has 8 columns.
     return replace(chosen, num_warps=4) if min(widths) <= _NARROW else chosen
 
 

@@ -1,7 +1,7 @@
-"""Tensor descriptors: what Hopper's copy engine reads blocks of a tensor through, with 0 for what is beyond its end.
+"""Tensor descriptors: through them Hopper's copy engine reads blocks of a tensor, with 0 beyond its end.
 
-It reads tensors that have elements, whose last dimension is dense and a multiple of 16 bytes wide, whose other steps
-are such multiples, and whose first element stands at one.
+The copy engine reads tensors that are not empty, whose last dimension is dense and a multiple of 16 bytes wide, and
+whose other strides and first address are multiples of 16 bytes.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from attn_fuse.kernels.triton.launch import ALIGNMENT
 
 
 def is_readable(x: Tensor) -> bool:
+    """Whether the copy engine can read `x`."""
     size, (*shape, width), (*steps, last) = x.element_size(), x.shape, x.stride()
     return (
         x.numel() > 0
@@ -24,8 +25,8 @@ def is_readable(x: Tensor) -> bool:
 
 
 def described(x: Tensor, *block: int) -> TensorDescriptor:
-    """`x`, which is readable, in blocks of [1, 1, *block]."""
-    # A dimension of one element may have any step; it is given one that the descriptor takes.
+    """A descriptor of `x`, which is readable, for blocks of [1, 1, *block]."""
+    # The stride of a dimension of size 1 does not matter, but the descriptor takes multiples of 16 bytes only.
     least = ALIGNMENT // x.element_size()
     steps = [step if n > 1 else least for n, step in zip(x.shape, x.stride(), strict=True)]
     return TensorDescriptor(x, list(x.shape), [*steps[:-1], 1], [1, 1, *block])

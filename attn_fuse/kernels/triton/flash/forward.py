@@ -1,7 +1,7 @@
-"""Flash attention forward (FlashAttention-2, arXiv 2307.08691), one program for one block of queries.
+"""Flash attention forward (FlashAttention-2, arXiv 2307.08691), one program for each block of queries.
 
-The score function is given as a constant. Maximum and sum of a query are kept apart, not as a log-sum-exp, so that
-scores that are all one huge number, as a finite fill makes them, keep the mean of the values.
+The score function is a compile-time constant. Max and sum of a query are kept apart, not joined in an lse: where all
+scores are one huge number, as a finite fill makes them, out is then still the mean of the values.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from attn_fuse.kernels.triton.flash.tiles import (
     stretch,
 )
 
-# Triton compiles again for a number that is 1 or a multiple of 16. These change with the length of a sequence, and no
-# address is computed from them.
+# Triton compiles again for a number that is 1 or a multiple of 16. These change with the length of a sequence, and the
+# addresses of query, key and value do not depend on them.
 CHANGING = (
     "numbers", "lower", "upper", "heads", "q_len", "kv_len", "dropout", "batch", "first_row", "row_count", "parts",
 )  # fmt: skip

@@ -1,8 +1,8 @@
 """triton_flash_hopper: the kernels of triton_flash, reading through tensor descriptors, for Hopper GPUs.
 
-Taken: what triton_flash takes, of 16-bit operands; where the copy engine cannot read an operand in place, a call reads
-all by pointers. Declined: rows that are no multiple of 16 bytes. Descriptors need fewer registers for addresses, which
-gives some of the kernels larger tiles; which of the two is faster is for a GPU to say.
+Taken: what triton_flash takes, with 16-bit operands; where the copy engine cannot read an operand in place, a call
+reads all by pointers. Declined: rows that are no multiple of 16 bytes. Descriptors need fewer registers for addresses,
+so that some kernels have larger tiles; which of the two is faster has to be measured.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ HOPPER = (9, 0)
 
 
 def limits(attention: Attention, facts: Facts) -> Iterator[str]:
+    """The reasons of triton_flash, another capability, and rows that are no multiple of 16 bytes."""
     if facts.device.type == "cuda" and torch.cuda.get_device_capability(facts.device) != HOPPER:
         yield "runs on GPUs of compute capability 9.0 only"
     for name in ("head_dim", "value_dim"):

@@ -1,4 +1,4 @@
-"""The flash kernels as operators that torch.compile, autograd and the caches take as they are.
+"""The flash kernels as operators, which torch.compile, autograd and torch's caches take as they are.
 
     triton_flash(query, key, value, inputs, numbers, seed, of_queries, of_keys, dropout_p, program, centred)
         -> out, row_max, row_sum, centre
@@ -6,7 +6,7 @@
         -> dquery, dkey, dvalue, dinputs
     triton_flash_hopper, triton_flash_hopper_backward        # the same, read through tensor descriptors
 
-Triton is imported with the first call. Under its interpreter (TRITON_INTERPRET=1) they also run on CPU.
+The first call imports Triton. Under its interpreter (TRITON_INTERPRET=1) the operators also run on a CPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from attn_fuse.kernels.once import once
 
-# torch's caches on disk know an operator by its name and see no change in what it computes: raise it with each.
+# torch's caches on disk know an operator by its name only: raise this with every change in what it computes.
 VERSION = 4
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -36,7 +36,10 @@ def heads_inside(like: Tensor, shape: Sequence[Any]) -> Tensor:
 def register(
     library: torch.library.Library, names: tuple[str, str], runs: Sequence[Any], fakes: Sequence[Any], autograd: Any
 ) -> tuple[Any, Any]:
-    """Implements a forward and a backward operator, defined already; for the CPU where Triton is interpreted."""
+    """Implement a defined forward and backward operator and return both; also for the CPU where Triton is interpreted.
+
+    names, runs, fakes: of the forward, then of the backward. autograd: the gradients' formula, and its context's setup.
+    """
     for name, run, fake in zip(names, runs, fakes, strict=True):
         for device in ("CUDA", "CPU") if INTERPRETED else ("CUDA",):
             library.impl(name, run, device)
@@ -75,7 +78,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 
 
 def _operators(name: str, descriptors: bool) -> tuple[Any, Any]:
-    """The forward and the backward operator of one way to read."""
+    """The forward and the backward operator. descriptors: whether they read through descriptors."""
 
     def attend(*args: Any) -> Any:
         from attn_fuse.kernels.triton.flash import launch as flash
@@ -96,7 +99,7 @@ def _operators(name: str, descriptors: bool) -> tuple[Any, Any]:
             row_sum, centre, ctx.program, wanted,
         )  # fmt: skip
         dinputs = [d if need else None for d, need in zip(dinputs, wanted, strict=True)]
-        # torch takes an empty list for the gradients of a list, and None for no gradient of anything else.
+        # torch takes [] for the gradient of an empty list, and None where anything else has no gradient.
         return (dquery, dkey, dvalue, dinputs, None if ctx.numbers else [], None, None, None, None, None, None)
 
     names = f"{name}_v{VERSION}", f"{name}_v{VERSION}_backward"

@@ -1,9 +1,9 @@
-"""Packed: query, key and value that lie side by side in one tensor, as a projection to all three gives it.
+"""Packed: query, key and value that lie in one tensor, as one projection to all three gives them.
 
 Taken: three affine views of one tensor that have no element in common, however they are interleaved: [B, L, 3 * H * D],
-[B, L, H, 3, D], [B, L, 3, H, D], ... A kernel then reads them where they lie, and writes their gradients where those
-of the packed tensor belong. Declined: a tensor that is shared by batch entries or heads, whose gradient is a sum, and
-heads that no single step leads through.
+[B, L, H, 3, D], [B, L, 3, H, D], ... A kernel reads them in place, and writes their gradients in place into that of the
+packed tensor. Declined: a tensor that batch entries or heads share, whose gradient is a sum, and heads that have no
+single stride.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Symbols = tuple[sympy.Symbol, ...]
 
 @dataclass(frozen=True)
 class View:
-    """Four dimensions [batch, heads, len, head_dim] in a tensor of n: element x is at offset + sum_k x[k] * steps[k].
+    """A view [batch, heads, len, head_dim] of a tensor of n dimensions: element x is at offset + sum_k x[k] * steps[k].
 
-    offset: n positions. steps: four times n of them.
+    offset: n positions. steps: n positions for each of the four dimensions.
     """
 
     offset: tuple[sympy.Expr, ...]
@@ -45,7 +45,7 @@ class View:
 
 @dataclass(frozen=True)
 class Packed:
-    """query, key and value: views of leaf number `leaf`, no element of which is in two of them or twice in one."""
+    """query, key and value as views of leaf number `leaf`; no element is in two views, or twice in one."""
 
     leaf: int
     query: View
@@ -54,7 +54,7 @@ class Packed:
 
     @property
     def can_be_written(self) -> bool:
-        """Whether head_dim and value_dim are dense in the last dimension, which is all that kernels write."""
+        """Whether head_dim and value_dim are dense in the last dimension: kernels write no other views."""
         return all(
             sum(map(abs, view.steps[3][:-1])) == 0 and view.steps[3][-1] in (0, 1)
             for view in (self.query, self.key, self.value)
@@ -62,7 +62,7 @@ class Packed:
 
 
 def packed_views(attention: Attention) -> Packed | None:
-    """How query, key and value lie in one tensor; None where that is not proved."""
+    """The views of query, key and value in one tensor; None where they are not proved to lie in one."""
     a = attention
     if not (isinstance(a.query, Load) and isinstance(a.key, Load) and isinstance(a.value, Load)):
         return None
@@ -95,9 +95,9 @@ def packed_views(attention: Attention) -> Packed | None:
 
 
 def packed_operands(call: Call) -> tuple[Any, list[Any], list[Any]] | None:
-    """For an operator: the packed tensor, the numbers of the three views, and the sizes; None where there is none.
+    """The packed tensor, the numbers of its three views, and the sizes, for an operator; None without such a tensor.
 
-    sizes: batch, heads, kv_heads, q_len, kv_len, head_dim, value_dim.
+    The sizes are batch, heads, kv_heads, q_len, kv_len, head_dim, value_dim.
     """
     a = call.attention
     packed = packed_views(a)
@@ -112,7 +112,7 @@ def packed_operands(call: Call) -> tuple[Any, list[Any], list[Any]] | None:
 
 @dataclass(frozen=True)
 class _Affine:
-    """offset + the sum of symbol * step: a position in one dimension."""
+    """A position in one dimension: offset + the sum of symbol * step."""
 
     offset: sympy.Expr
     steps: Mapping[sympy.Symbol, sympy.Expr]
@@ -134,7 +134,7 @@ def _affine(index: sympy.Expr, space: Space) -> _Affine | None:
 
 
 def _view(place: list[_Affine], groups: tuple[Symbols, ...], space: Space) -> View | None:
-    """The view whose four dimensions are the groups, if each is one step after the other."""
+    """The view whose four dimensions are the groups; None where the symbols of a group have no common stride."""
     steps = []
     for group in groups:
         step: list[sympy.Expr] = [sympy.Integer(0)] * len(place)
@@ -159,7 +159,7 @@ def _is_injective(place: list[_Affine], symbols: list[sympy.Symbol], space: Spac
 
 
 def _is_mixed_radix(place: _Affine, space: Space) -> bool:
-    """Whether each step leads over all that the smaller ones reach."""
+    """Whether each step is larger than all that the smaller steps reach together."""
     left = dict(place.steps)
     reach = sympy.Integer(0)
     while left:
@@ -171,7 +171,7 @@ def _is_mixed_radix(place: _Affine, space: Space) -> bool:
 
 
 def _are_apart(a: _Affine, b: _Affine, space: Space) -> bool:
-    """Whether the two positions are never equal, each for any values of its symbols: as they are or modulo a step."""
+    """Whether two positions are proved to differ for all values of their symbols, as they are or modulo a step."""
     for by in (None, *{*a.steps.values(), *b.steps.values()}):
         one, other = _range(a, by, space), _range(b, by, space)
         if one is None or other is None:
@@ -182,7 +182,7 @@ def _are_apart(a: _Affine, b: _Affine, space: Space) -> bool:
 
 
 def _range(place: _Affine, by: sympy.Expr | None, space: Space) -> tuple[sympy.Expr, sympy.Expr] | None:
-    """The least and the greatest value of a position, modulo `by` if that is given; None where it would wrap around."""
+    """The min and max of a position, modulo `by` unless that is None; None where the position would wrap around."""
     least, steps = place.offset, place.steps
     if by is not None:
         steps = {s: x for s, x in steps.items() if sympy.denom(sympy.cancel(x / by)) != 1}

@@ -1,11 +1,11 @@
-"""Attention over a packed tensor: query, key and value are read in place, their gradients written in place.
+"""Operators over a packed tensor: query, key and value are read in place, their gradients written in place.
 
     flash_packed(packed, views, sizes, inputs, numbers, seed, of_queries, of_keys, dropout_p, program, centred)
         -> out, row_max, row_sum, centre
     flash_packed_backward(grad_out, ..., dropout_p, out, row_max, row_sum, centre, program, wanted) -> dpacked, dinputs
     hopper_packed, hopper_packed_backward        # the same, read through tensor descriptors
 
-views, sizes: what `packed_operands` gives. The other arguments are those of `flash_op`.
+views, sizes: what `packed_operands` gives. The other arguments are those of `op`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from attn_fuse.kernels.once import once
 from attn_fuse.kernels.triton.flash.op import TAGS, heads_inside, register
 
-# torch's caches on disk know an operator by its name and see no change in what it computes: raise it with each.
+# torch's caches on disk know an operator by its name only: raise this with every change in what it computes.
 VERSION = 5
 
 
@@ -50,7 +50,7 @@ def _shapes(sizes: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def gradient_of(packed: Tensor, sizes: Sequence[int]) -> Tensor:
-    """What the gradients are written into: 0 where neither of the three is."""
+    """An uninitialised tensor for the gradient of `packed`, or zeros where query, key and value do not cover it."""
     covered = sum(map(math.prod, _shapes(sizes))) == packed.numel()
     return packed.new_empty(packed.shape) if covered else packed.new_zeros(packed.shape)
 
@@ -78,7 +78,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 
 
 def _operators(name: str, descriptors: bool) -> tuple[Any, Any]:
-    """The forward and the backward operator of one way to read."""
+    """The forward and the backward operator. descriptors: whether they read through descriptors."""
 
     def run(packed: Tensor, views: Sequence[int], sizes: Sequence[int], *rest: Any) -> tuple[Tensor, ...]:
         from attn_fuse.kernels.triton.flash.launch import attend
@@ -106,8 +106,8 @@ def _operators(name: str, descriptors: bool) -> tuple[Any, Any]:
             row_max, row_sum, centre, ctx.program, wanted,
         )  # fmt: skip
         found = [d if need else None for d, need in zip(dinputs, wanted, strict=True)]
-        # torch takes an empty list for the gradients of an empty list, and None for no gradient of anything else; views
-        # and sizes are never empty.
+        # torch takes [] for the gradient of an empty list, and None where anything else has no gradient; views and
+        # sizes are never empty.
         return (dpacked, None, None, found, None if ctx.numbers else [], None, None, None, None, None, None)
 
     names = f"{name}_packed_v{VERSION}", f"{name}_packed_v{VERSION}_backward"

@@ -1,7 +1,7 @@
-"""What the flash kernels are made of: rows of a matrix, the keys a block of queries may see, and dropout.
+"""Parts of the flash kernels: rows of a matrix, the keys that a block of queries may see, and dropout.
 
-A tensor that is only read is given as (its start, its strides), or as a descriptor [batch, heads, length, width] from
-which Hopper's copy engine reads blocks of [1, 1, ROWS, BLOCK], with 0 for what is beyond its end.
+A tensor that is only read is given as (pointer, strides), or as a descriptor [batch, heads, length, width] from which
+Hopper's copy engine reads blocks of [1, 1, ROWS, BLOCK], with 0 beyond the end.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ import torch
 import triton
 import triton.language as tl
 
-# Queries, or keys, of one entry in a table of spans.
+# Queries or keys in one entry of a table of spans.
 SPAN = tl.constexpr(64)
 # The golden ratio's fraction in 32 bits, and the multipliers of lowbias32 (Wellons, 2018).
 _GOLDEN = tl.constexpr(0x9E3779B1)
 _FIRST = tl.constexpr(0x7FEB352D)
 _SECOND = tl.constexpr(0x846CA68B)
-# Neighbours whose random numbers have a factor in common.
+# Neighbouring positions whose random numbers have a factor in common.
 _GROUP = tl.constexpr(32)
 _IN_PTX = tl.constexpr(torch.version.hip is None and not triton.knobs.runtime.interpret)
-# From what says the same in Triton's language, LLVM makes vectors of bits, which it packs into words and unpacks again.
+# For the same in Triton's language LLVM makes vectors of bits, which it packs into words and unpacks again.
 _DROPPED = tl.constexpr("""
     { .reg .pred kept; .reg .u32 drawn;
       mul.lo.u32 drawn, $2, $3; setp.hs.u32 kept, drawn, $4; selp.f32 $0, $1, 0f00000000, kept; }
