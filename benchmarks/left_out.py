@@ -14,12 +14,14 @@ from dataclasses import replace
 
 import torch
 
+from attn_fuse.kernels import KERNELS
 from attn_fuse.picker import cost, evidence
 from attn_fuse.picker.case import Case
 from attn_fuse.picker.evidence import AS_WRITTEN, Row, Table
 from harness import store
 
 BEYOND = (1.03, 1.1, 1.5)
+_KERNEL = {kernel.name: kernel for kernel in KERNELS}
 
 
 def chosen(case: Case, kernels: Iterable[str], own: Table, known: Sequence[Table]) -> str:
@@ -27,14 +29,14 @@ def chosen(case: Case, kernels: Iterable[str], own: Table, known: Sequence[Table
     on = torch.device(own.device.type)
 
     def model(of: Case, name: str) -> float:
-        expected = cost.estimated(name, of, on)
+        expected = cost.estimated(_KERNEL[name], of, on)
         return 1.0 if expected is None else expected.ratio
 
     ratios = {AS_WRITTEN: 1.0}
     for name in kernels:
         modelled = functools.partial(model, name=name)
         found = evidence.compare(name, case, own.device, own.torch, known, modelled)
-        found = found or cost.estimated(name, case, on)
+        found = found or cost.estimated(_KERNEL[name], case, on)
         if found is not None:
             ratios[name] = found.ratio
     return min(ratios, key=ratios.__getitem__)

@@ -11,6 +11,8 @@ from typing import Any
 import sympy
 import torch
 
+from attn_fuse.attention.axes import Axes
+from attn_fuse.attention.mask import Mask
 from attn_fuse.expression.index import Space
 from attn_fuse.expression.nodes import Expr
 
@@ -21,110 +23,6 @@ class Refusal:
 
     reason: str
     node: Any = None
-
-
-@dataclass(frozen=True)
-class Causal:
-    """Query i sees key j where j <= i + offset. `keep` says the same as an element expression."""
-
-    offset: sympy.Expr
-    keep: Expr
-
-    def __str__(self) -> str:
-        return "causal" if self.offset == 0 else f"causal with offset {self.offset}"
-
-
-@dataclass(frozen=True)
-class Window:
-    """Query i sees key j where j >= i - reach: the far end of a sliding window."""
-
-    reach: sympy.Expr
-    keep: Expr
-
-    def __str__(self) -> str:
-        return f"window reaching {self.reach} back"
-
-
-@dataclass(frozen=True)
-class Prefix:
-    """Query i sees key j where j <= i + offset, and every key of the prefix, which `keep` says the length of."""
-
-    offset: sympy.Expr
-    keep: Expr
-
-    def __str__(self) -> str:
-        return "causal behind a prefix that all see"
-
-
-@dataclass(frozen=True)
-class KeyPadding:
-    """Every query of a batch entry sees the same keys, those where `keep` holds."""
-
-    keep: Expr
-
-    def __str__(self) -> str:
-        return "key padding"
-
-
-@dataclass(frozen=True)
-class Documents:
-    """A query sees the keys that carry the same number as itself."""
-
-    keep: Expr
-
-    def __str__(self) -> str:
-        return "documents"
-
-
-@dataclass(frozen=True)
-class DenseMask:
-    """Query i sees key j where `keep`, a Boolean element expression, holds."""
-
-    keep: Expr
-
-    def __str__(self) -> str:
-        return "a mask kept as a tensor"
-
-
-MaskPart = Causal | Window | Prefix | KeyPadding | Documents | DenseMask
-
-
-@dataclass(frozen=True)
-class Mask:
-    """The conjunction of its parts.
-
-    empty_rows: what the original gives for a query that sees no key: "none" (proved that there is none), "nan", "zero",
-        or "mean" (the mean of all values, which a finite fill gives).
-    soft_parts: what finite fills hide from a query that sees some key, where it is not proved that each does. One that
-        sees none has weights for all. What the fills make of the scores is said by `parts` or the biases.
-    """
-
-    parts: tuple[MaskPart, ...] = ()
-    empty_rows: str = "none"
-    soft_parts: tuple[MaskPart, ...] = ()
-
-    @property
-    def is_causal(self) -> bool:
-        """Whether the mask is the square causal one, aligned at the top left, and nothing else."""
-        return len(self.parts) == 1 and isinstance(self.parts[0], Causal) and self.parts[0].offset == 0
-
-
-@dataclass(frozen=True)
-class Axes:
-    """The index symbols of an attention, each with a range in `Attention.space`; of several, the slowest first.
-
-    batch, kv_heads: in query, key and value alike (a kernel does the same for both; reports tell them apart).
-    groups: query heads that share a key and value. query, key: positions. inner: what the scores sum over, the
-    head_dim. value: the value_dim. An empty tuple stands for a length of 1.
-    """
-
-    batch: tuple[sympy.Symbol, ...]
-    kv_heads: tuple[sympy.Symbol, ...]
-    groups: tuple[sympy.Symbol, ...]
-    query: tuple[sympy.Symbol, ...]
-    key: tuple[sympy.Symbol, ...]
-    inner: tuple[sympy.Symbol, ...]
-    value: tuple[sympy.Symbol, ...]
 
 
 @dataclass(frozen=True)

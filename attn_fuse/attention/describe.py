@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attn_fuse.attention.attention import Attention, Causal
+from attn_fuse.attention.attention import Attention
 from attn_fuse.attention.facts import Facts
 from attn_fuse.expression import nodes as ex
 
@@ -46,13 +46,11 @@ def _mask(attention: Attention, proofs: tuple[str, ...]) -> str:
         soft = " & ".join(map(str, attention.mask.soft_parts))
         return f"{soft}, added as a bias; a query that sees no key has weights for all" if soft else "none"
     structure = " & ".join(map(str, attention.mask.parts))
-    causal = next((part for part in attention.mask.parts if isinstance(part, Causal)), None)
-    if causal is None:
+    rule = next((part.rule for part in attention.mask.parts if part.rule), "")
+    if not rule:
         return structure
-    offset = causal.offset
-    seen = "j <= i" if offset == 0 else f"j <= i + {offset}"
     because = " and ".join(proofs) if proofs else "the positions that the program compares"
-    return f"{structure}, since query i sees key {seen} by {because}"
+    return f"{structure}, since query i sees key {rule} by {because}"
 
 
 def _scale(attention: Attention, facts: Facts) -> str:

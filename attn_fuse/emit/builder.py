@@ -14,13 +14,13 @@ from typing import Any
 import sympy
 import torch
 from torch.fx import Node
-from torch.nn import functional
 
 from attn_fuse.attention.attention import Attention
 from attn_fuse.attention.facts import Facts
 from attn_fuse.emit.reuse import earlier
 from attn_fuse.expression import nodes as ex
 from attn_fuse.expression import simplify as al
+from attn_fuse.expression.functions import COMPARISONS, FUNCTIONS
 from attn_fuse.expression.nodes import Expr
 from attn_fuse.graph.names import value_of
 from attn_fuse.graph.region import Region
@@ -103,23 +103,19 @@ class Builder:
             case ex.Select(cond, a, b):
                 return self._choice(self.tensor_of(cond, axes), self.tensor_of(a, axes), self.tensor_of(b, axes), x)
             case ex.Unary(name, inner):
-                return self.node(_function(name), self._as_tensor(self.tensor_of(inner, axes)))
+                return self.node(FUNCTIONS[name].torch, self._as_tensor(self.tensor_of(inner, axes)))
             case ex.Not(inner):
                 return self.node(torch.logical_not, self._as_tensor(self.tensor_of(inner, axes)))
             case ex.Compare(op, a, b):
-                return self._on_tensors(getattr(torch, op), a, b, axes)
+                return self._on_tensors(COMPARISONS[op], a, b, axes)
             case ex.Binary(name, a, b):
-                return self._on_tensors(_function(name), a, b, axes, both=True)
+                return self._on_tensors(FUNCTIONS[name].torch, a, b, axes, both=True)
             case ex.And(a, b):
                 return self._on_tensors(torch.logical_and, a, b, axes, both=True)
             case ex.Or(a, b):
                 return self._on_tensors(torch.logical_or, a, b, axes, both=True)
-            case ex.Add(a, b):
-                return self._on_tensors(torch.add, a, b, axes)
-            case ex.Mul(a, b):
-                return self._on_tensors(torch.mul, a, b, axes)
-            case ex.Div(a, b):
-                return self._on_tensors(torch.div, a, b, axes)
+            case ex.Add(a, b) | ex.Mul(a, b) | ex.Div(a, b):
+                return self._on_tensors(FUNCTIONS[ex.name_of(x)].torch, a, b, axes)
         raise NotEmitted(f"{type(x).__name__} cannot be made into a tensor")
 
     def _end_to_end(self, place: sympy.Expr, axes: Axes) -> sympy.Symbol | None:
@@ -151,7 +147,8 @@ class Builder:
 
     def _on_tensors(self, function: Any, a: Expr, b: Expr, axes: Axes, both: bool = False) -> Node:
         left, right = self.tensor_of(a, axes), self.tensor_of(b, axes)
-        if function not in _COMPARISONS:
+        # A comparison gives no number: torch's default dtype decides, as it does where the program compares.
+        if function not in COMPARISONS.values():
             left, right = self._alike(left, right)
         if both or not isinstance(left, Node):
             left = self._as_tensor(left)
@@ -410,21 +407,5 @@ def size_expr(size: Any) -> sympy.Expr:
     return size.node.expr.replace(FloorDiv, divided)
 
 
-def _function(name: str) -> Callable[..., torch.Tensor]:
-    return _FUNCTIONS.get(name) or getattr(torch, name)
-
-
 def _with(axes: Axes, old: sympy.Symbol, new: sympy.Symbol) -> Axes:
     return [new if axis == old else axis for axis in axes]
-
-
-# What they give is no number: torch's default dtype decides, as it does where the program compares.
-_COMPARISONS = (torch.eq, torch.ne, torch.lt, torch.le, torch.gt, torch.ge)
-# Element-wise functions that torch has under another name or with more arguments.
-_FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
-    "silu": functional.silu,
-    "maximum": torch.clamp_min,
-    "minimum": torch.clamp_max,
-    "gelu": functional.gelu,
-    "softplus": functional.softplus,
-}

@@ -2,24 +2,58 @@
 
     scores[b, h, i, j]  =  0.25 * Contract_e(Load(q, b, h, i, e) * Load(k, b, h, j, e))
 
-The classes are what patterns match on; the functions of `algebra` with like names simplify as they build. Index
-arithmetic (which element is loaded, which comparison holds) is SymPy over integer symbols that have a range, kept by
-`space.Space`.
+One language, from the lift to the kernels. The lift says which element is read by SymPy over integer index symbols:
+`Index`, `Load`, `NonNegative`, `IsZero`. A score program (`kernels.score`) says the same by arithmetic on `Position`:
+`Input`, `Number`, `Gather`, `Compare`. All other nodes mean the same in both.
+
+Patterns match on the classes. The functions of `simplify` with like names simplify as they build; Python's operators
+build a node as it stands.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import sympy
 import torch
 
 
 class Expr:
-    """Base of the element expressions."""
+    """Base of the element expressions. `a + b`, `-a` and their like build nodes, and numbers become `Const`."""
 
     __slots__ = ()
+
+    def __add__(self, other: Expr | float) -> Expr:
+        return Add(self, as_expr(other))
+
+    def __radd__(self, other: float) -> Expr:
+        return Add(Const(other), self)
+
+    def __sub__(self, other: Expr | float) -> Expr:
+        return Binary("sub", self, as_expr(other))
+
+    def __rsub__(self, other: float) -> Expr:
+        return Binary("sub", Const(other), self)
+
+    def __mul__(self, other: Expr | float) -> Expr:
+        return Mul(self, as_expr(other))
+
+    def __rmul__(self, other: float) -> Expr:
+        return Mul(Const(other), self)
+
+    def __truediv__(self, other: Expr | float) -> Expr:
+        return Div(self, as_expr(other))
+
+    def __rtruediv__(self, other: float) -> Expr:
+        return Div(Const(other), self)
+
+    def __pow__(self, other: Expr | float) -> Expr:
+        return Binary("pow", self, as_expr(other))
+
+    def __neg__(self) -> Expr:
+        return Unary("neg", self)
 
 
 @dataclass(frozen=True)
@@ -50,6 +84,41 @@ class Scalar(Expr):
 
 
 @dataclass(frozen=True)
+class Position(Expr):
+    """The position along one dimension of the scores: b (batch), h (query head), i (query) or j (key); int64."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Number(Expr):
+    """Entry `number` of the whole numbers that a score program is handed."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Input(Expr):
+    """Tensor `leaf` that a score program is handed, [B|1, H|1, Lq|1, Lk|1], at this element of the scores."""
+
+    leaf: int
+
+
+@dataclass(frozen=True)
+class Diagonal(Expr):
+    """What `chunked.hoisted` has computed in the place of a part that depends on j - i: tensor `leaf`."""
+
+    leaf: int
+
+
+@dataclass(frozen=True)
+class Given(Expr):
+    """Operand `number` of a gradient rule: the gradient that flows in, the result, or an operand of the function."""
+
+    number: int
+
+
+@dataclass(frozen=True)
 class Cast(Expr):
     """Conversion to a dtype that may round or widen."""
 
@@ -77,7 +146,7 @@ class Div(Expr):
 
 @dataclass(frozen=True)
 class Unary(Expr):
-    """An element-wise function of one argument by its ATen name: exp, tanh, sqrt, ..."""
+    """An element-wise function of one argument by its name in `functions`: exp, tanh, sqrt, ..."""
 
     name: str
     x: Expr
@@ -85,7 +154,7 @@ class Unary(Expr):
 
 @dataclass(frozen=True)
 class Binary(Expr):
-    """An element-wise function of two arguments by its ATen name: maximum, pow, ..."""
+    """An element-wise function of two arguments by its name in `functions`: maximum, pow, ..."""
 
     name: str
     a: Expr
@@ -153,7 +222,7 @@ class Gather(Expr):
 class Score(Expr):
     """The product of query and key, held in `dtype`, where an expression says what is done with it."""
 
-    dtype: torch.dtype
+    dtype: torch.dtype = torch.float32
 
 
 @dataclass(frozen=True)
@@ -196,13 +265,72 @@ class Dropout(Expr):
 TRUE, FALSE = Const(True), Const(False)
 
 
-def children(expr: Expr) -> tuple[Expr, ...]:
+def as_expr(x: Expr | float) -> Expr:
+    return x if isinstance(x, Expr) else Const(x)
+
+
+def name_of(expr: Expr) -> str:
+    """The name of the operation that `expr` is, "" for a leaf; of arithmetic and functions torch's."""
     match expr:
-        case Const() | Index() | Load() | Scalar() | Score() | NonNegative() | IsZero():
-            return ()
-        case Gather(_, index):
-            return index
-    return tuple(value for f in fields(expr) if isinstance(value := getattr(expr, f.name), Expr))  # type: ignore[arg-type]
+        case Unary(name) | Binary(name) | Compare(name):
+            return name
+    return _NAMES.get(type(expr), "")
+
+
+_NAMES: dict[type[Expr], str] = {
+    Add: "add", Mul: "mul", Div: "div", Select: "where", Not: "not", And: "and", Or: "or", Cast: "cast",
+    Gather: "gather",
+}  # fmt: skip
+
+
+def children(expr: Expr) -> tuple[Expr, ...]:
+    if isinstance(expr, Gather):
+        return expr.index
+    return tuple(value for name in _fields(type(expr)) if isinstance(value := getattr(expr, name), Expr))
+
+
+def remade(expr: Expr, parts: Sequence[Expr]) -> Expr:
+    """`expr` as it stands with other children, as many as it has."""
+    if isinstance(expr, Gather):
+        return Gather(expr.leaf, tuple(parts))
+    own, given = (getattr(expr, name) for name in _fields(type(expr))), iter(parts)
+    return type(expr)(*(next(given) if isinstance(value, Expr) else value for value in own))
+
+
+def _fields(kind: type[Expr]) -> tuple[str, ...]:
+    return vars(kind)["__match_args__"]
+
+
+def distinct(expr: Expr | None, ends: Callable[[Expr], bool] = lambda node: False) -> Iterator[Expr]:
+    """Every object that `expr` is made of once, children first; of those that `ends` holds for no children."""
+    seen: set[int] = set()
+
+    def below(node: Expr) -> Iterator[Expr]:
+        if id(node) not in seen:
+            seen.add(id(node))
+            for child in () if ends(node) else children(node):
+                yield from below(child)
+            yield node
+
+    if expr is not None:
+        yield from below(expr)
+
+
+def interned(expr: Expr, known: dict[Any, Expr]) -> Expr:
+    """`expr` with equal parts as one object, and as one with those in `known`.
+
+    Equal are operations alike on the same objects. Of constants True, 1 and 1.0 are three.
+    """
+    if ("object", id(expr)) in known:
+        return known["object", id(expr)]
+    parts = [interned(part, known) for part in children(expr)]
+    values = [getattr(expr, name) for name in _fields(type(expr)) if not (isinstance(expr, Gather) and name == "index")]
+    own = (repr(value) for value in values if not isinstance(value, Expr))
+    made = known.setdefault((type(expr), *own, *map(id, parts)), remade(expr, parts))
+    # The object is kept too: the identity of one that is gone could come back.
+    known["kept", id(expr)] = expr
+    known["object", id(expr)] = made
+    return made
 
 
 def walk(expr: Expr) -> Iterator[Expr]:

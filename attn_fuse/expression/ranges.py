@@ -13,6 +13,7 @@ from typing import TypeAlias
 import torch
 
 from attn_fuse.expression import nodes as ex
+from attn_fuse.expression.functions import FUNCTIONS, Order, interval_of
 from attn_fuse.expression.index import Space
 from attn_fuse.expression.nodes import Expr
 
@@ -55,7 +56,7 @@ def _is_no_number(x: Expr, known: dict[int, frozenset[int]]) -> bool:
         case ex.Add(a, b):
             return len(_infinities(a, known) | _infinities(b, known)) == 2
         case ex.Unary(name, inner):
-            return name not in _OF_INFINITY and bool(_infinities(inner, known))
+            return FUNCTIONS[name].infinite is None and bool(_infinities(inner, known))
         case ex.Binary(name, a, b):
             return name not in ("maximum", "minimum") and bool(_infinities(a, known) | _infinities(b, known))
     return False
@@ -77,7 +78,8 @@ def _signs(x: Expr, known: dict[int, frozenset[int]]) -> frozenset[int]:
         case ex.Const(value):
             return frozenset({1 if value > 0 else -1}) if math.isinf(value) else frozenset()
         case ex.Unary(name, inner) if signs := _infinities(inner, known):
-            return _OF_INFINITY.get(name, lambda _: _BOTH)(signs)
+            infinite = FUNCTIONS[name].infinite
+            return _BOTH if infinite is None else infinite(signs)
         case ex.Cast(_, inner):
             return _infinities(inner, known)
         case ex.Mul(a, b) if _infinities(a, known) and a == b:
@@ -104,14 +106,6 @@ def _negated(signs: frozenset[int]) -> frozenset[int]:
 
 
 _BOTH = frozenset({1, -1})
-_OF_INFINITY: dict[str, Callable[[frozenset[int]], frozenset[int]]] = {
-    **dict.fromkeys(("detach", "floor", "ceil", "round", "trunc"), lambda signs: signs),
-    "neg": _negated,
-    "abs": lambda _: frozenset({1}),
-    # What has a limit on the one side, or on both.
-    **dict.fromkeys(("exp", "exp2", "expm1", "relu", "softplus", "silu", "gelu", "mish"), lambda signs: signs - {-1}),
-    **dict.fromkeys(("tanh", "sigmoid", "erf", "erfc", "atan", "sign"), lambda _: frozenset()),
-}
 _LEARNED = 100.0
 # Where int32 wraps around.
 _WRAPS = 2.0**31
@@ -142,11 +136,8 @@ class _Bounder:
                 return (-_LEARNED, _LEARNED) if leaf in self.learned else _ANY
             case ex.NonNegative() | ex.IsZero() | ex.Compare() | ex.Not() | ex.And() | ex.Or() | ex.Softmax():
                 return _TRUTH
-            case ex.Add(a, b):
-                (low, high), (by_low, by_high) = self.of(a), self.of(b)
-                return low + by_low, high + by_high
-            case ex.Mul(a, b):
-                return _at_corners(lambda m, n: m * n, self.of(a), self.of(b))
+            case ex.Add(a, b) | ex.Mul(a, b):
+                return interval_of(ex.name_of(x), _ENDS, (self.of(a), self.of(b))) or _ANY
             case ex.Div(a, b):
                 by = self.of(b)
                 return _ANY if by[0] <= 0 <= by[1] else _at_corners(lambda m, n: m / n, self.of(a), by)
@@ -168,6 +159,13 @@ class _Bounder:
         return _ANY
 
 
+def _or_nan(choose: Callable[[float, float], float]) -> Callable[[float, float], float]:
+    return lambda x, y: math.nan if math.isnan(x) or math.isnan(y) else choose(x, y)
+
+
+_ENDS = Order(_or_nan(min), _or_nan(max))
+
+
 def _at_corners(function: Callable[[float, float], float], a: Bounds, b: Bounds) -> Bounds:
     """For a function that only rises or only falls in each argument, whatever the other is."""
     corners = [function(m, n) for m, n in itertools.product(a, b)]
@@ -175,28 +173,14 @@ def _at_corners(function: Callable[[float, float], float], a: Bounds, b: Bounds)
 
 
 def _of_one(name: str, x: Bounds) -> Bounds:
-    low, high = x
-    if name in _RANGES:
-        return _RANGES[name]
-    if name in ("abs", "cosh"):
-        ends = sorted(_value(name, end) for end in x)
-        return (_value(name, 0.0) if low <= 0 <= high else ends[0]), ends[1]
-    if name in ("silu", "gelu", "mish"):
-        return -0.5, max(0.0, high)
-    if name in ("rsqrt", "reciprocal"):
-        return _ANY if low <= 0 else (_value(name, high), _value(name, low))
-    if name in _MONOTONE:
-        ends = sorted(_value(name, end) for end in x)
-        return ends[0], ends[1]
-    return _ANY
+    row = FUNCTIONS[name]
+    return _ANY if row.image is None else row.image(row.value, x)
 
 
 def _of_two(name: str, a: Bounds, b: Bounds) -> Bounds:
     match name:
-        case "maximum":
-            return max(a[0], b[0]), max(a[1], b[1])
-        case "minimum":
-            return min(a[0], b[0]), min(a[1], b[1])
+        case "maximum" | "minimum":
+            return interval_of(name, _ENDS, (a, b)) or _ANY
         case "atan2":
             return -math.pi, math.pi
         case "remainder" | "fmod":
@@ -220,23 +204,3 @@ def _held_in(dtype: torch.dtype, x: Bounds) -> Bounds:
 
 def _power(base: float, exponent: float) -> float:
     return float(torch.tensor(base, dtype=torch.float64).pow(exponent))
-
-
-def _value(name: str, x: float) -> float:
-    function = getattr(torch, name, None) or getattr(torch.nn.functional, name.replace("log_sigmoid", "logsigmoid"))
-    return float(function(torch.tensor(x, dtype=torch.float64)))
-
-
-_RANGES: dict[str, Bounds] = {
-    **dict.fromkeys(("sin", "cos", "sign", "tanh", "erf"), (-1.0, 1.0)),
-    **dict.fromkeys(("isnan", "isinf", "isfinite"), _TRUTH),
-    "sigmoid": (0.0, 1.0),
-    "erfc": (0.0, 2.0),
-    "atan": (-math.pi / 2, math.pi / 2),
-    "asin": (-math.pi / 2, math.pi / 2),
-    "acos": (0.0, math.pi),
-}
-_MONOTONE = frozenset(
-    "exp exp2 expm1 log log2 log10 log1p sqrt sinh asinh acosh atanh logit log_sigmoid softplus relu neg detach floor "
-    "ceil round trunc".split()
-)

@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
 import sympy
 import torch
-from torch.nn import functional
 
+from attn_fuse.expression.functions import FUNCTIONS
 from attn_fuse.expression.index import Space, simplify_index
 from attn_fuse.expression.nodes import (
     FALSE,
@@ -90,7 +91,7 @@ def _held(x: Expr, dtype: torch.dtype) -> Expr:
         return operand if is_number or not _is_untyped(operand) else Cast(dtype, operand)
 
     match x:
-        case Unary(name, operand) if name not in _WHOLE:
+        case Unary(name, operand) if FUNCTIONS[name].gives != "same":
             return Unary(name, held(operand))
         case Binary(name, a, b):
             return Binary(name, held(a), held(b))
@@ -106,10 +107,6 @@ def _is_untyped(x: Expr) -> bool:
 
 def _has_position(x: Select) -> bool:
     return any(isinstance(part, Index) for branch in (x.a, x.b) for part in walk(branch))
-
-
-# Functions of whole numbers that give whole numbers.
-_WHOLE = frozenset("abs neg sign floor ceil round trunc relu detach".split())
 
 
 def is_exact(value: sympy.Expr, dtype: torch.dtype, space: Space) -> bool:
@@ -252,11 +249,10 @@ def binary(name: str, a: Expr, b: Expr, dtype: torch.dtype | None = None) -> Exp
 
 def _folded(name: str, dtype: torch.dtype | None, *operands: Const) -> Const | None:
     """What torch makes of these numbers; None where that is no number."""
-    function = getattr(torch, name, None) or getattr(functional, name)
     if dtype is None and any(isinstance(x.value, float) for x in operands):
         dtype = torch.float64
     try:
-        value = function(*(torch.tensor(x.value, dtype=dtype) for x in operands)).item()
+        value = FUNCTIONS[name].torch(*(torch.tensor(x.value, dtype=dtype) for x in operands)).item()
     except RuntimeError:
         return None
     return None if math.isnan(value) or (math.isinf(value) and name != "log") else Const(value)
@@ -358,20 +354,12 @@ def is_zero(value: sympy.Expr, space: Space) -> Expr:
 
 _HALVES: tuple[torch.dtype | None, ...] = (torch.float16, torch.bfloat16)
 _FLIPPED = {"eq": "eq", "ne": "ne", "lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
-_PYTHON = {
-    "eq": lambda a, b: a == b,
-    "ne": lambda a, b: a != b,
-    "lt": lambda a, b: a < b,
-    "le": lambda a, b: a <= b,
-    "gt": lambda a, b: a > b,
-    "ge": lambda a, b: a >= b,
-}
 
 
 def compare(op: str, a: Expr, b: Expr, space: Space | None = None) -> Expr:
     match a, b:
         case Const(x), Const(y):
-            return Const(bool(_PYTHON[op](x, y)))
+            return Const(bool(getattr(operator, op)(x, y)))
         case Const(), _:
             return compare(_FLIPPED[op], b, a, space)
         case Select(cond, Const() as x, Const() as y), Const():

@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from attn_fuse.attention.attention import Attention
 from attn_fuse.attention.facts import Facts
 from attn_fuse.emit.builder import tensor
-from attn_fuse.kernels.kernel import Kernel, beyond_masks_and_biases
+from attn_fuse.kernels.kernel import BEYOND_SDPA, GridValues, Kernel, Reach, beyond_masks_and_biases
 from attn_fuse.torch_internals import FakeTensorMode, sdpa_choice
 
 if TYPE_CHECKING:
@@ -202,14 +202,22 @@ def _first_line(message: Any) -> str:
     return str(message).partition("\n")[0].partition(" (Triggered")[0]
 
 
-def _cuda(name: str, backend: SDPBackend, can_use: Any, dtypes: frozenset[torch.dtype], takes_gqa: bool) -> Kernel:
+def _cuda(backend: SDPBackend, can_use: Any, takes_gqa: bool, **fields: Any) -> Kernel:
     return Kernel(
-        name=name,
         devices=frozenset({"cuda"}),
-        dtypes=dtypes,
         limits=functools.partial(cuda_limits, can_use, takes_gqa),
         emit=functools.partial(emit, backend),
+        **fields,
     )
+
+
+# A bias that is not learned may hide all keys of a query, which the backward of many a kernel gets wrong.
+_GIVEN_BIAS: GridValues = {"bias": ("full", "of the keys", "alibi")}
+_LEARNED_BIAS = (
+    "learned", "learned for all batches", "learned for all heads", "learned for all queries", "learned for all keys",
+    "relative table",
+)  # fmt: skip
+_ANY_BIAS: GridValues = {"bias": (*_GIVEN_BIAS["bias"], *_LEARNED_BIAS)}
 
 
 CPU_FLASH = Kernel(
@@ -218,13 +226,63 @@ CPU_FLASH = Kernel(
     dtypes=_HALF | {torch.float32, torch.float64},
     limits=cpu_limits,
     emit=functools.partial(emit, SDPBackend.FLASH_ATTENTION),
+    # At length 2048 35 ms forward and 126 in training, where Inductor takes 112 and 329.
+    reach={"cpu": Reach(0.38, 0.37, skips="causal", launches=6)},
+    switch="flash",
+    # In inference the rows of the grid that it declines are float16, with a bias or fully masked rows.
+    declines={"always": BEYOND_SDPA | {"dropout": ("0.25",)}, "training": _ANY_BIAS},
 )
-CUDNN = _cuda("cudnn", SDPBackend.CUDNN_ATTENTION, torch.backends.cuda.can_use_cudnn_attention, _HALF, True)
-CUDA_FLASH = _cuda("cuda_flash", SDPBackend.FLASH_ATTENTION, torch.backends.cuda.can_use_flash_attention, _HALF, True)
+CUDNN = _cuda(
+    SDPBackend.CUDNN_ATTENTION,
+    torch.backends.cuda.can_use_cudnn_attention,
+    takes_gqa=True,
+    name="cudnn",
+    dtypes=_HALF,
+    # NVIDIA's cudnn-frontend benchmarks, H200, head_dim 128: 484-702 TFLOP/s forward, 370-612 backward, of 989.
+    reach={"cuda": Reach(0.65, 0.54, skips="causal", launches=2, dropout=1.2)},
+    # torch 2.11, modelscope/FunASR#3704.
+    plan_seconds=(0.44, 0.55),
+    switch="cudnn",
+    nondeterministic=lambda facts, only_warns: "its backward is not deterministic",
+    declines={"always": BEYOND_SDPA, "training": _GIVEN_BIAS},
+)
+CUDA_FLASH = _cuda(
+    SDPBackend.FLASH_ATTENTION,
+    torch.backends.cuda.can_use_flash_attention,
+    takes_gqa=True,
+    name="cuda_flash",
+    dtypes=_HALF,
+    # FA2, H200: 300-370 and 290-320 TFLOP/s, about 0.65 of what sm_80 code can reach on these SMs. Its backward goes
+    # over to a deterministic one by itself.
+    reach={"cuda": Reach(0.65, 0.6, sm80=True, skips="causal", launches=2, dropout=1.2, splits=True)},
+    switch="flash",
+    declines={
+        "always": BEYOND_SDPA
+        | _ANY_BIAS
+        | {
+            "dims": ("24, 40", "64, 8"),
+            "positions": ("causal with offset", "window", "band", "prefix"),
+            "visible": ("lengths", "documents", "a tensor", "a tensor for all batches"),
+        }
+    },
+)
 CUDA_EFFICIENT = _cuda(
-    "cuda_efficient",
     SDPBackend.EFFICIENT_ATTENTION,
     torch.backends.cuda.can_use_efficient_attention,
-    _HALF | {torch.float32},
-    False,
-)
+    takes_gqa=False,
+    name="cuda_efficient",
+    dtypes=_HALF | {torch.float32},
+    # Older CUTLASS code for sm_80, about half of FA2; float32 always as three TF32 products (OpMultiplyAddFastF32). The
+    # gradient of a table: index_put_(accumulate=True), which sorts a key for each element.
+    reach={
+        "cuda": Reach(
+            0.35, 0.25, sm80=True, skips="causal", launches=2, dropout=1.2, summed=(0.0, 2e-9), splits32=1 << 16,
+            fixed32=True,
+        )
+    },
+    switch="efficient",
+    nondeterministic=lambda facts, only_warns: (
+        "its backward is not deterministic while torch is only to warn" if only_warns else ""
+    ),
+    declines={"always": BEYOND_SDPA | {"heads": ("4 of 2", "4 of 1")}, "training": _GIVEN_BIAS},
+)  # fmt: skip

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 
 from attn_fuse.attention.facts import Facts
+from attn_fuse.kernels.kernel import Kernel
 from attn_fuse.torch_internals import sdpa_switches
 
 
@@ -48,33 +49,17 @@ def float32_precision(device: torch.device) -> str:
     return "ieee" if said == "none" else said
 
 
-# The switch that each kernel of SDPA is behind.
-_BEHIND = {"cpu_flash": "flash", "cuda_flash": "flash", "cuda_efficient": "efficient", "cudnn": "cudnn"}
 _OFF_BY = {"flash": "enable_flash_sdp", "efficient": "enable_mem_efficient_sdp", "cudnn": "enable_cudnn_sdp"}
 
 
-def forbidden(kernel: str, facts: Facts, switches: Switches) -> Iterator[str]:
+def forbidden(kernel: Kernel, facts: Facts, switches: Switches) -> Iterator[str]:
     """The reasons why torch's settings keep `kernel` from running."""
-    behind = _BEHIND.get(kernel)
-    if behind is not None and not getattr(switches, behind):
+    if kernel.switch and not getattr(switches, kernel.switch):
         yield (
-            f"{behind} attention is switched off (torch.nn.attention.sdpa_kernel or "
-            f"torch.backends.cuda.{_OFF_BY[behind]})"
+            f"{kernel.switch} attention is switched off (torch.nn.attention.sdpa_kernel or "
+            f"torch.backends.cuda.{_OFF_BY[kernel.switch]})"
         )
     if switches.deterministic and (facts.training or facts.bias_needs_grad):
-        reason = _not_deterministic(kernel, facts, switches)
+        reason = kernel.nondeterministic(facts, switches.warns_only)
         if reason:
             yield f"torch.use_deterministic_algorithms is on, and {reason}"
-
-
-def _not_deterministic(kernel: str, facts: Facts, switches: Switches) -> str:
-    # FA2 and, unless it is only to warn, the efficient kernel go over to a deterministic backward by themselves; CPU
-    # flash, chunked and the Triton kernels never had another.
-    match kernel:
-        case "cudnn":
-            return "its backward is not deterministic"
-        case "cuda_efficient" if switches.warns_only:
-            return "its backward is not deterministic while torch is only to warn"
-        case "flex" if facts.bias_needs_grad:
-            return "it adds up the gradient of a bias by atomics"
-    return ""

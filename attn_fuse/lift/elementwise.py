@@ -11,6 +11,7 @@ import torch
 
 from attn_fuse.expression import nodes as ex
 from attn_fuse.expression import simplify as al
+from attn_fuse.expression.functions import COMPARISONS, UNARY
 from attn_fuse.expression.nodes import Expr
 from attn_fuse.lift.tensor import Indices, NoClosedForm, Operation, Tensor, aten, exact, number, operand
 
@@ -328,12 +329,8 @@ def _to_copy(call: Operation) -> Tensor:
     return call.tensor(lambda index: al.cast(dtype, element(index), x.dtype, call.space))
 
 
-# Functions of one number that are taken as they are.
-UNARY = (
-    "exp exp2 expm1 log log2 log10 log1p tanh sqrt rsqrt reciprocal abs sigmoid sin cos tan asin acos atan sinh cosh "
-    "asinh acosh atanh erf erfc sign relu silu"
-).split()
-TO_WHOLE = "floor ceil round trunc".split()
+# How the lift reads a function of one number that is a row of `expression.functions`.
+_LIFTED = {"plain": _of_one, "whole": _to_whole, "test": _test}
 
 ELEMENTWISE: dict[Any, Callable[[Operation], Any]] = {
     aten.add.Tensor: _arithmetic(al.add, scaled=True),
@@ -349,9 +346,7 @@ ELEMENTWISE: dict[Any, Callable[[Operation], Any]] = {
     aten.remainder.Scalar: _remainder,
     aten.remainder.Tensor: _remainder,
     aten.neg.default: _negate,
-    **{getattr(aten, name).default: _of_one(name) for name in UNARY},
-    **{getattr(aten, name).default: _to_whole(name) for name in TO_WHOLE},
-    **{getattr(aten, name).default: _test(name) for name in ("isnan", "isinf", "isfinite")},
+    **{getattr(aten, row.name).default: _LIFTED[row.lifted](row.name) for row in UNARY.values() if row.lifted},
     aten.isneginf.default: _is_infinite(-math.inf),
     aten.isposinf.default: _is_infinite(math.inf),
     aten.gelu.default: _gelu,
@@ -373,11 +368,7 @@ ELEMENTWISE: dict[Any, Callable[[Operation], Any]] = {
     aten.pow.Scalar: _of_two("pow", "exponent"),
     aten.clamp.default: _clamp,
     aten.clamp.Tensor: _clamp,
-    **{
-        getattr(getattr(aten, op), kind): _comparison(op)
-        for op in ("eq", "ne", "lt", "le", "gt", "ge")
-        for kind in ("Tensor", "Scalar")
-    },
+    **{getattr(getattr(aten, op), kind): _comparison(op) for op in COMPARISONS for kind in ("Tensor", "Scalar")},
     **dict.fromkeys((aten.logical_and.default, aten.bitwise_and.Tensor), _logical(al.logical_and)),
     **dict.fromkeys((aten.logical_or.default, aten.bitwise_or.Tensor), _logical(al.logical_or)),
     **dict.fromkeys((aten.logical_xor.default, aten.bitwise_xor.Tensor), _logical(_exclusive_or)),

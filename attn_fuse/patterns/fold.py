@@ -14,10 +14,12 @@ from dataclasses import dataclass
 import sympy
 import torch
 
-from attn_fuse.attention.attention import Axes, Mask, Refusal
-from attn_fuse.attention.mask import every_query_sees_a_key, mask_parts
+from attn_fuse.attention.attention import Refusal
+from attn_fuse.attention.axes import Axes
+from attn_fuse.attention.mask import EmptyRows, Mask, every_query_sees_a_key, mask_parts
 from attn_fuse.expression import nodes as ex
 from attn_fuse.expression import simplify as al
+from attn_fuse.expression.functions import FUNCTIONS
 from attn_fuse.expression.nodes import Const, Expr, index_symbols
 from attn_fuse.expression.ranges import stays_within
 from attn_fuse.lift.lift import Lifted
@@ -134,7 +136,7 @@ def mask_and_biases(
     # Of a query that sees some key, the keys under a finite fill have no weight, whatever the others see.
     soft_parts = parts if finite and not unknown else ()
     # Where a floor replaced the scores of a whole row, it also stopped their gradient.
-    softly = "mean" if scores.floored else "none"
+    softly: EmptyRows = "mean" if scores.floored else "none"
     if not hard:
         return Mask(empty_rows=softly, soft_parts=soft_parts), biases
     if values == {-math.inf}:
@@ -173,9 +175,9 @@ def _is_ordinary(score: Expr, lifted: Lifted) -> bool:
     match score:
         case ex.Score():
             return True
-        case ex.Unary(name, _) if name in _BOUNDED:
+        case ex.Unary(name, _) if FUNCTIONS[name].growth == "bounded":
             return True
-        case ex.Unary(name, x) if name in _MODEST:
+        case ex.Unary(name, x) if FUNCTIONS[name].growth == "linear":
             return _is_ordinary(x, lifted)
         case ex.Cast(_, x) | ex.Mul(x, ex.Load() | ex.Scalar()) | ex.Mul(ex.Load() | ex.Scalar(), x):
             return _is_ordinary(x, lifted)
@@ -193,8 +195,6 @@ def _is_ordinary(score: Expr, lifted: Lifted) -> bool:
 # Scores stay above half of a fill, and exp(-104) is 0 in float32.
 _LEAST_FILL = -208.0
 _ORDINARY = 1e6
-_BOUNDED = frozenset("tanh sigmoid erf erfc sin cos atan sign".split())
-_MODEST = frozenset("abs neg relu gelu silu mish softplus sqrt asinh floor ceil round trunc detach".split())
 
 
 def _as_bias(fill: Fill) -> Expr:

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 import sympy
 
-from attn_fuse.attention.attention import Attention, Axes, Mask, Refusal
-from attn_fuse.attention.mask import conjuncts
+from attn_fuse.attention.attention import Attention, Refusal
+from attn_fuse.attention.axes import Axes
+from attn_fuse.attention.mask import Mask, conjuncts
 from attn_fuse.expression import nodes as ex
 from attn_fuse.expression import simplify as al
 from attn_fuse.expression.nodes import Const, Expr, Score, index_symbols

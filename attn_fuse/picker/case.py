@@ -10,12 +10,11 @@ from typing import Any
 import sympy
 import torch
 
-from attn_fuse.attention.attention import Attention, Causal, DenseMask, Documents, KeyPadding, Prefix, Window
+from attn_fuse.attention.attention import Attention
 from attn_fuse.attention.facts import Facts
+from attn_fuse.attention.mask import KINDS
 from attn_fuse.expression.nodes import Expr, Gather, Load, walk
 
-# The kinds of mask. "window": a band of keys around each query, or a causal mask with an offset.
-MASKS = ("none", "causal", "window", "prefix", "padding", "documents", "dense")
 # The kinds of bias. "gradient": one that needs its gradient. "indexed": a table read by an index tensor that has an
 # element for each query and key, whether the table needs a gradient or not.
 BIASES = ("none", "constant", "gradient", "indexed")
@@ -24,8 +23,6 @@ DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float1
 # The min that a symbolic length counts as: the first call may be short, but later long ones take the time.
 TYPICAL_LENGTH = 1024
 _ROWS_COUNTED = 1024
-# A prefix counts as 1 / _PREFIX of the keys: its length is known only when the program runs.
-_PREFIX = 4
 
 
 @dataclass(frozen=True)
@@ -34,7 +31,7 @@ class Case:
 
     dtype: a key of DTYPES. training: whether the backward runs as well as the forward.
     kv_heads, value_dim: 0 stands for `heads` and for `head_dim`.
-    mask: one of MASKS. visible: the share of the scores that the mask keeps, as far as positions alone decide it.
+    mask: one of `attention.mask.KINDS`. visible: the share of the scores that the mask keeps, as far as positions decide it.
     bias: one of BIASES. table: whether a learned bias is looked up in a table.
     function: whether a softcap, another function or a looked-up bias changes the scores, or a factor the weights.
     dropout, sink: whether there is dropout of the weights, and a sink.
@@ -68,7 +65,7 @@ class Case:
             value, kind = getattr(self, field.name), _KINDS[str(field.type)]
             if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
                 raise ValueError(f"{field.name} {value!r} is no {field.type}")
-        for name, known in (("dtype", DTYPES), ("mask", MASKS), ("bias", BIASES)):
+        for name, known in (("dtype", DTYPES), ("mask", KINDS), ("bias", BIASES)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} {getattr(self, name)!r} is none of {', '.join(known)}")
         sizes = (self.batch, self.heads, self.q_len, self.kv_len, self.head_dim, self.kv_heads, self.value_dim)
@@ -178,17 +175,13 @@ def _mask(attention: Attention, facts: Facts, q_len: int, kv_len: int) -> tuple[
         found = value.subs(lengths)
         return int(found) if found.is_Integer else None
 
-    offset = next((number(part.offset) for part in parts if isinstance(part, (Causal, Prefix))), None)
-    reach = next((number(part.reach) for part in parts if isinstance(part, Window)), None)
-    prefix = kv_len // _PREFIX if any(isinstance(part, Prefix) for part in parts) else 0
-    visible = visible_share(q_len, kv_len, offset, reach, prefix)
-    for name, kind in (
-        ("dense", DenseMask), ("documents", Documents), ("padding", KeyPadding), ("prefix", Prefix), ("window", Window),
-        ("causal", Causal),
-    ):  # fmt: skip
-        if any(isinstance(part, kind) for part in parts):
-            return ("window" if name == "causal" and offset != 0 else name), visible
-    return "none", 1.0
+    bands = [part.band for part in parts]
+    upper = next((number(band.upper) for band in bands if band.upper is not None), None)
+    lower = next((number(band.lower) for band in bands if band.lower is not None), None)
+    first = int(kv_len * max((band.first for band in bands), default=0.0))
+    visible = visible_share(q_len, kv_len, upper, None if lower is None else -lower, first)
+    kind = max((part.kind for part in parts), key=KINDS.index, default="none")
+    return ("window" if kind == "causal" and upper != 0 else kind), visible if parts else 1.0
 
 
 def visible_share(q_len: int, kv_len: int, offset: int | None, reach: int | None, prefix: int = 0) -> float:

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
+from attn_fuse.kernels.kernel import Kernel, Reach
 from attn_fuse.kernels.switches import float32_precision
-from attn_fuse.picker.case import MASKS, Case
-from attn_fuse.picker.evidence import AS_WRITTEN, Comparison
+from attn_fuse.picker.case import Case
+from attn_fuse.picker.evidence import Comparison
 
 
 @dataclass(frozen=True)
@@ -39,86 +40,20 @@ class Peaks:
     tf32: bool = False
 
 
-@dataclass(frozen=True)
-class Reach:
-    """The share of the peak rates that a kernel reaches, forward and backward.
-
-    sm80: whether its code is written for sm_80. skips: the masks whose hidden scores it does not compute.
-    passes: how often each score goes through memory, forward and in training.
-    launches: operations of a call. per_block: operations of a block of scores, for a kernel whose loop over blocks runs
-        on the host; a block stays in cache.
-    dropout: the time of its products with dropout, over that without.
-    splits: whether several programs share the keys of few queries.
-    pads: whether the narrower of the rows of key and value are padded to the wider.
-    summed: seconds for each element of a bias's gradient, where the bias is stored, and where it is looked up in a
-        table.
-    forward32, backward32: the shares in float32; None where they are the same.
-    splits32: the max head_dim and value_dim at which a float32 product becomes three TF32 products, where a single one
-        is not allowed. fixed32: whether it becomes three where a single one is allowed, too.
-    """
-
-    forward: float
-    backward: float
-    sm80: bool = False
-    skips: tuple[str, ...] = MASKS
-    passes: tuple[float, float] = (0.0, 0.0)
-    launches: float = 1.0
-    per_block: float = 0.0
-    dropout: float = 1.0
-    splits: bool = False
-    pads: bool = False
-    summed: tuple[float, float] = (0.0, 0.0)
-    forward32: float | None = None
-    backward32: float | None = None
-    splits32: int = 0
-    fixed32: bool = False
-
-
-# torch's SDPA kernels get any other mask as a tensor, and compute what it hides.
-_CAUSAL = ("causal",)
-_ANY = 1 << 16
-# CUDA, shares of the dense peak. cudnn: NVIDIA's cudnn-frontend benchmarks, H200, head_dim 128: 484-702 TFLOP/s
-# forward, 370-612 backward, of 989. FA2: 300-370 and 290-320, about 0.65 of what sm_80 code can reach on these SMs.
-# FlexAttention: 0.85-0.90 of FA2. Triton: its tutorial kernel reaches 0.6-0.7 of cuDNN. Efficient: older CUTLASS code
-# for sm_80, about half of FA2. As written and chunked: products at the rate of matmuls of this size, the rest is
-# memory.
-# Dropout: with it our kernels take 1.3 to 1.6 times the instructions, counted on sm_90. The gradient of a table: a
-# kernel that takes the bias as a tensor leaves it to index_put_(accumulate=True), which sorts a key for each element;
-# FlexAttention adds by atomics.
-# Float32: efficient always takes three TF32 products (CUTLASS, OpMultiplyAddFastF32), ours do where a row fits the
-# registers. FlexAttention's template has tiles of 64 x 64 forward and of 16 x 16 backward, and uses tensor cores only
-# where TF32 is allowed. These shares are guesses.
-_CUDA = {
-    AS_WRITTEN: Reach(0.55, 0.55, skips=(), passes=(5, 14), launches=5, splits=True),
-    "cudnn": Reach(0.65, 0.54, skips=_CAUSAL, launches=2, dropout=1.2),
-    "cuda_flash": Reach(0.65, 0.6, sm80=True, skips=_CAUSAL, launches=2, dropout=1.2, splits=True),
-    "cuda_efficient": Reach(
-        0.35, 0.25, sm80=True, skips=_CAUSAL, launches=2, dropout=1.2, summed=(0.0, 2e-9), splits32=_ANY, fixed32=True
-    ),
-    "flex": Reach(0.56, 0.5, sm80=True, launches=3, splits=True, summed=(1e-10, 1e-9), forward32=0.3, backward32=0.06),
-    "triton_flash": Reach(0.42, 0.33, launches=2, dropout=1.5, forward32=0.25, backward32=0.15, splits32=64),
-    "triton_flash_hopper": Reach(0.47, 0.38, launches=2, dropout=1.5),
-    "triton_decode": Reach(0.42, 0.33, launches=3, splits=True, forward32=0.25, splits32=64),
-    "chunked": Reach(0.4, 0.4, passes=(10, 24), launches=10, per_block=40, splits=True),
-}
-# CPU, shares of the peak of fused multiply-adds. As written and flash: fitted to the shipped table (fp32, head_dim 64,
-# two cores; at length 2048, causal, Inductor takes 112 ms forward and 329 in training, flash 35 and 126).
-# FlexAttention: 0.65-0.75 of flash's time with a causal mask, 0.7-1.3 without. Chunked: the products as written, its
-# blocks passing through cache. Launches: the overhead of each, from the shipped rows with a single query.
-_CPU = {
-    AS_WRITTEN: Reach(0.6, 0.6, skips=(), passes=(3.2, 7), launches=4),
-    "cpu_flash": Reach(0.38, 0.37, skips=_CAUSAL, launches=6),
-    "flex": Reach(0.5, 0.4, launches=25),
-    "chunked": Reach(0.5, 0.5, passes=(6, 16), launches=90, per_block=20),
+# CUDA, shares of the dense peak; products as written run at the rate of matmuls of this size, the rest is memory. CPU,
+# shares of the peak of fused multiply-adds, fitted to the shipped table (fp32, head_dim 64, two cores; at length 2048,
+# causal, Inductor takes 112 ms forward and 329 in training). Each kernel has its own figures in its file.
+AS_WRITTEN_REACH = {
+    "cuda": Reach(0.55, 0.55, skips="none", passes=(5, 14), launches=5, splits=True),
+    "cpu": Reach(0.6, 0.6, skips="none", passes=(3.2, 7), launches=4),
 }
 _BLOCK = 512 * 512
 # Queries of one program of a fused kernel.
 _ROWS = 128
 # The share of the scores within the documents of `workloads`, among those that the other mask parts leave.
 _SEEN_OF_DOCUMENTS = 0.28
-# cuDNN builds a plan for each new shape: seconds forward and backward (torch 2.11, modelscope/FunASR#3704), spread over
-# the number of calls that we assume for a shape.
-_PLAN, _CALLS_OF_A_SHAPE = (0.44, 0.55), 100
+# The number of calls that we assume for a shape, to spread over them what building a plan for it takes.
+_CALLS_OF_A_SHAPE = 100
 
 # Assumed of a CPU, since nothing says: the clock in Hz; bytes a second of a thread to fresh memory (which the system
 # has to clear first) and to the last-level cache; bytes of that cache; seconds of a launch. A cycle has the
@@ -131,27 +66,25 @@ _PER_SM = {7: 1024, 8: 2048, 9: 4096, 10: 8192, 12: 2048}
 _FORWARD, _BACKWARD, _BACKWARD_AS_WRITTEN = 2, 5, 4  # matrix products, each 2 * scores * head_dim operations
 
 
-def estimated(kernel: str, case: Case, device: torch.device) -> Comparison | None:
+def estimated(kernel: Kernel, case: Case, device: torch.device) -> Comparison | None:
     """The model's ratio of `kernel` to the program as written; None for a kernel without figures on such a device."""
-    classes = _CUDA if device.type == "cuda" else _CPU
-    if kernel not in classes:
+    if device.type not in kernel.reach:
         return None
     here = peaks(device)
-    ratio = seconds(classes[kernel], case, here) / seconds(classes[AS_WRITTEN], case, here)
+    ratio = seconds(kernel.reach[device.type], case, here) / seconds(AS_WRITTEN_REACH[device.type], case, here)
     return Comparison(ratio, "estimated, not measured", is_estimate=True)
 
 
 def seconds(reach: Reach, case: Case, here: Peaks) -> float:
     """The estimated seconds of one call."""
-    seen = case.visible if case.mask in reach.skips else 1.0
-    if case.mask == "documents" and "documents" in reach.skips:
+    seen = case.visible if reach.skips in ("any", case.mask) else 1.0
+    if case.mask == "documents" and reach.skips == "any":
         seen *= _SEEN_OF_DOCUMENTS
-    both = 2 * max(case.head_dim, case.value_dim) if reach.pads else case.head_dim + case.value_dim
-    operations = 2 * case.scores * seen * both / 2
+    operations = case.scores * seen * (case.head_dim + case.value_dim)
     forward, backward = _rates(reach, case, here)
     time = _FORWARD * operations / forward
     if case.training:
-        products = _BACKWARD_AS_WRITTEN if not reach.skips else _BACKWARD
+        products = _BACKWARD_AS_WRITTEN if reach.skips == "none" else _BACKWARD
         time += products * operations / backward
     time *= reach.dropout if case.dropout else 1.0
     moved = case.scores * seen * case.itemsize
@@ -161,7 +94,7 @@ def seconds(reach: Reach, case: Case, here: Peaks) -> float:
     passes = reach.passes[case.training] + whole * (2 if case.training else 1) / max(case.batch, 1)
     time += passes * moved / (here.cached if moved < here.cache or reach.per_block else here.bandwidth)
     # As written, keys that several query heads share are copied in memory: read once, then each copy written and read.
-    repeated = 1 + 2 * case.copies if case.copies > 1 and not reach.skips else 1
+    repeated = 1 + 2 * case.copies if case.copies > 1 and reach.skips == "none" else 1
     operands = case.batch * case.itemsize * (case.head_dim + case.value_dim)
     operands *= case.heads * case.q_len + case.kv_heads * case.kv_len * repeated
     time += operands * (4 if case.training else 1) / (here.cached if operands < here.cache else here.bandwidth)
@@ -172,14 +105,15 @@ def seconds(reach: Reach, case: Case, here: Peaks) -> float:
     return time + here.launch * (reach.launches + blocks) * (3 if case.training else 1)
 
 
-def plans(kernel: str, case: Case, changing: bool, device: torch.device) -> float:
-    """The ratio that building plans adds to that of `kernel`, which is 0 for all but cuDNN.
+def plans(kernel: Kernel, case: Case, changing: bool, device: torch.device) -> float:
+    """The ratio that building plans adds to that of `kernel`.
 
     changing: whether sizes change from call to call.
     """
-    if kernel != "cudnn" or not changing:
+    if not kernel.plan_seconds or not changing:
         return 0.0
-    return sum(_PLAN[: 1 + case.training]) / _CALLS_OF_A_SHAPE / seconds(_CUDA[AS_WRITTEN], case, peaks(device))
+    each_call = sum(kernel.plan_seconds[: 1 + case.training]) / _CALLS_OF_A_SHAPE
+    return each_call / seconds(AS_WRITTEN_REACH[device.type], case, peaks(device))
 
 
 def _rates(reach: Reach, case: Case, here: Peaks) -> tuple[float, float]:

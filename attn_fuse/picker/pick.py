@@ -122,20 +122,20 @@ def pick(
         because = "the weights are also used outside the attention, so nothing is saved"
         return Choice(None, why_not | {k.name: (because,) for k in able}, because)
     case = case_of(attention, facts)
-    untried = [k for k in able if k.needs_evidence and _evidence(k.name, case, facts.device) is None]
+    untried = [k for k in able if k.needs_evidence and _evidence(k, case, facts.device) is None]
     why_not |= {k.name: (f"{_UNTRIED}, and is not tried unless it is asked for",) for k in untried}
     able = [k for k in able if k not in untried]
     choice, ratio = _among_measured(able, case, facts, stopwatch, why_not)
     if self_check is None:
         return choice
-    promises = {k: c.ratio for k in untried if (c := cost.estimated(k.name, case, facts.device)) is not None}
+    promises = {k: c.ratio for k in untried if (c := cost.estimated(k, case, facts.device)) is not None}
     return _checked(choice, ratio, promises, self_check)
 
 
 def _reasons(kernel: Kernel, attention: Attention, facts: Facts, set_so: switches.Switches) -> tuple[str, ...]:
     """Every reason why `kernel` cannot run the attention; an exception while asking counts as one."""
     try:
-        return (*switches.forbidden(kernel.name, facts, set_so), *kernel.why_not(attention, facts))
+        return (*switches.forbidden(kernel, facts, set_so), *kernel.why_not(attention, facts))
     except Exception as problem:  # the others may take it
         log.warning("asking %s what it takes failed", kernel.name, exc_info=True)
         return (f"asking it failed: {type(problem).__name__}: {problem}".partition("\n")[0],)
@@ -151,18 +151,18 @@ def _among_measured(
                  for k in able if k.name in times.seconds}  # fmt: skip
         why_not |= {name: (reason,) for name, reason in times.why_not.items()}
         return _fastest(known, why_not, "")
-    known = {k: found for k in able if (found := _judged(k.name, case, facts.device)) is not None}
-    known = {k: _with_plans(k.name, found, case, facts) for k, found in known.items()}
+    known = {k: found for k in able if (found := _judged(k, case, facts.device)) is not None}
+    known = {k: _with_plans(k, found, case, facts) for k, found in known.items()}
     why_not |= {k.name: ("neither measured nor estimated",) for k in able if k not in known}
     return _fastest(known, why_not, f"; measuring here failed ({times.failed})" if times is not None else "")
 
 
-def _judged(kernel: str, case: Case, device: torch.device) -> Comparison | None:
+def _judged(kernel: Kernel, case: Case, device: torch.device) -> Comparison | None:
     found = _evidence(kernel, case, device)
     return found if found is not None else cost.estimated(kernel, case, device)
 
 
-def _with_plans(kernel: str, found: Comparison, case: Case, facts: Facts) -> Comparison:
+def _with_plans(kernel: Kernel, found: Comparison, case: Case, facts: Facts) -> Comparison:
     """`found`, the ratio of one fixed shape, with the plans added that changing shapes need."""
     more = cost.plans(kernel, case, bool(facts.symbolic & {"batch", "q_len", "kv_len"}), facts.device)
     return (
@@ -174,12 +174,12 @@ def _with_plans(kernel: str, found: Comparison, case: Case, facts: Facts) -> Com
     )
 
 
-def _evidence(kernel: str, case: Case, device: torch.device) -> Comparison | None:
+def _evidence(kernel: Kernel, case: Case, device: torch.device) -> Comparison | None:
     def model(of: Case) -> float:
         expected = cost.estimated(kernel, of, device)
         return 1.0 if expected is None else expected.ratio
 
-    return evidence.compare(kernel, case, this_device(device), torch.__version__, evidence.tables(), model)
+    return evidence.compare(kernel.name, case, this_device(device), torch.__version__, evidence.tables(), model)
 
 
 def _checked(choice: Choice, ratio: float, promises: Mapping[Kernel, float], self_check: SelfCheck) -> Choice:

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attn_fuse.picker.case import MASKS, Case
+from attn_fuse.attention.mask import KINDS
+from attn_fuse.picker.case import Case
 
 Point = tuple[float, ...]
 
@@ -60,7 +61,7 @@ def point_of(case: Case, device_type: str) -> Point:
         _DOUBLE * (case.itemsize == 8),
         _MAPPED * (device_type == "cpu" and case.scores * case.itemsize >= _MAPPED_FROM),
         *_BIAS[case.bias],
-        *(_MASK / 2 * (case.mask == name) for name in MASKS),
+        *(_MASK / 2 * (case.mask == name) for name in KINDS),
     )
 
 

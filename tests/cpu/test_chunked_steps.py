@@ -142,7 +142,7 @@ FLOATING = ["sub", ["cast", "float32", ["j"]], ["cast", "float32", ["i"]]]
         (["log", ["add", ["abs", DISTANCE], ["input", 1]]], True),
         (["gather", 0, ["add", ["i"], ["j"]]], False),
         (["gather", 0, ["abs", ["sub", ["mul", ["const", 2], ["j"]], ["i"]]]], False),
-        (["gather", 0, ["sub", ["floordiv", ["j"], ["const", 2]], ["floordiv", ["i"], ["const", 2]]]], False),
+        (["gather", 0, ["sub", ["floor_divide", ["j"], ["const", 2]], ["floor_divide", ["i"], ["const", 2]]]], False),
         (["gather", 0, ["cast", "int64", FLOATING]], False),
         (["log", ["add", ["abs", DISTANCE], ["input", 2]]], False),
         (["exp", ["mul", ["score"], DISTANCE]], False),

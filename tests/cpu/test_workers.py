@@ -172,7 +172,7 @@ def test_what_fails_beside_the_calls_reaches_the_caller(monkeypatch) -> None:
 
 def test_a_worker_ends_with_its_program() -> None:
     program = (
-        "import os; from attn_fuse.workers import Worker\n"
+        "import os; from attn_fuse.picker.workers import Worker\n"
         "if __name__ == '__main__': print(Worker().call(60, os.getpid).value, flush=True); {}"
     )
     for then in ("pass", "1 / 0", f"os.kill(os.getpid(), {signal.SIGKILL.value})"):

@@ -56,7 +56,7 @@ CAUSAL = ["le", K, ["add", Q, ["number", 0]]]
 
 def region(place: list[Any]) -> list[Any]:
     """Which of 12 regions a place of a batch entry is in, by too many operations for each score."""
-    row, column = ["floordiv", place, const(5)], ["mod", ["add", place, B], const(5)]
+    row, column = ["floor_divide", place, const(5)], ["remainder", ["add", place, B], const(5)]
     third = ["where", ["ge", row, const(5)], const(2), ["where", ["ge", row, const(2)], const(1), const(0)]]
     return ["add", ["mul", third, const(4)], ["minimum", column, const(3)]]
 
@@ -262,7 +262,11 @@ CASES = [
     Case(
         "index shared with the scores",
         ScoreProgram(
-            ["add", ["mul", S, ["square", ["input", 0]]], ["gather", 1, ["cast", "int64", ["square", ["input", 0]]]]]
+            [
+                "add",
+                ["mul", S, ["pow", ["input", 0], const(2)]],
+                ["gather", 1, ["cast", "int64", ["pow", ["input", 0], const(2)]]],
+            ]
         ),
         lambda s, at, t, table: s * t.square() + table[t.square().long()],
         lambda s: [torch.rand(1, s.heads, 1, 1) * 2 + 0.1, torch.randn(5)],

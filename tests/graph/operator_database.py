@@ -217,17 +217,17 @@ class _Everywhere(_Writer):
 
     def values(self, x: Expr) -> torch.Tensor:
         """[elements] or [1]: `x` at every place along the symbols, the last the fastest."""
-        tree = ScoreProgram(score=self.tree(x)).score
+        tree = ScoreProgram(score=self.lowered(x)).score
         count = math.prod(int(self.lifted.space.sizes[s]) for s in self.symbols)
         block = Block(1, 1, (0, 1), (0, count), CPU, self.computed_in)
         return evaluate(tree, None, self.inputs, [], block).flatten()  # type: ignore[arg-type]
 
-    def _written(self, x: Expr) -> Any:
+    def _lowered(self, x: Expr) -> Any:
         sizes = self.lifted.space.sizes
         match x:
             case ex.Load(leaf, index):
                 if not self.leaves[leaf].numel():
-                    return ("const", 0)
+                    return ex.Const(0)
                 return self._gather(leaf, [self._within(leaf, d, i) for d, i in enumerate(index)])
             case ex.Contract(axes, a, b):
                 return self._reduced(ex.Mul(a, b), axes, lambda t: t.sum(-1))
@@ -246,12 +246,12 @@ class _Everywhere(_Writer):
                 lengths = [int(sizes[s]) for s in (*rest, axis)]
                 whole = self._over(body, (*rest, axis)).reshape(lengths).softmax(-1)
                 return self._held(whole.movedim(-1, place).flatten())
-        return super()._written(x)
+        return super()._lowered(x)
 
     def _reduced(self, body: Expr, axes: Sequence[sympy.Symbol], by: Callable[..., torch.Tensor]) -> Any:
         count = math.prod(int(self.lifted.space.sizes[s]) for s in axes)
         if not count:
-            return ("const", 0.0)
+            return ex.Const(0.0)
         return self._held(by(self._over(body, (*self.symbols, *axes)).reshape(-1, count)))
 
     def _over(self, body: Expr, symbols: Sequence[sympy.Symbol]) -> torch.Tensor:
@@ -260,22 +260,22 @@ class _Everywhere(_Writer):
 
     def _held(self, x: torch.Tensor) -> Any:
         self.inputs.append(x.reshape(1, 1, 1, -1))  # type: ignore[arg-type]
-        return ("input", len(self.inputs) - 1)
+        return ex.Input(len(self.inputs) - 1)
 
     def _gather(self, leaf: int, positions: list[Any]) -> Any:
         self.inputs.append(self.leaves[leaf])  # type: ignore[arg-type]
-        return ("gather", len(self.inputs) - 1, *positions)
+        return ex.Gather(len(self.inputs) - 1, tuple(positions))
 
     def _input(self, x: Expr) -> Any:
         assert isinstance(x, ex.Unary)
-        return self.tree(x.x)
+        return self.lowered(x.x)
 
     def _within(self, leaf: int, dim: int, index: sympy.Expr) -> Any:
-        tree, length = self._position(index), self.leaves[leaf].shape[dim]
-        return ("minimum", ("maximum", tree, ("const", 0)), ("const", length - 1))
+        place, length = self._position(index), self.leaves[leaf].shape[dim]
+        return ex.Binary("minimum", ex.Binary("maximum", place, ex.Const(0)), ex.Const(length - 1))
 
     def _number(self, value: sympy.Expr) -> Any:
-        return ("const", int(value))
+        return ex.Const(int(value))
 
 
 def _difference(found: torch.Tensor, expected: torch.Tensor, largest: float | None, allowed: float = 0.0) -> str:

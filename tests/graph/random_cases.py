@@ -85,7 +85,7 @@ class _Draw:
         """Within a table, often wrapped around."""
         whole = self.whole(_DEPTH)
         if self.rng.random() < 0.5:
-            return ["mod", whole, const(_TABLE)]
+            return ["remainder", whole, const(_TABLE)]
         return ["minimum", ["maximum", whole, const(0)], const(_TABLE - 1)]
 
     def whole(self, depth: int) -> Tree:
@@ -97,7 +97,7 @@ class _Draw:
 
     def _whole(self, depth: int) -> Tree:
         kinds = ["difference", "difference", "input", "position"]
-        deeper = ["log", "where", "add", "floordiv", "narrow", "table", "floor", "less"]
+        deeper = ["log", "where", "add", "floor_divide", "narrow", "table", "floor", "less"]
         match self.rng.choice(kinds + deeper * 2 if depth else kinds):
             case "difference":
                 return self.rng.choice([["sub", ["j"], ["i"]], ["sub", ["i"], ["j"]]])
@@ -116,12 +116,14 @@ class _Draw:
                 return [self.rng.choice(["add", "sub"]), self.whole(depth - 1), self.whole(depth - 1)]
             case "less":
                 return [self.rng.choice(["minimum", "maximum"]), self.whole(depth - 1), const(self.rng.randint(-4, 4))]
-            case "floordiv":
-                return ["floordiv", self.whole(depth - 1), const(self.rng.randint(2, 5))]
+            case "floor_divide":
+                return ["floor_divide", self.whole(depth - 1), const(self.rng.randint(2, 5))]
             case "narrow":
                 return ["cast", "int32", self.whole(depth - 1)]
             case "table":
-                return self.table(self.rng.choice(["int32", "int64"]), [["mod", self.whole(depth - 1), const(_TABLE)]])
+                return self.table(
+                    self.rng.choice(["int32", "int64"]), [["remainder", self.whole(depth - 1), const(_TABLE)]]
+                )
         return self.input(self.rng.choice(["int32", "int64"]), self.spread())
 
     def condition(self, depth: int) -> Tree:
@@ -173,8 +175,8 @@ def _dense(tree: Tree, scores: Tensor, at: At, tensors: tuple[Tensor, ...]) -> A
             return operands[0].to(getattr(torch, parts[0]))
         case "where":
             return torch.where(*operands)
-        case "floordiv" | "mod":
-            return (torch.floor_divide if name == "floordiv" else torch.remainder)(*operands)
+        case "floor_divide" | "remainder":
+            return (torch.floor_divide if name == "floor_divide" else torch.remainder)(*operands)
         case "minimum" | "maximum":
             x, bound = operands
             return x.clamp(max=bound) if name == "minimum" else x.clamp(min=bound)

@@ -12,6 +12,7 @@ from torch.fx import Graph
 from torch.nn.attention.flex_attention import create_block_mask
 
 from attn_fuse.emit.reuse import earlier
+from attn_fuse.expression.nodes import Add, Const, Div, Input, Mul, Number, Score, Select
 from attn_fuse.kernels.flex.blocks import flex_blocks, flex_operands
 from attn_fuse.kernels.flex.kernel import BLOCKS, attend
 from attn_fuse.kernels.flex.mods import mask_mod, mask_part, scaled, score_part, sink_part
@@ -124,24 +125,24 @@ class TestTheMaskIsTakenOut:
     def test_a_truth_value_stays_one(self) -> None:
         score = ["add", S, ["add", ["where", CAUSAL, ["eq", Q, K], ["const", 0.0]], ["eq", H, K]]]
         part = score_part(program(score=score, visible=CAUSAL))
-        assert part.program.score[2][1][0] == "where"
+        assert isinstance(part.program.score.b.a, Select)
 
     def test_what_is_not_read_any_more_goes(self) -> None:
         both = program(score=where(["eq", ["input", 0], ["input", 1]], ["add", S, ["input", 2]]),
                        visible=["eq", ["input", 0], ["input", 1]], upper=["number", 1])  # fmt: skip
         said, seen = score_part(both), mask_part(both)
         assert (said.inputs, said.numbers) == ((2,), ()) and (seen.inputs, seen.numbers) == ((0, 1), (1,))
-        assert said.program.score == ("add", ("score",), ("input", 0)) and seen.program.upper == ("number", 0)
+        assert said.program.score == Add(Score(), Input(0)) and seen.program.upper == Number(0)
 
 
 @pytest.mark.parametrize(
     ("score", "factor", "rest"),
     [
-        (["mul", S, ["const", 0.125]], 0.125, ("score",)),
-        (["mul", ["const", 2], S], 2.0, ("score",)),
-        (["div", S, ["const", 8.0]], 0.125, ("score",)),
-        (["div", ["const", 8.0], S], 1.0, ("div", ("const", 8.0), ("score",))),
-        (["mul", S, ["const", INF]], 1.0, ("mul", ("score",), ("const", INF))),
+        (["mul", S, ["const", 0.125]], 0.125, Score()),
+        (["mul", ["const", 2], S], 2.0, Score()),
+        (["div", S, ["const", 8.0]], 0.125, Score()),
+        (["div", ["const", 8.0], S], 1.0, Div(Const(8.0), Score())),
+        (["mul", S, ["const", INF]], 1.0, Mul(Score(), Const(INF))),
     ],
 )
 def test_a_scale(score: list, factor: float, rest: tuple) -> None:

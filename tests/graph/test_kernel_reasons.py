@@ -143,16 +143,16 @@ def test_reason(name: str, function: Callable[..., Tensor], changed: dict[str, A
 def test_torchs_switches() -> None:
     _, facts = recognised(plain)
     trained = dataclasses.replace(facts, training=True)
-    (said,) = forbidden("cudnn", trained, Switches(deterministic=True))
+    (said,) = forbidden(KERNEL["cudnn"], trained, Switches(deterministic=True))
     assert said == "torch.use_deterministic_algorithms is on, and its backward is not deterministic"
-    (said,) = forbidden("cuda_efficient", trained, Switches(deterministic=True, warns_only=True))
+    (said,) = forbidden(KERNEL["cuda_efficient"], trained, Switches(deterministic=True, warns_only=True))
     assert said.endswith("its backward is not deterministic while torch is only to warn")
     wanting = dataclasses.replace(trained, bias_needs_grad=True)
-    (said,) = forbidden("flex", wanting, Switches(deterministic=True))
+    (said,) = forbidden(KERNEL["flex"], wanting, Switches(deterministic=True))
     assert said.endswith("it adds up the gradient of a bias by atomics")
-    (said,) = forbidden("cuda_flash", facts, Switches(flash=False))
+    (said,) = forbidden(KERNEL["cuda_flash"], facts, Switches(flash=False))
     assert said.startswith("flash attention is switched off")
-    assert not [*forbidden("chunked", trained, Switches(False, False, False, False, True))]
+    assert not [*forbidden(KERNEL["chunked"], trained, Switches(False, False, False, False, True))]
 
 
 def test_an_old_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from attn_fuse.expression.nodes import Gather
 from attn_fuse.kernels.chunked import attend as chunked_blocks
 from attn_fuse.kernels.chunked import plan as chunked_plan
 from attn_fuse.kernels.score.lookup import accumulate, add_sorted, add_up, head_dimension, places, rest
@@ -18,9 +19,9 @@ BATCH, HEADS, ROWS, COLUMNS = 2, 3, 21, 34
 BLOCK = Block(BATCH, HEADS, (5, 5 + ROWS), (7, 7 + COLUMNS), torch.device("cpu"), torch.float64, (0, 2))
 
 
-def gather(*places_: Any) -> tuple[Any, ...]:
-    node = ScoreProgram(["add", S, ["gather", 0, *places_]]).score[2]
-    assert isinstance(node, tuple)
+def gather(*places_: Any) -> Gather:
+    node = ScoreProgram(["add", S, ["gather", 0, *places_]]).score.b
+    assert isinstance(node, Gather)
     return node
 
 
@@ -31,11 +32,11 @@ TABLES = {
     "stored, by batch entry": ((["input", 2], H), (11, 6)),
     "stored, by head": ((["input", 3], H), (11, 6)),
     "stored, no heads": ((["input", 1],), (11,)),
-    "two dimensions": ((["mod", K, ["const", 5]], H, ["input", 1]), (5, 6, 11)),
+    "two dimensions": ((["remainder", K, ["const", 5]], H, ["input", 1]), (5, 6, 11)),
     "distances": ((["add", ["sub", K, Q], ["const", 30]], H), (80, 6)),
     "distances, from the end": ((H, ["sub", K, Q]), (6, 80)),
     "distances, no heads": ((["abs", ["sub", K, Q]],), (60,)),
-    "heads by formula": ((["floordiv", H, ["const", 2]], ["input", 1]), (3, 11)),
+    "heads by formula": ((["floor_divide", H, ["const", 2]], ["input", 1]), (3, 11)),
     "the head twice": ((H, H, ["input", 1]), (6, 6, 11)),
     "heads alone": ((H,), (6,)),
     "queries": ((Q, H), (40, 6)),

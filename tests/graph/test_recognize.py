@@ -10,7 +10,8 @@ import pytest
 import sympy
 import torch
 
-from attn_fuse.attention.attention import Attention, Causal, DenseMask, KeyPadding, Refusal, Window
+from attn_fuse.attention.attention import Attention, Refusal
+from attn_fuse.attention.mask import Causal, DenseMask, KeyPadding, Window
 from attn_fuse.expression import nodes as ex
 from attn_fuse.expression.index import Space
 from attn_fuse.expression.nodes import (

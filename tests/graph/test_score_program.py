@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from attn_fuse.expression.functions import BINARY, UNARY
+from attn_fuse.expression.nodes import And, Const, Expr, Input, distinct
 from attn_fuse.kernels.score.gradient import differentiable, gradients, needed
-from attn_fuse.kernels.score.program import BINARY, UNARY, Block, Memo, ScoreProgram, bound, evaluate, nodes
+from attn_fuse.kernels.score.program import Block, Memo, ScoreProgram, bound, evaluate
 from tests.graph.chunked_cases import CASES, INF, Case, K, Q, S, const
 
 
@@ -27,7 +29,15 @@ def test_constants_survive_the_string() -> None:
     values = [True, 1, 1.0, -0.0, INF, -INF, math.nan, 0.1, torch.finfo(torch.float64).min, 2**53 + 1]
     program = ScoreProgram(["and", *map(const, values)])
     loaded = ScoreProgram.loads(program.dumps()).score
-    assert [repr(node[1]) for node in loaded[1:]] == [repr(value) for value in values]
+    assert [repr(node.value) for node in constants(loaded)] == [repr(value) for value in values]
+
+
+def constants(expr: Expr) -> list[Const]:
+    """Those of a conjunction, in order."""
+    if isinstance(expr, And):
+        return constants(expr.a) + constants(expr.b)
+    assert isinstance(expr, Const)
+    return [expr]
 
 
 @pytest.mark.parametrize(
@@ -53,13 +63,13 @@ def test_programs_that_are_none(parts: dict[str, Any], reason: str) -> None:
 def test_equal_parts_are_computed_once() -> None:
     shared = ["exp", ["mul", S, const(2)]]
     program = ScoreProgram(["add", shared, ["div", shared, ["exp", ["mul", S, const(2.0)]]]], factor=["exp", Q])
-    left, (_, again, other) = program.score[1:]
+    left, again, other = program.score.a, program.score.b.a, program.score.b.b
     assert left is again and other is not left
     assert id(left) in program.shared and id(other) not in program.shared
 
 
 def test_bounds() -> None:
-    program = ScoreProgram(S, upper=["sub", ["number", 1], ["floordiv", ["neg", ["number", 0]], const(2)]])
+    program = ScoreProgram(S, upper=["sub", ["number", 1], ["floor_divide", ["neg", ["number", 0]], const(2)]])
     assert bound(program.upper, [5, 7]) == 10
     assert bound(program.lower, [5, 7]) is None
 
@@ -81,7 +91,7 @@ def test_unary(name: str) -> None:
 def check_gradient(tree: list[Any], block: Block, *inputs: Tensor) -> None:
     """Our rules against autograd, which records `evaluate` where it is not inside an operator."""
     root = ScoreProgram(tree).score
-    wanted = [node for node in nodes(root) if node[0] == "input"]
+    wanted = [node for node in distinct(root) if isinstance(node, Input)]
     path = differentiable([root], wanted)
     leaves = [x.clone().requires_grad_() for x in inputs]
     out = evaluate(root, None, leaves, [], block)
@@ -91,7 +101,7 @@ def check_gradient(tree: list[Any], block: Block, *inputs: Tensor) -> None:
     evaluate(root, None, inputs, [], block, memo)
     found = gradients(path, wanted, [(root, given)], [], block, memo)
     for node in wanted:
-        reference = torch.zeros_like(inputs[node[1]]) if expected[node[1]] is None else expected[node[1]]
+        reference = torch.zeros_like(inputs[node.leaf]) if expected[node.leaf] is None else expected[node.leaf]
         got = found.get(id(node), torch.zeros_like(reference))
         torch.testing.assert_close(got, reference, rtol=1e-12, atol=1e-14)
 
@@ -111,8 +121,8 @@ def test_gradient_of_binary(name: str) -> None:
     a = torch.linspace(0, 4, 17, dtype=torch.float64).view(1, 1, 17, 1)
     b = torch.linspace(0.25, 3, 12, dtype=torch.float64).view(1, 1, 1, 12)
     block = Block(1, 1, (0, 17), (0, 12), a.device, a.dtype)
-    if name == "floordiv":
-        assert not differentiable([ScoreProgram([name, ["input", 0], S]).score], [("input", 0)])
+    if name == "floor_divide":
+        assert not differentiable([ScoreProgram([name, ["input", 0], S]).score], [Input(0)])
         return
     check_gradient([name, ["input", 0], ["input", 1]], block, a, b)
     check_gradient([name, ["input", 0], const(2)], block, a)
@@ -131,8 +141,8 @@ def test_gradient_of_the_rest() -> None:
 @pytest.mark.parametrize(
     ("tree", "expected"),
     [
-        (["floordiv", ["sub", Q, K], const(2)], [[-1, -1, -2], [0, -1, -1]]),
-        (["mod", ["sub", Q, K], const(3)], [[2, 1, 0], [0, 2, 1]]),
+        (["floor_divide", ["sub", Q, K], const(2)], [[-1, -1, -2], [0, -1, -1]]),
+        (["remainder", ["sub", Q, K], const(3)], [[2, 1, 0], [0, 2, 1]]),
         (["fmod", ["sub", Q, K], const(3)], [[-1, -2, 0], [0, -1, -2]]),
         (["div", Q, const(2)], [[1.5] * 3, [2.0] * 3]),
         (["pow", Q, const(2)], [[9] * 3, [16] * 3]),

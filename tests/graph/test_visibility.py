@@ -55,7 +55,7 @@ def sorted_documents(sizes: tuple[int, int, int, int]) -> list[Tensor]:
         (["and", CAUSAL, LENGTHS], lambda s: [torch.randint(0, 50, (s[0],))], [3]),
         (DOCUMENTS, sorted_documents, []),
         (["input", 0], lambda s: [torch.rand(s[0], 1, *s[2:]) > 0.9], []),
-        (["eq", ["floordiv", Q, ["const", 8]], ["floordiv", K, ["const", 8]]], lambda s: [], []),
+        (["eq", ["floor_divide", Q, ["const", 8]], ["floor_divide", K, ["const", 8]]], lambda s: [], []),
     ],
     ids="causal ahead behind window prefix lengths both documents tensor chunks".split(),
 )
@@ -121,16 +121,16 @@ def test_where_a_query_may_see_no_key_all_of_them_count(tree, inputs, numbers, f
 
 NUMBERS = st.sampled_from(
     [Q, K, B, H, ["const", -3], ["const", 4], ["const", 0.5], ["number", 0], ["input", 0], ["input", 1], ["input", 2],
-     ["input", 3], ["gather", 4, ["mod", ["add", Q, K], ["const", 7]]], ["input", 5], ["input", 6], ["input", 7],
+     ["input", 3], ["gather", 4, ["remainder", ["add", Q, K], ["const", 7]]], ["input", 5], ["input", 6], ["input", 7],
      ["input", 8], ["const", 2**29], ["cast", "int32", ["mul", Q, ["const", 2**28]]]]
 )  # fmt: skip
 
 
 def joined(children: st.SearchStrategy) -> st.SearchStrategy:
-    pairs = "add sub mul maximum minimum ge gt le lt eq ne and or floordiv".split()
+    pairs = "add sub mul maximum minimum ge gt le lt eq ne and or floor_divide".split()
     return st.one_of(
         st.tuples(st.sampled_from(pairs), children, children).map(list),
-        st.tuples(st.sampled_from(["neg", "abs", "not", "square", "sign"]), children).map(list),
+        st.tuples(st.sampled_from(["neg", "abs", "not", "relu", "sign"]), children).map(list),
         st.tuples(st.just("where"), children, children, children).map(list),
         st.tuples(
             st.just("cast"),
@@ -168,7 +168,7 @@ def test_numbers_of_every_width_are_compared(dtype: torch.dtype) -> None:
     """torch finds no least or greatest one of the wide unsigned numbers; `torch.eye` has positions in uint16."""
     sizes, blocks = (1, 1, 300, 300), (128, 128)
     name = str(dtype).removeprefix("torch.")
-    tree = ["eq", *(["cast", name, ["mod", x, ["const", 200]]] for x in (Q, K))]
+    tree = ["eq", *(["cast", name, ["remainder", x, ["const", 200]]] for x in (Q, K))]
     some, every = blockwise(sees(tree, [], [], sizes), blocks)
     found = visibility(ScoreProgram(["score"], visible=["not", tree]), [], [], sizes, blocks, CPU)
     assert found.some.all() and not (found.every & some).any()

@@ -186,7 +186,7 @@ FUNCTIONS = {
     ),
     "arbitrary": Part(
         lambda scores, at: scores * torch.sigmoid(scores) - scores.square() * 0.1,
-        lambda tree: ["sub", ["mul", tree, ["sigmoid", tree]], ["mul", ["square", tree], const(0.1)]],
+        lambda tree: ["sub", ["mul", tree, ["sigmoid", tree]], ["mul", ["mul", tree, tree], const(0.1)]],
     ),
     "temperature of each head": Part(
         lambda scores, at, t: scores / (1 + t[:, None, None].exp()),

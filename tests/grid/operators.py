@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_fuse.expression.nodes import Gather, Input, Or, distinct
 from attn_fuse.kernels.chunked.op import chunked
-from attn_fuse.kernels.score.program import ScoreProgram, nodes
+from attn_fuse.kernels.score.program import ScoreProgram
 from tests.grid import cover
 from tests.grid.case import AXES, Case, Operands, operands, program
 from tests.grid.cover import Row
@@ -39,7 +40,7 @@ class Call:
     def is_bounded(self) -> bool:
         """Whether what the mask hides is no more than what is out of the program's bounds."""
         program = ScoreProgram.loads(self.program)
-        reads = {"input", "gather", "or"} & {node[0] for node in nodes(program.visible)}
+        reads = [node for node in distinct(program.visible) if isinstance(node, (Input, Gather, Or))]
         return program.visible is None or (not reads and (program.lower or program.upper) is not None)
 
 

@@ -26,6 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
+from attn_fuse.expression.nodes import Const, Select
 from attn_fuse.kernels.triton.decode import launch as decode
 from tests.graph.chunked_cases import CASE, Sizes, drawn
 
@@ -106,9 +107,9 @@ def launches(shape: Shape, kv_len: int, capacity: int = 0) -> list[Launch]:
     # The size of a mask's tensor does not show in the code, so those of the whole cache will do.
     program, numbers = case.program, [kv_len - shape.q_len] if case.numbers(s) else []
     if shape.case == "key padding":
-        _, seen, score, _ = program.score
-        fill = ("const", torch.finfo(torch.float32).min if shape.softly else -math.inf)
-        program = type(program)(("where", seen, score, fill), visible=seen, unless_empty=shape.softly)
+        seen, score = program.score.cond, program.score.a
+        fill = Const(torch.finfo(torch.float32).min if shape.softly else -math.inf)
+        program = type(program)(Select(seen, score, fill), visible=seen, unless_empty=shape.softly)
     kernels = decode.attend_split, decode.join_splits
     decode.attend_split, decode.join_splits = map(Recorder, kernels)  # type: ignore[assignment]
     try:

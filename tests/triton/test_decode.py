@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from attn_fuse.expression.nodes import Const, Select
 from attn_fuse.kernels.score.program import ScoreProgram
 from tests.graph.chunked_cases import (
     CASE,
@@ -62,9 +63,9 @@ def operator(case: Case, *tensors: Tensor, numbers: list[int], splits: int | Non
 def with_visible(case: Case) -> Case:
     """The same, with the mask of its score told apart, where it hides keys by -inf."""
     score = case.program.score
-    if score[0] != "where" or score[3] != ("const", -INF):
+    if not isinstance(score, Select) or score.b != Const(-INF):
         return case
-    return dataclasses.replace(case, program=dataclasses.replace(case.program, visible=score[1]))
+    return dataclasses.replace(case, program=dataclasses.replace(case.program, visible=score.cond))
 
 
 def check(case: Case, s: Sizes, splits: int | None = 3, dtype: torch.dtype = torch.float32) -> None:

@@ -18,12 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_fuse.expression.nodes import Expr, Gather, children
 from attn_fuse.kernels.chunked.diagonals import Skewed
 from attn_fuse.kernels.chunked.plan import Part, Plan, planned, reads
 from attn_fuse.kernels.chunked.steps import run, shift_of
 from attn_fuse.kernels.score.gradient import differentiable, gradients, needed
 from attn_fuse.kernels.score.lookup import add_up, head_dimension
-from attn_fuse.kernels.score.program import Block, Memo, Tree, accumulate, evaluate, gathered
+from attn_fuse.kernels.score.program import Block, Memo, accumulate, evaluate, gathered
 
 
 def attend(
@@ -195,13 +196,13 @@ def _rows_backward(
             _add_product(sum_[:, slice(*keys)], left.mT, right)
         _add_product(dquery, draw, key)
         for node in plan.steps.wanted:
-            accumulate(node, next(found), sums[node[1]], tuple(itertools.islice(found, len(node[2:]))), block)
-        for node, memory in zip(plan.steps.into, into, strict=True):
+            accumulate(node, next(found), sums[node.leaf], tuple(itertools.islice(found, len(children(node)))), block)
+        for leaf, memory in zip(plan.steps.into, into, strict=True):
             if isinstance(memory, Skewed):
-                along = plan.diagonal(sums[node[1]], block)
+                along = plan.diagonal(sums[leaf.leaf], block)
                 along.add_(memory.sums().sum_to_size(along.shape))
-            else:
-                add_up(head_dimension(node), memory, sums[node[1]], plan.places(node, block), block.origin[1])
+            elif isinstance(leaf, Gather):
+                add_up(head_dimension(leaf), memory, sums[leaf.leaf], plan.places(leaf, block), block.origin[1])
     return dquery.view(*grad_rows.shape[:3], -1)
 
 
@@ -216,15 +217,15 @@ def _add_product(sums: Tensor, left: Tensor, right: Tensor) -> None:
 def _sink_backward(
     plan: Plan, part: Part, span: tuple[int, int], columns: Sequence[Tensor], sums: dict[int, Tensor]
 ) -> None:
-    tree = plan.steps.program.sink
-    if tree is None:
+    expr = plan.steps.program.sink
+    if expr is None:
         return
     block = plan.block(part, span, (0, 1))
     shift, over_sum, delta, *of_shares = columns
     if of_shares:
         delta = delta + of_shares[0] * of_shares[1]
-    sink = evaluate(tree, None, plan.inputs, plan.numbers, block).to(plan.dtype).expand(delta.shape)
-    _pull_back(plan, tree, (sink - shift).exp_().mul_(over_sum).mul_(delta).neg_(), block, sums)
+    sink = evaluate(expr, None, plan.inputs, plan.numbers, block).to(plan.dtype).expand(delta.shape)
+    _pull_back(plan, expr, (sink - shift).exp_().mul_(over_sum).mul_(delta).neg_(), block, sums)
 
 
 def _hoisted_backward(plan: Plan, sums: dict[int, Tensor]) -> None:
@@ -233,20 +234,20 @@ def _hoisted_backward(plan: Plan, sums: dict[int, Tensor]) -> None:
     for number, part in enumerate(plan.hoisted.parts, plan.hoisted.first):
         if number in sums:
             block = part.block(q_len, kv_len, batch, heads, plan.query.device, plan.dtype)
-            _pull_back(plan, part.tree, sums[number], block, sums)
+            _pull_back(plan, part.expr, sums[number], block, sums)
 
 
-def _pull_back(plan: Plan, tree: Tree, gradient: Tensor, block: Block, sums: dict[int, Tensor]) -> None:
-    """Add what the gradient of `tree` on a block is for the inputs that it reads."""
-    sources = reads(tree, sums)
-    path = differentiable([tree], sources)
+def _pull_back(plan: Plan, expr: Expr, gradient: Tensor, block: Block, sums: dict[int, Tensor]) -> None:
+    """Add what the gradient of `expr` on a block is for the inputs that it reads."""
+    sources = reads(expr, sums)
+    path = differentiable([expr], sources)
     memo: Memo = dict.fromkeys(needed(path))
-    evaluate(tree, None, plan.inputs, plan.numbers, block, memo)
-    found = gradients(path, sources, [(tree, gradient)], plan.numbers, block, memo)
+    evaluate(expr, None, plan.inputs, plan.numbers, block, memo)
+    found = gradients(path, sources, [(expr, gradient)], plan.numbers, block, memo)
     for node in sources:
         if id(node) in found:
             indices = gathered(node, plan.inputs, plan.numbers, block, memo)
-            accumulate(node, found[id(node)], sums[node[1]], indices, block)
+            accumulate(node, found[id(node)], sums[node.leaf], indices, block)
 
 
 def _no_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:

@@ -14,15 +14,29 @@ from dataclasses import dataclass
 
 import torch
 
-from attn_fuse.kernels.score.program import FRACTIONAL, Block, ScoreProgram
-from attn_fuse.kernels.score.tree import POSITIONS, Tree, dependences, nodes, of_difference, varying
+from attn_fuse.expression.functions import UNARY, gives_fraction
+from attn_fuse.expression.nodes import (
+    Const,
+    Diagonal,
+    Expr,
+    Gather,
+    Input,
+    Number,
+    Position,
+    children,
+    distinct,
+    name_of,
+    remade,
+)
+from attn_fuse.kernels.score.dependence import dependences, of_difference, varying
+from attn_fuse.kernels.score.program import Block, ScoreProgram
 
 
 @dataclass(frozen=True, eq=False)
 class HoistedPart:
     """A part that is hoisted. of: what it is a function of, "j - i", "i" or "j"."""
 
-    tree: Tree
+    expr: Expr
     of: str
 
     def block(self, q_len: int, kv_len: int, batch: int, heads: int, device: torch.device, dtype: torch.dtype) -> Block:
@@ -57,29 +71,29 @@ def hoisted(text: str, shapes: Sequence[Sequence[int]]) -> Hoisted:
 @functools.cache
 def _hoisted(text: str, varies: tuple[frozenset[str], ...]) -> Hoisted:
     program = ScoreProgram.loads(text)
-    known: dict[int, Tree] = {}
+    known: dict[int, Expr] = {}
     parts: list[HoistedPart] = []
 
-    def rewritten(tree: Tree) -> Tree:
-        alone, dependence = of_difference(tree, varies), dependences(tree, varies)
+    def rewritten(expr: Expr) -> Expr:
+        alone, dependence = of_difference(expr, varies), dependences(expr, varies)
 
-        def of(node: Tree) -> str:
+        def of(node: Expr) -> str:
             if id(node) in alone and _is_costly(node):
                 return "j - i"
             return min(dependence[id(node)] & {"i", "j"} or "i") if _is_long(node, dependence) else ""
 
-        def replaced(node: Tree) -> Tree:
+        def replaced(node: Expr) -> Expr:
             if id(node) not in known:
                 known[id(node)] = changed(node)
             return known[id(node)]
 
-        def changed(node: Tree) -> Tree:
+        def changed(node: Expr) -> Expr:
             if not of(node):
-                return tuple(replaced(part) if isinstance(part, tuple) else part for part in node)
+                return remade(node, list(map(replaced, children(node))))
             parts.append(HoistedPart(node, of(node)))
-            return ("diagonal" if of(node) == "j - i" else "input", len(varies) + len(parts) - 1)
+            return (Diagonal if of(node) == "j - i" else Input)(len(varies) + len(parts) - 1)
 
-        return replaced(tree)
+        return replaced(expr)
 
     score = rewritten(program.score)
     factor = None if program.factor is None else rewritten(program.factor)
@@ -88,17 +102,20 @@ def _hoisted(text: str, varies: tuple[frozenset[str], ...]) -> Hoisted:
     return Hoisted(program, tuple(parts), len(varies))
 
 
-def _is_costly(node: Tree) -> bool:
-    names = {part[0] for part in nodes(node)}
-    return bool(names & {"i", "j"}) and bool(names & {"gather", *FRACTIONAL})
+def _is_costly(node: Expr) -> bool:
+    found = list(distinct(node))
+    is_costly = any(
+        isinstance(part, Gather) or (gives_fraction(name_of(part)) and name_of(part) in UNARY) for part in found
+    )
+    return is_costly and any(part in (Position("i"), Position("j")) for part in found)
 
 
 # Operations from which on it is worth a pass of its own to have the result instead.
 _LONG = 8
 
 
-def _is_long(node: Tree, dependence: dict[int, frozenset[str]]) -> bool:
+def _is_long(node: Expr, dependence: dict[int, frozenset[str]]) -> bool:
     """Whether it takes many operations to compute `node`, from one position at most."""
     if {"i", "j"} <= dependence[id(node)] or "score" in dependence[id(node)]:
         return False
-    return sum(part[0] not in ("const", "number", "input", *POSITIONS) for part in nodes(node)) >= _LONG
+    return sum(not isinstance(part, (Const, Number, Input, Position)) for part in distinct(node)) >= _LONG

@@ -14,27 +14,25 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from attn_fuse.expression.nodes import Diagonal, Expr, Gather, Input, Number, Position, distinct
 from attn_fuse.kernels.centring import centre_of, less_centre
 from attn_fuse.kernels.chunked.diagonals import Skewed, skewed
 from attn_fuse.kernels.chunked.dropout import Dropout, dropout
 from attn_fuse.kernels.chunked.hoisted import Hoisted, hoisted
 from attn_fuse.kernels.chunked.steps import Steps
 from attn_fuse.kernels.operands import check_dropout, check_shapes
+from attn_fuse.kernels.score.dependence import POSITIONS, dependences, varying
 from attn_fuse.kernels.score.gradient import differentiable
 from attn_fuse.kernels.score.lookup import head_dimension, look_up, places, rest, rows_of
 from attn_fuse.kernels.score.program import (
-    POSITIONS,
     Block,
     Memo,
     ScoreProgram,
-    Tree,
     bound,
     evaluate,
     narrowed,
-    nodes,
     widened,
 )
-from attn_fuse.kernels.score.tree import dependences, varying
 from attn_fuse.kernels.score.visibility import visibility
 
 # Queries in one block: these, up to so many where heads are too few to fill one or no key is hidden; fewer in a window.
@@ -122,7 +120,7 @@ class Plan:
         lower, upper = bound(program.lower, self.numbers), bound(program.upper, self.numbers)
         # Long blocks waste what a mask hides; and where heads look up the same places, a block of all finds them once.
         long = lower is None and upper is None and program.visible is None
-        long = long and all(node[0] != "gather" for node in self.steps.leaves)
+        long = long and not any(isinstance(node, Gather) for node in self.steps.leaves)
         while rows * 2 <= MOST_QUERIES and (long or batch * heads * rows * columns * 2 <= most):
             rows *= 2
         if lower is not None and upper is not None and upper - lower < 4 * rows:
@@ -227,21 +225,23 @@ class Plan:
             tensors += [_small(narrowed(d.rows, block)), _small(narrowed(d.keys, block)), d.threshold, d.scale]
         return tensors
 
-    def _leaf(self, node: Tree, block: Block) -> Tensor:
+    def _leaf(self, node: Expr, block: Block) -> Tensor:
         match node:
-            case ("number", n):
+            case Number(n):
                 return self.constants[n]
-            case ("diagonal", n):
+            case Diagonal(n):
                 return _small(self.diagonal(self.inputs[n], block)).squeeze(-2).unfold(-1, block.shape[3], 1)
-            case ("input", n):
+            case Input(n):
                 return _small(narrowed(self.inputs[n], block))
-            case ("gather", *_):
+            case Gather():
                 return self._looked_up(node, block)
-        return _small(narrowed(self.positions[POSITIONS.index(node[0])], block))
+            case Position(name):
+                return _small(narrowed(self.positions[POSITIONS.index(name)], block))
+        raise AssertionError("a step has no other leaves")
 
-    def _looked_up(self, node: Tree, block: Block) -> Tensor:
+    def _looked_up(self, node: Gather, block: Block) -> Tensor:
         """What a lookup reads on a block: [B|1, H|1, rows, columns]."""
-        table = self.inputs[node[1]]
+        table = self.inputs[node.leaf]
         if id(node) not in self.tables:
             self.tables[id(node)] = widened(rows_of(head_dimension(node), table), block)
         rows, at = self.tables[id(node)], self.places(node, block)
@@ -251,25 +251,25 @@ class Plan:
         look_up(rows, at, out)
         return out
 
-    def places(self, node: Tree, block: Block) -> Tensor:
+    def places(self, node: Gather, block: Block) -> Tensor:
         """Where a lookup reads on a block."""
         if id(node) not in self.at or self.at[id(node)][0] != block:
-            hoisted = (part for part in nodes(node) if part[0] == "diagonal")
+            hoisted = (part for part in distinct(node) if isinstance(part, Diagonal))
             memo: Memo = {id(part): self._leaf(part, block).flip(-2) for part in hoisted}
             indices = [
                 evaluate(x, None, self.inputs, self.numbers, block, memo).long()
-                for x in rest(head_dimension(node), node[2:])
+                for x in rest(head_dimension(node), node.index)
             ]
             shape = (max(map(len, indices)), 1, *block.shape[2:])
-            self.at[id(node)] = block, places(rest(head_dimension(node), self.inputs[node[1]].shape), indices, shape)
+            self.at[id(node)] = block, places(rest(head_dimension(node), self.inputs[node.leaf].shape), indices, shape)
         return self.at[id(node)][1]
 
-    def gradient_of(self, node: Tree, block: Block, value: Tensor) -> Skewed | Tensor:
+    def gradient_of(self, node: Gather | Diagonal, block: Block, value: Tensor) -> Skewed | Tensor:
         """Memory for the gradient of what is read on a block, `value`, along diagonals or from a table."""
         dtype = torch.promote_types(value.dtype, self.dtype)
-        if node[0] == "gather":
+        if isinstance(node, Gather):
             return self._room(("gradient", node), value.shape, dtype)
-        key = (node[1], *value.shape)
+        key = (node.leaf, *value.shape)
         if key not in self.skews:
             self.skews[key] = skewed(value.to(dtype))
         return self.skews[key]
@@ -320,12 +320,12 @@ def planned(
     before = []
     for part in found.parts:
         block = part.block(q_len, kv_len, batch, heads, device, dtype)
-        values = evaluate(part.tree, None, inputs, numbers, block)
+        values = evaluate(part.expr, None, inputs, numbers, block)
         # What depends on neither position, as i - i, is one number for all differences.
         before.append(values.expand(*values.shape[:3], block.shape[3]) if part.of == "j - i" else values)
     grows = {n for n, want in enumerate(wanted) if want and inputs[n].is_floating_point()}
-    trees = [part.tree for part in found.parts]
-    grows |= {found.first + n for n, tree in enumerate(trees) if differentiable([tree], reads(tree, grows))}
+    exprs = [part.expr for part in found.parts]
+    grows |= {found.first + n for n, expr in enumerate(exprs) if differentiable([expr], reads(expr, grows))}
     on_cpu = device.type == "cpu"
     varies = tuple(varying(x.shape) for x in (*inputs, *before)) if on_cpu else None
     drops = _drops(seed, dropout_p)
@@ -356,9 +356,9 @@ def _drops(seed: Tensor | None, dropout_p: float) -> bool:
     return dropout_p > 0 and seed is not None
 
 
-def reads(tree: Tree, wanted: Container[int]) -> list[Tree]:
-    """The nodes of `tree` that read an input whose number is in `wanted`."""
-    return [node for node in nodes(tree) if node[0] in ("input", "gather") and node[1] in wanted]
+def reads(expr: Expr, wanted: Container[int]) -> list[Input | Gather]:
+    """The nodes of `expr` that read an input whose number is in `wanted`."""
+    return [node for node in distinct(expr) if isinstance(node, (Input, Gather)) and node.leaf in wanted]
 
 
 @functools.cache
@@ -373,16 +373,18 @@ def _steps(
 ) -> Steps:
     """varies: as for `dependences`, where tables are looked up before the steps."""
     program = found.program
-    trees = [program.score] if program.factor is None else [program.score, program.factor]
-    apart = set() if varies is None else {id(node) for tree in trees for node in _lookups(tree, varies)}
-    distinct = list({id(node): node for tree in trees for node in nodes(tree, lambda node: id(node) in apart)}.values())
-    read = [node for node in distinct if node[0] in ("input", "diagonal", "gather") and node[1] in wanted]
-    into = tuple(node for node in read if node[0] == "diagonal" or id(node) in apart)
+    exprs = [program.score] if program.factor is None else [program.score, program.factor]
+    apart = set() if varies is None else {id(node) for expr in exprs for node in _lookups(expr, varies)}
+    every = (node for expr in exprs for node in distinct(expr, lambda node: id(node) in apart))
+    once = list({id(node): node for node in every}.values())
+    read = [node for node in once if isinstance(node, (Input, Diagonal, Gather)) and node.leaf in wanted]
+    into = tuple(node for node in read if isinstance(node, Diagonal | Gather) and _is_given(node, apart))
+    in_steps = [node for node in once if isinstance(node, Gather) and id(node) not in apart]
     return Steps(
         program=program,
-        leaves=tuple(n for n in distinct if n[0] in ("number", "input", "diagonal", *POSITIONS) or id(n) in apart),
-        sources=tuple(sorted({node[1] for node in distinct if node[0] == "gather" and id(node) not in apart})),
-        wanted=tuple(node for node in read if node not in into),
+        leaves=tuple(n for n in once if isinstance(n, (Number, Input, Diagonal, Position)) or id(n) in apart),
+        sources=tuple(sorted({node.leaf for node in in_steps})),
+        wanted=tuple(node for node in read if isinstance(node, Input | Gather) and not _is_given(node, apart)),
         into=into,
         drops=drops,
         shares=shares,
@@ -391,20 +393,23 @@ def _steps(
     )
 
 
-def _lookups(tree: Tree, varies: tuple[frozenset[str], ...]) -> list[Tree]:
-    """The nodes of `tree` that read, for each query and key, a table at a place which is the same for all heads.
+def _is_given(node: Expr, apart: Container[int]) -> bool:
+    """Whether a step is handed memory for the gradient of `node`. apart: the lookups that are no part of the step."""
+    return isinstance(node, Diagonal) or id(node) in apart
+
+
+def _lookups(expr: Expr, varies: tuple[frozenset[str], ...]) -> list[Gather]:
+    """The nodes that read, for each query and key, a table at a place which is the same for all heads.
 
     Inductor's code for a CPU finds the place anew for each head, and reads element for element.
     """
-    known = dependences(tree, varies)
+    known = dependences(expr, varies)
 
-    def is_one(node: Tree) -> bool:
-        if node[0] != "gather":
-            return False
-        on = frozenset().union(*(known[id(place)] for place in rest(head_dimension(node), node[2:])))
+    def is_one(node: Gather) -> bool:
+        on = frozenset().union(*(known[id(place)] for place in rest(head_dimension(node), node.index)))
         return {"i", "j"} <= on and not on & {"h", "score"}
 
-    return [node for node in nodes(tree) if is_one(node)]
+    return [node for node in distinct(expr) if isinstance(node, Gather) and is_one(node)]
 
 
 def _along(values: Tensor, dim: int) -> Tensor:

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_fuse.expression.nodes import Diagonal, Expr, Gather, Input, Score, distinct
 from attn_fuse.kernels.chunked.dropout import kept
 from attn_fuse.kernels.score.gradient import differentiable, gradients, needed
-from attn_fuse.kernels.score.program import Block, Memo, ScoreProgram, Tree, evaluate, gathered, nodes, widened
+from attn_fuse.kernels.score.program import Block, Memo, ScoreProgram, evaluate, gathered, widened
 from attn_fuse.torch_internals import compiled_for_any_size
 
 log = logging.getLogger("attn_fuse")
@@ -33,7 +34,7 @@ class Steps:
     """The point-wise steps of a score program.
 
     leaves: the nodes whose tensors are handed in, block by block; what is read along diagonals has its rows in
-    reverse. A "gather" that is no leaf is read in the step; sources: the inputs that these look up, handed in whole.
+    reverse. A `Gather` that is no leaf is read in the step; sources: the inputs that these look up, handed in whole.
     wanted: those of the leaves and lookups whose gradient is, and is given; into: those whose gradient goes into memory
     handed in. drops: whether there is
     dropout. shares: whether values are centred, and weights do not sum to 1. dtype: of the scores and all that is
@@ -41,10 +42,10 @@ class Steps:
     """
 
     program: ScoreProgram
-    leaves: tuple[Tree, ...]
+    leaves: tuple[Expr, ...]
     sources: tuple[int, ...]
-    wanted: tuple[Tree, ...]
-    into: tuple[Tree, ...]
+    wanted: tuple[Input | Gather, ...]
+    into: tuple[Diagonal | Gather, ...]
     drops: bool
     shares: bool
     dtype: torch.dtype
@@ -55,16 +56,16 @@ class Steps:
         return self.multiplied != self.dtype
 
     @functools.cached_property
-    def trees(self) -> tuple[Tree, ...]:
+    def exprs(self) -> tuple[Expr, ...]:
         return (self.program.score,) if self.program.factor is None else (self.program.score, self.program.factor)
 
     @functools.cached_property
-    def path(self) -> list[Tree]:
-        return differentiable(self.trees, [*_raw_scores(self.trees), *self.wanted, *self.into])
+    def path(self) -> list[Expr]:
+        return differentiable(self.exprs, [*_raw_scores(self.exprs), *self.wanted, *self.into])
 
     @functools.cached_property
     def _looked_up(self) -> set[int]:
-        return {id(x) for node in self.wanted for x in node[2:]}
+        return {id(x) for node in self.wanted if isinstance(node, Gather) for x in node.index}
 
     def forward(self, raw: Tensor, row_max: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         """raw [B, H, rows, columns] becomes exp(score - maximum), times factor and dropout.
@@ -75,13 +76,13 @@ class Steps:
         """
         becomes, tensors = self._becomes(raw, tensors)
         block, memo = self._read(raw, tensors, set(self.program.shared))
-        scores = self._final(self.trees[0], raw, tensors, block, memo)
+        scores = self._final(self.exprs[0], raw, tensors, block, memo)
         new_max = torch.maximum(row_max, scores.amax(-1, keepdim=True))
         shift = shift_of(new_max)
         weights = (scores - shift).exp()
         total = weights.sum(-1, keepdim=True)
-        for tree in self.trees[1:]:
-            weights = weights * self._final(tree, None, tensors, block, memo)
+        for expr in self.exprs[1:]:
+            weights = weights * self._final(expr, None, tensors, block, memo)
         if self.drops:
             weights = weights * kept(*tensors[-4:])
         becomes.copy_(weights)
@@ -96,38 +97,38 @@ class Steps:
         shift, over_sum, delta [B, H, rows, 1]: the maximum, 1 / the sum, grad_out . out. tensors: where there are
         shares, they and their gradient, [B, H, rows, 1]; then as in `forward`, but for the memory for `into` after that
         for raw. Gives, for each of `wanted` in that order, its gradient, as
-        large as what it reads, and behind that of a "gather" the indices at which it read.
+        large as what it reads, and behind that of a `Gather` the indices at which it read.
         """
         share, grad_share = tensors[:2] if self.shares else (None, None)
         tensors = tensors[2:] if self.shares else tensors
         becomes, tensors = self._becomes(raw, tensors)
         memory, tensors = tensors[: len(self.into)], tensors[len(self.into) :]
         block, memo = self._read(raw, tensors, set(self.program.shared) | needed(self.path) | self._looked_up)
-        scores, *factors = (self._final(tree, raw, tensors, block, memo) for tree in self.trees)
+        scores, *factors = (self._final(expr, raw, tensors, block, memo) for expr in self.exprs)
         weights = (scores - shift).exp() * over_sum
         used, flowing, given = weights, dweights.to(self.dtype), []
         passes = torch.ones_like(shift)
         if self.drops:
             keep = kept(*tensors[-4:])
             used, flowing, passes = used * keep, flowing * keep, passes * keep
-        for tree, factor in zip(self.trees[1:], factors, strict=True):
-            given.append((tree, weights * (flowing if grad_share is None else flowing + passes * grad_share)))
+        for expr, factor in zip(self.exprs[1:], factors, strict=True):
+            given.append((expr, weights * (flowing if grad_share is None else flowing + passes * grad_share)))
             used, flowing, passes = used * factor, flowing * factor, passes * factor
         flowing = flowing - delta
         if share is not None and grad_share is not None:
             # In this order: where one weight is all there is, the second term is exactly 0.
             flowing = flowing + (passes - share) * grad_share
-        given.append((self.trees[0], flowing * weights))
-        score = _raw_scores(self.trees)
+        given.append((self.exprs[0], flowing * weights))
+        score = _raw_scores(self.exprs)
         found = gradients(self.path, [*score, *self.wanted, *self.into], given, (), block, memo)
         nothing = raw.new_zeros(1, 1, 1, 1)
         results = []
         for node in self.wanted:
             results.append(found.get(id(node), nothing))
-            if node[0] == "gather":
+            if isinstance(node, Gather):
                 results += gathered(node, self._whole(tensors), (), block, memo)
-        for node, place in zip(self.into, memory, strict=True):
-            place.copy_(found.get(id(node), nothing))
+        for leaf, place in zip(self.into, memory, strict=True):
+            place.copy_(found.get(id(leaf), nothing))
         draw = found.get(id(score[0]), nothing) if score else nothing
         dweights.copy_(used)
         becomes.copy_(draw)
@@ -141,11 +142,11 @@ class Steps:
         block = Block(batch, heads, (0, rows), (0, columns), raw.device, self.dtype)
         memo: Memo = dict.fromkeys(keep)
         for node, tensor in zip(self.leaves, tensors, strict=False):
-            memo[id(node)] = widened(tensor.flip(-2) if node[0] == "diagonal" else tensor, block)
+            memo[id(node)] = widened(tensor.flip(-2) if isinstance(node, Diagonal) else tensor, block)
         return block, memo
 
-    def _final(self, tree: Tree, raw: Tensor | None, tensors: Sequence[Tensor], block: Block, memo: Memo) -> Tensor:
-        return evaluate(tree, raw, self._whole(tensors), (), block, memo).to(self.dtype).expand(block.shape)
+    def _final(self, expr: Expr, raw: Tensor | None, tensors: Sequence[Tensor], block: Block, memo: Memo) -> Tensor:
+        return evaluate(expr, raw, self._whole(tensors), (), block, memo).to(self.dtype).expand(block.shape)
 
     def _whole(self, tensors: Sequence[Tensor]) -> Any:
         return dict(zip(self.sources, tensors[len(self.leaves) :], strict=False))
@@ -156,8 +157,8 @@ def shift_of(row_max: Tensor) -> Tensor:
     return torch.where(row_max == -torch.inf, 0.0, row_max)
 
 
-def _raw_scores(trees: Sequence[Tree]) -> list[Tree]:
-    return list({id(node): node for tree in trees for node in nodes(tree) if node[0] == "score"}.values())
+def _raw_scores(exprs: Sequence[Expr]) -> list[Expr]:
+    return list({id(node): node for expr in exprs for node in distinct(expr) if isinstance(node, Score)}.values())
 
 
 def run(steps: Steps, name: str, tensors: Sequence[Tensor], compiles: bool) -> Any:

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_fuse.kernels.score.program import ScoreProgram, nodes
+from attn_fuse.kernels.score.dependence import planes
+from attn_fuse.kernels.score.program import ScoreProgram
 from attn_fuse.kernels.score.visibility import visibility
 
 # torch's caches on disk know an operator by its name and see no change in what it computes: raise it with each.
@@ -71,7 +72,7 @@ def _tables(
     batch, heads, q_len, kv_len = sizes
     (rows, columns) = blocks
     seen = visibility(read, inputs, numbers, (batch, heads, q_len, kv_len), (rows, columns), device)
-    shape = (*_planes(read, inputs, sizes), *seen.some.shape[2:])
+    shape = (*planes(read.visible, [x.shape for x in inputs], *sizes[:2]), *seen.some.shape[2:])
     some = seen.some.expand(shape)
     # Where hidden keys may count, the score says what they are worth.
     every = (some if read.unless_empty else seen.every.expand(shape)).clone()
@@ -88,16 +89,6 @@ def _ordered(table: Tensor) -> tuple[Tensor, Tensor]:
     return table.sum(-1, dtype=torch.int32), places.to(torch.int32)
 
 
-def _planes(program: ScoreProgram, inputs: Sequence[Tensor], sizes: Sequence[Any]) -> tuple[Any, Any]:
-    """Batch and heads as far as the mask depends on them, else 1."""
-    found: list[Any] = [1, 1]
-    for node in nodes(program.visible):
-        for dim, name in enumerate("bh"):
-            if node == (name,) or (node[0] == "input" and inputs[node[1]].shape[dim] != 1):
-                found[dim] = sizes[dim]
-    return found[0], found[1]
-
-
 def _fake_tables(
     inputs: Sequence[Tensor],
     numbers: Sequence[Any],
@@ -107,11 +98,11 @@ def _fake_tables(
     device: torch.device,
     program: str,
 ) -> list[Tensor]:
-    planes = _planes(ScoreProgram.loads(program), inputs, sizes)
+    leading = planes(ScoreProgram.loads(program).visible, [x.shape for x in inputs], *sizes[:2])
     rows, columns = (-(-n // block) for n, block in zip(sizes[2:], blocks, strict=True))
     pairs = [(rows, columns)] * 2 + [(columns, rows)] * (2 * transposed)
     return [
-        torch.empty((*planes, *shape), dtype=torch.int32, device=device)
+        torch.empty((*leading, *shape), dtype=torch.int32, device=device)
         for outer, inner in pairs
         for shape in ((outer,), (outer, inner))
     ]

@@ -1,174 +1,158 @@
-"""The gradient of a score program on one block, by reverse accumulation over its tree.
+"""The gradient of a score program, by reverse accumulation with the rules of `expression.functions`.
 
 Autograd is not used because it records nothing in an operator that is called from below it, as compiled graphs that
 hold a backward do, and the gradient would be 0 without a word. The rules are autograd's, ties and all.
+
+One walk serves two kernels: `gradients` computes on a block, `gradient_exprs` gives expressions for code to be made of.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
-import torch
 from torch import Tensor
 
-from attn_fuse.kernels.score.program import Block, Memo, Tree, as_tensors, nodes
-from attn_fuse.torch_internals import CLAMP_PASSES_AT_ITS_EDGE
+from attn_fuse.expression.functions import FUNCTIONS, Rule
+from attn_fuse.expression.nodes import Cast, Const, Expr, Given, Number, Select, children, distinct, name_of
+from attn_fuse.kernels.score.program import Block, Memo, as_tensors, evaluate
 
-# (gradient, result, operands...) -> gradient of the operand. Where there is none, as of floor, no name.
-Rule = Callable[..., Tensor]
-
-_LN2, _LN10, _ERF = math.log(2), math.log(10), 2 / math.sqrt(math.pi)
-
-_UNARY: Mapping[str, Rule] = {
-    "neg": lambda g, y, x: -g,
-    "abs": lambda g, y, x: g * x.sign(),
-    "square": lambda g, y, x: g * 2 * x,
-    "frac": lambda g, y, x: g,
-    "relu": lambda g, y, x: g.masked_fill(x <= 0, 0.0),
-    "exp": lambda g, y, x: g * y,
-    "exp2": lambda g, y, x: g * y * _LN2,
-    "expm1": lambda g, y, x: g * (y + 1),
-    "log": lambda g, y, x: g / x,
-    "log2": lambda g, y, x: g / (x * _LN2),
-    "log10": lambda g, y, x: g / (x * _LN10),
-    "log1p": lambda g, y, x: g / (x + 1),
-    "sqrt": lambda g, y, x: g / (2 * y),
-    "rsqrt": lambda g, y, x: g * -0.5 * y**3,
-    "reciprocal": lambda g, y, x: -g * y * y,
-    "sin": lambda g, y, x: g * x.cos(),
-    "cos": lambda g, y, x: g * -x.sin(),
-    "tan": lambda g, y, x: g * (1 + y * y),
-    "asin": lambda g, y, x: g * (1 - x * x).rsqrt(),
-    "acos": lambda g, y, x: g * -(1 - x * x).rsqrt(),
-    "atan": lambda g, y, x: g / (x * x + 1),
-    "sinh": lambda g, y, x: g * x.cosh(),
-    "cosh": lambda g, y, x: g * x.sinh(),
-    "tanh": lambda g, y, x: g * (1 - y * y),
-    "asinh": lambda g, y, x: g * (x * x + 1).rsqrt(),
-    "acosh": lambda g, y, x: g * (x * x - 1).rsqrt(),
-    "atanh": lambda g, y, x: g / (1 - x * x),
-    "erf": lambda g, y, x: g * _ERF * (-x * x).exp(),
-    "erfc": lambda g, y, x: g * -_ERF * (-x * x).exp(),
-    "sigmoid": lambda g, y, x: g * y * (1 - y),
-    "silu": lambda g, y, x: g * x.sigmoid() * (1 + x * (1 - x.sigmoid())),
-    "gelu": lambda g, y, x: g * (0.5 * torch.erfc(-x / math.sqrt(2)) + x * (-x * x / 2).exp() / math.sqrt(2 * math.pi)),
-    "softplus": lambda g, y, x: g * x.sigmoid(),
-    "log_sigmoid": lambda g, y, x: g * (-x).sigmoid(),
-    "mish": lambda g, y, x: g * (_mish_gate(x) + x * x.sigmoid() * (1 - _mish_gate(x) ** 2)),
-}
-
-_BINARY: Mapping[str, tuple[Rule | None, Rule | None]] = {
-    "add": (lambda g, y, a, b: g, lambda g, y, a, b: g),
-    "sub": (lambda g, y, a, b: g, lambda g, y, a, b: -g),
-    "mul": (lambda g, y, a, b: g * b, lambda g, y, a, b: g * a),
-    "div": (lambda g, y, a, b: g / b, lambda g, y, a, b: -g * y / b),
-    # As of a clamp: where both are equal one has all of it. `operations` writes torch's maximum out of these.
-    "maximum": (
-        lambda g, y, a, b: torch.where(_leads(a, b), g, 0.0),
-        lambda g, y, a, b: torch.where(_leads(a, b), 0.0, g),
-    ),
-    "minimum": (
-        lambda g, y, a, b: torch.where(_leads(b, a), g, 0.0),
-        lambda g, y, a, b: torch.where(_leads(b, a), 0.0, g),
-    ),
-    "pow": (
-        lambda g, y, a, b: torch.where(b == 0, 0.0, g * b * a.pow(b - 1)),
-        lambda g, y, a, b: torch.where((a == 0) & (b >= 0), 0.0, g * y * a.to(y.dtype).log()),
-    ),
-    "fmod": (lambda g, y, a, b: g, lambda g, y, a, b: -g * (a / b).trunc()),
-    "remainder": (lambda g, y, a, b: g, lambda g, y, a, b: -g * (a / b).floor()),
-    "mod": (lambda g, y, a, b: g, lambda g, y, a, b: -g * (a / b).floor()),
-    "atan2": (lambda g, y, a, b: g * b * _per_square(a, b), lambda g, y, a, b: g * -a * _per_square(a, b)),
-}
-
-_RULES: Mapping[str, tuple[Rule | None, ...]] = {
-    **{name: (rule,) for name, rule in _UNARY.items()},
-    **_BINARY,
-    "where": (
-        None,
-        lambda g, y, c, a, b: torch.where(c.bool(), g, 0.0),
-        lambda g, y, c, a, b: torch.where(c.bool(), 0.0, g),
-    ),
-}
+T = TypeVar("T")
 
 
-def differentiable(trees: Iterable[Tree], sources: Iterable[Tree]) -> list[Tree]:
-    """The nodes through which `trees` depend on `sources` differentiably, children first."""
+def differentiable(exprs: Iterable[Expr], sources: Iterable[Expr]) -> list[Expr]:
+    """The nodes through which `exprs` depend on `sources` differentiably, children first."""
     found = {id(node): node for node in sources}
     starts = set(found)
-    order: dict[int, Tree] = {}
-    for node in (node for tree in trees for node in nodes(tree)):
-        if id(node) in starts or any(id(child) in found for child, _ in paths(node)):
+    order: dict[int, Expr] = {}
+    for node in (node for expr in exprs for node in distinct(expr)):
+        if id(node) in starts or any(id(child) in found for child, _ in _paths(node)):
             found[id(node)] = order[id(node)] = node
     return list(order.values())
 
 
-def needed(path: Iterable[Tree]) -> set[int]:
+def needed(path: Iterable[Expr]) -> set[int]:
     """The nodes, by identity, whose values `gradients` reads: `evaluate` is to keep them."""
-    return {id(part) for node in path for part in (node, *node[1:]) if isinstance(part, tuple)}
+    return {id(part) for node in path for part in (node, *children(node))}
 
 
 def gradients(
-    path: Sequence[Tree],
-    sources: Iterable[Tree],
-    given: Iterable[tuple[Tree, Tensor]],
+    path: Sequence[Expr],
+    sources: Iterable[Expr],
+    given: Iterable[tuple[Expr, Tensor]],
     numbers: Sequence[int],
     block: Block,
     memo: Memo,
 ) -> dict[int, Tensor]:
     """The gradients of `sources`, by identity, each as large as what the source gives; of none that is not reached.
 
-    path: what `differentiable` gave. given: the gradient of each tree. memo: holds the values of what is `needed`.
+    path: what `differentiable` gave. given: each expression's gradient. memo: holds the values of what is `needed`.
     """
-    found: dict[int, Tensor] = {}
-    leaves = {id(node) for node in sources}
-    on_path = {id(node) for node in path}
 
-    def add(node: Tree, gradient: Tensor) -> None:
-        value = memo[id(node)] if id(node) in on_path else None
-        if value is not None:
-            gradient = gradient.sum_to_size(value.shape).to(value.dtype)
-            found[id(node)] = found[id(node)] + gradient if id(node) in found else gradient
+    def fitted(node: Expr, gradient: Tensor) -> Tensor | None:
+        value = memo[id(node)]
+        return None if value is None else gradient.sum_to_size(value.shape).to(value.dtype)
 
-    for tree, gradient in given:
-        add(tree, gradient)
+    def through(node: Expr, rule: Rule, gradient: Tensor) -> Tensor:
+        operands = as_tensors([_value(part, numbers, memo) for part in children(node)], block)
+        holders, expr = _rule_of(rule, len(operands))
+        values = dict(zip(map(id, holders), (gradient, memo[id(node)], *operands), strict=True))
+        return evaluate(expr, None, (), (), block, values)
+
+    return _backwards(path, sources, given, fitted, through, lambda a, b: a + b)
+
+
+def gradient_exprs(given: Sequence[tuple[Expr, Expr]], sources: Iterable[Expr]) -> dict[int, Expr]:
+    """The gradient of each of `sources`, by identity, element by element; of none that is not reached.
+
+    given: expressions, each with its gradient. What an element of a source broadcasts to is for the caller to add up.
+    """
+
+    def through(node: Expr, rule: Rule, gradient: Expr) -> Expr:
+        return gradient if _hides(node) else rule(gradient, node, *children(node))
+
+    path = differentiable([expr for expr, _ in given], sources)
+    return _backwards(path, sources, given, lambda node, gradient: gradient, through, lambda a, b: a + b)
+
+
+def _backwards(
+    path: Sequence[Expr],
+    sources: Iterable[Expr],
+    given: Iterable[tuple[Expr, T]],
+    fitted: Callable[[Expr, T], T | None],
+    through: Callable[[Expr, Rule, T], T],
+    added: Callable[[T, T], T],
+) -> dict[int, T]:
+    """The gradients of `sources` by identity, carried from `given` back along `path`.
+
+    fitted: a gradient as large as what its node gives; None drops it. through: a gradient taken through a node.
+    """
+    found: dict[int, T] = {}
+    leaves, on_path = {id(node) for node in sources}, {id(node) for node in path}
+
+    def add(node: Expr, gradient: T) -> None:
+        if id(node) in on_path and (fits := fitted(node, gradient)) is not None:
+            found[id(node)] = added(found[id(node)], fits) if id(node) in found else fits
+
+    for expr, gradient in given:
+        add(expr, gradient)
     for node in reversed(path):
         if id(node) in leaves or id(node) not in found:
             continue
-        gradient, result = found.pop(id(node)), memo[id(node)]
-        operands = as_tensors([_value(part, numbers, memo) for part in node[1:] if isinstance(part, tuple)], block)
-        for child, rule in paths(node):
+        gradient = found.pop(id(node))
+        for child, rule in _paths(node):
             if id(child) in on_path:
-                add(child, rule(gradient, result, *operands))
-    return found
+                add(child, through(node, rule, gradient))
+    return {leaf: gradient for leaf, gradient in found.items() if leaf in leaves}
 
 
-def paths(node: Tree) -> list[tuple[Tree, Rule]]:
+def _paths(node: Expr) -> list[tuple[Expr, Rule]]:
     """The operands that have a gradient, and how it is had."""
-    if node[0] == "cast":
-        floating = getattr(torch, node[1]).is_floating_point
-        return [(node[2], lambda g, y, x: g)] if floating else []
-    rules = _RULES.get(node[0], ())
-    return [(child, rule) for child, rule in zip(node[1:], rules, strict=False) if rule is not None]
+    match node:
+        case Cast(dtype, x):
+            return [(x, _pass_on)] if dtype.is_floating_point else []
+        case Select(_, a, b):
+            return [(a, _where_held), (b, _where_not)]
+    row = FUNCTIONS.get(name_of(node))
+    rules = () if row is None else row.gradients
+    return (
+        [(child, rule) for child, rule in zip(children(node), rules, strict=True) if rule is not None] if rules else []
+    )
 
 
-def _value(node: Tree, numbers: Sequence[int], memo: Memo) -> object:
+def _pass_on(g: Expr, y: Expr, x: Expr) -> Expr:
+    return g
+
+
+def _where_held(g: Expr, y: Expr, condition: Expr, a: Expr, b: Expr) -> Expr:
+    return Select(condition, g, Const(0.0))
+
+
+def _where_not(g: Expr, y: Expr, condition: Expr, a: Expr, b: Expr) -> Expr:
+    return Select(condition, Const(0.0), g)
+
+
+@functools.cache
+def _rule_of(rule: Rule, operands: int) -> tuple[tuple[Given, ...], Expr]:
+    """What stands for gradient, result and operands in a rule, and the gradient that it gives of these."""
+    holders = tuple(map(Given, range(2 + operands)))
+    return holders, rule(*holders)
+
+
+def _hides(node: Expr) -> bool:
+    """Whether it takes a part or gives -inf. There the weight is 0, and so is the gradient that comes in already."""
+    return isinstance(node, Select) and any(part == Const(-math.inf) for part in (node.a, node.b))
+
+
+def _value(node: Expr, numbers: Sequence[int], memo: Memo) -> object:
     known = memo.get(id(node))
     if known is not None:
         return known
-    return node[1] if node[0] == "const" else int(numbers[node[1]])
-
-
-def _leads(greater: Tensor, other: Tensor) -> Tensor:
-    """Whether the gradient is the first operand's: torch 2.15 has made a clamp's edge belong to its bound."""
-    return greater >= other if CLAMP_PASSES_AT_ITS_EDGE else greater > other
-
-
-def _per_square(a: Tensor, b: Tensor) -> Tensor:
-    square = a * a + b * b
-    return torch.where(square == 0, 0.0, 1 / square)
-
-
-def _mish_gate(x: Tensor) -> Tensor:
-    return torch.nn.functional.softplus(x).tanh()
+    match node:
+        case Const(value):
+            return value
+        case Number(n):
+            return int(numbers[n])
+    raise AssertionError("the values of all other operands are kept")

@@ -1,4 +1,4 @@
-"""Lookups: what a "gather" node reads of a table, and its gradient added up in the table.
+"""Lookups: what a `Gather` reads of a table, and its gradient added up in the table.
 
 A relative position bias is a table with an entry for each head, and the heads read it at the same places: these are
 found once for all heads, and a sum is made for each place, over rows of memory. Sums have one order: no atomics.
@@ -14,18 +14,20 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from attn_fuse.expression.nodes import Diagonal, Gather, Input, Position, distinct
 from attn_fuse.kernels.chunked.diagonals import skewed
-from attn_fuse.kernels.score.tree import Tree, nodes, of_difference
+from attn_fuse.kernels.score.dependence import of_difference
 
 T = TypeVar("T")
+_HEAD = Position("h")
 
 
 @functools.cache
-def head_dimension(node: Tree) -> int | None:
+def head_dimension(node: Gather) -> int | None:
     """The dimension of the table that the head alone chooses; None where none is, or another is computed from it."""
-    found = [dim for dim, place in enumerate(node[2:]) if place == ("h",)]
-    others = [part[0] for place in node[2:] if place != ("h",) for part in nodes(place)]
-    return found[0] if len(found) == 1 and others and "h" not in others else None
+    found = [dim for dim, place in enumerate(node.index) if place == _HEAD]
+    others = [part for place in node.index if place != _HEAD for part in distinct(place)]
+    return found[0] if len(found) == 1 and others and _HEAD not in others else None
 
 
 def rows_of(head: int | None, table: Tensor) -> Tensor:
@@ -74,7 +76,7 @@ def add_up(head: int | None, gradient: Tensor, into: Tensor, at: Tensor, first_h
     rows.add_(sums.view(rows.shape))
 
 
-def accumulate(node: Tree, gradient: Tensor, into: Tensor, indices: Sequence[Tensor], first_head: int) -> None:
+def accumulate(node: Gather, gradient: Tensor, into: Tensor, indices: Sequence[Tensor], first_head: int) -> None:
     """Add to `into`, the gradient of the whole table, that of what the node has read of it.
 
     gradient: [B|1, H|1, rows|1, columns|1], of the dtype of `into`, as large as `indices` broadcast to: int64, one a
@@ -103,8 +105,8 @@ def add_sorted(head: int | None, gradient: Tensor, into: Tensor, indices: Sequen
 
 
 @functools.cache
-def _is_of_difference(node: Tree) -> bool:
-    if any(part[0] == "input" for part in nodes(node)):
+def _is_of_difference(node: Gather) -> bool:
+    if any(isinstance(part, (Input, Diagonal)) for part in distinct(node)):
         return False
     return id(node) in of_difference(node, ())
 

@@ -1,17 +1,19 @@
-"""Score programs: what becomes of one raw score, as a small tree that travels through an operator as a string.
+"""Score programs: what becomes of one raw score, as expressions that travel through an operator as a string.
 
-A tree is a nested tuple (a list in JSON) whose first entry names the node:
+An expression of a score program is made of these nodes of `expression.nodes`, in JSON a list that begins with the name:
 
-    ["score"]                the raw product of query and key, unscaled
-    ["b"] ["h"] ["i"] ["j"]  positions, int64: batch, query head, query, key
-    ["const", c]             a bool, int or float; "inf", "-inf" and "nan" where JSON has no number
-    ["number", n]            entry n of `numbers`, an int
-    ["input", n]             tensor n of `inputs`, [B|1, H|1, Lq|1, Lk|1], at this element
-    ["diagonal", n]          what `chunked_hoisted` has put in a tree's place: only a memo has its value
-    ["gather", n, x...]      tensor n of `inputs`, whole, at these integers, one a dimension
-    ["cast", "float32", x]   x in the dtype of that name
-    ["where", c, x, y]       ["and", x...]  ["or", x...]  ["not", x]
-    [COMPARISONS, x, y]      [BINARY, x, y]               [UNARY, x]
+    Score()              ["score"]                the raw product of query and key, unscaled
+    Position(name)       ["b"] ["h"] ["i"] ["j"]  positions, int64: batch, query head, query, key
+    Const(c)             ["const", c]             a bool, int or float; "inf", "-inf" and "nan" where JSON has no number
+    Number(n)            ["number", n]            entry n of `numbers`, an int
+    Input(n)             ["input", n]             tensor n of `inputs`, [B|1, H|1, Lq|1, Lk|1], at this element
+    Diagonal(n)          ["diagonal", n]          what `chunked.hoisted` has put in a part's place: a memo has its value
+    Gather(n, (x, ...))  ["gather", n, x...]      tensor n of `inputs`, whole, at these integers, one a dimension
+    Cast(dtype, x)       ["cast", "float32", x]   x in the dtype of that name
+    Select(c, x, y)      ["where", c, x, y]
+    And, Or, Not         ["and", x...]  ["or", x...]  ["not", x]
+    Compare              ["ge", x, y] and its like
+    Add, Mul, Div, Binary, Unary                  ["tanh", x]: a function by its name in `expression.functions`
 
 Arithmetic follows torch's promotion, except that nothing is narrower than it has to be: a half-precision tensor is
 read, and a fractional number taken, at least in the compute dtype, and so is an integer that a fraction is made of.
@@ -22,33 +24,45 @@ from __future__ import annotations
 import functools
 import json
 import math
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from attn_fuse.expression.functions import BINARY, COMPARISONS, FUNCTIONS, UNARY, gives_fraction
+from attn_fuse.expression.nodes import (
+    Add,
+    And,
+    Binary,
+    Cast,
+    Compare,
+    Const,
+    Diagonal,
+    Div,
+    Expr,
+    Gather,
+    Given,
+    Input,
+    Mul,
+    Not,
+    Number,
+    Or,
+    Position,
+    Score,
+    Select,
+    Unary,
+    children,
+    distinct,
+    interned,
+    name_of,
+)
 from attn_fuse.kernels.score import lookup
-from attn_fuse.kernels.score.tree import POSITIONS as POSITIONS
-from attn_fuse.kernels.score.tree import Tree as Tree
-from attn_fuse.kernels.score.tree import children
-from attn_fuse.kernels.score.tree import nodes as nodes
+from attn_fuse.kernels.score.dependence import POSITIONS
 
 # By the identity of a node. None: to be kept once it has been computed.
 Memo = dict[int, Tensor | None]
-
-COMPARISONS = tuple("ge gt le lt eq ne".split())
-BINARY = tuple("add sub mul div floordiv mod maximum minimum pow fmod remainder atan2".split())
-# Those that keep an integer an integer, or make a bool; then those that make a fraction of it.
-_EXACT = tuple("detach abs neg sign square floor ceil round trunc relu isnan isinf isfinite".split())
-FRACTIONAL = tuple(
-    "exp exp2 expm1 log log2 log10 log1p sqrt rsqrt reciprocal frac sin cos tan asin acos atan sinh cosh tanh "
-    "asinh acosh atanh erf erfc sigmoid silu gelu softplus log_sigmoid mish".split()
-)
-UNARY = _EXACT + FRACTIONAL
 
 
 def _clamped_to(clamp: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
@@ -56,22 +70,11 @@ def _clamped_to(clamp: Callable[..., Any], other: Callable[..., Any]) -> Callabl
     return lambda a, b: (clamp if torch.promote_types(a.dtype, b.dtype).is_floating_point else other)(a, b)
 
 
-_NAMED: Mapping[str, Any] = {
-    "floordiv": torch.floor_divide, "mod": torch.remainder, "log_sigmoid": F.logsigmoid,
-    "maximum": _clamped_to(torch.clamp_min, torch.maximum), "minimum": _clamped_to(torch.clamp_max, torch.minimum),
-}  # fmt: skip
 _OPERATIONS: Mapping[str, Callable[..., Any]] = {
-    name: _NAMED.get(name) or getattr(torch, name, None) or getattr(F, name) for name in (*COMPARISONS, *BINARY, *UNARY)
-}
-_BOUNDS: Mapping[str, Callable[..., int]] = {
-    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "neg": operator.neg, "abs": operator.abs,
-    "floordiv": operator.floordiv, "mod": operator.mod, "maximum": max, "minimum": min,
-}  # fmt: skip
-_ARITY = {
-    **dict.fromkeys(("score", *POSITIONS), 0),
-    **dict.fromkeys(("not", *UNARY), 1),
-    **dict.fromkeys((*COMPARISONS, *BINARY), 2),
-    "where": 3,
+    **{name: row.torch for name, row in FUNCTIONS.items()},
+    **COMPARISONS,
+    "maximum": _clamped_to(torch.clamp_min, torch.maximum),
+    "minimum": _clamped_to(torch.clamp_max, torch.minimum),
 }
 
 
@@ -108,39 +111,39 @@ class Block:
 
 @dataclass(frozen=True)
 class ScoreProgram:
-    """The score function of one attention. Trees may be given as lists; equal parts become one object.
+    """The score function of one attention. Expressions may be given as JSON has them; equal parts become one object.
 
     score: the final score of a query and a key. factor: multiplies the weight after the softmax. sink: the logit of
     one more key that has no value, [B|1, H|1, Lq|1, 1].
 
-    Two promises by which blocks of keys are skipped, while `score` holds the mask itself: where the Boolean `visible`
-    does not hold, the weight is 0 (in a query all of whose keys are hidden, the original's output is NaN or 0); and
-    nothing is visible unless lower <= j - i <= upper, made of constants, numbers and integer arithmetic.
-    unless_empty: the first promise holds for a query that sees some key; of one that sees none, all keys count. Then
+    `score` already applies the mask. Two guarantees let kernels skip blocks of keys: where the Boolean `visible` does
+    not hold, the weight is 0 (of a fully masked row the original gives NaN or 0); and nothing is visible unless
+    lower <= j - i <= upper, made of constants, numbers and integer arithmetic.
+    unless_empty: the first guarantee holds for a query that sees some key; a fully masked row weighs all keys. Then
     there are no bounds.
 
-    Raises ValueError for a tree that is not one, naming the node.
+    Raises ValueError for an expression that is not one, naming the node.
     """
 
-    score: Tree
-    factor: Tree | None = None
-    sink: Tree | None = None
-    visible: Tree | None = None
-    upper: Tree | None = None
-    lower: Tree | None = None
+    score: Expr
+    factor: Expr | None = None
+    sink: Expr | None = None
+    visible: Expr | None = None
+    upper: Expr | None = None
+    lower: Expr | None = None
     unless_empty: bool = False
 
     def __post_init__(self) -> None:
-        known: dict[Any, Tree] = {}
+        known: dict[Any, Expr] = {}
         for part, forbidden in _FORBIDDEN.items():
-            tree = getattr(self, part)
-            if tree is None:
+            given = getattr(self, part)
+            if given is None:
                 continue
-            tree = _interned(tree, known)
-            for node in nodes(tree):
-                if node[0] in forbidden:
-                    raise ValueError(f"{node[0]!r} has no place in {part!r} of a score program")
-            object.__setattr__(self, part, tree)
+            expr = interned(given if isinstance(given, Expr) else _parsed(given), known)
+            for node in distinct(expr):
+                if (name := _written_name(node)) in forbidden:
+                    raise ValueError(f"{name!r} has no place in {part!r} of a score program")
+            object.__setattr__(self, part, expr)
         if self.unless_empty and (self.visible is None or self.upper is not None or self.lower is not None):
             raise ValueError("'unless_empty' of a score program is said of 'visible' without bounds")
 
@@ -150,21 +153,49 @@ class ScoreProgram:
         return _shared(self.score, self.factor)
 
     def dumps(self) -> str:
-        parts = {part: _as_json(getattr(self, part)) for part in _FORBIDDEN if getattr(self, part) is not None}
+        """The program as one line of JSON."""
+        parts: dict[str, Any] = {
+            part: _as_json(getattr(self, part)) for part in _FORBIDDEN if getattr(self, part) is not None
+        }
         parts |= {_SOFTLY: True} if self.unless_empty else {}
         return json.dumps(parts, separators=(",", ":"), allow_nan=False)
 
     @staticmethod
     @functools.cache
     def loads(text: str) -> ScoreProgram:
-        """Raises ValueError for what `dumps` cannot have written."""
+        """The program that `dumps` has written; the same object for the same text.
+
+        Raises ValueError for what `dumps` cannot have written.
+        """
         parts = json.loads(text)
         if not isinstance(parts, dict) or "score" not in parts or not parts.keys() <= {*_FORBIDDEN, _SOFTLY}:
             raise ValueError(f"not a score program: {text[:100]}")
         return ScoreProgram(**parts)
 
 
-_NO_BOUND = frozenset(set(_ARITY) - set(_BOUNDS) | {"input", "diagonal", "gather", "cast", "and", "or"})
+# What the bounds on j - i are made of, beside constants and numbers.
+_BOUNDS: Mapping[str, Callable[..., int]] = {
+    "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b, "neg": lambda a: -a, "abs": abs,
+    "floor_divide": lambda a, b: a // b, "remainder": lambda a, b: a % b, "maximum": max, "minimum": min,
+}  # fmt: skip
+_NO_BOUND = frozenset(
+    {
+        *UNARY,
+        *BINARY,
+        *COMPARISONS,
+        *POSITIONS,
+        "score",
+        "input",
+        "diagonal",
+        "gather",
+        "cast",
+        "where",
+        "and",
+        "or",
+        "not",
+    }
+    - {*_BOUNDS}
+)
 _SOFTLY = "unless_empty"
 _FORBIDDEN = {
     "score": frozenset[str](), "factor": frozenset({"score"}), "sink": frozenset({"score", "j"}),
@@ -173,22 +204,22 @@ _FORBIDDEN = {
 
 
 def evaluate(
-    tree: Tree,
+    expr: Expr,
     score: Tensor | None,
     inputs: Sequence[Tensor],
     numbers: Sequence[int],
     block: Block,
     memo: Memo | None = None,
 ) -> Tensor:
-    """`tree` on one block: a tensor of four dimensions that broadcasts to `block.shape`, in whatever dtype it has.
+    """`expr` on one block: a tensor of four dimensions that broadcasts to `block.shape`, in whatever dtype it has.
 
     score: the raw scores of the block, in its compute dtype. memo: holds the nodes whose value is known already, and
     None for those to keep.
-    Raises ValueError for a node it does not know.
+    Raises ValueError for a node that has no place in a score program.
     """
-    memo = dict.fromkeys(_shared(tree)) if memo is None else memo
+    memo = dict.fromkeys(_shared(expr)) if memo is None else memo
 
-    def value(node: Tree) -> Any:
+    def value(node: Expr) -> Any:
         known = memo.get(id(node))
         if known is None:
             known = compute(node)
@@ -196,49 +227,51 @@ def evaluate(
                 memo[id(node)] = known
         return known
 
-    def compute(node: Tree) -> Any:
+    def compute(node: Expr) -> Any:
         match node:
-            case ("score",):
-                if score is None:
-                    raise ValueError("there is no 'score' in this tree's place")
-                return score
-            case ("const", number):
+            case Const(number):
                 return number
-            case ("number", n):
+            case Score():
+                if score is None:
+                    raise ValueError("there is no 'score' in this expression's place")
+                return score
+            case Number(n):
                 return int(numbers[n])
-            case ("b" | "h" | "i" | "j",):
-                return _position(POSITIONS.index(node[0]), block)
-            case ("input" | "gather", *_):
+            case Position(name):
+                return _position(POSITIONS.index(name), block)
+            case Input() | Gather():
                 return read(node, inputs, numbers, block, memo)
-            case ("cast", name, x):
-                return tensor(x).to(getattr(torch, name))
-            case ("where", condition, *branches):
-                return torch.where(tensor(condition).bool(), *tensors(branches))
-            case ("and" | "or" as name, *parts):
-                joined = torch.logical_and if name == "and" else torch.logical_or
-                return functools.reduce(joined, tensors(parts))
-            case ("not", x):
+            case Cast(dtype, x):
+                return tensor(x).to(dtype)
+            case Select(condition, x, y):
+                return torch.where(tensor(condition).bool(), *tensors((x, y)))
+            case And(x, y):
+                return torch.logical_and(*tensors((x, y)))
+            case Or(x, y):
+                return torch.logical_or(*tensors((x, y)))
+            case Not(x):
                 return torch.logical_not(tensor(x))
-            case (name, *parts) if name in _OPERATIONS:
-                operands = tensors(parts)
-                if name in FRACTIONAL or name in ("div", "atan2"):
-                    operands = [x if x.is_floating_point() else x.to(block.dtype) for x in operands]
-                return _OPERATIONS[name](*operands)
-        raise ValueError(f"a score program has no node {node[0]!r}")
+        name = name_of(node)
+        if name not in _OPERATIONS:
+            raise ValueError(f"a score program has no node {type(node).__name__}")
+        operands = tensors(children(node))
+        if gives_fraction(name):
+            operands = [x if x.is_floating_point() else x.to(block.dtype) for x in operands]
+        return _OPERATIONS[name](*operands)
 
-    def tensor(node: Tree) -> Tensor:
-        return tensors([node])[0]
+    def tensor(node: Expr) -> Tensor:
+        return tensors((node,))[0]
 
-    def tensors(several: Sequence[Tree]) -> list[Tensor]:
+    def tensors(several: Sequence[Expr]) -> list[Tensor]:
         return as_tensors([value(node) for node in several], block)
 
-    return tensor(tree)
+    return tensor(expr)
 
 
-def read(node: Tree, inputs: Sequence[Tensor], numbers: Sequence[int], block: Block, memo: Memo) -> Tensor:
-    """What an "input" or "gather" node reads on this block, at least in the compute dtype where it is floating."""
-    source = inputs[node[1]]
-    if node[0] == "input":
+def read(node: Input | Gather, inputs: Sequence[Tensor], numbers: Sequence[int], block: Block, memo: Memo) -> Tensor:
+    """What `node` reads on this block, at least in the compute dtype where it is floating."""
+    source = inputs[node.leaf]
+    if isinstance(node, Input):
         return widened(narrowed(source, block), block)
     # Without a dimension there is nothing to index.
     found = source[gathered(node, inputs, numbers, block, memo)] if source.ndim else source.reshape(block.one)
@@ -246,18 +279,19 @@ def read(node: Tree, inputs: Sequence[Tensor], numbers: Sequence[int], block: Bl
 
 
 def gathered(
-    node: Tree, inputs: Sequence[Tensor], numbers: Sequence[int], block: Block, memo: Memo
+    node: Expr, inputs: Sequence[Tensor], numbers: Sequence[int], block: Block, memo: Memo
 ) -> tuple[Tensor, ...]:
-    """The indices of a "gather" node: int64, one a dimension, of shapes that broadcast; of an "input" none.
+    """The indices of a `Gather`: int64, one a dimension, of shapes that broadcast; of an `Input` none.
 
     memo: the one that the node's value was computed with, so that the element read is the one that gets the gradient.
     """
-    return tuple(evaluate(x, None, inputs, numbers, block, memo).long() for x in node[2:])
+    places = node.index if isinstance(node, Gather) else ()
+    return tuple(evaluate(x, None, inputs, numbers, block, memo).long() for x in places)
 
 
-def accumulate(node: Tree, gradient: Tensor, into: Tensor, indices: tuple[Tensor, ...], block: Block) -> None:
+def accumulate(node: Input | Gather, gradient: Tensor, into: Tensor, indices: tuple[Tensor, ...], block: Block) -> None:
     """Add to `into`, the gradient of a whole input, that of what `node` has read of it on this block at `indices`."""
-    if node[0] == "input":
+    if isinstance(node, Input):
         narrowed(into, block).add_(gradient)
     elif into.ndim:
         lookup.accumulate(node, gradient.to(into.dtype), into, indices, block.origin[1])
@@ -265,67 +299,98 @@ def accumulate(node: Tree, gradient: Tensor, into: Tensor, indices: tuple[Tensor
         into.add_(gradient.sum())
 
 
-def bound(tree: Tree | None, numbers: Sequence[int]) -> int | None:
+def bound(expr: Expr | None, numbers: Sequence[int]) -> int | None:
     """The integer that `upper` or `lower` stands for."""
-    match tree:
+    match expr:
         case None:
             return None
-        case ("const", value):
+        case Const(value):
             return int(value)
-        case ("number", n):
+        case Number(n):
             return int(numbers[n])
-        case (name, *parts):
-            return _BOUNDS[name](*(bound(part, numbers) for part in parts))
-    raise ValueError(f"not a bound: {tree}")
+    if (name := name_of(expr)) not in _BOUNDS:
+        raise ValueError(f"not a bound: {expr}")
+    return _BOUNDS[name](*(bound(part, numbers) for part in children(expr)))
 
 
-def _shared(*trees: Tree | None) -> frozenset[int]:
+def _shared(*exprs: Expr | None) -> frozenset[int]:
     once: set[int] = set()
     twice: set[int] = set()
-    distinct = {id(node): node for tree in trees for node in nodes(tree)}
-    needed = [tree for tree in trees if tree is not None]
-    needed += [child for node in distinct.values() for child in children(node)]
+    every = {id(node): node for expr in exprs for node in distinct(expr)}
+    needed = [expr for expr in exprs if expr is not None]
+    needed += [child for node in every.values() for child in children(node)]
     for node in needed:
         (twice if id(node) in once else once).add(id(node))
     return frozenset(twice)
 
 
-def _interned(tree: Any, known: dict[Any, Tree]) -> Tree:
-    """`tree` as tuples, checked, with equal parts as one object."""
+# ---- the string
+
+
+def _written_name(node: Expr) -> str:
+    match node:
+        case Position(name):
+            return name
+        case Score() | Const() | Number() | Input() | Diagonal() | Given():
+            return type(node).__name__.lower()
+    return name_of(node)
+
+
+def _as_json(node: Expr) -> list[Any]:
+    own: list[Any] = []
+    match node:
+        case Const(value):
+            own = [str(value) if isinstance(value, float) and not math.isfinite(value) else value]
+        case Number(n) | Input(n) | Diagonal(n) | Gather(n):
+            own = [n]
+        case Cast(dtype):
+            own = [str(dtype).removeprefix("torch.")]
+    return [_written_name(node), *own, *map(_as_json, children(node))]
+
+
+_CLASSES: dict[str, Callable[..., Expr]] = {
+    "add": Add, "mul": Mul, "div": Div, "where": Select, "not": Not, "and": And, "or": Or, "score": Score,
+    **{name: functools.partial(Position, name) for name in POSITIONS},
+}  # fmt: skip
+_ARITY = {**dict.fromkeys(("score", *POSITIONS), 0), **dict.fromkeys(UNARY, 1), **dict.fromkeys(BINARY, 2),
+          **dict.fromkeys(COMPARISONS, 2), "not": 1, "and": 2, "or": 2, "where": 3}  # fmt: skip
+_NUMBERED: dict[str, Callable[[int], Expr]] = {"number": Number, "input": Input, "diagonal": Diagonal}
+
+
+def _parsed(tree: Any) -> Expr:
+    """The expression that a list of JSON is."""
+    if isinstance(tree, Expr):
+        return tree
     if not isinstance(tree, (tuple, list)) or not tree:
         raise ValueError(f"not a node of a score program: {tree!r}")
     name, *rest = tree
-    constants: list[Any] = []
     match name, rest:
         case "const", [str(text)] if text in ("inf", "-inf", "nan"):
-            constants, rest = [float(text)], []
+            return Const(float(text))
         case "const", [bool() | int() | float() as number]:
-            constants, rest = [number], []
+            return Const(number)
         case "number" | "input" | "diagonal", [int(n)] if n >= 0:
-            constants, rest = [n], []
-        case "gather", [int(n), *rest] if n >= 0:
-            constants = [n]
+            return _NUMBERED[name](n)
+        case "gather", [int(n), *places] if n >= 0:
+            return Gather(n, tuple(map(_parsed, places)))
         case "cast", [str(dtype), x] if isinstance(getattr(torch, dtype, None), torch.dtype):
-            constants, rest = [dtype], [x]
-        case "and" | "or", [_, *_]:
-            pass
+            return Cast(getattr(torch, dtype), _parsed(x))
+        case "const" | "number" | "input" | "diagonal" | "gather" | "cast", _:
+            raise ValueError(f"{name!r} of a score program cannot take {rest!r}")
         case str(), _ if name in _ARITY:
+            if name in ("and", "or") and rest:
+                return functools.reduce(_CLASSES[name], map(_parsed, rest))
             if len(rest) != _ARITY[name]:
                 raise ValueError(f"{name!r} of a score program takes {_ARITY[name]} operands, not {len(rest)}")
-        case "const" | "number" | "input" | "diagonal" | "gather" | "cast" | "and" | "or", _:
-            raise ValueError(f"{name!r} of a score program cannot take {rest!r}")
         case _:
             raise ValueError(f"a score program has no node {name!r}")
-    children = [_interned(part, known) for part in rest]
-    # True, 1 and 1.0 are equal, but not the same constant.
-    key = (name, *map(repr, constants), *map(id, children))
-    return known.setdefault(key, (name, *constants, *children))
+    operands = map(_parsed, rest)
+    if name in _CLASSES:
+        return _CLASSES[name](*operands)
+    return (Compare if name in COMPARISONS else Unary if name in UNARY else Binary)(name, *operands)
 
 
-def _as_json(part: Any) -> Any:
-    if isinstance(part, tuple):
-        return [_as_json(x) for x in part]
-    return str(part) if isinstance(part, float) and not math.isfinite(part) else part
+# ---- on a block
 
 
 def _position(dimension: int, block: Block) -> Tensor:

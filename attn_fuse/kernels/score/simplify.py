@@ -1,138 +1,186 @@
-"""What of a score program can be said before it runs: conditions that hold within its bounds, and its unit."""
+"""What of a score program can be said before it runs: conditions that are known to hold, and its unit."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Sequence
 
-from attn_fuse.kernels.score.derivative import Trees
-from attn_fuse.kernels.score.program import COMPARISONS, ScoreProgram, Tree, nodes
+import torch
 
-# A sum of integer nodes, each times a number; the numbers by themselves under None.
-_Linear = dict[Any, int]
+from attn_fuse.expression.functions import FUNCTIONS
+from attn_fuse.expression.nodes import (
+    FALSE,
+    TRUE,
+    Add,
+    And,
+    Binary,
+    Cast,
+    Compare,
+    Const,
+    Div,
+    Expr,
+    Gather,
+    Input,
+    Mul,
+    Not,
+    Number,
+    Or,
+    Position,
+    Score,
+    Select,
+    Unary,
+    children,
+    distinct,
+    remade,
+)
+from attn_fuse.kernels.score.linear import Linear, at_least_zero, complement, linear
+from attn_fuse.kernels.score.program import ScoreProgram
 
 
-def inside(trees: Trees, program: ScoreProgram) -> Tree:
-    """The score where lower <= j - i <= upper is known to hold: comparisons that say the same are gone."""
-    bounds = [_linear(("sub", sides[0], sides[1])) for sides in _sides(program)]
-    known: dict[int, bool] = {}
-    for node in nodes(program.score):
-        if node[0] in COMPARISONS and node[0] not in ("eq", "ne"):
-            held = _at_least_zero(node)
-            for bound in bounds:
-                if _implied(held, bound):
-                    known[id(node)] = True
-                elif _implied(_minus(_minus({}, held), {None: 1}), bound):
-                    known[id(node)] = False
-    return _with_known(trees, program.score, known)
+def inside(expr: Expr, program: ScoreProgram) -> Expr:
+    """`expr` where lower <= j - i <= upper is known to hold: comparisons that say the same are gone."""
+    distance = linear(Position("j")) - linear(Position("i"))
+    upper = [] if program.upper is None else [linear(program.upper) - distance]
+    lower = [] if program.lower is None else [distance - linear(program.lower)]
+    return _Knowledge([*upper, *lower]).applied(expr)
 
 
-def in_unit(trees: Trees, tree: Tree, unit: float) -> Tree | None:
-    """`unit` times `tree`, where no element is multiplied once more for it; None where that cannot be had.
+def assuming(condition: Expr, expr: Expr) -> Expr:
+    """`expr` where `condition` holds. Equal parts of the two are one object, as in one program."""
+    known = _Knowledge([])
+    known.learn(condition, True)
+    return known.applied(expr)
+
+
+class _Knowledge:
+    """What is known: the linear forms that are at least 0, and the values of conditions, by their identity."""
+
+    def __init__(self, forms: Sequence[Linear]) -> None:
+        self._forms = [*forms]
+        self._facts: dict[int, bool] = {}
+        self._done: dict[int, Expr] = {}
+
+    def learn(self, condition: Expr, holds: bool) -> None:
+        self._facts[id(condition)] = holds
+        # Of fractions, one of x >= 0 and -1 - x >= 0 need not hold.
+        if (form := at_least_zero(condition)) is not None and form.is_whole:
+            self._forms.append(form if holds else complement(form))
+        match condition:
+            case Not(inner):
+                self.learn(inner, not holds)
+            case And(a, b) if holds:
+                self.learn(a, True)
+                self.learn(b, True)
+            case Or(a, b) if not holds:
+                self.learn(a, False)
+                self.learn(b, False)
+
+    def applied(self, expr: Expr) -> Expr:
+        """`expr` simplified; itself where nothing changes."""
+        if id(expr) not in self._done:
+            self._done[id(expr)] = self._applied(expr)
+        return self._done[id(expr)]
+
+    def _applied(self, expr: Expr) -> Expr:
+        if (value := self._value(expr)) is not None:
+            return TRUE if value else FALSE
+        before = children(expr)
+        parts = [self.applied(part) for part in before]
+        changed = any(a is not b for a, b in zip(before, parts, strict=True))
+        return _folded(remade(expr, parts)) if changed else expr
+
+    def _value(self, expr: Expr) -> bool | None:
+        if id(expr) in self._facts:
+            return self._facts[id(expr)]
+        form = at_least_zero(expr)
+        if form is None:
+            return None
+        return True if self._is_known(form) else False if self._is_known(complement(form)) else None
+
+    def _is_known(self, form: Linear) -> bool:
+        """Whether `form` is one that is at least 0, and a number that is not negative."""
+        return any(not (rest := form - known).terms and rest.number >= 0 for known in self._forms)
+
+
+def _folded(expr: Expr) -> Expr:
+    match expr:
+        case Not(Const(value)):
+            return FALSE if value else TRUE
+        case And(Const(value), x) | And(x, Const(value)):
+            return _as_truth(x) if value else FALSE
+        case Or(Const(value), x) | Or(x, Const(value)):
+            return TRUE if value else _as_truth(x)
+        # Only where the choice that falls away cannot have made a fraction of the other.
+        case Select(Const(value), a, b):
+            chosen, other = (a, b) if value else (b, a)
+            return chosen if isinstance(other, Const) and (_is_fraction(chosen) or _is_int(other)) else expr
+        case Add(x, Const(float() as zero)) | Add(Const(float() as zero), x) if zero == 0.0 and _is_fraction(x):
+            return x
+    return expr
+
+
+def _as_truth(x: Expr) -> Expr:
+    is_truth = isinstance(x, (Compare, And, Or, Not)) or (isinstance(x, Const) and isinstance(x.value, bool))
+    return x if is_truth else Cast(torch.bool, x)
+
+
+def _is_int(x: Const) -> bool:
+    return isinstance(x.value, int) and not isinstance(x.value, bool)
+
+
+def _is_fraction(expr: Expr) -> bool:
+    """Whether `expr` is certainly of a floating-point dtype no narrower than the scores."""
+    match expr:
+        case Score() | Const(float()) | Cast(torch.float32 | torch.float64):
+            return True
+        case Select(_, a, b) | Add(a, b) | Mul(a, b) | Div(a, b) | Binary(_, a, b):
+            return _is_fraction(a) or _is_fraction(b)
+        case Unary(name, x):
+            return FUNCTIONS[name].gives != "truth" and _is_fraction(x)
+    return False
+
+
+def in_unit(expr: Expr, unit: float) -> Expr | None:
+    """`unit` times `expr`, where no element is multiplied once more for it; None where that cannot be had.
 
     A finite fill stays finite, and rows that hold nothing else keep one number in all places.
     """
-    match tree:
-        case ("score",):
-            return trees.node("mul", tree, trees.node("const", unit))
-        case ("const", value):
+    match expr:
+        case Score():
+            return expr * unit
+        case Const(value):
             scaled = float(value) * unit
-            return trees.node("const", scaled) if abs(scaled) < _LARGEST or not math.isfinite(value) else None
-        case ("where", condition, x, y):
-            x, y = in_unit(trees, x, unit), in_unit(trees, y, unit)
-            return None if x is None or y is None else trees.node("where", condition, x, y)
-        case ("mul", x, ("const", value)) | ("mul", ("const", value), x) if _bounded(x):
-            return trees.node("mul", x, trees.node("const", float(value) * unit))
-        case ("div", x, ("const", value)) if _bounded(x) and value:
-            return trees.node("mul", x, trees.node("const", unit / float(value)))
+            return Const(scaled) if abs(scaled) < _LARGEST or not math.isfinite(value) else None
+        case Select(condition, x, y):
+            one, other = in_unit(x, unit), in_unit(y, unit)
+            return None if one is None or other is None else Select(condition, one, other)
+        case Mul(x, Const(value)) | Mul(Const(value), x) if _has_no_fill(x):
+            return x * (float(value) * unit)
+        case Div(x, Const(value)) if _has_no_fill(x) and value:
+            return x * (unit / float(value))
     return None
 
 
 _LARGEST = 3e38
 
 
-def taken_out(trees: Trees, tree: Tree) -> tuple[float, Tree]:
-    """A number and the tree whose product `tree` is: sums are multiplied by it once, not each of their elements."""
-    match tree:
-        case ("mul", x, ("const", float() as value)) | ("mul", ("const", float() as value), x) if _FEWEST < value <= 1:
+def taken_out(expr: Expr) -> tuple[float, Expr]:
+    """A number and an expression whose product `expr` is: a sum is multiplied by the number once, not each element."""
+    match expr:
+        case Mul(x, Const(float() as value)) | Mul(Const(float() as value), x) if _FEWEST < value <= 1:
             return value, x
-        case ("div", x, ("const", float() as value)) if 1 <= value < 1 / _FEWEST:
+        case Div(x, Const(float() as value)) if 1 <= value < 1 / _FEWEST:
             return 1 / value, x
-    return 1.0, tree
+    return 1.0, expr
 
 
 # What is no more multiplied must not leave the range of float16, which tensor cores are given.
 _FEWEST = 2.0**-6
 
 
-def _bounded(tree: Tree) -> bool:
+def _has_no_fill(expr: Expr) -> bool:
     """Whether no fill can be in it, which would be no number any more when multiplied."""
     return all(
-        node[0] not in ("input", "gather", "number") and not (node[0] == "const" and abs(node[1]) > 1e30)
-        for node in nodes(tree)
+        not isinstance(node, (Input, Gather, Number)) and not (isinstance(node, Const) and abs(node.value) > 1e30)
+        for node in distinct(expr)
     )
-
-
-def _sides(program: ScoreProgram) -> list[tuple[Tree, Tree]]:
-    """Of each bound the two sides whose difference is not negative."""
-    distance = ("sub", ("j",), ("i",))
-    upper = [] if program.upper is None else [(program.upper, distance)]
-    lower = [] if program.lower is None else [(distance, program.lower)]
-    return upper + lower
-
-
-def _at_least_zero(node: Tree) -> _Linear:
-    """What is at least 0 where this comparison of integers holds."""
-    name, x, y = node
-    difference = _linear(("sub", x, y)) if name in ("ge", "gt") else _linear(("sub", y, x))
-    return _minus(difference, {None: 1}) if name in ("gt", "lt") else difference
-
-
-def _implied(held: _Linear, by: _Linear) -> bool:
-    """Whether `held` is `by` and a number that is not negative."""
-    apart = _minus(held, by)
-    return apart.pop(None, 0) >= 0 and not any(apart.values())
-
-
-def _linear(tree: Tree) -> _Linear:
-    match tree:
-        case ("const", bool() | int() as value):
-            return {None: int(value)}
-        case ("add", x, y):
-            return _minus(_linear(x), _minus({}, _linear(y)))
-        case ("sub", x, y):
-            return _minus(_linear(x), _linear(y))
-        case ("neg", x):
-            return _minus({}, _linear(x))
-        case ("mul", ("const", int() as value), x) | ("mul", x, ("const", int() as value)):
-            return {key: n * value for key, n in _linear(x).items()}
-        case ("cast", "int64", ("i" | "j" | "number", *_) as x):
-            return _linear(x)
-    return {tree if tree[0] in ("i", "j", "number") else id(tree): 1}
-
-
-def _minus(x: _Linear, y: _Linear) -> _Linear:
-    return {key: x.get(key, 0) - y.get(key, 0) for key in x.keys() | y.keys()}
-
-
-def _with_known(trees: Trees, tree: Tree, known: Mapping[int, bool]) -> Tree:
-    """`tree` with the nodes of `known` replaced, and what follows from them. Itself where nothing changes."""
-    if id(tree) in known:
-        return trees.node("const", known[id(tree)])
-    children = [_with_known(trees, part, known) if isinstance(part, tuple) else part for part in tree[1:]]
-    if all(a is b for a, b in zip(children, tree[1:], strict=True)):
-        return tree
-    match tree[0], children:
-        case "where", [("const", bool() as condition), x, y]:
-            return x if condition else y
-        case "not", [("const", bool() as value)]:
-            return trees.node("const", not value)
-        case "and" | "or" as name, parts:
-            decides = name == "or"
-            if any(part[0] == "const" and part[1] is decides for part in parts):
-                return trees.node("const", decides)
-            left = [part for part in parts if not (part[0] == "const" and part[1] is not decides)]
-            # A single part need not be a Boolean.
-            return trees.node(name, *left) if left else trees.node("const", not decides)
-    return trees.node(tree[0], *children)

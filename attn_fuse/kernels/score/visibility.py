@@ -1,9 +1,8 @@
 """Visibility: which blocks of the scores a mask hides, from the mask's structure rather than from the mask.
 
-The tree `visible` of a score program is evaluated over blocks with interval arithmetic: each part of it is held between
-the least and the greatest value that it takes in a block. Comparisons of positions, lengths and document numbers come
-out exact or nearly so, at a cost linear in q_len + kv_len; of what depends on both positions only by table or tensor,
-each element is read.
+`visible` of a score program is evaluated by interval arithmetic: [min, max] of each node over a block. Comparisons of
+positions, lengths and document numbers come out exact or nearly so, at a cost linear in q_len + kv_len. Where a table
+or a tensor depends on both positions, each element is read.
 """
 
 from __future__ import annotations
@@ -16,7 +15,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from attn_fuse.kernels.score.program import COMPARISONS, Block, ScoreProgram, Tree, bound, evaluate
+from attn_fuse.expression.functions import Order, interval_of
+from attn_fuse.expression.nodes import And, Cast, Compare, Expr, Input, Not, Or, Position, Select, children, name_of
+from attn_fuse.kernels.score.program import Block, ScoreProgram, bound, evaluate
 
 _Interval = tuple[Tensor, Tensor]
 # Keys that are looked at one by one, or together.
@@ -84,7 +85,7 @@ def _within_bounds(program: ScoreProgram, numbers: Sequence[int], whole: Block, 
 
 
 def _each_sees_a_key(
-    visible: Tree, inputs: Sequence[Tensor], numbers: Sequence[int], whole: Block, rows: int
+    visible: Expr, inputs: Sequence[Tensor], numbers: Sequence[int], whole: Block, rows: int
 ) -> Tensor:
     """Whether, for certain, each query of a block of `rows` sees a key: [B|1, H|1, query blocks|1, 1].
 
@@ -118,49 +119,48 @@ class _Intervals:
     known: dict[int, _Interval] = field(default_factory=dict)
     dependence: dict[int, frozenset[str]] = field(default_factory=dict)
 
-    def of(self, tree: Tree) -> _Interval:
-        if id(tree) not in self.known:
-            self.known[id(tree)] = self._found(tree)
-        return self.known[id(tree)]
+    def of(self, expr: Expr) -> _Interval:
+        if id(expr) not in self.known:
+            self.known[id(expr)] = self._found(expr)
+        return self.known[id(expr)]
 
-    def _found(self, tree: Tree) -> _Interval:
-        if len(self._depends_on(tree)) < 2:
-            exact = _ordered(evaluate(tree, None, self.inputs, self.numbers, self.whole))
+    def _found(self, expr: Expr) -> _Interval:
+        if len(self._depends_on(expr)) < 2:
+            exact = _ordered(evaluate(expr, None, self.inputs, self.numbers, self.whole))
             return self._reduced(exact, torch.amin), self._reduced(exact, torch.amax)
-        match tree:
-            case ("and" | "or" as name, *parts):
-                joined = torch.logical_and if name == "and" else torch.logical_or
-                lows, highs = zip(*(_as_bool(self.of(part)) for part in parts), strict=True)
-                return functools.reduce(joined, lows), functools.reduce(joined, highs)
-            case ("not", part):
+        match expr:
+            case And(a, b) | Or(a, b):
+                joined = torch.logical_and if isinstance(expr, And) else torch.logical_or
+                (a_low, a_high), (b_low, b_high) = (_as_bool(self.of(part)) for part in (a, b))
+                return joined(a_low, b_low), joined(a_high, b_high)
+            case Not(part):
                 return _negated(_as_bool(self.of(part)))
-            case ("where", condition, a, b):
+            case Select(condition, a, b):
                 return _either(_as_bool(self.of(condition)), self.of(a), self.of(b))
-            case (name, a, b) if name in COMPARISONS:
+            case Compare(name, a, b):
                 return _compared(name, self.of(a), self.of(b))
-            case ("cast", "bool", part):
+            case Cast(torch.bool, part):
                 return _as_bool(self.of(part))
-            case ("cast", str(name), part) if getattr(torch, name) in (torch.int64, *_FLOATING):
-                return _converted(self.of(part), getattr(torch, name))
-            case (name, *parts) if name in _MONOTONE:
-                operands = [self.of(part) for part in parts]
-                dtype = functools.reduce(torch.promote_types, (low.dtype for low, _ in operands))
-                # Of two Booleans torch's sum is no sum.
-                if dtype != torch.bool:
-                    return _arithmetic(_MONOTONE[name], operands, dtype)
-        return self._by_strips(tree)
+            case Cast(dtype, part) if dtype in (torch.int64, *_FLOATING):
+                return _converted(self.of(part), dtype)
+        operands = [self.of(part) for part in children(expr)] if name_of(expr) in _BY_ENDS else []
+        dtypes = [low.dtype for low, _ in operands]
+        # Of two Booleans torch's sum is no sum.
+        if operands and (dtype := functools.reduce(torch.promote_types, dtypes)) != torch.bool:
+            return _arithmetic(functools.partial(_by_ends, name_of(expr)), operands, dtype)
+        return self._by_strips(expr)
 
-    def _depends_on(self, tree: Tree) -> frozenset[str]:
-        """Which of the two positions the value of a tree differs with."""
-        if id(tree) not in self.dependence:
-            if tree[0] == "input":
-                along = zip("ij", self.inputs[tree[1]].shape[2:], strict=True)
+    def _depends_on(self, expr: Expr) -> frozenset[str]:
+        """Which of the two positions the value of an expression differs with."""
+        if id(expr) not in self.dependence:
+            found = frozenset[str]().union(*map(self._depends_on, children(expr)))
+            if isinstance(expr, Input):
+                along = zip("ij", self.inputs[expr.leaf].shape[2:], strict=True)
                 found = frozenset(name for name, length in along if length != 1)
-            else:
-                children = (self._depends_on(part) for part in tree[1:] if isinstance(part, tuple))
-                found = frozenset({tree[0]} & {"i", "j"}).union(*children)
-            self.dependence[id(tree)] = found
-        return self.dependence[id(tree)]
+            elif isinstance(expr, Position) and expr.name in "ij":
+                found = frozenset({expr.name})
+            self.dependence[id(expr)] = found
+        return self.dependence[id(expr)]
 
     def _reduced(self, x: Tensor, by: Callable[..., Tensor]) -> Tensor:
         for dim, size in zip((2, 3), self.blocks, strict=True):
@@ -168,7 +168,7 @@ class _Intervals:
                 x = _reduced_along(x, dim, size, by)
         return x
 
-    def _by_strips(self, tree: Tree) -> _Interval:
+    def _by_strips(self, expr: Expr) -> _Interval:
         """Element for element, one block of queries at a time."""
         lows, highs = [], []
         q_len, size = self.whole.shape[2], self.blocks[0]
@@ -177,7 +177,7 @@ class _Intervals:
             strip = Block(
                 self.whole.batch, self.whole.heads, queries, self.whole.keys, self.whole.device, self.whole.dtype
             )
-            exact = _ordered(evaluate(tree, None, self.inputs, self.numbers, strip))
+            exact = _ordered(evaluate(expr, None, self.inputs, self.numbers, strip))
             exact = exact.expand(*exact.shape[:2], *strip.shape[2:])
             lows.append(_reduced_along(exact.amin(2, keepdim=True), 3, self.blocks[1], torch.amin))
             highs.append(_reduced_along(exact.amax(2, keepdim=True), 3, self.blocks[1], torch.amax))
@@ -258,7 +258,7 @@ def _converted(x: _Interval, dtype: torch.dtype) -> _Interval:
 
 
 def _arithmetic(operation: Callable[..., _Interval], operands: Sequence[_Interval], dtype: torch.dtype) -> _Interval:
-    """One of `_MONOTONE` on operands that are computed with in `dtype`."""
+    """A function of the ends of operands that are computed with in `dtype`."""
     if dtype.is_floating_point:
         return operation(*((low.to(dtype), high.to(dtype)) for low, high in operands))
     # Integers wrap around beyond their limits, and the ends say nothing then.
@@ -269,30 +269,17 @@ def _arithmetic(operation: Callable[..., _Interval], operands: Sequence[_Interva
     return torch.where(fits, low, limits.min).to(dtype), torch.where(fits, high, limits.max).to(dtype)
 
 
-def _product(a: _Interval, b: _Interval) -> _Interval:
-    products = [x * y for x in a for y in b]
-    return functools.reduce(torch.minimum, products), functools.reduce(torch.maximum, products)
-
-
-def _absolute(x: _Interval) -> _Interval:
-    low, high = x
-    return torch.where(low > 0, low, torch.where(high < 0, -high, torch.zeros_like(low))), torch.maximum(
-        low.abs(), high.abs()
-    )
-
-
 def _promoted(*several: Tensor) -> list[Tensor]:
     dtype = functools.reduce(torch.promote_types, [x.dtype for x in several])
     return [x.to(dtype) for x in several]
 
 
-# Interval arithmetic where the ends of the result come from the ends of the operands, all of one dtype.
-_MONOTONE: dict[str, Callable[..., _Interval]] = {
-    "add": lambda a, b: (a[0] + b[0], a[1] + b[1]),
-    "sub": lambda a, b: (a[0] - b[1], a[1] - b[0]),
-    "neg": lambda a: (-a[1], -a[0]),
-    "mul": _product,
-    "abs": _absolute,
-    "maximum": lambda a, b: (torch.maximum(a[0], b[0]), torch.maximum(a[1], b[1])),
-    "minimum": lambda a, b: (torch.minimum(a[0], b[0]), torch.minimum(a[1], b[1])),
-}
+# Functions whose interval comes from the ends of the operands, all of one dtype.
+_BY_ENDS = frozenset("add sub neg mul abs maximum minimum".split())
+_ENDS = Order(torch.minimum, torch.maximum)
+
+
+def _by_ends(name: str, *operands: _Interval) -> _Interval:
+    found = interval_of(name, _ENDS, operands)
+    assert found is not None
+    return found

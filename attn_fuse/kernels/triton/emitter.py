@@ -1,4 +1,4 @@
-"""Emitter: trees of a score program as lines of Triton, of the same meaning as `score_program.evaluate` gives them.
+"""Emitter: expressions of a score program as lines of Triton that compute what `score.program.evaluate` does.
 
 Each node is one line, each equal line one variable. What is known of a node while it is written: the dtype that it has
 in torch, by which it is computed, and of an integer the least and greatest value that it can have, so that int64 is
@@ -11,12 +11,31 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from attn_fuse.kernels.score.program import COMPARISONS, UNARY, Block, Tree, evaluate
+from attn_fuse.expression.functions import FUNCTIONS, Order, gives_fraction, interval_of
+from attn_fuse.expression.nodes import (
+    And,
+    Cast,
+    Compare,
+    Const,
+    Expr,
+    Gather,
+    Given,
+    Input,
+    Not,
+    Number,
+    Or,
+    Position,
+    Score,
+    Select,
+    Unary,
+    children,
+    name_of,
+)
+from attn_fuse.kernels.score.program import Block, evaluate
 
 # Positions stay below; whoever launches a kernel checks it.
 LONGEST = (1 << 30) - 1
@@ -66,77 +85,75 @@ class Emitter:
         self.lines: list[str] = []
         self._inputs = inputs
         self._number_span = _INT64 if wide_numbers else (-LONGEST, LONGEST)
-        self._known: dict[int, tuple[Tree, Value]] = {}
+        self._known: dict[int, tuple[Expr, Value]] = {}
         self._variables: dict[str, str] = {}
         self._first_size = [2 * sum(x.dims for x in inputs[:n]) for n in range(len(inputs))]
 
-    def value(self, tree: Tree) -> Value:
-        # The tree is kept with its value: the identity of one that is gone could come back.
-        if id(tree) not in self._known:
-            self._known[id(tree)] = tree, self._folded(tree) or self._written(tree)
-        return self._known[id(tree)][1]
+    def value(self, expr: Expr) -> Value:
+        """`expr` as a variable of the function, or as a literal."""
+        # The expression is kept with its value: the identity of one that is gone could come back.
+        if id(expr) not in self._known:
+            self._known[id(expr)] = expr, self._folded(expr) or self._written(expr)
+        return self._known[id(expr)][1]
 
-    def float32(self, tree: Tree, like: str, whole: frozenset[str]) -> str:
-        """`tree` as float32 in the shape of the variable `like`, which depends on the positions in `whole`."""
-        value = self.value(tree)
+    def float32(self, expr: Expr, like: str, whole: frozenset[str]) -> str:
+        """`expr` as float32 in the shape of the variable `like`, which depends on the positions in `whole`."""
+        value = self.value(expr)
         code = self._as(value, torch.float32)
         if "score" in value.depends or whole <= value.depends:
             return code
         return self._let(f"{code} + tl.zeros({like}.shape, tl.float32)")
 
-    def boolean(self, tree: Tree) -> str:
-        return self._as_bool(self.value(tree))
+    def boolean(self, expr: Expr) -> str:
+        """`expr` as a Boolean, in whatever shape."""
+        return self._as_bool(self.value(expr))
 
     # ---- one node
 
-    def _folded(self, tree: Tree) -> Value | None:
-        if tree[0] == "const":
-            return _literal(tree[1])
-        if not all(self._is_constant(part) for part in tree[1:] if isinstance(part, tuple)) or len(tree) < 2:
+    def _folded(self, expr: Expr) -> Value | None:
+        if isinstance(expr, Const):
+            return _literal(expr.value)
+        parts = children(expr)
+        if not parts or isinstance(expr, Gather) or any(self.value(part).constant is None for part in parts):
             return None
-        if tree[0] in ("number", "input", "gather", "given"):
-            return None
-        found = evaluate(tree, None, (), (), Block(1, 1, (0, 1), (0, 1), torch.device("cpu"), torch.float32))
+        found = evaluate(expr, None, (), (), Block(1, 1, (0, 1), (0, 1), torch.device("cpu"), torch.float32))
         constant = found.item()
         return Value(_as_text(constant, found.dtype), found.dtype, found.dtype, constant=constant, span=_span(constant))
 
-    def _is_constant(self, tree: Tree) -> bool:
-        return self.value(tree).constant is not None
-
-    def _written(self, tree: Tree) -> Value:
-        match tree:
-            case ("score",):
+    def _written(self, expr: Expr) -> Value:
+        match expr:
+            case Score():
                 return Value("raw", torch.float32, torch.float32, frozenset({"score"}))
-            case ("given", n):
+            case Given(n):
                 return Value(f"given{n}", torch.float32, torch.float32, frozenset({"score"}))
-            case ("b" | "h" | "i" | "j" as name,):
+            case Position(name):
                 return Value(name, torch.int64, torch.int32, frozenset({name}), (0, LONGEST))
-            case ("number", n):
+            case Number(n):
                 carrier = torch.int64 if self._number_span == _INT64 else torch.int32
                 code = self._let(f"tl.cast(reads[2][{n}] >> 2, tl.{_short(carrier)})")
                 return Value(code, torch.int64, carrier, span=self._number_span)
-            case ("input", n):
+            case Input(n):
                 return self._read(n, *self._offset_of_element(n))
-            case ("gather", n, *index):
+            case Gather(n, index):
                 return self._read(n, *self._offset_of_gathered(n, [self.value(x) for x in index]))
-            case ("cast", name, x):
-                return self._cast(self.value(x), getattr(torch, name))
-            case ("where", condition, x, y):
+            case Cast(dtype, x):
+                return self._cast(self.value(x), dtype)
+            case Select(condition, x, y):
                 return self._where(self.value(condition), self.value(x), self.value(y))
-            case ("and" | "or" as name, *parts):
-                values = [self.value(part) for part in parts]
-                sign = " & " if name == "and" else " | "
+            case And(x, y) | Or(x, y):
+                values = [self.value(part) for part in (x, y)]
+                sign = " & " if isinstance(expr, And) else " | "
                 return self._boolean(sign.join(map(self._as_bool, values)), *values)
-            case ("not", x):
+            case Not(x):
                 value = self.value(x)
                 return self._boolean(f"~{self._as_bool(value)}", value)
-            case (name, x, y) if name in COMPARISONS:
+            case Compare(name, x, y):
                 return self._compared(name, self.value(x), self.value(y))
-            case (name, x) if name in UNARY:
+            case Unary(name, x):
                 return self._unary(name, self.value(x))
-            case (name, x, y):
-                return self._binary(name, self.value(x), self.value(y))
-        raise ValueError(f"a score program has no node {tree[0]!r}")
+        if name_of(expr) not in FUNCTIONS:
+            raise ValueError(f"a score program has no node {type(expr).__name__}")
+        return self._binary(name_of(expr), *map(self.value, children(expr)))
 
     # ---- reading
 
@@ -205,34 +222,31 @@ class Emitter:
     def _unary(self, name: str, x: Value) -> Value:
         if name == "detach":
             return x
-        floating = x.dtype.is_floating_point
-        if name in ("isnan", "isinf", "isfinite"):
+        row, floating = FUNCTIONS[name], x.dtype.is_floating_point
+        if row.gives == "truth":
             if not floating:
                 return self._boolean("tl.full((), " + str(name == "isfinite") + ", tl.int1)")
             code = self._as(x, _computed(x.dtype))
-            return self._boolean(_TESTS[name].format(code), x)
-        if not floating and name in ("neg", "abs", "sign", "square", "relu", "floor", "ceil", "round", "trunc"):
+            return self._boolean(row.triton.format(code), x)
+        if not floating and row.gives == "same":
             return self._unary_of_integer(name, x)
         dtype = x.dtype if floating else torch.float32
-        code = _UNARY.get(name, f"fn.{name}({{0}})").format(self._as(x, _computed(dtype)))
-        return self._rounded(code, dtype, x)
+        return self._rounded(row.triton.format(self._as(x, _computed(dtype))), dtype, x)
 
     def _unary_of_integer(self, name: str, x: Value) -> Value:
         if x.dtype == torch.bool:
             raise ValueError(f"{name} of a Boolean")
-        low, high = x.span
-        most = max(abs(low), abs(high))
-        least = 0 if low <= 0 <= high else min(abs(low), abs(high))
-        span = {
-            "neg": (-high, -low), "abs": (least, most), "sign": ((low > 0) - (low < 0), (high > 0) - (high < 0)),
-            "square": (least * least, most * most), "relu": (max(low, 0), max(high, 0)),
-        }.get(name, x.span)  # fmt: skip
-        if name in ("floor", "ceil", "round", "trunc"):
+        if (template := FUNCTIONS[name].whole) == "{0}":
             return x
-        return self._integer(_INTEGERS[name], x.dtype, span, x)
+        (low, high), found = x.span, interval_of(name, _ENDS, [x.span])
+        if name == "sign":
+            found = (low > 0) - (low < 0), (high > 0) - (high < 0)
+        elif name == "relu":
+            found = max(low, 0), max(high, 0)
+        return self._integer(template, x.dtype, found or _INT64, x)
 
     def _binary(self, name: str, x: Value, y: Value) -> Value:
-        if name == "div" or name == "atan2":
+        if gives_fraction(name):
             x, y = (v if v.dtype.is_floating_point else self._cast(v, torch.float32) for v in (x, y))
         dtype = _promoted(x, y)
         if name == "pow":
@@ -243,17 +257,13 @@ class Emitter:
             return self._boolean(f"{self._as_bool(x)} {_LOGICAL[name]} {self._as_bool(y)}", x, y)
         if dtype.is_floating_point:
             return self._binary_of_floats(name, x, y, dtype)
-        whole = x.span[0] >= 0 and y.span[0] > 0
-        code = {"floordiv": "{0} // {1}" if whole else "fn.floor_divide({0}, {1})", "fmod": "{0} % {1}"}.get(name)
-        if name in ("mod", "remainder"):
-            code = "{0} % {1}" if whole else "fn.modulo({0}, {1})"
-        return self._integer(code or _ARITHMETIC[name], dtype, _spanned(name, x.span, y.span), x, y)
+        # Triton's own division and remainder round towards 0, which is the same where nothing is negative.
+        unsigned = _OF_POSITIVE.get(name) if x.span[0] >= 0 and y.span[0] > 0 else None
+        return self._integer(unsigned or FUNCTIONS[name].whole, dtype, _spanned(name, x.span, y.span), x, y)
 
     def _binary_of_floats(self, name: str, x: Value, y: Value, dtype: torch.dtype) -> Value:
-        computed = _computed(dtype)
-        template = _FLOATS.get(name) or _ARITHMETIC[name]
+        computed, template = _computed(dtype), FUNCTIONS[name].triton
         if name == "div" and "score" in x.depends | y.depends:
-            template = "{0} / {1}"
             if y.constant and abs(math.frexp(y.constant)[1]) < 100:
                 y, template = _literal(1.0 / y.constant), "{0} * {1}"
         elif name == "div" and computed == torch.float32:
@@ -362,27 +372,15 @@ def _as_text(x: bool | int | float, dtype: torch.dtype) -> str:
 
 def _spanned(name: str, x: tuple[int, int], y: tuple[int, int]) -> tuple[int, int]:
     match name:
-        case "add":
-            return x[0] + y[0], x[1] + y[1]
-        case "sub":
-            return x[0] - y[1], x[1] - y[0]
-        case "mul":
-            products = [a * b for a in x for b in y]
-            return min(products), max(products)
-        case "maximum":
-            return max(x[0], y[0]), max(x[1], y[1])
-        case "minimum":
-            return min(x[0], y[0]), min(x[1], y[1])
-        case "floordiv" if y[0] > 0:
-            quotients = [a // b for a in x for b in y]
-            return min(quotients), max(quotients)
-        case "mod" | "remainder" if y[0] > 0:
+        case "floor_divide" if y[0] > 0:
+            return _ENDS.hull(a // b for a in x for b in y)
+        case "remainder" if y[0] > 0:
             return 0, y[1] - 1
-        case "mod" | "remainder" | "fmod":
+        case "remainder" | "fmod":
             most = max(abs(y[0]), abs(y[1]))
             return -most, most
     most = max(abs(x[0]), abs(x[1]))
-    return -most, most
+    return interval_of(name, _ENDS, (x, y)) or (-most, most)
 
 
 def _short(dtype: torch.dtype) -> str:
@@ -392,29 +390,5 @@ def _short(dtype: torch.dtype) -> str:
 _HALF = (torch.float16, torch.bfloat16)
 _SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "eq": "==", "ne": "!="}
 _LOGICAL = {"add": "|", "maximum": "|", "mul": "&", "minimum": "&"}
-_ARITHMETIC: dict[str, Any] = {
-    "add": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}",
-    "maximum": "tl.maximum({0}, {1})", "minimum": "tl.minimum({0}, {1})",
-}  # fmt: skip
-_FLOATS = {
-    "maximum": "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
-    "minimum": "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
-    "div": "{0} / {1}",
-    "fmod": "{0} % {1}",
-    "mod": "fn.float_modulo({0}, {1})",
-    "remainder": "fn.float_modulo({0}, {1})",
-    "floordiv": "fn.float_floor_divide({0}, {1})",
-    "atan2": "fn.atan2({0}, {1})",
-}
-_INTEGERS = {
-    "neg": "-{0}", "abs": "tl.abs({0})", "sign": "fn.sign({0})", "square": "{0} * {0}", "relu": "tl.maximum({0}, 0)",
-}  # fmt: skip
-_TESTS = {"isnan": "{0} != {0}", "isinf": 'tl.abs({0}) == float("inf")', "isfinite": 'tl.abs({0}) < float("inf")'}
-_UNARY = {
-    **{name: f"tl.{name}({{0}})" for name in "abs floor ceil exp exp2 log log2 sqrt rsqrt sin cos erf".split()},
-    "neg": "-{0}",
-    "square": "{0} * {0}",
-    "reciprocal": "1.0 / {0}",
-    "relu": "tl.where({0} <= 0.0, 0.0, {0})",
-    "round": "fn.round_({0})",
-}
+_OF_POSITIVE = {"floor_divide": "{0} // {1}", "remainder": "{0} % {1}"}
+_ENDS = Order(min, max)

@@ -33,7 +33,6 @@ The source is written to a file of the user's, because Triton reads the source o
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import importlib.util
@@ -49,8 +48,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_fuse.kernels.score.derivative import Trees, gradient_trees
-from attn_fuse.kernels.score.program import ScoreProgram, Tree, nodes
+from attn_fuse.expression.nodes import Const, Expr, Gather, Given, Input, Mul, Position, Score, children, distinct
+from attn_fuse.kernels.score.gradient import gradient_exprs
+from attn_fuse.kernels.score.program import ScoreProgram
 from attn_fuse.kernels.score.simplify import in_unit, inside, taken_out
 from attn_fuse.kernels.triton.emitter import LONGEST, Described, Emitter, described
 
@@ -62,12 +62,12 @@ _PLACE = "b, h, i, j, q_len, kv_len, reads"
 
 @dataclass(frozen=True)
 class Gradient:
-    """How the gradient of what `node`, an "input" or a "gather", reads comes of those of score and factor.
+    """How the gradient of what `node` reads comes of those of score and factor.
 
     along: the positions, of b, h, i and j, that the node depends on; over the others its gradient is to be added up.
     """
 
-    node: Tree
+    node: Input | Gather
     along: frozenset[str]
     function: Any
 
@@ -119,32 +119,32 @@ def score_code(program: str, inputs: Sequence[Tensor], numbers: Sequence[int]) -
 
 @functools.cache
 def _score_code(text: str, inputs: tuple[Described, ...], wide: bool) -> ScoreCode:
-    program, trees = ScoreProgram.loads(text), Trees()
-    scored, scored_inside = program.score, inside(trees, program)
+    program = ScoreProgram.loads(text)
+    scored, scored_inside = program.score, inside(program.score, program)
     sink, unit = program.sink, 1.0
-    united, united_inside = (in_unit(trees, tree, LOG2E) for tree in (scored, scored_inside))
+    united, united_inside = (in_unit(expr, LOG2E) for expr in (scored, scored_inside))
     if united is not None and united_inside is not None:
+        # What the mask does not say within its bounds is no function of its own.
+        united_inside = united if scored_inside is scored else united_inside
         scored, scored_inside, unit = united, united_inside, LOG2E
-        sink = sink and trees.node("mul", sink, trees.node("const", LOG2E))
+        sink = None if sink is None else sink * LOG2E
     write = functools.partial(_function, inputs=inputs, wide=wide)
     sources: dict[str, str | None] = {
         "score": write("score", f"raw, {_PLACE}", scored, "raw", _TILE),
         "factor": None if program.factor is None else write("factor", f"raw, {_PLACE}", program.factor, "raw", _TILE),
-        "visible": _visible(program, trees, inputs, wide),
+        "visible": _visible(program, inputs, wide),
         "sink": None if sink is None else write("sink", "b, h, i, q_len, kv_len, reads", sink, "i", frozenset("i")),
     }
     if scored_inside is not scored:
         sources["score_inside"] = write("score_inside", f"raw, {_PLACE}", scored_inside, "raw", _TILE)
-    found = _gradients(program, trees, inputs)
-    nought = trees.node("const", 0.0)
-    reads_score = [node for node in nodes(program.score) if node[0] == "score"]
-    back = found[id(reads_score[0])][1] if reads_score and id(reads_score[0]) in found else nought
-    backward_factor, back = taken_out(trees, back)
-    if back is not trees.node("given", 0):
+    found = _gradients(program, inputs)
+    of_raw = [expr for node, expr in found if isinstance(node, Score)]
+    backward_factor, back = taken_out(of_raw[0] if of_raw else Const(0.0))
+    if back != _OF_SCORE:
         sources["score_backward"] = write("score_backward", f"given0, raw, {_PLACE}", back, "raw", _TILE)
-    wanted = [(node, tree) for node, tree in found.values() if node[0] != "score"]
-    for n, (_, tree) in enumerate(wanted):
-        sources[f"gradient{n}"] = write(f"gradient{n}", f"given0, given1, raw, {_PLACE}", tree, "raw", _TILE)
+    wanted = [(node, expr) for node, expr in found if isinstance(node, (Input, Gather))]
+    for n, (_, expr) in enumerate(wanted):
+        sources[f"gradient{n}"] = write(f"gradient{n}", f"given0, given1, raw, {_PLACE}", expr, "raw", _TILE)
     path, module = _loaded(_HEADER + "\n\n\n".join(filter(None, sources.values())))
     return ScoreCode(
         program=program,
@@ -164,35 +164,41 @@ def _score_code(text: str, inputs: tuple[Described, ...], wide: bool) -> ScoreCo
     )
 
 
-def _slope(tree: Tree) -> float | None:
-    match tree:
-        case ("mul", ("score",), ("const", float() as value)) | ("mul", ("const", float() as value), ("score",)):
+def _slope(expr: Expr) -> float | None:
+    match expr:
+        case Mul(Score(), Const(float() as value)) | Mul(Const(float() as value), Score()):
             return value if value > 0 else None
     return None
 
 
-def _gradients(program: ScoreProgram, trees: Trees, inputs: Sequence[Described]) -> dict[int, tuple[Tree, Tree]]:
-    """By the identity of a node, itself and its gradient: of the raw score and of what reads a floating input."""
-    given = [(program.score, trees.node("given", 0))]
+# The gradients of score and factor.
+_OF_SCORE, _OF_FACTOR = Given(0), Given(1)
+
+
+def _gradients(program: ScoreProgram, inputs: Sequence[Described]) -> list[tuple[Expr, Expr]]:
+    """The raw score, and what reads a floating-point input, each with its gradient, where there is one."""
+    given: list[tuple[Expr, Expr]] = [(program.score, _OF_SCORE)]
     if program.factor is not None:
-        given.append((program.factor, trees.node("given", 1)))
-    distinct = {id(node): node for tree, _ in given for node in nodes(tree)}
+        given.append((program.factor, _OF_FACTOR))
+    every = {id(node): node for expr, _ in given for node in distinct(expr)}
     sources = [
         node
-        for node in distinct.values()
-        if node[0] == "score" or (node[0] in ("input", "gather") and inputs[node[1]].dtype.is_floating_point)
+        for node in every.values()
+        if isinstance(node, Score) or (isinstance(node, (Input, Gather)) and inputs[node.leaf].dtype.is_floating_point)
     ]
-    return {which: (distinct[which], tree) for which, tree in gradient_trees(trees, given, sources).items()}
+    return [(every[which], expr) for which, expr in gradient_exprs(given, sources).items()]
 
 
-def _along(node: Tree, inputs: Sequence[Described]) -> frozenset[str]:
+def _along(node: Expr, inputs: Sequence[Described]) -> frozenset[str]:
     """The positions along which `evaluate` gives more than one element."""
-    if node[0] == "input":
-        return frozenset(name for name, single in zip("bhij", inputs[node[1]].single, strict=True) if not single)
-    if node[0] == "gather" and not inputs[node[1]].dims:
-        return frozenset()
-    children = (_along(part, inputs) for part in node[1:] if isinstance(part, tuple))
-    return frozenset({node[0]} & set("bhij")).union(*children)
+    match node:
+        case Input(n):
+            return frozenset(name for name, single in zip("bhij", inputs[n].single, strict=True) if not single)
+        case Gather(n) if not inputs[n].dims:
+            return frozenset()
+        case Position(name):
+            return frozenset({name})
+    return frozenset[str]().union(*(_along(part, inputs) for part in children(node)))
 
 
 _HEADER = """\
@@ -206,20 +212,20 @@ from attn_fuse.kernels.triton import functions as fn
 
 
 def _function(
-    name: str, arguments: str, tree: Tree, like: str, whole: frozenset[str], inputs: Sequence[Described], wide: bool
+    name: str, arguments: str, expr: Expr, like: str, whole: frozenset[str], inputs: Sequence[Described], wide: bool
 ) -> str:
     emitter = Emitter(inputs, wide)
-    result = emitter.float32(tree, like, whole)
+    result = emitter.float32(expr, like, whole)
     lines = [*emitter.lines, f"return {result}"]
     return f"@triton.jit\ndef {name}({arguments}):\n" + "\n".join(f"    {line}" for line in lines) + "\n"
 
 
-def _visible(program: ScoreProgram, trees: Trees, inputs: Sequence[Described], wide: bool) -> str | None:
-    tree = program.visible and inside(trees, dataclasses.replace(program, score=program.visible))
-    if tree is None or (tree[0] == "const" and tree[1]):
+def _visible(program: ScoreProgram, inputs: Sequence[Described], wide: bool) -> str | None:
+    expr = None if program.visible is None else inside(program.visible, program)
+    if expr is None or (isinstance(expr, Const) and expr.value):
         return None
     emitter = Emitter(inputs, wide)
-    result = emitter.boolean(tree)
+    result = emitter.boolean(expr)
     lines = [*emitter.lines, f"return {result}"]
     return f"@triton.jit\ndef visible({_PLACE}):\n" + "\n".join(f"    {line}" for line in lines) + "\n"
 

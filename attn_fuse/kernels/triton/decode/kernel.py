@@ -1,8 +1,7 @@
 """triton_decode: our split-KV attention for few queries and a long key and value cache, inference only.
 
-Taken: at most 16 queries of any number of heads, or 128 of all heads that share a key; any score function, as the score
-program that `chunked` interprets, here generated into the kernel. Declined: gradients, dropout, a q_len that may grow,
-wide heads.
+Taken: at most 16 queries, or 128 of all heads that share a key; any score function, generated into the kernel from its
+score program. Declined: gradients, dropout, a symbolic q_len, rows wider than 256.
 """
 
 from __future__ import annotations
@@ -18,22 +17,23 @@ from torch.fx import Node
 
 from attn_fuse.attention.attention import Attention
 from attn_fuse.attention.facts import Facts
-from attn_fuse.kernels.kernel import Kernel
-from attn_fuse.kernels.score.write import written
+from attn_fuse.kernels.kernel import Kernel, Reach
+from attn_fuse.kernels.score.write import score_call
 
 if TYPE_CHECKING:
     from attn_fuse.emit.call import Call
 
 MOST_QUERIES = 16
-# With a single query, the heads that share a key are read as the queries of one.
+# Max rows for one key head: the queries of all heads that share it.
 MOST_ROWS = 128
 WIDEST_HEAD = 256
 
-# Triton's interpreter runs kernels on CPU tensors; it is chosen before Triton is imported, or not at all.
+# Triton's interpreter runs kernels on CPU tensors; it has to be chosen before Triton is imported.
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def limits(attention: Attention, facts: Facts) -> Iterator[str]:
+    """The reasons beside device type and dtype: gradients, dropout, many queries, wide rows, no Triton."""
     if facts.training or facts.bias_needs_grad:
         yield "gives no gradient"
     if attention.dropout_p is not None:
@@ -57,9 +57,10 @@ def _has_triton() -> bool:
 
 
 def emit(call: Call) -> Node:
+    """Build the call of `decode`, and return the node of [batch, heads, q_len, value_dim]."""
     from attn_fuse.kernels.triton.decode.op import decode
 
-    score = written(call)
+    score = score_call(call)
     return call.node(
         decode,
         call.query(scaled=False),
@@ -78,4 +79,8 @@ TRITON_DECODE = Kernel(
     limits=limits,
     emit=emit,
     needs_evidence=True,
+    # As triton_flash's.
+    reach={"cuda": Reach(0.42, 0.33, launches=3, splits=True, forward32=0.25, splits32=64)},
+    declines={"always": {"dropout": ("0.25",), "lengths": ("251, 127", "257, 515")}},
+    trains=frozenset(),
 )

@@ -11,8 +11,9 @@ import torch
 import triton
 from torch import Tensor
 
+from attn_fuse.expression.nodes import Gather, distinct
 from attn_fuse.kernels.operands import check_dropout, check_shapes
-from attn_fuse.kernels.score.program import bound, nodes
+from attn_fuse.kernels.score.program import bound
 from attn_fuse.kernels.switches import float32_precision
 from attn_fuse.kernels.triton.emitter import LONGEST
 from attn_fuse.kernels.triton.flash.configs import Config, Taken, config
@@ -25,10 +26,13 @@ WIDEST = 256
 
 @dataclass(frozen=True, eq=False)
 class CallFacts:
-    """lower, upper: bounds of j - i, or None. reads: strides and sizes of the inputs. kept: kernels compiled for it.
-    described: whether the operands may be read through descriptors.
+    """The facts that calls of the same shapes, strides and dtypes share.
 
-    threshold: as int32 the 32-bit number below which dropout drops a weight. scale: what it multiplies the others by.
+    query, key: shapes. lower, upper: bounds of j - i, or None. reads: strides and sizes of the inputs.
+    numbers: those of the score program, as kernels take them. capability: the major one of the device.
+    drops: whether there is dropout. threshold: as int32, the 32-bit number below which dropout drops a weight.
+    scale: what dropout multiplies the other weights by.
+    described: whether the operands may be read through descriptors. kept: kernels compiled for such calls.
     """
 
     dtype: torch.dtype
@@ -51,6 +55,7 @@ class CallFacts:
 
     @property
     def lengths(self) -> tuple[int, int]:
+        """q_len and kv_len."""
         return self.query[2], self.key[2]
 
     @property
@@ -60,6 +65,7 @@ class CallFacts:
 
     @property
     def widths(self) -> tuple[int, int]:
+        """head_dim and value_dim."""
         return self.query[3], self.value_dim
 
     @functools.cached_property
@@ -68,36 +74,43 @@ class CallFacts:
         return self.lower, self.upper, *self.heads, *self.lengths, self.threshold
 
     def config(self, kernel: str) -> Config:
+        """The config of `kernel`."""
         return config(kernel, self.dtype, self.widths, self.capability, self.taken, self.described)
 
     @functools.cached_property
     def configs(self) -> Mapping[str, Config]:
+        """The config of each kernel, by its name."""
         return _Made(self.config)
 
     @functools.cached_property
     def precision(self) -> str:
+        """What tl.dot computes products in: "tf32", "tf32x3" or "ieee"; it matters for float32 alone."""
         return _precision(self.device, self.dtype, max(self.widths))
 
     def sizes(self, kernel: str) -> tuple[Any, ...]:
-        """HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_V, BLOCK_M, BLOCK_N, PRECISION."""
+        """HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_V, BLOCK_M, BLOCK_N and PRECISION of `kernel`."""
         chosen = self.configs[kernel]
         blocks = (max(16, triton.next_power_of_2(width)) for width in self.widths)
         return *self.widths, *blocks, chosen.block_m, chosen.block_n, self.precision
 
     @functools.cached_property
     def forward_constants(self) -> tuple[Any, ...]:
+        """The constants of the forward kernel, from SCORE to PRECISION."""
         code = self.code
         functions = (code.score, code.score_inside, code.slope, code.factor, code.sink, LOG2E / code.unit)
         return *functions, *self.sizes("forward")
 
     @functools.cached_property
     def backward_constants(self) -> Mapping[str, tuple[Any, ...]]:
+        """The constants of the kernels for query, key and value, from SCORE to PRECISION, by their names."""
         code = self.code
         functions = (code.score, code.score_inside, code.factor, code.score_backward, code.backward_factor)
         return _Made(lambda kernel: (*functions, LOG2E / code.unit, *self.sizes(kernel)))
 
     @functools.cached_property
     def options(self) -> Mapping[str, dict[str, int]]:
+        """num_warps and num_stages of each kernel, by its name."""
+
         def of(kernel: str) -> dict[str, int]:
             chosen = self.configs[kernel]
             return {"num_warps": chosen.num_warps, "num_stages": chosen.num_stages}
@@ -106,7 +119,7 @@ class CallFacts:
 
 
 class _Made(dict[str, Any]):
-    """By the name of a kernel what a function makes of it, made once."""
+    """The results of a function of a kernel's name, by that name; each is made once."""
 
     def __init__(self, made: Any) -> None:
         super().__init__()
@@ -128,7 +141,7 @@ def call_facts(
     program: str,
     described: bool,
 ) -> CallFacts:
-    """Raises ValueError for what does not fit."""
+    """The facts of a call. Raises ValueError for shapes, dtypes, dropout or a program that do not fit."""
     dtype = query.dtype
     precision = float32_precision(query.device) if dtype == torch.float32 else None
     alike: Hashable = (
@@ -178,14 +191,14 @@ def _worked_out(
         value_dim=value.shape[3],
         code=code,
         taken=Taken(
-            element=tiles or any(node[0] == "gather" for node in nodes(code.program.score)),
+            element=tiles or any(isinstance(node, Gather) for node in distinct(code.program.score)),
             drops=dropout_p > 0,
             again=code.score_backward is not None or code.factor is not None,
             reads=bool(inputs),
         ),
         drops=dropout_p > 0,
         threshold=_signed(min(round(dropout_p * 2**32), 2**32 - 1)),
-        # At 1 none is kept, whatever is drawn.
+        # At p = 1 every weight is dropped, whatever is drawn.
         scale=0.0 if dropout_p == 1.0 else 1.0 / (1.0 - dropout_p),
         lower=lower,
         upper=upper,
@@ -197,16 +210,17 @@ def _worked_out(
 
 
 def _precision(device: torch.device, dtype: torch.dtype, width: int) -> str:
-    """How tensor cores take float32: as torch's own products do, as far as they are allowed to."""
+    """The precision of float32 products: TF32 where torch's own products may use it, else about float32."""
     if dtype != torch.float32 or float32_precision(device) != "ieee":
         return "tf32"
-    # Three products of the halves of each number, about as precise as float32; wider rows would not fit the registers.
+    # Three TF32 products of the halves of each number, about as precise as float32; wider rows would not fit the
+    # registers.
     return "tf32x3" if width <= 64 else "ieee"
 
 
 @functools.cache
 def _capability(device: torch.device) -> int:
-    """The major one; of the device that Triton compiles for where the tensors are on none."""
+    """The major compute capability of `device`; 0 where it is no CUDA device."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device)[0]
     return 0

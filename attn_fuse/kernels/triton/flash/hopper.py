@@ -14,7 +14,7 @@ import torch
 
 from attn_fuse.attention.attention import Attention
 from attn_fuse.attention.facts import Facts
-from attn_fuse.kernels.kernel import Kernel
+from attn_fuse.kernels.kernel import Kernel, Reach
 from attn_fuse.kernels.triton.flash import kernel as triton_flash
 from attn_fuse.kernels.triton.flash.op import INTERPRETED
 
@@ -40,4 +40,5 @@ TRITON_FLASH_HOPPER = Kernel(
     limits=limits,
     emit=functools.partial(triton_flash.emit, descriptors=True),
     needs_evidence=True,
+    reach={"cuda": Reach(0.47, 0.38, launches=2, dropout=1.5)},
 )

@@ -1,4 +1,4 @@
-"""Launching the flash kernels: forward, and the gradients of query, key, value and of what the scores read."""
+"""Launches of the flash kernels: forward, and the gradients of query, key, value and what the scores read."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_fuse.expression.nodes import Gather, Input, distinct
 from attn_fuse.kernels.centring import centre_of, less_centre
 from attn_fuse.kernels.score.gradient import differentiable, gradients, needed
-from attn_fuse.kernels.score.program import Block, Memo, accumulate, evaluate, gathered, nodes
+from attn_fuse.kernels.score.program import Block, Memo, accumulate, evaluate, gathered
 from attn_fuse.kernels.triton.flash import backward as flash_backward
 from attn_fuse.kernels.triton.flash import forward as flash_forward
 from attn_fuse.kernels.triton.flash.configs import together_or_apart
@@ -21,8 +22,8 @@ from attn_fuse.kernels.triton.flash.facts import CallFacts, call_facts
 from attn_fuse.kernels.triton.launch import ALIGNMENT, ceil_div, launch
 from attn_fuse.kernels.triton.scores import LOG2E, Gradient, readable
 
-# Programs that fill any device, where a sum is cut into parts for them; elements of an output that a program of
-# `statistics` reads; and elements of a gradient kept between what looks up a table and the table.
+# Programs that fill any device, up to which a sum is cut into parts; elements of an output that a program of
+# `statistics` reads; and elements that the gradient of a lookup may have before it is added to the table.
 _PROGRAMS = 512
 _STATISTICS = 4096
 _USUAL = {"num_warps": 4, "num_stages": 3}
@@ -31,7 +32,7 @@ _STRIP = 1 << 25
 
 @dataclass(frozen=True)
 class _Call:
-    """One call: the tensors as they came, and what is fixed for all that are alike."""
+    """One call: its tensors, and the facts that calls like it share."""
 
     query: Tensor
     key: Tensor
@@ -42,7 +43,7 @@ class _Call:
     facts: CallFacts
 
     def operands(self, kernel: str, grad_out: Tensor | None = None) -> tuple[Any, ...]:
-        """grad_out, where it is given, query, key and value as a kernel reads them."""
+        """query, key and value as a kernel reads them, after grad_out if that is given."""
         tensors = (self.query, self.key, self.value)
         if not self.facts.configs[kernel].described:
             return tuple(map(_strided, tensors if grad_out is None else (grad_out, *tensors)))
@@ -53,7 +54,7 @@ class _Call:
 
     @property
     def reads(self) -> tuple[Any, ...]:
-        """Tensors, then their strides and sizes; and the numbers, which no kernel is compiled for."""
+        """The inputs, then their strides and sizes; and the numbers, for which no kernel is compiled anew."""
         return (readable(self.inputs), self.facts.reads), self.facts.numbers
 
 
@@ -72,16 +73,17 @@ def attend(
     *,
     descriptors: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """softmax over the final scores, times the factor, times value, as `chunked_blocks.attend` has it.
+    """softmax over the final scores, times the factor, times value, as `chunked.attend` has it.
 
-    query [B, H, Lq, D], key [B, Hkv, Lk, D], value [B, Hkv, Lk, Dv] of one dtype, float16, bfloat16 or float32, D and
-    Dv up to 256, any strides. of_queries, of_keys: what `spans` gave, or None.
+    query [B, H, Lq, D], key [B, Hkv, Lk, D], value [B, Hkv, Lk, Dv]: of one dtype, float16, bfloat16 or float32, D and
+    Dv up to 256, any strides. inputs, numbers: what the program reads. seed: int64, one element; None without dropout.
+    of_queries, of_keys: what `spans` gave, or None.
+    descriptors: whether to read through descriptors where the copy engine can read all operands.
 
-    Gives out [B, H, Lq, Dv], in memory [B, Lq, H, Dv], and for each query the greatest score, in the unit of its
-    `ScoreCode`, and the sum, float32 [B, H, Lq]; the last is `centre_of` the values where `centred` is set, and out is
-    then over values less the centre. Raises ValueError for what does not fit.
-
-    descriptors: whether to read through descriptors where the operands lie so that the copy engine can.
+    Gives out [B, H, Lq, Dv], in memory [B, Lq, H, Dv]; for each query the max score, in the unit of its `ScoreCode`,
+    and the sum of exp(score - max), the sink among them, float32 [B, H, Lq]; and the centre. Where `centred` is set,
+    the centre is `centre_of` the values, and out is over values less the centre; else it is empty. Raises ValueError
+    for shapes, dtypes, dropout or a program that do not fit.
     """
     descriptors = descriptors and all(map(is_readable, (query, key, value)))
     facts = call_facts(query, key, value, inputs, numbers, seed, dropout_p, program, descriptors)
@@ -127,11 +129,12 @@ def attend_backward(
     descriptors: bool = False,
     into: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """The gradients of query, key, value, in memory [B, L, H, D], and of each input, contiguous; each in its own dtype.
+    """The gradients of query, key and value, in memory [B, L, H, D], and of each input, contiguous, each in its dtype.
 
-    out, row_max, row_sum, centre: what `attend` gave. wanted: one for each input; those not wanted, and those that are
-    not floating, get an empty tensor. into: where to write the first three instead. descriptors: as of `attend`. Every
-    sum has one order: results do not change from run to run.
+    out, row_max, row_sum, centre: what `attend` gave. into: where to write the first three instead.
+    wanted: whether an input needs a gradient; one that does not, or is not floating-point, gets an empty tensor.
+    descriptors: as in `attend`. Every sum has one order: results do not change from run to run. Raises ValueError as
+        `attend` does.
     """
     descriptors = descriptors and all(map(is_readable, (grad_out, query, key, value)))
     facts = call_facts(query, key, value, inputs, numbers, seed, dropout_p, program, descriptors)
@@ -185,10 +188,10 @@ def _input_gradients(call: _Call, grad_out: Tensor, saved: Tensor, wanted: Seque
     is_wanted = [want and x.is_floating_point() for want, x in zip(wanted, call.inputs, strict=True)]
     found: dict[int, Tensor] = {}
     for gradient in call.facts.code.gradients:
-        number = gradient.node[1]
+        number = gradient.node.leaf
         if not is_wanted[number]:
             continue
-        made = (_of_element if gradient.node[0] == "input" else _of_lookup)(call, gradient, grad_out, saved)
+        made = (_of_element if isinstance(gradient.node, Input) else _of_lookup)(call, gradient, grad_out, saved)
         found[number] = found[number] + made if number in found else made
     _add_sink_gradients(call, saved, is_wanted, found)
     return [
@@ -198,12 +201,12 @@ def _input_gradients(call: _Call, grad_out: Tensor, saved: Tensor, wanted: Seque
 
 
 def _of_element(call: _Call, gradient: Gradient, grad_out: Tensor, saved: Tensor) -> Tensor:
-    return _of_node(call, gradient, grad_out, saved, 0, call.query.shape[2], call.inputs[gradient.node[1]].dtype)
+    return _of_node(call, gradient, grad_out, saved, 0, call.query.shape[2], call.inputs[gradient.node.leaf].dtype)
 
 
 def _of_lookup(call: _Call, gradient: Gradient, grad_out: Tensor, saved: Tensor) -> Tensor:
-    """By way of the gradient of each element looked up, of a strip of queries at a time."""
-    source, (batch, heads, q_len, _) = call.inputs[gradient.node[1]], call.query.shape
+    """The gradient of a table, by way of that of each element looked up, for a strip of queries at a time."""
+    source, (batch, heads, q_len, _) = call.inputs[gradient.node.leaf], call.query.shape
     into = torch.zeros(source.shape, dtype=torch.promote_types(source.dtype, torch.float32), device=source.device)
     kv_len = call.key.shape[2]
     in_row = (batch if "b" in gradient.along else 1) * (heads if "h" in gradient.along else 1)
@@ -227,7 +230,7 @@ def _of_node(
     rows: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """What the node reads has this gradient, [B|1, H|1, rows|1, Lk|1], for queries from `first` on."""
+    """The gradient of what the node reads, [B|1, H|1, rows|1, Lk|1], for `rows` queries from `first` on."""
     (batch, heads, _, _), kv_len, facts = call.query.shape, call.key.shape[2], call.facts
     tile, code = facts.configs["input"], facts.code
     blocks = (batch, heads, ceil_div(rows, tile.block_m), ceil_div(kv_len, tile.block_n))
@@ -249,11 +252,11 @@ def _of_node(
 
 
 def _add_sink_gradients(call: _Call, saved: Tensor, is_wanted: Sequence[bool], found: dict[int, Tensor]) -> None:
-    """Of a number for each query: nothing that needs a kernel."""
+    """Add to `found` the gradients of what the sink reads: it is one number for each query, and needs no kernel."""
     program, unit = call.facts.code.program, call.facts.code.unit
     if program.sink is None:
         return
-    wanted = [node for node in nodes(program.sink) if node[0] in ("input", "gather") and is_wanted[node[1]]]
+    wanted = [n for n in distinct(program.sink) if isinstance(n, (Input, Gather)) and is_wanted[n.leaf]]
     path = differentiable([program.sink], wanted)
     if not path:
         return
@@ -264,18 +267,18 @@ def _add_sink_gradients(call: _Call, saved: Tensor, is_wanted: Sequence[bool], f
     sink = evaluate(program.sink, None, call.inputs, call.numbers, block, memo).float()
     weight = torch.exp2((sink * unit - shift) * (LOG2E / unit)) * over
     for node in wanted:
-        source = call.inputs[node[1]]
+        source = call.inputs[node.leaf]
         wide = torch.promote_types(source.dtype, torch.float32)
-        into = found.get(node[1], torch.zeros(source.shape, dtype=wide, device=source.device)).to(wide)
+        into = found.get(node.leaf, torch.zeros(source.shape, dtype=wide, device=source.device)).to(wide)
         gradient = gradients(path, wanted, [(program.sink, -weight * delta)], call.numbers, block, memo).get(id(node))
         if gradient is not None:
             indices = gathered(node, call.inputs, call.numbers, block, memo)
             accumulate(node, gradient, into, indices, block)
-            found[node[1]] = into
+            found[node.leaf] = into
 
 
 def _laid_out(like: Tensor, width: int) -> Tensor:
-    """[B, H, L, width] as a projection of all heads has it in memory: [B, L, H, width]."""
+    """An empty [B, H, L, width] that lies in memory as a projection to all heads does, [B, L, H, width]."""
     batch, heads, length, _ = like.shape
     strides = (length * heads * width, width, heads * width, 1)
     return torch.empty_strided((batch, heads, length, width), strides, dtype=like.dtype, device=like.device)
@@ -294,7 +297,7 @@ def _table(spans: Tensor | None) -> tuple[Tensor, tuple[int, ...]] | None:
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current device."""
+    """A context in which `device` is the current one, on which Triton launches."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return _HERE
     return torch.cuda.device(device)

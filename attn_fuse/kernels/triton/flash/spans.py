@@ -1,7 +1,7 @@
-"""Spans: for each few queries the first and the last key that any of them may see, and for keys the queries.
+"""Spans: for each 64 queries the first and the last key that any of them may see, and for keys the queries.
 
-From them the flash kernels know which blocks to leave out. They come of the mask's structure (`visibility`), once for
-all layers that share it: an operator of its own, which common subexpressions are found among.
+By the spans the flash kernels know which blocks to leave out. An operator of its own computes them from the structure
+of the mask (`visibility`), so that layers with the same mask share one call of it.
 """
 
 from __future__ import annotations
@@ -12,25 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_fuse.kernels.score.program import ScoreProgram, nodes
+from attn_fuse.kernels.score.dependence import planes
+from attn_fuse.kernels.score.program import ScoreProgram
 from attn_fuse.kernels.score.visibility import visibility
 
 VERSION = 1
-# Queries, or keys, of one entry.
+# Queries or keys in one entry.
 SPAN = 64
 
 _NAME = f"triton_spans_v{VERSION}"
-
-
-def _leading(program: ScoreProgram, inputs: Sequence[Tensor], batch: int, heads: int) -> tuple[int, int]:
-    """batch and heads, or 1 where what is seen does not depend on them."""
-    found = list(nodes(program.visible))
-    reads = [inputs[node[1]].shape for node in found if node[0] == "input"]
-    names = {node[0] for node in found}
-    return (
-        batch if "b" in names or any(shape[0] != 1 for shape in reads) else 1,
-        heads if "h" in names or any(shape[1] != 1 for shape in reads) else 1,
-    )
 
 
 def _spans(
@@ -46,12 +36,12 @@ def _spans(
     """of_queries, of_keys: int32 [B|1, H|1, entries, 2], each [first seen, one past the last seen); [n, 0] for none."""
     loaded = ScoreProgram.loads(program)
     some = visibility(loaded, inputs, numbers, (batch, heads, q_len, kv_len), (SPAN, SPAN), device).some
-    some = some.expand(*_leading(loaded, inputs, batch, heads), *some.shape[2:])
+    some = some.expand(*planes(loaded.visible, [x.shape for x in inputs], batch, heads), *some.shape[2:])
     return _ends(some, kv_len), _ends(some.mT, q_len)
 
 
 def _ends(some: Tensor, length: int) -> Tensor:
-    """The first and last true entry along the last dimension, as positions."""
+    """The position of the first true entry along the last dimension, and one past the last, [..., 2]."""
     place = torch.arange(0, length, SPAN, device=some.device)
     first = torch.where(some, place, length).amin(-1) if len(place) else torch.full_like(some[..., 0], length)
     last = torch.where(some, place + SPAN, 0).amax(-1).clamp(max=length)
@@ -62,7 +52,7 @@ def _fake(
     inputs: Sequence[Tensor], numbers: Sequence[int], batch: int, heads: int, q_len: int, kv_len: int, program: str,
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    leading = _leading(ScoreProgram.loads(program), inputs, batch, heads)
+    leading = planes(ScoreProgram.loads(program).visible, [x.shape for x in inputs], batch, heads)
     made = (torch.empty(*leading, (n + SPAN - 1) // SPAN, 2, dtype=torch.int32, device=device) for n in (q_len, kv_len))
     return tuple(made)  # type: ignore[return-value]
 

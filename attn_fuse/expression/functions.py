@@ -1,0 +1,297 @@
+"""Functions: all that is known of each element-wise function of numbers, one row a function.
+
+A row says what torch calls the function, what dtype it gives, its gradient, its range, and how Triton's language writes
+it. Whoever evaluates, bounds, differentiates or writes an expression asks here. A new function of one number is a row:
+the lift reads it from torch's core ATen operation of that name, every kernel of ours computes it, and
+tests/graph/test_functions.py holds each field against torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch.nn import functional
+
+from attn_fuse.expression.nodes import And, Binary, Compare, Expr, Select, Unary, as_expr
+from attn_fuse.torch_internals import CLAMP_PASSES_AT_ITS_EDGE
+
+# (gradient of the result, result, operands...) -> gradient of one operand.
+Rule = Callable[..., Expr]
+Interval = tuple[Any, Any]
+Signs = frozenset[int]
+
+
+class Order(NamedTuple):
+    """How the ends of intervals are compared: Python's min and max, or torch's for tensors of ends."""
+
+    smaller: Callable[[Any, Any], Any]
+    larger: Callable[[Any, Any], Any]
+
+    def hull(self, values: Iterable[Any]) -> Interval:
+        """The smallest and the largest of `values`."""
+        low, *rest = values
+        high = low
+        for value in rest:
+            low, high = self.smaller(low, value), self.larger(high, value)
+        return low, high
+
+
+@dataclass(frozen=True, eq=False)
+class Function:
+    """One function of one or two numbers.
+
+    name: torch's, in lower case without a namespace. torch: the callable, as it may stand in a graph.
+    gradients: for each operand how its gradient is had; None where there is none, as of floor.
+    gives: "same" keeps the dtype of the operands, "fraction" makes a floating-point number of whole ones, "truth" gives
+        a Boolean.
+    lifted: how the lift reads torch's operation of this name: "plain" element by element, "whole" with care for where
+        it jumps, "test" as a question about one number; "" where a handler of its own does, or nothing.
+    image: the interval that an interval is taken to, of floats; None where nothing is known. interval: the same by
+        arithmetic on the ends alone, also of whole numbers and of tensors of ends.
+    infinite: the signs of the infinities that the result may have, of those that the operand may have; None where an
+        infinity may give NaN.
+    growth: "bounded", or "linear" where an ordinary number stays one; "" for neither.
+    triton: Triton's code, {0} and {1} the operands, computed in float32 or float64; whole: the same for integers.
+    """
+
+    name: str
+    torch: Callable[..., Any]
+    gradients: tuple[Rule | None, ...]
+    gives: Literal["same", "fraction", "truth"] = "fraction"
+    lifted: Literal["plain", "whole", "test", ""] = ""
+    image: Callable[..., Interval] | None = None
+    interval: Callable[..., Interval] | None = None
+    infinite: Callable[[Signs], Signs] | None = None
+    growth: Literal["bounded", "linear", ""] = ""
+    triton: str = ""
+    whole: str = ""
+
+    def value(self, *numbers: float) -> float:
+        """The value in double precision."""
+        return float(self.torch(*(torch.tensor(x, dtype=torch.float64) for x in numbers)))
+
+
+# ---- what rules are written with
+
+
+def _call(name: str) -> Callable[[Expr], Expr]:
+    return lambda x: Unary(name, x)
+
+
+exp, log, cos, sin, cosh, sinh, sign, trunc, rsqrt, erfc, sigmoid = map(
+    _call, "exp log cos sin cosh sinh sign trunc rsqrt erfc sigmoid".split()
+)
+
+
+def where(condition: Expr, x: Expr | float, y: Expr | float) -> Expr:
+    """`x` where `condition` holds, else `y`."""
+    return Select(condition, as_expr(x), as_expr(y))
+
+
+def compare(op: str, x: Expr, y: Expr | float) -> Expr:
+    """op: eq, ne, lt, le, gt or ge."""
+    return Compare(op, x, as_expr(y))
+
+
+def _leads(x: Expr, other: Expr) -> Expr:
+    """Whether all of a clamp's gradient is `x`'s; torch 2.15 has made the clamp's edge belong to its bound."""
+    return compare("ge" if CLAMP_PASSES_AT_ITS_EDGE else "gt", x, other)
+
+
+def _per_square(a: Expr, b: Expr) -> Expr:
+    square = a * a + b * b
+    return where(compare("eq", square, 0), 0.0, 1 / square)
+
+
+# ---- what intervals are made with
+
+
+def _within(low: float, high: float) -> Callable[..., Interval]:
+    return lambda value, x: (low, high)
+
+
+def _at_ends(value: Callable[[float], float], x: Interval) -> Interval:
+    low, high = sorted(map(value, x))
+    return low, high
+
+
+def _even(value: Callable[[float], float], x: Interval) -> Interval:
+    low, high = sorted(map(value, x))
+    return (value(0.0) if x[0] <= 0 <= x[1] else low), high
+
+
+def _dips(value: Callable[[float], float], x: Interval) -> Interval:
+    return -0.5, max(0.0, x[1])
+
+
+def _falls_above_0(value: Callable[[float], float], x: Interval) -> Interval:
+    return (-math.inf, math.inf) if x[0] <= 0 else (value(x[1]), value(x[0]))
+
+
+def _product(order: Order, a: Interval, b: Interval) -> Interval:
+    return order.hull(x * y for x in a for y in b)
+
+
+def _absolute(order: Order, x: Interval) -> Interval:
+    low, high = x
+    # Less itself: a zero of the operand's own kind.
+    zero = low - low
+    return order.larger(zero, order.larger(low, -high)), order.larger(-low, high)
+
+
+def _no_infinity(signs: Signs) -> Signs:
+    return frozenset()
+
+
+def _upper_infinity(signs: Signs) -> Signs:
+    return signs - {-1}
+
+
+def _all_upper(signs: Signs) -> Signs:
+    return frozenset({1})
+
+
+def _same_infinity(signs: Signs) -> Signs:
+    return signs
+
+
+def _opposite(signs: Signs) -> Signs:
+    return frozenset(-s for s in signs)
+
+
+_LN2, _LN10, _ERF = math.log(2), math.log(10), 2 / math.sqrt(math.pi)
+_HALF_TURN = math.pi / 2
+
+
+def _unary(
+    name: str, gradient: Rule | None, image: Callable[..., Interval] | None = None, triton: str = "", **fields: Any
+) -> Function:
+    function = getattr(torch, name, None) or getattr(functional, name)
+    # What Triton's language lacks is in kernels/triton/functions.py, by the same name.
+    fields = {"lifted": "plain", "triton": triton or f"fn.{name}({{0}})"} | fields
+    return Function(name, function, (gradient,), image=image, **fields)
+
+
+def _jump(name: str, triton: str) -> Function:
+    return _unary(
+        name, None, _at_ends, triton, gives="same", lifted="whole", infinite=_same_infinity, growth="linear",
+        whole="{0}",
+    )  # fmt: skip
+
+
+def _question(name: str, triton: str) -> Function:
+    return _unary(name, None, _within(0.0, 1.0), triton, gives="truth", lifted="test")
+
+
+_UNARY = (
+    _unary("neg", lambda g, y, x: -g, _at_ends, "-{0}", gives="same", lifted="", infinite=_opposite, growth="linear",
+           interval=lambda order, x: (-x[1], -x[0]), whole="-{0}"),
+    _unary("abs", lambda g, y, x: g * sign(x), _even, "tl.abs({0})", gives="same", infinite=_all_upper, growth="linear",
+           interval=_absolute, whole="tl.abs({0})"),
+    _unary("sign", None, _within(-1.0, 1.0), "fn.sign({0})", gives="same", infinite=_no_infinity, growth="bounded",
+           whole="fn.sign({0})"),
+    _unary("relu", lambda g, y, x: where(compare("le", x, 0), 0.0, g), _at_ends, "tl.where({0} <= 0.0, 0.0, {0})",
+           gives="same", infinite=_upper_infinity, growth="linear", whole="tl.maximum({0}, 0)"),
+    _unary("detach", None, _at_ends, "{0}", gives="same", lifted="", infinite=_same_infinity, growth="linear",
+           whole="{0}"),
+    _jump("floor", "tl.floor({0})"),
+    _jump("ceil", "tl.ceil({0})"),
+    _jump("round", "fn.round_({0})"),
+    _jump("trunc", "fn.trunc({0})"),
+    _question("isnan", "{0} != {0}"),
+    _question("isinf", 'tl.abs({0}) == float("inf")'),
+    _question("isfinite", 'tl.abs({0}) < float("inf")'),
+    _unary("exp", lambda g, y, x: g * y, _at_ends, "tl.exp({0})", infinite=_upper_infinity),
+    _unary("exp2", lambda g, y, x: g * y * _LN2, _at_ends, "tl.exp2({0})", infinite=_upper_infinity),
+    _unary("expm1", lambda g, y, x: g * (y + 1), _at_ends, infinite=_upper_infinity),
+    _unary("log", lambda g, y, x: g / x, _at_ends, "tl.log({0})"),
+    _unary("log2", lambda g, y, x: g / (x * _LN2), _at_ends, "tl.log2({0})"),
+    _unary("log10", lambda g, y, x: g / (x * _LN10), _at_ends),
+    _unary("log1p", lambda g, y, x: g / (x + 1), _at_ends),
+    _unary("sqrt", lambda g, y, x: g / (2 * y), _at_ends, "tl.sqrt({0})", growth="linear"),
+    _unary("rsqrt", lambda g, y, x: g * -0.5 * y**3, _falls_above_0, "tl.rsqrt({0})"),
+    _unary("reciprocal", lambda g, y, x: -g * y * y, _falls_above_0, "1.0 / {0}"),
+    _unary("sin", lambda g, y, x: g * cos(x), _within(-1.0, 1.0), "tl.sin({0})", growth="bounded"),
+    _unary("cos", lambda g, y, x: g * -sin(x), _within(-1.0, 1.0), "tl.cos({0})", growth="bounded"),
+    _unary("tan", lambda g, y, x: g * (1 + y * y)),
+    _unary("asin", lambda g, y, x: g * rsqrt(1 - x * x), _within(-_HALF_TURN, _HALF_TURN)),
+    _unary("acos", lambda g, y, x: g * -rsqrt(1 - x * x), _within(0.0, math.pi)),
+    _unary("atan", lambda g, y, x: g / (x * x + 1), _within(-_HALF_TURN, _HALF_TURN), infinite=_no_infinity,
+           growth="bounded"),
+    _unary("sinh", lambda g, y, x: g * cosh(x), _at_ends),
+    _unary("cosh", lambda g, y, x: g * sinh(x), _even),
+    _unary("tanh", lambda g, y, x: g * (1 - y * y), _within(-1.0, 1.0), infinite=_no_infinity, growth="bounded"),
+    _unary("asinh", lambda g, y, x: g * rsqrt(x * x + 1), _at_ends, growth="linear"),
+    _unary("acosh", lambda g, y, x: g * rsqrt(x * x - 1), _at_ends),
+    _unary("atanh", lambda g, y, x: g / (1 - x * x), _at_ends),
+    _unary("erf", lambda g, y, x: g * _ERF * exp(-x * x), _within(-1.0, 1.0), "tl.erf({0})", infinite=_no_infinity,
+           growth="bounded"),
+    _unary("erfc", lambda g, y, x: g * -_ERF * exp(-x * x), _within(0.0, 2.0), infinite=_no_infinity,
+           growth="bounded"),
+    _unary("sigmoid", lambda g, y, x: g * y * (1 - y), _within(0.0, 1.0), infinite=_no_infinity, growth="bounded"),
+    _unary("silu", lambda g, y, x: g * sigmoid(x) * (1 + x * (1 - sigmoid(x))), _dips, growth="linear"),
+    _unary("gelu", lambda g, y, x: g * (0.5 * erfc(-x / math.sqrt(2)) + x * exp(-x * x / 2) / math.sqrt(2 * math.pi)),
+           _dips, lifted="", growth="linear"),
+    _unary("softplus", lambda g, y, x: g * sigmoid(x), _at_ends, lifted="", infinite=_upper_infinity, growth="linear"),
+)  # fmt: skip
+
+
+_BINARY = (
+    Function("add", torch.add, (lambda g, y, a, b: g, lambda g, y, a, b: g), "same", triton="{0} + {1}",
+             whole="{0} + {1}", interval=lambda order, a, b: (a[0] + b[0], a[1] + b[1])),
+    Function("sub", torch.sub, (lambda g, y, a, b: g, lambda g, y, a, b: -g), "same", triton="{0} - {1}",
+             whole="{0} - {1}", interval=lambda order, a, b: (a[0] - b[1], a[1] - b[0])),
+    Function("mul", torch.mul, (lambda g, y, a, b: g * b, lambda g, y, a, b: g * a), "same", triton="{0} * {1}",
+             whole="{0} * {1}", interval=_product),
+    Function("div", torch.div, (lambda g, y, a, b: g / b, lambda g, y, a, b: -g * y / b), triton="{0} / {1}"),
+    # As of a clamp: where both are equal one has all of it. The lift writes torch's maximum out of these.
+    Function(
+        "maximum", torch.clamp_min,
+        (lambda g, y, a, b: where(_leads(a, b), g, 0.0), lambda g, y, a, b: where(_leads(a, b), 0.0, g)), "same",
+        triton="tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)", whole="tl.maximum({0}, {1})",
+        interval=lambda order, a, b: (order.larger(a[0], b[0]), order.larger(a[1], b[1])),
+    ),
+    Function(
+        "minimum", torch.clamp_max,
+        (lambda g, y, a, b: where(_leads(b, a), g, 0.0), lambda g, y, a, b: where(_leads(b, a), 0.0, g)), "same",
+        triton="tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)", whole="tl.minimum({0}, {1})",
+        interval=lambda order, a, b: (order.smaller(a[0], b[0]), order.smaller(a[1], b[1])),
+    ),
+    Function(
+        "pow", torch.pow,
+        (
+            lambda g, y, a, b: where(compare("eq", b, 0), 0.0, g * b * Binary("pow", a, b - 1)),
+            lambda g, y, a, b: where(And(compare("eq", a, 0), compare("ge", b, 0)), 0.0, g * y * log(a)),
+        ), "same", triton="fn.power({0}, {1})",
+    ),
+    Function("fmod", torch.fmod, (lambda g, y, a, b: g, lambda g, y, a, b: -g * trunc(a / b)), "same",
+             triton="{0} % {1}", whole="{0} % {1}"),
+    Function("remainder", torch.remainder,
+             (lambda g, y, a, b: g, lambda g, y, a, b: -g * Binary("floor_divide", a, b)), "same",
+             triton="fn.float_modulo({0}, {1})", whole="fn.modulo({0}, {1})"),
+    Function("floor_divide", torch.floor_divide, (None, None), "same",
+             triton="fn.float_floor_divide({0}, {1})", whole="fn.floor_divide({0}, {1})"),
+    Function("atan2", torch.atan2,
+             (lambda g, y, a, b: g * b * _per_square(a, b), lambda g, y, a, b: g * -a * _per_square(a, b)),
+             triton="fn.atan2({0}, {1})"),
+)  # fmt: skip
+
+UNARY: dict[str, Function] = {row.name: row for row in _UNARY}
+BINARY: dict[str, Function] = {row.name: row for row in _BINARY}
+FUNCTIONS: dict[str, Function] = UNARY | BINARY
+COMPARISONS: dict[str, Callable[..., Any]] = {op: getattr(torch, op) for op in "ge gt le lt eq ne".split()}
+
+
+def gives_fraction(name: str) -> bool:
+    """Whether the function makes a floating-point number of whole ones."""
+    return name in FUNCTIONS and FUNCTIONS[name].gives == "fraction"
+
+
+def interval_of(name: str, order: Order, operands: Sequence[Interval]) -> Interval | None:
+    """The interval of a function's results from the ends of its operands; None where these do not tell."""
+    row = FUNCTIONS.get(name)
+    return None if row is None or row.interval is None else row.interval(order, *operands)

@@ -1,0 +1,225 @@
+"""Functions: every field of every row against torch, which has none of our tables; and what a new row takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_fuse.expression import functions, ranges, simplify
+from attn_fuse.expression import nodes as ex
+from attn_fuse.expression.functions import BINARY, FUNCTIONS, UNARY, Function, Order, interval_of
+from attn_fuse.kernels.score import program as score_program
+from attn_fuse.kernels.score.gradient import differentiable, gradient_exprs, gradients, needed
+from attn_fuse.kernels.score.program import Block, Memo, ScoreProgram, evaluate
+from attn_fuse.kernels.triton.emitter import Described, Emitter
+from attn_fuse.lift.elementwise import ELEMENTWISE
+
+ORDINARY = [-40.0, -3.5, -1.0, -0.75, -0.5, -0.1, 0.0, 0.1, 0.5, 0.75, 1.0, 1.5, 2.5, 7.0, 40.0]
+INFINITE = [-math.inf, math.inf]
+ENDS = Order(min, max)
+
+
+def of_torch(name: str) -> Callable[..., Tensor]:
+    """torch's function, found by its name alone."""
+    found: Callable[..., Tensor] = getattr(torch, name, None) or getattr(torch.nn.functional, name)
+    return found
+
+
+def doubles(*values: float) -> list[Tensor]:
+    return [torch.tensor(x, dtype=torch.float64) for x in values]
+
+
+def operands(row: Function) -> list[tuple[float, ...]]:
+    if row.name in UNARY:
+        return [(x,) for x in ORDINARY]
+    return [(x, y) for x in ORDINARY for y in ORDINARY]
+
+
+def node(name: str, *parts: ex.Expr) -> ex.Expr:
+    """The function as a node of an expression, by the name that a string of a program has."""
+    made: ex.Expr = ScoreProgram([name, *parts]).score
+    return made
+
+
+@pytest.mark.parametrize("row", FUNCTIONS.values(), ids=lambda row: row.name)
+class TestARow:
+    def test_value(self, row: Function) -> None:
+        for x in operands(row):
+            expected = of_torch(row.name)(*doubles(*x)).double()
+            torch.testing.assert_close(doubles(row.value(*x))[0], expected, equal_nan=True)
+
+    def test_dtype(self, row: Function) -> None:
+        """What it makes of whole numbers, and of each floating-point type."""
+        count = 1 if row.name in UNARY else 2
+        for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            result = of_torch(row.name)(*[torch.ones(2, dtype=dtype)] * count).dtype
+            assert result == (torch.bool if row.gives == "truth" else dtype)
+        try:
+            of_whole = of_torch(row.name)(*[torch.ones(2, dtype=torch.int64)] * count).dtype
+        except (RuntimeError, NotImplementedError):
+            return  # torch itself has it of fractions only
+        assert of_whole == {"same": torch.int64, "fraction": torch.float32, "truth": torch.bool}[row.gives]
+
+    def test_gradient(self, row: Function) -> None:
+        """By both walks, on a block and as expressions, against autograd."""
+        leaves = [ex.Input(n) for n in range(len(row.gradients))]
+        root = node(row.name, *leaves)
+        root = ScoreProgram(root).score
+        inputs = [x for x in ex.distinct(root) if isinstance(x, ex.Input)]
+        block = Block(1, 1, (0, 1), (0, 1), torch.device("cpu"), torch.float64)
+        for x in operands(row):
+            tensors = [torch.tensor(v, dtype=torch.float64).view(1, 1, 1, 1).requires_grad_() for v in x]
+            out = evaluate(root, None, tensors, (), block)
+            if not out.requires_grad or row.name == "floor_divide":
+                continue  # of floor_divide autograd has no derivative
+            expected = torch.autograd.grad(out.sum(), tensors, allow_unused=True)
+            memo: Memo = dict.fromkeys(needed(path := differentiable([root], inputs)))
+            with torch.no_grad():
+                evaluate(root, None, tensors, (), block, memo)
+                on_block = gradients(path, inputs, [(root, torch.ones(1, 1, 1, 1).double())], (), block, memo)
+                one = ex.Const(1.0)
+                as_exprs = gradient_exprs([(root, one)], inputs)
+                for leaf in inputs:
+                    reference = expected[leaf.leaf]
+                    reference = torch.zeros(()).double() if reference is None else reference
+                    zero = torch.zeros(1, 1, 1, 1).double()
+                    found = on_block.get(id(leaf), zero)
+                    torch.testing.assert_close(found.view(()), reference.view(()), equal_nan=True)
+                    expr = as_exprs.get(id(leaf), ex.Const(0.0))
+                    written = evaluate(expr, None, tensors, (), block).double().expand(1, 1, 1, 1)
+                    torch.testing.assert_close(written.view(()), reference.view(()), equal_nan=True)
+
+    def test_where_there_is_none_autograd_has_none(self, row: Function) -> None:
+        for n, rule in enumerate(row.gradients):
+            if rule is not None or row.name in ("detach", "floor_divide") or row.gives == "truth":
+                continue
+            tensors = [torch.tensor(1.3, dtype=torch.float64, requires_grad=True) for _ in row.gradients]
+            out = of_torch(row.name)(*tensors)
+            assert not out.requires_grad or torch.autograd.grad(out, tensors)[n] == 0
+
+    def test_image(self, row: Function) -> None:
+        """No value within an interval lies outside of its image, in each of the analyses."""
+        if row.name in UNARY:
+            for low in ORDINARY:
+                for high in (x for x in ORDINARY if x >= low):
+                    assert_covers(row, [(low, high)])
+        else:
+            intervals = [(-3.5, -1.0), (-1.0, 0.5), (0.0, 0.0), (0.5, 2.5), (1.0, 7.0), (2.5, 2.5)]
+            for a in intervals:
+                for b in intervals:
+                    assert_covers(row, [a, b])
+
+    def test_infinities(self, row: Function) -> None:
+        if row.infinite is None:
+            return
+        for x in INFINITE:
+            value = row.value(x)
+            assert not math.isnan(value)
+            if math.isinf(value):
+                assert (1 if value > 0 else -1) in row.infinite(frozenset({1 if x > 0 else -1}))
+
+    def test_growth(self, row: Function) -> None:
+        """A bounded function stays below 4, a linear one below a few times its operand; both where it is defined."""
+        for x in (1e3, 1e6, 1e9):
+            values = [v for sign in (-1, 1) if not math.isnan(v := row.value(*[sign * x] * len(row.gradients)))]
+            if row.growth == "bounded":
+                assert all(abs(v) < 4 for v in values)
+            elif row.growth == "linear":
+                assert all(abs(v) <= 4 * x for v in values)
+
+    def test_lifted(self, row: Function) -> None:
+        """torch's core operation of this name is read, if the row says so."""
+        if row.lifted:
+            assert getattr(torch.ops.aten, row.name).default in ELEMENTWISE
+
+    def test_folded(self, row: Function) -> None:
+        """A function of numbers is the number that torch gives, or stays where that is none."""
+        build = simplify.unary if row.name in UNARY else simplify.binary
+        if row.name in ("add", "sub", "mul", "div", "detach"):
+            return  # built by functions of their own
+        for x in operands(row):
+            found = build(row.name, *map(ex.Const, x), torch.float64)
+            if isinstance(found, ex.Const):
+                torch.testing.assert_close(doubles(float(found.value))[0], of_torch(row.name)(*doubles(*x)).double())
+
+    def test_triton_has_code(self, row: Function) -> None:
+        """What tests/triton computes with; here that both templates name every operand."""
+        for template in filter(None, (row.triton, row.whole)):
+            assert all(f"{{{n}}}" in template for n in range(len(row.gradients)))
+        emitter = Emitter([Described(torch.float32, (False,) * 4, True)] * 2, wide_numbers=False)
+        value = emitter.value(node(row.name, *map(ex.Input, range(len(row.gradients)))))
+        assert value.dtype == (torch.bool if row.gives == "truth" else torch.float32)
+
+
+def assert_covers(row: Function, intervals: list[tuple[float, float]]) -> None:
+    grids = [torch.linspace(low, high, 9, dtype=torch.float64) for low, high in intervals]
+    points = torch.cartesian_prod(*grids).view(-1, len(grids)).unbind(-1)
+    values = of_torch(row.name)(*points).double()
+    values = values[~values.isnan()]
+    slack = 1e-9 * (1 + values.abs().nan_to_num(0, 0, 0).amax().item()) if len(values) else 0.0
+    found = []
+    if row.image is not None:
+        found.append(row.image(row.value, *intervals))
+    if (by_ends := interval_of(row.name, ENDS, intervals)) is not None:
+        found.append(by_ends)
+    # Where a function is not defined an end is NaN, which says nothing of the values.
+    for low, high in (ends for ends in found if not any(map(math.isnan, ends))):
+        assert bool((values >= low - slack).all()) and bool((values <= high + slack).all()), (row.name, intervals)
+
+
+def test_names_are_torchs() -> None:
+    assert [*FUNCTIONS] == [*UNARY, *BINARY] and all(name == row.name for name, row in FUNCTIONS.items())
+    assert len(UNARY) == 40 and len(BINARY) == 11
+
+
+def test_the_ends_of_tensors() -> None:
+    """Intervals of many blocks at once are the intervals of each."""
+    order = Order(torch.minimum, torch.maximum)
+    low, high = torch.tensor([-3.0, -1.0, 2.0]), torch.tensor([-1.0, 4.0, 5.0])
+    for name in ("add", "sub", "mul", "neg", "abs", "maximum", "minimum"):
+        pairs = [(low, high)] * len(FUNCTIONS[name].gradients)
+        found = interval_of(name, order, pairs)
+        assert found is not None
+        for n in range(3):
+            each = [(float(a[n]), float(b[n])) for a, b in pairs]
+            assert (float(found[0][n]), float(found[1][n])) == interval_of(name, ENDS, each)
+
+
+class TestANewRow:
+    """sinc, as a contributor would add it: one row. torch's own sinc is lifted by hand, so the row has another name."""
+
+    @pytest.fixture(autouse=True)
+    def row(self, monkeypatch: pytest.MonkeyPatch) -> Function:
+        def derivative(g: ex.Expr, y: ex.Expr, x: ex.Expr) -> ex.Expr:
+            is_zero = functions.compare("eq", x, 0)
+            turned = functions.where(is_zero, 1.0, x)
+            slope = (functions.cos(math.pi * x) - y) / turned
+            return functions.where(is_zero, 0.0, g * slope)
+
+        row = Function(
+            "sinc", torch.sinc, (derivative,), image=lambda value, x: (-0.25, 1.0), growth="bounded",
+            triton="tl.where({0} == 0.0, 1.0, tl.sin(3.141592653589793 * {0}) / (3.141592653589793 * {0}))",
+        )  # fmt: skip
+        for table in (UNARY, FUNCTIONS):
+            monkeypatch.setitem(table, "sinc", row)
+        monkeypatch.setitem(score_program._OPERATIONS, "sinc", torch.sinc)
+        monkeypatch.setitem(score_program._ARITY, "sinc", 1)
+        return row
+
+    def test_all_of_it_works(self, row: Function) -> None:
+        checks = TestARow()
+        for name in (
+            "value", "dtype", "gradient", "where_there_is_none_autograd_has_none", "image", "infinities", "growth",
+            "folded", "triton_has_code",
+        ):  # fmt: skip
+            getattr(checks, f"test_{name}")(row)
+
+    def test_a_bound_of_it(self, row: Function) -> None:
+        space: Any = simplify.Space()
+        x = ex.Unary("sinc", ex.Load(0, ()))
+        assert ranges.stays_within(x, 1.1, space, ()) and not ranges.stays_within(x, 0.9, space, ())
