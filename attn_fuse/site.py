@@ -6,7 +6,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -196,9 +196,10 @@ class Rewriter:
             self.proofs |= {proof.input: proof for proof in used}
             return report
         words.pop("picked", None)
-        return SiteReport(
-            location, "as written", words, None, choice.why_not, _blocker(Refusal(choice.because), region.softmax)
-        )
+        # Where kernels decline a function of the scores, the culprit is the operation that made it one.
+        declined = attention.unread is not None and attention.unread.reason in choice.because
+        why = Refusal(choice.because, attention.unread.node if declined and attention.unread else None)
+        return SiteReport(location, "as written", words, None, choice.why_not, _blocker(why, region.softmax))
 
     def _analyse(self, region: Region, proofs: Mapping[Node, Proof]) -> _Analysis:
         """The region's attention or refusal; identical layers share the work."""
@@ -276,9 +277,16 @@ class _Analysis:
             assert cut is not None
             region = cut
         result = self.result
-        if isinstance(result, Refusal) and result.node in self.region.nodes:
-            result = Refusal(result.reason, region.nodes[self.region.nodes.index(result.node)])
+        if isinstance(result, Refusal):
+            result = self._moved(result, region)
+        elif result.unread is not None:
+            result = replace(result, unread=self._moved(result.unread, region))
         return _Analysis(region, result, self.mode, self.cuts, self.multiplied)
+
+    def _moved(self, refusal: Refusal, region: Region) -> Refusal:
+        if refusal.node not in self.region.nodes:
+            return refusal
+        return Refusal(refusal.reason, region.nodes[self.region.nodes.index(refusal.node)])
 
 
 def _analyse(region: Region, proofs: Mapping[Node, Proof], stages: Stages) -> _Analysis:
@@ -296,6 +304,10 @@ def _analyse(region: Region, proofs: Mapping[Node, Proof], stages: Stages) -> _A
         forms = {n: proofs[leaf].form for n, leaf in enumerate(region.leaves) if leaf in proofs}
         try:
             result = stages.recognize(stages.lift(normal, forms))
+            if isinstance(result, Refusal):
+                result = _at_its_operation(result, normal)
+            elif result.unread is not None:
+                result = replace(result, unread=_at_its_operation(result.unread, normal))
             return _Analysis(region, result, normal.mode, tuple(cuts), normal.multiplied)
         except NotLifted as problem:
             cut = cut_at(region, problem.node) if problem.node is not None and len(cuts) < _MOST_CUTS else None
@@ -303,6 +315,12 @@ def _analyse(region: Region, proofs: Mapping[Node, Proof], stages: Stages) -> _A
                 return _Analysis(region, Refusal(str(problem), problem.node), normal.mode, tuple(cuts))
             cuts.append(region.nodes.index(problem.node))
             region = cut
+
+
+def _at_its_operation(refusal: Refusal, normal: Normal) -> Refusal:
+    """`refusal` with the operation of Dynamo's graph that made the culprit, a part of an expression, as its node."""
+    made_by = ex.origin_of(refusal.node) if isinstance(refusal.node, ex.Expr) else None
+    return Refusal(refusal.reason, normal.origin.get(made_by))
 
 
 def _as_read(leaf: Node, region: Region) -> object:

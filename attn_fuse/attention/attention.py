@@ -19,10 +19,17 @@ from attn_fuse.expression.nodes import Expr
 
 @dataclass(frozen=True)
 class Refusal:
-    """It is mine, and fusing it would change what is computed. `node`: the operation that blocks, if one does."""
+    """Why fusing would change what is computed.
+
+    node: the culprit: the operation that blocks, or the part of an expression which that operation made.
+    """
 
     reason: str
-    node: Any = None
+    node: Any = field(default=None, compare=False)
+
+    def at(self, node: Any) -> Refusal:
+        """The same, with `node` as the culprit unless there is one."""
+        return self if self.node is not None else Refusal(self.reason, node)
 
 
 @dataclass(frozen=True)
@@ -35,7 +42,7 @@ class Attention:
     biases: what is added to the scaled scores, in the order written, each an element expression.
     softcap: cap * tanh(x / cap) of the scaled scores, where it is not None.
     score_mod: what is done to the product before all that and is none of it, over `Score`; None for nothing.
-        unread: why it was not read as structure.
+        unread: why it was not read as structure; None where all was.
     sink: the logit of one more key that has no value; it does not depend on the key position.
     factor: what the weights are multiplied with. out_scale: the same where it does not depend on the key position.
     dropout_p: a number, or a `Scalar` known only when the program runs.
@@ -56,7 +63,7 @@ class Attention:
     biases: tuple[Expr, ...]
     softcap: float | None
     score_mod: Expr | None
-    unread: str
+    unread: Refusal | None
     sink: Expr | None
     factor: Expr | None
     out_scale: Expr | None

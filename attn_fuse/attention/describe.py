@@ -22,7 +22,7 @@ def in_words(attention: Attention, facts: Facts, proofs: tuple[str, ...]) -> dic
     if attention.softcap is not None:
         words["softcap"] = f"{attention.softcap:g}"
     if attention.score_mod is not None:
-        words["score_mod"] = attention.unread
+        words["score_mod"] = attention.unread.reason if attention.unread is not None else ""
     if attention.sink is not None:
         words["sink"] = f"{attention.sink.value:g}" if isinstance(attention.sink, ex.Const) else "a tensor"
     if attention.factor is not None:

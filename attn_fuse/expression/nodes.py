@@ -55,6 +55,11 @@ class Expr:
     def __neg__(self) -> Expr:
         return Unary("neg", self)
 
+    def __str__(self) -> str:
+        from attn_fuse.expression.text import as_text
+
+        return as_text(self)
+
 
 @dataclass(frozen=True)
 class Const(Expr):
@@ -385,6 +390,24 @@ def size(expr: Expr) -> int:
         found = 1 + sum(map(size, children(expr)))
         vars(expr)["_size"] = found
     return found
+
+
+def mark(expr: Expr, origin: Any) -> None:
+    """Remember that operation `origin` made `expr`, unless an earlier operation did. Numbers are nobody's."""
+    if not isinstance(expr, (Const, Index)):
+        vars(expr).setdefault("_origin", origin)
+
+
+def origin_of(expr: Expr) -> Any:
+    """The operation that made `expr`, or else the first of its parts that one made; None where none is known."""
+    return next((vars(part)["_origin"] for part in walk(expr) if "_origin" in vars(part)), None)
+
+
+def as_made(new: Expr, old: Expr) -> Expr:
+    """`new`, which stands for `old`, with the origin of `old` unless it has one."""
+    if new is not old and "_origin" in vars(old):
+        mark(new, vars(old)["_origin"])
+    return new
 
 
 def terms(expr: Expr) -> Iterator[Expr]:

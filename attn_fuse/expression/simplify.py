@@ -46,6 +46,7 @@ from attn_fuse.expression.nodes import (
     Select,
     Softmax,
     Unary,
+    as_made,
     has_product,
     walk,
 )
@@ -462,7 +463,7 @@ def substitute(expr: Expr, by: Mapping[sympy.Symbol, sympy.Expr], space: Space) 
 
     def changed(x: Expr) -> Expr:
         if id(x) not in known:
-            known[id(x)] = build(x)
+            known[id(x)] = as_made(build(x), x)
         return known[id(x)]
 
     def build(x: Expr) -> Expr:
@@ -488,6 +489,10 @@ def substitute(expr: Expr, by: Mapping[sympy.Symbol, sympy.Expr], space: Space) 
 
 def rebuilt(expr: Expr, change: Callable[[Expr], Expr]) -> Expr:
     """`expr` with each child replaced by what `change` gives for it, simplified again."""
+    return as_made(_rebuilt(expr, change), expr)
+
+
+def _rebuilt(expr: Expr, change: Callable[[Expr], Expr]) -> Expr:
     match expr:
         case Select(cond, a, b):
             return select(change(cond), change(a), change(b))

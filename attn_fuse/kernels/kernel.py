@@ -100,8 +100,8 @@ class Kernel:
 
 def beyond_masks_and_biases(attention: Attention) -> Iterator[str]:
     """The reasons of a kernel that takes scaled scores, masks and biases, and nothing else; see `BEYOND_SDPA`."""
-    if attention.score_mod is not None:
-        yield f"takes no function of the scores: {attention.unread}"
+    if attention.unread is not None:
+        yield f"takes no function of the scores: {attention.unread.reason}"
     if attention.softcap is not None:
         yield "takes no softcap"
     if attention.sink is not None:

@@ -86,6 +86,7 @@ class Operation:
                     element = at(index)
                     if ex.size(element) > _MOST_PARTS:
                         raise NoClosedForm("an expression with too many parts")
+                    ex.mark(element, self.node)
                     known[index] = element
                 except NoClosedForm as problem:
                     problem.node = problem.node or self.node

@@ -22,7 +22,7 @@ from attn_fuse.expression.nodes import Const, Contract, Expr, Score, index_symbo
 from attn_fuse.expression.ranges import infinities, may_be_no_number
 from attn_fuse.lift.lift import Lifted
 from attn_fuse.patterns import WEIGHT_LAYERS
-from attn_fuse.patterns.layer import Drop, EmptyIsZero, Factor, Layer
+from attn_fuse.patterns.layer import Drop, EmptyIsZero, Factor, Layer, peel
 from attn_fuse.patterns.softmax import Normalised, softmax
 from attn_fuse.torch_internals import FloorDiv, Mod
 
@@ -63,22 +63,22 @@ def draft(lifted: Lifted) -> Draft | Refusal:
     space = lifted.space
     product, divided_by = _output_product(_joined_output(lifted.element, space))
     if product is None:
-        return Refusal("the output is not a matrix product, or there is a single key")
+        return Refusal("the output is not a matrix product, or there is a single key", lifted.element)
     weights, value = _weights_and_value(product)
     if weights is None or value is None:
-        return Refusal("the output is not a product of weights and a value")
+        return Refusal("the output is not a product of weights and a value", product)
     if len(product.axes) != 1:
-        return Refusal("the output sums over several axes at once")
+        return Refusal("the output sums over several axes at once", product)
     (key,) = product.axes
     if divided_by is not None:
         weights = ex.Div(weights, divided_by)
     peeled = peel(weights, WEIGHT_LAYERS)
-    if isinstance(peeled, Refusal):
-        return peeled
-    core, layers = peeled
-    normalised = softmax(core, key, space)
+    if peeled.refusal is not None:
+        return peeled.refusal
+    layers = [layer for layer, _ in peeled.found]
+    normalised = softmax(peeled.rest, key, space)
     if isinstance(normalised, Refusal):
-        return normalised
+        return normalised.at(peeled.rest)
     unsure = _wrong_guard(layers, normalised.body, key, space)
     if unsure is not None:
         return unsure
@@ -87,15 +87,15 @@ def draft(lifted: Lifted) -> Draft | Refusal:
         return parts
     score_product, query, operand, score = parts
     if 1 in infinities(score):
-        return Refusal("some scores are plus infinity, whose weight is no number")
+        return Refusal("some scores are plus infinity, whose weight is no number", normalised.body)
     query, operand, query_dtype = _without_widening(query, operand, score_product.dtype, lifted.leaf_dtypes)
     drops = [layer.p for layer in layers if isinstance(layer, Drop)]
     if len(drops) > 1:
-        return Refusal("the weights pass through dropout twice")
-    if any(isinstance(part, ex.Dropout) for part in ex.walk(score)):
-        return Refusal("the scores pass through dropout before the softmax")
+        return Refusal("the weights pass through dropout twice", weights)
+    if (dropped := next((part for part in ex.walk(score) if isinstance(part, ex.Dropout)), None)) is not None:
+        return Refusal("the scores pass through dropout before the softmax", dropped)
     if key not in index_symbols(value):
-        return Refusal("there is a single key, or the value is the same for every key")
+        return Refusal("there is a single key, or the value is the same for every key", value)
     return _split_axes(
         Draft(
             query=query,
@@ -115,22 +115,6 @@ def draft(lifted: Lifted) -> Draft | Refusal:
         ),
         space,
     )
-
-
-def peel(expr: Expr, patterns: Iterable) -> tuple[Expr, list[Layer]] | Refusal:
-    """What lies beneath every layer that a pattern knows, and the layers, outermost first."""
-    layers: list[Layer] = []
-    while True:
-        for pattern in patterns:
-            answer = pattern(expr)
-            if isinstance(answer, Refusal):
-                return answer
-            if answer is not None:
-                expr = answer.inner
-                layers.append(answer.layer)
-                break
-        else:
-            return expr, layers
 
 
 def _output_product(element: Expr) -> tuple[Contract | None, Expr | None]:
@@ -213,11 +197,12 @@ def _wrong_guard(layers: Iterable[Layer], body: Expr, key: sympy.Symbol, space: 
             case EmptyIsZero(scores, axis) if scores is not None:
                 asked = scores if axis is None else al.substitute(scores, {axis: key}, space)
                 if asked != body:
-                    return Refusal("the weights are set to zero by what other scores are")
+                    return Refusal("the weights are set to zero by what other scores are", asked)
     guards = (isinstance(layer, EmptyIsZero) or (isinstance(layer, Factor) and layer.filled) for layer in layers)
     if any(guards) and may_be_no_number(body):
         return Refusal(
-            "the weights are guarded or filled where a score may be infinity times zero, which makes its row no number"
+            "the weights are guarded or filled where a score may be infinity times zero, which makes its row no number",
+            body,
         )
     return None
 
@@ -230,25 +215,25 @@ def _query_and_key(
     products = list(dict.fromkeys(part for part in ex.walk(body) if isinstance(part, Contract)))
     product = next((p for p in products if not any(p is not o and p in ex.walk(o) for o in products)), None)
     if product is None:
-        return Refusal("the scores are not made from a matrix product")
+        return Refusal("the scores are not made from a matrix product", body)
     score = al.replaced(body, product, Score(product.dtype))
     left = next((part for part in ex.walk(score) if isinstance(part, (Contract, ex.Softmax, ex.Reduce))), None)
     match left:
         case Contract():
-            return Refusal("the scores join more than one matrix product")
+            return Refusal("the scores join more than one matrix product", left)
         case ex.Softmax():
-            return Refusal("the scores pass through a second softmax")
+            return Refusal("the scores pass through a second softmax", left)
         case ex.Reduce(name):
-            return Refusal(f"the scores pass through {name} over an axis")
+            return Refusal(f"the scores pass through {name} over an axis", left)
     with_key = [key_axis in index_symbols(side) for side in (product.a, product.b)]
     if with_key == [False, True]:
         query, key = product.a, product.b
     elif with_key == [True, False]:
         query, key = product.b, product.a
     else:
-        return Refusal("not exactly one side of the score product runs over the keys")
+        return Refusal("not exactly one side of the score product runs over the keys", product)
     if not all(set(product.axes) <= index_symbols(side) for side in (query, key)):
-        return Refusal("the score product does not sum over an axis of query and key")
+        return Refusal("the score product does not sum over an axis of query and key", product)
     query, key, number = _without_numbers(query, key)
     if number != 1.0:
         score = al.replaced(score, Score(product.dtype), al.mul(Const(number), Score(product.dtype)))

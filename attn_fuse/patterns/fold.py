@@ -50,8 +50,8 @@ class Scores:
     floored: bool
 
 
-def fold(layers: Iterable[Layer], key_axes: tuple[sympy.Symbol, ...]) -> Scores | Refusal:
-    """`layers`, outermost first, over scores whose keys run along `key_axes`."""
+def fold(layers: Iterable[tuple[Layer, Expr]], key_axes: tuple[sympy.Symbol, ...]) -> Scores | Refusal:
+    """`layers`, outermost first, each with the part it was taken off, over scores whose keys run along `key_axes`."""
     scale: Expr = Const(1.0)
     terms: list[Term] = []
     fills: list[Fill] = []
@@ -59,41 +59,41 @@ def fold(layers: Iterable[Layer], key_axes: tuple[sympy.Symbol, ...]) -> Scores 
     softcap: float | None = None
     least = -math.inf
     # Each finite fill, and about what the scores are multiplied with before it.
-    reached: list[tuple[float, float]] = []
-    for layer in layers:
+    reached: list[tuple[float, float, Expr]] = []
+    for layer, part in layers:
         match layer:
             case Scale(factor):
                 if index_symbols(factor) & set(key_axes):
-                    return Refusal("the scores are scaled differently for each key")
+                    return Refusal("the scores are scaled differently for each key", part)
                 scale = al.mul(scale, factor)
-                reached = [(fill, magnitude * _magnitude(factor)) for fill, magnitude in reached]
+                reached = [(fill, magnitude * _magnitude(factor), at) for fill, magnitude, at in reached]
             case Cap(value):
                 if scale != Const(1.0) or least > -math.inf or softcap is not None:
-                    return Refusal("capped scores are scaled or bounded")
+                    return Refusal("capped scores are scaled or bounded", part)
                 softcap = value
             case Bias() | Fill() | Floor() if softcap is not None:
-                return Refusal("scores are capped after a mask or a bias")
+                return Refusal("scores are capped after a mask or a bias", part)
             case Bias(term):
                 floored = floored or least > -math.inf
                 raised = term if least == -math.inf else al.binary("maximum", term, Const(least))
                 terms.append(Term(al.mul(scale, raised), len(fills)))
             case Fill(keep, value, added):
                 if not (isinstance(scale, Const) and scale.value > 0):
-                    return Refusal("masked scores are scaled by something that is not a positive number")
+                    return Refusal("masked scores are scaled by something that is not a positive number", part)
                 scaled_fill = scaled_fill or scale != Const(1.0)
                 # A score that a floor lifts is no longer lowered by the fill but replaced by the floor.
                 lifted = value <= least
                 fill = max(value, least) * scale.value
                 if fill > _LEAST_FILL:
-                    return Refusal(f"masked scores are scaled to {fill:g}, which ordinary scores can reach")
+                    return Refusal(f"masked scores are scaled to {fill:g}, which ordinary scores can reach", part)
                 fills.append(Fill(keep, fill, added and not lifted))
                 # A dtype's lowest number is out of reach of any.
-                reached += [(value, 1.0)] if -math.inf < value <= LEAST_ORDINARY_SCORE else []
+                reached += [(value, 1.0, part)] if -math.inf < value <= LEAST_ORDINARY_SCORE else []
             case Floor(value):
                 least = max(least, value)
-    for value, magnitude in reached:
+    for value, magnitude, at in reached:
         if magnitude > 1 and magnitude * _ORDINARY > -value:
-            return Refusal(f"masked scores become {value:g}, which scores times {magnitude:g} can reach")
+            return Refusal(f"masked scores become {value:g}, which scores times {magnitude:g} can reach", at)
     return Scores(scale, softcap, tuple(terms), tuple(fills), scaled_fill, floored)
 
 
@@ -144,11 +144,11 @@ def mask_and_biases(
         sees = every_query_sees_a_key(parts, axes, space, leaf_dtypes)
         return Mask(parts, empty_rows="mean" if scores.floored else "none" if sees else "nan"), biases
     if len(hard) > 1 or (scores.scaled_fill and biases):
-        return Refusal("a query that sees no key would get another mean of the values")
+        return Refusal("a query that sees no key would get another mean of the values", hard[0].keep)
     if not biases:
         return Mask(mask_parts([hard[0].keep], axes, space), "mean", soft_parts), ()
     if soft or not _absorbs(hard[0].value):
-        return Refusal("a query that sees no key would get another mean of the values")
+        return Refusal("a query that sees no key would get another mean of the values", hard[0].keep)
     # Added to a score, the lowest number swallows it: then adding is replacing, and the fill is one more bias.
     place = scores.fills.index(hard[0])
     kept = tuple(

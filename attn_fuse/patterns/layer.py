@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import sympy
@@ -103,6 +104,30 @@ class Peeled:
 
 
 Answer = Peeled | Refusal | None
+Pattern = Callable[[Expr], Answer]
+
+
+@dataclass(frozen=True)
+class Layers:
+    """The layers of an expression, outermost first, each with the part that it was taken off, and the rest beneath.
+
+    refusal: what a pattern said of the rest, with the part as its node; None where no pattern knows it.
+    """
+
+    rest: Expr
+    found: tuple[tuple[Layer, Expr], ...]
+    refusal: Refusal | None = None
+
+
+def peel(expr: Expr, patterns: Iterable[Pattern]) -> Layers:
+    """`expr` without the layers that the patterns know, asked in their order."""
+    found: list[tuple[Layer, Expr]] = []
+    while True:
+        answer = next((answer for pattern in patterns if (answer := pattern(expr)) is not None), None)
+        if not isinstance(answer, Peeled):
+            return Layers(expr, tuple(found), answer and answer.at(expr))
+        found.append((answer.layer, expr))
+        expr = answer.inner
 
 
 def carrier(a: Expr, b: Expr) -> tuple[Expr, Expr] | None:

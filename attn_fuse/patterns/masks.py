@@ -28,7 +28,7 @@ def mask(scores: Expr) -> Answer:
     match scores:
         case Select(cond, a, b):
             if has_product(cond):
-                return Refusal("the mask is computed from the scores")
+                return Refusal("the mask is computed from the scores", cond)
             parts = carrier(a, b)
             if parts is None:
                 return Refusal("the scores are chosen from several products")

@@ -20,7 +20,7 @@ from attn_fuse.lift.lift import Lifted
 from attn_fuse.patterns import SCORE_LAYERS
 from attn_fuse.patterns.draft import Draft, draft
 from attn_fuse.patterns.fold import fold, mask_and_biases
-from attn_fuse.patterns.layer import Layer
+from attn_fuse.patterns.layer import peel
 
 
 def recognize(lifted: Lifted) -> Attention | Refusal:
@@ -71,39 +71,23 @@ class _Reading:
     mask: Mask
     biases: tuple[Expr, ...]
     score_mod: Expr | None
-    unread: str = ""
+    unread: Refusal | None = None
 
 
 def _read(whole: Draft, axes: Axes, lifted: Lifted) -> _Reading:
-    residue, layers, why = _layers(whole.score)
-    folded = fold(layers, axes.key)
-    read = folded if isinstance(folded, Refusal) else mask_and_biases(folded, residue, axes, lifted)
+    layers = peel(whole.score, SCORE_LAYERS)
+    folded = fold(layers.found, axes.key)
+    read = folded if isinstance(folded, Refusal) else mask_and_biases(folded, layers.rest, axes, lifted)
     if isinstance(read, Refusal) or isinstance(folded, Refusal):
         # Then the score is what it is, as one function.
         problem = read if isinstance(read, Refusal) else folded
         assert isinstance(problem, Refusal)
-        return _Reading(Const(1.0), None, Mask(), (), whole.score, problem.reason)
+        return _Reading(Const(1.0), None, Mask(), (), whole.score, problem.at(whole.score))
     mask, biases = read
-    if isinstance(residue, Score):
+    if isinstance(layers.rest, Score):
         return _Reading(folded.scale, folded.softcap, mask, biases, None)
-    return _Reading(folded.scale, folded.softcap, mask, biases, residue, why)
-
-
-def _layers(score: Expr) -> tuple[Expr, list[Layer], str]:
-    """What lies beneath the layers that the patterns know, the layers, and why the next one is not among them."""
-    layers: list[Layer] = []
-    while not isinstance(score, Score):
-        for pattern in SCORE_LAYERS:
-            answer = pattern(score)
-            if isinstance(answer, Refusal):
-                return score, layers, answer.reason
-            if answer is not None:
-                score = answer.inner
-                layers.append(answer.layer)
-                break
-        else:
-            return score, layers, f"the scores pass through {_word(score)}"
-    return score, layers, ""
+    unknown = Refusal(f"the scores pass through {_word(layers.rest)}", layers.rest)
+    return _Reading(folded.scale, folded.softcap, mask, biases, layers.rest, layers.refusal or unknown)
 
 
 def _factors(whole: Draft, axes: Axes, mask: Mask) -> tuple[Expr | None, Expr | None]:
@@ -140,13 +124,13 @@ def _axes(whole: Draft) -> Axes | Refusal:
             case (False, False, True):
                 values.append(symbol)
             case (False, True, False):
-                return Refusal("the keys differ along an axis that neither query nor value has")
+                return Refusal("the keys differ along an axis that neither query nor value has", whole.key)
             case _:
                 shared.append(symbol)
     if not set(whole.key_axes) <= in_key or not set(whole.key_axes) <= in_value:
-        return Refusal("key or value is the same for several keys")
+        return Refusal("key or value is the same for several keys", whole.value)
     if set(whole.key_axes) & in_query:
-        return Refusal("the query differs from key to key")
+        return Refusal("the query differs from key to key", whole.query)
     compared = [s for s in rows if _is_compared(whole.score, s, whole.key_axes)]
     last = (compared or rows or [None])[-1]
     # Positions that one dimension of the program was made of, unless the scores treat them alike, as they do heads.

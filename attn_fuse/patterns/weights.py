@@ -51,7 +51,7 @@ def guard(weights: Expr) -> Answer:
             return (
                 _guarded(cond, a, b)
                 or _guarded(logical_not(cond), b, a)
-                or Refusal("the weights are chosen by what they or the scores are")
+                or Refusal("the weights are chosen by what they or the scores are", cond)
             )
     return None
 

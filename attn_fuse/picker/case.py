@@ -31,7 +31,7 @@ class Case:
 
     dtype: a key of DTYPES. training: whether the backward runs as well as the forward.
     kv_heads, value_dim: 0 stands for `heads` and for `head_dim`.
-    mask: one of `attention.mask.KINDS`. visible: the share of the scores that the mask keeps, as far as positions decide it.
+    mask: one of `attention.mask.KINDS`. visible: the share of the scores that the mask keeps, by positions alone.
     bias: one of BIASES. table: whether a learned bias is looked up in a table.
     function: whether a softcap, another function or a looked-up bias changes the scores, or a factor the weights.
     dropout, sink: whether there is dropout of the weights, and a sink.

@@ -88,7 +88,7 @@ def test_the_plain_one() -> None:
     assert found.axes.query == (p.i,) and found.axes.key == (p.at,) and found.axes.inner == (p.e,)
     assert found.axes.value == (p.d,) and found.head_axes == (p.h,)
     assert found.scale == Const(0.5) and not found.mask.parts and not found.biases
-    assert found.score == Mul(Const(0.5), Score(F32)) and found.score_mod is None and found.unread == ""
+    assert found.score == Mul(Const(0.5), Score(F32)) and found.score_mod is None and found.unread is None
     assert found.sink is None and found.factor is None and found.out_scale is None and found.dropout_p is None
     assert found.softcap is None and found.softmax_dtype == F32 and found.query_dtype == F32
 
@@ -361,7 +361,7 @@ def test_read_as_one_function(reason: str, scores: Callable[[Parts], Expr]) -> N
     p = Parts()
     body = scores(p)
     found = p.recognized(p.out(p.softmax(body)))
-    assert isinstance(found, Attention) and found.unread == reason and found.score_mod is not None
+    assert isinstance(found, Attention) and found.unread.reason == reason and found.score_mod is not None
     # The whole of it, in any case, over the product at the key that the value is read at.
     assert Score(F32) in set(ex.walk(found.score)) and not any(isinstance(x, Contract) for x in ex.walk(found.score))
     assert p.j not in ex.index_symbols(found.score)
@@ -370,7 +370,7 @@ def test_read_as_one_function(reason: str, scores: Callable[[Parts], Expr]) -> N
 def test_what_is_read_of_a_function_stays_structure() -> None:
     p = Parts()
     found = p.recognized(p.out(p.softmax(filled(p, Mul(Const(2.0), Unary("tanh", p.product())), -INF))))
-    assert isinstance(found, Attention) and found.mask.is_causal and found.unread == "" and found.softcap == 2.0
+    assert isinstance(found, Attention) and found.mask.is_causal and found.unread is None and found.softcap == 2.0
     found = p.recognized(p.out(p.softmax(filled(p, Mul(Const(2.0), Unary("sin", p.product())), -INF))))
     assert isinstance(found, Attention) and found.mask.is_causal and found.scale == Const(2.0)
-    assert found.score_mod == Unary("sin", Score(F32)) and found.unread == "the scores pass through sin"
+    assert found.score_mod == Unary("sin", Score(F32)) and found.unread.reason == "the scores pass through sin"
