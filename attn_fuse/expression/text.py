@@ -22,7 +22,7 @@ _TIMES = "·"
 
 @dataclass(frozen=True)
 class Names:
-    """symbols: the letters of index symbols. leaves: what the leaves are called. score: the product of query and key."""
+    """symbols: the letters of index symbols. leaves: names of the leaves. score: that of query times key."""
 
     symbols: Mapping[sympy.Symbol, str] = field(default_factory=dict)
     leaves: Mapping[int, str] = field(default_factory=dict)

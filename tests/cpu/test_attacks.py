@@ -19,6 +19,8 @@ from torch import Tensor
 from tests.harness import assert_right as right
 from tests.harness import tensors
 
+pytestmark = pytest.mark.thorough
+
 PICKS = ("fused", "fastest")
 
 

@@ -19,6 +19,8 @@ from attn_fuse.backend import attn_fuse as backend
 from tests.harness import assert_right as right
 from tests.harness import tensors
 
+pytestmark = pytest.mark.thorough
+
 
 def _sets(x: Tensor) -> None:
     x[..., :2] = 0.5

@@ -25,6 +25,8 @@ from attn_fuse.picker.timing import Timing
 from attn_fuse.picker.workers import note
 from attn_fuse.picker.workloads import program, runner, tensors
 
+pytestmark = pytest.mark.thorough
+
 CPU = torch.device("cpu")
 
 

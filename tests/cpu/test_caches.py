@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.thorough
+
 PROGRAM = """
 import json, sys, torch
 from torch._dynamo.utils import counters

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from attn_fuse.report import collecting
 from tests.harness import Outcome, check, compiled, tensors
 
+pytestmark = pytest.mark.thorough
+
 S, HEADS, KV_HEADS, WIDTH = 7, 4, 2, 16
 INF = math.inf
 ONLY = {"kernels": ["chunked"]}

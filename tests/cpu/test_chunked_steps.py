@@ -19,6 +19,8 @@ from attn_fuse.kernels.chunked.hoisted import hoisted
 from attn_fuse.kernels.score.program import ScoreProgram
 from tests.graph.chunked_cases import CASE, Case, H, K, Q, S, Sizes, const, documents, drawn, region
 
+pytestmark = pytest.mark.thorough
+
 # The second has blocks of other sizes than the first.
 SEVERAL = (Sizes(2, 4, 2, 150, 130, 8, 12), Sizes(3, 6, 6, 91, 301, 16, 16))
 

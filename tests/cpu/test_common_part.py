@@ -9,6 +9,8 @@ from torch import Tensor
 from attn_fuse.report import collecting
 from tests.common_part import HEAD_DIM, HEADS, Attend, assert_as_good_as_eager, written
 
+pytestmark = pytest.mark.thorough
+
 TOKENS = pytest.mark.parametrize("tokens", [49, 300], ids=["one block of keys", "two blocks of keys"])
 
 

@@ -8,6 +8,8 @@ import torch
 from attn_fuse.report import collecting
 from tests.harness import assert_chunked, assert_fused, check, compiled
 
+pytestmark = pytest.mark.thorough
+
 T = 8
 LOWEST = torch.finfo(torch.float32).min
 

@@ -19,6 +19,8 @@ from attn_fuse.report import SiteReport, collecting
 from attn_fuse.torch_internals import flex_differentiates_what_it_reads
 from tests.harness import Outcome, assert_refused, check, compiled, tensors
 
+pytestmark = pytest.mark.thorough
+
 INF = math.inf
 ONLY = {"kernels": ["flex"], "inner": "inductor", "backward": False}
 

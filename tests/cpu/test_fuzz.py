@@ -22,6 +22,8 @@ from tests.fuzz.published import Rewritten, published, rewritten
 from tests.fuzz.trial import Tally, smallest
 from tests.fuzz.write import write
 
+pytestmark = pytest.mark.thorough
+
 EXAMPLES = 300
 PUBLISHED = 100
 # Of the attentions that were not mutated. The others are written in place, or are in the list that `make fuzz` prints.

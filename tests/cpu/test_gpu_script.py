@@ -25,6 +25,8 @@ from attn_fuse.picker.evidence import AS_WRITTEN
 from attn_fuse.picker.workers import note
 from gpu_sections import CALLS, Run
 
+pytestmark = pytest.mark.thorough
+
 BENCHMARKS = Path(gpu.__file__).parent
 CPU = torch.device("cpu")
 # The machines that the calls are made for have neither, and need not have the others.

@@ -13,6 +13,8 @@ from tests.grid.backend import COMPILED, Grid, grids
 from tests.grid.case import Case
 from tests.grid.cover import Row
 
+pytestmark = pytest.mark.thorough
+
 ALL = grids(KERNELS, torch.device("cpu"))
 GRIDS = [grid for grid in ALL if grid.kernel.name not in COMPILED]
 

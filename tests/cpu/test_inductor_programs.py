@@ -19,6 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from attn_fuse.report import collecting
 from tests.harness import Outcome, _widened, assert_as_good_as_eager, check, compiled, tensors
 
+pytestmark = pytest.mark.thorough
+
 SHAPE = (4, 2, 16, 32)
 
 

@@ -14,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from attn_fuse.report import collecting
 from tests.harness import assert_fused, check, compiled, tensors
 
+pytestmark = pytest.mark.thorough
+
 B, H, T, D = 2, 4, 12, 8
 SCALE = 1 / math.sqrt(D)
 SHAPE = (B, H, T, D)

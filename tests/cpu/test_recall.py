@@ -13,6 +13,8 @@ from attn_fuse.report import collecting
 from tests.harness import Outcome, check, compiled
 from tests.models.collection import LOOKALIKES, SPELLINGS, Spelling
 
+pytestmark = pytest.mark.thorough
+
 DONE = ("fused", "already fused")
 
 

@@ -9,6 +9,8 @@ from torch import Tensor
 from tests.cpu.test_lookalikes import INF, S, one_key, other_axis, scores, second_softmax, talking_heads
 from tests.harness import assert_fused, check, tensors
 
+pytestmark = pytest.mark.thorough
+
 
 def swapped_key(q, k, v):
     """The key permuted wrongly; at these sizes it still multiplies."""

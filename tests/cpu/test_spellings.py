@@ -10,6 +10,8 @@ from attn_fuse.report import as_text
 from tests.harness import assert_causal, assert_chunked, assert_fused, check, tensors
 from tests.models import causal, grouped, masked, modules, plain
 
+pytestmark = pytest.mark.thorough
+
 
 def name(value: object) -> str:
     return getattr(value, "__name__", str(value))

@@ -54,6 +54,8 @@ from tests.graph.h200_cases import (
 from tests.h200 import Picked, dynamic, h200
 from tests.models.grouped import by_einsum, by_expand, by_five_dimensions, by_repeat
 
+pytestmark = pytest.mark.thorough
+
 SEEN = {n: (lambda n=n: words(*n)) for n in ((8, 1024), (16, 512), (4, 2048), (2, 4096), (32, 128))}
 
 WANTED = [

@@ -31,6 +31,8 @@ from tests.graph.chunked_cases import (
 from tests.harness import ROUNDINGS, TIMES_EAGER
 from tests.triton.interpreted import INTERPRETED, interpreted, run_interpreted
 
+pytestmark = pytest.mark.thorough
+
 if INTERPRETED:
     from attn_fuse.kernels.triton.decode import launch as module
     from attn_fuse.kernels.triton.decode.op import decode

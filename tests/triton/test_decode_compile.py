@@ -15,7 +15,10 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton"),
+]
 
 SCRIPT = Path(__file__).with_name("decode_compile.py")
 # Two programs on one multiprocessor of an A100 or H100, and one on any device since sm_80.

@@ -44,6 +44,8 @@ from tests.graph.random_cases import random_case
 from tests.grid.features import At
 from tests.triton.interpreted import INTERPRETED, interpreted, run_interpreted
 
+pytestmark = pytest.mark.thorough
+
 if INTERPRETED:
     from attn_fuse.kernels.triton.flash import launch as flash
     from attn_fuse.kernels.triton.flash.configs import Config

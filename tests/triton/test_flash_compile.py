@@ -42,7 +42,10 @@ TRITON = (
     tuple(map(int, importlib.metadata.version("triton").split(".")[:2])) if importlib.util.find_spec("triton") else ()
 )
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton"),
+]
 
 
 @functools.cache

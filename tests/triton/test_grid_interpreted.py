@@ -15,6 +15,8 @@ from tests.grid.case import SMALLER, Case
 from tests.grid.operators import DECODE, FLASH, HOPPER, check, operators
 from tests.triton.interpreted import interpreted, run_interpreted
 
+pytestmark = pytest.mark.thorough
+
 CPU = torch.device("cpu")
 # With gradients, where a kernel gives any.
 GRIDS = {

@@ -30,6 +30,8 @@ from tests.triton.messages import mismatches
 from tests.triton.test_flash_compile import TRITON
 from tests.triton.test_flash_compile import compiled as compiled_flash
 
+pytestmark = pytest.mark.thorough
+
 # Of one SM, in bytes and registers of a thread, by what the chip and PTX allow.
 SHARED_MEMORY, REGISTERS = 232_448, 255
 

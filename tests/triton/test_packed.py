@@ -27,6 +27,8 @@ from attn_fuse.picker import pick as picker
 from tests.harness import assert_fused
 from tests.triton.interpreted import interpreted, run_interpreted
 
+pytestmark = pytest.mark.thorough
+
 Results = tuple[Tensor, Tensor]
 BATCH, LENGTH, HEADS, DIM = 2, 19, 4, 16
 WIDTH = HEADS * DIM

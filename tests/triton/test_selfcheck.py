@@ -33,6 +33,8 @@ from tests.graph.h200_cases import words as words_of
 from tests.h200 import dynamic
 from tests.triton.interpreted import interpreted, run_interpreted
 
+pytestmark = pytest.mark.thorough
+
 KERNEL = "triton_flash"
 UNTRIED = "was not measured on such a device, and is not tried unless it is asked for"
 
