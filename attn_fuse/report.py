@@ -52,6 +52,8 @@ class SiteReport:
     why_not: for every other kernel the reasons why it was not chosen.
     blocker: for a site that is not fused, the one cause; None where the program fuses it itself.
     score_bytes: the bytes of the score matrix that is no longer stored; 0 unless fused.
+    expression: what each element of the scores and of the output is, as mathematics; of a refused site what was read of
+        the output, "" where nothing was.
     """
 
     location: Location
@@ -61,6 +63,7 @@ class SiteReport:
     why_not: dict[str, tuple[str, ...]] = field(default_factory=dict)
     blocker: Blocker | None = None
     score_bytes: int = 0
+    expression: str = ""
 
     @property
     def fused(self) -> bool:
@@ -132,13 +135,15 @@ def headline(site: SiteReport) -> str:
     return f"{site.status}: {site.blocker.reason}"
 
 
-def as_text(report: GraphReport) -> str:
-    """The report of one graph, as `python -m attn_fuse.explain` prints it."""
+def as_text(report: GraphReport, expressions: bool = False) -> str:
+    """The report of one graph, as `python -m attn_fuse.explain` prints it. expressions: as with --expression."""
     lines: list[str] = []
     for number, site in enumerate(report.sites, 1):
         lines += [f"[{number}] {site.location}", f"    {site.location.code}"]
         lines.append(f"    {_HEADINGS[site.status]}" + (f" on {site.kernel}" if site.kernel else ""))
         lines += [f"      {name + ':':<12}{value}" for name, value in site.attention.items()]
+        if expressions and site.expression:
+            lines += [f"      {line}" for line in site.expression.splitlines()]
         if site.score_bytes:
             lines.append(f"      {'saved:':<12}{bytes_in_words(site.score_bytes)} of scores no longer stored")
         if site.blocker is not None:

@@ -13,10 +13,11 @@ import torch
 from torch.fx import GraphModule, Node, map_arg
 
 from attn_fuse.attention.attention import Attention, Refusal
-from attn_fuse.attention.describe import in_words
+from attn_fuse.attention.describe import in_mathematics, in_words
 from attn_fuse.attention.facts import Facts, facts_of, is_learned
 from attn_fuse.emit.builder import NotEmitted
 from attn_fuse.expression import nodes as ex
+from attn_fuse.expression.text import Names, as_text
 from attn_fuse.graph.location import locate
 from attn_fuse.graph.names import op_name, value_of
 from attn_fuse.graph.region import Region, Site, Unread, cut_at
@@ -139,7 +140,8 @@ class Rewriter:
         analysis = self._analyse(region, proofs)
         region = analysis.region
         if isinstance(analysis.result, Refusal):
-            return SiteReport(location, "refused", blocker=_blocker(analysis.result, region.softmax))
+            blocker = _blocker(analysis.result, region.softmax)
+            return SiteReport(location, "refused", blocker=blocker, expression=analysis.expression)
         attention = analysis.result
         operands = (attention.query, attention.key, attention.value)
         if not region.whole and any(isinstance(x, ex.Select) for side in operands for x in ex.walk(side)):
@@ -182,10 +184,14 @@ class Rewriter:
         while choice.kernel is not None:
             words["picked"] = choice.because
             name, saved = choice.kernel.name, facts.score_bytes
-            report = SiteReport(location, "fused", words, name, choice.why_not, score_bytes=saved)
+            report = SiteReport(
+                location, "fused", words, name, choice.why_not, score_bytes=saved, expression=analysis.expression
+            )
             if not self.may_rewrite(report):
                 blocker = _blocker(Refusal("the fuel is used up"), region.softmax)
-                return SiteReport(location, "as written", words, None, choice.why_not, blocker)
+                return SiteReport(
+                    location, "as written", words, None, choice.why_not, blocker, expression=analysis.expression
+                )
             try:
                 self._replaced[region.output] = self.stages.emit(
                     region, attention, facts, choice.kernel.emit, analysis.mode
@@ -199,7 +205,15 @@ class Rewriter:
         # Where kernels decline a function of the scores, the culprit is the operation that made it one.
         declined = attention.unread is not None and attention.unread.reason in choice.because
         why = Refusal(choice.because, attention.unread.node if declined and attention.unread else None)
-        return SiteReport(location, "as written", words, None, choice.why_not, _blocker(why, region.softmax))
+        return SiteReport(
+            location,
+            "as written",
+            words,
+            None,
+            choice.why_not,
+            _blocker(why, region.softmax),
+            expression=analysis.expression,
+        )
 
     def _analyse(self, region: Region, proofs: Mapping[Node, Proof]) -> _Analysis:
         """The region's attention or refusal; identical layers share the work."""
@@ -261,7 +275,7 @@ class Rewriter:
 class _Analysis:
     """What became of one region. cuts: operations read as leaves, by their number in the region they were cut from.
 
-    multiplied: `Normal.multiplied`.
+    multiplied: `Normal.multiplied`. expression: the attention as mathematics, or as far as it was read.
     """
 
     region: Region
@@ -269,6 +283,7 @@ class _Analysis:
     mode: FakeTensorMode
     cuts: tuple[int, ...]
     multiplied: tuple[int, ...] = ()
+    expression: str = ""
 
     def moved_to(self, region: Region) -> _Analysis:
         """The same for a region that is written alike."""
@@ -281,7 +296,7 @@ class _Analysis:
             result = self._moved(result, region)
         elif result.unread is not None:
             result = replace(result, unread=self._moved(result.unread, region))
-        return _Analysis(region, result, self.mode, self.cuts, self.multiplied)
+        return _Analysis(region, result, self.mode, self.cuts, self.multiplied, self.expression)
 
     def _moved(self, refusal: Refusal, region: Region) -> Refusal:
         if refusal.node not in self.region.nodes:
@@ -303,18 +318,47 @@ def _analyse(region: Region, proofs: Mapping[Node, Proof], stages: Stages) -> _A
             return _Analysis(region, reason, normal.mode, tuple(cuts))
         forms = {n: proofs[leaf].form for n, leaf in enumerate(region.leaves) if leaf in proofs}
         try:
-            result = stages.recognize(stages.lift(normal, forms))
+            lifted = stages.lift(normal, forms)
+            result = stages.recognize(lifted)
+            expression = _in_mathematics(result, lifted, region)
             if isinstance(result, Refusal):
                 result = _at_its_operation(result, normal)
             elif result.unread is not None:
                 result = replace(result, unread=_at_its_operation(result.unread, normal))
-            return _Analysis(region, result, normal.mode, tuple(cuts), normal.multiplied)
+            return _Analysis(region, result, normal.mode, tuple(cuts), normal.multiplied, expression)
         except NotLifted as problem:
             cut = cut_at(region, problem.node) if problem.node is not None and len(cuts) < _MOST_CUTS else None
             if cut is None:
                 return _Analysis(region, Refusal(str(problem), problem.node), normal.mode, tuple(cuts))
             cuts.append(region.nodes.index(problem.node))
             region = cut
+
+
+# A longer expression is for a program to read.
+_MOST_CHARACTERS = 4000
+
+
+def _in_mathematics(result: Attention | Refusal, lifted: Lifted, region: Region) -> str:
+    """What was read of a site, as mathematics; "" where it is too long to print."""
+    names = {n: _leaf_name(leaf, region) for n, leaf in enumerate(region.leaves)}
+    if ex.size(lifted.element) > _MOST_CHARACTERS:
+        return ""
+    if isinstance(result, Attention):
+        letters: dict[int, str] = {}
+        for letter, operand in (("q", result.query), ("k", result.key), ("v", result.value)):
+            if isinstance(operand, ex.Load):
+                letters[operand.leaf] = letters.get(operand.leaf, "") + letter
+        names |= letters
+        text = in_mathematics(result, names)
+    else:
+        text = f"out = {as_text(lifted.element, Names(leaves=names))}"
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]} ..."
+
+
+def _leaf_name(leaf: Node, region: Region) -> str:
+    top = region.scope.top(leaf)
+    source = source_name(top) if top is not None and top.op == "placeholder" else ""
+    return re.sub(r"^L\['([^']+)'\]", r"\1", _plain(source)) if source else leaf.name
 
 
 def _at_its_operation(refusal: Refusal, normal: Normal) -> Refusal:

@@ -1,10 +1,13 @@
-"""An attention in words, for the report."""
+"""An attention in words and as mathematics, for the report."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from attn_fuse.attention.attention import Attention
 from attn_fuse.attention.facts import Facts
 from attn_fuse.expression import nodes as ex
+from attn_fuse.expression.text import Names, as_text
 
 
 def in_words(attention: Attention, facts: Facts, proofs: tuple[str, ...]) -> dict[str, str]:
@@ -68,3 +71,34 @@ def _dropout(attention: Attention) -> str:
         case ex.Const(p):
             return f"{p:g}"
     return "a probability known when the program runs"
+
+
+def in_mathematics(attention: Attention, leaves: Mapping[int, str]) -> str:
+    """What each element of the scores and of the output is, over b, h, g, i, j, d. leaves: their names."""
+    axes = attention.axes
+    roles = (
+        ("b", axes.batch), ("h", axes.kv_heads), ("g", axes.groups), ("i", axes.query), ("j", axes.key),
+        ("e", axes.inner), ("d", axes.value),
+    )  # fmt: skip
+    symbols = {
+        symbol: letter if len(group) == 1 else f"{letter}{n}"
+        for letter, group in roles
+        for n, symbol in enumerate(group)
+    }
+    plain = Names(symbols, leaves)
+    product = ex.Contract(axes.inner, attention.query, attention.key, attention.query_dtype)
+    names = Names(symbols, leaves, as_text(product, plain))
+    heads, keys = (",".join(symbols[s] for s in group) for group in ((*attention.head_axes,), axes.key))
+    rows = ",".join(filter(None, (*(symbols[s] for s in axes.batch), heads, *(symbols[s] for s in axes.query))))
+    weights = f"softmax_{keys}(score)"
+    if attention.sink is not None:
+        weights = f"softmax_{keys}(score, sink {as_text(attention.sink, plain)})"
+    for factor in (attention.factor, attention.out_scale):
+        weights = weights if factor is None else f"({as_text(factor, plain)})·{weights}"
+    if attention.dropout_p is not None:
+        weights = f"dropout({weights}, {as_text(attention.dropout_p, plain)})"
+    columns = ",".join(symbols[s] for s in axes.value)
+    return (
+        f"score[{','.join(filter(None, (rows, keys)))}] = {as_text(attention.score, names)}\n"
+        f"out[{','.join(filter(None, (rows, columns)))}] = sum_{keys}({weights}·{as_text(attention.value, plain)})"
+    )

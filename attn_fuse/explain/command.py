@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.json:
         print(json.dumps(explanation.as_json(args.graph), indent=2))
         return 0
-    print(explanation)
+    print(explanation.text(args.expression))
     if args.graph:
         print(f"\n{explanation.graphs()}")
     return 0
@@ -60,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--pick", help=f"{' or '.join(PICKS)}; fused: every site that some kernel can run")
     parser.add_argument("--kernels", help="names of the only kernels to use, with commas between")
     parser.add_argument("--json", action="store_true", help="print JSON, with every site by itself")
+    parser.add_argument("--expression", action="store_true", help="print each attention as mathematics, too")
     parser.add_argument("--graph", action="store_true", help="print each graph's code, before and after")
     return parser
 

@@ -48,8 +48,12 @@ class Explanation:
 
     def __str__(self) -> str:
         """The report in words; attentions that differ only in their module stand in one block."""
+        return self.text()
+
+    def text(self, expressions: bool = False) -> str:
+        """The report in words. expressions: with each attention as mathematics."""
         notes = tuple(dict.fromkeys(note for report in self.reports for note in report.notes))
-        text = as_text(GraphReport(tuple(_grouped(self.sites)), 0.0, notes)).strip()
+        text = as_text(GraphReport(tuple(_grouped(self.sites)), 0.0, notes), expressions).strip()
         return "\n\n".join(part for part in (self.subject, text, self._summary()) if part)
 
     def as_json(self, graphs: bool = False) -> dict[str, Any]:
@@ -130,6 +134,7 @@ def _anywhere(site: SiteReport) -> SiteReport:
         site,
         location=replace(site.location, module=""),
         attention={name: words(text) for name, text in site.attention.items()},
+        expression=words(site.expression),
         why_not={name: tuple(words(reason) for reason in reasons) for name, reasons in site.why_not.items()},
         blocker=blocker,
     )

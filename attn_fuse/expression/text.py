@@ -9,6 +9,7 @@ import sympy
 
 from attn_fuse.expression import nodes as ex
 from attn_fuse.expression.nodes import Expr
+from attn_fuse.expression.simplify import logical_not
 
 # How tightly an operation binds; an operand that binds less stands in parentheses.
 _CHOICE, _OR, _AND, _COMPARED, _SUM, _PRODUCT, _ATOM = range(7)
@@ -41,6 +42,11 @@ class Names:
 def as_text(expr: Expr, names: Names | None = None) -> str:
     """`expr` in one line."""
     return _Text(names or Names()).of(expr)
+
+
+def _runs_along(x: Expr, axis: sympy.Symbol) -> bool:
+    """Whether `x` is a tensor with `axis` as one of its indices, and in no other."""
+    return isinstance(x, ex.Load) and [i for i in x.index if axis in i.free_symbols] == [axis]
 
 
 class _Text:
@@ -76,12 +82,16 @@ class _Text:
                 return self._inequality(value, "≤"), _COMPARED
             case ex.IsZero(value):
                 return self._inequality(value, "="), _COMPARED
+            case ex.Select(cond, ex.Const() as a, b) if not isinstance(b, ex.Const):
+                return self._of(ex.Select(logical_not(cond), b, a))
             case ex.Select(cond, a, b):
                 return f"{self.of(a, _OR)} where {self.of(cond, _OR)} else {self.of(b, _OR)}", _CHOICE
             case ex.And(a, b):
                 return f"{self.of(a, _AND)} and {self.of(b, _AND)}", _AND
             case ex.Or(a, b):
                 return f"{self.of(a, _OR)} or {self.of(b, _OR)}", _OR
+            case ex.Not(ex.Compare("eq" | "ne" as op, a, b)):
+                return self._of(ex.Compare("ne" if op == "eq" else "eq", a, b))
             case ex.Not(x):
                 return f"not {self.of(x, _ATOM)}", _AND
             case ex.Compare(op, a, b):
@@ -106,6 +116,8 @@ class _Text:
                 return f"{self.of(a, _SUM)} - {self.of(b, _PRODUCT)}", _SUM
             case ex.Add(a, b):
                 return f"{self.of(a, _SUM)} + {self.of(b, _SUM)}", _SUM
+            case ex.Mul(a, ex.Const() as b) if not isinstance(a, ex.Const):
+                return self._of(ex.Mul(b, a))
             case ex.Mul(a, b):
                 return f"{self.of(a, _PRODUCT)}{_TIMES}{self.of(b, _PRODUCT)}", _PRODUCT
             case ex.Div(a, b):
@@ -124,7 +136,7 @@ class _Text:
 
     def _contracted(self, axes: tuple[sympy.Symbol, ...], a: Expr, b: Expr) -> tuple[str, int]:
         """A product that sums over one index of two tensors says so by a colon, another one by a sum sign."""
-        if len(axes) == 1 and all(isinstance(x, ex.Load) and x.index.count(axes[0]) == 1 for x in (a, b)):
+        if len(axes) == 1 and all(_runs_along(x, axes[0]) for x in (a, b)):
             inner = _Text(Names({**self.names.symbols, axes[0]: ":"}, self.names.leaves, self.names.score))
             return f"{inner.of(a)}{_TIMES}{inner.of(b)}", _PRODUCT
         over = ",".join(map(self.names.index, axes))
