@@ -52,8 +52,8 @@ class Function:
         it jumps, "test" as a question about one number; "" where a handler of its own does, or nothing.
     image: the interval that an interval is taken to, of floats; None where nothing is known. interval: the same by
         arithmetic on the ends alone, also of whole numbers and of tensors of ends.
-    infinite: the signs of the infinities that the result may have, of those that the operand may have; None where an
-        infinity may give NaN.
+    infinite: the signs of the infinities that the result may have, of those that the operand may have; None where any
+        may come of any. undefined: the signs of the infinities of which the result is NaN.
     growth: "bounded", or "linear" where an ordinary number stays one; "" for neither.
     triton: Triton's code, {0} and {1} the operands, computed in float32 or float64; whole: the same for integers.
     """
@@ -66,6 +66,7 @@ class Function:
     image: Callable[..., Interval] | None = None
     interval: Callable[..., Interval] | None = None
     infinite: Callable[[Signs], Signs] | None = None
+    undefined: Signs = frozenset()
     growth: Literal["bounded", "linear", ""] = ""
     triton: str = ""
     whole: str = ""
@@ -233,9 +234,10 @@ _UNARY = (
     _unary("erfc", lambda g, y, x: g * -_ERF * exp(-x * x), _within(0.0, 2.0), infinite=_no_infinity,
            growth="bounded"),
     _unary("sigmoid", lambda g, y, x: g * y * (1 - y), _within(0.0, 1.0), infinite=_no_infinity, growth="bounded"),
-    _unary("silu", lambda g, y, x: g * sigmoid(x) * (1 + x * (1 - sigmoid(x))), _dips, growth="linear"),
+    _unary("silu", lambda g, y, x: g * sigmoid(x) * (1 + x * (1 - sigmoid(x))), _dips, infinite=_upper_infinity,
+           undefined=frozenset({-1}), growth="linear"),
     _unary("gelu", lambda g, y, x: g * (0.5 * erfc(-x / math.sqrt(2)) + x * exp(-x * x / 2) / math.sqrt(2 * math.pi)),
-           _dips, lifted="", growth="linear"),
+           _dips, lifted="", infinite=_upper_infinity, undefined=frozenset({-1}), growth="linear"),
     _unary("softplus", lambda g, y, x: g * sigmoid(x), _at_ends, lifted="", infinite=_upper_infinity, growth="linear"),
 )  # fmt: skip
 

@@ -56,7 +56,8 @@ def _is_no_number(x: Expr, known: dict[int, frozenset[int]]) -> bool:
         case ex.Add(a, b):
             return len(_infinities(a, known) | _infinities(b, known)) == 2
         case ex.Unary(name, inner):
-            return FUNCTIONS[name].infinite is None and bool(_infinities(inner, known))
+            row, signs = FUNCTIONS[name], _infinities(inner, known)
+            return bool(signs if row.infinite is None else signs & row.undefined)
         case ex.Binary(name, a, b):
             return name not in ("maximum", "minimum") and bool(_infinities(a, known) | _infinities(b, known))
     return False

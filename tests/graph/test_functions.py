@@ -119,7 +119,7 @@ class TestARow:
             return
         for x in INFINITE:
             value = row.value(x)
-            assert not math.isnan(value)
+            assert math.isnan(value) == ((1 if x > 0 else -1) in row.undefined)
             if math.isinf(value):
                 assert (1 if value > 0 else -1) in row.infinite(frozenset({1 if x > 0 else -1}))
 

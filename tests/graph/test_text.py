@@ -129,7 +129,7 @@ def test_a_relative_bias_a_softcap_and_a_sink() -> None:
     assert_expected_inline(
         expression(attention, *torch.randn(3, 2, 3, 7, 16), torch.randn(3, 13), torch.randn(3)),
         """\
-score[b,h,i,j] = 30·tanh(0.00833333·q[b,h,i,:]·k[b,h,j,:]) + table[h,i - j + 6]
+score[b,h,i,j] = 30·tanh(0.0333333·0.25·q[b,h,i,:]·k[b,h,j,:]) + getitem_1[h,i,j]
 out[b,h,i,d] = sum_j(softmax_j(score, sink sink[h])·v[b,h,j,d])""",
     )
 
