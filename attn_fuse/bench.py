@@ -26,7 +26,7 @@ from attn_fuse.kernels import KERNELS
 from attn_fuse.picker import evidence
 from attn_fuse.picker.case import Case, visible_share
 from attn_fuse.picker.evidence import AS_WRITTEN, Row, Table
-from attn_fuse.picker.regression import apart
+from attn_fuse.picker.regression import distance
 from attn_fuse.picker.timing import (
     OtherLoad,
     Timing,
@@ -250,12 +250,12 @@ def grid(device_type: str, lengths: Sequence[int] = (), heads: int = 0) -> list[
     usual = Case(dtypes[0], True, 4 if on_gpu else 1, heads or (16 if on_gpu else 8), max(lengths), max(lengths), 64)
     left = list(dict.fromkeys(_cases(usual, lengths, dtypes)))
     ordered = [left.pop(0)]
-    distances = [apart(ordered[0], case, device_type) for case in left]
+    distances = [distance(ordered[0], case, device_type) for case in left]
     while left:
         farthest = max(range(len(left)), key=distances.__getitem__)
         ordered.append(left.pop(farthest))
         distances.pop(farthest)
-        distances = [min(d, apart(ordered[-1], case, device_type)) for d, case in zip(distances, left, strict=True)]
+        distances = [min(d, distance(ordered[-1], case, device_type)) for d, case in zip(distances, left, strict=True)]
     return ordered
 
 

@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 log = logging.getLogger("attn_fuse")
 
@@ -57,7 +57,7 @@ class SiteReport:
     """
 
     location: Location
-    status: str
+    status: Literal["fused", "as written", "refused", "already fused"]
     attention: dict[str, str] = field(default_factory=dict)
     kernel: str | None = None
     why_not: dict[str, tuple[str, ...]] = field(default_factory=dict)

@@ -20,7 +20,7 @@ from attn_fuse.expression import nodes as ex
 from attn_fuse.expression.text import Names, as_text
 from attn_fuse.graph.location import locate
 from attn_fuse.graph.names import op_name, value_of
-from attn_fuse.graph.region import Region, Site, Unread, cut_at
+from attn_fuse.graph.region import RefusedRegion, Region, Site, cut_at
 from attn_fuse.graph.scopes import Scope, StillWritten, is_frozen, scopes
 from attn_fuse.guard import Proof, can_be_guarded
 from attn_fuse.lift.closed_forms import ClosedForm, Diagonals, closed_form
@@ -118,9 +118,9 @@ class Rewriter:
             return SiteReport(locate(site.softmax), "already fused")
         return None if site.unsure and not report.attention else report
 
-    def _candidate(self, region: Region | Unread, site: Site) -> SiteReport:
+    def _candidate(self, region: Region | RefusedRegion, site: Site) -> SiteReport:
         location = locate(region.softmax)
-        if isinstance(region, Unread):
+        if isinstance(region, RefusedRegion):
             return SiteReport(location, "refused", blocker=_blocker(region.refusal, region.softmax))
         try:
             with torch.set_grad_enabled(region.mode.grad):

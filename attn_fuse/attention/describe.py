@@ -46,7 +46,7 @@ def _length(name: str, facts: Facts) -> str:
 
 def _mask(attention: Attention, proofs: tuple[str, ...]) -> str:
     if not attention.mask.parts:
-        soft = " & ".join(map(str, attention.mask.soft_parts))
+        soft = " & ".join(map(str, attention.mask.parts_if_others_seen))
         return f"{soft}, added as a bias; a query that sees no key has weights for all" if soft else "none"
     structure = " & ".join(map(str, attention.mask.parts))
     rule = next((part.rule for part in attention.mask.parts if part.rule), "")

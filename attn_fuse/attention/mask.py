@@ -219,13 +219,13 @@ class Mask:
 
     empty_rows: what the original gives for a fully masked row: "none" (proved that there is none), "nan", "zero", or
         "mean" (the mean of all values, which a finite fill gives).
-    soft_parts: what finite fills hide from a query that sees some key, where it is not proved that each does. A fully
-        masked row has weights for all keys. What the fills make of the scores is said by `parts` or the biases.
+    parts_if_others_seen: what finite fills hide from a query that sees some key, where not every row is proved to see
+        one. A fully masked row has weights for all keys. `parts` or the biases say what the fills make of the scores.
     """
 
     parts: tuple[MaskPart, ...] = ()
     empty_rows: EmptyRows = "none"
-    soft_parts: tuple[MaskPart, ...] = ()
+    parts_if_others_seen: tuple[MaskPart, ...] = ()
 
     @property
     def is_causal(self) -> bool:

@@ -94,7 +94,7 @@ class Region:
 
 
 @dataclass(frozen=True, eq=False)
-class Unread:
+class RefusedRegion:
     """A candidate that is refused before its expression is read."""
 
     scope: Scope
@@ -111,7 +111,7 @@ class Site:
     """
 
     softmax: Node
-    candidates: tuple[Region | Unread, ...]
+    candidates: tuple[Region | RefusedRegion, ...]
     unsure: bool = False
 
     @property
@@ -123,7 +123,7 @@ class Site:
 def find_sites(scope: Scope, written: StillWritten | None = None) -> Iterator[Site]:
     """The sites in the graph of `scope`, in graph order, those of exponentials last.
 
-    written: the memory that the graph still writes; a candidate that touches it is `Unread`.
+    written: the memory that the graph still writes; a candidate that touches it is `RefusedRegion`.
     """
     graph = scope.module.graph
     anchors = [n for n in graph.nodes if n.op.startswith("call_") and _is_anchor(n)]
@@ -143,10 +143,10 @@ def find_sites(scope: Scope, written: StillWritten | None = None) -> Iterator[Si
                     yield site
 
 
-def _unless(written: StillWritten, candidate: Region | Unread) -> Region | Unread:
+def _unless(written: StillWritten, candidate: Region | RefusedRegion) -> Region | RefusedRegion:
     if isinstance(candidate, Region) and not written.holds((*candidate.nodes, *candidate.leaves)):
         return candidate
-    return Unread(candidate.scope, candidate.softmax, written.refusal)
+    return RefusedRegion(candidate.scope, candidate.softmax, written.refusal)
 
 
 def cut_at(region: Region, node: Node) -> Region | None:
@@ -191,7 +191,7 @@ def _site(scope: Scope, anchor: Node, output: Node, position: dict[Node, int]) -
         return Site(anchor, (_region(scope, anchor, output, walk, position),))
     if not walk.scores:
         refusal = next((found for leaf in walk.leaves - walk.operands if (found := _why_unread(walk, leaf))), None)
-        return None if refusal is None else Site(anchor, (Unread(scope, anchor, refusal),), unsure)
+        return None if refusal is None else Site(anchor, (RefusedRegion(scope, anchor, refusal),), unsure)
     walks = [walk]
     if len(walk.scores) > 1:
         # Together they may be one score matrix, over cached and new keys.
@@ -201,8 +201,8 @@ def _site(scope: Scope, anchor: Node, output: Node, position: dict[Node, int]) -
             walks[-1].from_output(output)
     tried = [other for walk in walks for other in _ways(walk, output)]
     several = walk.scores if len(walk.scores) > 1 else ()
-    apart = {one for one in several if not any(_may_equal(one, other) for other in several if other is not one)}
-    return Site(anchor, tuple(_region(scope, anchor, output, w, position, apart) for w in tried), unsure)
+    disjoint = {one for one in several if not any(_may_equal(one, other) for other in several if other is not one)}
+    return Site(anchor, tuple(_region(scope, anchor, output, w, position, disjoint) for w in tried), unsure)
 
 
 def _ways(walk: Walk, output: Node) -> Iterator[Walk]:
@@ -217,13 +217,13 @@ def _ways(walk: Walk, output: Node) -> Iterator[Walk]:
 _RETURNED = "the scores are compared or joined with what is computed from them"
 
 
-def _computed_again(walk: Walk, position: Mapping[Node, int], apart: AbstractSet[Node]) -> Node | None:
+def _computed_again(walk: Walk, position: Mapping[Node, int], disjoint: AbstractSet[Node]) -> Node | None:
     """Another product of query and key that a leaf beside the scores is computed from; None without one.
 
-    apart: products that are other parts of the scores.
+    disjoint: products that are other parts of the scores.
     """
     first = min((position[node] for node in walk.operands if node in position), default=0)
-    todo, known = list(walk.leaves & walk.beside), set(walk.operands) | apart
+    todo, known = list(walk.leaves & walk.beside), set(walk.operands) | disjoint
     while todo:
         node = todo.pop()
         if node in known or node.op == "placeholder" or position.get(node, first) < first:
@@ -275,10 +275,10 @@ def _region(
     output: Node,
     walk: Walk,
     position: dict[Node, int],
-    apart: AbstractSet[Node] = frozenset(),
-) -> Region | Unread:
-    def refused(reason: str, node: Node) -> Unread:
-        return Unread(scope, softmax, Refusal(reason, node))
+    disjoint: AbstractSet[Node] = frozenset(),
+) -> Region | RefusedRegion:
+    def refused(reason: str, node: Node) -> RefusedRegion:
+        return RefusedRegion(scope, softmax, Refusal(reason, node))
 
     several = next((n for n in walk.leaves if is_tuple(n)), None)
     if several is not None:
@@ -308,7 +308,7 @@ def _region(
     if returned is not None:
         # A kernel rounds the scores otherwise, so a comparison with scores computed outside it may flip.
         return refused(_RETURNED, returned)
-    if (again := _computed_again(walk, position, apart)) is not None:
+    if (again := _computed_again(walk, position, disjoint)) is not None:
         return refused(_RETURNED, again)
     return Region(
         scope, softmax, output, nodes, leaves, frozenset(walk.operands),

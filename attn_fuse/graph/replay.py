@@ -399,8 +399,8 @@ class _Memory:
             if self._one_dtype:
                 # Detached, so that each is a leaf, though a write into one is a write into all.
                 return self._copy.as_strided(value.shape, value.stride(), value.storage_offset() - self._start).detach()
-            apart = torch.empty(0, dtype=value.dtype, device=value.device)
-            return apart.set_(self._copy.untyped_storage(), value.storage_offset(), value.shape, value.stride())
+            separate = torch.empty(0, dtype=value.dtype, device=value.device)
+            return separate.set_(self._copy.untyped_storage(), value.storage_offset(), value.shape, value.stride())
 
 
 def _counts(value: Any) -> bool:

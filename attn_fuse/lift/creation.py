@@ -11,13 +11,13 @@ import torch
 from attn_fuse.expression import nodes as ex
 from attn_fuse.expression import simplify as al
 from attn_fuse.expression.nodes import Expr
-from attn_fuse.lift.tensor import Indices, NoClosedForm, Operation, Tensor, aten, number, size
+from attn_fuse.lift.tensor import Indices, LiftedTensor, NoClosedForm, Operation, aten, number, size
 
 
-def _filled(name: str) -> Callable[[Operation], Tensor]:
-    def handler(call: Operation) -> Tensor:
+def _filled(name: str) -> Callable[[Operation], LiftedTensor]:
+    def handler(call: Operation) -> LiftedTensor:
         given, dtype = call[name], call.result.dtype
-        if isinstance(given, Tensor):
+        if isinstance(given, LiftedTensor):
             value, held = given.at(()), given.dtype
         else:
             value, held = number(given), torch.int64 if isinstance(given, torch.SymInt) else torch.float64
@@ -26,11 +26,11 @@ def _filled(name: str) -> Callable[[Operation], Tensor]:
     return handler
 
 
-def _constant_fill(value: float) -> Callable[[Operation], Tensor]:
+def _constant_fill(value: float) -> Callable[[Operation], LiftedTensor]:
     return lambda call: call.tensor(lambda index: ex.Const(al.rounded(value, call.result.dtype)))
 
 
-def _iota(call: Operation) -> Tensor:
+def _iota(call: Operation) -> LiftedTensor:
     start, step = (call.get(name, usual) for name, usual in (("start", 0), ("step", 1)))
     if not all(isinstance(v, (int, torch.SymInt)) for v in (start, step)):
         raise NoClosedForm("a range that is not made of whole numbers")
@@ -43,8 +43,8 @@ def _iota(call: Operation) -> Tensor:
     return call.tensor(at)
 
 
-def _triangle(keep_lower: bool) -> Callable[[Operation], Tensor]:
-    def handler(call: Operation) -> Tensor:
+def _triangle(keep_lower: bool) -> Callable[[Operation], LiftedTensor]:
+    def handler(call: Operation) -> LiftedTensor:
         x, diagonal = call["self"], size(call["diagonal"])
 
         def at(index: Indices) -> Expr:
@@ -68,8 +68,8 @@ class TrianglePlace(sympy.Function):
     is_integer = True
 
 
-def _triangle_indices(upper: int) -> Callable[[Operation], Tensor]:
-    def handler(call: Operation) -> Tensor:
+def _triangle_indices(upper: int) -> Callable[[Operation], LiftedTensor]:
+    def handler(call: Operation) -> LiftedTensor:
         triangle = (size(call["row"]), size(call["col"]), size(call["offset"]), sympy.Integer(upper))
         return call.tensor(lambda index: ex.Index(TrianglePlace(*index, *triangle)))
 

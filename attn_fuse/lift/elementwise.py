@@ -13,11 +13,11 @@ from attn_fuse.expression import nodes as ex
 from attn_fuse.expression import simplify as al
 from attn_fuse.expression.functions import COMPARISONS, UNARY
 from attn_fuse.expression.nodes import Expr
-from attn_fuse.lift.tensor import Indices, NoClosedForm, Operation, Tensor, aten, exact, number, operand
+from attn_fuse.lift.tensor import Indices, LiftedTensor, NoClosedForm, Operation, aten, exact, number, operand
 
 
-def _arithmetic(build: Callable[[Expr, Expr], Expr], scaled: bool = False) -> Callable[[Operation], Tensor]:
-    def handler(call: Operation) -> Tensor:
+def _arithmetic(build: Callable[[Expr, Expr], Expr], scaled: bool = False) -> Callable[[Operation], LiftedTensor]:
+    def handler(call: Operation) -> LiftedTensor:
         dtype, space = call.result.dtype, call.space
         a, b = operand(call, "self", dtype, wide=True), operand(call, "other", dtype, wide=True)
         alpha = number(call.get("alpha", 1)) if scaled else ex.Const(1)
@@ -37,18 +37,18 @@ def _subtract(a: Expr, b: Expr) -> Expr:
     return al.add(a, al.negative(b))
 
 
-def _divide(call: Operation) -> Tensor:
+def _divide(call: Operation) -> LiftedTensor:
     mode = call.named.get("rounding_mode")
     if mode is None:
         return _arithmetic(al.div)(call)
     return _whole_division(call, "floor_divide" if mode == "floor" else "trunc_divide")
 
 
-def _remainder(call: Operation) -> Tensor:
+def _remainder(call: Operation) -> LiftedTensor:
     return _whole_division(call, "remainder")
 
 
-def _whole_division(call: Operation, name: str) -> Tensor:
+def _whole_division(call: Operation, name: str) -> LiftedTensor:
     dtype, space = call.result.dtype, call.space
     a, b = (exact(call, operand(call, which, dtype)) for which in ("self", "other"))
 
@@ -68,8 +68,8 @@ def _whole_division(call: Operation, name: str) -> Tensor:
     return call.tensor(at)
 
 
-def _of_one(name: str) -> Callable[[Operation], Tensor]:
-    def handler(call: Operation) -> Tensor:
+def _of_one(name: str) -> Callable[[Operation], LiftedTensor]:
+    def handler(call: Operation) -> LiftedTensor:
         dtype, space = call.result.dtype, call.space
         x = operand(call, "self", dtype)
         return call.tensor(lambda index: al.computed(al.unary(name, x(index), dtype), dtype, space))
@@ -77,10 +77,10 @@ def _of_one(name: str) -> Callable[[Operation], Tensor]:
     return handler
 
 
-def _to_whole(name: str) -> Callable[[Operation], Tensor]:
+def _to_whole(name: str) -> Callable[[Operation], LiftedTensor]:
     """floor and its like, which leave whole numbers as they are."""
 
-    def handler(call: Operation) -> Tensor:
+    def handler(call: Operation) -> LiftedTensor:
         dtype, space = call.result.dtype, call.space
         x = exact(call, operand(call, "self", dtype))
 
@@ -106,10 +106,10 @@ def _to_whole(name: str) -> Callable[[Operation], Tensor]:
     return handler
 
 
-def _test(name: str) -> Callable[[Operation], Tensor]:
+def _test(name: str) -> Callable[[Operation], LiftedTensor]:
     """A question about one number, asked in its own dtype."""
 
-    def handler(call: Operation) -> Tensor:
+    def handler(call: Operation) -> LiftedTensor:
         x = call["self"]
         if not x.dtype.is_floating_point:
             return call.tensor(lambda index: ex.Const(name == "isfinite"))
@@ -119,16 +119,16 @@ def _test(name: str) -> Callable[[Operation], Tensor]:
     return handler
 
 
-def _is_infinite(value: float) -> Callable[[Operation], Tensor]:
-    def handler(call: Operation) -> Tensor:
+def _is_infinite(value: float) -> Callable[[Operation], LiftedTensor]:
+    def handler(call: Operation) -> LiftedTensor:
         element = exact(call, call["self"].at)
         return call.tensor(lambda index: al.compare("eq", element(index), ex.Const(value)))
 
     return handler
 
 
-def _of_two(name: str, second: str = "other", jumps: bool = False) -> Callable[[Operation], Tensor]:
-    def handler(call: Operation) -> Tensor:
+def _of_two(name: str, second: str = "other", jumps: bool = False) -> Callable[[Operation], LiftedTensor]:
+    def handler(call: Operation) -> LiftedTensor:
         dtype, space = call.result.dtype, call.space
         a, b = operand(call, "self", dtype), operand(call, second, dtype)
         if jumps:
@@ -138,13 +138,13 @@ def _of_two(name: str, second: str = "other", jumps: bool = False) -> Callable[[
     return handler
 
 
-def _negate(call: Operation) -> Tensor:
+def _negate(call: Operation) -> LiftedTensor:
     dtype, space = call.result.dtype, call.space
     x = operand(call, "self", dtype)
     return call.tensor(lambda index: al.computed(al.negative(x(index)), dtype, space))
 
 
-def _clamp(call: Operation) -> Tensor:
+def _clamp(call: Operation) -> LiftedTensor:
     x, low, high = operand(call, "self", call.result.dtype), call["min"], call["max"]
     bounds = [
         (name, operand(call, which, call.result.dtype))
@@ -161,14 +161,14 @@ def _clamp(call: Operation) -> Tensor:
     return call.tensor(at)
 
 
-def _greater(name: str) -> Callable[[Operation], Tensor]:
+def _greater(name: str) -> Callable[[Operation], LiftedTensor]:
     """torch's own `maximum` or `minimum`: where both are equal, each has half of the gradient.
 
     `Binary` gives all of it to one of them, as a clamp does.
     """
     plain = _of_two(name)
 
-    def handler(call: Operation) -> Tensor:
+    def handler(call: Operation) -> LiftedTensor:
         dtype = call.result.dtype
         if not call.trains or not dtype.is_floating_point:
             return plain(call)
@@ -198,13 +198,13 @@ def _between(x: Expr, low: float, high: float, call: Operation) -> Expr:
     return al.select(al.compare("le", x, ex.Const(low), call.space), ex.Const(low), inside)
 
 
-def _hardtanh(call: Operation) -> Tensor:
+def _hardtanh(call: Operation) -> LiftedTensor:
     x = operand(call, "self", call.result.dtype)
     low, high = (0.0, 6.0) if "min_val" not in call.named else (float(call["min_val"]), float(call["max_val"]))
     return call.tensor(lambda index: _between(x(index), low, high, call))
 
 
-def _hardsigmoid(call: Operation) -> Tensor:
+def _hardsigmoid(call: Operation) -> LiftedTensor:
     x = operand(call, "self", call.result.dtype)
     return call.tensor(lambda index: al.div(_between(al.add(x(index), ex.Const(3.0)), 0.0, 6.0, call), ex.Const(6.0)))
 
@@ -213,7 +213,7 @@ def _hardsigmoid(call: Operation) -> Tensor:
 _SELU_ALPHA, _SELU_SCALE = 1.6732632423543772, 1.0507009873554805
 
 
-def _elu(call: Operation) -> Tensor:
+def _elu(call: Operation) -> LiftedTensor:
     """ELU, CELU and SELU. The exponential of a positive number is not computed: its gradient, infinite, would be."""
     x, name = operand(call, "self", call.result.dtype), call.node.target._schema.name
     alpha, scale, inner = _SELU_ALPHA, _SELU_SCALE, 1.0
@@ -232,7 +232,7 @@ def _elu(call: Operation) -> Tensor:
     return call.tensor(at)
 
 
-def _sinc(call: Operation) -> Tensor:
+def _sinc(call: Operation) -> LiftedTensor:
     x = operand(call, "self", call.result.dtype)
 
     def at(index: Indices) -> Expr:
@@ -245,8 +245,8 @@ def _sinc(call: Operation) -> Tensor:
     return call.tensor(at)
 
 
-def _comparison(op: str) -> Callable[[Operation], Tensor]:
-    def handler(call: Operation) -> Tensor:
+def _comparison(op: str) -> Callable[[Operation], LiftedTensor]:
+    def handler(call: Operation) -> LiftedTensor:
         common = torch.result_type(*(_stand_in(call, name) for name in ("self", "other")))
         a, b = (exact(call, operand(call, which, common)) for which in ("self", "other"))
 
@@ -264,13 +264,13 @@ def _comparison(op: str) -> Callable[[Operation], Tensor]:
 
 def _stand_in(call: Operation, name: str) -> Any:
     x = call[name]
-    if isinstance(x, Tensor):
+    if isinstance(x, LiftedTensor):
         return torch.empty((1,) * len(x.shape), dtype=x.dtype)
     return 1.0 if isinstance(x, (float, torch.SymFloat, Expr)) else x if isinstance(x, bool) else 1
 
 
-def _logical(build: Callable[[Expr, Expr], Expr]) -> Callable[[Operation], Tensor]:
-    def handler(call: Operation) -> Tensor:
+def _logical(build: Callable[[Expr, Expr], Expr]) -> Callable[[Operation], LiftedTensor]:
+    def handler(call: Operation) -> LiftedTensor:
         if call.result.dtype != torch.bool:
             raise NoClosedForm("a bitwise operation on whole numbers")
         a, b = operand(call, "self", torch.bool), operand(call, "other", torch.bool)
@@ -279,7 +279,7 @@ def _logical(build: Callable[[Expr, Expr], Expr]) -> Callable[[Operation], Tenso
     return handler
 
 
-def _inverted(call: Operation) -> Tensor:
+def _inverted(call: Operation) -> LiftedTensor:
     if call.result.dtype != torch.bool:
         raise NoClosedForm("a bitwise operation on whole numbers")
     x = operand(call, "self", torch.bool)
@@ -290,39 +290,39 @@ def _exclusive_or(a: Expr, b: Expr) -> Expr:
     return al.logical_or(al.logical_and(a, al.logical_not(b)), al.logical_and(al.logical_not(a), b))
 
 
-def _where(call: Operation) -> Tensor:
+def _where(call: Operation) -> LiftedTensor:
     dtype = call.result.dtype
     cond = operand(call, "condition", torch.bool)
     a, b = operand(call, "self", dtype), operand(call, "other", dtype)
     return call.tensor(lambda index: al.select(cond(index), a(index), b(index)))
 
 
-def _prims_where(call: Operation) -> Tensor:
+def _prims_where(call: Operation) -> LiftedTensor:
     dtype = call.result.dtype
     cond = operand(call, "pred", torch.bool)
     a, b = operand(call, "a", dtype), operand(call, "b", dtype)
     return call.tensor(lambda index: al.select(cond(index), a(index), b(index)))
 
 
-def _masked_fill(call: Operation) -> Tensor:
+def _masked_fill(call: Operation) -> LiftedTensor:
     dtype = call.result.dtype
     cond, x, value = operand(call, "mask", torch.bool), operand(call, "self", dtype), operand(call, "value", dtype)
     return call.tensor(lambda index: al.select(cond(index), value(index), x(index)))
 
 
-def _softplus(call: Operation) -> Tensor:
+def _softplus(call: Operation) -> LiftedTensor:
     if call["beta"] != 1 or call["threshold"] != 20:
         raise NoClosedForm("a softplus with its own beta or threshold")
     return _of_one("softplus")(call)
 
 
-def _gelu(call: Operation) -> Tensor:
+def _gelu(call: Operation) -> LiftedTensor:
     if call["approximate"] != "none":
         raise NoClosedForm("an approximate GELU")
     return _of_one("gelu")(call)
 
 
-def _to_copy(call: Operation) -> Tensor:
+def _to_copy(call: Operation) -> LiftedTensor:
     x, dtype = call["self"], call.result.dtype
     # A cast to whole numbers or to Booleans jumps.
     element = x.at if dtype.is_floating_point else exact(call, x.at)

@@ -14,9 +14,9 @@ from attn_fuse.expression.index import Space, recombined
 from attn_fuse.expression.nodes import Expr
 from attn_fuse.lift.tensor import (
     Indices,
+    LiftedTensor,
     NoClosedForm,
     Operation,
-    Tensor,
     aten,
     clamped,
     number,
@@ -27,11 +27,11 @@ from attn_fuse.lift.tensor import (
 )
 
 
-def _same_element(call: Operation) -> Tensor:
+def _same_element(call: Operation) -> LiftedTensor:
     return call.tensor(call["self"].at)
 
 
-def _view(call: Operation) -> Tensor:
+def _view(call: Operation) -> LiftedTensor:
     x, shape, space = call["self"], shape_of(call.result), call.space
 
     def at(index: Indices) -> Expr:
@@ -61,12 +61,12 @@ def _reindex(index: Indices, shape: Indices, into: Indices, space: Space) -> Ind
     return (flat, *reversed(position)) if into else ()
 
 
-def _permute(call: Operation) -> Tensor:
+def _permute(call: Operation) -> LiftedTensor:
     x, dims = call["self"], [d % len(call["self"].shape) for d in call["dims"]]
     return call.tensor(lambda index: x.at(tuple(index[dims.index(d)] for d in range(len(dims)))))
 
 
-def _transpose(call: Operation) -> Tensor:
+def _transpose(call: Operation) -> LiftedTensor:
     x, a, b = call["self"], call.dim("dim0"), call.dim("dim1")
     if not x.shape:
         return _same_element(call)
@@ -79,13 +79,13 @@ def _transpose(call: Operation) -> Tensor:
     return call.tensor(at)
 
 
-def _expand(call: Operation) -> Tensor:
+def _expand(call: Operation) -> LiftedTensor:
     x = call["self"]
     extra = len(shape_of(call.result)) - len(x.shape)
     return call.tensor(lambda index: x.at(clamped(index[extra:], x.shape)))
 
 
-def _repeat(call: Operation) -> Tensor:
+def _repeat(call: Operation) -> LiftedTensor:
     x, space = call["self"], call.space
     extra = len(shape_of(call.result)) - len(x.shape)
 
@@ -101,12 +101,12 @@ def _repeat(call: Operation) -> Tensor:
     return call.tensor(at)
 
 
-def _unsqueeze(call: Operation) -> Tensor:
+def _unsqueeze(call: Operation) -> LiftedTensor:
     x, dim = call["self"], call["dim"] % (len(call["self"].shape) + 1)
     return call.tensor(lambda index: x.at(index[:dim] + index[dim + 1 :]))
 
 
-def _squeeze(call: Operation) -> Tensor:
+def _squeeze(call: Operation) -> LiftedTensor:
     x = call["self"]
     dims = call["dim"] if isinstance(call["dim"], (list, tuple)) else [call["dim"]]
     gone = {d % len(x.shape) for d in dims if x.shape[d % len(x.shape)] == 1} if x.shape else set()
@@ -118,7 +118,7 @@ def _squeeze(call: Operation) -> Tensor:
     return call.tensor(at)
 
 
-def _slice(call: Operation) -> Tensor:
+def _slice(call: Operation) -> LiftedTensor:
     x, dim, step = call["self"], call.dim(), call["step"]
     start = slice_start(call, dim, x.shape[dim], shape_of(call.result)[dim])
 
@@ -128,13 +128,13 @@ def _slice(call: Operation) -> Tensor:
     return call.tensor(at)
 
 
-def _select_index(call: Operation) -> Tensor:
+def _select_index(call: Operation) -> LiftedTensor:
     x, dim = call["self"], call.dim()
     place = position(call, size(call["index"]), x.shape[dim])
     return call.tensor(lambda index: x.at((*index[:dim], place, *index[dim:])))
 
 
-def _diagonal(call: Operation) -> Tensor:
+def _diagonal(call: Operation) -> LiftedTensor:
     x, offset = call["self"], size(call["offset"])
     first, second = call.dim("dim1"), call.dim("dim2")
     above = call.space.is_nonnegative(offset)
@@ -149,7 +149,7 @@ def _diagonal(call: Operation) -> Tensor:
     return call.tensor(at)
 
 
-def _split(call: Operation) -> list[Tensor]:
+def _split(call: Operation) -> list[LiftedTensor]:
     x, dim = call["self"], call["dim"] % len(call["self"].shape)
     pieces, start = [], sympy.Integer(0)
     for piece in call.node.meta["val"]:
@@ -157,15 +157,15 @@ def _split(call: Operation) -> list[Tensor]:
         def at(index: Indices, start: sympy.Expr = start) -> Expr:
             return x.at((*index[:dim], sympy.expand(index[dim] + start), *index[dim + 1 :]))
 
-        pieces.append(Tensor(shape_of(piece), piece.dtype, at))
+        pieces.append(LiftedTensor(shape_of(piece), piece.dtype, at))
         start = start + shape_of(piece)[dim]
     return pieces
 
 
-def _unbind(call: Operation) -> list[Tensor]:
+def _unbind(call: Operation) -> list[LiftedTensor]:
     x, dim = call["self"], call["dim"] % len(call["self"].shape)
     return [
-        Tensor(
+        LiftedTensor(
             shape_of(piece),
             piece.dtype,
             lambda index, n=n: x.at((*index[:dim], sympy.Integer(n), *index[dim:])),  # type: ignore[misc]
@@ -174,28 +174,28 @@ def _unbind(call: Operation) -> list[Tensor]:
     ]
 
 
-def _flip(call: Operation) -> Tensor:
+def _flip(call: Operation) -> LiftedTensor:
     x = call["self"]
     dims = {d % len(x.shape) for d in call["dims"]}
     return call.tensor(lambda index: x.at(tuple(x.shape[d] - 1 - i if d in dims else i for d, i in enumerate(index))))
 
 
-def _cat(call: Operation) -> Tensor:
+def _cat(call: Operation) -> LiftedTensor:
     parts = [t for t in call["tensors"] if t.shape != (0,)] or call["tensors"]
     return call.tensor(_joined(call, parts, call["dim"] % len(parts[0].shape)))
 
 
-def _stack(call: Operation) -> Tensor:
+def _stack(call: Operation) -> LiftedTensor:
     parts, dim = call["tensors"], call["dim"] % (len(call["tensors"][0].shape) + 1)
 
-    def lengthened(x: Tensor) -> Tensor:
+    def lengthened(x: LiftedTensor) -> LiftedTensor:
         shape = (*x.shape[:dim], sympy.Integer(1), *x.shape[dim:])
-        return Tensor(shape, x.dtype, lambda index: x.at(index[:dim] + index[dim + 1 :]))
+        return LiftedTensor(shape, x.dtype, lambda index: x.at(index[:dim] + index[dim + 1 :]))
 
     return call.tensor(_joined(call, [lengthened(x) for x in parts], dim))
 
 
-def _joined(call: Operation, parts: list[Tensor], dim: int) -> Callable[[Indices], Expr]:
+def _joined(call: Operation, parts: list[LiftedTensor], dim: int) -> Callable[[Indices], Expr]:
     """The element of `parts`, concatenated along `dim`, as a function of its index."""
 
     def at(index: Indices) -> Expr:
@@ -212,7 +212,7 @@ def _joined(call: Operation, parts: list[Tensor], dim: int) -> Callable[[Indices
     return at
 
 
-def _padded(call: Operation) -> Tensor:
+def _padded(call: Operation) -> LiftedTensor:
     x, pad = call["self"], call["pad"]
     value = al.cast(x.dtype, number(call["value"]), torch.float64, call.space)
     rank = len(x.shape)
@@ -235,14 +235,14 @@ def _padded(call: Operation) -> Tensor:
 # ---- positions from tensors
 
 
-def _embedding(call: Operation) -> Tensor:
+def _embedding(call: Operation) -> LiftedTensor:
     table, positions = call["weight"], call["indices"]
     if call["padding_idx"] != -1 or call["scale_grad_by_freq"] or call["sparse"]:
         raise NoClosedForm("an embedding whose gradient is not that of a lookup")
     return call.tensor(lambda index: _read(call, table, (positions.at(index[:-1]), ex.Index(index[-1]))))
 
 
-def _index_select(call: Operation) -> Tensor:
+def _index_select(call: Operation) -> LiftedTensor:
     x, dim, positions = call["self"], call.dim(), call["index"]
     if not x.shape or not positions.shape:
         raise NoClosedForm("positions in a single number")
@@ -254,7 +254,7 @@ def _index_select(call: Operation) -> Tensor:
     return call.tensor(at)
 
 
-def _index(call: Operation) -> Tensor:
+def _index(call: Operation) -> LiftedTensor:
     x, positions = call["self"], call["indices"]
     given = [d for d, p in enumerate(positions) if p is not None]
     if any(positions[d].dtype in (torch.bool, torch.uint8) for d in given):
@@ -277,7 +277,7 @@ def _index(call: Operation) -> Tensor:
     return call.tensor(at)
 
 
-def _gather(call: Operation) -> Tensor:
+def _gather(call: Operation) -> LiftedTensor:
     x, dim, positions = call["self"], call.dim(), call["index"]
     if not x.shape or len(x.shape) != len(positions.shape):
         raise NoClosedForm("positions in a single number")
@@ -289,7 +289,7 @@ def _gather(call: Operation) -> Tensor:
     return call.tensor(at)
 
 
-def _read(call: Operation, x: Tensor, wanted: tuple[Expr, ...]) -> Expr:
+def _read(call: Operation, x: LiftedTensor, wanted: tuple[Expr, ...]) -> Expr:
     """The element of `x` at the positions `wanted`, looked up where a position is itself read from a tensor."""
     wanted = tuple(_from_the_front(call, w, n) for w, n in zip(wanted, x.shape, strict=True))
     if all(isinstance(w, ex.Index) for w in wanted):
@@ -303,7 +303,7 @@ def _from_the_front(call: Operation, place: Expr, length: sympy.Expr) -> Expr:
     return ex.Index(position(call, place.value, length)) if isinstance(place, ex.Index) else place
 
 
-def _detach(call: Operation) -> Tensor:
+def _detach(call: Operation) -> LiftedTensor:
     x = call["self"]
     return call.tensor(lambda index: al.unary("detach", x.at(index)) if x.dtype.is_floating_point else x.at(index))
 

@@ -26,7 +26,7 @@ from attn_fuse.graph.names import value_of
 from attn_fuse.lift.closed_forms import ClosedForm, Diagonals
 from attn_fuse.lift.normalize import Normal
 from attn_fuse.lift.operations import OPERATIONS
-from attn_fuse.lift.tensor import Indices, NoClosedForm, Operation, Tensor, shape_of
+from attn_fuse.lift.tensor import Indices, LiftedTensor, NoClosedForm, Operation, shape_of
 from attn_fuse.torch_internals import FakeTensor, lower_bounds
 
 # A longer tensor of constants is not written out.
@@ -89,7 +89,7 @@ class _Lifter:
         self.values: dict[Node, Any] = {}
         self.leaf_dtypes: dict[int, torch.dtype] = {}
 
-    def output(self) -> Tensor:
+    def output(self) -> LiftedTensor:
         leaf = 0
         for node in self.normal.graph.graph.nodes:
             if node.op == "placeholder":
@@ -111,8 +111,8 @@ class _Lifter:
         self.leaf_dtypes[number] = value.dtype
         form = self.closed_forms.get(number)
         if isinstance(form, ClosedForm):
-            return Tensor(shape_of(value), value.dtype, lambda index: form.element(index, self.space))
-        return Tensor(shape_of(value), value.dtype, lambda index: ex.Load(number, index), leaf=number)
+            return LiftedTensor(shape_of(value), value.dtype, lambda index: form.element(index, self.space))
+        return LiftedTensor(shape_of(value), value.dtype, lambda index: ex.Load(number, index), leaf=number)
 
     def read_along(self, x: Expr, along: Mapping[int, Diagonals], learned: frozenset[int]) -> Expr:
         """`x`, in which lookups in `learned` leaves read an index in `along` from its first row or column."""
@@ -138,7 +138,7 @@ class _Lifter:
             for i, length in zip(load.index, shape_of(tensor), strict=True)
         )
 
-    def constant(self, node: Node) -> Tensor:
+    def constant(self, node: Node) -> LiftedTensor:
         value = getattr(self.normal.graph, str(node.target))
         value = getattr(value, "constant", None) if isinstance(value, FakeTensor) else value
         if not isinstance(value, torch.Tensor) or not 0 < value.numel() <= _MOST_WRITTEN_OUT:
@@ -153,7 +153,7 @@ class _Lifter:
                 result = al.select(al.is_zero(place - n, self.space), number, result)
             return result
 
-        return Tensor(shape_of(value), value.dtype, at)
+        return LiftedTensor(shape_of(value), value.dtype, at)
 
     def operation(self, node: Node) -> Any:
         if node.target is operator.getitem:

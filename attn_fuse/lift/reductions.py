@@ -13,10 +13,10 @@ import attn_fuse.lift.normalize  # noqa: F401  the marker of dropout is defined 
 from attn_fuse.expression import nodes as ex
 from attn_fuse.expression import simplify as al
 from attn_fuse.expression.nodes import Expr
-from attn_fuse.lift.tensor import Indices, NoClosedForm, Operation, Tensor, aten
+from attn_fuse.lift.tensor import Indices, LiftedTensor, NoClosedForm, Operation, aten
 
 
-def _bmm(call: Operation) -> Tensor:
+def _bmm(call: Operation) -> LiftedTensor:
     a, b = call["self"], call["mat2"]
     dtype, axis = call.result.dtype, call.axis("e", a.shape[-1])
     if not dtype.is_floating_point:
@@ -29,7 +29,7 @@ def _bmm(call: Operation) -> Tensor:
     return call.tensor(at)
 
 
-def _softmax(call: Operation) -> Tensor:
+def _softmax(call: Operation) -> LiftedTensor:
     x, dim = call["self"], call.dim()
     if not x.shape:
         raise NoClosedForm("a softmax of one number")
@@ -42,7 +42,7 @@ def _softmax(call: Operation) -> Tensor:
     return call.tensor(at)
 
 
-def _safe_softmax(call: Operation) -> Tensor:
+def _safe_softmax(call: Operation) -> LiftedTensor:
     """A softmax that gives zeros for a row of minus infinity."""
     weights, x, dim, space = _softmax(call), call["self"], call.dim(), call.space
     axis = call.axis("r", x.shape[dim])
@@ -55,12 +55,12 @@ def _safe_softmax(call: Operation) -> Tensor:
     return call.tensor(at)
 
 
-def _log_softmax(call: Operation) -> Tensor:
+def _log_softmax(call: Operation) -> LiftedTensor:
     weights = _softmax(call)
     return call.tensor(lambda index: al.unary("log", weights.at(index)))
 
 
-def _dropout(call: Operation) -> Tensor:
+def _dropout(call: Operation) -> LiftedTensor:
     x, p = call["x"], call.dropout_probability(call["number"])
     return call.tensor(lambda index: ex.Dropout(x.at(index), p))
 
@@ -101,8 +101,8 @@ def _sum(axis: sympy.Symbol, body: Expr, dtype: torch.dtype) -> Expr:
     return ex.Reduce("sum", axis, body)
 
 
-def _reduction(name: str) -> Callable[[Operation], Tensor]:
-    def handler(call: Operation) -> Tensor:
+def _reduction(name: str) -> Callable[[Operation], LiftedTensor]:
+    def handler(call: Operation) -> LiftedTensor:
         x = call["self"]
         given = call.get("dim", None)
         if name == "sum" and x.dtype != call.result.dtype and not x.dtype.is_floating_point:
@@ -123,7 +123,7 @@ def _of_scores(body: Expr, name: str) -> Expr:
     return body
 
 
-def _mean(call: Operation) -> Tensor:
+def _mean(call: Operation) -> LiftedTensor:
     x, dims = call["self"], call["dim"]
     if not dims or not x.shape:
         raise NoClosedForm("a reduction to one number")
@@ -136,10 +136,10 @@ def _mean(call: Operation) -> Tensor:
     return call.tensor(lambda index: al.div(total(index), length))
 
 
-def _extreme(name: str) -> Callable[[Operation], list[Tensor]]:
+def _extreme(name: str) -> Callable[[Operation], list[LiftedTensor]]:
     """The values of a max or min along a dimension; the positions have no closed form."""
 
-    def handler(call: Operation) -> list[Tensor]:
+    def handler(call: Operation) -> list[LiftedTensor]:
         values, positions = call.node.meta["val"]
         x, dim = call["self"], call.dim()
         if not x.shape:
@@ -158,7 +158,7 @@ def _extreme(name: str) -> Callable[[Operation], list[Tensor]]:
     return handler
 
 
-def _logsumexp(call: Operation) -> Tensor:
+def _logsumexp(call: Operation) -> LiftedTensor:
     x, dims = call["self"], call["dim"]
     if len(dims) != 1 or not x.shape:
         raise NoClosedForm("a log-sum-exp over several dimensions")
@@ -173,7 +173,7 @@ def _logsumexp(call: Operation) -> Tensor:
     return call.tensor(at)
 
 
-def _cumsum(call: Operation) -> Tensor:
+def _cumsum(call: Operation) -> LiftedTensor:
     x = call["self"]
 
     def at(index: Indices) -> Expr:

@@ -28,7 +28,7 @@ class NoClosedForm(Exception):
 
 
 @dataclass(frozen=True, eq=False)
-class Tensor:
+class LiftedTensor:
     """A shape, a dtype, and the element expression at given indices. leaf: its number, if it is a leaf as it stands."""
 
     shape: Indices
@@ -72,10 +72,10 @@ class Operation:
     def result(self) -> torch.Tensor:
         return self.node.meta["val"]
 
-    def tensor(self, at: Callable[[Indices], Expr]) -> Tensor:
+    def tensor(self, at: Callable[[Indices], Expr]) -> LiftedTensor:
         return self.like(self.result, at)
 
-    def like(self, value: torch.Tensor, at: Callable[[Indices], Expr]) -> Tensor:
+    def like(self, value: torch.Tensor, at: Callable[[Indices], Expr]) -> LiftedTensor:
         """A result of this operation that has the shape and dtype of `value`."""
         known: dict[Indices, Expr] = {}
 
@@ -93,7 +93,7 @@ class Operation:
                     raise
             return known[index]
 
-        return Tensor(shape_of(value), value.dtype, remembered)
+        return LiftedTensor(shape_of(value), value.dtype, remembered)
 
     def axis(self, name: str, length: sympy.Expr) -> sympy.Symbol:
         """The symbol that this operation sums over; one for all its elements, so that equal elements look equal."""
@@ -135,7 +135,7 @@ def operand(call: Operation, name: str, dtype: torch.dtype, wide: bool = False) 
     """
     x = call[name]
     rank = len(shape_of(call.result))
-    if not isinstance(x, Tensor):
+    if not isinstance(x, LiftedTensor):
         value = number(x)
         if isinstance(value, ex.Const):
             is_half = dtype.is_floating_point and dtype.itemsize < 4

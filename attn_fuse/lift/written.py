@@ -19,9 +19,9 @@ from attn_fuse.expression.nodes import Expr
 from attn_fuse.lift.creation import TrianglePlace
 from attn_fuse.lift.tensor import (
     Indices,
+    LiftedTensor,
     NoClosedForm,
     Operation,
-    Tensor,
     aten,
     clamped,
     number,
@@ -49,7 +49,7 @@ def _chosen(cond: Expr, new: Callable[[], Expr], old: Callable[[], Expr], space:
     return al.select(cond, a, b, space)
 
 
-def _slice_scatter(call: Operation) -> Tensor:
+def _slice_scatter(call: Operation) -> LiftedTensor:
     x, src, dim, step, space = call["self"], call["src"], call.dim(), call["step"], call.space
     count = src.shape[dim]
     start = slice_start(call, dim, x.shape[dim], count)
@@ -95,7 +95,7 @@ def _is_whole(x: Expr) -> bool:
     return all(number.is_Integer for part in ex.walk(x) for p in ex.positions(part) for number in p.atoms(sympy.Number))
 
 
-def _select_scatter(call: Operation) -> Tensor:
+def _select_scatter(call: Operation) -> LiftedTensor:
     x, src, dim, space = call["self"], call["src"], call.dim(), call.space
     place = position(call, size(call["index"]), x.shape[dim])
 
@@ -111,7 +111,7 @@ def _select_scatter(call: Operation) -> Tensor:
     return call.tensor(at)
 
 
-def _diagonal_scatter(call: Operation) -> Tensor:
+def _diagonal_scatter(call: Operation) -> LiftedTensor:
     x, src, space, offset = call["self"], call["src"], call.space, size(call["offset"])
     first, second = call.dim("dim1"), call.dim("dim2")
     above = space.is_nonnegative(offset)
@@ -133,7 +133,7 @@ def _diagonal_scatter(call: Operation) -> Tensor:
 # ---- at positions from a tensor
 
 
-def _index_copy(call: Operation) -> Tensor:
+def _index_copy(call: Operation) -> LiftedTensor:
     x, src, dim, space = call["self"], call["source"], call.dim(), call.space
     if not x.shape:
         raise NoClosedForm("a number written into a number")
@@ -148,12 +148,12 @@ def _index_copy(call: Operation) -> Tensor:
     return call.tensor(at)
 
 
-def _index_fill(call: Operation) -> Tensor:
+def _index_fill(call: Operation) -> LiftedTensor:
     x, dim, given, space = call["self"], call.dim(), call["value"], call.space
     if not x.shape:
         raise NoClosedForm("a number written into a number")
     places = _Places(call, call["index"], x.shape[dim], may_repeat=True)
-    value, held = (given.at(()), given.dtype) if isinstance(given, Tensor) else (number(given), torch.float64)
+    value, held = (given.at(()), given.dtype) if isinstance(given, LiftedTensor) else (number(given), torch.float64)
 
     def at(index: Indices) -> Expr:
         return places.chosen(index[dim], lambda _: al.cast(x.dtype, value, held, space), lambda: x.at(index))
@@ -161,7 +161,7 @@ def _index_fill(call: Operation) -> Tensor:
     return call.tensor(at)
 
 
-def _index_put(call: Operation) -> Tensor:
+def _index_put(call: Operation) -> LiftedTensor:
     x, positions, value, space = call["self"], call["indices"], call["values"], call.space
     given = [d for d, p in enumerate(positions) if p is not None]
     if call["accumulate"]:
@@ -181,7 +181,7 @@ def _index_put(call: Operation) -> Tensor:
     return call.tensor(at)
 
 
-def _mask(positions: Sequence[Tensor | None], given: Sequence[int]) -> Callable[[Indices], Expr] | None:
+def _mask(positions: Sequence[LiftedTensor | None], given: Sequence[int]) -> Callable[[Indices], Expr] | None:
     """Whether an element is written, by the Boolean mask in `positions`; None without a mask."""
     masks = [d for d in given if positions[d].dtype == torch.bool]  # type: ignore[union-attr]
     if not masks:
@@ -195,7 +195,7 @@ def _mask(positions: Sequence[Tensor | None], given: Sequence[int]) -> Callable[
 
 
 def _at_lists(
-    call: Operation, x: Tensor, positions: Sequence[Tensor | None], given: Sequence[int]
+    call: Operation, x: LiftedTensor, positions: Sequence[LiftedTensor | None], given: Sequence[int]
 ) -> Callable[[Indices], Expr]:
     """Whether an element is at a position that the lists name together, as a function of its index."""
     lists = [p for p in positions if p is not None]
@@ -207,14 +207,14 @@ def _at_lists(
     if any(a & b for n, a in enumerate(runs) for b in runs[n + 1 :]) or any(len(run) > 1 for run in runs):
         raise NoClosedForm("elements written at several lists of positions")
 
-    def flat(p: Tensor) -> Tensor:
+    def flat(p: LiftedTensor) -> LiftedTensor:
         place = next((d for d, n in enumerate(p.shape) if n != 1), None)
         count = sympy.Integer(1) if place is None else p.shape[place]
 
         def at(index: Indices) -> Expr:
             return p.at(tuple(index[0] if d == place else sympy.Integer(0) for d in range(len(p.shape))))
 
-        return Tensor((count,), p.dtype, at)
+        return LiftedTensor((count,), p.dtype, at)
 
     places = [_Places(call, flat(p), x.shape[d], may_repeat=True) for d, p in zip(given, lists, strict=True)]
 
@@ -228,7 +228,7 @@ def _at_lists(
 
 
 def _triangle(
-    call: Operation, x: Tensor, lists: Sequence[Tensor], given: Sequence[int]
+    call: Operation, x: LiftedTensor, lists: Sequence[LiftedTensor], given: Sequence[int]
 ) -> Callable[[Indices], Expr] | None:
     """Whether an element is in a triangle, if the two lists are the rows and columns of one; None if they are not."""
     if len(lists) != 2 or any(len(p.shape) != 1 for p in lists):
@@ -255,7 +255,7 @@ def _triangle(
 
 
 def _diagonal(
-    call: Operation, x: Tensor, lists: Sequence[Tensor], given: Sequence[int]
+    call: Operation, x: LiftedTensor, lists: Sequence[LiftedTensor], given: Sequence[int]
 ) -> Callable[[Indices], Expr] | None:
     """Whether an element is on a diagonal, if each list counts up by one from its start; None if one does not."""
     space, count = call.space, lists[0].shape[0] if lists[0].shape else sympy.Integer(1)
@@ -283,7 +283,7 @@ def _diagonal(
 class _Places:
     """A list of positions along a dimension of `length`: written out one by one, or counting up by one."""
 
-    def __init__(self, call: Operation, where: Tensor, length: sympy.Expr, may_repeat: bool = False) -> None:
+    def __init__(self, call: Operation, where: LiftedTensor, length: sympy.Expr, may_repeat: bool = False) -> None:
         self.space = call.space
         self.count = where.shape[0] if where.shape else sympy.Integer(1)
         axis = call.space.fresh("w", self.count)
@@ -326,7 +326,7 @@ class _Places:
         return lambda: _chosen(cond, lambda: new(place), old, self.space)
 
 
-def _copy(call: Operation) -> Tensor:
+def _copy(call: Operation) -> LiftedTensor:
     x, src = call["self"], call["src"]
     extra = len(x.shape) - len(src.shape)
 

@@ -1,6 +1,6 @@
 """Patterns: each takes one layer off an element expression and works under every other layer.
 
-A pattern answers `None` (this layer is not mine), a `Peeled` (I read it, here is what is beneath), or a `Refusal`
+A pattern answers `None` (this layer is not mine), a `Layered` (I read it, here is what is beneath), or a `Refusal`
 (it is mine, and fusing it would change what is computed). The order of the tuples is the order they are asked in.
 """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attn_fuse.attention.attention import Refusal
 from attn_fuse.expression.nodes import Add, Expr
-from attn_fuse.patterns.layer import Answer, Bias, Peeled, carrier
+from attn_fuse.patterns.layer import Answer, Bias, Layered, carrier
 
 
 def bias(scores: Expr) -> Answer:
@@ -14,5 +14,5 @@ def bias(scores: Expr) -> Answer:
             if parts is None:
                 return Refusal("the scores are a sum of several products")
             inner, term = parts
-            return Peeled(inner, Bias(term))
+            return Layered(inner, Bias(term))
     return None

@@ -6,11 +6,11 @@ Declined: a cast to whole numbers or Booleans, which is no rounding but another 
 from __future__ import annotations
 
 from attn_fuse.expression.nodes import Cast, Expr
-from attn_fuse.patterns.layer import Answer, Nothing, Peeled
+from attn_fuse.patterns.layer import Answer, Layered, Nothing
 
 
 def widening(scores: Expr) -> Answer:
     match scores:
         case Cast(dtype, inner) if dtype.is_floating_point:
-            return Peeled(inner, Nothing())
+            return Layered(inner, Nothing())
     return None

@@ -22,7 +22,7 @@ from attn_fuse.expression.nodes import Const, Contract, Expr, Score, index_symbo
 from attn_fuse.expression.ranges import infinities, may_be_no_number
 from attn_fuse.lift.lift import Lifted
 from attn_fuse.patterns import WEIGHT_LAYERS
-from attn_fuse.patterns.layer import Drop, EmptyIsZero, Factor, Layer, peel
+from attn_fuse.patterns.layer import DropoutLayer, EmptyIsZero, Factor, Layer, peel
 from attn_fuse.patterns.softmax import Normalised, softmax
 from attn_fuse.torch_internals import FloorDiv, Mod
 
@@ -89,7 +89,7 @@ def draft(lifted: Lifted) -> Draft | Refusal:
     if 1 in infinities(score):
         return Refusal("some scores are plus infinity, whose weight is no number", normalised.body)
     query, operand, query_dtype = _without_widening(query, operand, score_product.dtype, lifted.leaf_dtypes)
-    drops = [layer.p for layer in layers if isinstance(layer, Drop)]
+    drops = [layer.p for layer in layers if isinstance(layer, DropoutLayer)]
     if len(drops) > 1:
         return Refusal("the weights pass through dropout twice", weights)
     if (dropped := next((part for part in ex.walk(score) if isinstance(part, ex.Dropout)), None)) is not None:

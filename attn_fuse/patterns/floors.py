@@ -7,7 +7,7 @@ Declined: any other bound, which is a function of the scores.
 from __future__ import annotations
 
 from attn_fuse.expression.nodes import Binary, Const, Expr
-from attn_fuse.patterns.layer import Answer, Floor, Peeled, dtype_of
+from attn_fuse.patterns.layer import Answer, Floor, Layered, dtype_of
 from attn_fuse.patterns.masks import is_masking
 
 
@@ -15,5 +15,5 @@ def floor(scores: Expr) -> Answer:
     match scores:
         case Binary("maximum", inner, Const(bound)) | Binary("maximum", Const(bound), inner):
             if is_masking(bound, dtype_of(inner)):
-                return Peeled(inner, Floor(float(bound)))
+                return Layered(inner, Floor(float(bound)))
     return None

@@ -23,8 +23,8 @@ from attn_fuse.expression.functions import FUNCTIONS
 from attn_fuse.expression.nodes import Const, Expr, index_symbols
 from attn_fuse.expression.ranges import stays_within
 from attn_fuse.lift.lift import Lifted
-from attn_fuse.patterns.layer import Bias, Cap, Fill, Floor, Layer, Scale
-from attn_fuse.patterns.masks import LEAST_ORDINARY_SCORE
+from attn_fuse.patterns.layer import Bias, Floor, Layer, MaskFill, Scale, Softcap
+from attn_fuse.patterns.masks import MASK_FILL_THRESHOLD
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Scores:
     scale: Expr
     softcap: float | None
     terms: tuple[Term, ...]
-    fills: tuple[Fill, ...]
+    fills: tuple[MaskFill, ...]
     scaled_fill: bool
     floored: bool
 
@@ -54,7 +54,7 @@ def fold(layers: Iterable[tuple[Layer, Expr]], key_axes: tuple[sympy.Symbol, ...
     """`layers`, outermost first, each with the part it was taken off, over scores whose keys run along `key_axes`."""
     scale: Expr = Const(1.0)
     terms: list[Term] = []
-    fills: list[Fill] = []
+    fills: list[MaskFill] = []
     floored = scaled_fill = False
     softcap: float | None = None
     least = -math.inf
@@ -67,28 +67,28 @@ def fold(layers: Iterable[tuple[Layer, Expr]], key_axes: tuple[sympy.Symbol, ...
                     return Refusal("the scores are scaled differently for each key", part)
                 scale = al.mul(scale, factor)
                 reached = [(fill, magnitude * _magnitude(factor), at) for fill, magnitude, at in reached]
-            case Cap(value):
+            case Softcap(value):
                 if scale != Const(1.0) or least > -math.inf or softcap is not None:
                     return Refusal("capped scores are scaled or bounded", part)
                 softcap = value
-            case Bias() | Fill() | Floor() if softcap is not None:
+            case Bias() | MaskFill() | Floor() if softcap is not None:
                 return Refusal("scores are capped after a mask or a bias", part)
             case Bias(term):
                 floored = floored or least > -math.inf
                 raised = term if least == -math.inf else al.binary("maximum", term, Const(least))
                 terms.append(Term(al.mul(scale, raised), len(fills)))
-            case Fill(keep, value, added):
+            case MaskFill(keep, value, added):
                 if not (isinstance(scale, Const) and scale.value > 0):
                     return Refusal("masked scores are scaled by something that is not a positive number", part)
                 scaled_fill = scaled_fill or scale != Const(1.0)
                 # A score that a floor lifts is no longer lowered by the fill but replaced by the floor.
                 lifted = value <= least
                 fill = max(value, least) * scale.value
-                if fill > _LEAST_FILL:
+                if fill > WEAKEST_FILL:
                     return Refusal(f"masked scores are scaled to {fill:g}, which ordinary scores can reach", part)
-                fills.append(Fill(keep, fill, added and not lifted))
+                fills.append(MaskFill(keep, fill, added and not lifted))
                 # A dtype's lowest number is out of reach of any.
-                reached += [(value, 1.0, part)] if -math.inf < value <= LEAST_ORDINARY_SCORE else []
+                reached += [(value, 1.0, part)] if -math.inf < value <= MASK_FILL_THRESHOLD else []
             case Floor(value):
                 least = max(least, value)
     for value, magnitude, at in reached:
@@ -134,11 +134,11 @@ def mask_and_biases(
     biases = terms + tuple(_as_bias(fill) for fill in soft)
     values = {fill.value for fill in hard}
     # Of a query that sees some key, the keys under a finite fill have no weight, whatever the others see.
-    soft_parts = parts if finite and not unknown else ()
+    parts_if_others_seen = parts if finite and not unknown else ()
     # Where a floor replaced the scores of a whole row, it also stopped their gradient.
     softly: EmptyRows = "mean" if scores.floored else "none"
     if not hard:
-        return Mask(empty_rows=softly, soft_parts=soft_parts), biases
+        return Mask(empty_rows=softly, parts_if_others_seen=parts_if_others_seen), biases
     if values == {-math.inf}:
         parts = mask_parts((fill.keep for fill in hard), axes, space)
         sees = every_query_sees_a_key(parts, axes, space, leaf_dtypes)
@@ -146,7 +146,7 @@ def mask_and_biases(
     if len(hard) > 1 or (scores.scaled_fill and biases):
         return Refusal("a query that sees no key would get another mean of the values", hard[0].keep)
     if not biases:
-        return Mask(mask_parts([hard[0].keep], axes, space), "mean", soft_parts), ()
+        return Mask(mask_parts([hard[0].keep], axes, space), "mean", parts_if_others_seen), ()
     if soft or not _absorbs(hard[0].value):
         return Refusal("a query that sees no key would get another mean of the values", hard[0].keep)
     # Added to a score, the lowest number swallows it: then adding is replacing, and the fill is one more bias.
@@ -157,7 +157,7 @@ def mask_and_biases(
     return Mask(empty_rows="mean"), (*kept, _as_bias(hard[0]))
 
 
-def _hides_nothing(terms: Iterable[Expr], fills: Iterable[Fill], lifted: Lifted) -> bool:
+def _hides_nothing(terms: Iterable[Expr], fills: Iterable[MaskFill], lifted: Lifted) -> bool:
     """Whether what is added to the scores stays far above each of these finite fills, for every query and key."""
     limit = min(abs(fill.value) for fill in fills) / 4
     if torch.float16 in lifted.leaf_dtypes.values():
@@ -193,11 +193,11 @@ def _is_ordinary(score: Expr, lifted: Lifted) -> bool:
 
 
 # Scores stay above half of a fill, and exp(-104) is 0 in float32.
-_LEAST_FILL = -208.0
+WEAKEST_FILL = -208.0
 _ORDINARY = 1e6
 
 
-def _as_bias(fill: Fill) -> Expr:
+def _as_bias(fill: MaskFill) -> Expr:
     return al.select(fill.keep, Const(0.0), Const(fill.value))
 
 

@@ -41,7 +41,7 @@ class Bias:
 
 
 @dataclass(frozen=True)
-class Fill:
+class MaskFill:
     """Where `keep` does not hold, the score becomes `value` (added: it is lowered by it)."""
 
     keep: Expr
@@ -57,14 +57,14 @@ class Floor:
 
 
 @dataclass(frozen=True)
-class Cap:
+class Softcap:
     """The scores beneath are capped softly: value * tanh(x / value)."""
 
     value: float
 
 
 @dataclass(frozen=True)
-class Drop:
+class DropoutLayer:
     """Dropout with probability `p`."""
 
     p: Expr
@@ -94,16 +94,16 @@ class Nothing:
     """A layer that does not change the mathematics."""
 
 
-Layer = Scale | Bias | Fill | Floor | Cap | Drop | Factor | EmptyIsZero | Nothing
+Layer = Scale | Bias | MaskFill | Floor | Softcap | DropoutLayer | Factor | EmptyIsZero | Nothing
 
 
 @dataclass(frozen=True)
-class Peeled:
+class Layered:
     inner: Expr
     layer: Layer
 
 
-Answer = Peeled | Refusal | None
+Answer = Layered | Refusal | None
 Pattern = Callable[[Expr], Answer]
 
 
@@ -124,7 +124,7 @@ def peel(expr: Expr, patterns: Iterable[Pattern]) -> Layers:
     found: list[tuple[Layer, Expr]] = []
     while True:
         answer = next((answer for pattern in patterns if (answer := pattern(expr)) is not None), None)
-        if not isinstance(answer, Peeled):
+        if not isinstance(answer, Layered):
             return Layers(expr, tuple(found), answer and answer.at(expr))
         found.append((answer.layer, expr))
         expr = answer.inner

@@ -14,14 +14,14 @@ import torch
 from attn_fuse.attention.attention import Refusal
 from attn_fuse.expression.nodes import FALSE, TRUE, Add, Cast, Const, Expr, Select, has_product
 from attn_fuse.expression.simplify import logical_not, select
-from attn_fuse.patterns.layer import Answer, Fill, Peeled, carrier, dtype_of
+from attn_fuse.patterns.layer import Answer, Layered, MaskFill, carrier, dtype_of
 
-LEAST_ORDINARY_SCORE = -1e9
+MASK_FILL_THRESHOLD = -1e9
 
 
 def is_masking(fill: float, dtype: torch.dtype) -> bool:
     """Whether scores of `dtype` stay out of reach of `fill`."""
-    return not math.isnan(fill) and (fill <= LEAST_ORDINARY_SCORE or fill <= torch.finfo(dtype).min)
+    return not math.isnan(fill) and (fill <= MASK_FILL_THRESHOLD or fill <= torch.finfo(dtype).min)
 
 
 def mask(scores: Expr) -> Answer:
@@ -37,7 +37,7 @@ def mask(scores: Expr) -> Answer:
                 return Refusal("masked scores become something that is not one number")
             if not is_masking(fill.value, dtype_of(inner)):
                 return Refusal(f"masked scores become {fill.value:g}, which ordinary scores can reach")
-            return Peeled(inner, Fill(cond if inner is a else logical_not(cond), float(fill.value)))
+            return Layered(inner, MaskFill(cond if inner is a else logical_not(cond), float(fill.value)))
     return None
 
 
@@ -49,7 +49,7 @@ def additive_mask(scores: Expr) -> Answer:
                 choice = _zero_or_fill(summand, dtype_of(inner))
                 if choice is not None:
                     keep, fill = choice
-                    return Peeled(inner if rest is None else Add(inner, rest), Fill(keep, fill, added=True))
+                    return Layered(inner if rest is None else Add(inner, rest), MaskFill(keep, fill, added=True))
     return None
 
 

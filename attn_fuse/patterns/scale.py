@@ -7,7 +7,7 @@ import math
 from attn_fuse.attention.attention import Refusal
 from attn_fuse.expression.nodes import Const, Div, Expr, Mul
 from attn_fuse.expression.simplify import div
-from attn_fuse.patterns.layer import Answer, Peeled, Scale, carrier
+from attn_fuse.patterns.layer import Answer, Layered, Scale, carrier
 
 
 def scale(scores: Expr) -> Answer:
@@ -33,4 +33,4 @@ def quotient(scores: Expr) -> Answer:
 def _scaled(inner: Expr, factor: Expr) -> Answer:
     if isinstance(factor, Const) and not math.isfinite(factor.value):
         return Refusal(f"the scores are scaled by {factor.value}")
-    return Peeled(inner, Scale(factor))
+    return Layered(inner, Scale(factor))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from attn_fuse.expression.nodes import Cast, Const, Expr, Mul, Unary
-from attn_fuse.patterns.layer import Answer, Cap, Peeled
+from attn_fuse.patterns.layer import Answer, Layered, Softcap
 
 
 def softcap(scores: Expr) -> Answer:
@@ -14,6 +14,6 @@ def softcap(scores: Expr) -> Answer:
             match inner:
                 # Scaled and divided by the cap in one number: what is left of it is a scale.
                 case Mul(Const(number), x) | Mul(x, Const(number)):
-                    return Peeled(Mul(Const(number * cap), x), Cap(float(cap)))
-            return Peeled(Mul(Const(float(cap)), inner), Cap(float(cap)))
+                    return Layered(Mul(Const(number * cap), x), Softcap(float(cap)))
+            return Layered(Mul(Const(float(cap)), inner), Softcap(float(cap)))
     return None

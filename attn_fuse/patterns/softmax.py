@@ -34,7 +34,7 @@ from attn_fuse.expression.nodes import (
 )
 from attn_fuse.expression.ranges import infinities
 from attn_fuse.patterns.layer import dtype_of
-from attn_fuse.patterns.masks import LEAST_ORDINARY_SCORE
+from attn_fuse.patterns.masks import MASK_FILL_THRESHOLD
 from attn_fuse.torch_internals import CLAMP_PASSES_AT_ITS_EDGE
 
 _NOT_NORMALISED = Refusal("the weights are not normalised by their own sum over the keys")
@@ -218,10 +218,10 @@ def _without_shift(
                 return body, ()
             return al.mul(number, rest), tuple(al.mul(number, s) for s in shift)
         # A fill that no score comes near stays out of reach of scores that are moved by the largest of them.
-        case Select(cond, Const(fill), inner) if fill <= LEAST_ORDINARY_SCORE and not ex.has_product(cond):
+        case Select(cond, Const(fill), inner) if fill <= MASK_FILL_THRESHOLD and not ex.has_product(cond):
             rest, shift = _without_shift(inner, key, True, scale)
             return al.select(cond, Const(fill), rest), shift
-        case Select(cond, inner, Const(fill)) if fill <= LEAST_ORDINARY_SCORE and not ex.has_product(cond):
+        case Select(cond, inner, Const(fill)) if fill <= MASK_FILL_THRESHOLD and not ex.has_product(cond):
             rest, shift = _without_shift(inner, key, True, scale)
             return al.select(cond, rest, Const(fill)), shift
         # Where a mask follows, the largest score may be one that it hides, and all others far below.

@@ -28,7 +28,7 @@ from attn_fuse.expression.nodes import (
     terms,
 )
 from attn_fuse.expression.simplify import div, logical_not, select
-from attn_fuse.patterns.layer import Answer, Drop, EmptyIsZero, Factor, Peeled, carrier
+from attn_fuse.patterns.layer import Answer, DropoutLayer, EmptyIsZero, Factor, Layered, carrier
 
 
 class _Infinite:
@@ -41,7 +41,7 @@ class _Infinite:
 def dropout(weights: Expr) -> Answer:
     match weights:
         case Dropout(inner, p):
-            return Peeled(inner, Drop(p))
+            return Layered(inner, DropoutLayer(p))
     return None
 
 
@@ -56,17 +56,17 @@ def guard(weights: Expr) -> Answer:
     return None
 
 
-def _guarded(cond: Expr, instead: Expr, inner: Expr) -> Peeled | None:
+def _guarded(cond: Expr, instead: Expr, inner: Expr) -> Layered | None:
     match cond:
         # A weight is never infinite, and no number only where a query sees no key.
         case Unary("isnan", x) if instead == Const(0):
-            return Peeled(inner, EmptyIsZero() if _is_weight(x) else EmptyIsZero(x))
+            return Layered(inner, EmptyIsZero() if _is_weight(x) else EmptyIsZero(x))
         case Unary("isinf", x) | Compare("eq", x, Const(_Infinite.PLUS | _Infinite.MINUS)) if _is_weight(x):
-            return Peeled(inner, EmptyIsZero())
+            return Layered(inner, EmptyIsZero())
         case Compare("eq", x, Const(_Infinite.MINUS)) if instead == Const(0):
-            return Peeled(inner, EmptyIsZero(x))
+            return Layered(inner, EmptyIsZero(x))
     row = _all_hidden(cond)
-    return Peeled(inner, EmptyIsZero(*row)) if row is not None and instead == Const(0) else None
+    return Layered(inner, EmptyIsZero(*row)) if row is not None and instead == Const(0) else None
 
 
 def _is_weight(x: Expr) -> bool:
@@ -118,13 +118,13 @@ def _all_hidden(cond: Expr) -> tuple[Expr, Symbol] | None:
 def factor(weights: Expr) -> Answer:
     match weights:
         case Select(cond, Const(0 | 0.0), inner):
-            return Peeled(inner, Factor(select(cond, Const(0.0), Const(1.0)), filled=True))
+            return Layered(inner, Factor(select(cond, Const(0.0), Const(1.0)), filled=True))
         case Select(cond, inner, Const(0 | 0.0)):
-            return Peeled(inner, Factor(select(cond, Const(1.0), Const(0.0)), filled=True))
+            return Layered(inner, Factor(select(cond, Const(1.0), Const(0.0)), filled=True))
         case Select():
             return Refusal("weights are replaced by something that is not zero")
         case Mul(a, b) if (parts := carrier(a, b)) is not None:
-            return Peeled(parts[0], Factor(parts[1]))
+            return Layered(parts[0], Factor(parts[1]))
         case Div(a, b) if not has_product(b):
-            return Peeled(a, Factor(div(Const(1.0), b)))
+            return Layered(a, Factor(div(Const(1.0), b)))
     return None

@@ -162,7 +162,7 @@ def _is_stored(bias: Expr, attention: Attention) -> bool:
 
 def _mask(attention: Attention, facts: Facts, q_len: int, kv_len: int) -> tuple[str, float]:
     """The kind of the costliest part of the mask, and the share of the scores that positions leave visible."""
-    parts = attention.mask.parts or attention.mask.soft_parts
+    parts = attention.mask.parts or attention.mask.parts_if_others_seen
     lengths = {
         size: length
         for size, length in (

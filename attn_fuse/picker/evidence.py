@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from attn_fuse.picker.case import Case
-from attn_fuse.picker.regression import apart, expected, point_of
+from attn_fuse.picker.regression import distance, expected, point_of
 from attn_fuse.picker.timing import Device
 
 log = logging.getLogger("attn_fuse")
@@ -85,7 +85,7 @@ def compare(
     model: the cost model's ratio of a case. Half of the change of its logarithm from a row's case to `case` is added.
     """
     found = [
-        (apart(row.case, case, device.type) + sum(away), (*point_of(row.case, device.type), *away), row, table)
+        (distance(row.case, case, device.type) + sum(away), (*point_of(row.case, device.type), *away), row, table)
         for table in known
         if table.device.type == device.type
         for away in [_elsewhere(table, device, torch)]

@@ -65,7 +65,7 @@ def point_of(case: Case, device_type: str) -> Point:
     )
 
 
-def apart(a: Case, b: Case, device_type: str) -> float:
+def distance(a: Case, b: Case, device_type: str) -> float:
     """The distance of two cases on a device of this type."""
     return sum(abs(x - y) for x, y in zip(point_of(a, device_type), point_of(b, device_type), strict=True))
 

@@ -20,7 +20,7 @@ from attn_fuse.bench import Observation, grid, main
 from attn_fuse.picker import evidence
 from attn_fuse.picker.case import Case, visible_share
 from attn_fuse.picker.evidence import AS_WRITTEN, Row
-from attn_fuse.picker.regression import apart
+from attn_fuse.picker.regression import distance
 from attn_fuse.picker.timing import Timing
 from attn_fuse.picker.workers import note
 from attn_fuse.picker.workloads import program, runner, tensors
@@ -301,6 +301,6 @@ def test_a_specimen_is_recognised_as_its_case(case: Case, monkeypatch) -> None:
     runner(run, case, tensors(case, CPU))()
     (site,) = attn_fuse.reports()[-1].sites
     if case.q_len == 1:  # the heads that share a key are read as queries
-        assert asked and apart(asked[0], case, "cpu") == 0, str(site)
+        assert asked and distance(asked[0], case, "cpu") == 0, str(site)
     else:
         assert asked and asked[0] == case, str(site)

@@ -14,7 +14,7 @@ from attn_fuse import torch_internals
 from attn_fuse.kernels.chunked import attend as chunked_blocks
 from attn_fuse.kernels.chunked import plan as chunked_plan
 from attn_fuse.kernels.chunked import steps as chunked_steps
-from attn_fuse.kernels.chunked.diagonals import skewed
+from attn_fuse.kernels.chunked.diagonals import diagonal_buffer
 from attn_fuse.kernels.chunked.hoisted import hoisted
 from attn_fuse.kernels.score.program import ScoreProgram
 from tests.graph.chunked_cases import CASE, Case, H, K, Q, S, Sizes, const, documents, drawn, region
@@ -180,7 +180,7 @@ def test_long_formulas_of_one_position_are_computed_once(part: list, of: str) ->
 def test_sums_along_diagonals(rows: int, columns: int) -> None:
     block = torch.randn(2, 3, rows, columns, dtype=torch.float64)
     exact = [block.diagonal(apart, -2, -1).sum(-1) for apart in range(1 - rows, columns)]
-    memory = skewed(block)
+    memory = diagonal_buffer(block)
     for _ in range(2):
         memory.block.copy_(block)
         torch.testing.assert_close(memory.sums().squeeze(-2), torch.stack(exact, -1))

@@ -23,7 +23,7 @@ from attn_fuse.kernels.switches import Switches, forbidden
 from attn_fuse.picker import cost, evidence
 from attn_fuse.picker.case import Case, visible_share
 from attn_fuse.picker.evidence import AS_WRITTEN, REACH, Row, Table, compare
-from attn_fuse.picker.regression import apart
+from attn_fuse.picker.regression import distance
 from attn_fuse.picker.timing import Device, this_device
 from attn_fuse.picker.workloads import reach_of
 from attn_fuse.report import collecting
@@ -228,7 +228,7 @@ class TestEvidence:
 
     def test_what_is_out_of_reach_says_nothing(self) -> None:
         other = Case("bfloat16", True, 1, 8, 512, 512, 64, mask="documents", dropout=True)
-        assert apart(PLAIN, other, "cpu") > REACH and self.ask("a", PLAIN, table({"a": 0.25}, other)) is None
+        assert distance(PLAIN, other, "cpu") > REACH and self.ask("a", PLAIN, table({"a": 0.25}, other)) is None
 
     def test_own_rows_win_over_shipped_ones_that_are_nearer(self) -> None:
         near, off = table({"a": 0.2}, PLAIN), dataclasses.replace(PLAIN, q_len=256, kv_len=256)
@@ -249,15 +249,15 @@ class TestEvidence:
 
     def test_the_distance_is_one(self) -> None:
         cases = [PLAIN, CAUSAL, TestRows.full, TINY]
-        assert all(apart(a, a, "cpu") == 0 for a in cases)
-        assert all(apart(a, b, "cpu") == apart(b, a, "cpu") > 0 for a in cases for b in cases if a != b)
+        assert all(distance(a, a, "cpu") == 0 for a in cases)
+        assert all(distance(a, b, "cpu") == distance(b, a, "cpu") > 0 for a in cases for b in cases if a != b)
 
     def test_scores_in_memory_that_is_cleared_anew_are_farther(self) -> None:
         """6 heads of 1280 to 1536 keys in bfloat16 stay below 32 MiB, 6 heads of 1536 to 1843 do not."""
         at = [Case("bfloat16", True, 1, 6, n, n, 64) for n in (1280, 1536, 1843)]
-        below, above = apart(at[0], at[1], "cpu"), apart(at[1], at[2], "cpu")
+        below, above = distance(at[0], at[1], "cpu"), distance(at[1], at[2], "cpu")
         assert above > below + 1
-        assert apart(at[1], at[2], "cuda") == pytest.approx(apart(at[0], at[1], "cuda"), rel=1e-2)
+        assert distance(at[1], at[2], "cuda") == pytest.approx(distance(at[0], at[1], "cuda"), rel=1e-2)
 
 
 class TestPick:

@@ -18,7 +18,7 @@ from attn_fuse.options import parse_options
 from attn_fuse.picker import evidence, trial
 from attn_fuse.picker.case import Case
 from attn_fuse.picker.evidence import AS_WRITTEN, REACH, Row, Table
-from attn_fuse.picker.regression import apart
+from attn_fuse.picker.regression import distance
 from attn_fuse.picker.timing import Timing, machine, this_device
 
 CPU = torch.device("cpu")
@@ -188,6 +188,6 @@ class TestCalibration:
     def test_the_grid_tells_most_first(self) -> None:
         cases = grid("cpu")
         assert len(cases) == len(set(cases)) > 100 and cases[0].mask == "causal" and cases[0].training
-        gaps = [min(apart(case, before, "cpu") for before in cases[:n]) for n, case in enumerate(cases) if n]
+        gaps = [min(distance(case, before, "cpu") for before in cases[:n]) for n, case in enumerate(cases) if n]
         assert gaps == pytest.approx(sorted(gaps, reverse=True))
-        assert max(min(apart(case, one, "cpu") for one in cases[:24]) for case in cases) < REACH
+        assert max(min(distance(case, one, "cpu") for one in cases[:24]) for case in cases) < REACH

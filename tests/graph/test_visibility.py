@@ -110,7 +110,7 @@ def test_where_a_query_may_see_no_key_all_of_them_count(tree, inputs, numbers, f
     keep = sees(tree, given_inputs, numbers, sizes)
     counts = keep | ~keep.any(-1, keepdim=True)
     some, _ = blockwise(counts, blocks)
-    program = ScoreProgram(["score"], visible=tree, unless_empty=True)
+    program = ScoreProgram(["score"], visible=tree, hides_only_if_others_seen=True)
     found = visibility(ScoreProgram.loads(program.dumps()), given_inputs, numbers, sizes, blocks, CPU).some
     assert found.expand(some.shape)[some].all()
     if found_out:

@@ -109,7 +109,7 @@ def launches(shape: Shape, kv_len: int, capacity: int = 0) -> list[Launch]:
     if shape.case == "key padding":
         seen, score = program.score.cond, program.score.a
         fill = Const(torch.finfo(torch.float32).min if shape.softly else -math.inf)
-        program = type(program)(Select(seen, score, fill), visible=seen, unless_empty=shape.softly)
+        program = type(program)(Select(seen, score, fill), visible=seen, hides_only_if_others_seen=shape.softly)
     kernels = decode.attend_split, decode.join_splits
     decode.attend_split, decode.join_splits = map(Recorder, kernels)  # type: ignore[assignment]
     try:

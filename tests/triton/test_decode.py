@@ -184,7 +184,7 @@ def test_a_static_cache_costs_what_is_visible(q_len: int, filled: int, splits: i
     seen = ["le", ["j"], ["gather", 0, ["i"]]]
     case = Case(
         "",
-        ScoreProgram(where(seen, S, fill), visible=seen, unless_empty=fill == LOWEST),
+        ScoreProgram(where(seen, S, fill), visible=seen, hides_only_if_others_seen=fill == LOWEST),
         lambda s, at, position: s.masked_fill(at.j > position[at.i], fill),
     )
     s = sizes(q_len, 1000)
@@ -259,7 +259,7 @@ def test_a_finite_fill_hides_from_queries_that_see_a_key(splits: int) -> None:
     seen = ["and", ["ge", ["j"], ["gather", 0, ["b"]]], ["le", ["j"], ["add", ["i"], const(500)]]]
     case = Case(
         "",
-        ScoreProgram(where(seen, S, LOWEST), visible=seen, unless_empty=True),
+        ScoreProgram(where(seen, S, LOWEST), visible=seen, hides_only_if_others_seen=True),
         lambda s, at, first: s.masked_fill((at.j < first[at.b]) | (at.j > at.i + 500), LOWEST),
     )
     s = sizes(4, 700, batch=4)

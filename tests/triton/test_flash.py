@@ -258,7 +258,7 @@ SOFTLY = ["and", ["le", K, Q], ["ge", K, ["gather", 0, B]], ["lt", K, ["gather",
 @pytest.mark.parametrize("tile", [(16, 32), (64, 32), (128, 16)], ids=str)
 def test_a_finite_fill_hides_from_queries_that_see_a_key(tile: tuple[int, int], monkeypatch) -> None:
     monkeypatch.setattr(CallFacts, "config", lambda *_: Config(*tile, 4, 1))
-    program = ScoreProgram(where(SOFTLY, S, LOWEST), visible=SOFTLY, unless_empty=True)
+    program = ScoreProgram(where(SOFTLY, S, LOWEST), visible=SOFTLY, hides_only_if_others_seen=True)
     s = Sizes(4, 2, 1, 150, 201, 16, 24)
 
     def dense(scores: Tensor, at: At, first: Tensor, last: Tensor) -> Tensor:

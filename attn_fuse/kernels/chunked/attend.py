@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from attn_fuse.expression.nodes import Expr, Gather, children
-from attn_fuse.kernels.chunked.diagonals import Skewed
+from attn_fuse.kernels.chunked.diagonals import DiagonalBuffer
 from attn_fuse.kernels.chunked.plan import Part, Plan, planned, reads
 from attn_fuse.kernels.chunked.steps import run, shift_of
 from attn_fuse.kernels.score.gradient import differentiable, gradients, needed
@@ -87,10 +87,10 @@ def _attend_rows(plan: Plan, part: Part, start: int, stop: int) -> tuple[Tensor,
     for keys in plan.key_blocks(part, start, stop):
         block = plan.block(part, (start, stop), keys)
         raw = plan.scores(part, block, query, part.key[:, slice(*keys)])
-        apart = plan.apart(part, block)
-        tensors = [raw.view(block.shape), row_max, *(memory.view(block.shape) for memory in apart), *plan.read(block)]
+        scratch = plan.scratch(part, block)
+        tensors = [raw.view(block.shape), row_max, *(memory.view(block.shape) for memory in scratch), *plan.read(block)]
         row_max, total, shrink, *more = run(plan.steps, "forward", tensors, plan.compiles)
-        (weights,) = apart or [raw]
+        (weights,) = scratch or [raw]
         row_sum = row_sum * shrink + total
         met = [sum_ * shrink + block_met for sum_, block_met in zip(met, more, strict=True)]
         out.view(*block.shape[:3], -1).mul_(shrink)
@@ -182,23 +182,23 @@ def _rows_backward(
     for keys in plan.key_blocks(part, *span):
         block = plan.block(part, span, keys)
         key, value = part.key[:, slice(*keys)], part.value[:, slice(*keys)]
-        raw, apart = plan.scores(part, block, scored, key), plan.apart(part, block)
+        raw, scratch = plan.scores(part, block, scored, key), plan.scratch(part, block)
         dweights = torch.bmm(grad, value.mT, out=plan.memory(part, block, 1, plan.multiplied))
         read = plan.read(block)
         value_of = {id(node): value for node, value in zip(plan.steps.leaves, read, strict=False)}
         into = [plan.gradient_of(node, block, value_of[id(node)]) for node in plan.steps.into]
         tensors = [raw.view(block.shape), dweights.view(block.shape), *columns]
-        tensors += [memory.view(block.shape) for memory in apart]
-        tensors += [memory.block if isinstance(memory, Skewed) else memory for memory in into]
+        tensors += [memory.view(block.shape) for memory in scratch]
+        tensors += [memory.block if isinstance(memory, DiagonalBuffer) else memory for memory in into]
         found = iter(run(plan.steps, "backward", tensors + read, plan.compiles))
-        (draw,) = apart or [raw]
+        (draw,) = scratch or [raw]
         for sum_, left, right in ((dvalues, dweights, grad), (dkeys, draw, query)):
             _add_product(sum_[:, slice(*keys)], left.mT, right)
         _add_product(dquery, draw, key)
         for node in plan.steps.wanted:
             accumulate(node, next(found), sums[node.leaf], tuple(itertools.islice(found, len(children(node)))), block)
         for leaf, memory in zip(plan.steps.into, into, strict=True):
-            if isinstance(memory, Skewed):
+            if isinstance(memory, DiagonalBuffer):
                 along = plan.diagonal(sums[leaf.leaf], block)
                 along.add_(memory.sums().sum_to_size(along.shape))
             elif isinstance(leaf, Gather):

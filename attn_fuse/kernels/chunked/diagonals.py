@@ -1,4 +1,4 @@
-"""Skewed: the sums of a block along its diagonals, by adding up rows of memory that are shifted against each other."""
+"""DiagonalBuffer: the sums of a block along its diagonals, by adding up rows of memory shifted against each other."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Skewed:
+class DiagonalBuffer:
     """Memory for a block that is summed along its diagonals.
 
     Between its rows lie zeros, as many as a strip has rows: read as rows longer by one than they are, each row of a
@@ -30,7 +30,7 @@ class Skewed:
         return self.total.sum(-2, keepdim=True)[..., 1 - sum(self.block.shape[-2:]) :]
 
 
-def skewed(like: Tensor) -> Skewed:
+def diagonal_buffer(like: Tensor) -> DiagonalBuffer:
     """Memory for a block of the shape, dtype and device of `like`."""
     (*planes, rows, columns), n = like.shape, _ROWS_OF_A_STRIP
     count = -(-rows // n)
@@ -38,7 +38,7 @@ def skewed(like: Tensor) -> Skewed:
     memory = like.new_zeros(*planes, count * n * step + n)
     total = like.new_zeros(*planes, count, length)
     outer, outer_total = memory.stride()[:-1], total.stride()[:-2]
-    return Skewed(
+    return DiagonalBuffer(
         memory.as_strided((*planes, rows, columns), (*outer, step, 1), n),
         memory.as_strided((*planes, count, n, width), (*outer, n * step, step + 1, 1), 1),
         total.as_strided((*planes, count, width), (*outer_total, length - n, 1), (count - 1) * n),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attn_fuse.expression.nodes import Diagonal, Expr, Gather, Input, Number, Position, distinct
 from attn_fuse.kernels.centring import centre_of, less_centre
-from attn_fuse.kernels.chunked.diagonals import Skewed, skewed
+from attn_fuse.kernels.chunked.diagonals import DiagonalBuffer, diagonal_buffer
 from attn_fuse.kernels.chunked.dropout import Dropout, dropout
 from attn_fuse.kernels.chunked.hoisted import Hoisted, hoisted
 from attn_fuse.kernels.chunked.steps import Steps
@@ -88,7 +88,7 @@ class Plan:
     constants: list[Tensor]
     centre: Tensor | None = None
     buffers: dict[tuple[object, torch.dtype], Tensor] = field(default_factory=dict)
-    skews: dict[tuple[int, ...], Skewed] = field(default_factory=dict)
+    skews: dict[tuple[int, ...], DiagonalBuffer] = field(default_factory=dict)
     tables: dict[int, Tensor] = field(default_factory=dict)
     at: dict[int, tuple[Block, Tensor]] = field(default_factory=dict)
 
@@ -212,7 +212,7 @@ class Plan:
             self.buffers[which, dtype] = self.query.new_empty(count, dtype=dtype)
         return self.buffers[which, dtype][:count].view(shape)
 
-    def apart(self, part: Part, block: Block) -> list[Tensor]:
+    def scratch(self, part: Part, block: Block) -> list[Tensor]:
         """Memory for what the steps make of the scores, where it is of another dtype than they are."""
         return [self.memory(part, block, 2, self.multiplied)] if self.steps.rounds else []
 
@@ -264,14 +264,14 @@ class Plan:
             self.at[id(node)] = block, places(rest(head_dimension(node), self.inputs[node.leaf].shape), indices, shape)
         return self.at[id(node)][1]
 
-    def gradient_of(self, node: Gather | Diagonal, block: Block, value: Tensor) -> Skewed | Tensor:
+    def gradient_of(self, node: Gather | Diagonal, block: Block, value: Tensor) -> DiagonalBuffer | Tensor:
         """Memory for the gradient of what is read on a block, `value`, along diagonals or from a table."""
         dtype = torch.promote_types(value.dtype, self.dtype)
         if isinstance(node, Gather):
             return self._room(("gradient", node), value.shape, dtype)
         key = (node.leaf, *value.shape)
         if key not in self.skews:
-            self.skews[key] = skewed(value.to(dtype))
+            self.skews[key] = diagonal_buffer(value.to(dtype))
         return self.skews[key]
 
     def diagonal(self, values: Tensor, block: Block) -> Tensor:
@@ -374,17 +374,17 @@ def _steps(
     """varies: as for `dependences`, where tables are looked up before the steps."""
     program = found.program
     exprs = [program.score] if program.factor is None else [program.score, program.factor]
-    apart = set() if varies is None else {id(node) for expr in exprs for node in _lookups(expr, varies)}
-    every = (node for expr in exprs for node in distinct(expr, lambda node: id(node) in apart))
+    outside = set() if varies is None else {id(node) for expr in exprs for node in _lookups(expr, varies)}
+    every = (node for expr in exprs for node in distinct(expr, lambda node: id(node) in outside))
     once = list({id(node): node for node in every}.values())
     read = [node for node in once if isinstance(node, (Input, Diagonal, Gather)) and node.leaf in wanted]
-    into = tuple(node for node in read if isinstance(node, Diagonal | Gather) and _is_given(node, apart))
-    in_steps = [node for node in once if isinstance(node, Gather) and id(node) not in apart]
+    into = tuple(node for node in read if isinstance(node, Diagonal | Gather) and _is_given(node, outside))
+    in_steps = [node for node in once if isinstance(node, Gather) and id(node) not in outside]
     return Steps(
         program=program,
-        leaves=tuple(n for n in once if isinstance(n, (Number, Input, Diagonal, Position)) or id(n) in apart),
+        leaves=tuple(n for n in once if isinstance(n, (Number, Input, Diagonal, Position)) or id(n) in outside),
         sources=tuple(sorted({node.leaf for node in in_steps})),
-        wanted=tuple(node for node in read if isinstance(node, Input | Gather) and not _is_given(node, apart)),
+        wanted=tuple(node for node in read if isinstance(node, Input | Gather) and not _is_given(node, outside)),
         into=into,
         drops=drops,
         shares=shares,
@@ -393,9 +393,9 @@ def _steps(
     )
 
 
-def _is_given(node: Expr, apart: Container[int]) -> bool:
-    """Whether a step is handed memory for the gradient of `node`. apart: the lookups that are no part of the step."""
-    return isinstance(node, Diagonal) or id(node) in apart
+def _is_given(node: Expr, outside: Container[int]) -> bool:
+    """Whether a step is handed memory for the gradient of `node`. outside: the lookups that are no part of the step."""
+    return isinstance(node, Diagonal) or id(node) in outside
 
 
 def _lookups(expr: Expr, varies: tuple[frozenset[str], ...]) -> list[Gather]:

@@ -75,7 +75,7 @@ def _tables(
     shape = (*planes(read.visible, [x.shape for x in inputs], *sizes[:2]), *seen.some.shape[2:])
     some = seen.some.expand(shape)
     # Where hidden keys may count, the score says what they are worth.
-    every = (some if read.unless_empty else seen.every.expand(shape)).clone()
+    every = (some if read.hides_only_if_others_seen else seen.every.expand(shape)).clone()
     every[:, :, q_len // rows :] = False
     every[..., kv_len // columns :] = False
     found = [*_ordered(some & ~every), *_ordered(every)]

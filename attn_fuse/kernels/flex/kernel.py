@@ -153,26 +153,26 @@ def attend(
 
     Gives [B, H, Lq, Dv] in query's dtype.
     """
-    said, seen, beside = map(ScoreProgram.loads, programs)
+    score, mask, of_sink = (ScoreProgram.loads(text) for text in programs)
     (inputs, numbers), mask_read, sink_read = read
-    factor, tree = scaled(said)
+    factor, expr = scaled(score)
     given: dict[str, Any] = dict.fromkeys(_TABLES) | dict(zip(_TABLES, tables, strict=False))
-    visible = mask_mod(seen.visible, len(mask_read[0]))
+    visible = mask_mod(mask.visible, len(mask_read[0]))
     out, lse = flex_attention(
         query,
         key,
         value,
-        score_mod(tree, len(inputs)),
+        score_mod(expr, len(inputs)),
         BlockMask((query.shape[2], key.shape[2]), **given, BLOCK_SIZE=blocks, mask_mod=visible),
         factor,
         (*map(_summed_wide, inputs), *numbers),
         (*mask_read[0], *mask_read[1]),
-        lse=beside.sink is not None,
+        lse=of_sink.sink is not None,
     )
-    if beside.sink is None:
+    if of_sink.sink is None:
         return out
-    sink = over_queries(beside.sink, *sink_read, query)
-    # exp(lse) / (exp(lse) + exp(sink)); where no key is seen both may be -inf.
+    sink = over_queries(of_sink.sink, *sink_read, query)
+    # exp(lse) / (exp(lse) + exp(sink)); in a fully masked row both may be -inf.
     kept = torch.where(lse == -torch.inf, 0.0, torch.sigmoid(lse - sink))
     return (out * kept.unsqueeze(-1)).to(out.dtype)
 

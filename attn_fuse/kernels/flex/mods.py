@@ -21,19 +21,19 @@ from attn_fuse.kernels.score.simplify import assuming
 
 def score_part(program: ScoreProgram) -> Part:
     """The score where `mask_part` lets the key count."""
-    seen = None if program.unless_empty else program.visible
+    seen = None if program.hides_only_if_others_seen else program.visible
     return part_of(program.score if seen is None else assuming(seen, program.score))
 
 
 def blocks_part(program: ScoreProgram) -> Part:
     """What the blocks that are computed depend on: `visible` with its bounds; its score is the raw one."""
     parts = {"visible": program.visible, "upper": program.upper, "lower": program.lower}
-    return part_of(Score(), program.unless_empty, **parts)
+    return part_of(Score(), program.hides_only_if_others_seen, **parts)
 
 
 def mask_part(program: ScoreProgram) -> Part:
     """Where a key counts, within the blocks that are computed, as `visible`; its score is the raw one."""
-    return part_of(Score()) if program.unless_empty else blocks_part(program)
+    return part_of(Score()) if program.hides_only_if_others_seen else blocks_part(program)
 
 
 def sink_part(program: ScoreProgram) -> Part:

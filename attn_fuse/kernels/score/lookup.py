@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from attn_fuse.expression.nodes import Diagonal, Gather, Input, Position, distinct
-from attn_fuse.kernels.chunked.diagonals import skewed
+from attn_fuse.kernels.chunked.diagonals import diagonal_buffer
 from attn_fuse.kernels.score.dependence import of_difference
 
 T = TypeVar("T")
@@ -113,7 +113,7 @@ def _is_of_difference(node: Gather) -> bool:
 
 def _along_diagonals(gradient: Tensor, indices: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
     """The sums over equal differences of the positions, [B|1, H|1, 1, rows + columns - 1], and the indices of each."""
-    memory = skewed(gradient)
+    memory = diagonal_buffer(gradient)
     memory.block.copy_(gradient)
 
     def along(index: Tensor) -> Tensor:

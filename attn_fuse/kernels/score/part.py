@@ -18,7 +18,7 @@ class Part:
     numbers: tuple[int, ...]
 
 
-def part_of(score: Expr, unless_empty: bool = False, **others: Expr | None) -> Part:
+def part_of(score: Expr, hides_only_if_others_seen: bool = False, **others: Expr | None) -> Part:
     """The program of these expressions. others: by the names of a program's fields; None leaves a field out."""
     exprs = {"score": score} | {name: expr for name, expr in others.items() if expr is not None}
     read = [node for expr in exprs.values() for node in distinct(expr)]
@@ -26,7 +26,9 @@ def part_of(score: Expr, unless_empty: bool = False, **others: Expr | None) -> P
     numbers = sorted({node.number for node in read if isinstance(node, Number)})
     new_input, new_number = ({old: new for new, old in enumerate(some)} for some in (inputs, numbers))
     made = {name: _renumbered(expr, new_input, new_number) for name, expr in exprs.items()}
-    return Part(ScoreProgram(**made, unless_empty=unless_empty), tuple(inputs), tuple(numbers))
+    return Part(
+        ScoreProgram(**made, hides_only_if_others_seen=hides_only_if_others_seen), tuple(inputs), tuple(numbers)
+    )
 
 
 def _renumbered(expr: Expr, inputs: Mapping[int, int], numbers: Mapping[int, int]) -> Expr:

@@ -119,8 +119,8 @@ class ScoreProgram:
     `score` already applies the mask. Two guarantees let kernels skip blocks of keys: where the Boolean `visible` does
     not hold, the weight is 0 (of a fully masked row the original gives NaN or 0); and nothing is visible unless
     lower <= j - i <= upper, made of constants, numbers and integer arithmetic.
-    unless_empty: the first guarantee holds for a query that sees some key; a fully masked row weighs all keys. Then
-    there are no bounds.
+    hides_only_if_others_seen: the first guarantee holds for a query that sees some key; a fully masked row weighs all
+    keys. Then there are no bounds.
 
     Raises ValueError for an expression that is not one, naming the node.
     """
@@ -131,7 +131,7 @@ class ScoreProgram:
     visible: Expr | None = None
     upper: Expr | None = None
     lower: Expr | None = None
-    unless_empty: bool = False
+    hides_only_if_others_seen: bool = False
 
     def __post_init__(self) -> None:
         known: dict[Any, Expr] = {}
@@ -144,8 +144,10 @@ class ScoreProgram:
                 if (name := _written_name(node)) in forbidden:
                     raise ValueError(f"{name!r} has no place in {part!r} of a score program")
             object.__setattr__(self, part, expr)
-        if self.unless_empty and (self.visible is None or self.upper is not None or self.lower is not None):
-            raise ValueError("'unless_empty' of a score program is said of 'visible' without bounds")
+        if self.hides_only_if_others_seen and (
+            self.visible is None or self.upper is not None or self.lower is not None
+        ):
+            raise ValueError("'hides_only_if_others_seen' of a score program is said of 'visible' without bounds")
 
     @functools.cached_property
     def shared(self) -> frozenset[int]:
@@ -157,7 +159,7 @@ class ScoreProgram:
         parts: dict[str, Any] = {
             part: _as_json(getattr(self, part)) for part in _FORBIDDEN if getattr(self, part) is not None
         }
-        parts |= {_SOFTLY: True} if self.unless_empty else {}
+        parts |= {_IF_OTHERS_SEEN: True} if self.hides_only_if_others_seen else {}
         return json.dumps(parts, separators=(",", ":"), allow_nan=False)
 
     @staticmethod
@@ -168,7 +170,7 @@ class ScoreProgram:
         Raises ValueError for what `dumps` cannot have written.
         """
         parts = json.loads(text)
-        if not isinstance(parts, dict) or "score" not in parts or not parts.keys() <= {*_FORBIDDEN, _SOFTLY}:
+        if not isinstance(parts, dict) or "score" not in parts or not parts.keys() <= {*_FORBIDDEN, _IF_OTHERS_SEEN}:
             raise ValueError(f"not a score program: {text[:100]}")
         return ScoreProgram(**parts)
 
@@ -196,7 +198,7 @@ _NO_BOUND = frozenset(
     }
     - {*_BOUNDS}
 )
-_SOFTLY = "unless_empty"
+_IF_OTHERS_SEEN = "hides_only_if_others_seen"
 _FORBIDDEN = {
     "score": frozenset[str](), "factor": frozenset({"score"}), "sink": frozenset({"score", "j"}),
     "visible": frozenset({"score"}), "upper": _NO_BOUND, "lower": _NO_BOUND,

@@ -31,8 +31,8 @@ _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 class Visibility:
     """Bool [B|1, H|1, query blocks, key blocks]. some: a query may see a key there; every: each sees each, certainly.
 
-    Where `some` does not hold, every weight of the block is 0. Of a program whose `unless_empty` is set, `some` holds
-    for all keys wherever a query may see none.
+    Where `some` does not hold, every weight of the block is 0. Of a program whose `hides_only_if_others_seen` is set,
+    `some` holds for all keys wherever a query may see none.
     """
 
     some: Tensor
@@ -59,7 +59,7 @@ def visibility(
     if program.visible is not None:
         must, can = _as_bool(_Intervals(inputs, numbers, whole, blocks).of(program.visible))
         every, some = every & must, some & can
-    if program.unless_empty and program.visible is not None:
+    if program.hides_only_if_others_seen and program.visible is not None:
         some = some | ~_each_sees_a_key(program.visible, inputs, numbers, whole, blocks[0])
     shape = (
         *torch.broadcast_shapes(every.shape, some.shape)[:2],

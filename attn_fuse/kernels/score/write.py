@@ -49,7 +49,7 @@ def score_call(call: Call) -> ScoreCall:
         visible=writer.visible(),
         upper=upper,
         lower=lower,
-        unless_empty=writer.hides_softly,
+        hides_only_if_others_seen=writer.hides_only_if_others_seen,
     )
     return ScoreCall(program, writer.inputs, writer.numbers)
 
@@ -98,15 +98,21 @@ class _Writer:
         )
 
     @property
-    def hides_softly(self) -> bool:
+    def hides_only_if_others_seen(self) -> bool:
         """Whether a query that sees no key has weights for all."""
         mask = self._call.attention.mask
-        return bool(mask.soft_parts) and (mask.empty_rows == "mean" or not mask.parts)
+        return bool(mask.parts_if_others_seen) and (mask.empty_rows == "mean" or not mask.parts)
 
     def visible(self) -> Expr | None:
         """Where the mask lets a query see a key; None where it hides none, or hidden keys may count all the same."""
         mask = self._call.attention.mask
-        hiding = mask.soft_parts if self.hides_softly else () if mask.empty_rows == "mean" else mask.parts
+        hiding = (
+            mask.parts_if_others_seen
+            if self.hides_only_if_others_seen
+            else ()
+            if mask.empty_rows == "mean"
+            else mask.parts
+        )
         parts = [self.lowered(part.keep) for part in hiding]
         return functools.reduce(ex.And, parts) if parts else None
 

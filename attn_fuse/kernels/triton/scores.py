@@ -1,7 +1,7 @@
 """Scores: a score program as functions of Triton, which the kernels of this package are given as constants.
 
     code = score_code(program, inputs, numbers)         # cached; program: what ScoreProgram.dumps gives
-    reads = code.reads(inputs, numbers)                 # one kernel argument: tensors, strides and sizes, numbers
+    reads = code.kernel_args(inputs, numbers)                 # one kernel argument: tensors, strides and sizes, numbers
     kernel[grid](..., reads, SCORE=code.score, ...)     # within: SCORE(raw, b, h, i, j, q_len, kv_len, reads)
 
 Every function is about one tile of any shape and orientation:
@@ -94,7 +94,7 @@ class ScoreCode:
     backward_factor: float
     gradients: tuple[Gradient, ...]
 
-    def reads(self, inputs: Sequence[Tensor], numbers: Sequence[int]) -> tuple[Any, ...]:
+    def kernel_args(self, inputs: Sequence[Tensor], numbers: Sequence[int]) -> tuple[Any, ...]:
         """What the functions read, as one argument of a kernel: (tensors, their strides and sizes, numbers).
 
         Triton compiles anew for a number in a tuple that is 1 or a multiple of 16: 4 * number + 2 is neither.

@@ -98,7 +98,7 @@ def attend(
         rows, device = facts.rows * splits, query.device
         part = torch.empty((rows, facts.shape[3]), dtype=torch.float32, device=device)
         statistics = torch.empty((rows, 2), dtype=torch.float32, device=device)
-    tensors, sizes, whole = facts.code.reads(inputs, numbers)
+    tensors, sizes, whole = facts.code.kernel_args(inputs, numbers)
     in_steps = (*(n // step for n in key_strides), key.stride(3), *(n // step for n in value_strides), value.stride(3))
     specialized = (in_steps[2], in_steps[3], in_steps[6], in_steps[7], *sizes)
     launch(
@@ -169,7 +169,7 @@ def _facts(
         size = tiles(groups * q_len, max(head_dim, value_dim), query.element_size())
         constants = (
             groups, head_dim, value_dim, size.rows, size.keys, _padded(head_dim), _padded(value_dim),
-            code.score, code.factor, code.sink, code.visible, code.program.unless_empty,
+            code.score, code.factor, code.sink, code.visible, code.program.hides_only_if_others_seen,
         )  # fmt: skip
         options = {"num_warps": size.warps, "num_stages": size.stages}
         planes = batch * kv_heads * ceil_div(groups * q_len, size.rows)

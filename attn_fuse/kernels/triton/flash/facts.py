@@ -182,7 +182,7 @@ def _worked_out(
     bounds = (bound(tree, numbers) for tree in (code.program.lower, code.program.upper))
     lower, upper = (None if n is None else max(-LONGEST, min(n, LONGEST)) for n in bounds)
     tiles = any(x.ndim == 4 and 1 not in x.shape[2:] for x in inputs)
-    _, strides, whole = code.reads(inputs, numbers)
+    _, strides, whole = code.kernel_args(inputs, numbers)
     return CallFacts(
         dtype=query.dtype,
         device=query.device,

@@ -96,7 +96,7 @@ def _spans(call: Call, score: ScoreCall) -> tuple[Node | None, Node | None]:
     program = _structure(score)
     if program is None:
         return None, None
-    part = part_of(Score(), program.unless_empty, visible=program.visible)
+    part = part_of(Score(), program.hides_only_if_others_seen, visible=program.visible)
     a = call.attention
     sizes = [call.size(a.length(axes)) for axes in (a.batch_axes, a.head_axes, a.axes.query, a.axes.key)]
     tensors = [call.node_once(torch.Tensor.detach, score.inputs[n]) for n in part.inputs]
@@ -112,10 +112,10 @@ def _structure(score: ScoreCall) -> ScoreProgram | None:
     program = score.program
     if program.visible is None:
         return None
-    if program.unless_empty:
+    if program.hides_only_if_others_seen:
         # Some of the parts alone would not say which rows are fully masked.
         small = _is_small(program.visible, score.inputs)
-        return ScoreProgram(Score(), visible=program.visible, unless_empty=True) if small else None
+        return ScoreProgram(Score(), visible=program.visible, hides_only_if_others_seen=True) if small else None
     parts = [
         part
         for part in _conjuncts(inside(program.visible, program))
