@@ -11,6 +11,7 @@ import torch
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
+from attn_fuse.expression.functions import COMPARISONS, FUNCTIONS
 from attn_fuse.torch_internals import storage_of
 
 SOFTMAX = frozenset({"softmax", "_softmax", "log_softmax", "_log_softmax", "_safe_softmax"})
@@ -34,17 +35,20 @@ SCATTERS = frozenset("slice_scatter select_scatter diagonal_scatter index_copy a
 # Elements at positions that a tensor holds.
 LOOKUPS = frozenset("embedding index_select gather take_along_dim index".split())
 CASTS = frozenset("to float half bfloat16 double type type_as _to_copy".split())
-ELEMENTWISE = CASTS | frozenset(
-    "abs absolute acos acosh add addcdiv addcmul and arccos arccosh arcsin arcsinh arctan arctan2 arctanh asin asinh "
-    "atan atan2 atanh bitwise_and bitwise_not bitwise_or bitwise_xor bool ceil celu clamp clamp_max clamp_min clip "
-    "copy cos cosh deg2rad div divide elu eq equal erf erfc exp exp2 expm1 fill fix float_power floor "
-    "floor_divide floordiv fmax fmin fmod frac ge gelu greater greater_equal gt hardshrink hardsigmoid hardswish "
-    "hardtanh heaviside index_fill index_put int invert isfinite isinf isnan ldexp le leaky_relu lerp less "
-    "less_equal log log10 log1p log2 log_sigmoid logaddexp logaddexp2 logical_and logical_not logical_or logical_xor "
-    "logit logsigmoid long lt masked_fill masked_scatter max maximum min minimum mish mod mul multiply nan_to_num ne "
-    "neg negative not not_equal or positive pow prelu rad2deg reciprocal relu relu6 remainder round rsqrt rsub selu "
-    "setitem sgn sigmoid sign silu sin sinc sinh softplus softshrink softsign special_expit sqrt square sub subtract "
-    "tan tanh tanhshrink threshold true_divide trunc where xlogy xor zero".split()
+# The functions that we know everything of, and those that the normal form writes out in them or leaves alone.
+ELEMENTWISE = (
+    CASTS
+    | COMPARISONS.keys()
+    | FUNCTIONS.keys() - LAYOUT
+    | frozenset(
+        "absolute addcdiv addcmul and arccos arccosh arcsin arcsinh arctan arctan2 arctanh bitwise_and bitwise_not "
+        "bitwise_or bitwise_xor bool celu clamp clamp_max clamp_min clip copy deg2rad divide elu equal fill fix "
+        "float_power floordiv fmax fmin frac greater greater_equal hardshrink hardsigmoid hardswish hardtanh heaviside "
+        "index_fill index_put int invert ldexp leaky_relu lerp less less_equal log_sigmoid logaddexp logaddexp2 "
+        "logical_and logical_not logical_or logical_xor logit logsigmoid long masked_fill masked_scatter max min mish mod "
+        "multiply nan_to_num negative not not_equal or positive prelu rad2deg relu6 rsub selu setitem sgn sinc softshrink "
+        "softsign special_expit square subtract tanhshrink threshold true_divide where xlogy xor zero".split()
+    )
 )
 REDUCTIONS = frozenset("sum amax amin logsumexp any all mean cumsum diff".split())
 CREATION = frozenset(
