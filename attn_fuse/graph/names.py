@@ -36,19 +36,15 @@ SCATTERS = frozenset("slice_scatter select_scatter diagonal_scatter index_copy a
 LOOKUPS = frozenset("embedding index_select gather take_along_dim index".split())
 CASTS = frozenset("to float half bfloat16 double type type_as _to_copy".split())
 # The functions that we know everything of, and those that the normal form writes out in them or leaves alone.
-ELEMENTWISE = (
-    CASTS
-    | COMPARISONS.keys()
-    | FUNCTIONS.keys() - LAYOUT
-    | frozenset(
-        "absolute addcdiv addcmul and arccos arccosh arcsin arcsinh arctan arctan2 arctanh bitwise_and bitwise_not "
-        "bitwise_or bitwise_xor bool celu clamp clamp_max clamp_min clip copy deg2rad divide elu equal fill fix "
-        "float_power floordiv fmax fmin frac greater greater_equal hardshrink hardsigmoid hardswish hardtanh heaviside "
-        "index_fill index_put int invert ldexp leaky_relu lerp less less_equal log_sigmoid logaddexp logaddexp2 "
-        "logical_and logical_not logical_or logical_xor logit logsigmoid long masked_fill masked_scatter max min mish mod "
-        "multiply nan_to_num negative not not_equal or positive prelu rad2deg relu6 rsub selu setitem sgn sinc softshrink "
-        "softsign special_expit square subtract tanhshrink threshold true_divide where xlogy xor zero".split()
-    )
+ELEMENTWISE = frozenset(CASTS | COMPARISONS.keys() | FUNCTIONS.keys() - LAYOUT) | frozenset(
+    "absolute addcdiv addcmul and arccos arccosh arcsin arcsinh arctan arctan2 arctanh bitwise_and "
+    "bitwise_not bitwise_or bitwise_xor bool celu clamp clamp_max clamp_min clip copy deg2rad divide elu "
+    "equal fill fix float_power floordiv fmax fmin frac greater greater_equal hardshrink hardsigmoid "
+    "hardswish hardtanh heaviside index_fill index_put int invert ldexp leaky_relu lerp less less_equal "
+    "log_sigmoid logaddexp logaddexp2 logical_and logical_not logical_or logical_xor logit logsigmoid long "
+    "masked_fill masked_scatter max min mish mod multiply nan_to_num negative not not_equal or positive prelu "
+    "rad2deg relu6 rsub selu setitem sgn sinc softshrink softsign special_expit square subtract tanhshrink "
+    "threshold true_divide where xlogy xor zero".split()
 )
 REDUCTIONS = frozenset("sum amax amin logsumexp any all mean cumsum diff".split())
 CREATION = frozenset(
