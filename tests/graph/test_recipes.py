@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import attn_fuse
+from attn_fuse.attention import mask
 from attn_fuse.backend import attn_fuse as backend
 from attn_fuse.picker import pick as picker
 
@@ -86,3 +87,33 @@ def test_a_floor_within_reach_is_a_function_of_the_scores() -> None:
     torch.testing.assert_close(torch.compile(attention, backend=backend, options=options)(q), attention(q))
     (site,) = attn_fuse.reports()[-1].sites
     assert site.status == "as written" and reason in site.blocker.reason
+
+
+class TestTheMaskRecipe:
+    @pytest.fixture(autouse=True)
+    def dilated(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        names = vars(mask).copy()
+        exec("from __future__ import annotations\n" + block("attn_fuse/attention/mask.py"), names)
+        parts = [part for part in mask.PARTS if part is not mask.PositionMask]
+        at = mask.PARTS.index(mask.PositionMask)
+        monkeypatch.setattr(mask, "PARTS", (*parts[:at], names["Dilated"], mask.PositionMask, *parts[at:]))
+
+    def site(self, seen) -> attn_fuse.SiteReport:
+        def program(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            i, j = torch.arange(9)[:, None], torch.arange(9)
+            return (q @ k.mT / 4).masked_fill(~seen(i, j), float("-inf")).softmax(-1) @ v
+
+        q, k, v = torch.randn(3, 2, 4, 9, 16)
+        fused = torch.compile(program, backend=backend, options={"inner_backend": "eager", "pick": "fused"})
+        torch.testing.assert_close(fused(q, k, v), program(q, k, v))
+        return attn_fuse.reports()[-1].sites[0]
+
+    def test_it_is_named(self) -> None:
+        site = self.site(lambda i, j: (i - j) % 2 == 0)
+        assert site.fused and site.attention["mask"].startswith("dilated by 2, since query i sees key")
+
+    @pytest.mark.parametrize(
+        "seen", [lambda i, j: (i + j) % 2 == 0, lambda i, j: (i - 2 * j) % 3 != 1], ids=["sum", "another step"]
+    )
+    def test_what_looks_like_it_is_a_formula_of_positions(self, seen) -> None:
+        assert self.site(seen).attention["mask"] == "a mask computed from positions"
