@@ -183,7 +183,10 @@ def has_jump(x: Expr) -> bool:
         (al.add(Const(0.0), Load(0, (Q,))), Load(0, (Q,))),
         (al.add(Index(Q), Const(3)), Index(Q + 3)),
         (al.mul(Const(1), Load(0, (Q,))), Load(0, (Q,))),
-        (al.mul(Select(IsZero(Q), Const(1.0), Const(0.0)), Load(0, (Q,))), Select(IsZero(Q), Load(0, (Q,)), Const(0.0))),
+        (
+            al.mul(Select(IsZero(Q), Const(1.0), Const(0.0)), Load(0, (Q,))),
+            Select(IsZero(Q), Load(0, (Q,)), Const(0.0)),
+        ),
         (al.div(Score(), Const(8.0)), Mul(Score(), Const(0.125))),
         (al.div(Load(0, (Q,)), Const(3.0)), Div(Load(0, (Q,)), Const(3.0))),
         (al.unary("exp", Unary("log", Score())), Score()),
