@@ -23,7 +23,6 @@ from attn_fuse.graph.scopes import is_frozen
 from attn_fuse.kernels import KERNELS
 from attn_fuse.kernels.flex import kernel as flex
 from attn_fuse.kernels.switches import Switches, forbidden
-from attn_fuse.kernels.triton.decode import kernel as triton_decode
 from attn_fuse.picker import pick as picker
 from attn_fuse.picker import trial
 from attn_fuse.picker.evidence import AS_WRITTEN
@@ -170,10 +169,9 @@ def test_what_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flex, "flex_runs_on_cpu", lambda: False)
     inductor = dataclasses.replace(facts, compiled=True)
     assert "torch has it on CPU only with AVX2, and not on macOS" in KERNEL["flex"].why_not(attention, inductor)
-    monkeypatch.setattr(triton_decode, "_has_triton", lambda: False)
+    monkeypatch.setattr("attn_fuse.kernels.triton.is_installed", lambda: False)
     there = dataclasses.replace(facts, **CUDA)
     assert "Triton is not installed" in KERNEL["triton_decode"].why_not(attention, there)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "Triton is not installed" in KERNEL["triton_flash"].why_not(attention, there)
 
 

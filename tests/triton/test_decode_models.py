@@ -123,7 +123,7 @@ PLAIN = cast(Attention, SimpleNamespace(dropout_p=None))
 
 
 def test_it_takes_few_queries_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attn_fuse.kernels.triton.decode.kernel._has_triton", lambda: True)
+    monkeypatch.setattr("attn_fuse.kernels.triton.is_installed", lambda: True)
     for facts in (CUDA, replace(CUDA, q_len=16), replace(CUDA, heads=71, kv_heads=1), replace(CUDA, q_len=32)):
         assert not TRITON_DECODE.why_not(PLAIN, facts)
 
@@ -138,10 +138,10 @@ def test_it_takes_few_queries_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_just_beyond(facts: Facts, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attn_fuse.kernels.triton.decode.kernel._has_triton", lambda: True)
+    monkeypatch.setattr("attn_fuse.kernels.triton.is_installed", lambda: True)
     assert TRITON_DECODE.why_not(PLAIN, facts) == (reason,)
 
 
 def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attn_fuse.kernels.triton.decode.kernel._has_triton", lambda: False)
+    monkeypatch.setattr("attn_fuse.kernels.triton.is_installed", lambda: False)
     assert TRITON_DECODE.why_not(PLAIN, CUDA) == ("Triton is not installed",)

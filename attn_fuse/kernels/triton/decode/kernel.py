@@ -6,9 +6,6 @@ score program. Declined: gradients, dropout, a symbolic q_len, rows wider than 2
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -19,6 +16,7 @@ from attn_fuse.attention.attention import Attention
 from attn_fuse.attention.facts import Facts
 from attn_fuse.kernels.kernel import Kernel, Reach
 from attn_fuse.kernels.score.write import score_call
+from attn_fuse.kernels.triton import DEVICES, common_limits
 
 if TYPE_CHECKING:
     from attn_fuse.emit.call import Call
@@ -26,10 +24,6 @@ if TYPE_CHECKING:
 MOST_QUERIES = 16
 # Max rows for one key head: the queries of all heads that share it.
 MOST_ROWS = 128
-WIDEST_HEAD = 256
-
-# Triton's interpreter runs kernels on CPU tensors; it has to be chosen before Triton is imported.
-_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def limits(attention: Attention, facts: Facts) -> Iterator[str]:
@@ -42,18 +36,7 @@ def limits(attention: Attention, facts: Facts) -> Iterator[str]:
         yield f"takes at most {MOST_QUERIES} queries, and their number may change from call to call"
     elif facts.q_len > MOST_QUERIES and facts.q_len * facts.heads > MOST_ROWS * facts.kv_heads:
         yield f"takes at most {MOST_QUERIES} queries, not {facts.q_len}"
-    for name in ("head_dim", "value_dim"):
-        if name in facts.symbolic:
-            yield f"takes a {name} of at most {WIDEST_HEAD}, and it may change from call to call"
-        elif getattr(facts, name) > WIDEST_HEAD:
-            yield f"takes a {name} of at most {WIDEST_HEAD}, not {getattr(facts, name)}"
-    if not _has_triton():
-        yield "Triton is not installed"
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    yield from common_limits(facts)
 
 
 def emit(call: Call) -> Node:
@@ -74,7 +57,7 @@ def emit(call: Call) -> Node:
 
 TRITON_DECODE = Kernel(
     name="triton_decode",
-    devices=frozenset({"cuda", "cpu"} if _INTERPRETED else {"cuda"}),
+    devices=DEVICES,
     dtypes=frozenset({torch.float16, torch.bfloat16, torch.float32}),
     limits=limits,
     emit=emit,

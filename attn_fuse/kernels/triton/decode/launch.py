@@ -19,7 +19,7 @@ from torch import Tensor
 
 from attn_fuse.kernels.operands import check_shapes
 from attn_fuse.kernels.score.program import ScoreProgram, bound
-from attn_fuse.kernels.triton.decode.kernel import WIDEST_HEAD
+from attn_fuse.kernels.triton import WIDEST
 from attn_fuse.kernels.triton.decode.kernels import attend_split, join_splits
 from attn_fuse.kernels.triton.emitter import LONGEST
 from attn_fuse.kernels.triton.launch import KEPT, Kept, ceil_div, launch
@@ -224,7 +224,7 @@ def _padded(width: int) -> int:
 
 def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
     check_shapes(query, key, value)
-    if max(query.shape[3], value.shape[3]) > WIDEST_HEAD or key.shape[2] > LONGEST:
+    if max(query.shape[3], value.shape[3]) > WIDEST or key.shape[2] > LONGEST:
         raise ValueError(f"too large: {[*query.shape]}, {[*key.shape]}, {[*value.shape]}")
     if not query.dtype == key.dtype == value.dtype or query.dtype not in _DTYPES:
         raise ValueError(f"does not take {query.dtype}, {key.dtype} and {value.dtype}")

@@ -9,17 +9,17 @@ imports Triton.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from attn_fuse.emit.operators import operator
+from attn_fuse.kernels.triton import OPERATOR_DEVICES
+
 # torch's caches on disk know an operator by its name only: raise this with every change in what it computes.
 VERSION = 2
-
-_NAME = f"triton_decode_v{VERSION}"
 
 
 def _run(
@@ -46,16 +46,11 @@ def _no_gradient(ctx: Any, grad_out: Tensor) -> Any:
     raise RuntimeError("triton_decode is attention for inference: it has no gradient")
 
 
-_LIBRARY = torch.library.Library("attn_fuse", "FRAGMENT")
-_LIBRARY.define(
-    f"{_NAME}(Tensor query, Tensor key, Tensor value, Tensor[] inputs, SymInt[] numbers, str program, "
+decode = operator(
+    f"triton_decode_v{VERSION}(Tensor query, Tensor key, Tensor value, Tensor[] inputs, SymInt[] numbers, str program, "
     "int? splits=None) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
+    _run,
+    _fake,
+    _no_gradient,
+    devices=OPERATOR_DEVICES,
 )
-_LIBRARY.impl(_NAME, _run, "CUDA")
-if os.environ.get("TRITON_INTERPRET") == "1":
-    _LIBRARY.impl(_NAME, _run, "CPU")
-torch.library.register_fake(f"attn_fuse::{_NAME}", _fake, lib=_LIBRARY)
-torch.library.register_autograd(f"attn_fuse::{_NAME}", _no_gradient, lib=_LIBRARY)
-
-decode = getattr(torch.ops.attn_fuse, _NAME).default

@@ -15,13 +15,13 @@ from attn_fuse.expression.nodes import Gather, distinct
 from attn_fuse.kernels.operands import check_dropout, check_shapes
 from attn_fuse.kernels.score.program import bound
 from attn_fuse.kernels.switches import float32_precision
+from attn_fuse.kernels.triton import WIDEST
 from attn_fuse.kernels.triton.emitter import LONGEST
 from attn_fuse.kernels.triton.flash.configs import Config, Taken, config
 from attn_fuse.kernels.triton.launch import KEPT, Kept
 from attn_fuse.kernels.triton.scores import LOG2E, ScoreCode, score_code
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-WIDEST = 256
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,8 +15,8 @@ import torch
 from attn_fuse.attention.attention import Attention
 from attn_fuse.attention.facts import Facts
 from attn_fuse.kernels.kernel import Kernel, Reach
+from attn_fuse.kernels.triton import INTERPRETED
 from attn_fuse.kernels.triton.flash import kernel as triton_flash
-from attn_fuse.kernels.triton.flash.op import INTERPRETED
 
 HOPPER = (9, 0)
 

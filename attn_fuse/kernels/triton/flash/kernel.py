@@ -8,7 +8,6 @@ the structure of the mask hides are not computed.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import operator
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -26,6 +25,7 @@ from attn_fuse.kernels.score.part import part_of
 from attn_fuse.kernels.score.program import ScoreProgram
 from attn_fuse.kernels.score.simplify import inside
 from attn_fuse.kernels.score.write import ScoreCall, score_call
+from attn_fuse.kernels.triton import DEVICES, common_limits
 from attn_fuse.kernels.triton.flash import op as flash_op
 from attn_fuse.kernels.triton.flash import packed_op
 from attn_fuse.kernels.triton.flash.packed import packed_operands
@@ -34,19 +34,12 @@ from attn_fuse.kernels.triton.flash.spans import spans
 if TYPE_CHECKING:
     from attn_fuse.emit.call import Call
 
-WIDEST = 256
 _AMPERE = (8, 0)
 
 
 def limits(attention: Attention, facts: Facts) -> Iterator[str]:
     """The reasons beside device type and dtype: wide rows, no Triton, a GPU before Ampere."""
-    for name in ("head_dim", "value_dim"):
-        if name in facts.symbolic:
-            yield f"takes a {name} of at most {WIDEST}, and it may change from call to call"
-        elif getattr(facts, name) > WIDEST:
-            yield f"takes a {name} of at most {WIDEST}, not {getattr(facts, name)}"
-    if importlib.util.find_spec("triton") is None:
-        yield "Triton is not installed"
+    yield from common_limits(facts)
     if facts.device.type == "cuda" and torch.cuda.is_available():
         capability = torch.cuda.get_device_capability(facts.device)
         if capability < _AMPERE:
@@ -144,7 +137,7 @@ def _is_small(expr: Expr, inputs: list[Node]) -> bool:
 
 TRITON_FLASH = Kernel(
     name="triton_flash",
-    devices=frozenset({"cuda", "cpu"} if flash_op.INTERPRETED else {"cuda"}),
+    devices=DEVICES,
     dtypes=frozenset({torch.float16, torch.bfloat16, torch.float32}),
     limits=limits,
     emit=emit,

@@ -19,6 +19,7 @@ from attn_fuse.kernels.triton.flash import forward as flash_forward
 from attn_fuse.kernels.triton.flash.configs import together_or_apart
 from attn_fuse.kernels.triton.flash.descriptors import described, is_readable
 from attn_fuse.kernels.triton.flash.facts import CallFacts, call_facts
+from attn_fuse.kernels.triton.flash.op import heads_inside
 from attn_fuse.kernels.triton.launch import ALIGNMENT, ceil_div, launch
 from attn_fuse.kernels.triton.scores import LOG2E, Gradient, readable
 
@@ -89,7 +90,7 @@ def attend(
     facts = call_facts(query, key, value, inputs, numbers, seed, dropout_p, program, descriptors)
     centre = centre_of(query, value) if centred else value.new_empty(0)
     (batch, heads, q_len, _), value_dim = query.shape, value.shape[3]
-    out = _laid_out(query, value_dim)
+    out = heads_inside(query, (*query.shape[:3], value_dim))
     row_max = torch.empty((batch, heads, q_len), dtype=torch.float32, device=query.device)
     row_sum = torch.empty_like(row_max)
     programs = ceil_div(q_len, facts.configs["forward"].block_m) * heads * batch
@@ -141,7 +142,7 @@ def attend_backward(
     value = less_centre(value, centre, value.dtype)
     call = _Call(query, key, value, inputs, numbers, seed if facts.drops else None, facts)
     batch, heads, q_len, _ = query.shape
-    dquery, dkey, dvalue = into or (_laid_out(x, x.shape[3]) for x in (query, key, value))
+    dquery, dkey, dvalue = into or (heads_inside(x, x.shape) for x in (query, key, value))
     saved = torch.empty((batch, heads, 4, _padded(q_len)), dtype=torch.float32, device=query.device)
     on_queries, on_keys = _table(of_queries), _table(of_keys)
     pointers = (grad_out, query, key, value, dquery, dkey, dvalue, of_queries, of_keys, *inputs)
@@ -275,13 +276,6 @@ def _add_sink_gradients(call: _Call, saved: Tensor, is_wanted: Sequence[bool], f
             indices = gathered(node, call.inputs, call.numbers, block, memo)
             accumulate(node, gradient, into, indices, block)
             found[node.leaf] = into
-
-
-def _laid_out(like: Tensor, width: int) -> Tensor:
-    """An empty [B, H, L, width] that lies in memory as a projection to all heads does, [B, L, H, width]."""
-    batch, heads, length, _ = like.shape
-    strides = (length * heads * width, width, heads * width, 1)
-    return torch.empty_strided((batch, heads, length, width), strides, dtype=like.dtype, device=like.device)
 
 
 def _padded(length: int) -> int:

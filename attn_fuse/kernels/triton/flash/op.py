@@ -11,63 +11,38 @@ The first call imports Triton. Under its interpreter (TRITON_INTERPRET=1) the op
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from attn_fuse.emit.operators import gradients_of_inputs, operator
 from attn_fuse.kernels.once import once
+from attn_fuse.kernels.triton import OPERATOR_DEVICES
 
 # torch's caches on disk know an operator by its name only: raise this with every change in what it computes.
 VERSION = 4
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-
-TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
 
 
 def heads_inside(like: Tensor, shape: Sequence[Any]) -> Tensor:
     """An empty [batch, heads, length, dim] that lies in memory as [batch, length, heads, dim]."""
     batch, heads, length, dim = shape
-    return like.new_empty(batch, length, heads, dim).transpose(1, 2)
-
-
-def register(
-    library: torch.library.Library, names: tuple[str, str], runs: Sequence[Any], fakes: Sequence[Any], autograd: Any
-) -> tuple[Any, Any]:
-    """Implement a defined forward and backward operator and return both; also for the CPU where Triton is interpreted.
-
-    names, runs, fakes: of the forward, then of the backward. autograd: the gradients' formula, and its context's setup.
-    """
-    for name, run, fake in zip(names, runs, fakes, strict=True):
-        for device in ("CUDA", "CPU") if INTERPRETED else ("CUDA",):
-            library.impl(name, run, device)
-        torch.library.register_fake(f"attn_fuse::{name}", fake, lib=library)
-    gradients, save = autograd
-    torch.library.register_autograd(f"attn_fuse::{names[0]}", gradients, setup_context=save, lib=library)
-    forward, backward = (getattr(torch.ops.attn_fuse, name).default for name in names)
-    return forward, backward
-
-
-def _laid_out(like: Tensor, width: Any) -> Tensor:
-    return heads_inside(like, (*like.shape[:3], width))
+    strides = (length * heads * dim, dim, heads * dim, 1)
+    return torch.empty_strided((batch, heads, length, dim), strides, dtype=like.dtype, device=like.device)
 
 
 def _fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rows, centred = query.new_empty(query.shape[:3], dtype=torch.float32), rest[-1]
     centre = value.new_empty(*query.shape[:2], 1, value.shape[3]) if centred else value.new_empty(0)
-    return _laid_out(query, value.shape[3]), rows, torch.empty_like(rows), centre
+    return heads_inside(query, (*query.shape[:3], value.shape[3])), rows, torch.empty_like(rows), centre
 
 
 def _fake_backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, inputs: Sequence[Tensor], *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    wanted = rest[-1]
-    sizes = [x.shape if wanted[n] and x.is_floating_point() else (0,) for n, x in enumerate(inputs)]
-    dinputs = [x.new_empty(size) for x, size in zip(inputs, sizes, strict=True)]
-    dquery, dkey, dvalue = (_laid_out(x, x.shape[3]) for x in (query, key, value))
-    return dquery, dkey, dvalue, dinputs
+    dquery, dkey, dvalue = (heads_inside(x, x.shape) for x in (query, key, value))
+    return dquery, dkey, dvalue, gradients_of_inputs(inputs, rest[-1])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
@@ -102,23 +77,25 @@ def _operators(name: str, descriptors: bool) -> tuple[Any, Any]:
         # torch takes [] for the gradient of an empty list, and None where anything else has no gradient.
         return (dquery, dkey, dvalue, dinputs, None if ctx.numbers else [], None, None, None, None, None, None)
 
-    names = f"{name}_v{VERSION}", f"{name}_v{VERSION}_backward"
-    _LIBRARY.define(
-        f"{names[0]}({_ARGUMENTS}, str program, bool centred) -> "
+    backward = operator(
+        f"{name}_v{VERSION}_backward(Tensor grad_out, {_ARGUMENTS}, Tensor out, Tensor row_max, Tensor row_sum, "
+        "Tensor centre, str program, bool[] wanted) -> (Tensor dquery, Tensor dkey, Tensor dvalue, Tensor[] dinputs)",
+        attend_backward,
+        _fake_backward,
+        devices=OPERATOR_DEVICES,
+    )
+    forward = operator(
+        f"{name}_v{VERSION}({_ARGUMENTS}, str program, bool centred) -> "
         "(Tensor out, Tensor row_max, Tensor row_sum, Tensor centre)",
-        tags=TAGS,
+        attend,
+        _fake,
+        gradients,
+        _save,
+        devices=OPERATOR_DEVICES,
     )
-    _LIBRARY.define(
-        f"{names[1]}(Tensor grad_out, {_ARGUMENTS}, Tensor out, Tensor row_max, Tensor row_sum, Tensor centre, "
-        "str program, bool[] wanted) -> (Tensor dquery, Tensor dkey, Tensor dvalue, Tensor[] dinputs)",
-        tags=TAGS,
-    )
-    runs, fakes = (attend, attend_backward), (_fake, _fake_backward)
-    forward, backward = register(_LIBRARY, names, runs, fakes, (gradients, _save))
     return forward, backward
 
 
-_LIBRARY = torch.library.Library("attn_fuse", "FRAGMENT")
 _ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, Tensor[] inputs, SymInt[] numbers, Tensor? seed, Tensor? of_queries, "
     "Tensor? of_keys, float dropout_p"

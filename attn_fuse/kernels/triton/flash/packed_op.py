@@ -17,8 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_fuse.emit.operators import gradients_of_inputs, operator
 from attn_fuse.kernels.once import once
-from attn_fuse.kernels.triton.flash.op import TAGS, heads_inside, register
+from attn_fuse.kernels.triton import OPERATOR_DEVICES
+from attn_fuse.kernels.triton.flash.op import heads_inside
 
 # torch's caches on disk know an operator by its name only: raise this with every change in what it computes.
 VERSION = 5
@@ -65,9 +67,7 @@ def _fake(packed: Tensor, views: Sequence[int], sizes: Sequence[int], *rest: Any
 def _fake_backward(
     grad_out: Tensor, packed: Tensor, views: Any, sizes: Any, inputs: Sequence[Tensor], *rest: Any
 ) -> tuple[Tensor, list[Tensor]]:
-    wanted = rest[-1]
-    shapes = [x.shape if wanted[n] and x.is_floating_point() else (0,) for n, x in enumerate(inputs)]
-    return packed.new_empty(packed.shape), [x.new_empty(shape) for x, shape in zip(inputs, shapes, strict=True)]
+    return packed.new_empty(packed.shape), gradients_of_inputs(inputs, rest[-1])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
@@ -110,23 +110,25 @@ def _operators(name: str, descriptors: bool) -> tuple[Any, Any]:
         # sizes are never empty.
         return (dpacked, None, None, found, None if ctx.numbers else [], None, None, None, None, None, None)
 
-    names = f"{name}_packed_v{VERSION}", f"{name}_packed_v{VERSION}_backward"
-    _LIBRARY.define(
-        f"{names[0]}({_ARGUMENTS}, str program, bool centred) -> "
+    backward = operator(
+        f"{name}_packed_v{VERSION}_backward(Tensor grad_out, {_ARGUMENTS}, Tensor out, Tensor row_max, Tensor row_sum, "
+        "Tensor centre, str program, bool[] wanted) -> (Tensor dpacked, Tensor[] dinputs)",
+        run_backward,
+        _fake_backward,
+        devices=OPERATOR_DEVICES,
+    )
+    forward = operator(
+        f"{name}_packed_v{VERSION}({_ARGUMENTS}, str program, bool centred) -> "
         "(Tensor out, Tensor row_max, Tensor row_sum, Tensor centre)",
-        tags=TAGS,
+        run,
+        _fake,
+        gradients,
+        _save,
+        devices=OPERATOR_DEVICES,
     )
-    _LIBRARY.define(
-        f"{names[1]}(Tensor grad_out, {_ARGUMENTS}, Tensor out, Tensor row_max, Tensor row_sum, Tensor centre, "
-        "str program, bool[] wanted) -> (Tensor dpacked, Tensor[] dinputs)",
-        tags=TAGS,
-    )
-    runs, fakes = (run, run_backward), (_fake, _fake_backward)
-    forward, backward = register(_LIBRARY, names, runs, fakes, (gradients, _save))
     return forward, backward
 
 
-_LIBRARY = torch.library.Library("attn_fuse", "FRAGMENT")
 _ARGUMENTS = (
     "Tensor packed, SymInt[] views, SymInt[] sizes, Tensor[] inputs, SymInt[] numbers, Tensor? seed, "
     "Tensor? of_queries, Tensor? of_keys, float dropout_p"

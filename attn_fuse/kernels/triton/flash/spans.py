@@ -7,11 +7,11 @@ of the mask (`visibility`), so that layers with the same mask share one call of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from attn_fuse.emit.operators import operator
 from attn_fuse.kernels.score.dependence import planes
 from attn_fuse.kernels.score.program import ScoreProgram
 from attn_fuse.kernels.score.visibility import visibility
@@ -19,8 +19,6 @@ from attn_fuse.kernels.score.visibility import visibility
 VERSION = 1
 # Queries or keys in one entry.
 SPAN = 64
-
-_NAME = f"triton_spans_v{VERSION}"
 
 
 def _spans(
@@ -57,13 +55,10 @@ def _fake(
     return tuple(made)  # type: ignore[return-value]
 
 
-_LIBRARY = torch.library.Library("attn_fuse", "FRAGMENT")
-_LIBRARY.define(
-    f"{_NAME}(Tensor[] inputs, SymInt[] numbers, SymInt batch, SymInt heads, SymInt q_len, SymInt kv_len, str program, "
-    "Device device) -> (Tensor of_queries, Tensor of_keys)",
-    tags=(torch.Tag.pt2_compliant_tag,),
+spans = operator(
+    f"triton_spans_v{VERSION}(Tensor[] inputs, SymInt[] numbers, SymInt batch, SymInt heads, SymInt q_len, "
+    "SymInt kv_len, str program, Device device) -> (Tensor of_queries, Tensor of_keys)",
+    _spans,
+    _fake,
+    keeps_strides=True,
 )
-_LIBRARY.impl(_NAME, _spans, "CompositeExplicitAutograd")
-torch.library.register_fake(f"attn_fuse::{_NAME}", _fake, lib=_LIBRARY)
-
-spans: Any = getattr(torch.ops.attn_fuse, _NAME).default
