@@ -21,7 +21,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from attn_fuse.backend import attn_fuse
-from attn_fuse.errors import NotFusedError
+from attn_fuse.errors import NotFusedError, named
 from attn_fuse.kernels import KERNELS
 from attn_fuse.picker import evidence
 from attn_fuse.picker.case import Case, visible_share
@@ -137,7 +137,7 @@ def prepared(
             continue
         except Exception as problem:
             synchronize(device)  # raises where the kernel broke the device, so that nothing else runs on it
-            why_not[name] = f"{type(problem).__name__}: {problem}".partition("\n")[0]
+            why_not[name] = named(problem)
             continue
         if agrees:
             runs[name] = run

@@ -37,3 +37,13 @@ def nearest(name: object, known: Iterable[str]) -> str:
     known = sorted(known)
     close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
     return f" Did you mean {close[0]!r}?" if close else f" Known: {', '.join(known)}."
+
+
+def first_line(problem: object) -> str:
+    """The first line of an error's message; torch's have pages."""
+    return str(problem).partition("\n")[0]
+
+
+def named(problem: Exception) -> str:
+    """An error's type and the first line of its message."""
+    return f"{type(problem).__name__}: {first_line(problem)}"

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from attn_fuse.backend import attn_fuse
-from attn_fuse.errors import NotFusedError
+from attn_fuse.errors import NotFusedError, first_line
 from attn_fuse.graph.modes import autocast_of
 from attn_fuse.picker.selfcheck import Job, Leaf
 from attn_fuse.picker.timing import interleaved, synchronize
@@ -70,12 +70,12 @@ def verdict(job: Job) -> tuple[float | None, str, bool]:
         try:
             wrong = _of_draws(runs, job, leaves, upstream) if job.drops else _unlike(runs, job)
         except torch.OutOfMemoryError as problem:
-            return None, f"its self-check ran out of memory: {_first_line(problem)}", False
+            return None, f"its self-check ran out of memory: {first_line(problem)}", False
         except NotFusedError as problem:
             said = reports()[-1].sites[0].why_not if reports() and reports()[-1].sites else {}
             return None, "; ".join(said.get(job.kernel, (str(problem),))), True
         except Exception as problem:
-            return None, f"its self-check failed: {type(problem).__name__}: {_first_line(problem)}", True
+            return None, f"its self-check failed: {type(problem).__name__}: {first_line(problem)}", True
         if wrong:
             return None, f"its self-check failed: {wrong}", True
         against = job.fallback or "as_written"
@@ -229,10 +229,6 @@ def _moments(run: Callable[[], Results]) -> tuple[list[Tensor], list[Tensor]]:
     return means, [
         (s / _DRAWS - m * m).clamp_min(0) * _DRAWS / (_DRAWS - 1) for s, m in zip(squares, means, strict=True)
     ]
-
-
-def _first_line(problem: Exception) -> str:
-    return str(problem).partition("\n")[0]
 
 
 if __name__ == "__main__":

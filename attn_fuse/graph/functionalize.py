@@ -22,6 +22,7 @@ from torch.fx import Graph, GraphModule, Node, map_arg
 from torch.utils import _pytree as pytree
 
 from attn_fuse.attention.attention import Refusal
+from attn_fuse.errors import named
 from attn_fuse.graph.memory import (
     Memory,
     NotFunctional,
@@ -84,8 +85,7 @@ def make_functional(scope: Scope, only: Set[int] | None = None) -> StillWritten 
         reason, blocker = f"memory that is written in place: {problem}", problem.node
     except Exception as problem:  # rule 5: torch could not make it functional
         log.debug("a graph stays as written", exc_info=True)
-        first = f"{type(problem).__name__}: {problem}".partition("\n")[0]
-        reason, blocker = f"memory that is written in place, and cannot be made values: {first}", None
+        reason, blocker = f"memory that is written in place, and cannot be made values: {named(problem)}", None
     where = None if blocker is None else blocker.name
     module.graph = kept
     blocking = next((node for node in module.graph.nodes if node.name == where), None)

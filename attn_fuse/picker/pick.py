@@ -16,6 +16,7 @@ import torch
 
 from attn_fuse.attention.attention import Attention
 from attn_fuse.attention.facts import Facts
+from attn_fuse.errors import named
 from attn_fuse.kernels import KERNELS, switches
 from attn_fuse.kernels.kernel import Kernel
 from attn_fuse.picker import cost, evidence
@@ -138,7 +139,7 @@ def _reasons(kernel: Kernel, attention: Attention, facts: Facts, set_so: switche
         return (*switches.forbidden(kernel, facts, set_so), *kernel.why_not(attention, facts))
     except Exception as problem:  # the others may take it
         log.warning("asking %s what it takes failed", kernel.name, exc_info=True)
-        return (f"asking it failed: {type(problem).__name__}: {problem}".partition("\n")[0],)
+        return (f"asking it failed: {named(problem)}",)
 
 
 def _among_measured(

@@ -35,6 +35,7 @@ from torch.fx import Node
 
 from attn_fuse.attention.attention import Attention
 from attn_fuse.attention.facts import Facts, is_learned
+from attn_fuse.errors import first_line
 from attn_fuse.expression import nodes as ex
 from attn_fuse.graph.modes import autocast_of
 from attn_fuse.graph.names import value_of
@@ -158,7 +159,7 @@ class Site:
             return known
         except Exception as problem:  # nothing that goes wrong in here may break the model
             log.warning("%s could not be checked", kernel.name, exc_info=True)
-            return Verdict(None, f"could not be checked: {type(problem).__name__}: {_first_line(problem)}")
+            return Verdict(None, f"could not be checked: {type(problem).__name__}: {first_line(problem)}")
 
     def _lacking_memory(self, job: Job) -> Verdict | None:
         free = free_memory(job.device)
@@ -344,7 +345,3 @@ def _store(key: str, kernel: Kernel, fallback: Kernel | None, verdict: Verdict) 
         write_whole(_path(key), json.dumps(data, indent=1) + "\n")
     except OSError as problem:
         log.info("what a self-check found is not kept on disk: %s", problem)
-
-
-def _first_line(problem: Exception) -> str:
-    return str(problem).partition("\n")[0]

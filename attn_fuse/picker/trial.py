@@ -22,6 +22,7 @@ from torch.fx import Graph, GraphModule, Node
 from attn_fuse.attention.attention import Attention
 from attn_fuse.attention.facts import Facts
 from attn_fuse.emit.splice import emit
+from attn_fuse.errors import named
 from attn_fuse.graph.modes import mode_now, switched
 from attn_fuse.graph.names import value_of
 from attn_fuse.graph.region import Region
@@ -84,7 +85,7 @@ class Trial:
             return known
         except Exception as problem:  # nothing that goes wrong in here may break the model
             log.warning("an attention could not be measured", exc_info=True)
-            return Times({}, {}, _first_line(problem))
+            return Times({}, {}, named(problem))
 
     def _measured(self, case: Case, kernels: Sequence[Kernel]) -> Times:
         device = self.facts.device
@@ -108,8 +109,8 @@ class Trial:
                     runs[AS_WRITTEN if kernel is None else kernel.name] = run
                 except Exception as problem:
                     if kernel is None:
-                        return Times({}, {}, f"as written: {_first_line(problem)}")
-                    why_not[kernel.name] = f"running it here failed: {_first_line(problem)}"
+                        return Times({}, {}, f"as written: {named(problem)}")
+                    why_not[kernel.name] = f"running it here failed: {named(problem)}"
             times = interleaved(runs, device, _ROUNDS, _SECONDS * len(runs), _SHORTEST)
         log.info("measured in %.1f s: %s: %s", time.perf_counter() - started, case, times)
         return Times({name: timing.median for name, timing in times.items()}, why_not)
@@ -240,7 +241,3 @@ def _store(key: str, case: Case, times: Times) -> None:
         write_whole(_path(key), json.dumps(data, indent=1) + "\n")
     except OSError as problem:
         log.info("measured times are not kept on disk: %s", problem)
-
-
-def _first_line(problem: Exception) -> str:
-    return f"{type(problem).__name__}: {problem}".partition("\n")[0]
