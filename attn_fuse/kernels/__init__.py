@@ -1,4 +1,4 @@
-"""The kernels. The order is the one in which the picker prefers them where nothing is measured."""
+"""KERNELS: all kernels. Asked to fuse everything, the picker takes the first that can run an attention."""
 
 from attn_fuse.kernels.chunked.kernel import CHUNKED
 from attn_fuse.kernels.flex.kernel import FLEX

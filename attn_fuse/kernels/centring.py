@@ -1,11 +1,11 @@
-"""Centring: attention over values less their mean, so that no gradient is what is left of two large numbers.
+"""Centring: attention over values minus their mean, so that no gradient is the small difference of two large numbers.
 
-The gradient of a score is weight * (grad_out . value - grad_out . out). A part that all values have in common cancels
-there, but not its roundings: unlike those of softmax's own backward they are the same for all keys of a query, and add
-up where keys have a common part as well. Taken off beforehand, the common part has no roundings.
+The gradient of a score is weight * (grad_out . value - grad_out . out). A part that all values share cancels in this
+difference, but its rounding errors do not: unlike those of softmax's own backward, they are the same for all keys of a
+query, and add up where the keys share a part, too. A part subtracted beforehand leaves no rounding errors.
 
-Weights with a sink, a factor or dropout do not sum to 1: of the centre an output then has as much as its weights sum
-to, its share, and by way of the share there is a gradient.
+Weights with a sink, a factor or dropout do not sum to 1. An output then contains the centre times the sum of its
+weights, its share, and a gradient flows through the share.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ if TYPE_CHECKING:
 
 
 def gains(call: Call) -> bool:
-    """Whether an attention is to be computed over centred values: where there is a gradient to be exact."""
+    """Whether to centre the values of an attention: where some gradient is wanted."""
     facts = call.facts
     return facts.training or facts.bias_needs_grad
 
 
 def sums_to_one(attention: Attention) -> bool:
-    """Whether the weights that meet the values do, for every query that sees a key."""
+    """Whether the weights that multiply the values sum to 1 in every row that is not fully masked."""
     return attention.dropout_p is None and attention.factor is None and attention.sink is None
 
 
 def centre_of(query: Tensor, value: Tensor) -> Tensor:
     """The mean of value [B, Hkv, Lk, Dv] over the keys, for each head of query: [B, H, 1, Dv].
 
-    0 where it is not finite, and where the value of some key, hidden or not, is much smaller: to that the centre would
-    bring the roundings of others.
+    0 instead where a head's mean is not finite, or much larger than the value of some key, hidden or not: such a value
+    would take on the rounding errors of the others.
     """
     if value.numel() == 0:
         return value.new_zeros(*query.shape[:2], 1, value.shape[-1])
@@ -49,18 +49,18 @@ def centre_of(query: Tensor, value: Tensor) -> Tensor:
 
 
 def less_centre(value: Tensor, centre: Tensor, dtype: torch.dtype) -> Tensor:
-    """value [B, Hkv, Lk, Dv] less the centre, [B, H, 1, Dv], in `dtype`; itself for an empty centre."""
+    """value [B, Hkv, Lk, Dv] minus the centre, [B, H, 1, Dv], in `dtype`; `value` itself for an empty centre."""
     if centre.dim() < 4:
         return value
     groups = centre.shape[1] // max(value.shape[1], 1)
-    # Laid out as it is multiplied.
+    # Contiguous, as the products take it: torch.sub by itself would keep the strides of value.
     return torch.sub(value.to(dtype), centre[:, :: max(groups, 1)], out=value.new_empty(value.shape, dtype=dtype))
 
 
 def restored(out: Any, share: Any, centre: Any, made: Callable[..., Any] = lambda f, *args: f(*args)) -> Any:
-    """What an attention gives, of what it gives over centred values.
+    """The output of an attention, from `out` over centred values: out + share * centre.
 
-    share [B, H, Lq]: how much of the centre each output has, as a number or a bool; 0 for a query that sees no key.
-    made: applies an operation. No gradient goes by way of `centre`: the operators give that of the whole.
+    share [B, H, Lq]: how much of the centre each output contains, a number or a Boolean; 0 for a fully masked row.
+    made: applies an operation. No gradient flows through `centre`: the operators give the gradient of the whole.
     """
     return made(torch.add, out, made(torch.mul, made(torch.unsqueeze, share, -1), centre))

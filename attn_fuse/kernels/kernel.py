@@ -1,7 +1,7 @@
-"""Kernel: one way to run an attention, as a value whose fields are all that is known of it.
+"""Kernel: one way to run an attention, as a value whose fields hold every fact about it.
 
-Its limits, every reason why it cannot run an attention, torch's settings that rule it out, the speed that an estimate
-goes by, what the grid of tests expects, and how it is called.
+They say what the kernel takes and why not, which of torch's settings rule it out, how fast it is for an estimate, what
+it declines of the test grid, and how to build its call.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from attn_fuse.attention.facts import Facts
 if TYPE_CHECKING:
     from attn_fuse.emit.call import Call
 
-# Values by axis of the test grid (tests/grid/features.py).
+# Values of the test grid, by axis (tests/grid/case.py).
 GridValues: TypeAlias = dict[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
 class Reach:
-    """The share of the peak rates that a kernel reaches, forward and backward.
+    """The figures of a kernel on a type of device, from which `picker.cost` estimates its time.
 
+    forward, backward: the shares of the device's peak rates that the kernel reaches.
     sm80: whether its code is written for sm_80. skips: the masks whose hidden scores it does not compute.
     passes: how often each score goes through memory, forward and in training.
     launches: operations of a call. per_block: operations of a block of scores, for a kernel whose loop over blocks runs
@@ -35,9 +36,9 @@ class Reach:
     splits: whether several programs share the keys of few queries.
     summed: seconds for each element of a bias's gradient, where the bias is stored, and where it is looked up in a
         table.
-    forward32, backward32: the shares in float32; None where they are the same.
+    forward32, backward32: the shares in float32 and float64; None where they are the same.
     splits32: the max head_dim and value_dim at which a float32 product becomes three TF32 products, where a single one
-        is not allowed. fixed32: whether it becomes three where a single one is allowed, too.
+        is not allowed. fixed32: whether it becomes three even where a single one is allowed.
     """
 
     forward: float
@@ -60,18 +61,17 @@ class Reach:
 class Kernel:
     """One way to run an attention.
 
-    name: what users call the kernel by. devices: the types of device that the kernel runs on. dtypes: of query, key and
-        value.
-    limits: yields the reasons that the fields cannot say, one sentence each; asked only where the fields allow.
-    emit: builds the call; returns the node that holds [batch, heads, q_len, value_dim].
-    needs_evidence: on a device where the kernel was not measured, whether it has to pass a self-check before it is
-        used, unless a user asks for it by name.
-    reach: by type of device the figures that an estimate goes by; where there are none, only measurements count.
-    plan_seconds: what building a plan takes for each new shape, forward and backward; empty for a kernel without plans.
+    name: the kernel's name for users. devices: the types of device that it runs on. dtypes: of query, key and value.
+    limits: yields the reasons why not that devices and dtypes cannot say, one sentence each; asked on `devices` only.
+    emit: builds the call; returns the node of [batch, heads, q_len, value_dim].
+    needs_evidence: whether the kernel has to pass a self-check before it is used on a device where it was not measured,
+        unless a user asks for it.
+    reach: the figures for an estimate, by type of device; without them, only measurements count.
+    plan_seconds: seconds to build a plan for each new shape, forward and backward; empty for a kernel without plans.
     switch: the backend of SDPA that torch's switches turn on and off, as in `torch.backends.cuda.enable_flash_sdp`.
-    nondeterministic: why its gradients are not deterministic, "" where they are; asked with the facts and with whether
+    nondeterministic: why its gradients are not deterministic, "" where they are; given the facts, and whether
         `torch.use_deterministic_algorithms` only warns.
-    declines: what the kernel always declines, under "always", in "training", or on a type of device.
+    declines: the values of the test grid that the kernel declines: "always", in "training", or on a type of device.
     trains: the types of device on which it gives gradients.
     """
 
@@ -99,7 +99,7 @@ class Kernel:
 
 
 def beyond_masks_and_biases(attention: Attention) -> Iterator[str]:
-    """The reasons of a kernel that takes scaled scores, masks and biases, and nothing else; see `BEYOND_SDPA`."""
+    """Why a kernel that takes only a scale, masks and biases cannot run `attention`; see `BEYOND_SDPA`."""
     if attention.unread is not None:
         yield f"takes no function of the scores: {attention.unread.reason}"
     if attention.softcap is not None:
@@ -110,7 +110,7 @@ def beyond_masks_and_biases(attention: Attention) -> Iterator[str]:
         yield "takes no factor on the weights that differs from key to key"
 
 
-# What such a kernel declines of the grid.
+# The values of the test grid that such a kernel declines.
 BEYOND_SDPA: GridValues = {
     "function": ("softcap", "arbitrary"), "sink": ("of each head",), "factor": ("of the keys",),
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""once: an autograd formula that has no second derivative, and says so where torch would only warn."""
+"""once: raise on double backward, where torch would only warn and give wrong gradients."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 
 
 def once(gradient: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
-    """`gradient`, of (ctx, saved tensors, grad_out, the gradients of further results), as `register_autograd` takes it.
+    """`gradient` in the form that `register_autograd` takes, with results that raise RuntimeError on a double backward.
 
-    Its results, tensors or lists of them, raise RuntimeError where they are to be differentiated.
+    gradient: (ctx, saved tensors, grad_out, gradients of further results) -> tensors, or lists of tensors.
     """
 
     def found(ctx: Any, grad_out: Tensor, *rest: Any) -> tuple[Any, ...]:
-        # Read once: under activation checkpointing they can be unpacked only once.
+        # Read once: activation checkpointing unpacks saved tensors only once.
         saved = ctx.saved_tensors
         results = gradient(ctx, saved, grad_out, *rest)
         anchor = next((x for x in (grad_out, *saved) if x is not None and x.requires_grad), None)

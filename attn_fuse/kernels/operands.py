@@ -1,4 +1,4 @@
-"""What every operator of ours asks of its tensors, said in one line where they do not fit."""
+"""The checks that our operators make of their tensors; each raises a ValueError of one line."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Raise ValueError unless they are [B, H, Lq, D], [B, Hkv, Lk, D] and [B, Hkv, Lk, Dv], H a multiple of Hkv."""
+    """Raise ValueError unless these are [B, H, Lq, D], [B, Hkv, Lk, D] and [B, Hkv, Lk, Dv], H a multiple of Hkv."""
     if not (query.ndim == key.ndim == value.ndim == 4):
         raise ValueError("query, key and value need four dimensions")
     if key.shape[:3] != value.shape[:3] or query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
@@ -16,6 +16,6 @@ def check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def check_dropout(seed: Tensor | None, dropout_p: float) -> None:
-    """Raise ValueError unless dropout_p is a probability and, where it is not 0, there is a seed of one element."""
+    """Raise ValueError unless dropout_p lies in [0, 1] and, above 0, comes with a seed of one element."""
     if not 0.0 <= dropout_p <= 1.0 or (dropout_p > 0.0 and (seed is None or seed.numel() != 1)):
         raise ValueError("dropout needs a probability and a seed of one element")

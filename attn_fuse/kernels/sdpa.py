@@ -1,8 +1,8 @@
 """torch's own fused kernels behind `F.scaled_dot_product_attention`: flash on CPU; cuDNN, flash and efficient on CUDA.
 
-Taken: what torch itself says these can run, asked with tensors of the same shapes. Declined: what would end in the
-unfused fallback, and masks whose rows without a key would come out as another value. Flash on CPU has one width for all
-rows: the narrower ones are padded with zeros, which add nothing to a product.
+Taken: what torch says that a kernel can run, asked with tensors of the same shapes. Declined: what torch would run
+unfused, and masks whose fully masked rows would get another value. Flash on CPU needs head_dim equal to value_dim: we
+pad the smaller with zeros, which add nothing to a product.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _HALF = frozenset({torch.float16, torch.bfloat16})
 
 
 def cpu_limits(attention: Attention, facts: Facts) -> Iterator[str]:
-    # A reason in words first, where there is one; torch's own answer covers the rest.
+    """The reasons against flash attention on CPU beside device type and dtype."""
+    # Our reasons come first: torch's answer covers every case, but gives no reason.
     reasons = [*_common_limits(attention, facts)]
     if attention.dropout_p is not None:
         reasons.append("torch has no fused attention with dropout on CPU")
@@ -54,6 +55,10 @@ def cpu_limits(attention: Attention, facts: Facts) -> Iterator[str]:
 def cuda_limits(
     can_use: Callable[[Any, bool], bool], takes_gqa: bool, attention: Attention, facts: Facts
 ) -> Iterator[str]:
+    """The reasons against one of torch's kernels on CUDA beside device type and dtype.
+
+    can_use: torch's test, given `SDPAParams` and whether to warn of reasons. takes_gqa: whether heads may be grouped.
+    """
     yield from _common_limits(attention, facts)
     if attention.biases and (facts.bias_dtype or torch.float32) != facts.dtype:
         yield f"a bias in {facts.bias_dtype or torch.float32} would be rounded to {facts.dtype}"
@@ -83,7 +88,7 @@ def _common_limits(attention: Attention, facts: Facts) -> Iterator[str]:
     if attention.mask.empty_rows == "mean" and facts.training:
         yield "a query that sees no key would get a gradient, which the program's fill value stops"
     if facts.bias_may_hide and facts.training:
-        # Their backward takes exp(score - lse), and at a score like -1e9 the lse has lost the number of keys.
+        # The backward takes exp(score - lse): at scores like -1e9, rounding has lost the number of keys from the lse.
         yield "a bias that may hide every key of a query, as padding does, would get a wrong gradient"
     tags = torch.ops.aten.scaled_dot_product_attention.default.tags
     if facts.checkpointed and torch.Tag.nondeterministic_seeded in tags:
@@ -95,7 +100,7 @@ def _common_limits(attention: Attention, facts: Facts) -> Iterator[str]:
 def _stand_ins(
     attention: Attention, facts: Facts, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Empty tensors like those of the call; their memory is never touched."""
+    """Query, key, value and mask with the shapes and dtypes of the call's, in memory that is never touched."""
 
     def empty(*shape: int, dtype: torch.dtype = facts.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device, requires_grad=facts.training)
@@ -128,6 +133,7 @@ def _probability(attention: Attention) -> float:
 
 
 def emit(backend: SDPBackend, call: Call) -> Node:
+    """Build the call of SDPA, on CUDA of `backend` alone, and return the node of [batch, heads, q_len, value_dim]."""
     facts, (query, key, value) = call.facts, (call.query(), call.key(), call.value())
     wider = facts.value_dim - facts.head_dim if facts.device.type == "cpu" else 0
     if wider > 0:
@@ -136,7 +142,7 @@ def emit(backend: SDPBackend, call: Call) -> Node:
         value = call.node(F.pad, value, (0, -wider))
     mask = _mask(call)
     if mask is not None and tensor(mask).is_floating_point() and not facts.bias_needs_grad:
-        # Without gradients a view of a parameter says that it requires one, and then torch takes no fused kernel.
+        # Without gradients, a view of a parameter still says that it requires one: torch then takes no fused kernel.
         mask = call.node("detach", mask)
     function = F.scaled_dot_product_attention if facts.device.type == "cpu" else PINNED[backend]
     out = call.node(
@@ -166,27 +172,30 @@ def _mask(call: Call) -> Node | None:
     bias = call.bias(dtype)
     if keep is None:
         return bias
-    # The least number swallows the score it is added to, as replacing the score did; infinity hides the key.
+    # The min of the dtype absorbs the score that it is added to, as if it replaced the score; -inf hides the key.
     fill = torch.finfo(dtype).min if attention.mask.empty_rows == "mean" else -math.inf
     none = call.node(torch.zeros, [], dtype=dtype, device=facts.device) if bias is None else bias
     return call.node(torch.where, keep, none, fill)
 
 
-# `F.scaled_dot_product_attention` held to one backend while it is traced. They stand by name at the top of a module,
-# so that a graph that calls them can be written to torch's caches and read back.
+# `F.scaled_dot_product_attention` held to one backend while it is traced: functions at the top of a module, because
+# torch's caches write and read a graph's functions by name.
 
 
 def cudnn_attention(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """`F.scaled_dot_product_attention` on cuDNN alone."""
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         return F.scaled_dot_product_attention(*args, **kwargs)
 
 
 def flash_attention(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """`F.scaled_dot_product_attention` on flash attention alone."""
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         return F.scaled_dot_product_attention(*args, **kwargs)
 
 
 def efficient_attention(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """`F.scaled_dot_product_attention` on memory-efficient attention alone."""
     with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
         return F.scaled_dot_product_attention(*args, **kwargs)
 
@@ -211,7 +220,7 @@ def _cuda(backend: SDPBackend, can_use: Any, takes_gqa: bool, **fields: Any) -> 
     )
 
 
-# A bias that is not learned may hide all keys of a query, which the backward of many a kernel gets wrong.
+# A bias that is not learned may fully mask a row, whose gradient these kernels get wrong.
 _GIVEN_BIAS: GridValues = {"bias": ("full", "of the keys", "alibi")}
 _LEARNED_BIAS = (
     "learned", "learned for all batches", "learned for all heads", "learned for all queries", "learned for all keys",
@@ -226,10 +235,10 @@ CPU_FLASH = Kernel(
     dtypes=_HALF | {torch.float32, torch.float64},
     limits=cpu_limits,
     emit=functools.partial(emit, SDPBackend.FLASH_ATTENTION),
-    # At length 2048 35 ms forward and 126 in training, where Inductor takes 112 and 329.
+    # At length 2048: 35 ms forward and 126 ms in training; Inductor takes 112 and 329 ms.
     reach={"cpu": Reach(0.38, 0.37, skips="causal", launches=6)},
     switch="flash",
-    # In inference the rows of the grid that it declines are float16, with a bias or fully masked rows.
+    # In inference it also declines the grid's float16 cases with a bias or a fully masked row.
     declines={"always": BEYOND_SDPA | {"dropout": ("0.25",)}, "training": _ANY_BIAS},
 )
 CUDNN = _cuda(
@@ -238,7 +247,7 @@ CUDNN = _cuda(
     takes_gqa=True,
     name="cudnn",
     dtypes=_HALF,
-    # NVIDIA's cudnn-frontend benchmarks, H200, head_dim 128: 484-702 TFLOP/s forward, 370-612 backward, of 989.
+    # NVIDIA's cudnn-frontend benchmarks, H200, head_dim 128: 484-702 TFLOP/s forward, 370-612 backward, of 989 at most.
     reach={"cuda": Reach(0.65, 0.54, skips="causal", launches=2, dropout=1.2)},
     # torch 2.11, modelscope/FunASR#3704.
     plan_seconds=(0.44, 0.55),
@@ -252,8 +261,8 @@ CUDA_FLASH = _cuda(
     takes_gqa=True,
     name="cuda_flash",
     dtypes=_HALF,
-    # FA2, H200: 300-370 and 290-320 TFLOP/s, about 0.65 of what sm_80 code can reach on these SMs. Its backward goes
-    # over to a deterministic one by itself.
+    # FA2, H200: 300-370 TFLOP/s forward, 290-320 backward, about 0.65 of what sm_80 code can reach on these SMs. Where
+    # determinism is asked for, it takes a deterministic backward by itself.
     reach={"cuda": Reach(0.65, 0.6, sm80=True, skips="causal", launches=2, dropout=1.2, splits=True)},
     switch="flash",
     declines={
@@ -272,8 +281,9 @@ CUDA_EFFICIENT = _cuda(
     takes_gqa=False,
     name="cuda_efficient",
     dtypes=_HALF | {torch.float32},
-    # Older CUTLASS code for sm_80, about half of FA2; float32 always as three TF32 products (OpMultiplyAddFastF32). The
-    # gradient of a table: index_put_(accumulate=True), which sorts a key for each element.
+    # Older CUTLASS code for sm_80, about half as fast as FA2; a float32 product is always three TF32 products
+    # (OpMultiplyAddFastF32). A table's gradient goes through index_put_(accumulate=True), which sorts a key for each
+    # element.
     reach={
         "cuda": Reach(
             0.35, 0.25, sm80=True, skips="causal", launches=2, dropout=1.2, summed=(0.0, 2e-9), splits32=1 << 16,

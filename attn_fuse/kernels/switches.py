@@ -1,13 +1,13 @@
-"""Switches: torch's own settings that a choice of kernel has to honour, and why they rule a kernel out.
+"""Switches: torch's own settings that a choice of kernel has to honour, and their reasons against a kernel.
 
-`torch.nn.attention.sdpa_kernel` and `torch.backends.cuda.enable_*_sdp` rule out the kernels behind
-`scaled_dot_product_attention` that they switch off; ours are none of these. `torch.use_deterministic_algorithms` rules
-out kernels whose gradients depend on the order in which threads finish. The float32 matmul precision rules nothing
-out: no kernel here goes below it. `float32_precision` asks for it by the newer of torch's two ways, which also knows
-what was set by the older; the older raises once the newer was used.
+`torch.nn.attention.sdpa_kernel` and `torch.backends.cuda.enable_*_sdp` rule out kernels behind
+`scaled_dot_product_attention`, never ours. `torch.use_deterministic_algorithms` rules out kernels whose gradients
+depend on the order in which threads finish. The float32 matmul precision rules nothing out: no kernel here goes below
+it. `float32_precision` reads it by the newer of torch's two ways, which also sees what the older has set; the older
+raises once the newer was used.
 
-Dynamo compiles again when the determinism or the matmul precision changes, but not for the SDPA switches (tried on
-2.11, 2.13, 2.15), so these are compared on every call.
+Dynamo compiles again when determinism or matmul precision changes, but not for the SDPA switches (tried on 2.11, 2.13,
+2.15), so `guard` compares the SDPA switches on every call.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ from attn_fuse.torch_internals import sdpa_switches
 
 
 class Switches(NamedTuple):
-    """Which backends of SDPA may run; whether algorithms have to be deterministic, and whether others only warn."""
+    """torch's settings. flash, efficient, math, cudnn: whether SDPA may run that backend.
+
+    deterministic: whether algorithms have to be deterministic. warns_only: whether torch only warns of others.
+    """
 
     flash: bool = True
     efficient: bool = True
@@ -34,7 +37,7 @@ class Switches(NamedTuple):
 
 
 def current() -> Switches:
-    """torch's settings now."""
+    """torch's settings as they are now."""
     return Switches(
         *sdpa_switches(),
         torch.are_deterministic_algorithms_enabled(),
@@ -43,7 +46,7 @@ def current() -> Switches:
 
 
 def float32_precision(device: torch.device) -> str:
-    """What torch's float32 products are computed in: "ieee" (all of float32), "tf32" or, on a CPU alone, "bf16"."""
+    """The precision of torch's float32 products: "ieee" (all of float32), "tf32" or, on a CPU alone, "bf16"."""
     backend = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
     said = backend.matmul.fp32_precision
     return "ieee" if said == "none" else said
@@ -53,7 +56,7 @@ _OFF_BY = {"flash": "enable_flash_sdp", "efficient": "enable_mem_efficient_sdp",
 
 
 def forbidden(kernel: Kernel, facts: Facts, switches: Switches) -> Iterator[str]:
-    """The reasons why torch's settings keep `kernel` from running."""
+    """Every reason why torch's settings keep `kernel` from running."""
     if kernel.switch and not getattr(switches, kernel.switch):
         yield (
             f"{kernel.switch} attention is switched off (torch.nn.attention.sdpa_kernel or "

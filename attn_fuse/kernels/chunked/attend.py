@@ -1,11 +1,11 @@
 """Memory-efficient attention in plain torch operations, over blocks of queries and keys.
 
-Online softmax (Rabe and Staats, arXiv 2112.05682), and a backward that computes the scores of each block again
-(FlashAttention-2, arXiv 2307.08691). It runs on any device and takes any score function, as a `ScoreProgram`. Memory
-is linear in q_len and in kv_len: nothing is as large as the scores but an input that comes so and its gradient.
+The forward is an online softmax (Rabe and Staats, arXiv 2112.05682); the backward computes the scores of each block
+again (FlashAttention-2, arXiv 2307.08691). Both run on any device and take any score function, as a `ScoreProgram`.
+Memory is linear in q_len and kv_len: only an input that is as large as the scores, and its gradient, are quadratic.
 
-A softmax over scores that are all equal and huge, as a finite fill makes them, must stay the mean of the values.
-There log(sum) is lost in the rounding of max + log(sum), so the two are kept apart.
+A softmax over equal huge scores, as a finite fill makes them, must give the mean of the values. Rounding would lose
+log(sum) from max + log(sum), so we keep max and sum apart.
 """
 
 from __future__ import annotations
@@ -38,21 +38,22 @@ def attend(
     program: str,
     centred: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """softmax over the final scores, times the factor, times value.
+    """(out, row_max, row_sum, centre, share); out is softmax over the final scores, times the factor, times value.
 
     query [B, H, Lq, D], key [B, Hkv, Lk, D], value [B, Hkv, Lk, Dv], H a multiple of Hkv, any strides; float16 and
-    bfloat16 are computed in float32. Where the processor multiplies bfloat16, all products but the scores are of
-    bfloat16: the weights, and in the backward the gradients of scores, are rounded before, as in FlashAttention.
-    inputs, numbers: what the program reads. seed: int64, one element, where dropout_p is not 0; the same seed drops the
-    same weights whatever the blocks are.
+    bfloat16 are computed in float32. Where the processor multiplies bfloat16, all products but the scores take
+    bfloat16: we round the weights, and in the backward the gradients of the scores, as FlashAttention does.
+    inputs, numbers: what the program reads. program: the text of a `ScoreProgram`.
+    seed: int64, one element, where dropout_p is not 0; the same seed drops the same weights in blocks of any size.
+    centred: whether to attend over values minus their centre.
 
-    Gives out [B, H, Lq, Dv] in query's dtype, and for each query the greatest score and the sum of exp(score - that),
-    the sink among them, [B, H, Lq] in the compute dtype. A query whose scores are all -inf gives 0, with maximum -inf
-    (unless there is a sink) and sum 0; NaN and +inf come out as NaN. Where `centred` is set, the last two are
-    `centre_of` the values and each output's share of it, [B, H, Lq], and out is what the attention gives over values
-    less the centre, in the compute dtype; else they are empty.
+    out: [B, H, Lq, Dv] in query's dtype. row_max, row_sum: the max score of each query and the sum of exp(score - max),
+    the sink among the scores, [B, H, Lq] in the compute dtype. A query whose scores are all -inf gives 0; without a
+    sink its max is -inf and its sum 0. NaN and +inf come out as NaN. centre, share: empty unless `centred`; else
+    `centre_of` the values and each output's share of it, [B, H, Lq], while out is over values minus the centre, in the
+    compute dtype.
 
-    Raises ValueError for shapes, dtypes or a program that do not fit.
+    Raises ValueError for shapes, dtypes, dropout or a program that do not fit.
     """
     with torch.no_grad(), _no_autocast(query.device):
         plan = planned(query, key, value, inputs, numbers, seed, dropout_p, program, centred=centred)
@@ -74,7 +75,7 @@ def attend(
 
 
 def _attend_rows(plan: Plan, part: Part, start: int, stop: int) -> tuple[Tensor, ...]:
-    """Of queries [start, stop) of the part: out, the maximum, the sum, and where there are any the shares."""
+    """(out, max, sum) of queries [start, stop) of the part, and their shares where the steps give any."""
     query = plan.rows_of(plan.query, part, start, stop)
     whole = plan.block(part, (start, stop), (0, 1))
     row_max = torch.full((*whole.shape[:3], 1), -torch.inf, dtype=plan.dtype, device=whole.device)
@@ -120,9 +121,9 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """The gradients of query, key, value and of each input, contiguous, each in its own dtype.
 
-    out, row_max, row_sum, centre, share: what `attend` gave. grad_share: None where no gradient goes that way.
-    wanted: one for each input; those not wanted, and those that are not floating, get an empty tensor. Accumulated in
-    the compute dtype, always in the same order.
+    out, row_max, row_sum, centre, share: what `attend` gave. grad_share: None where no gradient flows through share.
+    wanted: whether an input needs a gradient; one that does not, or is not floating-point, gets an empty tensor.
+    Sums are in at least the compute dtype and have one order. Raises ValueError as `attend` does.
     """
     with torch.no_grad(), _no_autocast(query.device):
         centred = centre.dim() == 4
@@ -172,9 +173,9 @@ def _rows_backward(
     dvalues: Tensor,
     sums: dict[int, Tensor],
 ) -> Tensor:
-    """The gradient of the queries of `span`; those of keys, values and inputs are added to.
+    """The gradient of the queries of `span`; adds those of keys, values and inputs to dkeys, dvalues and sums.
 
-    columns: the shift, 1 / sum, grad_out . out, and where there are shares, they and their gradient, [B, H, rows, 1].
+    columns: shift, 1 / sum, grad_out . out, and the shares and their gradient where there are any, [B, H, rows, 1].
     """
     query, grad = plan.rows_of(plan.query, part, *span), grad_rows.reshape(len(part.key), -1, plan.value.shape[-1])
     scored, query, grad = query.to(plan.dtype), query.to(plan.multiplied), grad.to(plan.multiplied)
@@ -207,7 +208,7 @@ def _rows_backward(
 
 
 def _add_product(sums: Tensor, left: Tensor, right: Tensor) -> None:
-    # Into what is not contiguous torch multiplies one plane after the other.
+    # Into memory that is not contiguous, torch multiplies one plane after the other.
     if left.dtype == sums.dtype and sums.is_contiguous():
         torch.baddbmm(sums, left, right, out=sums)
     else:
@@ -229,7 +230,7 @@ def _sink_backward(
 
 
 def _hoisted_backward(plan: Plan, sums: dict[int, Tensor]) -> None:
-    """From the gradient of what was computed before the blocks to those of what it was made of."""
+    """Add the gradients that flow through the hoisted parts to those of the inputs that the parts read."""
     batch, heads, q_len, kv_len = plan.sizes
     for number, part in enumerate(plan.hoisted.parts, plan.hoisted.first):
         if number in sums:
@@ -238,7 +239,7 @@ def _hoisted_backward(plan: Plan, sums: dict[int, Tensor]) -> None:
 
 
 def _pull_back(plan: Plan, expr: Expr, gradient: Tensor, block: Block, sums: dict[int, Tensor]) -> None:
-    """Add what the gradient of `expr` on a block is for the inputs that it reads."""
+    """Add the gradients of the inputs that `expr` reads on a block to `sums`. gradient: that of `expr`."""
     sources = reads(expr, sums)
     path = differentiable([expr], sources)
     memo: Memo = dict.fromkeys(needed(path))
@@ -251,7 +252,7 @@ def _pull_back(plan: Plan, expr: Expr, gradient: Tensor, block: Block, sums: dic
 
 
 def _no_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    # Autocast reaches into an operator, and would round the float32 products.
+    # Autocast reaches into an operator and would round the float32 products.
     if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return contextlib.nullcontext()

@@ -1,4 +1,4 @@
-"""DiagonalBuffer: the sums of a block along its diagonals, by adding up rows of memory shifted against each other."""
+"""DiagonalBuffer: sums of a block along its diagonals, as sums of rows of memory shifted against each other."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from torch import Tensor
 class DiagonalBuffer:
     """Memory for a block that is summed along its diagonals.
 
-    Between its rows lie zeros, as many as a strip has rows: read as rows longer by one than they are, each row of a
-    strip is shifted against the one before it. The sums of the strips, so shifted again, are added up.
+    Zeros lie between the block's rows, as many as a strip has rows. A view with rows longer by one shifts each row of a
+    strip against the row before, so that a sum over the strip's rows is a sum along diagonals. The sums of the strips
+    are shifted against each other in the same way, and added up.
 
-    block: [.., rows, columns], to be written. strips: [.., count, rows of one, width], the same memory. total: [..,
-    count, rows + columns - 1]; shifted: [.., count, width], where the sum of each strip goes in it.
+    block: [.., rows, columns], to be written. strips: [.., count, rows of a strip, width], the same memory.
+    total: [.., count, length], where the last rows + columns - 1 of length are used. shifted: [.., count, width], the
+        view of `total` that takes the sum of each strip.
     """
 
     block: Tensor
@@ -25,13 +27,13 @@ class DiagonalBuffer:
     total: Tensor
 
     def sums(self) -> Tensor:
-        """The sums over equal (column - row), ascending: [.., 1, rows + columns - 1]."""
+        """The sums over equal column - row, in ascending order of it: [.., 1, rows + columns - 1]."""
         torch.sum(self.strips, -2, out=self.shifted)
         return self.total.sum(-2, keepdim=True)[..., 1 - sum(self.block.shape[-2:]) :]
 
 
 def diagonal_buffer(like: Tensor) -> DiagonalBuffer:
-    """Memory for a block of the shape, dtype and device of `like`."""
+    """A buffer, all zeros, for a block of the shape, dtype and device of `like`."""
     (*planes, rows, columns), n = like.shape, _ROWS_OF_A_STRIP
     count = -(-rows // n)
     width, step, length = n + columns - 1, n + columns, count * n + columns - 1

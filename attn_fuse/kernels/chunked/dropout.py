@@ -1,4 +1,4 @@
-"""Which weights dropout keeps: a hash of seed, head, query and key, so that blocks of any size drop the same ones."""
+"""Dropout: a hash of seed, head, query and key says which weights to keep, so that blocks of any size drop the same."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ _WORD = (1 << 31) - 1
 
 @dataclass(frozen=True)
 class Dropout:
-    """rows: int32 [B, H, Lq, 1]. keys: int32 [1, 1, 1, Lk]. threshold: a hash below it drops; scale: 1 / (1 - p)."""
+    """The dropout of one call.
+
+    rows, keys: the random words of queries, int32 [B, H, Lq, 1], and of keys, int32 [1, 1, 1, Lk].
+    threshold: a weight whose hash is below it is dropped. scale: 1 / (1 - p), what kept weights are multiplied by.
+    """
 
     rows: Tensor
     keys: Tensor
@@ -21,7 +25,10 @@ class Dropout:
 
 
 def dropout(seed: Tensor, p: float, batch: int, heads: int, q_len: int, kv_len: int, dtype: torch.dtype) -> Dropout:
-    """seed: int64, one element. Four rounds of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) give rows and keys."""
+    """The dropout of a call, with probability p. seed: int64, one element. dtype: of the scale.
+
+    Four rounds of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) give rows and keys.
+    """
     device = seed.device
     start = _hashed(seed.reshape(()).to(torch.int64) + _GOLDEN)
     planes = _hashed(start + (torch.arange(batch * heads, device=device) + 1) * _GOLDEN).view(batch, heads, 1, 1)
@@ -30,17 +37,17 @@ def dropout(seed: Tensor, p: float, batch: int, heads: int, q_len: int, kv_len: 
     return Dropout(
         _low(rows),
         _low(keys),
-        # Filled where they lie: a tensor made of a number is copied to its device, and the CPU waits for that.
+        # Filled on the device: a tensor made from a number is copied there, and the CPU waits for the copy.
         torch.full((1, 1, 1, 1), min(round(p * 2**31), _WORD), dtype=torch.int32, device=device),
-        # Everything is dropped at p = 1: `kept` gives 0 there.
+        # At p = 1 the largest hash is not below the threshold: a scale of 0 drops its weight, too.
         torch.full((1, 1, 1, 1), 0.0 if p == 1.0 else 1.0 / (1.0 - p), dtype=dtype, device=device),
     )
 
 
 def kept(rows: Tensor, keys: Tensor, threshold: Tensor, scale: Tensor) -> Tensor:
-    """What the weights of a block are multiplied by, 0 or 1 / (1 - p): of a part of `rows` and a part of `keys`.
+    """What to multiply the weights of a block by, 0 or 1 / (1 - p). rows, keys: the block's parts of a `Dropout`'s.
 
-    The mixing is that of lowbias32 (Wellons, 2018), whose 32-bit words fill vector registers.
+    lowbias32 (Wellons, 2018) does the mixing: its 32-bit words fill vector registers.
     """
     word = rows ^ keys
     word = (word ^ _shifted(word, 16)) * 0x7FEB352D
@@ -67,5 +74,5 @@ def _low(x: Tensor) -> Tensor:
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    # torch shifts copies of the sign in; a logical shift has zeros there.
+    # torch's shift fills with copies of the sign; a logical shift fills with zeros.
     return (x >> bits) & ((1 << (x.dtype.itemsize * 8 - bits)) - 1)

@@ -1,8 +1,8 @@
-"""Hoisted: parts of a score program that are no functions of both positions, computed before the blocks.
+"""Hoisted: parts of a score program that depend on j - i, or on one position, alone; we compute them before the blocks.
 
-A relative position bias is a function of the difference. It is computed once for each, q_len + kv_len - 1 of them, and
-read along the diagonals of every block; its gradient is summed along them before it goes into the table. The region of
-an image that a query or a key stands in is a function of one position, and is computed once for each.
+A relative position bias depends on j - i. It is computed once for each of the q_len + kv_len - 1 differences, and read
+along the diagonals of every block; its gradient is summed along the diagonals before it goes into the table. The region
+of an image that a query or a key stands in depends on one position, and is computed once for each.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from attn_fuse.kernels.score.program import Block, ScoreProgram
 
 @dataclass(frozen=True, eq=False)
 class HoistedPart:
-    """A part that is hoisted. of: what it is a function of, "j - i", "i" or "j"."""
+    """A part that is hoisted. of: what its value depends on, "j - i", "i" (or no position) or "j"."""
 
     expr: Expr
     of: str
 
     def block(self, q_len: int, kv_len: int, batch: int, heads: int, device: torch.device, dtype: torch.dtype) -> Block:
-        """The block on which the part has each of its values once; of a difference, query 0, keys from 1 - q_len."""
+        """The block on which the part has each of its values once; for j - i, query 0 and keys from 1 - q_len on."""
         match self.of:
             case "i":
                 queries, keys = (0, q_len), (0, 1)
@@ -53,7 +53,7 @@ class HoistedPart:
 
 @dataclass(frozen=True, eq=False)
 class Hoisted:
-    """A score program that reads parts[n] as its input `first + n`; a function of j - i as a "diagonal" of it."""
+    """A program that reads parts[n] as its input `first + n`, by a `Diagonal` where the part depends on j - i."""
 
     program: ScoreProgram
     parts: tuple[HoistedPart, ...]
@@ -61,9 +61,9 @@ class Hoisted:
 
 
 def hoisted(text: str, shapes: Sequence[Sequence[int]]) -> Hoisted:
-    """The program that `text` is, less the parts worth it, given the shapes of its inputs.
+    """The score program of `text`, with the parts hoisted that are worth it. shapes: of the program's inputs.
 
-    Worth it are, of the difference of positions, lookups and transcendentals, and of one position, longer formulas.
+    Worth it are lookups and transcendental functions that depend on j - i, and long formulas of one position.
     """
     return _hoisted(text, tuple(map(varying, shapes)))
 
@@ -110,12 +110,12 @@ def _is_costly(node: Expr) -> bool:
     return is_costly and any(part in (Position("i"), Position("j")) for part in found)
 
 
-# Operations from which on it is worth a pass of its own to have the result instead.
+# The number of operations from which on a formula is worth a pass of its own.
 _LONG = 8
 
 
 def _is_long(node: Expr, dependence: dict[int, frozenset[str]]) -> bool:
-    """Whether it takes many operations to compute `node`, from one position at most."""
+    """Whether `node` takes many operations, and depends on at most one of i and j and not on the score."""
     if {"i", "j"} <= dependence[id(node)] or "score" in dependence[id(node)]:
         return False
     return sum(not isinstance(part, (Const, Number, Input, Position)) for part in distinct(node)) >= _LONG

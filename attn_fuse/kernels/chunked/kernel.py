@@ -1,7 +1,7 @@
-"""chunked: our memory-efficient attention in plain torch operations, for every attention, device and dtype.
+"""chunked: our memory-efficient attention in plain torch operations, for every attention on a CPU or a CUDA device.
 
-The score function of the program travels with the call as a small program of its own (score_program.py), so nothing of
-it has to be known in advance. Declined is nothing that is recognised.
+Taken: every attention that is recognised. The call carries the score function as a score program (`score.program`), so
+nothing about it has to be known in advance. Declined: nothing.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ if TYPE_CHECKING:
 
 
 def limits(attention: Attention, facts: Facts) -> Iterator[str]:
+    """No reasons: `chunked` runs every attention."""
     yield from ()
 
 
 def emit(call: Call) -> Node:
+    """Build the call of `chunked`, and return the node of [batch, heads, q_len, value_dim]."""
     score = score_call(call)
     drops = call.attention.dropout_p is not None
     seed = call.node(torch.randint, 2**62, [1], dtype=torch.int64, device=call.facts.device) if drops else None
@@ -47,7 +49,7 @@ def emit(call: Call) -> Node:
     out = call.node(operator.getitem, results, 0)
     if not gains(call):
         return out
-    # As torch's own operations: a function of ours would keep the graph out of torch's caches.
+    # By torch's own operations: a function of ours would keep the graph out of torch's caches.
     centre, share = (call.node(operator.getitem, results, n) for n in (3, 4))
     whole: Node = restored(out, share, centre, call.node)
     return whole

@@ -1,11 +1,11 @@
-"""The chunked attention of `chunked_blocks` as operators that torch.compile, autograd and the caches take as they are.
+"""`chunked.attend` as operators, which torch.compile, autograd and torch's caches take as they are.
 
     chunked(query, key, value, inputs, numbers, seed, dropout_p, program, centred)
         -> out, row_max, row_sum, centre, share
     chunked_backward(grad_out, grad_share, ..., out, row_max, row_sum, centre, share, program, wanted)
         -> dquery, dkey, dvalue, dinputs
 
-Only out carries a gradient, and share where the weights do not sum to 1. The log-sum-exp of a query's scores is
+Gradients flow through out and, where the weights do not sum to 1, through share. The log-sum-exp of a query's scores is
 row_max + log(row_sum).
 """
 
@@ -23,7 +23,7 @@ from attn_fuse.kernels.chunked.plan import shares
 from attn_fuse.kernels.once import once
 from attn_fuse.kernels.score.program import ScoreProgram
 
-# torch's caches on disk know an operator by its name and see no change in what it computes: raise it with each.
+# torch's caches on disk know an operator by its name only: raise this with every change in what it computes.
 VERSION = 8
 
 _FORWARD = f"chunked_v{VERSION}"
@@ -68,7 +68,7 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], grad_out: Tensor, *rest: Tenso
         out, row_max, row_sum, centre, share, ctx.program, wanted,
     )  # fmt: skip
     dinputs = [d if need else None for d, need in zip(dinputs, wanted, strict=True)]
-    # torch takes an empty list for the gradients of a list, and None for no gradient of anything else.
+    # torch takes [] for the gradient of an empty list, and None where anything else has no gradient.
     return (dquery, dkey, dvalue, dinputs, None if ctx.numbers else [], None, None, None, None)
 
 

@@ -1,7 +1,7 @@
-"""The plan of one call of chunked attention: its blocks, which of them the mask hides, and what each of them reads.
+"""Plan: the blocks of one call of chunked attention, which of them the mask hides, and what each block reads.
 
-Blocks are sized for the cache that a thread has to itself. Heads are taken together as far as blocks of all of them
-fit, so that the products find work for every thread.
+Blocks are sized for the cache that a thread has to itself. Several heads share a block as far as they fit, so that the
+products find work for every thread.
 """
 
 from __future__ import annotations
@@ -35,22 +35,26 @@ from attn_fuse.kernels.score.program import (
 )
 from attn_fuse.kernels.score.visibility import visibility
 
-# Queries in one block: these, up to so many where heads are too few to fill one or no key is hidden; fewer in a window.
+# Queries in one block; up to the max where heads are too few to fill a block or no key is hidden; half in a window.
 QUERY_BLOCK, MOST_QUERIES = 256, 512
 KEY_BLOCK = 256
-# Scores in one block for each thread: with what is computed from them they stay in a core's own cache.
+# Scores in one block for each thread: these, and what is computed from them, stay in a core's own cache.
 ELEMENTS_PER_THREAD = 1 << 18
-# A GPU is one thread here.
+# The same for a GPU, which counts as one thread.
 ELEMENTS_ON_GPU = 1 << 23
-# Keys by which the mask is asked what it hides.
+# Keys in one tile, the unit in which the mask says what it hides.
 MASK_TILE = 128
-# Below so many scores, compiling the steps takes longer than it could save in a thousand calls.
+# With fewer scores, compiling the steps takes longer than it could save in a thousand calls.
 COMPILE_FROM = 1 << 19
 
 
 @dataclass(frozen=True)
 class Part:
-    """Some heads of some batch entries. key, value: [their key heads, Lk, D or Dv], in the dtype that is multiplied."""
+    """Some heads of some batch entries.
+
+    kv_heads: the key heads of `heads`. key, value: [key heads of all entries, Lk, D or Dv] in the dtype that products
+        take, the value minus its centre where there is one.
+    """
 
     batch: slice
     heads: slice
@@ -60,18 +64,24 @@ class Part:
 
     @property
     def keys(self) -> tuple[slice, slice]:
+        """The part's index into key, value and their gradients, [B, Hkv, ..]."""
         return self.batch, self.kv_heads
 
     def rows(self, start: int, stop: int) -> tuple[slice, slice, slice]:
+        """The index of queries [start, stop) of the part into tensors [B, H, Lq, ..]."""
         return self.batch, self.heads, slice(start, stop)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One call. inputs: the caller's, then what is hoisted. wanted: the numbers of those with a gradient.
+    """One call, worked out.
 
-    multiplied: the dtype of what is multiplied, but for the scores; all else is computed in `dtype`, the compute dtype.
-    centre: what values are taken less, [B, H, 1, Dv], the same for heads that share a key head.
+    inputs: the caller's, then the values of the hoisted parts. wanted: the indices of those that need a gradient.
+    compiles: whether to compile the steps. positions: for each dimension of the scores, int64, broadcasting to them.
+    constants: `numbers` as int64 tensors. centre: what to subtract from the values, [B, H, 1, Dv], the same for heads
+        that share a key head; None for nothing.
+    buffers, skews, tables, at: what blocks share: memory, buffers of diagonals, and for each lookup the table as rows
+        and the places of the last block.
     """
 
     query: Tensor
@@ -94,31 +104,35 @@ class Plan:
 
     @property
     def dtype(self) -> torch.dtype:
+        """The compute dtype."""
         return self.steps.dtype
 
     @property
     def multiplied(self) -> torch.dtype:
+        """The dtype that products take, except that of query and key, which takes the compute dtype."""
         return self.steps.multiplied
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """batch, heads, q_len, kv_len"""
+        """batch, heads, q_len, kv_len."""
         return (*self.query.shape[:3], self.key.shape[2])
 
     @property
     def groups(self) -> int:
+        """How many query heads share a key head."""
         return self.query.shape[1] // max(self.key.shape[1], 1)
 
     @functools.cached_property
     def block_sizes(self) -> tuple[int, int, int]:
-        """The most planes (heads of batch entries), queries and keys in one block."""
+        """The max numbers of planes (heads of batch entries), queries and keys in one block."""
         batch, heads, _, _ = self.sizes
         on_cpu = self.query.device.type == "cpu"
         most = ELEMENTS_PER_THREAD * torch.get_num_threads() if on_cpu else ELEMENTS_ON_GPU
         rows, columns = QUERY_BLOCK, KEY_BLOCK
         program = self.steps.program
         lower, upper = bound(program.lower, self.numbers), bound(program.upper, self.numbers)
-        # Long blocks waste what a mask hides; and where heads look up the same places, a block of all finds them once.
+        # Long blocks compute more that a mask hides. Where heads look up the same places, a block of all heads finds
+        # the places once.
         long = lower is None and upper is None and program.visible is None
         long = long and not any(isinstance(node, Gather) for node in self.steps.leaves)
         while rows * 2 <= MOST_QUERIES and (long or batch * heads * rows * columns * 2 <= most):
@@ -130,6 +144,7 @@ class Plan:
     # ---- blocks
 
     def parts(self) -> Iterator[Part]:
+        """The parts of the call, each with as many heads as fit into a block."""
         batch, heads, _, _ = self.sizes
         together = _evenly(batch, self.block_sizes[0] // max(heads, 1))
         kv_heads = _evenly(self.key.shape[1], self.block_sizes[0] // max(self.groups, 1))
@@ -144,11 +159,12 @@ class Plan:
                 yield Part(entries, of_queries, of_keys, key, value)
 
     def query_blocks(self) -> Iterator[tuple[int, int]]:
+        """(start, stop) of each block of queries."""
         q_len, size = self.sizes[2], self.block_sizes[1]
         return ((start, min(start + size, q_len)) for start in range(0, q_len, size))
 
     def key_blocks(self, part: Part, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """The keys that queries [start, stop) may see."""
+        """(start, stop) of each block of keys that queries [start, stop), one of `query_blocks`, may see."""
         program, kv_len = self.steps.program, self.sizes[3]
         lower, upper = bound(program.lower, self.numbers), bound(program.upper, self.numbers)
         first = 0 if lower is None else max(0, start + lower)
@@ -159,7 +175,7 @@ class Plan:
             yield from ((j, min(j + size, end)) for j in range(begin, end, size))
 
     def _visible(self, part: Part, start: int) -> Iterator[tuple[int, int]]:
-        """The stretches of keys of which the mask shows some to the queries of the block at `start`."""
+        """(start, stop) of each stretch of tiles in which the queries of the block at `start` may see some key."""
         assert self._table is not None
         table = self._table
         for dim, span in ((0, part.batch), (1, part.heads)):
@@ -175,7 +191,7 @@ class Plan:
 
     @functools.cached_property
     def _table(self) -> Tensor | None:
-        """Bool [B|1, H|1, query blocks, tiles of keys]: whether the mask shows any; None where it is not asked."""
+        """Bool [B|1, H|1, query blocks, tiles of keys]: whether the mask may show any key; None where we do not ask."""
         program, device = self.steps.program, self.query.device
         if program.visible is None or device.type != "cpu" or self.sizes[3] <= MASK_TILE:
             return None
@@ -183,6 +199,7 @@ class Plan:
         return visibility(program, self.inputs, self.numbers, self.sizes, tiles, device, self.dtype).some
 
     def block(self, part: Part, queries: tuple[int, int], keys: tuple[int, int]) -> Block:
+        """The block of these queries and keys in a part."""
         batch, heads = part.batch.stop - part.batch.start, part.heads.stop - part.heads.start
         origin = (part.batch.start, part.heads.start)
         return Block(batch, heads, queries, keys, self.query.device, self.dtype, origin)
@@ -190,34 +207,34 @@ class Plan:
     # ---- what they read
 
     def rows_of(self, x: Tensor, part: Part, start: int, stop: int) -> Tensor:
-        """Queries of a part, or what is shaped like them: [key heads, groups * rows, n].
+        """Rows [start, stop) of `x` [B, H, Lq, n] in a part, as [key heads, groups * rows, n].
 
         So one product serves all query heads that share a key head.
         """
         return x[part.rows(start, stop)].reshape(len(part.key), -1, x.shape[-1])
 
     def scores(self, part: Part, block: Block, query: Tensor, key: Tensor) -> Tensor:
-        """query times key on a block, [key heads, groups * rows, columns] in the compute dtype."""
+        """The raw scores of a block, [key heads, groups * rows, columns] in the compute dtype."""
         memory = self.memory(part, block, 0, self.dtype)
         return torch.bmm(query.to(self.dtype), key.to(self.dtype).mT, out=memory)
 
     def memory(self, part: Part, block: Block, which: int, dtype: torch.dtype) -> Tensor:
-        """For something as large as the scores of a block, [key heads, groups * rows, columns]; `which` of several."""
+        """Memory as large as the scores of a block, [key heads, groups * rows, columns]. which: its number."""
         return self._room(which, block.shape, dtype).view(len(part.key), -1, block.shape[3])
 
     def _room(self, which: object, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Memory of this shape that the next block with the same `which` writes over."""
+        """Memory of this shape, which the next block with the same `which` and dtype writes over."""
         count = math.prod(shape)
         if (which, dtype) not in self.buffers or self.buffers[which, dtype].numel() < count:
             self.buffers[which, dtype] = self.query.new_empty(count, dtype=dtype)
         return self.buffers[which, dtype][:count].view(shape)
 
     def scratch(self, part: Part, block: Block) -> list[Tensor]:
-        """Memory for what the steps make of the scores, where it is of another dtype than they are."""
+        """Memory for the results of the steps, where their dtype is not that of the scores; else none."""
         return [self.memory(part, block, 2, self.multiplied)] if self.steps.rounds else []
 
     def read(self, block: Block) -> list[Tensor]:
-        """What the steps take after their own tensors."""
+        """The tensors that the steps read on a block: of the leaves, the sources, then those of dropout."""
         tensors = [self._leaf(node, block) for node in self.steps.leaves]
         tensors += [self.inputs[n] for n in self.steps.sources]
         if self.dropout is not None:
@@ -240,7 +257,7 @@ class Plan:
         raise AssertionError("a step has no other leaves")
 
     def _looked_up(self, node: Gather, block: Block) -> Tensor:
-        """What a lookup reads on a block: [B|1, H|1, rows, columns]."""
+        """The elements that a lookup reads on a block: [B|1, H|1, rows, columns]."""
         table = self.inputs[node.leaf]
         if id(node) not in self.tables:
             self.tables[id(node)] = widened(rows_of(head_dimension(node), table), block)
@@ -252,7 +269,7 @@ class Plan:
         return out
 
     def places(self, node: Gather, block: Block) -> Tensor:
-        """Where a lookup reads on a block."""
+        """The places that a lookup reads on a block, [B|1, reads], int64."""
         if id(node) not in self.at or self.at[id(node)][0] != block:
             hoisted = (part for part in distinct(node) if isinstance(part, Diagonal))
             memo: Memo = {id(part): self._leaf(part, block).flip(-2) for part in hoisted}
@@ -265,7 +282,7 @@ class Plan:
         return self.at[id(node)][1]
 
     def gradient_of(self, node: Gather | Diagonal, block: Block, value: Tensor) -> DiagonalBuffer | Tensor:
-        """Memory for the gradient of what is read on a block, `value`, along diagonals or from a table."""
+        """Memory for the gradient of `value`, which `node` reads on a block along diagonals or from a table."""
         dtype = torch.promote_types(value.dtype, self.dtype)
         if isinstance(node, Gather):
             return self._room(("gradient", node), value.shape, dtype)
@@ -275,7 +292,7 @@ class Plan:
         return self.skews[key]
 
     def diagonal(self, values: Tensor, block: Block) -> Tensor:
-        """Of values for each difference of positions, [B|1, H|1, 1, Lq + Lk - 1], those that a block has."""
+        """The part of `values` [B|1, H|1, 1, Lq + Lk - 1], one for each j - i, that a block reads, as a view."""
         first = block.keys[0] - block.queries[1] + self.sizes[2]
         whole = Block(block.batch, block.heads, (0, 1), (first, first + sum(block.shape[2:]) - 1), block.device,
                       block.dtype, block.origin)  # fmt: skip
@@ -283,14 +300,14 @@ class Plan:
 
 
 def _evenly(count: int, most: int) -> int:
-    """How many of `count` go together: at most `most`, no few left over, and as many for each thread."""
+    """How many of `count` go together: at most `most`, in even shares, a multiple of the threads where that fits."""
     parts, threads = math.ceil(count / max(1, most)), torch.get_num_threads()
     even = math.ceil(count / max(1, parts) / threads) * threads
     return max(1, min(even, most))
 
 
 def _small(part: Tensor) -> Tensor:
-    """A copy of what is no larger than a side of a block: views that begin elsewhere would each be compiled for."""
+    """`part`, copied if no larger than a side of a block: views that begin elsewhere would each be compiled for."""
     return part if part.shape[2] > 1 and part.shape[3] > 1 else part.clone(memory_format=torch.contiguous_format)
 
 
@@ -307,9 +324,10 @@ def planned(
     centre: Tensor | None = None,
     centred: bool = False,
 ) -> Plan:
-    """wanted: whether each input's gradient is. centre: as in `Plan`; centred: whether it is to be found.
+    """The plan of a call. wanted: whether an input needs a gradient. centred: whether to compute the centre.
 
-    Raises ValueError for shapes, dtypes or a program that do not fit.
+    centre: the one computed before, for a backward. Raises ValueError for shapes, dtypes, dropout or a program that do
+    not fit.
     """
     given, dtype = _checked(query, key, value, seed, dropout_p)
     sizes = (*query.shape[:3], key.shape[2])
@@ -321,7 +339,7 @@ def planned(
     for part in found.parts:
         block = part.block(q_len, kv_len, batch, heads, device, dtype)
         values = evaluate(part.expr, None, inputs, numbers, block)
-        # What depends on neither position, as i - i, is one number for all differences.
+        # A part that depends on neither position, such as i - i, has one number for all differences.
         before.append(values.expand(*values.shape[:3], block.shape[3]) if part.of == "j - i" else values)
     grows = {n for n, want in enumerate(wanted) if want and inputs[n].is_floating_point()}
     exprs = [part.expr for part in found.parts]
@@ -348,7 +366,7 @@ def planned(
 
 
 def shares(program: ScoreProgram, seed: Tensor | None, dropout_p: float) -> bool:
-    """Whether the weights that meet the values may sum to something else than 1."""
+    """Whether the weights that multiply the values may sum to something else than 1."""
     return program.factor is not None or program.sink is not None or _drops(seed, dropout_p)
 
 
@@ -357,7 +375,7 @@ def _drops(seed: Tensor | None, dropout_p: float) -> bool:
 
 
 def reads(expr: Expr, wanted: Container[int]) -> list[Input | Gather]:
-    """The nodes of `expr` that read an input whose number is in `wanted`."""
+    """The nodes of `expr` that read an input whose index is in `wanted`."""
     return [node for node in distinct(expr) if isinstance(node, (Input, Gather)) and node.leaf in wanted]
 
 
@@ -371,7 +389,7 @@ def _steps(
     dtype: torch.dtype,
     multiplied: torch.dtype,
 ) -> Steps:
-    """varies: as for `dependences`, where tables are looked up before the steps."""
+    """The steps of a call. varies: as for `dependences` where tables are looked up before the steps, else None."""
     program = found.program
     exprs = [program.score] if program.factor is None else [program.score, program.factor]
     outside = set() if varies is None else {id(node) for expr in exprs for node in _lookups(expr, varies)}
@@ -394,14 +412,14 @@ def _steps(
 
 
 def _is_given(node: Expr, outside: Container[int]) -> bool:
-    """Whether a step is handed memory for the gradient of `node`. outside: the lookups that are no part of the step."""
+    """Whether a step is handed memory for the gradient of `node`. outside: the lookups done before the step."""
     return isinstance(node, Diagonal) or id(node) in outside
 
 
 def _lookups(expr: Expr, varies: tuple[frozenset[str], ...]) -> list[Gather]:
-    """The nodes that read, for each query and key, a table at a place which is the same for all heads.
+    """The lookups at places that depend on query and key, and are the same for all heads.
 
-    Inductor's code for a CPU finds the place anew for each head, and reads element for element.
+    Inductor's code for a CPU would find the places again for each head, and read element by element.
     """
     known = dependences(expr, varies)
 
@@ -417,7 +435,7 @@ def _along(values: Tensor, dim: int) -> Tensor:
 
 
 def _multiplies_bfloat16(device: torch.device) -> bool:
-    """Whether the device has instructions for products of bfloat16, with sums in float32, and bmm makes use of them."""
+    """Whether the device has instructions for bfloat16 products with float32 sums, and bmm uses them."""
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     capabilities = torch.cpu.get_capabilities()
@@ -427,7 +445,7 @@ def _multiplies_bfloat16(device: torch.device) -> bool:
 def _checked(
     query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None, dropout_p: float
 ) -> tuple[torch.dtype, torch.dtype]:
-    """The dtype of query, key and value together, and the one that the attention is computed in."""
+    """The common dtype of query, key and value, and the compute dtype. Raises ValueError where operands do not fit."""
     check_shapes(query, key, value)
     check_dropout(seed, dropout_p)
     dtype = torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)

@@ -1,7 +1,7 @@
-"""The point-wise steps of one block, between the products: one pass over the scores each way, fused by Inductor.
+"""Steps: the point-wise work on one block between its products, one pass over the scores each way, fused by Inductor.
 
-A step is traced with sizes that stand for any, and compiled once for a score program and the dtypes it reads; blocks of
-all sizes and places share it. Small attentions run the same steps uncompiled, and so does all where no compiler works.
+A step is traced with stand-in sizes, and compiled once for a score program and the dtypes that it reads; blocks of all
+sizes and places share it. Small attentions run the steps uncompiled; where no compiler works, all attentions do.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from attn_fuse.torch_internals import compiled_for_any_size
 
 log = logging.getLogger("attn_fuse")
 
-# What the block sizes are while a step is traced: none equal to another, so that none is taken for another. Whether
-# there are more queries or more keys may be compiled for; the larger number of them comes before the smaller.
+# Batch, heads, and the larger and the smaller of rows and columns while a step is traced. No two are equal, so that
+# none is taken for another; Inductor may compile for whether rows or columns are more.
 _STAND_INS = (3, 7, 440, 120)
 
 
@@ -33,12 +33,11 @@ _STAND_INS = (3, 7, 440, 120)
 class Steps:
     """The point-wise steps of a score program.
 
-    leaves: the nodes whose tensors are handed in, block by block; what is read along diagonals has its rows in
-    reverse. A `Gather` that is no leaf is read in the step; sources: the inputs that these look up, handed in whole.
-    wanted: those of the leaves and lookups whose gradient is, and is given; into: those whose gradient goes into memory
-    handed in. drops: whether there is
-    dropout. shares: whether values are centred, and weights do not sum to 1. dtype: of the scores and all that is
-    computed; multiplied: of what a product is then made of.
+    leaves: the nodes whose tensors are handed in, block by block; that of a `Diagonal` has its rows in reverse.
+    sources: the inputs, handed in whole, in which a step looks up each `Gather` that is no leaf.
+    wanted: the leaves and lookups whose gradient a step gives. into: those whose gradient goes into memory handed in.
+    drops: whether there is dropout. shares: whether values are centred and weights do not sum to 1.
+    dtype: of the scores and all that is computed. multiplied: of the results that products take.
     """
 
     program: ScoreProgram
@@ -53,14 +52,17 @@ class Steps:
 
     @property
     def rounds(self) -> bool:
+        """Whether products take a narrower dtype than that of the scores; results then go into memory of their own."""
         return self.multiplied != self.dtype
 
     @functools.cached_property
     def exprs(self) -> tuple[Expr, ...]:
+        """The score, and the factor where there is one."""
         return (self.program.score,) if self.program.factor is None else (self.program.score, self.program.factor)
 
     @functools.cached_property
     def path(self) -> list[Expr]:
+        """The nodes through which gradients flow; see `differentiable`."""
         return differentiable(self.exprs, [*_raw_scores(self.exprs), *self.wanted, *self.into])
 
     @functools.cached_property
@@ -68,11 +70,11 @@ class Steps:
         return {id(x) for node in self.wanted if isinstance(node, Gather) for x in node.index}
 
     def forward(self, raw: Tensor, row_max: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """raw [B, H, rows, columns] becomes exp(score - maximum), times factor and dropout.
+        """Replace raw [B, H, rows, columns] by exp(score - max), times factor and dropout.
 
-        row_max [B, H, rows, 1]: the greatest score of the blocks before. tensors: where the steps round, memory that
-        takes the place of raw; of the leaves, the sources, then those of the dropout. Gives the new maximum, the sum of
-        exp(score - maximum), what sums so far shrink by, and where there are shares the sum of what raw becomes.
+        row_max [B, H, rows, 1]: the max score of the blocks before. tensors: where the steps round, memory for the
+        result in place of raw; then what `Plan.read` gives. Gives the new max, the sum of exp(score - max), what to
+        multiply earlier sums by, and where there are shares the sum of the result.
         """
         becomes, tensors = self._becomes(raw, tensors)
         block, memo = self._read(raw, tensors, set(self.program.shared))
@@ -92,12 +94,12 @@ class Steps:
     def backward(
         self, raw: Tensor, dweights: Tensor, shift: Tensor, over_sum: Tensor, delta: Tensor, *tensors: Tensor
     ) -> list[Tensor]:
-        """raw becomes its own gradient; dweights, grad_out times value, becomes the weights that met the value.
+        """Replace raw by its gradient, and dweights, grad_out times value, by the weights that multiplied the value.
 
-        shift, over_sum, delta [B, H, rows, 1]: the maximum, 1 / the sum, grad_out . out. tensors: where there are
-        shares, they and their gradient, [B, H, rows, 1]; then as in `forward`, but for the memory for `into` after that
-        for raw. Gives, for each of `wanted` in that order, its gradient, as
-        large as what it reads, and behind that of a `Gather` the indices at which it read.
+        shift, over_sum, delta [B, H, rows, 1]: `shift_of` the max, 1 / sum, grad_out . out. tensors: the shares and
+        their gradient, [B, H, rows, 1], where there are any; then as in `forward`, but with the memory for `into` after
+        that for raw. Gives for each of `wanted`, in order, its gradient, as large as what it reads, and after that of a
+        `Gather` the indices at which it read.
         """
         share, grad_share = tensors[:2] if self.shares else (None, None)
         tensors = tensors[2:] if self.shares else tensors
@@ -116,7 +118,7 @@ class Steps:
             used, flowing, passes = used * factor, flowing * factor, passes * factor
         flowing = flowing - delta
         if share is not None and grad_share is not None:
-            # In this order: where one weight is all there is, the second term is exactly 0.
+            # In this order, the second term is exactly 0 for a row of a single weight.
             flowing = flowing + (passes - share) * grad_share
         given.append((self.exprs[0], flowing * weights))
         score = _raw_scores(self.exprs)
@@ -153,7 +155,7 @@ class Steps:
 
 
 def shift_of(row_max: Tensor) -> Tensor:
-    """The maximum, 0 where it is -inf: -inf less -inf is NaN, and a query that sees no key has weights exp(-inf)."""
+    """`row_max`, or 0 where it is -inf: there -inf - -inf is NaN, and a fully masked row has weights exp(-inf)."""
     return torch.where(row_max == -torch.inf, 0.0, row_max)
 
 
@@ -162,10 +164,13 @@ def _raw_scores(exprs: Sequence[Expr]) -> list[Expr]:
 
 
 def run(steps: Steps, name: str, tensors: Sequence[Tensor], compiles: bool) -> Any:
-    """One step, forward or backward; compiled, if that can be, for any sizes of its tensors but those that are 1."""
+    """The result of the step `name`, "forward" or "backward".
+
+    compiles: whether to compile the step for all sizes of its tensors except 1; where that fails, it runs uncompiled.
+    """
     if not compiles:
         return getattr(steps, name)(*tensors)
-    # What Inductor compiles for: besides the tensors, the number of threads and what is to be deterministic.
+    # Besides the tensors, Inductor compiles for the number of threads and for determinism.
     step = (steps, name, torch.get_num_threads(), torch.are_deterministic_algorithms_enabled())
     known = (*step, *((t.dtype, t.device, t.shape, t.stride()) for t in tensors))
     if known not in _chosen:
@@ -184,13 +189,13 @@ def run(steps: Steps, name: str, tensors: Sequence[Tensor], compiles: bool) -> A
 
 @dataclass(frozen=True)
 class _Compiled:
-    """A step, and whether it takes tensors of given sizes and strides."""
+    """A step. takes: whether `function` takes tensors of given sizes and strides."""
 
     function: Callable[..., Any]
     takes: Callable[[Sequence[Tensor]], bool]
 
 
-# By what they were compiled for; and which of them, by the sizes and strides of the tensors.
+# The steps, by what they were compiled for; and the one to run, also by the sizes and strides of its tensors.
 _compiled: dict[Any, list[_Compiled]] = {}
 _chosen: dict[Any, Callable[..., Any]] = {}
 _MOST_CHOSEN = 1 << 12
@@ -200,7 +205,7 @@ def _choose(step: Callable[..., Any], tensors: Sequence[Tensor], made: list[_Com
     for known in made:
         if known.takes(tensors):
             return known.function
-    # Sizes that are all different leave the most open; where they do not fit, the tensors themselves do.
+    # Sizes that all differ assume the least. Where the result does not take the tensors, we compile for these.
     for examples in (_stand_ins(tensors), tensors):
         made.append(_Compiled(*compiled_for_any_size(step, examples)))
         if made[-1].takes(tensors):
@@ -217,7 +222,7 @@ def _stand_ins(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _stand_in(tensor: Tensor, block: Sequence[int], sizes: Sequence[int]) -> Tensor:
-    """One for a tensor that spans a block's dimensions or some of them, as far apart in memory; any other itself."""
+    """A stand-in, laid out alike, for a tensor that spans a block or some of its dimensions; else the tensor itself."""
     if tensor.ndim != 4 or any(n not in (1, whole) for n, whole in zip(tensor.shape, block, strict=True)):
         return tensor
     shape = [1 if n == 1 else size for n, size in zip(tensor.shape, sizes, strict=True)]

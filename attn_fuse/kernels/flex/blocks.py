@@ -1,13 +1,13 @@
-"""What FlexAttention's C++ and Triton templates are given besides query, key and value, as operators.
+"""Operators for what FlexAttention's C++ and Triton templates take: block tables, and copies of operands.
 
     flex_blocks(inputs, numbers, sizes, blocks, transposed, device, program) -> tables
     flex_operands(tensors, numbers) -> copies, tensors of one number
 
-The block tables are those of a `torch.nn.attention.flex_attention.BlockMask`, made from the structure of the mask,
-never from a mask. Layers with the same mask make the same call, which torch.compile keeps only one of.
+The block tables are those of a `torch.nn.attention.flex_attention.BlockMask`, made from the structure of the mask (see
+`visibility`). Layers with the same mask make the same call, of which torch.compile keeps only one.
 
-The copies are for the CPU, whose template takes operands by their buffer: it ignores the storage offset of a view,
-and finds two views of one buffer to be the same (tried on torch 2.11, 2.13 and 2.15).
+The copies are for the CPU, whose template takes operands by their buffer: it ignores the storage offset of a view, and
+takes two views of one buffer for the same (tried on torch 2.11, 2.13 and 2.15).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from attn_fuse.kernels.score.dependence import planes
 from attn_fuse.kernels.score.program import ScoreProgram
 from attn_fuse.kernels.score.visibility import visibility
 
-# torch's caches on disk know an operator by its name and see no change in what it computes: raise it with each.
+# torch's caches on disk know an operator by its name only: raise this with every change in what it computes.
 VERSION = 1
 
 _BLOCKS = f"flex_blocks_v{VERSION}"
@@ -39,18 +39,18 @@ def block_tables(
     device: torch.device,
     program: str,
 ) -> list[Tensor]:
-    """For each block of queries, how many blocks of keys are partly visible and which; then the same of wholly ones.
+    """For each block of queries, how many blocks of keys are partly visible, and which; then of those wholly visible.
 
-    sizes: batch, heads, q_len, kv_len. blocks: queries and keys in one. program: a score program whose `visible`,
-    `upper` and `lower` count. Blocks that reach over an end are partly visible.
+    sizes: batch, heads, q_len, kv_len. blocks: queries and keys in a block; one that reaches beyond the end is partly
+    visible. program: the text of a score program, of which `visible`, `upper` and `lower` count.
 
-    Gives int32 [B|1, H|1, query blocks] and [B|1, H|1, query blocks, key blocks] twice; transposed: and then the same
-    four for each block of keys. The dimensions are 1 where the mask does not depend on them.
+    Twice int32 [B|1, H|1, query blocks] and [B|1, H|1, query blocks, key blocks]; where `transposed` is set, the same
+    four for each block of keys follow. A dimension is 1 where the mask does not depend on it.
     """
     arguments = (tuple(numbers), tuple(sizes), tuple(blocks), transposed, device, program)
     if inputs:
         return _tables(inputs, *arguments)
-    # Outputs of an operator are its caller's to write into.
+    # Copies, because a caller may write into the outputs of an operator.
     return [table.clone() for table in _known_tables(*arguments)]
 
 
@@ -74,7 +74,7 @@ def _tables(
     seen = visibility(read, inputs, numbers, (batch, heads, q_len, kv_len), (rows, columns), device)
     shape = (*planes(read.visible, [x.shape for x in inputs], *sizes[:2]), *seen.some.shape[2:])
     some = seen.some.expand(shape)
-    # Where hidden keys may count, the score says what they are worth.
+    # Where hidden keys may count, the score says how much, so that no block needs a mask_mod.
     every = (some if read.hides_only_if_others_seen else seen.every.expand(shape)).clone()
     every[:, :, q_len // rows :] = False
     every[..., kv_len // columns :] = False
@@ -83,7 +83,7 @@ def _tables(
 
 
 def _ordered(table: Tensor) -> tuple[Tensor, Tensor]:
-    """In each row, how many blocks there are and, first of all, which."""
+    """For each row of a Boolean table, how many entries are True, and the index of each entry, True ones first."""
     table = table.contiguous()
     places = torch.argsort(table.to(torch.int8), dim=-1, descending=True, stable=True)
     return table.sum(-1, dtype=torch.int32), places.to(torch.int32)
@@ -109,7 +109,7 @@ def _fake_tables(
 
 
 def operands(tensors: Sequence[Tensor], numbers: Sequence[int]) -> list[Tensor]:
-    """Contiguous copies of `tensors`, and each of `numbers` as an int64 tensor without dimensions."""
+    """Contiguous copies of `tensors`, then each of `numbers` as an int64 tensor without dimensions."""
     device = tensors[0].device
     copies = [x.clone(memory_format=torch.contiguous_format) for x in tensors]
     return [*copies, *(torch.full((), n, dtype=torch.int64, device=device) for n in numbers)]

@@ -1,9 +1,9 @@
 """flex: torch's FlexAttention (arXiv 2412.05496), with the score function and the block mask of the score program.
 
-Taken: any function of the scores, any mask, biases, grouped queries, another value_dim; sinks where the kernel gives
-its log-sum-exp. Declined: dropout and factors on the weights, which it has no place for; gradients on the CPU; before
-torch 2.15, gradients of what the score function reads; and graphs that Inductor does not compile, where torch stores
-every score.
+Taken: any function of the scores, any mask, biases, grouped queries, another value_dim; sinks where FlexAttention gives
+its log-sum-exp. Declined: dropout and factors on the weights, for which it has no place; gradients on the CPU; before
+torch 2.15, gradients of what the score function reads; graphs that Inductor does not compile, where torch stores every
+score.
 """
 
 from __future__ import annotations
@@ -41,19 +41,20 @@ from attn_fuse.torch_internals import flex_attention, flex_differentiates_what_i
 if TYPE_CHECKING:
     from attn_fuse.emit.call import Call
 
-# Queries and keys in one block of the mask.
+# Queries and keys in a block of the mask.
 BLOCKS = (128, 128)
-# For one query torch's C++ template has a second form, which it takes where the keys of a block divide 128. That one
-# gives 0 for scores far below 0 where a part of the keys is hidden.
+# For one query, torch's C++ template has a second form, which it takes where the keys of a block divide 128. This form
+# gives 0 for scores far below 0 where some of the keys are hidden.
 ONE_QUERY_BLOCKS = (128, 256)
-# A BlockMask's, in the order of `flex_blocks`.
+# The tables of a BlockMask, in the order of `flex_blocks`.
 _TABLES = tuple(f"{kind}_{what}" for kind in ("kv", "full_kv", "q", "full_q") for what in ("num_blocks", "indices"))
 _NOT_DIFFERENTIATED = "gives no gradient to what a function of the scores reads before torch 2.15"
-# What torch's Triton template takes at least.
+# The min head_dim and value_dim of torch's Triton template.
 _LEAST_DIM = 16
 
 
 def limits(attention: Attention, facts: Facts) -> Iterator[str]:
+    """The reasons beside device type and dtype, such as no Inductor, dropout, or gradients on CPU."""
     on_cpu = facts.device.type == "cpu"
     if not facts.compiled:
         yield "stores every score where the graph is not compiled by Inductor"
@@ -75,7 +76,7 @@ def limits(attention: Attention, facts: Facts) -> Iterator[str]:
         yield f"takes no head_dim or value_dim below {_LEAST_DIM}"
     if facts.bias_needs_grad and not flex_differentiates_what_it_reads():
         yield _NOT_DIFFERENTIATED
-    # Its backward takes exp(score - lse), and at a score like -1e9 the lse has lost the number of keys.
+    # The backward takes exp(score - lse): at scores like -1e9, rounding has lost the number of keys from the lse.
     if facts.training and attention.mask.empty_rows == "mean":
         yield "a query that sees no key would get a wrong gradient"
     if facts.training and facts.bias_may_hide:
@@ -83,6 +84,11 @@ def limits(attention: Attention, facts: Facts) -> Iterator[str]:
 
 
 def emit(call: Call) -> Node:
+    """Build the call of `attend`, and return the node of [batch, heads, q_len, value_dim].
+
+    Raises NotEmitted where the score reads a tensor that needs a gradient torch does not give, or, on a CPU under
+    Inductor, where score or mask reads one of symbolic sizes.
+    """
     facts, attention, score = call.facts, call.attention, score_call(call)
     on_cpu = facts.device.type == "cpu"
     blocks = ONE_QUERY_BLOCKS if on_cpu and facts.q_len == 1 and "q_len" not in facts.symbolic else BLOCKS
@@ -105,7 +111,7 @@ def emit(call: Call) -> Node:
     operands = [call.query(scaled=False), call.key(), call.value()]
     inputs = [score.inputs[n] for part in parts for n in part.inputs]
     if on_cpu and facts.compiled and any(map(_has_symbolic_size, inputs)):
-        # Its C++ template names sizes that it does not declare (torch 2.11 to 2.15).
+        # The C++ template names sizes that it does not declare (torch 2.11 to 2.15).
         raise NotEmitted("takes no tensor of symbolic sizes in a function of the scores or a mask on CPU")
     numbers = [score.numbers[n] for part in parts for n in part.numbers]
     if on_cpu:
@@ -127,7 +133,7 @@ def emit(call: Call) -> Node:
         blocks=blocks,
         programs=[part.program.dumps() for part in parts],
     )
-    # Inductor would fuse what follows into its C++ template, and that raises.
+    # Inductor would fuse later operations into its C++ template, which raises.
     return call.node(operator.getitem, call.node(flex_operands, [out], []), 0) if on_cpu else out
 
 
@@ -145,13 +151,11 @@ def attend(
     blocks: tuple[int, int],
     programs: Sequence[str],
 ) -> Tensor:
-    """The attention as FlexAttention has it; it stands in the graph by name and is traced.
+    """The attention by FlexAttention, [B, H, Lq, Dv] in query's dtype; the graph calls this function by name.
 
-    query [B, H, Lq, D], key [B, Hkv, Lk, D], value [B, Hkv, Lk, Dv] of one dtype, H a multiple of Hkv. programs: one
-    for the score where a key is seen, one whose `visible` says where that is, one for the sink; read: the inputs and
-    numbers (int64, no dimensions) of each. tables, blocks: from `flex_blocks`. A query that sees no key gives 0.
-
-    Gives [B, H, Lq, Dv] in query's dtype.
+    query [B, H, Lq, D], key [B, Hkv, Lk, D], value [B, Hkv, Lk, Dv]: of one dtype, H a multiple of Hkv.
+    programs: the texts of the programs of `score_part`, `mask_part` and `sink_part`. read: the inputs and the numbers
+    (int64, no dimensions) of each. tables: what `flex_blocks` gave for these `blocks`. A fully masked row gives 0.
     """
     score, mask, of_sink = (ScoreProgram.loads(text) for text in programs)
     (inputs, numbers), mask_read, sink_read = read
@@ -178,7 +182,7 @@ def attend(
 
 
 def _summed_wide(x: Tensor) -> Tensor:
-    # FlexAttention adds a gradient up in the dtype of what it is of.
+    # FlexAttention sums the gradient of a tensor in the tensor's dtype.
     narrow = x.requires_grad and x.dtype in (torch.float16, torch.bfloat16)
     return x.float() if narrow else x
 

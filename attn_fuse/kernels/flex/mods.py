@@ -1,7 +1,7 @@
 """Score programs as FlexAttention takes them (arXiv 2412.05496): a `score_mod` and a `mask_mod` over single elements.
 
-The expressions are run on tensors of no dimension while the call is traced, so what they compute is generated into the
-kernel. The mask stands in the score as well; where `mask_mod` decides, it is taken out of the score.
+Tracing runs the expressions on tensors without dimensions, so that their code is generated into the kernel. The score
+applies the mask, too; `score_part` takes out of the score what `mask_mod` decides.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from attn_fuse.kernels.score.simplify import assuming
 
 
 def score_part(program: ScoreProgram) -> Part:
-    """The score where `mask_part` lets the key count."""
+    """The part for the score of a key that `mask_part` shows."""
     seen = None if program.hides_only_if_others_seen else program.visible
     return part_of(program.score if seen is None else assuming(seen, program.score))
 
 
 def blocks_part(program: ScoreProgram) -> Part:
-    """What the blocks that are computed depend on: `visible` with its bounds; its score is the raw one."""
+    """The part that says which blocks to compute: `visible` and the bounds; its score is the raw one."""
     parts = {"visible": program.visible, "upper": program.upper, "lower": program.lower}
     return part_of(Score(), program.hides_only_if_others_seen, **parts)
 
 
 def mask_part(program: ScoreProgram) -> Part:
-    """Where a key counts, within the blocks that are computed, as `visible`; its score is the raw one."""
+    """The part whose `visible` says where a key counts within the computed blocks; its score is the raw one."""
     return part_of(Score()) if program.hides_only_if_others_seen else blocks_part(program)
 
 
 def sink_part(program: ScoreProgram) -> Part:
-    """The sink, if there is one; its score is the raw one."""
+    """The part for the sink, if there is one; its score is the raw one."""
     return part_of(Score(), sink=program.sink)
 
 
 def scaled(program: ScoreProgram) -> tuple[float, Expr]:
-    """A factor and an expression that gives the score from a raw score multiplied by it."""
+    """(factor, expression), where the expression gives the score from the raw score multiplied by the factor."""
     match program.score:
         case Mul(Score() as score, Const(factor)) | Mul(Const(factor), Score() as score) if _is_ordinary(factor):
             return float(factor), score
@@ -52,9 +52,9 @@ def scaled(program: ScoreProgram) -> tuple[float, Expr]:
 
 
 def score_mod(expr: Expr, count: int) -> Callable[..., Tensor]:
-    """(score, b, h, i, j, *inputs, *numbers) -> the final score, float32, or float64 where the scores are.
+    """(score, b, h, i, j, *inputs, *numbers) -> the final score by `expr`, in float32, or float64 where the score is.
 
-    count: how many inputs there are; numbers: int64 tensors without dimensions.
+    count: the number of inputs. numbers are int64 tensors without dimensions.
     """
 
     def function(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, *read: Tensor) -> Tensor:
@@ -66,7 +66,10 @@ def score_mod(expr: Expr, count: int) -> Callable[..., Tensor]:
 
 
 def mask_mod(expr: Expr | None, count: int) -> Callable[..., Tensor]:
-    """(b, h, i, j, *inputs, *numbers) -> whether query i may see key j, a bool; always without an expression."""
+    """(b, h, i, j, *inputs, *numbers) -> whether query i may see key j by `expr`, a bool; always where `expr` is None.
+
+    count: as for `score_mod`.
+    """
 
     def function(b: Tensor, h: Tensor, i: Tensor, j: Tensor, *read: Tensor) -> Tensor:
         if expr is None:
@@ -77,7 +80,7 @@ def mask_mod(expr: Expr | None, count: int) -> Callable[..., Tensor]:
 
 
 def over_queries(expr: Expr, inputs: Sequence[Tensor], numbers: Sequence[Tensor], query: Tensor) -> Tensor:
-    """An expression that does not depend on the key, such as a sink, as [B, H, Lq] of at least float32."""
+    """The value of `expr`, which does not depend on the key, such as a sink: [B, H, Lq] of at least float32."""
     places = [
         torch.arange(n, device=query.device).view([-1 if d == place else 1 for d in range(3)])
         for place, n in enumerate(query.shape[:3])
@@ -104,7 +107,7 @@ def _on_element(
     numbers: Sequence[Tensor],
     dtype: torch.dtype,
 ) -> Tensor:
-    # FlexAttention counts in int32, which a flat index into a large tensor overflows.
+    # FlexAttention's positions are int32, which a flat index into a large tensor overflows.
     places = dict(zip(POSITIONS, (p.to(torch.int64) for p in positions), strict=True))
     element = _Element(1, 1, (0, 1), (0, 1), positions[0].device, dtype)
     memo: Memo = {}

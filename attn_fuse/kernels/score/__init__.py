@@ -1,1 +1,1 @@
-"""Score programs: what becomes of one raw score, as kernels compute it, its gradient, and which blocks it hides."""
+"""Score programs: the function from a raw score to the final score, its gradient, and the blocks that it hides."""

@@ -1,4 +1,4 @@
-"""Dependence: which positions the value of each node of a score program depends on, and how."""
+"""Dependence: the positions that each node of a score program depends on, and whether through j - i alone."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ POSITIONS = ("b", "h", "i", "j")
 
 
 def varying(shape: Sequence[int]) -> frozenset[str]:
-    """The positions that an input of this shape, [B|1, H|1, Lq|1, Lk|1], differs with; of a whole table, no matter."""
+    """The positions that an input of `shape` [B|1, H|1, Lq|1, Lk|1] varies along; meaningless for a table."""
     return frozenset(name for name, length in zip(POSITIONS, shape, strict=False) if length != 1)
 
 
 def own_dependence(node: Expr, varies: Sequence[frozenset[str]]) -> frozenset[str]:
-    """Which positions, and "score", `node` reads itself, its children's aside. varies: as for `dependences`."""
+    """The positions, and "score", that `node` reads without its children. varies: as for `dependences`."""
     match node:
         case Position(name):
             return frozenset({name})
@@ -31,9 +31,9 @@ def own_dependence(node: Expr, varies: Sequence[frozenset[str]]) -> frozenset[st
 
 
 def dependences(expr: Expr, varies: Sequence[frozenset[str]]) -> dict[int, frozenset[str]]:
-    """Of each node below `expr`, by identity: which positions, and "score", its value depends on.
+    """For each node of `expr`, by identity: the positions, and "score", that its value depends on.
 
-    varies: of each input, which positions it differs with.
+    varies: for each input, the positions that it varies along.
     """
     found: dict[int, frozenset[str]] = {}
     for node in distinct(expr):
@@ -42,13 +42,13 @@ def dependences(expr: Expr, varies: Sequence[frozenset[str]]) -> dict[int, froze
 
 
 def planes(expr: Expr | None, shapes: Sequence[Sequence[int]], batch: Any, heads: Any) -> tuple[Any, Any]:
-    """batch and heads, each 1 where the value of `expr` is the same along it. shapes: of the inputs."""
+    """`batch` and `heads`, but 1 for one along which the value of `expr` is the same. shapes: of the inputs."""
     names = frozenset[str]() if expr is None else dependences(expr, [*map(varying, shapes)])[id(expr)]
     return batch if "b" in names else 1, heads if "h" in names else 1
 
 
 def of_difference(expr: Expr, varies: Sequence[frozenset[str]]) -> frozenset[int]:
-    """The nodes below `expr`, by identity, whose value depends on the positions through j - i alone, or not at all.
+    """The nodes of `expr`, by identity, whose value depends on i and j through j - i alone, or on neither.
 
     varies: as for `dependences`.
     """

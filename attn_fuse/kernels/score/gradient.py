@@ -1,9 +1,9 @@
-"""The gradient of a score program, by reverse accumulation with the rules of `expression.functions`.
+"""Gradient: reverse mode for a score program, with the rules of `expression.functions`.
 
-Autograd is not used because it records nothing in an operator that is called from below it, as compiled graphs that
-hold a backward do, and the gradient would be 0 without a word. The rules are autograd's, ties and all.
+Autograd would silently give 0: it records nothing in an operator that is called from below it, as compiled graphs with
+a backward call ours. The rules are autograd's, also at ties.
 
-One walk serves two kernels: `gradients` computes on a block, `gradient_exprs` gives expressions for code to be made of.
+One walk has two uses: `gradients` computes on a block, `gradient_exprs` gives expressions to generate code from.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 def differentiable(exprs: Iterable[Expr], sources: Iterable[Expr]) -> list[Expr]:
-    """The nodes through which `exprs` depend on `sources` differentiably, children first."""
+    """The nodes of `exprs` that are among `sources` or depend differentiably on one, children first."""
     found = {id(node): node for node in sources}
     starts = set(found)
     order: dict[int, Expr] = {}
@@ -34,7 +34,7 @@ def differentiable(exprs: Iterable[Expr], sources: Iterable[Expr]) -> list[Expr]
 
 
 def needed(path: Iterable[Expr]) -> set[int]:
-    """The nodes, by identity, whose values `gradients` reads: `evaluate` is to keep them."""
+    """The nodes, by identity, whose values `gradients` reads along `path`, so that `evaluate` can keep them."""
     return {id(part) for node in path for part in (node, *children(node))}
 
 
@@ -46,9 +46,9 @@ def gradients(
     block: Block,
     memo: Memo,
 ) -> dict[int, Tensor]:
-    """The gradients of `sources`, by identity, each as large as what the source gives; of none that is not reached.
+    """The gradients of `sources`, by identity, in the shape and dtype of their values; a source out of reach has none.
 
-    path: what `differentiable` gave. given: each expression's gradient. memo: holds the values of what is `needed`.
+    path: what `differentiable` gave. given: expressions, each with its gradient. memo: the values of `needed` nodes.
     """
 
     def fitted(node: Expr, gradient: Tensor) -> Tensor | None:
@@ -65,9 +65,9 @@ def gradients(
 
 
 def gradient_exprs(given: Sequence[tuple[Expr, Expr]], sources: Iterable[Expr]) -> dict[int, Expr]:
-    """The gradient of each of `sources`, by identity, element by element; of none that is not reached.
+    """The gradients of `sources`, by identity, as expressions for one score; a source out of reach has none.
 
-    given: expressions, each with its gradient. What an element of a source broadcasts to is for the caller to add up.
+    given: expressions, each with its gradient. The caller sums over the scores that share an element of a source.
     """
 
     def through(node: Expr, rule: Rule, gradient: Expr) -> Expr:
@@ -87,7 +87,7 @@ def _backwards(
 ) -> dict[int, T]:
     """The gradients of `sources` by identity, carried from `given` back along `path`.
 
-    fitted: a gradient as large as what its node gives; None drops it. through: a gradient taken through a node.
+    fitted: a gradient in the size of its node's value; None drops it. through: takes a gradient through a node.
     """
     found: dict[int, T] = {}
     leaves, on_path = {id(node) for node in sources}, {id(node) for node in path}
@@ -109,7 +109,7 @@ def _backwards(
 
 
 def _paths(node: Expr) -> list[tuple[Expr, Rule]]:
-    """The operands that have a gradient, and how it is had."""
+    """The operands that have a gradient, each with its rule."""
     match node:
         case Cast(dtype, x):
             return [(x, _pass_on)] if dtype.is_floating_point else []
@@ -136,13 +136,13 @@ def _where_not(g: Expr, y: Expr, condition: Expr, a: Expr, b: Expr) -> Expr:
 
 @functools.cache
 def _rule_of(rule: Rule, operands: int) -> tuple[tuple[Given, ...], Expr]:
-    """What stands for gradient, result and operands in a rule, and the gradient that it gives of these."""
+    """Placeholders for gradient, result and operands, and what `rule` gives for them."""
     holders = tuple(map(Given, range(2 + operands)))
     return holders, rule(*holders)
 
 
 def _hides(node: Expr) -> bool:
-    """Whether it takes a part or gives -inf. There the weight is 0, and so is the gradient that comes in already."""
+    """Whether `node` selects between a part and -inf, which makes the weight, and so the incoming gradient, 0."""
     return isinstance(node, Select) and any(part == Const(-math.inf) for part in (node.a, node.b))
 
 

@@ -1,4 +1,4 @@
-"""Linear forms: whole numbers of a score program as sums of positions and numbers, each times an integer."""
+"""Linear forms: integers of a score program as sums of positions and numbers, each times an integer."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ class Linear:
         return Linear({atom: count * times for atom, count in self.terms.items() if times}, self.number * times)
 
     def slope(self, position: str) -> int:
-        """How much it grows with a position."""
+        """The count of a position, by its name."""
         return self.terms.get(Position(position), 0)
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is made of positions and numbers alone."""
+        """Whether every atom is a position or a number, so that the form is an integer."""
         return all(isinstance(atom, Expr) for atom in self.terms)
 
 
 def linear(expr: Expr) -> Linear:
-    """`expr` as a sum; what is no sum of whole numbers is an atom."""
+    """`expr` as a linear form; a part that is no sum, difference or integer multiple becomes an atom."""
     match expr:
         case Const(bool() | int() as value):
             return Linear(number=int(value))
@@ -59,7 +59,7 @@ def linear(expr: Expr) -> Linear:
 
 
 def at_least_zero(expr: Expr) -> Linear | None:
-    """What is at least 0 where the comparison of whole numbers `expr` holds; None for anything else."""
+    """The form that is at least 0 where `expr`, an inequality of integers, holds; None for other expressions."""
     match expr:
         case Compare("ge", a, b) | Compare("le", b, a):
             return linear(a) - linear(b)
@@ -69,5 +69,5 @@ def at_least_zero(expr: Expr) -> Linear | None:
 
 
 def complement(form: Linear) -> Linear:
-    """What is at least 0 where `form` is not: of whole numbers, -1 - form."""
+    """The form that is at least 0 exactly where `form` is not: for integers, -1 - form."""
     return Linear(number=-1) - form

@@ -1,4 +1,4 @@
-"""Part: a score program that reads less than the one it was taken from."""
+"""Part: expressions of a score program as a program of their own, which reads only what they need."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from attn_fuse.kernels.score.program import ScoreProgram
 
 @dataclass(frozen=True)
 class Part:
-    """A program that reads less. inputs, numbers: what each of its own stands for in the program it was taken from."""
+    """A program taken from another. inputs, numbers: for each of its own, the index of the same in the other."""
 
     program: ScoreProgram
     inputs: tuple[int, ...]
@@ -19,7 +19,7 @@ class Part:
 
 
 def part_of(score: Expr, hides_only_if_others_seen: bool = False, **others: Expr | None) -> Part:
-    """The program of these expressions. others: by the names of a program's fields; None leaves a field out."""
+    """The part with these expressions. others: by name, for other fields of `ScoreProgram`; None leaves a field out."""
     exprs = {"score": score} | {name: expr for name, expr in others.items() if expr is not None}
     read = [node for expr in exprs.values() for node in distinct(expr)]
     inputs = sorted({node.leaf for node in read if isinstance(node, (Input, Gather))})

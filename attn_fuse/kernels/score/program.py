@@ -1,22 +1,23 @@
-"""Score programs: what becomes of one raw score, as expressions that travel through an operator as a string.
+"""Score programs: the function from a raw score to the final score, as expressions that an operator takes as a string.
 
-An expression of a score program is made of these nodes of `expression.nodes`, in JSON a list that begins with the name:
+An expression of a score program consists of these nodes of `expression.nodes`, in JSON lists that begin with a name:
 
     Score()              ["score"]                the raw product of query and key, unscaled
     Position(name)       ["b"] ["h"] ["i"] ["j"]  positions, int64: batch, query head, query, key
     Const(c)             ["const", c]             a bool, int or float; "inf", "-inf" and "nan" where JSON has no number
     Number(n)            ["number", n]            entry n of `numbers`, an int
     Input(n)             ["input", n]             tensor n of `inputs`, [B|1, H|1, Lq|1, Lk|1], at this element
-    Diagonal(n)          ["diagonal", n]          what `chunked.hoisted` has put in a part's place: a memo has its value
-    Gather(n, (x, ...))  ["gather", n, x...]      tensor n of `inputs`, whole, at these integers, one a dimension
+    Diagonal(n)          ["diagonal", n]          a part that `chunked.hoisted` took out: a memo has its value
+    Gather(n, (x, ...))  ["gather", n, x...]      tensor n of `inputs`, whole, at these integers, one for each dimension
     Cast(dtype, x)       ["cast", "float32", x]   x in the dtype of that name
     Select(c, x, y)      ["where", c, x, y]
     And, Or, Not         ["and", x...]  ["or", x...]  ["not", x]
     Compare              ["ge", x, y] and its like
     Add, Mul, Div, Binary, Unary                  ["tanh", x]: a function by its name in `expression.functions`
 
-Arithmetic follows torch's promotion, except that nothing is narrower than it has to be: a half-precision tensor is
-read, and a fractional number taken, at least in the compute dtype, and so is an integer that a fraction is made of.
+Arithmetic follows torch's promotion, with three exceptions: a half-precision tensor is read in float32, a fractional
+constant has the widest floating dtype of its fellow operands, at least float32 and by default the compute dtype, and an
+integer that a function makes a fraction of is converted to the compute dtype first.
 """
 
 from __future__ import annotations
@@ -61,12 +62,12 @@ from attn_fuse.expression.nodes import (
 from attn_fuse.kernels.score import lookup
 from attn_fuse.kernels.score.dependence import POSITIONS
 
-# By the identity of a node. None: to be kept once it has been computed.
+# Values by the identity of their nodes. None: the value is to be kept once it is computed.
 Memo = dict[int, Tensor | None]
 
 
 def _clamped_to(clamp: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
-    # The same numbers; but autograd shares a gradient between what a maximum takes for equal, and a clamp does not.
+    # The same numbers, but at a tie autograd splits the gradient of a maximum, and leaves that of a clamp whole.
     return lambda a, b: (clamp if torch.promote_types(a.dtype, b.dtype).is_floating_point else other)(a, b)
 
 
@@ -82,7 +83,7 @@ _OPERATIONS: Mapping[str, Callable[..., Any]] = {
 class Block:
     """A rectangle of the scores: queries [i0, i1) and keys [j0, j1) of some heads, computed in `dtype`.
 
-    batch, heads: how many. origin: the first batch entry and the first head.
+    batch, heads: the numbers of batch entries and of heads. origin: the first batch entry and the first head.
     """
 
     batch: int
@@ -95,16 +96,17 @@ class Block:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
+        """The numbers of batch entries, heads, queries and keys."""
         return self.batch, self.heads, self.queries[1] - self.queries[0], self.keys[1] - self.keys[0]
 
     @property
     def one(self) -> tuple[int, ...]:
-        """The shape of a constant."""
+        """The shape of a constant as a tensor."""
         return 1, 1, 1, 1
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
-        """Start and stop along each of the four dimensions."""
+        """(start, stop) along each of the four dimensions."""
         b, h = self.origin
         return (b, b + self.batch), (h, h + self.heads), self.queries, self.keys
 
@@ -113,16 +115,15 @@ class Block:
 class ScoreProgram:
     """The score function of one attention. Expressions may be given as JSON has them; equal parts become one object.
 
-    score: the final score of a query and a key. factor: multiplies the weight after the softmax. sink: the logit of
-    one more key that has no value, [B|1, H|1, Lq|1, 1].
+    score: the final score of a query and a key, mask included. factor: multiplies the weight after the softmax.
+    sink: the logit of one more key that has no value, [B|1, H|1, Lq|1, 1].
+    visible: a Boolean; where it does not hold, the weight is 0 (of a fully masked row the original gives NaN or 0).
+    upper, lower: integers; no key is visible unless lower <= j - i <= upper. They consist of constants, numbers and
+        integer arithmetic. Kernels skip blocks of keys by these two guarantees.
+    hides_only_if_others_seen: the guarantee of `visible` is only for a query that sees some key; a fully masked row
+        weighs all keys. Then there are no bounds.
 
-    `score` already applies the mask. Two guarantees let kernels skip blocks of keys: where the Boolean `visible` does
-    not hold, the weight is 0 (of a fully masked row the original gives NaN or 0); and nothing is visible unless
-    lower <= j - i <= upper, made of constants, numbers and integer arithmetic.
-    hides_only_if_others_seen: the first guarantee holds for a query that sees some key; a fully masked row weighs all
-    keys. Then there are no bounds.
-
-    Raises ValueError for an expression that is not one, naming the node.
+    Raises ValueError for an expression with a node that has no place there, and names the node.
     """
 
     score: Expr
@@ -151,7 +152,7 @@ class ScoreProgram:
 
     @functools.cached_property
     def shared(self) -> frozenset[int]:
-        """The nodes that `score` and `factor` need more than once, by identity."""
+        """The nodes that `score` and `factor` use more than once, by identity."""
         return _shared(self.score, self.factor)
 
     def dumps(self) -> str:
@@ -167,7 +168,7 @@ class ScoreProgram:
     def loads(text: str) -> ScoreProgram:
         """The program that `dumps` has written; the same object for the same text.
 
-        Raises ValueError for what `dumps` cannot have written.
+        Raises ValueError for a text that `dumps` cannot have written.
         """
         parts = json.loads(text)
         if not isinstance(parts, dict) or "score" not in parts or not parts.keys() <= {*_FORBIDDEN, _IF_OTHERS_SEEN}:
@@ -175,7 +176,7 @@ class ScoreProgram:
         return ScoreProgram(**parts)
 
 
-# What the bounds on j - i are made of, beside constants and numbers.
+# The operations that bounds on j - i may use, on constants and numbers.
 _BOUNDS: Mapping[str, Callable[..., int]] = {
     "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b, "neg": lambda a: -a, "abs": abs,
     "floor_divide": lambda a, b: a // b, "remainder": lambda a, b: a % b, "maximum": max, "minimum": min,
@@ -213,11 +214,10 @@ def evaluate(
     block: Block,
     memo: Memo | None = None,
 ) -> Tensor:
-    """`expr` on one block: a tensor of four dimensions that broadcasts to `block.shape`, in whatever dtype it has.
+    """The value of `expr` on one block: a tensor of four dimensions that broadcasts to `block.shape`, in any dtype.
 
-    score: the raw scores of the block, in its compute dtype. memo: holds the nodes whose value is known already, and
-    None for those to keep.
-    Raises ValueError for a node that has no place in a score program.
+    score: the raw scores of the block, in its compute dtype; None where `expr` reads none. memo: the values known so
+    far, and None for those to keep. Raises ValueError for a node that has no place in a score program.
     """
     memo = dict.fromkeys(_shared(expr)) if memo is None else memo
 
@@ -271,11 +271,11 @@ def evaluate(
 
 
 def read(node: Input | Gather, inputs: Sequence[Tensor], numbers: Sequence[int], block: Block, memo: Memo) -> Tensor:
-    """What `node` reads on this block, at least in the compute dtype where it is floating."""
+    """The elements that `node` reads on this block, floating-point ones in at least float32."""
     source = inputs[node.leaf]
     if isinstance(node, Input):
         return widened(narrowed(source, block), block)
-    # Without a dimension there is nothing to index.
+    # A tensor without dimensions takes no index.
     found = source[gathered(node, inputs, numbers, block, memo)] if source.ndim else source.reshape(block.one)
     return widened(found, block)
 
@@ -283,16 +283,16 @@ def read(node: Input | Gather, inputs: Sequence[Tensor], numbers: Sequence[int],
 def gathered(
     node: Expr, inputs: Sequence[Tensor], numbers: Sequence[int], block: Block, memo: Memo
 ) -> tuple[Tensor, ...]:
-    """The indices of a `Gather`: int64, one a dimension, of shapes that broadcast; of an `Input` none.
+    """The indices of a `Gather`: int64, one for each dimension, of shapes that broadcast; of an `Input` none.
 
-    memo: the one that the node's value was computed with, so that the element read is the one that gets the gradient.
+    memo: that of the node's value, so that the elements that were read get the gradient.
     """
     places = node.index if isinstance(node, Gather) else ()
     return tuple(evaluate(x, None, inputs, numbers, block, memo).long() for x in places)
 
 
 def accumulate(node: Input | Gather, gradient: Tensor, into: Tensor, indices: tuple[Tensor, ...], block: Block) -> None:
-    """Add to `into`, the gradient of a whole input, that of what `node` has read of it on this block at `indices`."""
+    """Add `gradient`, of what `node` read on this block at `indices`, to `into`, the gradient of the whole input."""
     if isinstance(node, Input):
         narrowed(into, block).add_(gradient)
     elif into.ndim:
@@ -302,7 +302,7 @@ def accumulate(node: Input | Gather, gradient: Tensor, into: Tensor, indices: tu
 
 
 def bound(expr: Expr | None, numbers: Sequence[int]) -> int | None:
-    """The integer that `upper` or `lower` stands for."""
+    """The value of `expr`, a program's `upper` or `lower`; None for None. Raises ValueError for other expressions."""
     match expr:
         case None:
             return None
@@ -360,7 +360,7 @@ _NUMBERED: dict[str, Callable[[int], Expr]] = {"number": Number, "input": Input,
 
 
 def _parsed(tree: Any) -> Expr:
-    """The expression that a list of JSON is."""
+    """The expression that a JSON list stands for."""
     if isinstance(tree, Expr):
         return tree
     if not isinstance(tree, (tuple, list)) or not tree:
@@ -403,7 +403,7 @@ def _position(dimension: int, block: Block) -> Tensor:
 
 
 def narrowed(source: Tensor, block: Block) -> Tensor:
-    """The part of `source`, [B|1, H|1, Lq|1, Lk|1], that a block sees."""
+    """The part of `source` [B|1, H|1, Lq|1, Lk|1] that a block reads, as a view."""
     for dimension, (start, stop) in enumerate(block.spans):
         if source.shape[dimension] != 1:
             source = source.narrow(dimension, start, stop - start)
@@ -411,12 +411,12 @@ def narrowed(source: Tensor, block: Block) -> Tensor:
 
 
 def widened(x: Tensor, block: Block) -> Tensor:
-    """`x` at least in float32, where it is floating: the types that it is computed in are then those of the program."""
+    """`x` in at least float32 where it is floating-point, so that arithmetic on it is never in half precision."""
     return x.to(torch.promote_types(x.dtype, torch.float32)) if x.is_floating_point() else x
 
 
 def as_tensors(values: Sequence[Any], block: Block) -> list[Tensor]:
-    """Constants as tensors of one element. They have four dimensions, so that they widen what they meet."""
+    """`values` with constants as tensors of one element: of four dimensions, so that promotion heeds their dtypes."""
     dtypes = [x.dtype for x in values if isinstance(x, Tensor) and x.is_floating_point()]
     widest = functools.reduce(torch.promote_types, dtypes, torch.float32) if dtypes else block.dtype
 

@@ -1,4 +1,4 @@
-"""What of a score program can be said before it runs: conditions that are known to hold, and its unit."""
+"""Simplify: drop conditions of a score program that are known to hold, and move constant factors into or out of it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from attn_fuse.kernels.score.program import ScoreProgram
 
 
 def inside(expr: Expr, program: ScoreProgram) -> Expr:
-    """`expr` where lower <= j - i <= upper is known to hold: comparisons that say the same are gone."""
+    """`expr` where lower <= j - i <= upper is known to hold, without the comparisons that this decides."""
     distance = linear(Position("j")) - linear(Position("i"))
     upper = [] if program.upper is None else [linear(program.upper) - distance]
     lower = [] if program.lower is None else [distance - linear(program.lower)]
@@ -46,14 +46,14 @@ def inside(expr: Expr, program: ScoreProgram) -> Expr:
 
 
 def assuming(condition: Expr, expr: Expr) -> Expr:
-    """`expr` where `condition` holds. Equal parts of the two are one object, as in one program."""
+    """`expr` where `condition` is known to hold. Equal parts of the two must be one object, as in one program."""
     known = _Knowledge([])
     known.learn(condition, True)
     return known.applied(expr)
 
 
 class _Knowledge:
-    """What is known: the linear forms that are at least 0, and the values of conditions, by their identity."""
+    """Known facts: linear forms that are at least 0, and the values of conditions, by their identity."""
 
     def __init__(self, forms: Sequence[Linear]) -> None:
         self._forms = [*forms]
@@ -62,7 +62,7 @@ class _Knowledge:
 
     def learn(self, condition: Expr, holds: bool) -> None:
         self._facts[id(condition)] = holds
-        # Of fractions, one of x >= 0 and -1 - x >= 0 need not hold.
+        # Integers only: for a fraction, x >= 0 and -1 - x >= 0 may both fail.
         if (form := at_least_zero(condition)) is not None and form.is_whole:
             self._forms.append(form if holds else complement(form))
         match condition:
@@ -98,7 +98,7 @@ class _Knowledge:
         return True if self._is_known(form) else False if self._is_known(complement(form)) else None
 
     def _is_known(self, form: Linear) -> bool:
-        """Whether `form` is one that is at least 0, and a number that is not negative."""
+        """Whether `form` is the sum of a known form and a number that is not negative."""
         return any(not (rest := form - known).terms and rest.number >= 0 for known in self._forms)
 
 
@@ -110,7 +110,7 @@ def _folded(expr: Expr) -> Expr:
             return _as_truth(x) if value else FALSE
         case Or(Const(value), x) | Or(x, Const(value)):
             return TRUE if value else _as_truth(x)
-        # Only where the choice that falls away cannot have made a fraction of the other.
+        # Only where the dropped choice cannot have made a fraction of the other.
         case Select(Const(value), a, b):
             chosen, other = (a, b) if value else (b, a)
             return chosen if isinstance(other, Const) and (_is_fraction(chosen) or _is_int(other)) else expr
@@ -141,9 +141,9 @@ def _is_fraction(expr: Expr) -> bool:
 
 
 def in_unit(expr: Expr, unit: float) -> Expr | None:
-    """`unit` times `expr`, where no element is multiplied once more for it; None where that cannot be had.
+    """`unit` times `expr`, taken into its constants and the raw score; None where that is impossible.
 
-    A finite fill stays finite, and rows that hold nothing else keep one number in all places.
+    A finite fill stays finite, and a row of nothing but fills keeps one number in all places.
     """
     match expr:
         case Score():
@@ -165,7 +165,7 @@ _LARGEST = 3e38
 
 
 def taken_out(expr: Expr) -> tuple[float, Expr]:
-    """A number and an expression whose product `expr` is: a sum is multiplied by the number once, not each element."""
+    """(number, expression) with product `expr`, so that a kernel multiplies a sum by the number, not each element."""
     match expr:
         case Mul(x, Const(float() as value)) | Mul(Const(float() as value), x) if _FEWEST < value <= 1:
             return value, x
@@ -174,12 +174,12 @@ def taken_out(expr: Expr) -> tuple[float, Expr]:
     return 1.0, expr
 
 
-# What is no more multiplied must not leave the range of float16, which tensor cores are given.
+# Elements without their factor must stay in the range of float16, a dtype that tensor cores are given.
 _FEWEST = 2.0**-6
 
 
 def _has_no_fill(expr: Expr) -> bool:
-    """Whether no fill can be in it, which would be no number any more when multiplied."""
+    """Whether `expr` can hold no fill, which a multiplication could make infinite."""
     return all(
         not isinstance(node, (Input, Gather, Number)) and not (isinstance(node, Const) and abs(node.value) > 1e30)
         for node in distinct(expr)

@@ -1,8 +1,8 @@
 """Visibility: which blocks of the scores a mask hides, from the mask's structure rather than from the mask.
 
-`visible` of a score program is evaluated by interval arithmetic: [min, max] of each node over a block. Comparisons of
-positions, lengths and document numbers come out exact or nearly so, at a cost linear in q_len + kv_len. Where a table
-or a tensor depends on both positions, each element is read.
+Interval arithmetic evaluates `visible` of a score program: we track [min, max] of each node over a block. Comparisons
+of positions, lengths and document numbers come out exact or nearly so, at a cost linear in q_len + kv_len. Where a
+table or a tensor depends on both positions, we read each element.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ from attn_fuse.expression.nodes import And, Cast, Compare, Expr, Input, Not, Or,
 from attn_fuse.kernels.score.program import Block, ScoreProgram, bound, evaluate
 
 _Interval = tuple[Tensor, Tensor]
-# Keys that are looked at one by one, or together.
+# Keys that are checked one by one at the start, or together further on.
 _STRETCH = 32
-# Far from where int64 wraps around, so that roundings do not matter.
+# Far below where int64 wraps around, so that the rounding of a float64 does not matter.
 _LARGE = 2.0**62
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
 class Visibility:
-    """Bool [B|1, H|1, query blocks, key blocks]. some: a query may see a key there; every: each sees each, certainly.
+    """The blocks that a mask leaves visible, each field Bool [B|1, H|1, query blocks, key blocks].
 
-    Where `some` does not hold, every weight of the block is 0. Of a program whose `hides_only_if_others_seen` is set,
-    `some` holds for all keys wherever a query may see none.
+    some: whether some query of a block may see some key; if not, every weight of the block is 0. If the program's
+        `hides_only_if_others_seen` is set, it holds for every block that has a query which may be fully masked.
+    every: whether every query of a block certainly sees every key.
     """
 
     some: Tensor
@@ -48,10 +49,10 @@ def visibility(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
 ) -> Visibility:
-    """sizes: batch, heads, q_len, kv_len. blocks: queries and keys in one; the last of each may be shorter.
-    dtype: the kernel's compute dtype, which fractions are made in.
+    """The visibility of each block. Keys and queries beyond the end of a last block count neither for nor against.
 
-    Keys beyond kv_len and queries beyond q_len, in a last block, count neither for `some` nor against `every`.
+    sizes: batch, heads, q_len, kv_len. blocks: queries and keys in a block; the last of each may be shorter.
+    dtype: the kernel's compute dtype, in which functions make fractions of integers.
     """
     batch, heads, q_len, kv_len = sizes
     whole = Block(batch, heads, (0, q_len), (0, kv_len), device, dtype)
@@ -69,7 +70,7 @@ def visibility(
 
 
 def _within_bounds(program: ScoreProgram, numbers: Sequence[int], whole: Block, blocks: tuple[int, int]) -> _Interval:
-    """Whether key position less query position is within `lower` and `upper`: for all of a block, and for any of it."""
+    """Whether lower <= j - i <= upper: for all of a block, and for any of it."""
     (first_i, last_i), (first_j, last_j) = (
         _ends(length, size, dim, whole.device)
         for length, size, dim in zip(whole.shape[2:], blocks, (2, 3), strict=True)
@@ -87,9 +88,9 @@ def _within_bounds(program: ScoreProgram, numbers: Sequence[int], whole: Block, 
 def _each_sees_a_key(
     visible: Expr, inputs: Sequence[Tensor], numbers: Sequence[int], whole: Block, rows: int
 ) -> Tensor:
-    """Whether, for certain, each query of a block of `rows` sees a key: [B|1, H|1, query blocks|1, 1].
+    """Whether each query of a block of `rows` certainly sees a key: [B|1, H|1, query blocks|1, 1].
 
-    A key is found among the first ones, or a whole stretch of keys further on.
+    We look for one visible key among the first, or for a whole stretch of them anywhere.
     """
     first = dataclasses.replace(whole, keys=(0, min(_STRETCH, whole.keys[1])))
     near = evaluate(visible, None, inputs, numbers, first).bool().any(-1, keepdim=True)
@@ -107,9 +108,9 @@ def _ends(length: int, size: int, dim: int, device: torch.device) -> _Interval:
 
 @dataclass
 class _Intervals:
-    """The least and the greatest value of trees in each block, [B|1, H|1, query blocks|1, key blocks|1].
+    """[min, max] of expressions over each block, both ends [B|1, H|1, query blocks|1, key blocks|1].
 
-    For a Boolean: whether it holds everywhere in a block, and whether anywhere. NaN in either stands for no knowledge.
+    For a Boolean: whether it holds everywhere in a block, and whether anywhere. NaN in either end means unknown.
     """
 
     inputs: Sequence[Tensor]
@@ -145,13 +146,13 @@ class _Intervals:
                 return _converted(self.of(part), dtype)
         operands = [self.of(part) for part in children(expr)] if name_of(expr) in _BY_ENDS else []
         dtypes = [low.dtype for low, _ in operands]
-        # Of two Booleans torch's sum is no sum.
+        # torch's sum of two Booleans is their disjunction.
         if operands and (dtype := functools.reduce(torch.promote_types, dtypes)) != torch.bool:
             return _arithmetic(functools.partial(_by_ends, name_of(expr)), operands, dtype)
         return self._by_strips(expr)
 
     def _depends_on(self, expr: Expr) -> frozenset[str]:
-        """Which of the two positions the value of an expression differs with."""
+        """Those of i and j that the value of `expr` depends on."""
         if id(expr) not in self.dependence:
             found = frozenset[str]().union(*map(self._depends_on, children(expr)))
             if isinstance(expr, Input):
@@ -169,7 +170,7 @@ class _Intervals:
         return x
 
     def _by_strips(self, expr: Expr) -> _Interval:
-        """Element for element, one block of queries at a time."""
+        """The interval of `expr` from each of its elements, one block of queries at a time."""
         lows, highs = [], []
         q_len, size = self.whole.shape[2], self.blocks[0]
         for start in range(0, q_len, size):
@@ -237,7 +238,7 @@ def _compared(name: str, a: _Interval, b: _Interval) -> _Interval:
 
 
 def _ordered(x: Tensor) -> Tensor:
-    """`x` in a dtype that torch finds a least and a greatest number of; of the largest integers nothing is known."""
+    """`x` in a dtype whose min and max torch can find; for uint64 NaN, which means unknown."""
     match x.dtype:
         case torch.uint16 | torch.uint32:
             return x.long()
@@ -247,21 +248,21 @@ def _ordered(x: Tensor) -> Tensor:
 
 
 def _converted(x: _Interval, dtype: torch.dtype) -> _Interval:
-    """`x` in a wider dtype, or a floating one."""
+    """`x` converted to int64 or a floating-point dtype."""
     low, high = x
     if not low.is_floating_point() or dtype.is_floating_point:
         return low.to(dtype), high.to(dtype)
-    # NaN and what is too large become any integer.
+    # NaN and numbers that are too large may become any integer.
     known, limits = (low >= -_LARGE) & (high <= _LARGE), torch.iinfo(dtype)
     low, high = (torch.where(known, end, 0.0).to(dtype) for end in x)
     return torch.where(known, low, limits.min), torch.where(known, high, limits.max)
 
 
 def _arithmetic(operation: Callable[..., _Interval], operands: Sequence[_Interval], dtype: torch.dtype) -> _Interval:
-    """A function of the ends of operands that are computed with in `dtype`."""
+    """The interval that `operation` gives for the ends of `operands`, computed in `dtype`."""
     if dtype.is_floating_point:
         return operation(*((low.to(dtype), high.to(dtype)) for low, high in operands))
-    # Integers wrap around beyond their limits, and the ends say nothing then.
+    # Integers wrap around beyond their limits; we treat them as unknown.
     limits = torch.iinfo(dtype)
     roughly = operation(*((low.double(), high.double()) for low, high in operands))
     fits = (roughly[0] >= max(limits.min, -_LARGE)) & (roughly[1] <= min(limits.max, _LARGE))
@@ -274,7 +275,7 @@ def _promoted(*several: Tensor) -> list[Tensor]:
     return [x.to(dtype) for x in several]
 
 
-# Functions whose interval comes from the ends of the operands, all of one dtype.
+# Functions whose interval follows from the ends of their operands, all of one dtype.
 _BY_ENDS = frozenset("add sub neg mul abs maximum minimum".split())
 _ENDS = Order(torch.minimum, torch.maximum)
 

@@ -1,6 +1,6 @@
 """Write: the score function of an attention as a score program, with the tensors and numbers that it reads.
 
-Every kernel of our own takes this: `chunked` evaluates the program, the Triton kernels and FlexAttention have it
+All kernels but torch's SDPA take the program: `chunked` evaluates it, the Triton kernels and FlexAttention have it
 generated into them.
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ScoreCall:
-    """A score program. inputs, numbers: the nodes of what it reads, by position."""
+    """A score program and what it reads. inputs, numbers: the graph's nodes (or ints) for these, by position."""
 
     program: ScoreProgram
     inputs: list[Node]
@@ -36,9 +36,9 @@ class ScoreCall:
 
 
 def score_call(call: Call) -> ScoreCall:
-    """The score function of the attention that `call` is for, over the product of query and key without any scale.
+    """The score function of the attention of `call`, over the product of query and key without any scale.
 
-    Raises NotEmitted where part of it has no place in a score program.
+    Raises NotEmitted where a part of the function has no place in a score program.
     """
     attention, writer = call.attention, _Writer(call)
     upper, lower = writer.bounds()
@@ -55,7 +55,7 @@ def score_call(call: Call) -> ScoreCall:
 
 
 class _Writer:
-    """Lowers element expressions to score programs. inputs, numbers: what these read, by position."""
+    """Lowers element expressions to expressions of a score program. inputs, numbers: what these read, by position."""
 
     def __init__(self, call: Call) -> None:
         self.inputs: list[Node] = []
@@ -75,7 +75,7 @@ class _Writer:
         }  # fmt: skip
 
     def _digits_of(self, name: str, symbols: tuple[sympy.Symbol, ...]) -> Iterator[tuple[sympy.Symbol, Expr]]:
-        """Each symbol as a function of the place along all of `symbols` together."""
+        """Each of `symbols`, with its expression over the position `name` along all of them together."""
         stride = sympy.Integer(1)
         for number, symbol in reversed(list(enumerate(symbols))):
             expr: Expr = ex.Position(name)
@@ -87,7 +87,7 @@ class _Writer:
             stride = stride * self._space.sizes[symbol]
 
     def bounds(self) -> tuple[Expr | None, Expr | None]:
-        """Bounds of (key position - query position) outside of which the mask hides the key."""
+        """(upper, lower): the bounds of j - i beyond which the mask hides the key; None for no bound."""
         mask = self._call.attention.mask
         if mask.empty_rows == "mean":
             return None, None
@@ -99,12 +99,12 @@ class _Writer:
 
     @property
     def hides_only_if_others_seen(self) -> bool:
-        """Whether a query that sees no key has weights for all."""
+        """Whether a fully masked row weighs all keys, so that `visible` counts only for the others."""
         mask = self._call.attention.mask
         return bool(mask.parts_if_others_seen) and (mask.empty_rows == "mean" or not mask.parts)
 
     def visible(self) -> Expr | None:
-        """Where the mask lets a query see a key; None where it hides none, or hidden keys may count all the same."""
+        """The condition under which the mask shows a key; None where it hides none, or hidden keys may still count."""
         mask = self._call.attention.mask
         hiding = (
             mask.parts_if_others_seen
@@ -117,7 +117,7 @@ class _Writer:
         return functools.reduce(ex.And, parts) if parts else None
 
     def lowered(self, x: Expr) -> Expr:
-        """`x` over positions, numbers and inputs in place of index symbols, sizes and leaves."""
+        """`x` with positions, numbers and inputs in place of index symbols, sizes and leaves."""
         if id(x) not in self._known:
             self._known[id(x)] = x, self._lowered(x)
         return self._known[id(x)][1]
@@ -143,7 +143,7 @@ class _Writer:
             case ex.IsZero(value):
                 return ex.Compare("eq", self._position(value), ex.Const(0))
             case ex.Cast(dtype, inner):
-                # A score stays at least as precise as it was written; positions and whole numbers round as they do.
+                # A score stays at least as precise as written; positions and integers round as the program rounds them.
                 narrow = dtype in (torch.float16, torch.bfloat16) and ex.has_product(inner)
                 return ex.Cast(torch.float32 if narrow else dtype, self.lowered(inner))
             case ex.Unary("detach", inner) if not ex.has_product(inner):
@@ -155,7 +155,7 @@ class _Writer:
         raise NotEmitted(f"{type(x).__name__} has no place in a score program")
 
     def _dtypes(self, x: Expr) -> frozenset[torch.dtype]:
-        """The floating-point dtypes of what the value of `x` is made of; numbers have none."""
+        """The floating-point dtypes of the tensors that `x` is computed from; constants have none."""
         if x not in self._dtypes_known:
             self._dtypes_known[x] = self._dtypes_of(x)
         return self._dtypes_known[x]
@@ -175,9 +175,9 @@ class _Writer:
         return frozenset()
 
     def _sum_in_float16(self, a: Expr, b: Expr) -> Expr:
-        """The sum; float16's lowest number takes up what is less than half the step to the number next to it.
+        """a + b, where float16's min absorbs a term that is less than half the step to the number next to it.
 
-        So a query all of whose keys are filled with it gets the mean of the values.
+        So a fully masked row that is filled with the min gets the mean of the values.
         """
         one, other = self.lowered(a), self.lowered(b)
 
@@ -189,7 +189,7 @@ class _Writer:
         return unless_taken_up(one, other) + unless_taken_up(other, one)
 
     def _is_one_element(self, load: ex.Load) -> bool:
-        """Whether a view of the leaf has, at each score, the element that is read."""
+        """Whether a view of the leaf holds, at each score, the element that is read."""
         return self._call.has_view(load, self._call.score_axes)
 
     def _input(self, x: Expr) -> Expr:
@@ -205,7 +205,7 @@ class _Writer:
         return ex.Gather(self.inputs.index(node), tuple(positions))
 
     def _within(self, leaf: int, dim: int, index: sympy.Expr) -> Expr:
-        """A position, held within the leaf: of tensors laid end to end, those not chosen are read out of range."""
+        """A position clamped to the leaf: of tensors laid end to end, those not chosen would be read out of range."""
         place, length = self._position(index), self._call.lengths(leaf)[dim]
         if not self._space.is_nonnegative(index):
             place = ex.Binary("maximum", place, ex.Const(0))

@@ -1,4 +1,4 @@
-"""Our own kernels in Triton. Nothing here is imported before one of them is to run."""
+"""Our own kernels in Triton. Triton itself is not imported before one of them is to run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def is_installed() -> bool:
 
 
 def common_limits(facts: Facts) -> Iterator[str]:
-    """The reasons why no kernel of ours in Triton takes an attention: wide rows, no Triton."""
+    """The reasons against every Triton kernel of ours: wide rows, no Triton."""
     for name in ("head_dim", "value_dim"):
         if name in facts.symbolic:
             yield f"takes a {name} of at most {WIDEST}, and it may change from call to call"

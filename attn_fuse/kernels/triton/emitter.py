@@ -1,8 +1,7 @@
 """Emitter: expressions of a score program as lines of Triton that compute what `score.program.evaluate` does.
 
-Each node is one line, each equal line one variable. What is known of a node while it is written: the dtype that it has
-in torch, by which it is computed, and of an integer the least and greatest value that it can have, so that int64 is
-carried in an int32 wherever that holds it.
+Equal lines share a variable. We track the dtype that each node has in torch, which says how to compute the node, and
+[min, max] of each integer, so that an int32 carries an int64 wherever it can hold the values.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from attn_fuse.expression.nodes import (
 )
 from attn_fuse.kernels.score.program import Block, evaluate
 
-# Positions stay below; whoever launches a kernel checks it.
+# Positions stay below this number; the launch of a kernel checks that.
 LONGEST = (1 << 30) - 1
 
 _INT32 = (-(1 << 31), (1 << 31) - 1)
@@ -47,7 +46,10 @@ _LARGEST_POWER = 16
 
 @dataclass(frozen=True)
 class Described:
-    """What the code depends on of a tensor that it reads. narrow: whether an int32 holds every offset within it."""
+    """What the code depends on of a tensor that it reads.
+
+    single: for each dimension, whether its size is 1. narrow: whether an int32 holds every offset within the tensor.
+    """
 
     dtype: torch.dtype
     single: tuple[bool, ...]
@@ -55,19 +57,23 @@ class Described:
 
     @property
     def dims(self) -> int:
+        """The number of dimensions."""
         return len(self.single)
 
 
 def described(x: Tensor) -> Described:
+    """What the code depends on of `x`."""
     last = sum((n - 1) * abs(step) for n, step in zip(x.shape, x.stride(), strict=True))
     return Described(x.dtype, tuple(n == 1 for n in x.shape), last <= _INT32[1])
 
 
 @dataclass(frozen=True)
 class Value:
-    """A node as Triton. code: a variable or a literal, where `constant` is not None; of a literal the dtype is open.
+    """A node in Triton.
 
-    dtype: in torch; carrier: in Triton. depends: on which of score, b, h, i, j. span: of an integer or a Boolean.
+    code: a variable, or where `constant` is not None a literal, which may be written in any dtype.
+    dtype: of the node in torch. carrier: of `code` in Triton. depends: which of score, b, h, i, j it depends on.
+    span: [min, max] of an integer or a Boolean.
     """
 
     code: str
@@ -79,7 +85,7 @@ class Value:
 
 
 class Emitter:
-    """The lines of one function."""
+    """Writes the lines of one function. inputs: the tensors it reads. wide_numbers: some numbers exceed `LONGEST`."""
 
     def __init__(self, inputs: Sequence[Described], wide_numbers: bool) -> None:
         self.lines: list[str] = []
@@ -91,7 +97,7 @@ class Emitter:
 
     def value(self, expr: Expr) -> Value:
         """`expr` as a variable of the function, or as a literal."""
-        # The expression is kept with its value: the identity of one that is gone could come back.
+        # The expression is kept with its value: a new expression could take the identity of one that is gone.
         if id(expr) not in self._known:
             self._known[id(expr)] = expr, self._folded(expr) or self._written(expr)
         return self._known[id(expr)][1]
@@ -105,7 +111,7 @@ class Emitter:
         return self._let(f"{code} + tl.zeros({like}.shape, tl.float32)")
 
     def boolean(self, expr: Expr) -> str:
-        """`expr` as a Boolean, in whatever shape."""
+        """`expr` as a Boolean, in any shape that broadcasts to the tile."""
         return self._as_bool(self.value(expr))
 
     # ---- one node
@@ -160,7 +166,7 @@ class Emitter:
     def _offset_of_element(self, n: int) -> tuple[list[str], frozenset[str]]:
         one, first = self._inputs[n].single, self._first_size[n]
         along = [(name, first + d) for d, name in enumerate("bhij") if not one[d]]
-        # Of one dimension each, so that int64 costs nothing here.
+        # Each term lies along one dimension, so that int64 costs nothing here.
         terms = [self._let(f"tl.cast({name}, tl.int64) * reads[1][{size}]") for name, size in along]
         return terms, frozenset(name for name, _ in along)
 
@@ -267,7 +273,7 @@ class Emitter:
             if y.constant and abs(math.frexp(y.constant)[1]) < 100:
                 y, template = _literal(1.0 / y.constant), "{0} * {1}"
         elif name == "div" and computed == torch.float32:
-            # Positions and lookups come of such quotients, so they are rounded as torch rounds them.
+            # Positions and lookups come from such quotients, so we round them as torch does.
             template = "tl.div_rn({0}, {1})"
         return self._rounded(template.format(self._as(x, computed), self._as(y, computed)), dtype, x, y)
 
@@ -292,7 +298,7 @@ class Emitter:
     # ---- lines
 
     def _integer(self, template: str, dtype: torch.dtype, span: tuple[int, int], *operands: Value) -> Value:
-        """Computed wide enough for operands and result, as far as `dtype` is int64; a narrower one wraps around."""
+        """An integer: for int64, computed wide enough for operands and result; a narrower dtype wraps around."""
         if dtype != torch.int64:
             limits = torch.iinfo(dtype)
             code = self._let(template.format(*(self._as(x, dtype) for x in operands)))
@@ -320,7 +326,7 @@ class Emitter:
         return x.code if x.carrier == torch.bool else self._let(f"{x.code} != 0")
 
     def _as(self, x: Value, dtype: torch.dtype) -> str:
-        """`x` in the Triton dtype for `dtype`."""
+        """The code of `x` in Triton's dtype for `dtype`."""
         if x.constant is not None:
             return _as_text(x.constant, dtype)
         return x.code if x.carrier == dtype else self._let(f"tl.cast({x.code}, tl.{_short(dtype)})")
@@ -337,7 +343,7 @@ def _depends(values: Sequence[Value]) -> frozenset[str]:
 
 
 def _promoted(*values: Value) -> torch.dtype:
-    """As torch promotes tensors of these, fractional constants at least in float32."""
+    """The dtype to which torch promotes tensors of these; a fractional constant counts as at least float32."""
     floats = [x.dtype for x in values if x.dtype.is_floating_point and x.constant is None]
     widest = functools.reduce(torch.promote_types, floats, torch.float32)
     dtypes = [widest if isinstance(x.constant, float) else x.dtype for x in values]

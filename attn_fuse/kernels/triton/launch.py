@@ -1,8 +1,8 @@
-"""Launches of Triton kernels that cost little Python.
+"""Launch: run Triton kernels with little Python in each launch.
 
-Triton looks at every argument of every launch to find what it has compiled for such arguments. Whoever launches here
-knows that already: `key` stands for all that a kernel is compiled for. What it was compiled to is kept under that key
-and is launched without a second look.
+Triton looks at every argument of every launch to find the kernel that it has compiled for such arguments. Here the
+caller gives a `key` for all that a kernel is compiled for: we keep the compiled kernel under the key, and launch it
+without looking at the arguments.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 ALIGNMENT = 16
-# One for each length of a cache that grows, at worst.
+# Max kernels kept: at worst, a growing cache of keys needs one for each length.
 KEPT = 4096
 
 Kept = dict[Hashable, Any]
@@ -30,9 +30,11 @@ def launch(
 ) -> None:
     """Launch `kernel` with all its arguments in order, constants included.
 
-    key: hashable, and equal only where dtypes, constants, options, what is None, and whether a number is 1 or a
-    multiple of 16 are equal, of numbers that the kernel is specialised on. pointers: the tensors of the arguments that
-    may lie anywhere; where one is not aligned to 16 bytes, Triton looks at the arguments itself, as on a first launch.
+    kept: compiled kernels, by key. programs: the sizes of the grid.
+    key: equal only where dtypes, constants, options and which arguments are None are equal, and for each number that
+        the kernel is specialised on, whether it is 1 or a multiple of 16.
+    pointers: the tensors among the arguments that may lie anywhere. Where one is not aligned to 16 bytes, Triton looks
+        at the arguments itself, as on a first launch.
     """
     for x in pointers:
         if x is not None and x.data_ptr() % ALIGNMENT:
@@ -51,5 +53,5 @@ def launch(
 
 
 def ceil_div(a: int, b: int) -> int:
-    """a / b, rounded up: Triton's own takes 2 microseconds when Python calls it."""
+    """a / b, rounded up. Triton's own takes 2 microseconds when Python calls it."""
     return -(-a // b)

@@ -1,34 +1,33 @@
-"""Scores: a score program as functions of Triton, which the kernels of this package are given as constants.
+"""Scores: a score program as Triton functions, which the kernels of this package take as constants.
 
     code = score_code(program, inputs, numbers)         # cached; program: what ScoreProgram.dumps gives
-    reads = code.kernel_args(inputs, numbers)                 # one kernel argument: tensors, strides and sizes, numbers
+    reads = code.kernel_args(inputs, numbers)           # one kernel argument: tensors, strides and sizes, numbers
     kernel[grid](..., reads, SCORE=code.score, ...)     # within: SCORE(raw, b, h, i, j, q_len, kv_len, reads)
 
-Every function is about one tile of any shape and orientation:
+Every function works on one tile of any shape and orientation:
 
     raw        fp32 tile, the product of query and key without any scale
     b, h       int32: batch and query head, scalars or of the shape of `i`
     i, j       int32 positions of query and key, of shapes that broadcast to the tile ([M, 1] and [1, N], or [1, M] and
-               [N, 1]); beyond q_len and kv_len nothing is read, and the result there means nothing
+               [N, 1]); beyond q_len and kv_len nothing is read, and the result there has no meaning
     reads      as above
 
     score(raw, b, h, i, j, q_len, kv_len, reads)             the final score, fp32, times `unit`
     score_inside(the same)                                   the same where lower <= j - i <= upper for all of the tile;
-                                                             `slope` * raw, where that is all, and `slope` above 0
+                                                             where it is raw times a number above 0, that is `slope`
     factor(the same)                                         what multiplies the weights
     sink(b, h, i, q_len, kv_len, reads)                      the logit of the sink times `unit`, in the shape of `i`
-    visible(b, h, i, j, q_len, kv_len, reads)                whether the mask lets the query see the key, in whatever
-                                                             shape, where lower <= j - i <= upper
-    score_backward(given0, raw, b, ...)                      gradient of the score (without unit) -> of raw, but for
-                                                             `backward_factor`, by which it is still to be multiplied;
-                                                             None where nothing else is to be done
+    visible(b, h, i, j, q_len, kv_len, reads)                whether the mask lets the query see the key, in any shape,
+                                                             where lower <= j - i <= upper
+    score_backward(given0, raw, b, ...)                      gradient of the score (without unit) -> of raw, still to be
+                                                             multiplied by `backward_factor`; None where that is all
     Gradient.function(given0, given1, raw, b, ...)           gradients of score and factor -> of an input's elements
 
-The weight of an element is exp2((score - maximum) * (LOG2E / unit)): where a score can be had in units of log(2) at no
-cost, it is; elsewhere, and where a finite fill in a bias could overflow, it is as it is. The difference is to be taken
-before the product: a row of equal huge scores must have equal weights.
+The weight of an element is exp2((score - max) * (LOG2E / unit)). unit is log2(e) where multiplying the score by it
+costs nothing; elsewhere, and where a finite fill in a bias could overflow, it is 1. Kernels subtract before they
+multiply: a row of equal huge scores must have equal weights.
 
-The source is written to a file of the user's, because Triton reads the source of what it compiles.
+We write the source to a file in the user's cache, because Triton reads the source of what it compiles.
 """
 
 from __future__ import annotations
@@ -62,9 +61,9 @@ _PLACE = "b, h, i, j, q_len, kv_len, reads"
 
 @dataclass(frozen=True)
 class Gradient:
-    """How the gradient of what `node` reads comes of those of score and factor.
+    """The gradient of what `node` reads, by a Triton `function` of the gradients of score and factor; see above.
 
-    along: the positions, of b, h, i and j, that the node depends on; over the others its gradient is to be added up.
+    along: the positions, of b, h, i and j, that the node depends on; kernels sum its gradient over the others.
     """
 
     node: Input | Gather
@@ -74,11 +73,12 @@ class Gradient:
 
 @dataclass(frozen=True)
 class ScoreCode:
-    """The functions, each a `triton.jit` one; see above. path: where their source is.
+    """The `triton.jit` functions of a score program; see above. path: the file of their source.
 
-    unit: log2(e) or 1. factor, sink, visible: None where the program has none, or lets each key be seen within its
-    bounds. score_inside: `score` itself where it is no other. gradients: of the floating-point inputs that score and
-    factor read, in no order.
+    unit: log2(e) or 1. score_inside: `score` itself where the two do not differ. slope: None where score_inside is not
+        raw times a number above 0.
+    factor, sink, visible: None where the program has none; visible also where it shows every key within the bounds.
+    gradients: of the floating-point inputs that score and factor read, in no order.
     """
 
     program: ScoreProgram
@@ -97,7 +97,7 @@ class ScoreCode:
     def kernel_args(self, inputs: Sequence[Tensor], numbers: Sequence[int]) -> tuple[Any, ...]:
         """What the functions read, as one argument of a kernel: (tensors, their strides and sizes, numbers).
 
-        Triton compiles anew for a number in a tuple that is 1 or a multiple of 16: 4 * number + 2 is neither.
+        Triton compiles again for a number in a tuple that is 1 or a multiple of 16; 4 * number + 2 is neither.
         """
         return (
             readable(inputs),
@@ -107,12 +107,12 @@ class ScoreCode:
 
 
 def readable(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Tensors as kernels take them."""
+    """Tensors as kernels take them: Booleans viewed as uint8."""
     return tuple(x.view(torch.uint8) if x.dtype == torch.bool else x for x in inputs)
 
 
 def score_code(program: str, inputs: Sequence[Tensor], numbers: Sequence[int]) -> ScoreCode:
-    """The functions of `program` for inputs of these dtypes and dimensions, and numbers as large as these."""
+    """The functions of `program`, a `ScoreProgram`'s text, for inputs of these dtypes and sizes, and such numbers."""
     wide = any(abs(n) > LONGEST for n in numbers)
     return _score_code(program, tuple(map(described, inputs)), wide)
 
@@ -124,7 +124,7 @@ def _score_code(text: str, inputs: tuple[Described, ...], wide: bool) -> ScoreCo
     sink, unit = program.sink, 1.0
     united, united_inside = (in_unit(expr, LOG2E) for expr in (scored, scored_inside))
     if united is not None and united_inside is not None:
-        # What the mask does not say within its bounds is no function of its own.
+        # Where the bounds simplify nothing, score_inside is no function of its own.
         united_inside = united if scored_inside is scored else united_inside
         scored, scored_inside, unit = united, united_inside, LOG2E
         sink = None if sink is None else sink * LOG2E
@@ -176,7 +176,7 @@ _OF_SCORE, _OF_FACTOR = Given(0), Given(1)
 
 
 def _gradients(program: ScoreProgram, inputs: Sequence[Described]) -> list[tuple[Expr, Expr]]:
-    """The raw score, and what reads a floating-point input, each with its gradient, where there is one."""
+    """The raw score and the nodes that read a floating-point input, each with its gradient, where there is one."""
     given: list[tuple[Expr, Expr]] = [(program.score, _OF_SCORE)]
     if program.factor is not None:
         given.append((program.factor, _OF_FACTOR))
@@ -256,7 +256,7 @@ def _loaded(source: str) -> tuple[Path, ModuleType]:
 
 @functools.cache
 def _folder() -> Path:
-    """$ATTN_FUSE_CACHE_DIR, or attn_fuse in $XDG_CACHE_HOME or ~/.cache; where none can be written, one of our own."""
+    """scores in $ATTN_FUSE_CACHE_DIR, or attn_fuse/scores in $XDG_CACHE_HOME or ~/.cache; else a temporary folder."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folder = Path(os.environ.get("ATTN_FUSE_CACHE_DIR") or Path(home, "attn_fuse")) / "scores"
     try:
