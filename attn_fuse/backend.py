@@ -42,7 +42,7 @@ def attn_fuse(
     """`graph` with its attention on fused kernels, compiled by the inner backend.
 
     This is what ``torch.compile(model, backend="attn_fuse", options=..., mode=...)`` calls; see `Options`.
-    Raises: OptionError for an option that does not exist or has an impossible value; NotFusedError under `strict`.
+    Raises OptionError for an option that does not exist or has an impossible value, NotFusedError under `strict`.
     """
     return Compiler(parse_options(options, mode), fuel_of(options)).compiled(graph, example_inputs)
 
@@ -62,7 +62,7 @@ def analyze_only(
 class Compiler:
     """Compiles graphs. constants: source names of arguments that are constants all the same.
 
-    locations: of the sites, where the graph is captured anew and has lost them.
+    locations: those of the sites, for a graph that is captured anew and has lost them.
     """
 
     options: Options
@@ -71,9 +71,9 @@ class Compiler:
     locations: tuple[Location, ...] = ()
 
     def rewritten(self, original: GraphModule, inputs: Sequence[Any], left: Mapping[int, str]) -> Rewritten:
-        """A copy of the graph `original` with its sites rewritten: the way of a graph, all stages but the last.
+        """A copy of the graph `original` with its sites rewritten, by all stages before the inner backend.
 
-        left: sites that stay as written, by their number, and why.
+        left: the sites that stay as written: number -> reason.
         """
         started, options, chosen = time.perf_counter(), self.options, chosen_kernels()
         graph = copied(original)
@@ -97,10 +97,13 @@ class Compiler:
         return Rewritten(graph, sites, tuple(rewriter.proofs.values()))
 
     def compiled(self, graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """`graph` rewritten, reported, compiled by the inner backend, and guarded."""
+        """`graph` rewritten, reported, compiled by the inner backend, and guarded.
+
+        Raises NotFusedError under `strict` where a site is not fused.
+        """
         started, before = time.perf_counter(), code_of(graph)
         rewrite = functools.partial(self.rewritten, graph, inputs)
-        # What the stages run is none of what a checkpoint around this call counts.
+        # A checkpoint around this call must not count the tensors that the stages save.
         with saved_tensors_hooks_aside():
             found = rewrite({})
             if self.options.check:

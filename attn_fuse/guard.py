@@ -1,7 +1,7 @@
-"""Guard: what a compiled graph rests on, checked at every call: the contents of buffers, and which kernels may run.
+"""Guard: check at every call what a compiled graph rests on: the contents of buffers, and which kernels may run.
 
-The check compares the identity and the version of each buffer: nanoseconds, and no work for the device. Where they
-differ, the contents are read again; where these differ, the graph runs as written.
+The check compares the identity, version and address of each buffer: nanoseconds, and no work for the device. Where one
+differs, the contents are read again; where the contents differ, the graph runs as written.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ log = logging.getLogger("attn_fuse")
 
 @dataclass(frozen=True)
 class Proof:
-    """That graph input number `input` holds the contents that `form` says. source: Dynamo's name of the input."""
+    """The fact that graph input number `input` has the contents of `form`. source: Dynamo's name of the input."""
 
     input: int
     form: ClosedForm | Diagonals
@@ -41,10 +41,10 @@ def guarded(
     for_other_kernels: Callable[..., Any],
     as_written: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """`compiled` while what it rests on holds: the buffers' contents, and the kernels that may run.
+    """`compiled` while the proofs hold and the same kernels may run, `original` compiled once more otherwise.
 
-    Which may run is for `use_kernels` to say, and for torch's switches of SDPA; its others Dynamo guards by itself.
-    for_other_kernels, as_written: backends that `original` is compiled with once more where other kernels may run, and
+    `use_kernels` and torch's switches of SDPA say which kernels may run; Dynamo itself guards torch's other switches.
+    inputs: those of the first call. for_other_kernels: the backend where other kernels may run. as_written: the backend
     where a proof no longer holds.
     """
     guard, allowed = Guard(proofs, inputs), (chosen_kernels(), sdpa_switches())
@@ -70,15 +70,15 @@ def guarded(
 
 
 def _compiled_anew(graph: GraphModule, backend: Callable[..., Any]) -> Callable[..., Any]:
-    """`graph` captured and compiled once more, when it is called, with guards of its own."""
+    """`graph`, compiled once more when it is called, with guards of its own; uncompiled where it has subgraphs."""
     if any(op_name(node) in INLINE_SUBGRAPHS for node in graph.graph.nodes):
         return graph
 
-    # Dynamo passes over a generated forward that is called as such, but looks into one that a function calls.
+    # Dynamo skips a generated forward that is called as such, but traces one that a function calls.
     def again(*values: Any) -> Any:
         return graph.forward(*values)
 
-    # Dynamo takes what it compiled for an equal backend, under other kernels; a new partial equals none.
+    # Dynamo reuses code that it compiled for an equal backend, under other kernels; a new partial equals no other.
     return torch.compile(again, backend=functools.partial(backend))
 
 
@@ -88,7 +88,7 @@ def can_be_guarded(tensor: torch.Tensor) -> bool:
 
 
 class Guard:
-    """Checks, on every call, that the proofs still hold. No device work unless a tensor was touched."""
+    """Checks, on every call, that the proofs still hold; without work for the device unless a tensor was touched."""
 
     def __init__(self, proofs: tuple[Proof, ...], inputs: Sequence[object]) -> None:
         self._proofs = proofs
@@ -97,7 +97,7 @@ class Guard:
             self._remember(proof, inputs[proof.input])
 
     def holds(self, inputs: Sequence[object]) -> bool:
-        """Whether every proof is true of these inputs."""
+        """Whether every proof is true of `inputs`, those of this call."""
         for number, tensor_of, version, pointer, _ in self._seen:
             tensor: Any = inputs[number]
             if tensor is not tensor_of() or tensor._version != version or tensor.data_ptr() != pointer:
@@ -116,6 +116,6 @@ class Guard:
 
     def _remember(self, proof: Proof, tensor: object) -> None:
         assert isinstance(tensor, torch.Tensor)
-        # Holding the storage keeps its address from being given to other contents.
+        # While the storage is held, no other tensor gets its address.
         seen = (weakref.ref(tensor), tensor._version, tensor.data_ptr(), tensor.untyped_storage())
         self._seen.append((proof.input, *seen))

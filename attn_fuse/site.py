@@ -1,4 +1,4 @@
-"""Sites: each region of a graph taken through the stages, from its normal form to the call that replaces it."""
+"""Sites: take each region of a graph through the stages, from its normal form to the call that replaces it."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ SelfCheckOf = Callable[[Region, Attention, Facts, Mapping[Node, Any], Mapping[No
 
 @dataclass(frozen=True)
 class Stages:
-    """What a site passes through, in this order; each the public function of the module of its name.
+    """The stages that a site passes through, in this order, each by the function of its name.
 
-    stopwatch_of: what measures a site, where the picker is to go by that. self_check_of: what tries a kernel on a site
-    that was never measured on the device, where the picker may.
+    stopwatch_of: makes a stopwatch that measures a site; None to pick without measuring. self_check_of: makes a check
+    of kernels that were never measured on the device; None leaves such kernels out.
     """
 
     find_sites: Callable[[Scope, StillWritten | None], Iterator[Site]]
@@ -52,21 +52,21 @@ class Stages:
     self_check_of: SelfCheckOf | None = None
 
 
-# A tensor that the caller passes in, on its own or in a container: another one comes with the next call.
+# The source of a tensor that the caller passes in, alone or in a container: the next call passes another tensor.
 _ARGUMENT = re.compile(r"L\['[^']+'\](\[[^\]]+\])*")
 _MOST_CUTS = 8
-# Of ordinary scores: what a kernel's backward computes them with again, in another order.
+# The roundings by which an ordinary score differs when a kernel's backward computes it again, in another order.
 _ROUNDINGS_OF_A_SCORE = 64
 
 
 @dataclass
 class Rewriter:
-    """Rewrites the sites of one graph. `proofs`: what the rewrites rest on, for the guard.
+    """Rewrites the sites of one graph.
 
-    inputs: the graph's example inputs. may_rewrite: asked, for each site about to be rewritten, with its report.
-    written: by the path of a subgraph, what of it is not functional. left: sites that stay as written, by their number,
-    and why. constants: source names of arguments that are constants all the same. compiled: whether Inductor compiles
-    the graph.
+    inputs: the graph's example inputs. may_rewrite: asked with the report of each site about to be rewritten.
+    written: by the path of a subgraph, the memory that it still writes. left: the sites that stay as written: number ->
+    reason. constants: source names of arguments that are constants all the same. compiled: whether Inductor compiles
+    the graph. proofs: what the rewrites rest on, by the number of the input, for the guard.
     """
 
     graph: GraphModule
@@ -81,17 +81,17 @@ class Rewriter:
     _known: dict[Any, _Analysis] = field(default_factory=dict)
 
     def rewrite(self, seconds: float, started: float) -> list[SiteReport]:
-        """Every site's report; those that could be fused are fused in the graph afterwards.
+        """The reports of all sites; the graph then has those fused that can be.
 
-        seconds: what it may take since `started`, by `time.perf_counter`, picking aside, which may compile and measure.
-            The sites after that stay as written.
+        seconds: the max time since `started`, by `time.perf_counter`, without the picking, which may compile and
+            measure. The sites after that stay as written.
         """
         reports: list[SiteReport] = []
         for scope in scopes(self.graph):
-            # The graph changes while sites are rewritten, and what a site is was found before.
+            # Rewriting changes the graph, so find all sites before.
             for site in list(self.stages.find_sites(scope, self.written.get(scope.path))):
                 if all(isinstance(region, Region) and not region.output.users for region in site.candidates):
-                    continue  # it was a part of one that is fused, and went away with it
+                    continue  # it was a part of a fused site, and was erased with it
                 late = time.perf_counter() - self._picking > started + seconds
                 why = f"not looked at: {seconds:g} seconds had passed" if late else self.left.get(len(reports))
                 if why is None:
@@ -107,7 +107,7 @@ class Rewriter:
     # ---- one site
 
     def _site(self, site: Site) -> SiteReport | None:
-        """The report on the first candidate that is an attention, else on the first."""
+        """The report on the first candidate that is an attention, else on the first; None if unsure and none is."""
         reports = []
         for candidate in site.candidates:
             reports.append(self._candidate(candidate, site))
@@ -125,7 +125,7 @@ class Rewriter:
         try:
             with torch.set_grad_enabled(region.mode.grad):
                 return self._fuse(region, site)
-        except Exception as problem:  # rule 5: nothing that goes wrong in here may break the model
+        except Exception as problem:  # rule 5: whatever goes wrong in here must not break the model
             log.warning("%s: the attention stays as written, since analysing it failed", location, exc_info=True)
             reason = Refusal(f"analysing it failed: {type(problem).__name__}: {_first_line(problem)}")
             return SiteReport(location, "refused", blocker=_blocker(reason, region.softmax))
@@ -202,7 +202,7 @@ class Rewriter:
             self.proofs |= {proof.input: proof for proof in used}
             return report
         words.pop("picked", None)
-        # Where kernels decline a function of the scores, the culprit is the operation that made it one.
+        # Where kernels decline a function of the scores, the operation that made it one is to blame.
         declined = attention.unread is not None and attention.unread.reason in choice.because
         why = Refusal(choice.because, attention.unread.node if declined and attention.unread else None)
         return SiteReport(
@@ -216,7 +216,7 @@ class Rewriter:
         )
 
     def _analyse(self, region: Region, proofs: Mapping[Node, Proof]) -> _Analysis:
-        """The region's attention or refusal; identical layers share the work."""
+        """The analysis of the region; identical layers share the work."""
         key = _fingerprint(region, proofs)
         known = self._known.get(key)
         if known is None:
@@ -224,7 +224,7 @@ class Rewriter:
         return known.moved_to(region)
 
     def _values(self, region: Region) -> dict[Node, Any]:
-        """The leaves whose contents are at hand."""
+        """The example inputs by the leaves that stand for them."""
         tops = {leaf: region.scope.top(leaf) for leaf in region.leaves}
         return {
             leaf: self.inputs[self._placeholders[top]]
@@ -235,7 +235,7 @@ class Rewriter:
     # ---- constants
 
     def _constants(self, region: Region) -> dict[Node, Proof]:
-        """The leaves whose contents are known, have a closed form, and can be guarded."""
+        """The proofs of leaves that are constant, have a closed form, and can be guarded."""
         proofs = {}
         for leaf in region.leaves:
             top = region.scope.top(leaf)
@@ -265,17 +265,17 @@ class Rewriter:
         self._placeholders = {n: i for i, n in enumerate(self.graph.graph.find_nodes(op="placeholder"))}
         self._is_frozen = is_frozen(self.graph)
         self._forms: dict[int, ClosedForm | Diagonals | None] = {}
-        # Seconds that went into picking.
+        # The seconds that went into picking.
         self._picking = 0.0
-        # What a site that stands before has become, where it is read by one behind.
+        # The output of each fused region -> the node in its place, which a later region may read.
         self._replaced: dict[Node, Node] = {}
 
 
 @dataclass(frozen=True, eq=False)
 class _Analysis:
-    """What became of one region. cuts: operations read as leaves, by their number in the region they were cut from.
+    """What is read of one region. cuts: operations read as leaves, by their number in the region they were cut from.
 
-    multiplied: `Normal.multiplied`. expression: the attention as mathematics, or as far as it was read.
+    multiplied: `Normal.multiplied`. expression: the attention as mathematics, or as much as was read.
     """
 
     region: Region
@@ -286,7 +286,7 @@ class _Analysis:
     expression: str = ""
 
     def moved_to(self, region: Region) -> _Analysis:
-        """The same for a region that is written alike."""
+        """The same analysis for `region`, which consists of the same operations."""
         for number in self.cuts:
             cut = cut_at(region, region.nodes[number])
             assert cut is not None
@@ -334,12 +334,12 @@ def _analyse(region: Region, proofs: Mapping[Node, Proof], stages: Stages) -> _A
             region = cut
 
 
-# A longer expression is for a program to read.
+# The max length of an expression in a report: a longer one is for a program to read.
 _MOST_CHARACTERS = 4000
 
 
 def _in_mathematics(result: Attention | Refusal, lifted: Lifted, region: Region) -> str:
-    """What was read of a site, as mathematics; "" where it is too long to print."""
+    """The mathematics that was read of a site; "" where it is too large to print."""
     names = {n: _leaf_name(leaf, region) for n, leaf in enumerate(region.leaves)}
     if ex.size(lifted.element) > _MOST_CHARACTERS:
         return ""
@@ -362,7 +362,7 @@ def _leaf_name(leaf: Node, region: Region) -> str:
 
 
 def _at_its_operation(refusal: Refusal, normal: Normal) -> Refusal:
-    """`refusal` with the operation of Dynamo's graph that made the culprit, a part of an expression, as its node."""
+    """`refusal` with a node of Dynamo's graph: the operation that made its node, a part of an expression."""
     made_by = ex.origin_of(refusal.node) if isinstance(refusal.node, ex.Expr) else None
     return Refusal(refusal.reason, normal.origin.get(made_by))
 
@@ -373,7 +373,7 @@ def _as_read(leaf: Node, region: Region) -> object:
 
 
 def _lost_in_rounding(attention: Attention, facts: Facts) -> float | None:
-    """A number that the scores are multiplied with, so large that their rounding is more than an exponential bears."""
+    """A factor of the scores so large that their rounding is more than an exponential bears; None without one."""
     limit = 1 / (_ROUNDINGS_OF_A_SCORE * torch.finfo(torch.promote_types(facts.dtype, torch.float32)).eps)
     for part in ex.walk(attention.score):
         match part:
@@ -387,10 +387,10 @@ def _lost_in_rounding(attention: Attention, facts: Facts) -> float | None:
 
 
 def _gains(call: Node, attention: Attention, facts: Facts) -> bool:
-    """Whether a call of SDPA gives its kernel more to know, or has none: torch itself then stores every score.
+    """Whether a kernel knows more than a call of SDPA says, or torch has no kernel for it and stores every score.
 
-    More to know are a causal mask by proof, and keys that are shared. None takes operands of other than four
-    dimensions, nor, on the CPU, dropout.
+    A kernel may know that the mask is causal, by proof, and that keys are shared. torch has no kernel for operands of
+    other than four dimensions, nor, on the CPU, for dropout.
     """
     named = dict(zip(_SDPA_ARGUMENTS, call.args, strict=False)) | dict(call.kwargs)
     if getattr(value_of(named["query"]), "ndim", 4) != 4 or (
@@ -405,7 +405,7 @@ _SDPA_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal
 
 
 def _fingerprint(region: Region, proofs: Mapping[Node, Proof]) -> Any:
-    """Equal for regions that are the same operations on leaves of the same kind."""
+    """A value that is equal for regions with the same operations on leaves of the same kind."""
     number: dict[Node, str] = {node: f"%{i}" for i, node in enumerate((*region.leaves, *region.nodes))}
 
     def written(args: Any) -> str:

@@ -1,1 +1,1 @@
-"""Attention: the canonical description that patterns give and kernels take, its mask, its facts, its words."""
+"""Attention: the canonical description that patterns give and kernels take; its mask, facts and words."""

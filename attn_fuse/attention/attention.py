@@ -1,6 +1,7 @@
-"""Attention: the canonical description that every stage after the patterns sees, and the answer when there is none.
+"""Attention: the canonical description that every stage after the patterns sees; and the Refusal in its place.
 
-out[b, h, i, v] = sum_j dropout(factor * softmax_j(score(sum_e query[b, h, i, e] key[b, h, j, e]))) * value[b, h, j, v]
+scores[b, h, i, j] = score(sum_e query[b, h, i, e] * key[b, h, j, e])
+out[b, h, i, v] = out_scale * sum_j dropout(factor * softmax_j(scores[b, h, i, j])) * value[b, h, j, v]
 """
 
 from __future__ import annotations
@@ -19,37 +20,38 @@ from attn_fuse.expression.nodes import Expr
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why fusing would change what is computed.
+    """Why fusing would change the result.
 
-    node: the culprit: the operation that blocks, or the part of an expression which that operation made.
+    node: the operation that blocks, or the part of an expression that it made; None where that is not known yet.
     """
 
     reason: str
     node: Any = field(default=None, compare=False)
 
     def at(self, node: Any) -> Refusal:
-        """The same, with `node` as the culprit unless there is one."""
+        """The same refusal with `node` as its node, unless it has one."""
         return self if self.node is not None else Refusal(self.reason, node)
 
 
 @dataclass(frozen=True)
 class Attention:
-    """One attention. query, key and value are element expressions: a `Load`, or casts of one.
+    """One attention, in element expressions.
 
-    score: what the softmax is taken of, exactly as written, over `Score`. The same read as structure:
-        score = bias + ... + softcap(scale * score_mod(query . key)), filled where the mask hides.
+    axes, space: the index symbols by role, and their ranges. query, key, value: usually a `Load` or a cast of one.
+    score: the argument of the softmax as written, over `Score`. scale, mask, biases, softcap and score_mod say the same
+        as structure: score = bias + ... + softcap(scale * score_mod(query . key)), filled where the mask hides.
     scale: a number, or an expression that does not depend on the key position.
-    biases: what is added to the scaled scores, in the order written, each an element expression.
-    softcap: cap * tanh(x / cap) of the scaled scores, where it is not None.
-    score_mod: what is done to the product before all that and is none of it, over `Score`; None for nothing.
-        unread: why it was not read as structure; None where all was.
-    sink: the logit of one more key that has no value; it does not depend on the key position.
-    factor: what the weights are multiplied with. out_scale: the same where it does not depend on the key position.
-    dropout_p: a number, or a `Scalar` known only when the program runs.
-    query_dtype: of the product of query and key as far as its operands carry it (a key widened only for the product
-        counts as what it was); value_dtype: of the product with the value and of the output.
-    output: the output's dimensions, each the symbols that it is made of, the slowest first.
-    softmax_dtype: the dtype that the softmax is computed in as written.
+    biases: the terms added to the scaled scores.
+    softcap: the cap in cap * tanh(x / cap) of the scaled scores; None without one.
+    score_mod: the function of the product, over `Score`, that no other field says; None without one.
+    unread: why `score_mod` was not read as structure; None without one.
+    sink: the logit of one more key that has no value; it does not depend on the key position. None without one.
+    factor: the factor of the weights that depends on the key position; None without one.
+    out_scale: the factor of the weights, and so of the output, that does not; None without one.
+    dropout_p: a number, or a `Scalar` known only when the program runs; None without dropout.
+    query_dtype: of the product of query and key; where both are half precision widened only for the product, theirs.
+    value_dtype: of the product with the value. softmax_dtype: of the softmax as written.
+    output: for each dimension of the output the symbols that it is made of, slowest first.
     """
 
     axes: Axes
@@ -75,20 +77,23 @@ class Attention:
 
     @property
     def batch_axes(self) -> tuple[sympy.Symbol, ...]:
+        """The symbols of the batch, slowest first."""
         return self.axes.batch
 
     @property
     def kv_head_axes(self) -> tuple[sympy.Symbol, ...]:
+        """The symbols of the heads of key and value, slowest first."""
         return self.axes.kv_heads
 
     @property
     def head_axes(self) -> tuple[sympy.Symbol, ...]:
-        """The query heads: query head number h uses key and value head h // (number of groups)."""
+        """The symbols of the query heads: query head h reads key and value head h // (heads / kv_heads)."""
         return self.kv_head_axes + self.axes.groups
 
     def size(self, symbol: sympy.Symbol) -> sympy.Expr:
+        """The number of values of an index symbol."""
         return self.space.sizes[symbol]
 
     def length(self, axes: tuple[sympy.Symbol, ...]) -> sympy.Expr:
-        """The number of positions along `axes` together."""
+        """The number of positions along `axes` together, 1 for no axes."""
         return sympy.prod([self.size(a) for a in axes]) if axes else sympy.Integer(1)

@@ -11,11 +11,12 @@ from attn_fuse.expression.index import Space
 
 @dataclass(frozen=True)
 class Axes:
-    """The index symbols of an attention, each with a range in `Attention.space`; of several, the slowest first.
+    """The index symbols of an attention by role, slowest first, with their ranges in `Attention.space`.
 
-    batch, kv_heads: in query, key and value alike (a kernel does the same for both; reports tell them apart).
-    groups: query heads that share a key and value. query, key: positions. inner: what the scores sum over, the
-    head_dim. value: the value_dim. An empty tuple stands for a length of 1.
+    batch, kv_heads: shared by query, key and value (a kernel treats both alike; reports tell them apart).
+    groups: the query heads that share a head of key and value. query, key: the positions.
+    inner: the symbols that the scores sum over, of head_dim. value: those of value_dim.
+    An empty tuple stands for a length of 1.
     """
 
     batch: tuple[sympy.Symbol, ...]
@@ -28,7 +29,7 @@ class Axes:
 
 
 def position(axes: tuple[sympy.Symbol, ...], space: Space) -> sympy.Expr:
-    """The place along `axes` together, the last the fastest."""
+    """The position along `axes` as one dimension, the last axis fastest."""
     place = sympy.Integer(0)
     for axis in axes:
         place = place * space.sizes[axis] + axis

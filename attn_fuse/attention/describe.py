@@ -11,7 +11,7 @@ from attn_fuse.expression.text import Names, as_text
 
 
 def in_words(attention: Attention, facts: Facts, proofs: tuple[str, ...]) -> dict[str, str]:
-    """What was recognised, by name. proofs: the buffers whose contents the recognition rests on."""
+    """The recognised facts in words, by name. proofs: the buffers whose contents the recognition rests on, in words."""
     words = {"heads": str(facts.heads)}
     if facts.kv_heads != facts.heads:
         words["kv_heads"] = str(facts.kv_heads)
@@ -74,7 +74,7 @@ def _dropout(attention: Attention) -> str:
 
 
 def in_mathematics(attention: Attention, leaves: Mapping[int, str]) -> str:
-    """What each element of the scores and of the output is, over b, h, g, i, j, d. leaves: their names."""
+    """The formulas of a score and of an element of the output, over b, h, g, i, j, e, d. leaves: names by number."""
     axes = attention.axes
     roles = (
         ("b", axes.batch), ("h", axes.kv_heads), ("g", axes.groups), ("i", axes.query), ("j", axes.key),

@@ -1,4 +1,4 @@
-"""Facts: what a kernel and the picker need to know of an attention besides its mathematics."""
+"""Facts: what kernels and the picker need to know of an attention besides its mathematics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from attn_fuse.expression import nodes as ex
 from attn_fuse.expression.nodes import Expr
 from attn_fuse.expression.ranges import stays_within
 
-# Beyond it an lse in float32 begins to lose the number of keys.
+# Beyond this score an lse in float32 begins to lose the log of the number of keys.
 _ORDINARY = 1e6
 
 
@@ -23,18 +23,18 @@ _ORDINARY = 1e6
 class Facts:
     """Where and on what an attention runs.
 
+    dtype: the dtype in which a kernel receives query, key and value.
     batch, heads, kv_heads, q_len, kv_len, head_dim, value_dim: sizes; for a symbolic one its value on the first call.
     symbolic: the names of the sizes that may change from call to call.
-    dtype: what query, key and value have when a kernel receives them.
-    training: whether a gradient of query, key, value or bias is wanted.
-    bias_needs_grad: whether one of a bias is.
-    bias_may_hide: whether the biases, or what a function of the scores adds to them or puts in their place, could lower
-        every score of a query by much, as a padding mask does.
-    bias_dtype: the widest floating-point type among the tensors that the biases read; None without such.
+    training: whether query, key, value or anything else that the attention reads needs a gradient.
+    bias_needs_grad: whether a bias does.
+    bias_may_hide: whether a bias, or what `score_mod` adds to the scores or puts in their place, could lower every
+        score of a query by much, as a padding mask does.
+    bias_dtype: the widest floating-point dtype of the tensors that the biases read; None without one.
     weights_used: whether the program also uses the scores or weights elsewhere, so that they are computed anyway.
-    compiled: whether Inductor compiles what becomes of the graph.
-    checkpointed: whether it stands in an activation checkpoint of a graph that `is_frozen`.
-    repeats: how often the program as written has each key and value in memory, for the queries that share them.
+    compiled: whether Inductor compiles the rewritten graph.
+    checkpointed: whether the attention stands in a subgraph, such as a checkpoint's, of a graph that `is_frozen`.
+    repeats: the copies of each key and value in memory, for the queries that share them, in the program as written.
     """
 
     device: torch.device
@@ -58,12 +58,12 @@ class Facts:
 
     @property
     def score_bytes(self) -> int:
-        """Bytes of the score matrix that the attention stores when it runs as written."""
+        """Bytes of the score matrix [batch, heads, q_len, kv_len] that the attention stores as written, in `dtype`."""
         return self.batch * self.heads * self.q_len * self.kv_len * self.dtype.itemsize
 
 
 def is_learned(value: object) -> bool:
-    """Whether `value` is a parameter in training, whose elements are taken for ordinary numbers."""
+    """Whether `value` is a parameter in training, whose elements are assumed to lie in [-100, 100]."""
     return isinstance(value, torch.nn.Parameter) and value.requires_grad
 
 
@@ -75,8 +75,9 @@ def facts_of(
     checkpointed: bool = False,
     multiplied: Sequence[int] = (),
 ) -> Facts:
-    """The facts of `attention`, whose loads are of `leaves` (fake tensors and numbers).
+    """The facts of `attention`.
 
+    leaves: the fake tensors and numbers that it loads from. weights_used, compiled, checkpointed: as in `Facts`.
     multiplied: the number of elements of each operand of a matrix product in the program as written.
     """
     tensors = [leaf if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
@@ -126,7 +127,7 @@ def _repeats(
     multiplied: Sequence[int], batch: int, heads: int, kv_heads: int, q_len: int, kv_len: int, head_dim: int,
     value_dim: int,
 ) -> int:  # fmt: skip
-    """How often each key and value is an operand, of the two products query key^T and weights value."""
+    """How many copies of each key and value are operands of the two products, query key^T and weights value."""
     each = batch * kv_heads * kv_len * (head_dim + value_dim)
     if len(multiplied) != 4 or not each:
         return 1
@@ -135,7 +136,7 @@ def _repeats(
 
 
 def _added(attention: Attention) -> Iterator[Expr]:
-    """What is added to the scores or takes their place, but for minus infinity, which is never a number of a row."""
+    """The terms added to the scores and the values put in their place, other than minus infinity."""
     yield from attention.biases
     waiting = [] if attention.score_mod is None else [attention.score_mod]
     while waiting:
@@ -150,9 +151,9 @@ def _added(attention: Attention) -> Iterator[Expr]:
 
 
 def kernel_dtype(attention: Attention) -> torch.dtype:
-    """The one dtype for query, key and value that drops below neither product as written, nor below float64 scores.
+    """The dtype for query, key and value: at least that of either product as written, and float64 if the scores are.
 
-    Between the products every kernel computes in float32 or more.
+    Between the products every kernel computes in at least float32.
     """
     carried = [part.dtype for part in ex.walk(attention.score) if isinstance(part, ex.Cast) and ex.has_product(part)]
     between = [dtype for dtype in (attention.softmax_dtype, *carried) if dtype == torch.float64]

@@ -1,7 +1,7 @@
-"""Mask: the keys that a query sees, as a conjunction of parts. A kind of part is a class that owns all of its facts.
+"""Mask: the keys that a query sees, as a conjunction of parts, with a class for each kind of part.
 
-A new kind of mask is a class here and its place in PARTS: how it is read off a Boolean element expression, what the
-report says of it, what it bounds, and which measurements stand for it.
+A new kind of mask is a class here and its place in PARTS. The class owns all facts of its kind: how to read it off a
+Boolean element expression, the words of the report, bounds on j - i, and the measurements that stand for it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,15 @@ Kind = Literal["none", "causal", "window", "prefix", "padding", "documents", "de
 # The kinds of mask that evidence knows, the cheapest first. "window": a band of keys around each query, or a causal
 # mask with an offset.
 KINDS: tuple[Kind, ...] = ("none", "causal", "window", "prefix", "padding", "documents", "dense")
-# What a query that sees no key gives as written: there is no such query, NaN, zero, or the mean of all values.
+# The result of a fully masked row as written: there is no such row, NaN, zero, or the mean of all values.
 EmptyRows = Literal["none", "nan", "zero", "mean"]
 
 
 class Band(NamedTuple):
-    """The keys that query i sees by positions alone: i + lower <= j <= i + upper, and a share of the first keys."""
+    """The keys that query i sees by positions alone: i + lower <= j <= i + upper, and the share `first` from key 0.
+
+    None for no bound.
+    """
 
     lower: sympy.Expr | None = None
     upper: sympy.Expr | None = None
@@ -38,29 +41,29 @@ class Band(NamedTuple):
 
 @dataclass(frozen=True)
 class MaskPart:
-    """One condition of a mask. keep: a Boolean element expression, True where the query sees the key."""
+    """One condition of a mask. keep: a Boolean element expression, True = keep. kind: its name in the evidence."""
 
     keep: Expr
     kind: ClassVar[Kind] = "dense"
 
     @classmethod
     def read(cls, keep: Expr, axes: Axes, space: Space) -> MaskPart | None:
-        """The part that `keep` is, or None for another kind."""
+        """`keep` as a part of this kind; None where it is of another kind."""
         raise NotImplementedError
 
     @property
     def band(self) -> Band:
-        """The keys that positions alone leave visible, about; an estimate of speed and a search for a seen key ask."""
+        """About the keys that positions alone leave visible, for estimates of speed and the search for a seen key."""
         return Band()
 
     @property
     def bounds(self) -> tuple[sympy.Expr | None, sympy.Expr | None]:
-        """The min and max of j - i where a key may be seen; None for no bound. Kernels skip keys beyond."""
+        """The (min, max) of j - i where a key may be seen; None for no bound. Kernels skip the keys beyond."""
         return None, None
 
     @property
     def rule(self) -> str:
-        """Which keys query i sees, in a formula; "" where none says it."""
+        """A formula for the keys j that query i sees; "" where there is none."""
         return ""
 
     def __str__(self) -> str:
@@ -76,6 +79,7 @@ class Causal(MaskPart):
 
     @classmethod
     def read(cls, keep: Expr, axes: Axes, space: Space) -> Causal | None:
+        """`keep` as j <= i + offset, where the offset is the same for all elements; else None."""
         if not isinstance(keep, ex.NonNegative) or not axes.query:
             return None
         offset = sympy.expand(keep.value - position(axes.query, space) + position(axes.key, space))
@@ -83,14 +87,17 @@ class Causal(MaskPart):
 
     @property
     def band(self) -> Band:
+        """The keys up to i + offset."""
         return Band(upper=self.offset)
 
     @property
     def bounds(self) -> tuple[None, sympy.Expr]:
+        """j - i is at most the offset."""
         return None, self.offset
 
     @property
     def rule(self) -> str:
+        """The condition; an offset of 0 is left out."""
         return "j <= i" if self.offset == 0 else f"j <= i + {self.offset}"
 
     def __str__(self) -> str:
@@ -106,6 +113,7 @@ class Window(MaskPart):
 
     @classmethod
     def read(cls, keep: Expr, axes: Axes, space: Space) -> Window | None:
+        """`keep` as j >= i - reach, where the reach is the same for all elements; else None."""
         if not isinstance(keep, ex.NonNegative) or not axes.query:
             return None
         reach = sympy.expand(keep.value + position(axes.query, space) - position(axes.key, space))
@@ -113,10 +121,12 @@ class Window(MaskPart):
 
     @property
     def band(self) -> Band:
+        """The keys from i - reach on."""
         return Band(lower=-self.reach)
 
     @property
     def bounds(self) -> tuple[sympy.Expr, None]:
+        """j - i is at least -reach."""
         return -self.reach, None
 
     def __str__(self) -> str:
@@ -125,13 +135,14 @@ class Window(MaskPart):
 
 @dataclass(frozen=True)
 class Prefix(MaskPart):
-    """Query i sees key j where j <= i + offset, and every key of the prefix, which `keep` says the length of."""
+    """Query i sees key j where j <= i + offset, and every key of a prefix whose length is in `keep`."""
 
     offset: sympy.Expr
     kind = "prefix"
 
     @classmethod
     def read(cls, keep: Expr, axes: Axes, space: Space) -> Prefix | None:
+        """`keep` as "j <= i + offset, or a condition that does not depend on the query"; None for another kind."""
         match keep:
             case ex.Or(a, b):
                 for one, other in ((a, b), (b, a)):
@@ -142,6 +153,7 @@ class Prefix(MaskPart):
 
     @property
     def band(self) -> Band:
+        """The keys up to i + offset, and a quarter of all keys for the prefix."""
         # The length of the prefix is known only when the program runs.
         return Band(upper=self.offset, first=0.25)
 
@@ -151,12 +163,13 @@ class Prefix(MaskPart):
 
 @dataclass(frozen=True)
 class Documents(MaskPart):
-    """A query sees the keys that carry the same number as itself."""
+    """A query sees the keys of its own document: those with the same number as its own."""
 
     kind = "documents"
 
     @classmethod
     def read(cls, keep: Expr, axes: Axes, space: Space) -> Documents | None:
+        """`keep` as one tensor at the query's position == the same tensor at the key's; else None."""
         match keep:
             case ex.Compare("eq", ex.Load(a, at), ex.Load(b, to)) if a == b and axes.query:
                 by_key = dict(zip(axes.query, axes.key, strict=False))
@@ -176,6 +189,7 @@ class KeyPadding(MaskPart):
 
     @classmethod
     def read(cls, keep: Expr, axes: Axes, space: Space) -> KeyPadding | None:
+        """`keep` as a condition that depends on the key, but neither on the query nor on the head; else None."""
         used = ex.index_symbols(keep)
         is_padding = used & set(axes.key) and not used & {*axes.query, *axes.kv_heads, *axes.groups}
         return KeyPadding(keep) if is_padding else None
@@ -190,6 +204,7 @@ class PositionMask(MaskPart):
 
     @classmethod
     def read(cls, keep: Expr, axes: Axes, space: Space) -> PositionMask | None:
+        """`keep` as a formula that reads neither a tensor nor a number of the program; else None."""
         reads = any(isinstance(part, (ex.Load, ex.Gather, ex.Scalar)) for part in ex.walk(keep))
         return None if reads else PositionMask(keep)
 
@@ -199,28 +214,29 @@ class PositionMask(MaskPart):
 
 @dataclass(frozen=True)
 class DenseMask(MaskPart):
-    """Query i sees key j where `keep` holds, which reads a tensor."""
+    """Query i sees key j where `keep`, which reads a tensor, holds."""
 
     @classmethod
     def read(cls, keep: Expr, axes: Axes, space: Space) -> DenseMask:
+        """`keep`, whatever it is."""
         return DenseMask(keep)
 
     def __str__(self) -> str:
         return "a mask kept as a tensor"
 
 
-# In the order in which they are tried; the last takes what no other does.
+# In the order in which they are tried; the last takes every condition that no other takes.
 PARTS: tuple[type[MaskPart], ...] = (Causal, Window, Prefix, Documents, KeyPadding, PositionMask, DenseMask)
 
 
 @dataclass(frozen=True)
 class Mask:
-    """The conjunction of its parts.
+    """The conjunction of `parts`.
 
-    empty_rows: what the original gives for a fully masked row: "none" (proved that there is none), "nan", "zero", or
-        "mean" (the mean of all values, which a finite fill gives).
-    parts_if_others_seen: what finite fills hide from a query that sees some key, where not every row is proved to see
-        one. A fully masked row has weights for all keys. `parts` or the biases say what the fills make of the scores.
+    empty_rows: the result of a fully masked row as written: "none" (proved that there is no such row), "nan", "zero",
+        or "mean" (the mean of all values, which a finite fill gives).
+    parts_if_others_seen: the conditions of finite fills, where not every row is proved to see a key. They hide keys in
+        rows that see some key; a fully masked row has weights for all keys. `parts` or the biases hold the fills, too.
     """
 
     parts: tuple[MaskPart, ...] = ()
@@ -234,14 +250,14 @@ class Mask:
 
     @property
     def bounds(self) -> tuple[sympy.Expr | None, sympy.Expr | None]:
-        """The min and max of j - i where a key may be seen, by one part each; None for no bound."""
+        """The (min, max) of j - i where a key may be seen, each from one part; None for no bound."""
         lower = next((part.bounds[0] for part in self.parts if part.bounds[0] is not None), None)
         upper = next((part.bounds[1] for part in self.parts if part.bounds[1] is not None), None)
         return lower, upper
 
 
 def mask_parts(keeps: Iterable[Expr], axes: Axes, space: Space) -> tuple[MaskPart, ...]:
-    """The parts of the conjunction of `keeps`, each once; those that always hold are left out."""
+    """The parts of the conjunction of `keeps`, each once, without conditions that always hold."""
     found: list[MaskPart] = []
     for keep in keeps:
         for condition in conjuncts(keep):
@@ -252,7 +268,7 @@ def mask_parts(keeps: Iterable[Expr], axes: Axes, space: Space) -> tuple[MaskPar
 
 
 def conjuncts(keep: Expr) -> Iterator[Expr]:
-    """The conditions of which `keep` is the conjunction."""
+    """The conditions whose conjunction is `keep`."""
     match keep:
         case ex.And(a, b):
             yield from conjuncts(a)
@@ -283,7 +299,10 @@ def _is_number(value: sympy.Expr, axes: Axes) -> bool:
 def every_query_sees_a_key(
     parts: Iterable[MaskPart], axes: Axes, space: Space, leaf_dtypes: Mapping[int, torch.dtype]
 ) -> bool:
-    """Whether a key is named that each query sees: the first, or the one that stands where the query does."""
+    """Whether each query is proved to see key 0, the key at its own position, or key i + offset of a causal part.
+
+    leaf_dtypes: the dtype of each leaf that is a tensor.
+    """
     parts = tuple(parts)
     if not parts:
         return True
@@ -319,7 +338,7 @@ def _holds(keep: Expr, leaf_dtypes: Mapping[int, torch.dtype]) -> bool:
         case ex.Select(_, a, b):
             return _holds(a, leaf_dtypes) and _holds(b, leaf_dtypes)
         case ex.Compare("eq" | "le" | "ge", a, b):
-            # A number that is not equal to itself exists among the floating-point ones only.
+            # An integer equals itself; a floating-point number may be NaN, which does not.
             loads = [part for part in ex.walk(a) if isinstance(part, (ex.Load, ex.Gather))]
             return a == b and bool(loads) and not any(leaf_dtypes[x.leaf].is_floating_point for x in loads)
     return False

@@ -1,1 +1,1 @@
-"""From an attention back to Dynamo's graph: the operations of a kernel's call, spliced in, and checked."""
+"""Emit: from an attention back to Dynamo's graph, as a kernel's call that is built, spliced in and checked."""

@@ -1,8 +1,8 @@
 """Builder: new operations in Dynamo's graph, made from element expressions.
 
 A load becomes a chain of views of its leaf, or a lookup where no view has its elements; an arithmetic tree becomes
-tensor operations that broadcast. Every new node is run once on fake tensors, so that shapes and dtypes are known to
-agree before anything is replaced.
+tensor operations that broadcast. Every new node runs once on fake tensors, so that shapes and dtypes are known to agree
+before anything is replaced.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class NotEmitted(Exception):
 
 
 class Builder:
-    """Makes operations for one attention. made: those so far, in order."""
+    """Makes operations for one attention. made: the new nodes so far, in order."""
 
     def __init__(self, region: Region, attention: Attention, facts: Facts, mode: FakeTensorMode) -> None:
         self.attention = attention
@@ -45,7 +45,7 @@ class Builder:
         self._mode = mode
 
     def node(self, target: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
-        """A new operation, a method by its name or a function, run once on fake tensors."""
+        """A new node, run once on fake tensors. target: a method by its name, or a function."""
         kind = "call_method" if isinstance(target, str) else "call_function"
         made = self._graph.create_node(kind, target, args, kwargs)
         self.made.append(made)
@@ -62,16 +62,17 @@ class Builder:
         return made
 
     def node_once(self, target: Callable[..., Any], *args: Any) -> Node:
-        """The same operation on the same values from earlier in the graph, else a new one; for one without effects."""
+        """An earlier node that calls `target` on the same values, else a new one. target: one without effects."""
         found = earlier(self._graph, self._region.output, target, args)
         return self.node(target, *args) if found is None else found
 
     def undo(self) -> None:
+        """Erase all nodes made."""
         for node in reversed(self.made):
             self._graph.erase_node(node)
 
     def tidy(self, keep: Node) -> None:
-        """Take out what was made and is not used, other than `keep`."""
+        """Erase the nodes made that nothing uses, other than `keep`."""
         for node in reversed(self.made):
             if not node.users and node is not keep:
                 self._graph.erase_node(node)
@@ -79,7 +80,10 @@ class Builder:
     # ---- element expressions as operations
 
     def tensor_of(self, x: Expr, axes: Axes) -> Any:
-        """`x` as a tensor with one dimension for each of `axes`, of size 1 where `x` does not depend on it."""
+        """`x` as a tensor with one dimension for each of `axes`, of size 1 where `x` does not depend on it.
+
+        A number stays a number, or the node of one. Raises NotEmitted where no operations compute `x`.
+        """
         match x:
             case ex.Const(value):
                 return value
@@ -119,12 +123,12 @@ class Builder:
         raise NotEmitted(f"{type(x).__name__} cannot be made into a tensor")
 
     def _end_to_end(self, place: sympy.Expr, axes: Axes) -> sympy.Symbol | None:
-        """The one axis that a choice by `place` >= 0 cuts in two, if it does no more than that."""
+        """The axis that `place` >= 0 cuts in two, if `place` is that axis plus something that depends on no axis."""
         cut = [axis for axis in axes if axis in place.free_symbols]
         return cut[0] if len(cut) == 1 and not (place - cut[0]).free_symbols & set(axes) else None
 
     def _laid_end_to_end(self, axis: sympy.Symbol, start: sympy.Expr, a: Expr, b: Expr, axes: Axes) -> Node:
-        """`b` up to position `start` of the axis, `a` from there on."""
+        """The concatenation along `axis` of `b` up to position `start` and `a` from there on."""
         space = self.attention.space
         parts = []
         for x, first, length in ((b, 0, start), (a, start, space.sizes[axis] - start)):
@@ -147,7 +151,7 @@ class Builder:
 
     def _on_tensors(self, function: Any, a: Expr, b: Expr, axes: Axes, both: bool = False) -> Node:
         left, right = self.tensor_of(a, axes), self.tensor_of(b, axes)
-        # A comparison gives no number: torch's default dtype decides, as it does where the program compares.
+        # A comparison keeps its operands: torch's default dtype decides, as it does where the program compares.
         if function not in COMPARISONS.values():
             left, right = self._alike(left, right)
         if both or not isinstance(left, Node):
@@ -162,7 +166,10 @@ class Builder:
         return self.node(torch.full, [], value, dtype=self.dtype_of_number(value), device=self.facts.device)
 
     def dtype_of_number(self, value: Any) -> torch.dtype | None:
-        """What a number becomes as a tensor of its own: one in which it is not rounded more than the scores are."""
+        """The dtype of a number, or of its node, as a tensor; None leaves an integer to torch.
+
+        A float gets at least float32, so that it is not rounded more than the scores.
+        """
         number = value_of(value) if isinstance(value, Node) else value
         if isinstance(number, (float, torch.SymFloat)):
             return self._wide
@@ -176,7 +183,7 @@ class Builder:
         return self.node(torch.where, self._as_tensor(cond), a, b)
 
     def _alike(self, a: Any, b: Any) -> tuple[Any, Any]:
-        """Both, whole numbers beside a fraction as fractions, too: torch would take its default dtype."""
+        """Both operands; an integer tensor beside a float is cast, where torch would take its default dtype."""
         return self._as_fraction(a, b), self._as_fraction(b, a)
 
     def _as_fraction(self, x: Any, other: Any) -> Any:
@@ -201,7 +208,7 @@ class Builder:
         return self.node(torch.full, [1] * len(axes), made, dtype=torch.int64, device=self.facts.device)
 
     def _position(self, value: sympy.Expr, axes: Axes) -> Any:
-        """The same as a tensor, or as a number where it does not depend on `axes`."""
+        """An index expression as a tensor over `axes`, or as a number where it depends on none of them."""
         if not value.free_symbols & set(axes):
             return self.size(value)
         match value:
@@ -239,7 +246,7 @@ class Builder:
     def _positions_within(self, index: sympy.Expr, length: sympy.Expr, axes: Axes) -> Node:
         space = self.attention.space
         node = self._positions(index, axes)
-        # A choice between tensors laid end to end reads all of them, and keeps only what is in range.
+        # A choice between concatenated tensors reads every one of them everywhere, and keeps only what is in range.
         if not space.is_nonnegative(index):
             node = self.node(torch.clamp, node, min=0)
         if not space.is_nonnegative(length - 1 - index):
@@ -250,20 +257,22 @@ class Builder:
         return self.node(operator.getitem, self._region.leaves[leaf], tuple(positions))
 
     def leaf(self, number: int) -> Node:
+        """The node of leaf `number`."""
         return self._region.leaves[number]
 
     def lengths(self, leaf: int) -> list[sympy.Expr]:
+        """The sizes of leaf number `leaf`, a tensor."""
         return shape(self.leaf(leaf))
 
     # ---- loads as views
 
     def has_view(self, load: ex.Load, axes: Axes) -> bool:
-        """Whether a view of the leaf has the elements of `load` over `axes`."""
+        """Whether a view of the leaf has the elements of `load` over `axes`. The graph stays as it is."""
         made = len(self.made)
         try:
             self.view(load, axes)
         except Exception:
-            # Out of range, not affine, overlapping: whatever the reason, it is not a view.
+            # Out of range, not affine, overlapping: whatever the reason, there is no view.
             return False
         finally:
             while len(self.made) > made:
@@ -271,11 +280,14 @@ class Builder:
         return True
 
     def view(self, load: ex.Load, axes: Axes) -> Node:
-        """The elements of `load` over `axes` as a view of its leaf. Raises NotEmitted where no view has them."""
+        """The elements of `load` as a view of its leaf, with a dimension for each of `axes`, of size 1 if not read.
+
+        Raises NotEmitted where no view has them.
+        """
         node = self._region.leaves[load.leaf]
         found: list[sympy.Symbol] = []
         lengths = shape(node)
-        # From the last dimension, so that taking one apart does not move those still to come.
+        # From the last dimension, so that splitting one does not move those still to come.
         for place in reversed(range(len(load.index))):
             terms, offset = self._affine(load.index[place])
             node, symbols = self._axis(node, place, lengths[place], terms, offset)
@@ -289,7 +301,7 @@ class Builder:
         return node
 
     def _affine(self, index: sympy.Expr) -> tuple[list[tuple[sympy.Symbol, sympy.Expr]], sympy.Expr]:
-        """(symbol, stride) pairs, the largest stride first, and the offset."""
+        """((symbol, stride) pairs, the largest stride first; the offset). Raises NotEmitted where it is not affine."""
         ranges = self.attention.space.sizes
         terms, rest = [], sympy.expand(index)
         for symbol in sorted(rest.free_symbols & ranges.keys(), key=str):
@@ -313,7 +325,10 @@ class Builder:
         terms: list[tuple[sympy.Symbol, sympy.Expr]],
         offset: sympy.Expr,
     ) -> tuple[Node, list[sympy.Symbol]]:
-        """Take the dimension at `place` apart so that `terms` and `offset` say which element is read."""
+        """(`node` with a dimension for each of `terms` in the place of dimension `place`, the symbols of these)
+
+        The element read is at `offset` plus the sum of symbol * stride. Raises NotEmitted where elements overlap.
+        """
         if not terms:
             return self.node("select", node, place, self.size(offset)), []
         (symbol, stride), inner = terms[0], terms[1:]
@@ -338,21 +353,23 @@ class Builder:
         return self.node("narrow", node, place, self.size(start), self.size(count))
 
     def unflattened(self, node: Node, place: int, sizes: Sequence[sympy.Expr]) -> Node:
+        """`node` with dimension `place` split into `sizes`."""
         symbolic = [s for s in sizes if not s.is_Integer]
         shape = [-1 if len(symbolic) == 1 and not s.is_Integer else self.size(s) for s in sizes]
         return self.node("unflatten", node, place, shape)
 
     def permuted(self, node: Node, order: list[int]) -> Node:
+        """`node` with its dimensions in `order`; `node` itself where they are so already."""
         return node if order == sorted(order) else self.node("permute", node, *order)
 
     # ---- sizes
 
     def size(self, size: sympy.Expr) -> Any:
-        """A size as a number or a node of the graph."""
+        """A size as a number or a node of the graph. Raises NotEmitted where no tensor of the graph tells it."""
         size = sympy.sympify(size)
         if size.is_Integer:
             return int(size)
-        # Of what the region reads, or else of any input of the graph.
+        # First the leaves of the region, then every input of the graph.
         for leaf in (*self._region.leaves, *self._graph.find_nodes(op="placeholder")):
             value = value_of(leaf)
             if isinstance(value, torch.SymInt) and value.node.expr == size:
@@ -382,12 +399,14 @@ class Builder:
 
 
 def tensor(node: Node) -> torch.Tensor:
+    """The fake tensor recorded for `node`, which gives a tensor."""
     value = value_of(node)
     assert isinstance(value, torch.Tensor)
     return value
 
 
 def shape(node: Node) -> list[sympy.Expr]:
+    """The sizes of the tensor that `node` gives."""
     return [size_expr(size) for size in tensor(node).shape]
 
 
@@ -396,7 +415,7 @@ def _is_tensor(node: Node) -> bool:
 
 
 def size_expr(size: Any) -> sympy.Expr:
-    """A size as an expression, with every division carried out that leaves no rest."""
+    """A size as an expression, with every division carried out that is exact."""
     if not isinstance(size, torch.SymInt):
         return sympy.Integer(size)
 

@@ -1,4 +1,4 @@
-"""Call: what a kernel builds its call with, the operands of the attention as kernels want them, and the way back."""
+"""Call: the operands of an attention in the form that kernels take, and the output in the form that the program had."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ Axes: TypeAlias = tuple[sympy.Symbol, ...]
 
 
 class Call(Builder):
-    """What a kernel's `emit` builds its call with."""
+    """The builder that a kernel's `emit` is given."""
 
     # ---- what kernels ask for
 
     def query(self, scaled: bool = True) -> Node:
-        """[batch, heads, q_len, head_dim]. scaled: times what `scale` leaves of the scale of the scores."""
+        """The query, [batch, heads, q_len, head_dim]. scaled: whether to apply the part of the scale not in `scale`."""
         a = self.attention
         query = al.mul(a.query, self._factor_of_query) if scaled else a.query
         return self._operand(query, a.head_axes, (a.axes.query, a.axes.inner))
 
     def key(self) -> Node:
-        """[batch, kv_heads, kv_len, head_dim]"""
+        """The key, [batch, kv_heads, kv_len, head_dim]."""
         a = self.attention
         return self._operand(a.key, a.kv_head_axes, (a.axes.key, a.axes.inner))
 
     def value(self) -> Node:
-        """[batch, kv_heads, kv_len, value_dim]"""
+        """The value, [batch, kv_heads, kv_len, value_dim]."""
         a = self.attention
         return self._operand(a.value, a.kv_head_axes, (a.axes.key, a.axes.value))
 
     def scale(self) -> float:
-        """What is left for the kernel to scale by, greater than 0: 1 where the scale went into the query.
+        """The scale left to the kernel, above 0; 1 where the scale went into the query.
 
-        torch's flash attention on CPU multiplies a causal mask's -inf by it.
+        torch's flash attention on CPU multiplies a causal mask's -inf by the scale, which 0 or less would spoil.
         """
         scale = self.attention.scale
         return abs(float(scale.value)) or 1.0 if isinstance(scale, ex.Const) else 1.0
@@ -56,7 +56,7 @@ class Call(Builder):
                 return scale
 
     def dropout_p(self) -> Any:
-        """A number, or the node that holds it."""
+        """The dropout probability, 0 without dropout: a number, or the node of one."""
         match self.attention.dropout_p:
             case None:
                 return 0.0
@@ -66,14 +66,14 @@ class Call(Builder):
                 return self.tensor_of(other, ())
 
     def keep(self) -> Node | None:
-        """Bool [batch or 1, heads or 1, q_len or 1, kv_len or 1], True where the key is seen; None without a mask."""
+        """The mask: bool [batch|1, heads|1, q_len|1, kv_len|1], True = keep; None without one."""
         condition: Expr | None = None
         for part in self.attention.mask.parts:
             condition = part.keep if condition is None else al.logical_and(condition, part.keep)
         return None if condition is None else self.over_scores(condition, torch.bool)
 
     def bias(self, dtype: torch.dtype) -> Node | None:
-        """[batch or 1, heads or 1, q_len or 1, kv_len or 1] of `dtype`, the sum of the biases; None without one."""
+        """The sum of the biases: [batch|1, heads|1, q_len|1, kv_len|1] in `dtype`; None without one."""
         total: Expr | None = None
         for term in self.attention.biases:
             total = term if total is None else ex.Add(total, term)
@@ -81,19 +81,22 @@ class Call(Builder):
 
     @property
     def score_axes(self) -> Axes:
-        """The index symbols that an element of the scores has."""
+        """The index symbols of an element of the scores: batch, heads, query, key."""
         a = self.attention
         return (*a.batch_axes, *a.head_axes, *a.axes.query, *a.axes.key)
 
     def over_scores(self, x: Expr, dtype: torch.dtype | None = None) -> Node:
-        """`x` as [batch or 1, heads or 1, q_len or 1, kv_len or 1], of `dtype` unless it is None."""
+        """`x` as a tensor [batch|1, heads|1, q_len|1, kv_len|1], in `dtype` unless it is None."""
         a = self.attention
         return self._over(x, (a.batch_axes, a.head_axes, a.axes.query, a.axes.key), dtype)
 
     # ---- back to what the program had
 
     def as_written(self, out: Node) -> Node:
-        """`out` [batch, heads, q_len, value_dim] in the dimensions, dtype and strides of the region's output."""
+        """`out`, [batch, heads, q_len, value_dim], in the dimensions, dtype and strides of the region's output.
+
+        Applies `out_scale`. Raises NotEmitted where shape or device are not those of the region's output.
+        """
         a = self.attention
         if a.out_scale is not None:
             out = self.node(torch.mul, out, self.over_scores(a.out_scale))
@@ -129,7 +132,7 @@ class Call(Builder):
         return node if size_expr(tensor(node).stride(-1)) == 1 else self.node("contiguous", node)
 
     def _over(self, x: Expr, groups: tuple[Axes, ...], dtype: torch.dtype | None, broadcast: bool = True) -> Node:
-        """`x` with one dimension for each group of axes. broadcast: a group that `x` does not depend on has size 1."""
+        """`x` with one dimension for each group of axes. broadcast: whether a group not in `x` has size 1."""
         axes = [axis for group in groups for axis in group]
         node = self.tensor_of(x, axes)
         if not isinstance(node, Node) or not isinstance(value_of(node), torch.Tensor):
@@ -177,14 +180,14 @@ class Call(Builder):
         return self.permuted(dense, back)
 
 
-# After these, the strides of what they were given are gone.
+# The results of these do not depend on the strides of their inputs.
 _FORGETS_STRIDES = frozenset("contiguous linear matmul bmm mm einsum cat stack concat".split())
-# Where these give a view, what is behind them sees the strides still.
+# These may give a view, whose users still see the strides.
 _ONLY_REORDERS = frozenset("transpose permute swapaxes swapdims movedim moveaxis t mT reshape flatten".split())
 
 
 def _strides_matter(output: Node) -> bool:
-    """Whether a later operation could see how the region's output lies in memory."""
+    """Whether a later operation could see the strides of `output`."""
     return any(
         op_name(user) not in _FORGETS_STRIDES and not (op_name(user) in _ONLY_REORDERS and not _strides_matter(user))
         for user in output.users

@@ -1,7 +1,7 @@
-"""Check: the program rewritten against the program as Dynamo wrote it, both run on the real inputs.
+"""Check: compare the rewritten program with the program as Dynamo wrote it, both run on the real inputs.
 
-Compared are the outputs, the gradients of everything that requires one, and what is in every input afterwards. The
-judge is the program as written in float64 throughout, or, where it would not be the same program then, as it is.
+The check compares the outputs, the gradients of everything that requires one, and the contents of every input
+afterwards. The judge is the program as written, in float64 throughout, or as it is where float64 makes it another one.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from torch.fx import GraphModule
 from attn_fuse.graph.replay import Aliases, Played, replay
 from attn_fuse.report import SiteReport
 
-# How much further from float64 the rewrite may be than the program as written.
+# The rewrite may be this many times as far from float64 as the program as written.
 _TIMES_AS_WRITTEN = 8.0
-# And the floor of that. A fused kernel sums in float32, in another order, and rounds its result in the program's dtype.
+# These roundings are allowed anyway: a fused kernel sums in float32, in another order, and rounds to the written dtype.
 _ROUNDINGS_OF_SUMS = 64.0
 _ROUNDINGS_OF_RESULT = 2.0
-# Gradients that are 0 in mathematics cancel to a rounding of what they cancel from: of products with the values.
+# A gradient that is 0 in mathematics comes out as a rounding of the terms that cancel: products with the values.
 _ROUNDINGS_OF_LARGEST_GRADIENT = 16.0
-# Without float64 as the judge, the program as written is as far from it as the rewrite may be.
+# Where float64 is not the judge: the program as written has roundings, too.
 _ROUNDINGS_OF_AS_WRITTEN = 64.0
-# Numbers beyond, such as a mask's fill value, are compared apart: their rounding would hide everything else.
+# Numbers this many times the median, such as a mask's fill, are compared apart: their rounding would hide all others.
 _FAR_FROM_MOST = 1e3
 
 
 def disagreement(written: GraphModule, rewritten: GraphModule, inputs: Sequence[Any]) -> str | None:
-    """What `rewritten` makes otherwise than `written` on `inputs`, the graph's real ones; None where they agree.
+    """The first difference between `rewritten` and `written` on `inputs`, the graph's real ones; None where they agree.
 
     Both run in the caller's grad mode and autocast, with the same random state and without dropout. The user's
     tensors, gradients, random state and modes stay as they are. A graph that cannot be run here is a disagreement.
@@ -53,7 +53,7 @@ def disagreement(written: GraphModule, rewritten: GraphModule, inputs: Sequence[
 
 @dataclass(frozen=True)
 class Rewritten:
-    """A graph taken through the stages. proofs: what the rewrites rest on, for the guard."""
+    """A rewritten graph with the reports of its sites. proofs: what the rewrites rest on, for the guard."""
 
     graph: GraphModule
     sites: list[SiteReport]
@@ -63,16 +63,16 @@ class Rewritten:
 def without_disagreements(
     original: GraphModule, inputs: Sequence[Any], rewrite: Callable[[Mapping[int, str]], Rewritten], found: Rewritten
 ) -> Rewritten:
-    """`found`, or where it computes something else than `original`, the same without the sites that do.
+    """`found`, or a rewrite that leaves the sites as written which make `found` disagree with `original`.
 
-    rewrite: makes it anew with the sites left as written whose numbers it is given, with the reasons.
+    rewrite: rewrites the graph anew. Its argument names the sites to leave as written: number -> reason.
     """
     left: dict[int, str] = {}
     while fused := [number for number, site in enumerate(found.sites) if site.fused]:
         problem = disagreement(original, found.graph, inputs)
         if problem is None:
             break
-        # The first site with which the graph disagrees.
+        # Bisect to the first site with which the graph disagrees.
         low, high = 0, len(fused) - 1
         while low < high:
             middle = (low + high) // 2
@@ -135,9 +135,9 @@ def _disagreement(written: Played, rewritten: Played, exact: Played | None) -> s
 def _objection(
     name: str, reference: Tensor, written: Tensor, rewritten: Tensor, by_float64: bool, largest: float
 ) -> str | None:
-    """Why `rewritten` is too far from `reference`, as far as `written` is from it.
+    """Why `rewritten` is too far from `reference`, given how far `written` is; None where it is not.
 
-    largest: the max among what is given and all gradients.
+    by_float64: whether `reference` is in float64. largest: the max of outputs and gradients, for a gradient; else 0.
     """
     if torch.equal(written, rewritten):
         return None
@@ -153,7 +153,7 @@ def _objection(
     infinite = reference.isinf() & (written == reference)
     if not torch.equal(rewritten[infinite], written[infinite]):
         return f"the check failed: the rewritten {name} is finite where it is not as written"
-    # Where no finite number is given as written, a query that sees no key say, none is asked for.
+    # Where the program as written gives no finite number, as in a fully masked row, the rewrite may give anything.
     known = reference.isfinite() & written.isfinite()
     r, w, x = (t[known].double() for t in (reference, written, rewritten))
     eps = torch.finfo(written.dtype).eps
@@ -181,7 +181,7 @@ def _typical(x: Tensor) -> float:
 
 
 def _largest(x: Tensor) -> float:
-    """The largest number that is not far from most."""
+    """The max magnitude in `x`, without numbers far above the median."""
     known = x[x.isfinite()].abs()
     known = known[known <= _FAR_FROM_MOST * _typical(known)]
     return known.max().item() if known.numel() else 0.0

@@ -1,7 +1,7 @@
 """kept: a copy of a tensor that will be written into, as an operator that Inductor neither removes nor repeats.
 
-A kernel keeps what it reads for its backward. Inductor takes an `x.clone()` for x itself, or clones x only then, also
-where the program has written into x in between (torch 2.13: wrong gradients, without a word).
+A kernel keeps what it reads for its backward. Inductor may take `x.clone()` for x itself, or clone x only in the
+backward, even where the program has written into x in between (torch 2.13: wrong gradients, without a warning).
 """
 
 from __future__ import annotations

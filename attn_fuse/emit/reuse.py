@@ -1,4 +1,4 @@
-"""Earlier: an operation on values that an earlier operation of the graph was given already, for layers to share it."""
+"""Reuse an identical earlier node, so layers share it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from attn_fuse.graph.names import LAYOUT, op_name, requires_grad, value_of
 
 
 def earlier(graph: Graph, before: Node, target: Any, args: tuple[Any, ...]) -> Node | None:
-    """The node above `before` that calls `target`, which has no effects, with the same; None without one.
+    """The node in front of `before` that calls `target` on the same `args`; None without one.
 
-    The same are equal numbers and sizes, the same tensors, and the same views of them. Where a gradient is required,
-    there is none: the other may stand in a block without gradients.
+    target: a function without effects. Arguments are the same if they are equal numbers or sizes, the same tensors, or
+    the same views of them; never if one requires a gradient, as the node may stand in a block without gradients.
     """
     for node in graph.find_nodes(op="call_function", target=target):
         if node < before and not node.kwargs and _same(node.args, args) and not _has_gradient(args):

@@ -27,12 +27,12 @@ def emit(
 ) -> Node:
     """Replace the region by the call that `build` makes and return the node that now stands for its output.
 
-    Raises NotEmitted, with the graph as it was.
+    Raises NotEmitted where the call cannot be written, and leaves the graph as it was.
     """
     graph = region.scope.module.graph
     call = Call(region, attention, facts, mode)
     try:
-        # Casts are among what the attention was read with.
+        # The expressions of the attention already have the casts of autocast.
         with graph.inserting_before(region.output), uncast(graph, region.mode):
             result = call.as_written(build(call))
         if region.mode.grad and (lost := _lost(region, result)) is not None:
@@ -52,9 +52,9 @@ def emit(
 
 
 def _lost(region: Region, result: Node) -> Node | None:
-    """A leaf that the program has a gradient of, though `result` does not depend on it: times zero, or never chosen.
+    """A leaf that has a gradient as written, though `result` does not depend on it: times zero, or never chosen.
 
-    What another leaf is computed from has its gradient from there: a mask reads its sizes off the queries' input.
+    A leaf that another is computed from gets its gradient through that one: a mask may take its sizes from the input.
     """
     wanted = {leaf for leaf in region.leaves if requires_grad(leaf) and leaf not in region.detached}
     first = min(wanted, default=result)
@@ -69,10 +69,10 @@ def _lost(region: Region, result: Node) -> Node | None:
 
 
 def _as_kernels_may_read(call: Call, region: Region) -> None:
-    """Detach or copy what the call may not read as it is.
+    """Detach or copy the tensors that the call may not read as they are.
 
-    A kernel gives a gradient to all that it reads: what the program takes none of is detached. And it keeps for its
-    backward what it reads, where the program may have kept something else: what is written into later is copied.
+    A kernel gives a gradient to each tensor that it reads, so one that gets none as written is detached. It also keeps
+    them for its backward, where the program may keep others, so one that is written into later is copied.
     """
     made = dict.fromkeys(node for node in call.made if node.users)
     read = dict.fromkeys(source for node in made for source in node.all_input_nodes if source not in made)
@@ -89,13 +89,13 @@ def _as_kernels_may_read(call: Call, region: Region) -> None:
 
 
 def _as_the_program_may_write(call: Call, region: Region, result: Node) -> Node:
-    """`result`, or a copy of it where the graph hands its memory out.
+    """`result`, or a copy of it where the graph returns its memory.
 
-    A kernel keeps its output for its backward, where the product that was written keeps none: whoever gets it may write
-    into it. Torch sees that write in some graphs and raises; in some of Inductor's it does not (torch 2.13).
+    A kernel keeps its output for its backward; the product as written does not, so the caller may write into it. torch
+    sees that write in some graphs and raises; in some of Inductor's it does not (torch 2.13).
     """
     returned = {storage for node in result.graph.output_node().all_input_nodes for storage in storages(node)}
-    # What was computed from the output as it was written has been recorded with the memory that it had.
+    # Views of the output as written are recorded with the memory that it had then.
     if not _has_backward(call) or returned.isdisjoint(storages(result) | storages(region.output)):
         return result
     with result.graph.inserting_after(result):
@@ -109,7 +109,7 @@ def _has_backward(call: Call) -> bool:
 
 
 def _is_written_later(node: Node) -> bool:
-    """Whether `node` lies in the memory of an input that the program has written into at its end."""
+    """Whether `node` lies in the memory of an input that the graph writes into at its end."""
     if any(user.target == "copy_" and user.args[0] is node for user in node.users):
         return True
     return _may_be_a_view(node) and any(map(_is_written_later, node.all_input_nodes))
@@ -119,5 +119,5 @@ def _may_be_a_view(node: Node) -> bool:
     declares = isinstance(node.target, torch._ops.OpOverload) and any(
         returned.alias_info is not None for returned in node.target._schema.returns
     )
-    # A reshape or a cast gives what it was given where there is nothing to do, and its schema does not say so.
+    # A reshape or a cast with nothing to do gives its input itself, and its schema does not say so.
     return declares or op_name(node) in LAYOUT | CASTS

@@ -1,1 +1,1 @@
-"""What one element of a tensor is: the language, its simplification, and what can be proved in it."""
+"""Element expressions: the language that says what one element of a tensor is, its simplification, its proofs."""

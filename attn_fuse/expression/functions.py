@@ -1,9 +1,9 @@
-"""Functions: all that is known of each element-wise function of numbers, one row a function.
+"""Functions: a table of the element-wise functions, one row each, with everything that is known of them.
 
-A row says what torch calls the function, what dtype it gives, its gradient, its range, and how Triton's language writes
-it. Whoever evaluates, bounds, differentiates or writes an expression asks here. A new function of one number is a row:
-the lift reads it from torch's core ATen operation of that name, every kernel of ours computes it, and
-tests/graph/test_functions.py holds each field against torch.
+A row holds torch's name of the function, the dtype of its result, its gradient, its range, and its code in Triton. All
+code that evaluates, bounds, differentiates or writes an expression looks here. A new function of one number is a row:
+the lift then reads torch's core ATen operation of that name, every kernel of ours computes the function, and
+tests/graph/test_functions.py checks each field against torch.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ Signs = frozenset[int]
 
 
 class Order(NamedTuple):
-    """How the ends of intervals are compared: Python's min and max, or torch's for tensors of ends."""
+    """The min (`smaller`) and max (`larger`) of two ends of intervals, which are numbers or tensors of numbers."""
 
     smaller: Callable[[Any, Any], Any]
     larger: Callable[[Any, Any], Any]
 
     def hull(self, values: Iterable[Any]) -> Interval:
-        """The smallest and the largest of `values`."""
+        """The interval [min, max] of `values`, of which there is at least one."""
         low, *rest = values
         high = low
         for value in rest:
@@ -42,20 +42,22 @@ class Order(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Function:
-    """One function of one or two numbers.
+    """A function of one or two numbers.
 
-    name: torch's, in lower case without a namespace. torch: the callable, as it may stand in a graph.
-    gradients: for each operand how its gradient is had; None where there is none, as of floor.
-    gives: "same" keeps the dtype of the operands, "fraction" makes a floating-point number of whole ones, "truth" gives
-        a Boolean.
-    lifted: how the lift reads torch's operation of this name: "plain" element by element, "whole" with care for where
-        it jumps, "test" as a question about one number; "" where a handler of its own does, or nothing.
-    image: the interval that an interval is taken to, of floats; None where nothing is known. interval: the same by
-        arithmetic on the ends alone, also of whole numbers and of tensors of ends.
-    infinite: the signs of the infinities that the result may have, of those that the operand may have; None where any
-        may come of any. undefined: the signs of the infinities of which the result is NaN.
-    growth: "bounded", or "linear" where an ordinary number stays one; "" for neither.
-    triton: Triton's code, {0} and {1} the operands, computed in float32 or float64; whole: the same for integers.
+    name: torch's name of it, in lower case without a namespace. torch: the callable, which may stand in a graph.
+    gradients: the gradient rule of each operand; None where it has no gradient, as in floor.
+    gives: the dtype of the result: "same" is that of the operands, "fraction" floating-point even for integers, "truth"
+        Boolean.
+    lifted: how the lift reads the ATen operation of this name: "plain" element by element, "whole" as a function that
+        jumps, "test" as a question about one number; "" where the lift has a handler of its own, or none.
+    image: (value, interval) -> the interval of the results, for an interval of floats; None where nothing is known.
+    interval: (order, an interval for each operand) -> the interval of the results, by arithmetic on the ends alone,
+        which may be floats, integers or tensors; None where they do not tell.
+    infinite: the signs of the infinities that the operand may have -> those that the result may have; None where either
+        sign may come from either.
+    undefined: the signs of the infinities at which the result is NaN.
+    growth: "bounded", "linear" where the result grows no faster than the operand, "" for neither.
+    triton: Triton's code in float32 or float64, with {0} and {1} for the operands. whole: the same for integers.
     """
 
     name: str
@@ -72,11 +74,11 @@ class Function:
     whole: str = ""
 
     def value(self, *numbers: float) -> float:
-        """The value in double precision."""
+        """The value at `numbers`, computed in float64."""
         return float(self.torch(*(torch.tensor(x, dtype=torch.float64) for x in numbers)))
 
 
-# ---- what rules are written with
+# ---- the vocabulary of gradient rules
 
 
 def _call(name: str) -> Callable[[Expr], Expr]:
@@ -89,17 +91,17 @@ exp, log, cos, sin, cosh, sinh, sign, trunc, rsqrt, erfc, sigmoid = map(
 
 
 def where(condition: Expr, x: Expr | float, y: Expr | float) -> Expr:
-    """`x` where `condition` holds, else `y`."""
+    """The choice of `x` where `condition` holds, else `y`."""
     return Select(condition, as_expr(x), as_expr(y))
 
 
 def compare(op: str, x: Expr, y: Expr | float) -> Expr:
-    """op: eq, ne, lt, le, gt or ge."""
+    """The comparison of `x` with `y`. op: eq, ne, lt, le, gt or ge."""
     return Compare(op, x, as_expr(y))
 
 
 def _leads(x: Expr, other: Expr) -> Expr:
-    """Whether all of a clamp's gradient is `x`'s; torch 2.15 has made the clamp's edge belong to its bound."""
+    """Whether `x` >= `other`; since torch 2.15 `x` > `other`, as a clamp's gradient at a tie now goes to its bound."""
     return compare("ge" if CLAMP_PASSES_AT_ITS_EDGE else "gt", x, other)
 
 
@@ -108,7 +110,7 @@ def _per_square(a: Expr, b: Expr) -> Expr:
     return where(compare("eq", square, 0), 0.0, 1 / square)
 
 
-# ---- what intervals are made with
+# ---- the vocabulary of ranges
 
 
 def _within(low: float, high: float) -> Callable[..., Interval]:
@@ -139,7 +141,7 @@ def _product(order: Order, a: Interval, b: Interval) -> Interval:
 
 def _absolute(order: Order, x: Interval) -> Interval:
     low, high = x
-    # Less itself: a zero of the operand's own kind.
+    # A zero of the same kind as the ends, which may be tensors.
     zero = low - low
     return order.larger(zero, order.larger(low, -high)), order.larger(-low, high)
 
@@ -172,7 +174,7 @@ def _unary(
     name: str, gradient: Rule | None, image: Callable[..., Interval] | None = None, triton: str = "", **fields: Any
 ) -> Function:
     function = getattr(torch, name, None) or getattr(functional, name)
-    # What Triton's language lacks is in kernels/triton/functions.py, by the same name.
+    # kernels/triton/functions.py (`fn`) has the functions that Triton's language lacks, by the same names.
     fields = {"lifted": "plain", "triton": triton or f"fn.{name}({{0}})"} | fields
     return Function(name, function, (gradient,), image=image, **fields)
 
@@ -250,7 +252,7 @@ _BINARY = (
     Function("mul", torch.mul, (lambda g, y, a, b: g * b, lambda g, y, a, b: g * a), "same", triton="{0} * {1}",
              whole="{0} * {1}", interval=_product),
     Function("div", torch.div, (lambda g, y, a, b: g / b, lambda g, y, a, b: -g * y / b), triton="{0} / {1}"),
-    # As of a clamp: where both are equal one has all of it. The lift writes torch's maximum out of these.
+    # At a tie one operand has the whole gradient, as in a clamp. The lift makes torch's maximum of two, to share it.
     Function(
         "maximum", torch.clamp_min,
         (lambda g, y, a, b: where(_leads(a, b), g, 0.0), lambda g, y, a, b: where(_leads(a, b), 0.0, g)), "same",
@@ -289,11 +291,11 @@ COMPARISONS: dict[str, Callable[..., Any]] = {op: getattr(torch, op) for op in "
 
 
 def gives_fraction(name: str) -> bool:
-    """Whether the function makes a floating-point number of whole ones."""
+    """Whether function `name` gives a floating-point number even for integers; False for a name without a row."""
     return name in FUNCTIONS and FUNCTIONS[name].gives == "fraction"
 
 
 def interval_of(name: str, order: Order, operands: Sequence[Interval]) -> Interval | None:
-    """The interval of a function's results from the ends of its operands; None where these do not tell."""
+    """The interval of the results of function `name`; None where the ends of the intervals `operands` do not tell."""
     row = FUNCTIONS.get(name)
     return None if row is None or row.interval is None else row.interval(order, *operands)

@@ -1,7 +1,7 @@
-"""Index arithmetic: integer index symbols with ranges, and what can be proved of expressions over them.
+"""Index arithmetic: SymPy expressions over integer index symbols and symbolic sizes, and proofs about them.
 
-Expressions are SymPy's, over index symbols (each over [0, size)) and symbolic sizes (each at least a known bound).
-Every proof holds for all values in these ranges; "not proved" is an ordinary answer.
+An index symbol runs over [0, size), and a symbolic size has a known min. A proof holds for all values in these ranges;
+"not proved" is an ordinary answer.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import sympy
 from attn_fuse.torch_internals import FloorDiv, Mod, index_bounds
 
 Size: TypeAlias = sympy.Expr
-# A symbolic size is taken to be at most this.
+# The max that a symbolic size is assumed to have.
 LONGEST = 2**24
-# What a proof may take; more than any layout needs, and an expression in many digits would double it with each.
+# The max steps of a proof: more than any layout needs. Each digit of an expression, x // n or x mod n, may double them.
 _MOST_STEPS = 200
 
 
@@ -28,8 +28,8 @@ _MOST_STEPS = 200
 class Space:
     """The index symbols of one region and their ranges: symbol s runs over [0, sizes[s]).
 
-    lower: the least value that a symbolic size can take, as the shape environment guards it. simplified: positions by
-    what they were written as; few are different, of the many that a mask made by a hundred writes asks for.
+    lower: the min of each symbolic size, guarded by the shape environment; 0 for a size that is not named.
+    simplified: the memo of `simplify_index`; a mask made by a hundred writes asks for the same few positions.
     """
 
     lower: Mapping[sympy.Symbol, int] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class Space:
     _bounds: dict[sympy.Expr, tuple[float, float]] = field(default_factory=dict)
 
     def fresh(self, name: str, size: Size) -> sympy.Symbol:
-        """A new index symbol over [0, size)."""
+        """A new index symbol over [0, size), whose name begins with `name`."""
         symbol = sympy.Symbol(f"{name}{next(self._counter)}", integer=True, nonnegative=True)
         self.sizes[symbol] = sympy.sympify(size)
         return symbol
@@ -51,7 +51,7 @@ class Space:
         if expr not in self._known:
             low, high = self._ends(expr)
             lowest = _interval(expr, {s: (low[s], high[s]) for s in low})
-            # The last value of an index is that of any call only where its size is a number.
+            # With a symbolic size, `high` is the last index at one example size, which proves nothing for others.
             numbers = all(s in self.sizes and self.sizes[s].is_Integer for s in expr.free_symbols)
             if numbers and lowest is not None and lowest[0] >= 0:
                 self._known[expr] = True
@@ -60,7 +60,7 @@ class Space:
         return self._proves_nonnegative(expr, itertools.count())
 
     def _ends(self, expr: sympy.Expr) -> tuple[_Values, _Values]:
-        """The first and the last value of each symbol, where a symbolic size is one that it can be."""
+        """The first and the last value of each index, at example sizes: the min of a symbolic size, but at least 2."""
         sizes = {s: self.sizes[s] for s in expr.free_symbols & self.sizes.keys()}
         symbols = expr.free_symbols.union(*(size.free_symbols for size in sizes.values())) - self.sizes.keys()
         fixed = {s: (max(self.lower.get(s, 0), 2),) * 2 for s in symbols}
@@ -72,16 +72,19 @@ class Space:
         return known | dict.fromkeys(sizes, 0), known | last
 
     def is_negative(self, expr: sympy.Expr) -> bool:
+        """Whether `expr` is < 0 for every value of its indices and sizes; False where that is not proved."""
         return self.is_nonnegative(-expr - 1)
 
     def is_zero(self, expr: sympy.Expr) -> bool:
+        """Whether `expr` is 0 once it is expanded, so for every value; False where that is not proved."""
         return sympy.expand(expr) == 0
 
     def same_size(self, a: Size, b: Size) -> bool:
+        """Whether two sizes are equal on every call; False where that is not proved."""
         return self.is_zero(sympy.sympify(a) - sympy.sympify(b))
 
     def bounds(self, expr: sympy.Expr) -> tuple[float, float]:
-        """What `expr` is at least and at most, where a symbolic size is at most `LONGEST`."""
+        """Bounds (min, max) of `expr` for symbolic sizes up to `LONGEST`; infinite if it has an unknown function."""
         if expr not in self._bounds:
             ranges = {
                 symbol: (0, max(self.longest(self.sizes[symbol]) - 1, 0))
@@ -94,10 +97,11 @@ class Space:
         return self._bounds[expr]
 
     def longest(self, size: Size) -> int:
+        """The max of `size`: the number itself, or `LONGEST` for a symbolic size."""
         return int(size) if size.is_Integer else LONGEST
 
     def floordiv(self, expr: sympy.Expr, by: Size) -> sympy.Expr:
-        """floor(expr / by) for expr >= 0, by > 0."""
+        """floor(expr / by), simplified, for expr >= 0 and by > 0."""
         whole, rest = self._split(expr, by)
         if self.is_nonnegative(rest) and self.is_nonnegative(by - 1 - rest):
             return whole
@@ -105,7 +109,7 @@ class Space:
         return sympy.expand(whole + FloorDiv(coarse, sympy.cancel(by / factor)))
 
     def mod(self, expr: sympy.Expr, by: Size) -> sympy.Expr:
-        """expr mod by, for expr >= 0, by > 0."""
+        """expr mod by, simplified, for expr >= 0 and by > 0."""
         _, rest = self._split(expr, by)
         if self.is_nonnegative(rest) and self.is_nonnegative(by - 1 - rest):
             return rest
@@ -113,7 +117,7 @@ class Space:
         return sympy.expand(factor * Mod(coarse, sympy.cancel(by / factor)) + fine)
 
     def _common_factor(self, expr: sympy.Expr, by: Size) -> tuple[sympy.Expr, sympy.Expr, sympy.Expr]:
-        """(f, a, b) with expr = f * a + b, f dividing `by` and 0 <= b < f: a division by `by` need not look at b."""
+        """(f, a, b) with expr = f * a + b, f a divisor of `by` and 0 <= b < f, so that b does not change expr // by."""
         parts = sympy.Add.make_args(expr)
         if by.is_Integer and all(term.as_coeff_Mul()[0].is_Integer for term in parts):
             factors = {abs(sympy.gcd(term.as_coeff_Mul()[0], by)) for term in parts}
@@ -124,7 +128,7 @@ class Space:
         return sympy.Integer(1), expr, sympy.Integer(0)
 
     def _split(self, expr: sympy.Expr, by: Size) -> tuple[sympy.Expr, sympy.Expr]:
-        # expr = whole * by + rest, with every term that `by` divides in `whole`
+        # (whole, rest) with expr = whole * by + rest, where `whole` has every term that `by` divides
         by = sympy.expand(by)
         content, sum_of_sizes = by.primitive()
         if sum_of_sizes.is_Add:
@@ -148,7 +152,7 @@ class Space:
         return whole, rest
 
     def _proves_nonnegative(self, expr: sympy.Expr, steps: Iterator[int]) -> bool:
-        """steps: counts those of one proof, which gives up after `_MOST_STEPS`."""
+        """Whether `expr` >= 0 is proved. steps: counts the steps of one proof, which gives up after `_MOST_STEPS`."""
         if expr.is_Integer:
             return bool(expr >= 0)
         if expr not in self._known:
@@ -162,13 +166,13 @@ class Space:
 
     def _found_nonnegative(self, expr: sympy.Expr, steps: Iterator[int]) -> bool:
         if expr.has(FloorDiv, Mod):
-            # A quotient of sizes is one more size, of which only the sign is known.
+            # A quotient or remainder of sizes counts as one more size, of which only the sign is known.
             sizes = [t for t in expr.atoms(FloorDiv, Mod) if not t.free_symbols & self.sizes.keys()]
             expr = sympy.expand(expr.subs({t: sympy.Dummy(integer=True, nonnegative=True) for t in sizes}))
         if expr.has(FloorDiv, Mod):
             bounded = self._bound_digits(expr)
             return bounded is not None and self._proves_nonnegative(bounded, steps)
-        # An expression affine in an index is least at one end of the index's range.
+        # An expression affine in an index has its min at one end of the index's range.
         for symbol in sorted(expr.free_symbols & self.sizes.keys(), key=str):
             slope = sympy.diff(expr, symbol)
             if slope.has(symbol):
@@ -178,12 +182,12 @@ class Space:
             if self._proves_nonnegative(sympy.expand(-slope), steps):
                 return self._proves_nonnegative(sympy.expand(expr.subs(symbol, self.sizes[symbol] - 1)), steps)
             return False
-        # Only sizes are left: write each as its least value plus something non-negative.
+        # Only sizes are left: write each as its min plus something non-negative.
         shifted = expr.subs({s: self.lower.get(s, 0) + sympy.Dummy(nonnegative=True) for s in expr.free_symbols})
         return all(bool(term.is_nonnegative) for term in sympy.Add.make_args(sympy.expand(shifted)))
 
     def _bound_digits(self, expr: sympy.Expr) -> sympy.Expr | None:
-        # Replace x // c and x mod c by fresh indices over their ranges: looser, so a proof still holds.
+        # Fresh indices over the ranges of x // c and x mod c take more values than these, so a proof still holds.
         digits = [term for term in expr.atoms(FloorDiv, Mod) if not any(a.has(FloorDiv, Mod) for a in term.args)]
         if not digits:
             return None
@@ -216,7 +220,7 @@ def _is_negative_at(expr: sympy.Expr, values: _Values) -> bool:
 
 
 def _interval(expr: sympy.Expr, ends: Mapping[sympy.Symbol, tuple[int, int]]) -> tuple[int, int] | None:
-    """What `expr` is at least and at most where each symbol is between its ends; None for what it does not know."""
+    """Bounds (min, max) of `expr` where each symbol lies between its ends; None where they are not known."""
     if expr.is_Integer:
         return int(expr), int(expr)
     if expr.is_Symbol:
@@ -245,7 +249,7 @@ def _product(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
 
 
 def _divided(expr: sympy.Expr, by: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr]:
-    """Quotient and remainder of `expr` by a sum of sizes, as polynomials in a size that stands in it by itself."""
+    """Quotient and remainder of `expr` by a sum of sizes, as polynomials in a size that is one term of the sum."""
     symbol = next((s for s in sorted(by.free_symbols, key=str) if by.coeff(s) == 1 and not (by - s).has(s)), None)
     if symbol is None or by.has(FloorDiv, Mod):
         return sympy.Integer(0), expr
@@ -256,7 +260,7 @@ def _divided(expr: sympy.Expr, by: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr]:
 
 
 def recombined(expr: sympy.Expr) -> sympy.Expr:
-    """`expr` with n * (x // n) + x mod n as x."""
+    """`expr` with n * (x // n) + x mod n, and multiples of it, folded back into x."""
     for digit in expr.atoms(Mod):
         dividend, by = digit.args
         factor, whole = expr.coeff(digit), FloorDiv(dividend, by)
@@ -266,7 +270,7 @@ def recombined(expr: sympy.Expr) -> sympy.Expr:
 
 
 def simplify_index(value: sympy.Expr, space: Space) -> sympy.Expr:
-    """`value` with every floor division and modulo carried out that the ranges allow."""
+    """`value` with every floor division and modulo carried out that the ranges of its symbols allow."""
     if not value.has(FloorDiv, Mod):
         return sympy.expand(value)
     if value not in space.simplified:

@@ -1,13 +1,13 @@
-"""Element expressions: what one element of a tensor is, as a tree over index symbols.
+"""Element expressions: trees over index symbols that say what one element of a tensor is.
 
     scores[b, h, i, j]  =  0.25 * Contract_e(Load(q, b, h, i, e) * Load(k, b, h, j, e))
 
-One language, from the lift to the kernels. The lift says which element is read by SymPy over integer index symbols:
-`Index`, `Load`, `NonNegative`, `IsZero`. A score program (`kernels.score`) says the same by arithmetic on `Position`:
-`Input`, `Number`, `Gather`, `Compare`. All other nodes mean the same in both.
+The lift and the kernels speak this one language, and differ only in how they name positions. The lift writes them in
+SymPy over integer index symbols, in `Index`, `Load`, `NonNegative` and `IsZero`. A score program (`kernels.score`)
+writes them as arithmetic on `Position`, with `Input`, `Number`, `Gather` and `Compare`.
 
-Patterns match on the classes. The functions of `simplify` with like names simplify as they build; Python's operators
-build a node as it stands.
+Patterns match on the classes. The functions of `simplify` (`add`, `mul`, `select`, ...) simplify what they build;
+Python's operators build a node as it stands.
 """
 
 from __future__ import annotations
@@ -63,19 +63,21 @@ class Expr:
 
 @dataclass(frozen=True)
 class Const(Expr):
+    """A number or Boolean that is known when compiling."""
+
     value: bool | int | float
 
 
 @dataclass(frozen=True)
 class Index(Expr):
-    """The integer value of an index expression, as `arange` gives it."""
+    """The integer value of an index expression, such as an element of `arange`."""
 
     value: sympy.Expr
 
 
 @dataclass(frozen=True)
 class Load(Expr):
-    """One element of leaf number `leaf`; one index a dimension."""
+    """One element of leaf number `leaf`. index: its position along each dimension."""
 
     leaf: int
     index: tuple[sympy.Expr, ...]
@@ -83,7 +85,7 @@ class Load(Expr):
 
 @dataclass(frozen=True)
 class Scalar(Expr):
-    """A number known only when the program runs: leaf number `leaf`, a Python scalar."""
+    """Leaf number `leaf`, a Python scalar that is known only when the program runs."""
 
     leaf: int
 
@@ -97,35 +99,35 @@ class Position(Expr):
 
 @dataclass(frozen=True)
 class Number(Expr):
-    """Entry `number` of the whole numbers that a score program is handed."""
+    """Entry `number` of the integers that a score program is called with."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Input(Expr):
-    """Tensor `leaf` that a score program is handed, [B|1, H|1, Lq|1, Lk|1], at this element of the scores."""
+    """The element of tensor `leaf` of a score program, [B|1, H|1, Lq|1, Lk|1], at the position of the score."""
 
     leaf: int
 
 
 @dataclass(frozen=True)
 class Diagonal(Expr):
-    """What `chunked.hoisted` has computed in the place of a part that depends on j - i: tensor `leaf`."""
+    """A part that depends on j - i alone, which `chunked.hoisted` takes out and computes once as tensor `leaf`."""
 
     leaf: int
 
 
 @dataclass(frozen=True)
 class Given(Expr):
-    """Operand `number` of a gradient rule: the gradient that flows in, the result, or an operand of the function."""
+    """Argument `number` of a gradient rule: 0 is the gradient of the result, 1 the result, 2 the first operand."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Cast(Expr):
-    """Conversion to a dtype that may round or widen."""
+    """`x` converted to `dtype`, narrower or wider."""
 
     dtype: torch.dtype
     x: Expr
@@ -133,25 +135,31 @@ class Cast(Expr):
 
 @dataclass(frozen=True)
 class Add(Expr):
+    """a + b"""
+
     a: Expr
     b: Expr
 
 
 @dataclass(frozen=True)
 class Mul(Expr):
+    """a * b"""
+
     a: Expr
     b: Expr
 
 
 @dataclass(frozen=True)
 class Div(Expr):
+    """a / b"""
+
     a: Expr
     b: Expr
 
 
 @dataclass(frozen=True)
 class Unary(Expr):
-    """An element-wise function of one argument by its name in `functions`: exp, tanh, sqrt, ..."""
+    """An element-wise function of one operand, by its name in `functions.UNARY`: exp, tanh, sqrt, ..."""
 
     name: str
     x: Expr
@@ -159,7 +167,7 @@ class Unary(Expr):
 
 @dataclass(frozen=True)
 class Binary(Expr):
-    """An element-wise function of two arguments by its name in `functions`: maximum, pow, ..."""
+    """An element-wise function of two operands, by its name in `functions.BINARY`: maximum, pow, ..."""
 
     name: str
     a: Expr
@@ -168,21 +176,21 @@ class Binary(Expr):
 
 @dataclass(frozen=True)
 class NonNegative(Expr):
-    """True where an index expression is >= 0: every comparison of positions ends here."""
+    """Whether an index expression is >= 0; <, <=, > and >= between positions all become this."""
 
     value: sympy.Expr
 
 
 @dataclass(frozen=True)
 class IsZero(Expr):
-    """True where an index expression is 0: two positions are equal."""
+    """Whether an index expression is 0; two positions are equal where their difference is."""
 
     value: sympy.Expr
 
 
 @dataclass(frozen=True)
 class Compare(Expr):
-    """A comparison of values: `op` is eq, ne, lt, le, gt or ge."""
+    """A comparison of two values. op: eq, ne, lt, le, gt or ge."""
 
     op: str
     a: Expr
@@ -191,17 +199,23 @@ class Compare(Expr):
 
 @dataclass(frozen=True)
 class Not(Expr):
+    """not x"""
+
     x: Expr
 
 
 @dataclass(frozen=True)
 class And(Expr):
+    """a and b"""
+
     a: Expr
     b: Expr
 
 
 @dataclass(frozen=True)
 class Or(Expr):
+    """a or b"""
+
     a: Expr
     b: Expr
 
@@ -217,7 +231,7 @@ class Select(Expr):
 
 @dataclass(frozen=True)
 class Gather(Expr):
-    """One element of leaf number `leaf`, at positions that are themselves read or computed; one a dimension."""
+    """One element of leaf number `leaf`. index: its position along each dimension, itself read or computed."""
 
     leaf: int
     index: tuple[Expr, ...]
@@ -225,14 +239,14 @@ class Gather(Expr):
 
 @dataclass(frozen=True)
 class Score(Expr):
-    """The product of query and key, held in `dtype`, where an expression says what is done with it."""
+    """The product of query and key, held in `dtype`, in an expression over it."""
 
     dtype: torch.dtype = torch.float32
 
 
 @dataclass(frozen=True)
 class Contract(Expr):
-    """Sum over `axes`, each in [0, size), of a * b: an element of a matrix product. `dtype` is the product's."""
+    """Sum over `axes`, each in [0, size), of a * b: an element of a matrix product. dtype: that of the product."""
 
     axes: tuple[sympy.Symbol, ...]
     a: Expr
@@ -242,7 +256,7 @@ class Contract(Expr):
 
 @dataclass(frozen=True)
 class Reduce(Expr):
-    """`body` reduced over `axis` by an operation with its ATen name: sum, amax, amin, any, all."""
+    """`body` reduced over `axis`. name: ATen's for the reduction: sum, amax, amin, any, all."""
 
     name: str
     axis: sympy.Symbol
@@ -251,7 +265,7 @@ class Reduce(Expr):
 
 @dataclass(frozen=True)
 class Softmax(Expr):
-    """Softmax of `body` over `axis`, read at index `at`. `dtype` is the one that it is computed and given in."""
+    """Softmax of `body` over `axis`, read at index `at`. dtype: that of its computation and of its result."""
 
     axis: sympy.Symbol
     body: Expr
@@ -261,7 +275,7 @@ class Softmax(Expr):
 
 @dataclass(frozen=True)
 class Dropout(Expr):
-    """x, zeroed with probability p and scaled by 1 / (1 - p). `p` is a number or a `Scalar`."""
+    """x, zeroed with probability p, else scaled by 1 / (1 - p). p: a `Const` or a `Scalar`."""
 
     x: Expr
     p: Expr
@@ -271,11 +285,12 @@ TRUE, FALSE = Const(True), Const(False)
 
 
 def as_expr(x: Expr | float) -> Expr:
+    """`x` as an expression: a number becomes a `Const`."""
     return x if isinstance(x, Expr) else Const(x)
 
 
 def name_of(expr: Expr) -> str:
-    """The name of the operation that `expr` is, "" for a leaf; of arithmetic and functions torch's."""
+    """The name of the operation at the root of `expr`, torch's for arithmetic and functions; "" where it has none."""
     match expr:
         case Unary(name) | Binary(name) | Compare(name):
             return name
@@ -289,13 +304,14 @@ _NAMES: dict[type[Expr], str] = {
 
 
 def children(expr: Expr) -> tuple[Expr, ...]:
+    """The element expressions that `expr` is made of directly, in the order of its fields."""
     if isinstance(expr, Gather):
         return expr.index
     return tuple(value for name in _fields(type(expr)) if isinstance(value := getattr(expr, name), Expr))
 
 
 def remade(expr: Expr, parts: Sequence[Expr]) -> Expr:
-    """`expr` as it stands with other children, as many as it has."""
+    """`expr` with `parts` in the place of its children, as many as these, not simplified."""
     if isinstance(expr, Gather):
         return Gather(expr.leaf, tuple(parts))
     own, given = (getattr(expr, name) for name in _fields(type(expr))), iter(parts)
@@ -307,7 +323,7 @@ def _fields(kind: type[Expr]) -> tuple[str, ...]:
 
 
 def distinct(expr: Expr | None, ends: Callable[[Expr], bool] = lambda node: False) -> Iterator[Expr]:
-    """Every object that `expr` is made of once, children first; of those that `ends` holds for no children."""
+    """Every node of `expr` once, by identity, children first; the walk does not go below nodes where `ends` holds."""
     seen: set[int] = set()
 
     def below(node: Expr) -> Iterator[Expr]:
@@ -322,9 +338,9 @@ def distinct(expr: Expr | None, ends: Callable[[Expr], bool] = lambda node: Fals
 
 
 def interned(expr: Expr, known: dict[Any, Expr]) -> Expr:
-    """`expr` with equal parts as one object, and as one with those in `known`.
+    """`expr` with equal parts as one object, shared with all expressions interned by the same `known`.
 
-    Equal are operations alike on the same objects. Of constants True, 1 and 1.0 are three.
+    Two parts are equal where they apply the same operation to the same objects; True, 1 and 1.0 are three constants.
     """
     if ("object", id(expr)) in known:
         return known["object", id(expr)]
@@ -332,21 +348,21 @@ def interned(expr: Expr, known: dict[Any, Expr]) -> Expr:
     values = [getattr(expr, name) for name in _fields(type(expr)) if not (isinstance(expr, Gather) and name == "index")]
     own = (repr(value) for value in values if not isinstance(value, Expr))
     made = known.setdefault((type(expr), *own, *map(id, parts)), remade(expr, parts))
-    # The object is kept too: the identity of one that is gone could come back.
+    # Python may give the id of a dead object to a new one, so the object is kept alive.
     known["kept", id(expr)] = expr
     known["object", id(expr)] = made
     return made
 
 
 def walk(expr: Expr) -> Iterator[Expr]:
-    """`expr` and everything beneath it, parents first."""
+    """`expr` and every node beneath it, parents first; a shared node comes up each time."""
     yield expr
     for child in children(expr):
         yield from walk(child)
 
 
 def positions(expr: Expr) -> tuple[sympy.Expr, ...]:
-    """The index expressions of `expr` itself, its children's aside."""
+    """The index expressions that `expr` itself holds, without those of its children."""
     match expr:
         case Load(_, index):
             return index
@@ -358,7 +374,7 @@ def positions(expr: Expr) -> tuple[sympy.Expr, ...]:
 
 
 def index_symbols(expr: Expr) -> set[sympy.Symbol]:
-    """The index symbols that `expr` depends on; the axes of its own products and softmaxes are not among them."""
+    """The index symbols that `expr` depends on, without the axes that it sums, reduces or takes a softmax over."""
     match expr:
         case Load(_, index):
             return set().union(*(i.free_symbols for i in index)) if index else set()
@@ -384,7 +400,7 @@ def has_product(expr: Expr) -> bool:
 
 
 def size(expr: Expr) -> int:
-    """How many parts `expr` has, each as often as it is walked past."""
+    """The number of nodes that `walk` gives, so that a shared node counts each time."""
     found = vars(expr).get("_size")
     if found is None:
         found = 1 + sum(map(size, children(expr)))
@@ -393,25 +409,25 @@ def size(expr: Expr) -> int:
 
 
 def mark(expr: Expr, origin: Any) -> None:
-    """Remember that operation `origin` made `expr`, unless an earlier operation did. Numbers are nobody's."""
+    """Record that operation `origin` made `expr`, unless one is recorded. `Const` and `Index` have no origin."""
     if not isinstance(expr, (Const, Index)):
         vars(expr).setdefault("_origin", origin)
 
 
 def origin_of(expr: Expr) -> Any:
-    """The operation that made `expr`, or else the first of its parts that one made; None where none is known."""
+    """The operation that made `expr`, else the first part of it that has an origin; None where none has."""
     return next((vars(part)["_origin"] for part in walk(expr) if "_origin" in vars(part)), None)
 
 
 def as_made(new: Expr, old: Expr) -> Expr:
-    """`new`, which stands for `old`, with the origin of `old` unless it has one."""
+    """`new`, which replaces `old`, with the origin of `old` unless it has its own."""
     if new is not old and "_origin" in vars(old):
         mark(new, vars(old)["_origin"])
     return new
 
 
 def terms(expr: Expr) -> Iterator[Expr]:
-    """What `expr` is the sum of, in order."""
+    """The terms whose sum is `expr`, in order."""
     match expr:
         case Add(a, b):
             yield from terms(a)

@@ -1,6 +1,6 @@
-"""Bounds: the least and the greatest value of an element expression, by interval arithmetic.
+"""Bounds: the min and max of an element expression, by interval arithmetic.
 
-What a program reads from memory may be any number; what it learns, and positions, are taken to be ordinary ones.
+Parameters in training are assumed to lie in [-100, 100]; other tensors that the program reads may hold anything.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ Bounds: TypeAlias = tuple[float, float]
 def stays_within(
     x: Expr, limit: float, space: Space, learned: Container[int], dtypes: Iterable[torch.dtype] = ()
 ) -> bool:
-    """Whether `x` stays between -limit and limit for every index of `space`, as the program computes it.
+    """Whether -limit < `x` < limit for every index of `space`, NaN aside; False where that is not proved.
 
-    learned: the leaves whose elements are ordinary numbers, at most 100. dtypes: those that the program computes in,
-    where one is narrow: what does not fit it is infinite. Index symbols have the ranges of `space`; a symbolic size is
-    at most 2**24. NaN is no value here. False where it is not proved.
+    learned: the leaves whose elements lie in [-100, 100]. dtypes: those that the program computes in; what one of them
+    cannot hold counts as unbounded, and so does what int32 cannot. A symbolic size is assumed to be at most 2**24.
     """
     held = min((torch.finfo(dtype).max for dtype in dtypes if dtype.is_floating_point), default=math.inf)
     least, greatest = _Bounder(min(held, _WRAPS), space, learned).of(x)
@@ -35,12 +34,12 @@ def stays_within(
 
 
 def infinities(x: Expr) -> frozenset[int]:
-    """The signs (1, -1) of the infinities that constants in `x` may make of its value: those of a mask, say."""
+    """The signs (1, -1) of the infinities that `x` may take by infinite constants in it, such as a mask's fill."""
     return _infinities(x, {})
 
 
 def may_be_no_number(x: Expr) -> bool:
-    """Whether constants in `x` may make its value NaN: infinity times what may be 0, or less itself."""
+    """Whether constants in `x` may make a part of it NaN, as in infinity times a possible 0, or inf - inf."""
     known: dict[int, frozenset[int]] = {}
     return any(_is_no_number(part, known) for part in ex.walk(x))
 
@@ -68,7 +67,7 @@ def _is_number_but_0(x: Expr) -> bool:
 
 
 def _infinities(x: Expr, known: dict[int, frozenset[int]]) -> frozenset[int]:
-    # By identity: what is compared by value is walked through whole for each of its parts.
+    # Keyed by identity: to hash by value walks through all of an expression, for each of its parts.
     if id(x) not in known:
         known[id(x)] = _signs(x, known)
     return known[id(x)]
@@ -86,7 +85,7 @@ def _signs(x: Expr, known: dict[int, frozenset[int]]) -> frozenset[int]:
         case ex.Mul(a, b) if _infinities(a, known) and a == b:
             return frozenset({1})
         case ex.Mul(a, b) | ex.Div(a, b):
-            # A factor that is read from memory is taken for a positive one.
+            # A factor that is read from memory is assumed to be positive.
             signs = _infinities(a, known) | _infinities(b, known)
             return _negated(signs) if any(isinstance(n, ex.Const) and n.value < 0 for n in (a, b)) else signs
         case ex.Binary(name, a, b):
@@ -97,7 +96,7 @@ def _signs(x: Expr, known: dict[int, frozenset[int]]) -> frozenset[int]:
         case ex.Add(a, b) | ex.Select(_, a, b):
             return _infinities(a, known) | _infinities(b, known)
         case ex.Reduce("sum" | "amax" | "amin" | "mean" as name, _, body):
-            # All scores of a row are infinite only where it is empty.
+            # The max of a row is minus infinity only where the row is fully masked, which is left aside here.
             return _infinities(body, known) - {{"amax": -1, "amin": 1}.get(name)}
     return frozenset()
 
@@ -122,8 +121,7 @@ class _Bounder:
 
     def of(self, x: Expr) -> Bounds:
         least, greatest = self._of(x)
-        # A number that its type does not hold is infinite or, a whole one, wrapped around to any other; nothing here
-        # tells the two apart.
+        # Overflow may give inf or wrap around; we treat both as unknown.
         known = not (math.isnan(least) or math.isnan(greatest)) and -self.most < least and greatest < self.most
         return (least, greatest) if known else _ANY
 
@@ -168,7 +166,7 @@ _ENDS = Order(_or_nan(min), _or_nan(max))
 
 
 def _at_corners(function: Callable[[float, float], float], a: Bounds, b: Bounds) -> Bounds:
-    """For a function that only rises or only falls in each argument, whatever the other is."""
+    """Bounds of a function that is monotonic in each argument, whatever the other is; NaN if a corner is."""
     corners = [function(m, n) for m, n in itertools.product(a, b)]
     return (math.nan, math.nan) if any(map(math.isnan, corners)) else (min(corners), max(corners))
 
@@ -199,7 +197,7 @@ def _held_in(dtype: torch.dtype, x: Bounds) -> Bounds:
     if dtype.is_floating_point:
         most = torch.finfo(dtype).max
         return (x[0] if x[0] >= -most else -math.inf, x[1] if x[1] <= most else math.inf)
-    # What is computed in a narrower type wraps around before the limit does.
+    # An integer of fewer than 32 bits wraps around below `_WRAPS`.
     return x if torch.iinfo(dtype).bits >= 32 and max(-x[0], x[1]) < _WRAPS else _ANY
 
 

@@ -1,11 +1,11 @@
-"""Algebra: element expressions that simplify as they are built, and are rebuilt from others.
+"""Algebra: functions that simplify element expressions as they build them, or rebuild them from others.
 
-A rule holds for every number that is not infinite or NaN. Products with an unknown 0 stay products; only a choice of 1
-and 0 becomes a choice, since that is how programs write masks, and not where a constant makes the other side infinite.
+A rule holds for every finite number. 0 * x stays a product. A choice of 1 and 0 times x becomes a choice of x and 0,
+since that is how programs write masks, unless x is a quotient or a constant makes it infinite.
 
-Of scores (what holds a matrix product) a rule may round otherwise than the program does. What holds none may be
-compared, rounded to whole numbers or cast further up, so there a rule gives the very number that torch gives:
-`computed` says what an operation's dtype does to its result.
+A rule may round scores (expressions with a matrix product) otherwise than the program does. Any other expression may be
+compared, rounded to integers or cast further up, so there a rule gives exactly the number that torch gives: `computed`
+says what the dtype of an operation does to its result.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from attn_fuse.torch_internals import Mod
 
 
 def rounded(value: float, dtype: torch.dtype) -> bool | int | float:
-    """The number that `value` becomes when stored in `dtype`: rounded, or wrapped around."""
+    """`value` as `dtype` stores it: rounded, or wrapped around."""
     if dtype == torch.bool:
         return bool(value)
     if not dtype.is_floating_point:
@@ -65,10 +65,10 @@ def rounded(value: float, dtype: torch.dtype) -> bool | int | float:
 
 
 def computed(x: Expr, dtype: torch.dtype, space: Space) -> Expr:
-    """The result of an operation that torch computes in `dtype`, and that `x` says with numbers of any size.
+    """`x`, an operation in exact arithmetic, as torch computes it in `dtype` on operands held in `dtype`.
 
-    Whole numbers wrap around in a narrower type than int64, and positions are rounded where they are no longer exact.
-    The operands of `x` are held in `dtype`. Half precision is rounded only by `as_rounded`.
+    Integers wrap around where `dtype` is narrower than int64, and positions are rounded where it does not hold them
+    exactly. The results of half-precision operations are rounded by `as_rounded` only.
     """
     match x:
         case Const(value) if dtype.is_floating_point or math.isfinite(value):
@@ -85,7 +85,7 @@ def computed(x: Expr, dtype: torch.dtype, space: Space) -> Expr:
 
 
 def _held(x: Expr, dtype: torch.dtype) -> Expr:
-    """An operation on positions and numbers alone says in which type it is computed."""
+    """`x` with a cast to `dtype` around each operand that is made of positions and so carries no dtype."""
 
     def held(operand: Expr) -> Expr:
         is_number = isinstance(operand, Const) or (isinstance(operand, Select) and not _has_position(operand))
@@ -102,7 +102,7 @@ def _held(x: Expr, dtype: torch.dtype) -> Expr:
 
 
 def _is_untyped(x: Expr) -> bool:
-    """Whether `x` is made of positions and numbers alone, and nothing in it has a type."""
+    """Whether nothing in `x` carries a dtype, since it is made of positions and numbers alone."""
     return not any(isinstance(part, (Load, Gather, Scalar, Cast, Score)) for part in walk(x))
 
 
@@ -111,7 +111,7 @@ def _has_position(x: Select) -> bool:
 
 
 def is_exact(value: sympy.Expr, dtype: torch.dtype, space: Space) -> bool:
-    """Whether `dtype` holds each of these positions as it is."""
+    """Whether `dtype` holds the position `value` exactly, for every value of its indices and sizes."""
     least, greatest = _EXACT[dtype] if dtype in _EXACT else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
     low, high = space.bounds(value)
     return least <= low and high <= greatest
@@ -127,7 +127,10 @@ _EXACT = {
 
 
 def as_rounded(x: Expr, leaf_dtypes: Mapping[int, torch.dtype]) -> Expr:
-    """`x` with each operation in half precision rounded to it: what is compared shows it, and a bias does not."""
+    """`x` with the result of each half-precision operation rounded to its dtype, as a comparison of `x` would show.
+
+    leaf_dtypes: the dtype of each leaf that is a tensor. An expression with a matrix product stays as it is.
+    """
     if has_product(x) or not any(_is_half(part, leaf_dtypes) for part in walk(x)):
         return x
 
@@ -164,6 +167,7 @@ def _is_half(x: Expr, leaf_dtypes: Mapping[int, torch.dtype]) -> bool:
 
 
 def add(a: Expr, b: Expr) -> Expr:
+    """a + b, simplified."""
     match a, b:
         case Const(x), Const(y):
             return Const(x + y)
@@ -179,6 +183,7 @@ def add(a: Expr, b: Expr) -> Expr:
 
 
 def mul(a: Expr, b: Expr) -> Expr:
+    """a * b, simplified."""
     match a, b:
         case Const(x), Const(y):
             return Const(x * y)
@@ -204,11 +209,12 @@ def mul(a: Expr, b: Expr) -> Expr:
 
 
 def _may_be_dropped(x: Expr) -> bool:
-    """Whether zero times `x` is zero, as far as constants tell."""
+    """Whether 0 * `x` is 0 as far as the constants in `x` tell; False for a constant or a quotient."""
     return not isinstance(x, (Const, Div)) and not infinities(x)
 
 
 def div(a: Expr, b: Expr) -> Expr:
+    """a / b, simplified: a product where `b` is a power of two, or a finite number and `a` holds a matrix product."""
     match a, b:
         case Const(x), Const(y) if y != 0:
             return Const(x / y)
@@ -222,11 +228,12 @@ def _is_power_of_two(value: float) -> bool:
 
 
 def negative(x: Expr) -> Expr:
+    """-1 * x, simplified."""
     return mul(Const(-1), x)
 
 
 def unary(name: str, x: Expr, dtype: torch.dtype | None = None) -> Expr:
-    """dtype: what a number is computed in."""
+    """Function `name` of `x`, simplified. dtype: the one in which torch computes the function of a constant."""
     match name, x:
         case "exp", Unary("log", inner) if has_product(inner):
             return inner
@@ -242,14 +249,14 @@ def unary(name: str, x: Expr, dtype: torch.dtype | None = None) -> Expr:
 
 
 def binary(name: str, a: Expr, b: Expr, dtype: torch.dtype | None = None) -> Expr:
-    """dtype: what numbers are computed in."""
+    """Function `name` of `a` and `b`, simplified. dtype: the one in which torch computes it for constants."""
     if isinstance(a, Const) and isinstance(b, Const):
         return _folded(name, dtype, a, b) or Binary(name, a, b)
     return Binary(name, a, b)
 
 
 def _folded(name: str, dtype: torch.dtype | None, *operands: Const) -> Const | None:
-    """What torch makes of these numbers; None where that is no number."""
+    """torch's result for these constants; None where it raises, or gives NaN or, other than for log, an infinity."""
     if dtype is None and any(isinstance(x.value, float) for x in operands):
         dtype = torch.float64
     try:
@@ -260,7 +267,7 @@ def _folded(name: str, dtype: torch.dtype | None, *operands: Const) -> Const | N
 
 
 def cast(dtype: torch.dtype, x: Expr, from_dtype: torch.dtype, space: Space) -> Expr:
-    """x, held in `from_dtype`, converted to `dtype`."""
+    """`x`, held in `from_dtype`, converted to `dtype`, simplified."""
     if dtype == from_dtype:
         return x
     match x:
@@ -279,13 +286,13 @@ def cast(dtype: torch.dtype, x: Expr, from_dtype: torch.dtype, space: Space) -> 
 
 
 def _fits(value: float, dtype: torch.dtype) -> bool:
-    """Whether a conversion to whole numbers is defined: of a whole number always, of a fraction within the range."""
+    """Whether converting `value` to an integer dtype is defined: always for an integer, for a float within range."""
     info = torch.iinfo(dtype)
     return isinstance(value, int) or (math.isfinite(value) and info.min <= value <= info.max)
 
 
 def select(cond: Expr, a: Expr, b: Expr, space: Space | None = None) -> Expr:
-    """`a` where `cond` holds, else `b`. space: then two softmaxes that only name their axis otherwise are one."""
+    """`a` where `cond` holds, else `b`, simplified. space: needed to see that softmaxes differ only in axis names."""
     match cond:
         case Const(value):
             return a if value else b
@@ -312,7 +319,7 @@ def select(cond: Expr, a: Expr, b: Expr, space: Space | None = None) -> Expr:
 
 
 def assuming(x: Expr, cond: Expr, space: Space) -> Expr:
-    """`x` as it is where `cond` holds."""
+    """`x` simplified under the assumption that `cond` holds; unchanged unless `cond` is a `NonNegative`."""
     if not isinstance(cond, NonNegative):
         return x
     known = cond.value
@@ -329,7 +336,7 @@ def assuming(x: Expr, cond: Expr, space: Space) -> Expr:
 
 
 def _continues(cond: Expr, a: Expr, b: Expr) -> bool:
-    """Whether `b`, chosen at the single place before `a` begins, is what `a` would be there."""
+    """Whether `cond` is s >= 1 for an index s, and `b` is what `a` would be at s = 0, so that `a` holds everywhere."""
     match cond, a, b:
         case NonNegative(start), Index(x), Index(y):
             symbol = sympy.expand(start + 1)
@@ -338,6 +345,7 @@ def _continues(cond: Expr, a: Expr, b: Expr) -> bool:
 
 
 def nonnegative(value: sympy.Expr, space: Space) -> Expr:
+    """Whether `value` >= 0, as an expression: TRUE or FALSE where `space` proves it."""
     if space.is_nonnegative(value):
         return TRUE
     if space.is_negative(value):
@@ -346,6 +354,7 @@ def nonnegative(value: sympy.Expr, space: Space) -> Expr:
 
 
 def is_zero(value: sympy.Expr, space: Space) -> Expr:
+    """Whether `value` is 0, as an expression: TRUE or FALSE where `space` proves it."""
     if space.is_zero(value):
         return TRUE
     if space.is_negative(value) or space.is_negative(-value):
@@ -358,6 +367,7 @@ _FLIPPED = {"eq": "eq", "ne": "ne", "lt": "gt", "le": "ge", "gt": "lt", "ge": "l
 
 
 def compare(op: str, a: Expr, b: Expr, space: Space | None = None) -> Expr:
+    """a op b, simplified. op: eq, ne, lt, le, gt or ge. space: needed to compare positions as positions."""
     match a, b:
         case Const(x), Const(y):
             return Const(bool(getattr(operator, op)(x, y)))
@@ -390,6 +400,7 @@ def _compare_positions(op: str, a: sympy.Expr, b: sympy.Expr, space: Space) -> E
 
 
 def logical_not(x: Expr) -> Expr:
+    """not x, simplified."""
     match x:
         case Const(value):
             return Const(not value)
@@ -405,6 +416,7 @@ def logical_not(x: Expr) -> Expr:
 
 
 def logical_and(a: Expr, b: Expr) -> Expr:
+    """a and b, simplified."""
     match a, b:
         case (Const(value), x) | (x, Const(value)):
             return x if value else FALSE
@@ -412,11 +424,12 @@ def logical_and(a: Expr, b: Expr) -> Expr:
 
 
 def logical_or(a: Expr, b: Expr) -> Expr:
+    """a or b, simplified."""
     return logical_not(logical_and(logical_not(a), logical_not(b)))
 
 
 def _through_select(op: Any, a: Expr, b: Expr) -> Expr | None:
-    # A number applied to a choice between two numbers is a choice between two numbers.
+    # An operation on a number and a choice of two numbers is a choice of two numbers.
     match a, b:
         case Select(cond, Const() as x, Const() as y), Const():
             return select(cond, op(x, b), op(y, b))
@@ -443,21 +456,21 @@ def _is_whole(value: float) -> bool:
 
 
 def replaced(expr: Expr, old: Expr, new: Expr) -> Expr:
-    """`expr` with `new` wherever `old` stands."""
+    """`expr` with each part that equals `old` replaced by `new`, simplified again."""
     if expr == old:
         return new
     return rebuilt(expr, lambda child: replaced(child, old, new))
 
 
 def substitute(expr: Expr, by: Mapping[sympy.Symbol, sympy.Expr], space: Space) -> Expr:
-    """`expr` with index symbols replaced, and simplified again."""
+    """`expr` with each index symbol that `by` names replaced by its expression, simplified again."""
     known: dict[int, Expr] = {}
 
     def index(value: sympy.Expr) -> sympy.Expr:
         try:
             moved = value.xreplace(by)
         except AssertionError:
-            # torch's Mod takes no number below 0, which a place beside the tensor can be: nothing is read there.
+            # torch's Mod takes no number below 0, which a position outside the tensor, never read, can be.
             moved = value.replace(Mod, sympy.Mod).xreplace(by)
         return simplify_index(moved, space)
 
@@ -488,7 +501,7 @@ def substitute(expr: Expr, by: Mapping[sympy.Symbol, sympy.Expr], space: Space) 
 
 
 def rebuilt(expr: Expr, change: Callable[[Expr], Expr]) -> Expr:
-    """`expr` with each child replaced by what `change` gives for it, simplified again."""
+    """`expr` with `change` applied to each child, simplified again; with the origin of `expr`."""
     return as_made(_rebuilt(expr, change), expr)
 
 

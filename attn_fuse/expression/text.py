@@ -11,7 +11,7 @@ from attn_fuse.expression import nodes as ex
 from attn_fuse.expression.nodes import Expr
 from attn_fuse.expression.simplify import logical_not
 
-# How tightly an operation binds; an operand that binds less stands in parentheses.
+# How tightly an operation binds; an operand that binds less tightly stands in parentheses.
 _CHOICE, _OR, _AND, _COMPARED, _SUM, _PRODUCT, _ATOM = range(7)
 _SIGNS = {
     "eq": "=", "ne": "≠", "lt": "<", "le": "≤", "gt": ">", "ge": "≥", "sub": "-", "floor_divide": "//",
@@ -23,14 +23,17 @@ _TIMES = "·"
 
 @dataclass(frozen=True)
 class Names:
-    """symbols: the letters of index symbols. leaves: names of the leaves. score: that of query times key."""
+    """The names that an expression is printed with.
+
+    symbols: the letters of index symbols. leaves: the names of leaves, by number. score: the text of `Score`.
+    """
 
     symbols: Mapping[sympy.Symbol, str] = field(default_factory=dict)
     leaves: Mapping[int, str] = field(default_factory=dict)
     score: str = "score"
 
     def index(self, value: sympy.Expr) -> str:
-        """An index expression in these letters."""
+        """The text of an index expression in these letters."""
         letters = {symbol: sympy.Symbol(letter) for symbol, letter in self.symbols.items()}
         return str(value.xreplace(letters)).replace("*", _TIMES)
 
@@ -40,7 +43,7 @@ class Names:
 
 
 def as_text(expr: Expr, names: Names | None = None) -> str:
-    """`expr` in one line."""
+    """`expr` as one line of mathematics."""
     return _Text(names or Names()).of(expr)
 
 
@@ -54,7 +57,7 @@ class _Text:
         self.names = names
 
     def of(self, expr: Expr, least: int = _CHOICE) -> str:
-        """least: how tightly the surroundings need it to bind."""
+        """The text of `expr`, in parentheses if it binds less tightly than `least`."""
         text, binds = self._of(expr)
         return text if binds >= least else f"({text})"
 
@@ -135,7 +138,7 @@ class _Text:
         return (f"{name}[{','.join(index)}]" if index else name), _ATOM
 
     def _contracted(self, axes: tuple[sympy.Symbol, ...], a: Expr, b: Expr) -> tuple[str, int]:
-        """A product that sums over one index of two tensors says so by a colon, another one by a sum sign."""
+        """The text of a sum of products: a colon for a single axis that is an index of both tensors, else sum_."""
         if len(axes) == 1 and all(_runs_along(x, axes[0]) for x in (a, b)):
             inner = _Text(Names({**self.names.symbols, axes[0]: ":"}, self.names.leaves, self.names.score))
             return f"{inner.of(a)}{_TIMES}{inner.of(b)}", _PRODUCT
@@ -143,7 +146,7 @@ class _Text:
         return f"sum_{over}({self.of(a, _PRODUCT)}{_TIMES}{self.of(b, _PRODUCT)})", _ATOM
 
     def _inequality(self, value: sympy.Expr, sign: str) -> str:
-        """`value` >= 0, or = 0, with what is subtracted on the left."""
+        """`value` >= 0, or = 0, with its negative terms moved to the left. sign: "≤" or "="."""
         left = right = sympy.Integer(0)
         for term in sympy.Add.make_args(sympy.expand(value)):
             if term.could_extract_minus_sign():

@@ -1,4 +1,4 @@
-"""Element-wise operations: a tree over the elements of the arguments, which broadcast."""
+"""Element-wise operations: each gives a tree over the elements of its arguments, which broadcast."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _of_one(name: str) -> Callable[[Operation], LiftedTensor]:
 
 
 def _to_whole(name: str) -> Callable[[Operation], LiftedTensor]:
-    """floor and its like, which leave whole numbers as they are."""
+    """floor and its like, which leave integers as they are."""
 
     def handler(call: Operation) -> LiftedTensor:
         dtype, space = call.result.dtype, call.space
@@ -88,7 +88,7 @@ def _to_whole(name: str) -> Callable[[Operation], LiftedTensor]:
             match x(index):
                 case ex.Index() as position:
                     return position
-                # Of whole numbers that a dtype holds, its quotient is on the same side of each whole number.
+                # The quotient of two integers that a dtype holds exactly is not rounded across an integer.
                 case ex.Div(ex.Cast(_, ex.Index(value)), ex.Const(by)) if (
                     name in ("floor", "trunc")
                     and dtype in (torch.float32, torch.float64)
@@ -107,7 +107,7 @@ def _to_whole(name: str) -> Callable[[Operation], LiftedTensor]:
 
 
 def _test(name: str) -> Callable[[Operation], LiftedTensor]:
-    """A question about one number, asked in its own dtype."""
+    """A question about one number, such as isnan, asked in its own dtype."""
 
     def handler(call: Operation) -> LiftedTensor:
         x = call["self"]
@@ -162,9 +162,9 @@ def _clamp(call: Operation) -> LiftedTensor:
 
 
 def _greater(name: str) -> Callable[[Operation], LiftedTensor]:
-    """torch's own `maximum` or `minimum`: where both are equal, each has half of the gradient.
+    """`torch.maximum` or `torch.minimum`: at a tie each operand has half of the gradient.
 
-    `Binary` gives all of it to one of them, as a clamp does.
+    `Binary` gives all of it to one operand, as a clamp does.
     """
     plain = _of_two(name)
 
@@ -186,12 +186,12 @@ def _greater(name: str) -> Callable[[Operation], LiftedTensor]:
     return handler
 
 
-# No ordinary score equals a number as large.
+# No ordinary score equals a number this large, so that there is no tie.
 _OUT_OF_REACH = 1e9
 
 
 def _between(x: Expr, low: float, high: float, call: Operation) -> Expr:
-    """x from `low` to `high`; unlike a clamp it has no gradient at these two."""
+    """`x` limited to [low, high], without a gradient at either end."""
     if not call.trains:
         return al.binary("minimum", al.binary("maximum", x, ex.Const(low)), ex.Const(high))
     inside = al.select(al.compare("ge", x, ex.Const(high), call.space), ex.Const(high), x)
@@ -214,7 +214,7 @@ _SELU_ALPHA, _SELU_SCALE = 1.6732632423543772, 1.0507009873554805
 
 
 def _elu(call: Operation) -> LiftedTensor:
-    """ELU, CELU and SELU. The exponential of a positive number is not computed: its gradient, infinite, would be."""
+    """ELU, CELU and SELU, without the exponential of a positive number, whose gradient may be infinite."""
     x, name = operand(call, "self", call.result.dtype), call.node.target._schema.name
     alpha, scale, inner = _SELU_ALPHA, _SELU_SCALE, 1.0
     if name == "aten::celu":
@@ -238,7 +238,7 @@ def _sinc(call: Operation) -> LiftedTensor:
     def at(index: Indices) -> Expr:
         turned = al.mul(ex.Const(math.pi), x(index))
         zero = al.compare("eq", turned, ex.Const(0.0), call.space)
-        # Nothing is divided by 0: the gradient of the branch that is not taken would be no number.
+        # Never divide by 0: the gradient of the branch that is not taken would be NaN.
         quotient = al.div(al.unary("sin", turned), al.select(zero, ex.Const(1.0), turned))
         return al.select(zero, ex.Const(1.0), quotient)
 
@@ -324,12 +324,12 @@ def _gelu(call: Operation) -> LiftedTensor:
 
 def _to_copy(call: Operation) -> LiftedTensor:
     x, dtype = call["self"], call.result.dtype
-    # A cast to whole numbers or to Booleans jumps.
+    # A cast to integers or to Booleans jumps.
     element = x.at if dtype.is_floating_point else exact(call, x.at)
     return call.tensor(lambda index: al.cast(dtype, element(index), x.dtype, call.space))
 
 
-# How the lift reads a function of one number that is a row of `expression.functions`.
+# How the lift reads a row of `expression.functions.UNARY`, by its `lifted`.
 _LIFTED = {"plain": _of_one, "whole": _to_whole, "test": _test}
 
 ELEMENTWISE: dict[Any, Callable[[Operation], Any]] = {

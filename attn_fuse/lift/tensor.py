@@ -1,4 +1,4 @@
-"""An operation of a normal form while it is lifted: its arguments, and what it gives."""
+"""An operation of a normal form while it is lifted: its arguments and its result."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from attn_fuse.expression.nodes import Expr
 
 aten = torch.ops.aten
 Indices = tuple[sympy.Expr, ...]
-# What is used twice counts twice: thirty doublings would be a billion parts.
+# The max parts of an expression. A part that is used twice counts twice: thirty doublings would be a billion parts.
 _MOST_PARTS = 5000
 
 
 class NoClosedForm(Exception):
-    """The operation, as it is called here, has no closed element expression. node: it, once that is known."""
+    """The operation, as it is called here, has no closed element expression. node: the operation, once known."""
 
     node: Node | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class LiftedTensor:
-    """A shape, a dtype, and the element expression at given indices. leaf: its number, if it is a leaf as it stands."""
+    """A tensor while it is lifted. at: its element expression at given indices. leaf: its number if it is a leaf."""
 
     shape: Indices
     dtype: torch.dtype
@@ -38,7 +38,11 @@ class LiftedTensor:
 
 
 class Operation:
-    """One normalised operation with its arguments already lifted, by their names in its schema."""
+    """One normalised operation; `operation[name]` is the argument of that name in its schema, lifted already.
+
+    values: the nodes lifted so far. dropout_probability: that of dropout marker number n. trains: whether a leaf of the
+    region needs a gradient.
+    """
 
     def __init__(
         self,
@@ -65,21 +69,26 @@ class Operation:
         return map_arg(self.named[name], self._values.__getitem__)
 
     def get(self, name: str, usual: Any) -> Any:
-        """The argument, or `usual` where the schema has none of this name."""
+        """Argument `name`, or `usual` where the schema has none of this name."""
         return self[name] if name in self.named else usual
 
     @property
     def result(self) -> torch.Tensor:
+        """The fake tensor that the operation gives."""
         return self.node.meta["val"]
 
     def tensor(self, at: Callable[[Indices], Expr]) -> LiftedTensor:
+        """The result of this operation. at: its element expression at given indices."""
         return self.like(self.result, at)
 
     def like(self, value: torch.Tensor, at: Callable[[Indices], Expr]) -> LiftedTensor:
-        """A result of this operation that has the shape and dtype of `value`."""
+        """A result of this operation with the shape and dtype of `value`. at: its element at given indices.
+
+        Its `at` raises NoClosedForm, with the operation as node, where an expression has too many parts.
+        """
         known: dict[Indices, Expr] = {}
 
-        # The same indices give the same object again: what several readers share stays shared.
+        # The same indices give the same object again, so that several readers share it.
         def remembered(index: Indices) -> Expr:
             if index not in known:
                 try:
@@ -107,18 +116,22 @@ class Operation:
 
 
 def shape_of(value: torch.Tensor) -> Indices:
+    """The sizes of `value` as SymPy expressions."""
     return tuple(size(s) for s in value.shape)
 
 
 def size(number: Any) -> sympy.Expr:
+    """An int or torch.SymInt as a SymPy expression."""
     return number.node.expr if isinstance(number, torch.SymInt) else sympy.Integer(number)
 
 
 def clamped(index: Indices, shape: Indices) -> Indices:
+    """`index` with 0 for each dimension of size 1, which broadcasts."""
     return tuple(sympy.Integer(0) if length == 1 else i for i, length in zip(index, shape, strict=True))
 
 
 def number(value: Any) -> Expr:
+    """A number of the program as an expression. Raises NoClosedForm for one known only when the program runs."""
     if isinstance(value, Expr):
         return value
     if isinstance(value, torch.SymInt):
@@ -131,7 +144,7 @@ def number(value: Any) -> Expr:
 def operand(call: Operation, name: str, dtype: torch.dtype, wide: bool = False) -> Callable[[Indices], Expr]:
     """Argument `name` as a function of the result's indices, converted to `dtype`.
 
-    wide: a number beside tensors in half precision is taken in float32, as torch's arithmetic does.
+    wide: whether a number beside tensors in half precision is taken in float32, as torch's arithmetic does.
     """
     x = call[name]
     rank = len(shape_of(call.result))
@@ -150,12 +163,15 @@ def operand(call: Operation, name: str, dtype: torch.dtype, wide: bool = False) 
 
 
 def exact(call: Operation, element: Callable[[Indices], Expr]) -> Callable[[Indices], Expr]:
-    """`element` with every rounding that torch does on the way: for what jumps where a number changes by a rounding."""
+    """`element` with every rounding that torch does in half precision: an operation that jumps would show them."""
     return lambda index: al.as_rounded(element(index), call.leaf_dtypes)
 
 
 def position(call: Operation, value: sympy.Expr, length: sympy.Expr) -> sympy.Expr:
-    """A position along a dimension as it counts from the front; a negative one counts from the end."""
+    """Position `value` along a dimension of size `length`, counted from the front; below 0 it counts from the end.
+
+    Raises NoClosedForm where its sign is not proved.
+    """
     if call.space.is_nonnegative(value):
         return value
     if call.space.is_negative(value):
@@ -164,9 +180,10 @@ def position(call: Operation, value: sympy.Expr, length: sympy.Expr) -> sympy.Ex
 
 
 def slice_start(call: Operation, dim: int, length: sympy.Expr, count: sympy.Expr) -> sympy.Expr:
-    """Where the slice begins that `start`, `end` and `step` say of a dimension, as Python clamps it.
+    """The first position of the slice that `start`, `end` and `step` say, clamped as in Python.
 
-    length: of the dimension. count: how many elements the slice has.
+    length: the size of the dimension. count: the number of elements in the slice. Raises NoClosedForm where the first
+    position is not proved.
     """
     space = call.space
     start, end = call["start"], call["end"]
@@ -179,6 +196,6 @@ def slice_start(call: Operation, dim: int, length: sympy.Expr, count: sympy.Expr
     if space.is_negative(from_front):
         return sympy.Integer(0)
     if call["step"] == 1 and (end is None or space.is_nonnegative(size(end) - length)):
-        # It reaches the end.
+        # The slice reaches the end, so `count` says where it begins.
         return sympy.expand(length - count)
     raise NoClosedForm("a slice from an unknown position")

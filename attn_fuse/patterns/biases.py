@@ -1,4 +1,4 @@
-"""Bias: anything added to the scores that is not computed from them, with its exact meaning."""
+"""Bias: a term added to the scores. Taken: any that is not computed from them. Declined: a sum of two products."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from attn_fuse.patterns.layer import Answer, Bias, Layered, carrier
 
 
 def bias(scores: Expr) -> Answer:
+    """The bias of `scores` + term; a Refusal where both summands hold a matrix product."""
     match scores:
         case Add(a, b):
             parts = carrier(a, b)

@@ -10,6 +10,7 @@ from attn_fuse.patterns.layer import Answer, Layered, Nothing
 
 
 def widening(scores: Expr) -> Answer:
+    """A cast to a floating-point dtype, as a layer that changes nothing."""
     match scores:
         case Cast(dtype, inner) if dtype.is_floating_point:
             return Layered(inner, Nothing())

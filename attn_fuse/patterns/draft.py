@@ -1,7 +1,7 @@
 """Draft: an element expression taken apart into query, key, value, score and weights, before its axes have roles.
 
 The product with the value comes off first, then the layers of the weights, the softmax, and the product of query and
-key. What is between that product and the softmax is kept whole, over `Score`.
+key. Everything between the softmax and that product is kept whole, as an expression over `Score`.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from attn_fuse.patterns.layer import DropoutLayer, EmptyIsZero, Factor, Layer, p
 from attn_fuse.patterns.softmax import Normalised, softmax
 from attn_fuse.torch_internals import FloorDiv, Mod
 
-# More than any layout merges; symbolic sizes can keep a digit from coming apart, and then from ever going away.
+# The max number of axes to split: more than any layout merges. With symbolic sizes, a digit may survive its split.
 _MOST_SPLITS = 8
 
 
 @dataclass(frozen=True)
 class Draft:
-    """An attention over index symbols that have no roles yet. The expressions are those of `Attention`.
+    """An attention over index symbols that have no roles yet. Fields are those of `Attention`, except for these.
 
-    factors: what the weights are multiplied with. output: each output dimension's symbols, the slowest first.
-    key_axes, inner_axes: what the product with the value and the product of query and key sum over.
+    factors: the factors of the weights. empty_is_zero: whether the program sets the weights of a fully masked row to 0.
+    key_axes, inner_axes: the axes that the product with the value, and that of query and key, sum over.
     """
 
     query: Expr
@@ -55,11 +55,12 @@ class Draft:
 
     @property
     def symbols(self) -> set[sympy.Symbol]:
+        """The index symbols of the output and of the sums of both products."""
         return {s for dim in self.output for s in dim} | {*self.key_axes, *self.inner_axes}
 
 
 def draft(lifted: Lifted) -> Draft | Refusal:
-    """The draft of the attention that `lifted` is an element of, with merged axes taken apart."""
+    """The draft of the attention that `lifted` is an element of, with merged axes split; a Refusal where it is none."""
     space = lifted.space
     product, divided_by = _output_product(_joined_output(lifted.element, space))
     if product is None:
@@ -118,7 +119,7 @@ def draft(lifted: Lifted) -> Draft | Refusal:
 
 
 def _output_product(element: Expr) -> tuple[Contract | None, Expr | None]:
-    """The product with the value, and what it is divided by afterwards, if that is computed from the scores."""
+    """(the product with the value, the divisor after it that is computed from the scores), each None without one."""
     divided_by = None
     while True:
         match element:
@@ -133,7 +134,7 @@ def _output_product(element: Expr) -> tuple[Contract | None, Expr | None]:
 
 
 def _joined_output(element: Expr, space: Space) -> Expr:
-    """A sum of products over one part of the keys each as a single product over all of them."""
+    """`element` with a sum of two products, each over a part of the keys, as one product over all keys."""
     match element:
         case ex.Add(Contract((first,), a, b, dtype), Contract((second,), c, d, _)):
             pass
@@ -158,7 +159,7 @@ def _joined_output(element: Expr, space: Space) -> Expr:
 
 
 def _joined_products(x: Expr, space: Space) -> Expr:
-    """Products of the same query with cached and with new keys as one product."""
+    """`x` with each choice between two products that share an operand (a query, cached or new keys) as one product."""
     match x:
         case ex.Select(cond, Contract(axes, a, b, dtype), Contract(others, c, d, _)) if _fit(axes, others, space):
             by = dict(zip(others, axes, strict=True))
@@ -186,9 +187,9 @@ def _weights_and_value(product: Contract) -> tuple[Expr | None, Expr | None]:
 
 
 def _wrong_guard(layers: Iterable[Layer], body: Expr, key: sympy.Symbol, space: Space) -> Refusal | None:
-    """A guard that asks about other scores than those of the softmax does something else than guard.
+    """A Refusal where a guard asks about other scores than those of the softmax, or hides a NaN; else None.
 
-    What fills the weights guards them, too: as written it also takes away what is no number, and a product does not.
+    A fill of the weights guards them, too: as written it replaces NaN, where multiplying by a factor does not.
     """
     for layer in layers:
         match layer:
@@ -210,7 +211,7 @@ def _wrong_guard(layers: Iterable[Layer], body: Expr, key: sympy.Symbol, space: 
 def _query_and_key(
     normalised: Normalised, key_axis: sympy.Symbol, space: Space
 ) -> tuple[Contract, Expr, Expr, Expr] | Refusal:
-    """(the product, the query, the key, the score over it)"""
+    """(the product of query and key, query, key, the score over the product)"""
     body = _joined_products(normalised.body, space)
     products = list(dict.fromkeys(part for part in ex.walk(body) if isinstance(part, Contract)))
     product = next((p for p in products if not any(p is not o and p in ex.walk(o) for o in products)), None)
@@ -241,7 +242,7 @@ def _query_and_key(
 
 
 def _without_numbers(query: Expr, key: Expr) -> tuple[Expr, Expr, float]:
-    """Query and key without the numbers that they are multiplied with, and the product of these."""
+    """(query, key, the product of the constant factors taken off both)"""
     number = 1.0
 
     def pulled(side: Expr) -> Expr:
@@ -258,7 +259,7 @@ def _without_numbers(query: Expr, key: Expr) -> tuple[Expr, Expr, float]:
 def _without_widening(
     query: Expr, key: Expr, dtype: torch.dtype, leaf_dtypes: Mapping[int, torch.dtype]
 ) -> tuple[Expr, Expr, torch.dtype]:
-    """Query and key without a cast that only widens them: products are summed in at least fp32 anyway."""
+    """(query, key, dtype of their product) without casts that only widen both: kernels sum in at least float32."""
     match query, key:
         case ex.Cast(_, ex.Load(q) as narrow_query), ex.Cast(_, ex.Load(k) as narrow_key):
             narrow = leaf_dtypes[q]
@@ -271,7 +272,7 @@ def _without_widening(
 
 
 def _split_axes(whole: Draft, space: Space) -> Draft:
-    """The same with merged axes taken apart: one read as n // c and n mod c is two, n = outer * c + inner."""
+    """`whole` with merged axes split: an axis n read as n // c and n mod c becomes n = outer * c + inner."""
     for _ in range(_MOST_SPLITS):
         digit = next(_digits(whole), None)
         if digit is None:

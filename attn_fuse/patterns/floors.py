@@ -1,4 +1,4 @@
-"""Floor: scores raised to at least the lowest number of their dtype, as OPT and M2M100 do after masking.
+"""Floor: scores raised to at least the min of their dtype, as OPT and M2M100 do after masking.
 
 Taken: a floor out of reach of ordinary scores, which turns minus infinity into a finite fill and changes nothing else.
 Declined: any other bound, which is a function of the scores.

@@ -1,8 +1,8 @@
 """Fold: the layers of the scores become one scale, a softcap, a mask as structure, and biases.
 
-What is delicate here is a query that sees no key. Minus infinity gives NaN there, and a kernel may give 0. A finite
-fill gives a mean of the values, over those keys that share the least score; a kernel that skips masked keys does not.
-So a finite fill is dropped only where every query is proved to see a key, and keeps its exact meaning elsewhere.
+The hard case is a fully masked row. A fill of minus infinity gives NaN there, and a kernel may give 0. A finite fill
+gives a mean of the values, and a kernel that skips masked keys does not. So a finite fill is dropped only where every
+query is proved to see a key, and keeps its exact meaning elsewhere.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from attn_fuse.patterns.masks import MASK_FILL_THRESHOLD
 
 @dataclass(frozen=True)
 class Term:
-    """A bias. below: how many of the fills were applied after it."""
+    """A bias. below: how many of the fills are applied after it."""
 
     value: Expr
     below: int
@@ -37,9 +37,9 @@ class Term:
 
 @dataclass(frozen=True)
 class Scores:
-    """The layers of the scores: softcap(scale * product), plus terms, filled. Terms and fills stand outermost first.
+    """The layers of the scores: softcap(scale * product), plus `terms`, filled by `fills`, both outermost first.
 
-    scaled_fill: the scores are scaled after a fill. floored: a term was raised to a floor.
+    scaled_fill: whether the scores are scaled after a fill. floored: whether a bias is raised to a floor.
     """
 
     scale: Expr
@@ -51,14 +51,17 @@ class Scores:
 
 
 def fold(layers: Iterable[tuple[Layer, Expr]], key_axes: tuple[sympy.Symbol, ...]) -> Scores | Refusal:
-    """`layers`, outermost first, each with the part it was taken off, over scores whose keys run along `key_axes`."""
+    """The layers of the scores, folded; a Refusal where they have no such form.
+
+    layers: outermost first, each with the part that it was taken off. key_axes: the axes of the key position.
+    """
     scale: Expr = Const(1.0)
     terms: list[Term] = []
     fills: list[MaskFill] = []
     floored = scaled_fill = False
     softcap: float | None = None
     least = -math.inf
-    # Each finite fill, and about what the scores are multiplied with before it.
+    # (each finite fill, about how much the scores are scaled before it, the part that it was taken off)
     reached: list[tuple[float, float, Expr]] = []
     for layer, part in layers:
         match layer:
@@ -81,13 +84,13 @@ def fold(layers: Iterable[tuple[Layer, Expr]], key_axes: tuple[sympy.Symbol, ...
                 if not (isinstance(scale, Const) and scale.value > 0):
                     return Refusal("masked scores are scaled by something that is not a positive number", part)
                 scaled_fill = scaled_fill or scale != Const(1.0)
-                # A score that a floor lifts is no longer lowered by the fill but replaced by the floor.
+                # Where a floor lifts the fill, the score is no longer lowered but replaced by the floor.
                 lifted = value <= least
                 fill = max(value, least) * scale.value
                 if fill > WEAKEST_FILL:
                     return Refusal(f"masked scores are scaled to {fill:g}, which ordinary scores can reach", part)
                 fills.append(MaskFill(keep, fill, added and not lifted))
-                # A dtype's lowest number is out of reach of any.
+                # A fill above the threshold is the min of the scores' dtype, out of reach of any score in it.
                 reached += [(value, 1.0, part)] if -math.inf < value <= MASK_FILL_THRESHOLD else []
             case Floor(value):
                 least = max(least, value)
@@ -98,7 +101,7 @@ def fold(layers: Iterable[tuple[Layer, Expr]], key_axes: tuple[sympy.Symbol, ...
 
 
 def _magnitude(factor: Expr) -> float:
-    """About how much a factor makes of an ordinary score; what is read from memory is an ordinary number."""
+    """About the magnitude of a factor of the scores; whatever is read from memory counts as 1."""
     match factor:
         case Const(value):
             return abs(value)
@@ -114,15 +117,15 @@ def _magnitude(factor: Expr) -> float:
 def mask_and_biases(
     scores: Scores, beneath: Expr, axes: Axes, lifted: Lifted
 ) -> tuple[Mask, tuple[Expr, ...]] | Refusal:
-    """The mask as structure, and the biases, among them what only looked like a mask.
+    """(the mask as structure, the biases, with the fills that are no mask among them), or a Refusal.
 
-    beneath: the score that the layers are laid over.
+    beneath: the score beneath the layers.
     """
     space, leaf_dtypes = lifted.space, lifted.leaf_dtypes
     terms = tuple(term.value for term in scores.terms)
     finite = [fill for fill in scores.fills if math.isfinite(fill.value)]
-    # A term that is read from memory may hide keys by itself, and so may a function of the scores such as a logarithm,
-    # or of positions such as an exponential, so that only minus infinity is out of their reach.
+    # A bias read from memory may hide keys by itself. So may a function of the scores, such as log, or of positions,
+    # such as exp: only minus infinity is out of their reach.
     unknown = bool(finite) and not (_is_ordinary(beneath, lifted) and _hides_nothing(terms, finite, lifted))
     parts = mask_parts((fill.keep for fill in scores.fills), axes, space)
     seen = every_query_sees_a_key(parts, axes, space, leaf_dtypes)
@@ -133,9 +136,9 @@ def mask_and_biases(
     hard = [fill for fill in scores.fills if fill not in soft]
     biases = terms + tuple(_as_bias(fill) for fill in soft)
     values = {fill.value for fill in hard}
-    # Of a query that sees some key, the keys under a finite fill have no weight, whatever the others see.
+    # In a row that sees some key, the keys under a finite fill have no weight, whatever the other rows see.
     parts_if_others_seen = parts if finite and not unknown else ()
-    # Where a floor replaced the scores of a whole row, it also stopped their gradient.
+    # A floor that replaces all scores of a row also stops their gradient, as "mean" tells the kernels.
     softly: EmptyRows = "mean" if scores.floored else "none"
     if not hard:
         return Mask(empty_rows=softly, parts_if_others_seen=parts_if_others_seen), biases
@@ -149,7 +152,7 @@ def mask_and_biases(
         return Mask(mask_parts([hard[0].keep], axes, space), "mean", parts_if_others_seen), ()
     if soft or not _absorbs(hard[0].value):
         return Refusal("a query that sees no key would get another mean of the values", hard[0].keep)
-    # Added to a score, the lowest number swallows it: then adding is replacing, and the fill is one more bias.
+    # A dtype's lowest number swallows the score that it is added to: adding is replacing, and the fill becomes a bias.
     place = scores.fills.index(hard[0])
     kept = tuple(
         al.select(hard[0].keep, term.value, Const(0.0)) if term.below > place else term.value for term in scores.terms
@@ -158,7 +161,7 @@ def mask_and_biases(
 
 
 def _hides_nothing(terms: Iterable[Expr], fills: Iterable[MaskFill], lifted: Lifted) -> bool:
-    """Whether what is added to the scores stays far above each of these finite fills, for every query and key."""
+    """Whether the sum of `terms` stays far above each of the finite `fills`, for every query and key."""
     limit = min(abs(fill.value) for fill in fills) / 4
     if torch.float16 in lifted.leaf_dtypes.values():
         limit = min(limit, torch.finfo(torch.float16).max / 4)
@@ -169,7 +172,7 @@ def _hides_nothing(terms: Iterable[Expr], fills: Iterable[MaskFill], lifted: Lif
 
 
 def _is_ordinary(score: Expr, lifted: Lifted) -> bool:
-    """Whether an ordinary product of query and key gives an ordinary score, far above every fill."""
+    """Whether `score` stays far above every fill where the product of query and key is an ordinary number."""
     if not ex.has_product(score):
         return stays_within(score, _ORDINARY, lifted.space, lifted.learned, lifted.leaf_dtypes.values())
     match score:
@@ -192,7 +195,7 @@ def _is_ordinary(score: Expr, lifted: Lifted) -> bool:
     return False
 
 
-# Scores stay above half of a fill, and exp(-104) is 0 in float32.
+# The max of a scaled fill. Scores are assumed to stay above half of it, and exp(-104) is 0 in float32.
 WEAKEST_FILL = -208.0
 _ORDINARY = 1e6
 

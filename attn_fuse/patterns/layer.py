@@ -1,4 +1,4 @@
-"""What a pattern may take off: the layers of an attention, outermost first."""
+"""Layers: what patterns take off an attention, outermost first."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Bias:
 
 @dataclass(frozen=True)
 class MaskFill:
-    """Where `keep` does not hold, the score becomes `value` (added: it is lowered by it)."""
+    """Where `keep` does not hold, the score becomes `value`. added: `value` is added to it instead."""
 
     keep: Expr
     value: float
@@ -72,7 +72,7 @@ class DropoutLayer:
 
 @dataclass(frozen=True)
 class Factor:
-    """The weights beneath are multiplied by `value`; filled, zeros take the place even of what is no number."""
+    """The weights beneath are multiplied by `value`. filled: 0 in `value` replaces even a weight that is NaN."""
 
     value: Expr
     filled: bool = False
@@ -80,9 +80,9 @@ class Factor:
 
 @dataclass(frozen=True)
 class EmptyIsZero:
-    """The weights of a query that sees no key are zero: one for which all of `scores` along `axis` are minus infinity.
+    """The weights of a fully masked row are 0: the program tests that all `scores` along `axis` are minus infinity.
 
-    Without an axis, `scores` are those of the weight itself; without scores, it is for what the softmax gives as NaN.
+    Without an axis, it tests the score of the weight itself; without scores, whether the weight is NaN or infinite.
     """
 
     scores: Expr | None = None
@@ -99,6 +99,8 @@ Layer = Scale | Bias | MaskFill | Floor | Softcap | DropoutLayer | Factor | Empt
 
 @dataclass(frozen=True)
 class Layered:
+    """The answer of a pattern: `layer`, which it took off, and `inner`, the expression beneath."""
+
     inner: Expr
     layer: Layer
 
@@ -109,9 +111,10 @@ Pattern = Callable[[Expr], Answer]
 
 @dataclass(frozen=True)
 class Layers:
-    """The layers of an expression, outermost first, each with the part that it was taken off, and the rest beneath.
+    """An expression taken apart into layers.
 
-    refusal: what a pattern said of the rest, with the part as its node; None where no pattern knows it.
+    found: the layers, outermost first, each with the part that it was taken off. rest: the expression beneath.
+    refusal: a pattern's Refusal of `rest`; None where no pattern knows it.
     """
 
     rest: Expr
@@ -120,7 +123,7 @@ class Layers:
 
 
 def peel(expr: Expr, patterns: Iterable[Pattern]) -> Layers:
-    """`expr` without the layers that the patterns know, asked in their order."""
+    """`expr` taken apart by the patterns, which are asked in their order at every layer."""
     found: list[tuple[Layer, Expr]] = []
     while True:
         answer = next((answer for pattern in patterns if (answer := pattern(expr)) is not None), None)
@@ -131,14 +134,14 @@ def peel(expr: Expr, patterns: Iterable[Pattern]) -> Layers:
 
 
 def carrier(a: Expr, b: Expr) -> tuple[Expr, Expr] | None:
-    """(the operand that carries the scores, the other), or None where both or neither do."""
+    """(the operand with a matrix product, the other); None where both or neither have one."""
     if has_product(a) == has_product(b):
         return None
     return (a, b) if has_product(a) else (b, a)
 
 
 def dtype_of(scores: Expr) -> torch.dtype:
-    """The dtype that an expression which carries a product is held in."""
+    """The dtype of `scores`, an expression with a matrix product; float64 where it does not tell."""
     match scores:
         case Score(dtype=dtype) | Contract(dtype=dtype) | Cast(dtype=dtype) | Softmax(dtype=dtype):
             return dtype

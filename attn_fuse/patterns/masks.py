@@ -1,7 +1,7 @@
 """Masks: scores replaced by a fill value, or lowered by one, where a condition does not hold.
 
-A fill masks if no ordinary score comes near it: minus infinity, the least number of the scores' dtype, or -1e9 and
-below. Anything nearer to zero is a value like any other: added it is a bias, put in place of scores it is refused.
+A fill masks if no ordinary score comes near it: minus infinity, the min of the scores' dtype, or -1e9 and below. A fill
+nearer to zero is a number like any other: added to the scores it is a bias, in their place it is refused.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ MASK_FILL_THRESHOLD = -1e9
 
 
 def is_masking(fill: float, dtype: torch.dtype) -> bool:
-    """Whether scores of `dtype` stay out of reach of `fill`."""
+    """Whether `fill` is out of reach of ordinary scores in `dtype`."""
     return not math.isnan(fill) and (fill <= MASK_FILL_THRESHOLD or fill <= torch.finfo(dtype).min)
 
 
 def mask(scores: Expr) -> Answer:
+    """The mask that replaces scores by a fill; a Refusal where it depends on the scores, or the fill does not mask."""
     match scores:
         case Select(cond, a, b):
             if has_product(cond):
@@ -42,6 +43,7 @@ def mask(scores: Expr) -> Answer:
 
 
 def additive_mask(scores: Expr) -> Answer:
+    """The mask that is added to the scores, as a choice of 0 and of fills that mask."""
     match scores:
         case Add(a, b) if (parts := carrier(a, b)) is not None:
             inner, term = parts
@@ -54,7 +56,7 @@ def additive_mask(scores: Expr) -> Answer:
 
 
 def _summands(term: Expr) -> Iterator[tuple[Expr, Expr | None]]:
-    """`term` itself, and each of what it is a sum of with the rest of the sum."""
+    """`term` with None, then each of its summands with the sum of the others."""
     yield term, None
     if isinstance(term, Add):
         for one, other in ((term.a, term.b), (term.b, term.a)):
@@ -63,7 +65,7 @@ def _summands(term: Expr) -> Iterator[tuple[Expr, Expr | None]]:
 
 
 def _zero_or_fill(term: Expr, dtype: torch.dtype) -> tuple[Expr, float] | None:
-    """(where the term is 0, the largest of its other values) if every other value masks."""
+    """(where `term` is 0, the max of its other values), or None unless every other value masks."""
     match term:
         case Const(value) if value == 0:
             return TRUE, -math.inf

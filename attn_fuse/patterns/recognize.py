@@ -1,7 +1,7 @@
-"""Recognise: an element expression becomes an Attention, or a Refusal that says what it is instead.
+"""Recognise: an element expression becomes an Attention, or a Refusal that says why it is none.
 
-The expression is taken apart from the outside (draft.py), the layers of the scores are read as structure as far as
-patterns know them, and the axes get their roles: these follow from which index symbol occurs where, never from sizes.
+draft.py takes the expression apart from the outside. The axes get their roles from which index symbol occurs where,
+never from sizes. The layers of the scores are read as structure as far as patterns know them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from attn_fuse.patterns.layer import peel
 
 
 def recognize(lifted: Lifted) -> Attention | Refusal:
-    """The attention that `lifted` is an element of."""
+    """The attention that `lifted` is an element of; a Refusal where it is none."""
     space = lifted.space
     whole = draft(lifted)
     if isinstance(whole, Refusal):
@@ -79,7 +79,7 @@ def _read(whole: Draft, axes: Axes, lifted: Lifted) -> _Reading:
     folded = fold(layers.found, axes.key)
     read = folded if isinstance(folded, Refusal) else mask_and_biases(folded, layers.rest, axes, lifted)
     if isinstance(read, Refusal) or isinstance(folded, Refusal):
-        # Then the score is what it is, as one function.
+        # Keep the whole score as one function.
         problem = read if isinstance(read, Refusal) else folded
         assert isinstance(problem, Refusal)
         return _Reading(Const(1.0), None, Mask(), (), whole.score, problem.at(whole.score))
@@ -91,13 +91,13 @@ def _read(whole: Draft, axes: Axes, lifted: Lifted) -> _Reading:
 
 
 def _factors(whole: Draft, axes: Axes, mask: Mask) -> tuple[Expr | None, Expr | None]:
-    """(what the weights are multiplied with, the same for what all keys share)"""
+    """(the factor of the weights that differs from key to key, the factor that does not), each None without one"""
     hidden = {part.keep for part in mask.parts}
     factor: Expr | None = None
     out_scale: Expr | None = None
     for value in whole.factors:
         match value:
-            # The mask once more: where a query sees no key, minus infinity gives NaN with it and without.
+            # The mask once more: hidden weights are 0 already. A fully masked row, NaN or filled with 0, may be 0.
             case ex.Select(cond, Const(1 | 1.0), Const(0 | 0.0)) if (
                 hidden and set(conjuncts(cond)) <= hidden and mask.empty_rows in ("none", "nan")
             ):
@@ -133,11 +133,11 @@ def _axes(whole: Draft) -> Axes | Refusal:
         return Refusal("the query differs from key to key", whole.query)
     compared = [s for s in rows if _is_compared(whole.score, s, whole.key_axes)]
     last = (compared or rows or [None])[-1]
-    # Positions that one dimension of the program was made of, unless the scores treat them alike, as they do heads.
+    # The symbols in the output dimension of `last` are positions, less those that the scores treat alike, like heads.
     home = [s for dim in whole.output if last in dim for s in dim if s in rows]
     told_apart = [s for s in home if s in (compared or index_symbols(whole.score))]
     query = tuple(told_apart or home)
-    # Of several shared axes the last are the heads; a single one is, where a batch of 1 stands before it.
+    # Of several shared axes the last is that of the heads; a single one is too, behind a batch of 1.
     first_is_one = bool(whole.output) and not whole.output[0]
     heads = shared[-1:] if len(shared) > 1 or first_is_one else []
     return Axes(

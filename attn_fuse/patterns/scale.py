@@ -1,4 +1,7 @@
-"""Scale: the scores times, or divided by, something that is the same for every key."""
+"""Scale: the scores times or divided by a factor. Taken: any that is not computed from them, and not infinite or NaN.
+
+Declined: a product with something computed from the scores, and a quotient by the scores.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from attn_fuse.patterns.layer import Answer, Layered, Scale, carrier
 
 
 def scale(scores: Expr) -> Answer:
+    """The scale of scores * factor; a Refusal where both operands hold a matrix product."""
     match scores:
         case Mul(a, b):
             parts = carrier(a, b)
@@ -21,6 +25,7 @@ def scale(scores: Expr) -> Answer:
 
 
 def quotient(scores: Expr) -> Answer:
+    """The scale of scores / divisor; a Refusal where the divisor holds a matrix product."""
     match scores:
         case Div(a, b):
             parts = carrier(a, b)

@@ -1,8 +1,8 @@
 """Softmax, whole or written out: exp(s - max) / sum, exp(log_softmax), with a sink, normalised once more.
 
-Taken: what is positive and divided by its own sum over the keys. What is subtracted from all scores of a query cancels.
+Taken: exponentials, or weights, divided by their own sum over the keys; a shift of all scores of a query cancels.
 An extra term of the sum is a sink (StreamingLLM, arXiv 2309.17453): one more key that has no value.
-Declined: weights that are not normalised, and a small number added to the sum that could be seen in the result.
+Declined: weights that are not normalised, and a number added to the sum that could be seen in the result.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ _NOT_NORMALISED = Refusal("the weights are not normalised by their own sum over 
 _MIXED = Refusal("the product after the softmax sums over another axis: the weights are mixed, or are none")
 _ONE_KEY = Refusal("there is a single key, whose weight is 1")
 _DETACHED = Refusal("the weights are detached: no gradient goes through them")
-# A score this far below the largest of its row weighs less than any dtype's rounding, however many there are.
+# A score this far below the max of its row weighs less than any dtype's rounding, however many such scores there are.
 _FAR_BELOW = -50.0
 
 
 @dataclass(frozen=True)
 class Normalised:
-    """Weights exp(body) / (sum over the keys of exp(body) + exp(sink)).
+    """Weights exp(body) / (sum over the keys of exp(body) + exp(sink)); without a sink, the sum alone.
 
-    zero: a query that sees no key gets weights of zero.
+    dtype: that of a whole softmax, else None. zero: whether a fully masked row has weights of 0.
     """
 
     body: Expr
@@ -59,7 +59,7 @@ class Normalised:
 
 
 def softmax(weights: Expr, key: sympy.Symbol, space: Space) -> Normalised | Refusal:
-    """`weights` of the key at `key` as a softmax over all keys."""
+    """`weights`, at index symbol `key`, as a softmax over all keys; a Refusal where they are none."""
     match weights:
         case Softmax():
             return _whole(weights, key, space)
@@ -156,11 +156,11 @@ def _written_out(numerator: Expr, denominator: Expr, key: sympy.Symbol, space: S
 
 
 def _sum_and_rest(x: Expr) -> tuple[sympy.Symbol, Expr, Expr | None, float | None] | None:
-    """A denominator as a sum over an axis of a body, another term beside it, and a number it is kept above."""
+    """(axis, body, other summand, lower limit) of a denominator that sums `body` over `axis`; None for any other."""
     match _bare(x):
         case Reduce("sum", axis, body):
             return axis, body, None, None
-        # The weights times a column of ones among them.
+        # A matrix product with a column of ones sums the weights, too.
         case Contract((axis,), a, b):
             return axis, al.mul(a, b), None, None
         case Binary("maximum", inner, Const(least)) if (read := _sum_and_rest(inner)) is not None:
@@ -174,7 +174,7 @@ def _sum_and_rest(x: Expr) -> tuple[sympy.Symbol, Expr, Expr | None, float | Non
 
 
 def _logarithm(x: Expr) -> Expr | Refusal:
-    """log x, for x that is positive or zero; a softmax stands for its own logarithm."""
+    """log x, for x that is positive or zero, but a softmax itself for a softmax; a Refusal where x is neither."""
     x = _bare(x)
     match x:
         case Unary("exp", a):
@@ -195,7 +195,7 @@ def _logarithm(x: Expr) -> Expr | Refusal:
 
 
 def _masks_off(body: Expr) -> tuple[Callable[[Expr], Expr], Expr]:
-    """What puts the outermost masks of minus infinity on again, and `body` without them."""
+    """(a function that puts the outermost masks of minus infinity on again, `body` without them)"""
     match body:
         case Select(cond, inner, Const(value)) if value == -math.inf:
             more, core = _masks_off(inner)
@@ -206,9 +206,9 @@ def _masks_off(body: Expr) -> tuple[Callable[[Expr], Expr], Expr]:
 def _without_shift(
     body: Expr, key: sympy.Symbol, hidden: bool = False, scale: float = 1.0
 ) -> tuple[Expr, tuple[Expr, ...]]:
-    """`body` without what is computed from the scores and is the same for every key; and that.
+    """(`body` without its shift, the shift: the terms computed from the scores that are the same for every key)
 
-    hidden: a mask is put on `body` afterwards. scale: what it is multiplied with.
+    hidden: whether a mask is put on `body` afterwards. scale: the factor that multiplies `body`.
     """
     body = _bare(body)
     match body:
@@ -217,27 +217,27 @@ def _without_shift(
             if not shift:
                 return body, ()
             return al.mul(number, rest), tuple(al.mul(number, s) for s in shift)
-        # A fill that no score comes near stays out of reach of scores that are moved by the largest of them.
+        # A fill that no score comes near stays out of reach of scores that are shifted by their max.
         case Select(cond, Const(fill), inner) if fill <= MASK_FILL_THRESHOLD and not ex.has_product(cond):
             rest, shift = _without_shift(inner, key, True, scale)
             return al.select(cond, Const(fill), rest), shift
         case Select(cond, inner, Const(fill)) if fill <= MASK_FILL_THRESHOLD and not ex.has_product(cond):
             rest, shift = _without_shift(inner, key, True, scale)
             return al.select(cond, rest, Const(fill)), shift
-        # Where a mask follows, the largest score may be one that it hides, and all others far below.
+        # Not under a mask, which may hide the max of a row and leave only scores that are far below it.
         case Binary("maximum", inner, Const(bound)) if scale * bound <= _FAR_BELOW and scale > 0 and not hidden:
             rest, shift = _without_shift(inner, key, hidden, scale)
             if len(shift) == 1 and _is_maximum_of(shift[0], rest, key):
                 return rest, shift
             return body, ()
-        # At 0 is the largest score of every row.
+        # Less their max, scores are at most 0, so the bound only matters to a gradient at 0.
         case Binary("minimum", inner, Const(bound)) if bound > 0 or (bound == 0 and CLAMP_PASSES_AT_ITS_EDGE):
             rest, shift = _without_shift(inner, key, hidden, scale)
             if len(shift) == 1 and _is_maximum_of(shift[0], rest, key):
                 return rest, shift
             return body, ()
     parts = list(ex.terms(body))
-    # Less minus infinity, the least of a row with a mask, nothing stays what it is.
+    # A term that may be infinite is no shift: the min of a row with a mask is minus infinity, say.
     shift = tuple(p for p in parts if ex.has_product(p) and key not in ex.index_symbols(p) and not infinities(p))
     kept = [p for p in parts if p not in shift]
     if not shift or not any(ex.has_product(p) for p in kept):

@@ -1,7 +1,7 @@
 """Layers of the weights, between the softmax and the product with the value.
 
-Taken: dropout; a guard that turns the NaN of a query without keys into zero; a factor, be it a head mask, a mask put on
-once more or a random one, with its exact meaning. Declined: weights that are chosen by what the scores are.
+Taken: dropout; a guard that turns the NaN of a fully masked row into zero; a factor, such as a head mask, a mask put on
+once more or a random mask. Declined: weights that are chosen by what the scores are.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ from attn_fuse.patterns.layer import Answer, DropoutLayer, EmptyIsZero, Factor, 
 
 
 class _Infinite:
-    """A name with a dot is compared by value in a pattern."""
+    """Infinities by dotted names, which `case` compares by value."""
 
     PLUS = math.inf
     MINUS = -math.inf
 
 
 def dropout(weights: Expr) -> Answer:
+    """The dropout of the weights."""
     match weights:
         case Dropout(inner, p):
             return Layered(inner, DropoutLayer(p))
@@ -46,6 +47,7 @@ def dropout(weights: Expr) -> Answer:
 
 
 def guard(weights: Expr) -> Answer:
+    """The guard that zeroes the weights of a fully masked row; a Refusal of any other choice by the scores."""
     match weights:
         case Select(cond, a, b) if has_product(cond):
             return (
@@ -58,7 +60,7 @@ def guard(weights: Expr) -> Answer:
 
 def _guarded(cond: Expr, instead: Expr, inner: Expr) -> Layered | None:
     match cond:
-        # A weight is never infinite, and no number only where a query sees no key.
+        # A weight is never infinite, and NaN only in a fully masked row.
         case Unary("isnan", x) if instead == Const(0):
             return Layered(inner, EmptyIsZero() if _is_weight(x) else EmptyIsZero(x))
         case Unary("isinf", x) | Compare("eq", x, Const(_Infinite.PLUS | _Infinite.MINUS)) if _is_weight(x):
@@ -70,7 +72,7 @@ def _guarded(cond: Expr, instead: Expr, inner: Expr) -> Layered | None:
 
 
 def _is_weight(x: Expr) -> bool:
-    """Whether `x` is weights as they are, at most guarded already."""
+    """Whether `x` is the weights themselves, at most cast or guarded already."""
     match x:
         case Softmax():
             return True
@@ -84,9 +86,9 @@ def _is_weight(x: Expr) -> bool:
 
 
 def _guarded_quotient(numerator: Expr, denominator: Expr) -> bool:
-    """Whether this is something divided by its own sum, which is at most 1 and lost only where there is no key.
+    """Whether the quotient is at most 1, and NaN only in a fully masked row, as exp(x - max) over its own sum is.
 
-    Without their maximum taken off, all exponentials of a row may be 0, under a finite fill, or infinite.
+    Without the max subtracted, all exponentials of a row may be infinite, or 0 under a finite fill.
     """
     match numerator, denominator:
         case Softmax(), Reduce("sum", _, _):
@@ -104,7 +106,7 @@ def _is_less_a_maximum(term: Expr) -> bool:
 
 
 def _all_hidden(cond: Expr) -> tuple[Expr, Symbol] | None:
-    """(the scores, the axis) if `cond` asks whether all of them along the axis are minus infinity."""
+    """(scores, axis) if `cond` asks whether all of the scores along the axis are minus infinity, else None."""
     match cond:
         case Reduce("all", axis, Compare("eq", x, Const(_Infinite.MINUS))):
             return x, axis
@@ -116,6 +118,7 @@ def _all_hidden(cond: Expr) -> tuple[Expr, Symbol] | None:
 
 
 def factor(weights: Expr) -> Answer:
+    """The factor that multiplies the weights, or fills them with 0; a Refusal of a fill by anything else."""
     match weights:
         case Select(cond, Const(0 | 0.0), inner):
             return Layered(inner, Factor(select(cond, Const(0.0), Const(1.0)), filled=True))
