@@ -13,13 +13,13 @@ import logging
 import math
 import os
 import re
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from attn_fuse.kernels.cache import cache_dir
 from attn_fuse.picker.case import Case
 from attn_fuse.picker.regression import distance, expected, point_of
 from attn_fuse.picker.timing import Device
@@ -178,24 +178,6 @@ def write_whole(path: Path, text: str) -> None:
 
 
 # ---- the user's own
-
-
-def cache_dir() -> Path:
-    """The directory of what is measured on the user's devices.
-
-    $ATTN_FUSE_CACHE where it is set; else attn_fuse in the platform's cache directory: $XDG_CACHE_HOME or ~/.cache, on
-    macOS ~/Library/Caches, on Windows %LOCALAPPDATA%.
-    """
-    chosen = os.environ.get("ATTN_FUSE_CACHE")
-    if chosen:
-        return Path(chosen).expanduser()
-    if sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
-    elif sys.platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
-    else:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "attn_fuse"
 
 
 def own_paths() -> list[Path]:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_fuse.emit.operators import gradients_of_inputs, operator
 from attn_fuse.kernels.chunked.attend import attend, attend_backward
 from attn_fuse.kernels.chunked.plan import shares
 from attn_fuse.kernels.once import once
@@ -25,9 +26,6 @@ from attn_fuse.kernels.score.program import ScoreProgram
 
 # torch's caches on disk know an operator by its name only: raise this with every change in what it computes.
 VERSION = 8
-
-_FORWARD = f"chunked_v{VERSION}"
-_BACKWARD = f"chunked_v{VERSION}_backward"
 
 
 def _fake(
@@ -45,10 +43,8 @@ def _fake(
 def _fake_backward(
     grad_out: Tensor, grad_share: Any, query: Tensor, key: Tensor, value: Tensor, inputs: Sequence[Tensor], *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    wanted = rest[-1]
-    sizes = [x.shape if wanted[n] and x.is_floating_point() else (0,) for n, x in enumerate(inputs)]
-    dinputs = [x.new_empty(size) for x, size in zip(inputs, sizes, strict=True)]
-    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape), dinputs
+    dquery, dkey, dvalue = (x.new_empty(x.shape) for x in (query, key, value))
+    return dquery, dkey, dvalue, gradients_of_inputs(inputs, rest[-1])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -72,25 +68,19 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], grad_out: Tensor, *rest: Tenso
     return (dquery, dkey, dvalue, dinputs, None if ctx.numbers else [], None, None, None, None)
 
 
-_LIBRARY = torch.library.Library("attn_fuse", "FRAGMENT")
-_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
 _ARGUMENTS = "Tensor query, Tensor key, Tensor value, Tensor[] inputs, SymInt[] numbers, Tensor? seed, float dropout_p"
-_LIBRARY.define(
-    f"{_FORWARD}({_ARGUMENTS}, str program, bool centred) -> "
-    "(Tensor out, Tensor row_max, Tensor row_sum, Tensor centre, Tensor share)",
-    tags=_TAGS,
-)
-_LIBRARY.define(
-    f"{_BACKWARD}(Tensor grad_out, Tensor? grad_share, {_ARGUMENTS}, Tensor out, Tensor row_max, Tensor row_sum, "
-    "Tensor centre, Tensor share, str program, bool[] wanted) -> "
+chunked_backward = operator(
+    f"chunked_v{VERSION}_backward(Tensor grad_out, Tensor? grad_share, {_ARGUMENTS}, Tensor out, Tensor row_max, "
+    "Tensor row_sum, Tensor centre, Tensor share, str program, bool[] wanted) -> "
     "(Tensor dquery, Tensor dkey, Tensor dvalue, Tensor[] dinputs)",
-    tags=_TAGS,
+    attend_backward,
+    _fake_backward,
 )
-_LIBRARY.impl(_FORWARD, attend, "CompositeExplicitAutograd")
-_LIBRARY.impl(_BACKWARD, attend_backward, "CompositeExplicitAutograd")
-torch.library.register_fake(f"attn_fuse::{_FORWARD}", _fake, lib=_LIBRARY)
-torch.library.register_fake(f"attn_fuse::{_BACKWARD}", _fake_backward, lib=_LIBRARY)
-torch.library.register_autograd(f"attn_fuse::{_FORWARD}", _gradients, setup_context=_save, lib=_LIBRARY)
-
-chunked = getattr(torch.ops.attn_fuse, _FORWARD).default
-chunked_backward = getattr(torch.ops.attn_fuse, _BACKWARD).default
+chunked = operator(
+    f"chunked_v{VERSION}({_ARGUMENTS}, str program, bool centred) -> "
+    "(Tensor out, Tensor row_max, Tensor row_sum, Tensor centre, Tensor share)",
+    attend,
+    _fake,
+    _gradients,
+    _save,
+)

@@ -19,15 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_fuse.emit.operators import operator
 from attn_fuse.kernels.score.dependence import planes
 from attn_fuse.kernels.score.program import ScoreProgram
 from attn_fuse.kernels.score.visibility import visibility
 
 # torch's caches on disk know an operator by its name only: raise this with every change in what it computes.
 VERSION = 1
-
-_BLOCKS = f"flex_blocks_v{VERSION}"
-_OPERANDS = f"flex_operands_v{VERSION}"
 
 
 def block_tables(
@@ -128,21 +126,17 @@ def _passed_on(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, Any]:
     return list(gradients[: ctx.tensors]), None if ctx.numbers else []
 
 
-_LIBRARY = torch.library.Library("attn_fuse", "FRAGMENT")
-_LIBRARY.define(
-    f"{_BLOCKS}(Tensor[] inputs, SymInt[] numbers, SymInt[] sizes, int[] blocks, bool transposed, Device device, "
-    "str program) -> Tensor[]",
-    tags=(torch.Tag.pt2_compliant_tag,),
+flex_blocks = operator(
+    f"flex_blocks_v{VERSION}(Tensor[] inputs, SymInt[] numbers, SymInt[] sizes, int[] blocks, bool transposed, "
+    "Device device, str program) -> Tensor[]",
+    block_tables,
+    _fake_tables,
+    keeps_strides=True,
 )
-_LIBRARY.define(
-    f"{_OPERANDS}(Tensor[] tensors, SymInt[] numbers) -> Tensor[]",
-    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
+flex_operands = operator(
+    f"flex_operands_v{VERSION}(Tensor[] tensors, SymInt[] numbers) -> Tensor[]",
+    operands,
+    _fake_operands,
+    _passed_on,
+    _save,
 )
-_LIBRARY.impl(_BLOCKS, block_tables, "CompositeExplicitAutograd")
-_LIBRARY.impl(_OPERANDS, operands, "CompositeExplicitAutograd")
-torch.library.register_fake(f"attn_fuse::{_BLOCKS}", _fake_tables, lib=_LIBRARY)
-torch.library.register_fake(f"attn_fuse::{_OPERANDS}", _fake_operands, lib=_LIBRARY)
-torch.library.register_autograd(f"attn_fuse::{_OPERANDS}", _passed_on, setup_context=_save, lib=_LIBRARY)
-
-flex_blocks = getattr(torch.ops.attn_fuse, _BLOCKS).default
-flex_operands = getattr(torch.ops.attn_fuse, _OPERANDS).default

@@ -48,6 +48,7 @@ import torch
 from torch import Tensor
 
 from attn_fuse.expression.nodes import Const, Expr, Gather, Given, Input, Mul, Position, Score, children, distinct
+from attn_fuse.kernels.cache import cache_dir
 from attn_fuse.kernels.score.gradient import gradient_exprs
 from attn_fuse.kernels.score.program import ScoreProgram
 from attn_fuse.kernels.score.simplify import in_unit, inside, taken_out
@@ -256,13 +257,12 @@ def _loaded(source: str) -> tuple[Path, ModuleType]:
 
 @functools.cache
 def _folder() -> Path:
-    """scores in $ATTN_FUSE_CACHE_DIR, or attn_fuse/scores in $XDG_CACHE_HOME or ~/.cache; else a temporary folder."""
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    folder = Path(os.environ.get("ATTN_FUSE_CACHE_DIR") or Path(home, "attn_fuse")) / "scores"
+    """scores in the cache directory; where that cannot be written, a temporary folder."""
     try:
+        folder = cache_dir() / "scores"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if os.access(folder, os.W_OK):
             return folder
-    except OSError:
+    except (OSError, RuntimeError):
         pass
     return Path(tempfile.mkdtemp(prefix="attn_fuse_"))
