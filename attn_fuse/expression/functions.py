@@ -110,6 +110,12 @@ def _per_square(a: Expr, b: Expr) -> Expr:
     return where(compare("eq", square, 0), 0.0, 1 / square)
 
 
+def _slope_of_sinc(g: Expr, y: Expr, x: Expr) -> Expr:
+    is_zero = compare("eq", x, 0)
+    # Nothing is divided by 0: the gradient of the branch that is not taken would be NaN.
+    return where(is_zero, 0.0, g * (cos(math.pi * x) - y) / where(is_zero, 1.0, x))
+
+
 # ---- the vocabulary of ranges
 
 
@@ -240,6 +246,7 @@ _UNARY = (
            undefined=frozenset({-1}), growth="linear"),
     _unary("gelu", lambda g, y, x: g * (0.5 * erfc(-x / math.sqrt(2)) + x * exp(-x * x / 2) / math.sqrt(2 * math.pi)),
            _dips, lifted="", infinite=_upper_infinity, undefined=frozenset({-1}), growth="linear"),
+    _unary("sinc", _slope_of_sinc, _within(-0.25, 1.0), growth="bounded"),
     _unary("softplus", lambda g, y, x: g * sigmoid(x), _at_ends, lifted="", infinite=_upper_infinity, growth="linear"),
 )  # fmt: skip
 

@@ -408,6 +408,9 @@ def logical_not(x: Expr) -> Expr:
             return inner
         case NonNegative(value):
             return NonNegative(sympy.expand(-value - 1))
+        # Of NaN, too; of the other comparisons NaN makes both false.
+        case Compare("eq" | "ne" as op, a, b):
+            return Compare("ne" if op == "eq" else "eq", a, b)
         case And(a, b):
             return Or(logical_not(a), logical_not(b))
         case Or(a, b):

@@ -232,19 +232,6 @@ def _elu(call: Operation) -> LiftedTensor:
     return call.tensor(at)
 
 
-def _sinc(call: Operation) -> LiftedTensor:
-    x = operand(call, "self", call.result.dtype)
-
-    def at(index: Indices) -> Expr:
-        turned = al.mul(ex.Const(math.pi), x(index))
-        zero = al.compare("eq", turned, ex.Const(0.0), call.space)
-        # Never divide by 0: the gradient of the branch that is not taken would be NaN.
-        quotient = al.div(al.unary("sin", turned), al.select(zero, ex.Const(1.0), turned))
-        return al.select(zero, ex.Const(1.0), quotient)
-
-    return call.tensor(at)
-
-
 def _comparison(op: str) -> Callable[[Operation], LiftedTensor]:
     def handler(call: Operation) -> LiftedTensor:
         common = torch.result_type(*(_stand_in(call, name) for name in ("self", "other")))
@@ -359,7 +346,6 @@ ELEMENTWISE: dict[Any, Callable[[Operation], Any]] = {
     aten.elu.default: _elu,
     aten.celu.default: _elu,
     aten.selu.default: _elu,
-    aten.sinc.default: _sinc,
     aten.fmod.Scalar: _of_two("fmod", jumps=True),
     aten.fmod.Tensor: _of_two("fmod", jumps=True),
     aten.atan2.default: _of_two("atan2"),

@@ -120,7 +120,7 @@ def _squeeze(call: Operation) -> LiftedTensor:
 
 def _slice(call: Operation) -> LiftedTensor:
     x, dim, step = call["self"], call.dim(), call["step"]
-    start = slice_start(call, dim, x.shape[dim], shape_of(call.result)[dim])
+    start = slice_start(call, x.shape[dim], shape_of(call.result)[dim])
 
     def at(index: Indices) -> Expr:
         return x.at((*index[:dim], sympy.expand(start + step * index[dim]), *index[dim + 1 :]))

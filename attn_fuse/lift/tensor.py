@@ -179,7 +179,7 @@ def position(call: Operation, value: sympy.Expr, length: sympy.Expr) -> sympy.Ex
     raise NoClosedForm("positions that may count from the end")
 
 
-def slice_start(call: Operation, dim: int, length: sympy.Expr, count: sympy.Expr) -> sympy.Expr:
+def slice_start(call: Operation, length: sympy.Expr, count: sympy.Expr) -> sympy.Expr:
     """The first position of the slice that `start`, `end` and `step` say, clamped as in Python.
 
     length: the size of the dimension. count: the number of elements in the slice. Raises NoClosedForm where the first

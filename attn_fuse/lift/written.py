@@ -52,7 +52,7 @@ def _chosen(cond: Expr, new: Callable[[], Expr], old: Callable[[], Expr], space:
 def _slice_scatter(call: Operation) -> LiftedTensor:
     x, src, dim, step, space = call["self"], call["src"], call.dim(), call["step"], call.space
     count = src.shape[dim]
-    start = slice_start(call, dim, x.shape[dim], count)
+    start = slice_start(call, x.shape[dim], count)
     if step != 1 and not (isinstance(step, int) and start.is_Integer):
         raise NoClosedForm("a slice written in steps from an unknown position")
     # With `shift` added no position is negative, and `start` is a multiple of `step`.

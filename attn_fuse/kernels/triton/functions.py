@@ -137,6 +137,12 @@ def gelu(x):
 
 
 @triton.jit
+def sinc(x):
+    y = 3.141592653589793 * tl.where(x == 0.0, 1.0, x)
+    return tl.where(x == 0.0, 1.0, tl.sin(y) / y)
+
+
+@triton.jit
 def softplus(x):
     # The threshold is torch's.
     return tl.where(x > 20.0, x, log1p(tl.exp(tl.minimum(x, 20.0))))
