@@ -298,6 +298,8 @@ NO_NUMBERS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     ),
     "infinity times a mask": lambda s, kept, low: with_bias(s, kept, (1 - kept.float()) * -math.inf),
     "a cosine": lambda s, kept, low: low.cos(),
+    "silu": lambda s, kept, low: nn.functional.silu(low),
+    "gelu": lambda s, kept, low: nn.functional.gelu(low),
 }
 
 
