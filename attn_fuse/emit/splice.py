@@ -14,6 +14,7 @@ from attn_fuse.emit.call import Call
 from attn_fuse.emit.kept import kept
 from attn_fuse.graph.modes import uncast
 from attn_fuse.graph.names import CASTS, LAYOUT, op_name, requires_grad, storages
+from attn_fuse.graph.reach import reach
 from attn_fuse.graph.region import Region
 from attn_fuse.torch_internals import FakeTensorMode
 
@@ -58,13 +59,7 @@ def _lost(region: Region, result: Node) -> Node | None:
     """
     wanted = {leaf for leaf in region.leaves if requires_grad(leaf) and leaf not in region.detached}
     first = min(wanted, default=result)
-    waiting, seen = [result], {result}
-    while waiting and wanted:
-        node = waiting.pop()
-        wanted.discard(node)
-        reached = [n for n in node.all_input_nodes if n not in seen and not n < first]
-        seen.update(reached)
-        waiting.extend(reached)
+    wanted -= {*reach([result], lambda node: [n for n in node.all_input_nodes if not n < first])}
     return next((leaf for leaf in region.leaves if leaf in wanted), None)
 
 

@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node, map_arg
 from torch.utils import _pytree as pytree
 
 from attn_fuse.graph.functionalize import make_functional
-from attn_fuse.graph.memory import may_write, with_gradient
+from attn_fuse.graph.memory import call, may_write, with_gradient
 from attn_fuse.graph.modes import Mode
 from attn_fuse.graph.names import (
     CALLS,
@@ -26,6 +26,7 @@ from attn_fuse.graph.names import (
     ELEMENTWISE,
     LAYOUT,
     SOFTMAX,
+    called,
     op_name,
     requires_grad,
     storages,
@@ -84,7 +85,7 @@ def _stretches(scope: Scope) -> Iterator[list[Node]]:
     """The nodes of each call, and of each outermost vmap, in graph order."""
     stretch: list[Node] = []
     for node in scope.module.graph.nodes:
-        name = op_name(node) if node.op.startswith("call_") else ""
+        name = called(node)
         levels = scope.modes[node].levels
         if levels > 0:
             stretch.append(node)
@@ -113,7 +114,7 @@ def _is_plain(stretch: Sequence[Node], modes: Mapping[Node, Mode]) -> bool:
     """Whether `stretch` keeps one mode and takes no derivative; under autocast only calls may give floats."""
     mode = modes[stretch[0]]
     for node in stretch:
-        name = op_name(node) if node.op.startswith("call_") else ""
+        name = called(node)
         tensors = tensors_of(value_of(node))
         if name.endswith("_increment_nesting") and name != _OPENS:
             return False
@@ -134,9 +135,7 @@ def _write_out(module: GraphModule, stretch: Sequence[Node], has_gradient: bool)
     def run(*values: Any) -> Any:
         env: dict[Node, Any] = dict(zip(inputs, values, strict=True))
         for node in stretch:
-            args, kwargs = map_arg((node.args, node.kwargs), env.__getitem__)
-            target: Any = getattr(args[0], str(node.target)) if node.op == "call_method" else node.target
-            env[node] = target(*args[node.op == "call_method" :], **kwargs)
+            env[node] = call(node, *map_arg((node.args, node.kwargs), env.__getitem__))
         if any(innermost(tensor)._version > 0 for value in env.values() for tensor in tensors_of(value)):
             raise TypeError("it writes in place")
         return [env[node] for node in results]

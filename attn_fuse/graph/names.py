@@ -94,6 +94,11 @@ def op_name(node: Node) -> str:
     return _OPERATORS.get(bare, bare)
 
 
+def called(node: Node) -> str:
+    """The name of the operation that a call calls, "" for any other node."""
+    return op_name(node) if node.op.startswith("call_") else ""
+
+
 _OPERATORS = {
     "iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "div", "truediv": "div", "iand": "and", "ior": "or",
     "ipow": "pow", "imatmul": "matmul", "radd": "add", "rmul": "mul", "multiply": "mul", "divide": "div",

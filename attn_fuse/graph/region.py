@@ -12,7 +12,7 @@ A site has several candidates where only the meaning tells which product is that
 from __future__ import annotations
 
 import functools
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,11 +33,13 @@ from attn_fuse.graph.names import (
     SCATTERS,
     SIZE_QUERIES,
     SOFTMAX,
+    called,
     is_exponential,
     op_name,
     requires_grad,
     value_of,
 )  # fmt: skip
+from attn_fuse.graph.reach import reach
 from attn_fuse.graph.scopes import Scope, StillWritten
 from attn_fuse.graph.walk import BETWEEN, Walk, is_product, is_tuple, reached_from
 
@@ -155,16 +157,9 @@ def cut_at(region: Region, node: Node) -> Region | None:
     places = {node} if not is_tuple(node) else {user for user in node.users if user in nodes}
     if places & _dependents_of_products(region) or not places <= nodes:
         return None
-    inside: set[Node] = set()
-    leaves: set[Node] = set()
-    todo = [region.output]
-    while todo:
-        current = todo.pop()
-        if current in places or current not in nodes:
-            leaves.add(current)
-        elif current not in inside:
-            inside.add(current)
-            todo += current.all_input_nodes
+    stays = nodes - places
+    read = list(reach([region.output], lambda n: n.all_input_nodes if n in stays else ()))
+    inside, leaves = stays & {*read}, {n for n in read if n not in stays}
     if any(is_tuple(leaf) for leaf in leaves):
         return None
     order = {n: i for i, n in enumerate((*region.leaves, *region.nodes))}
@@ -223,33 +218,29 @@ def _computed_again(walk: Walk, position: Mapping[Node, int], disjoint: Abstract
     disjoint: products that are other parts of the scores.
     """
     first = min((position[node] for node in walk.operands if node in position), default=0)
-    todo, known = list(walk.leaves & walk.beside), set(walk.operands) | disjoint
-    while todo:
-        node = todo.pop()
-        if node in known or node.op == "placeholder" or position.get(node, first) < first:
-            continue
-        known.add(node)
-        if node.op.startswith("call_") and op_name(node) in IN_THE_SHAPE_OF | SIZE_QUERIES:
-            continue
-        if node.op.startswith("call_") and op_name(node) in PRODUCTS:
+    known = walk.operands | disjoint
+
+    def is_new(node: Node) -> bool:
+        return not (node in known or node.op == "placeholder" or position.get(node, first) < first)
+
+    def above(node: Node) -> Iterable[Node]:
+        return node.all_input_nodes if is_new(node) and called(node) not in IN_THE_SHAPE_OF | SIZE_QUERIES else ()
+
+    for node in reach(walk.leaves & walk.beside, above):
+        if is_new(node) and called(node) in PRODUCTS:
             sides = [side for side in node.all_input_nodes if _comes_from(side, walk.operands)]
             if len(sides) > 1 or sides == node.all_input_nodes:
                 return node
-        todo += node.all_input_nodes
     return None
 
 
 def _comes_from(node: Node, operands: Container[Node]) -> bool:
     """Whether `node` is computed from one of `operands` by layout and element-wise operations."""
-    todo, known = [node], set()
-    while todo:
-        current = todo.pop()
-        if current in operands:
-            return True
-        if current not in known and current.op.startswith("call_") and op_name(current) in LAYOUT | ELEMENTWISE:
-            todo += current.all_input_nodes
-        known.add(current)
-    return False
+
+    def above(n: Node) -> Iterable[Node]:
+        return n.all_input_nodes if n not in operands and called(n) in LAYOUT | ELEMENTWISE else ()
+
+    return any(n in operands for n in reach([node], above))
 
 
 def _may_equal(a: Node, b: Node) -> bool:
@@ -382,17 +373,11 @@ def _hides_a_product(leaf: Node) -> bool:
     """Whether `leaf`, no product itself, reads one, directly or through element-wise and layout operations."""
     if not leaf.op.startswith("call_") or op_name(leaf) in PRODUCTS:
         return False
-    seen: set[Node] = set()
-    todo = leaf.all_input_nodes[:1]
-    while todo:
-        node = todo.pop()
-        name = op_name(node) if node.op.startswith("call_") else ""
-        if name in PRODUCTS:
-            return True
-        if node not in seen and (name in ELEMENTWISE or name in LAYOUT):
-            seen.add(node)
-            todo += node.all_input_nodes
-    return False
+
+    def above(node: Node) -> Iterable[Node]:
+        return node.all_input_nodes if called(node) in LAYOUT | ELEMENTWISE else ()
+
+    return any(called(node) in PRODUCTS for node in reach(leaf.all_input_nodes[:1], above))
 
 
 def _reached_from(nodes: list[Node], last: Node) -> set[Node]:
@@ -400,13 +385,7 @@ def _reached_from(nodes: list[Node], last: Node) -> set[Node]:
 
 
 def _dependents(source: Node, within: set[Node]) -> set[Node]:
-    reached, todo = {source}, [source]
-    while todo:
-        for user in todo.pop().users:
-            if user in within and user not in reached:
-                reached.add(user)
-                todo.append(user)
-    return reached
+    return {*reach([source], lambda node: node.users.keys() & within)}
 
 
 def _dependents_of_products(region: Region) -> set[Node]:

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -30,6 +30,7 @@ from attn_fuse.graph.names import (
     requires_grad,
     value_of,
 )  # fmt: skip
+from attn_fuse.graph.reach import reach
 
 # Operations that may stand between the scores, the weights and the product with the value.
 BETWEEN = ELEMENTWISE | LAYOUT | CREATION | DROPOUT | REDUCTIONS | JOINS | SCATTERS | LOOKUPS | SOFTMAX
@@ -193,15 +194,11 @@ def is_product(node: Node) -> bool:
 
 def reached_from(start: Node, last: Node) -> set[Node]:
     """`start` and the nodes computed from it that stand no later in the graph than `last`."""
-    reached = {start}
-    todo = [start]
-    while todo:
-        for user in todo.pop().users:
-            if user not in reached and (user is last or user < last):
-                reached.add(user)
-                if user is not last:
-                    todo.append(user)
-    return reached
+
+    def below(node: Node) -> Iterable[Node]:
+        return [user for user in node.users if user is last or user < last] if node is not last else ()
+
+    return {*reach([start], below)}
 
 
 def _is_tensor(node: Node) -> bool:

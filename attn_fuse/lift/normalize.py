@@ -16,6 +16,7 @@ import torch
 import torch.fx.traceback
 from torch.fx import GraphModule, Node, map_arg
 
+from attn_fuse.graph.memory import call
 from attn_fuse.graph.modes import autocast_of
 from attn_fuse.graph.names import DROPOUT, FUSED, elements, op_name, requires_grad, value_of
 from attn_fuse.graph.region import Region
@@ -107,10 +108,7 @@ def _run(node: Node, env: dict[Node, Any], probabilities: list[float | Node]) ->
     args, kwargs = map_arg(node.args, env.__getitem__), map_arg(node.kwargs, env.__getitem__)
     if op_name(node) in FUSED:
         return _as_written_out(node, probabilities, *args, **kwargs)
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    assert callable(node.target)
-    return node.target(*args, **kwargs)
+    return call(node, args, kwargs)
 
 
 def _as_written_out(
