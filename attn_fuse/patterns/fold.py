@@ -8,8 +8,8 @@ query is proved to see a key, and keeps its exact meaning elsewhere.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import sympy
 import torch
@@ -26,6 +26,8 @@ from attn_fuse.lift.lift import Lifted
 from attn_fuse.patterns.layer import Bias, Floor, Layer, MaskFill, Scale, Softcap
 from attn_fuse.patterns.masks import MASK_FILL_THRESHOLD
 
+_ONE = Const(1.0)
+
 
 @dataclass(frozen=True)
 class Term:
@@ -39,65 +41,101 @@ class Term:
 class Scores:
     """The layers of the scores: softcap(scale * product), plus `terms`, filled by `fills`, both outermost first.
 
-    scaled_fill: whether the scores are scaled after a fill. floored: whether a bias is raised to a floor.
+    magnitude: about how much `scale` makes of an ordinary product. scaled_fill: whether the scores are scaled after a
+    fill. floored: whether a bias is raised to a floor. bounded: whether a floor lies over the product.
     """
 
-    scale: Expr
-    softcap: float | None
-    terms: tuple[Term, ...]
-    fills: tuple[MaskFill, ...]
-    scaled_fill: bool
-    floored: bool
+    scale: Expr = _ONE
+    softcap: float | None = None
+    terms: tuple[Term, ...] = ()
+    fills: tuple[MaskFill, ...] = ()
+    magnitude: float = 1.0
+    scaled_fill: bool = False
+    floored: bool = False
+    bounded: bool = False
 
 
-def fold(layers: Iterable[tuple[Layer, Expr]], key_axes: tuple[sympy.Symbol, ...]) -> Scores | Refusal:
+def fold(layers: Sequence[tuple[Layer, Expr]], key_axes: tuple[sympy.Symbol, ...]) -> Scores | Refusal:
     """The layers of the scores, folded; a Refusal where they have no such form.
 
     layers: outermost first, each with the part that it was taken off. key_axes: the axes of the key position.
     """
-    scale: Expr = Const(1.0)
-    terms: list[Term] = []
-    fills: list[MaskFill] = []
-    floored = scaled_fill = False
-    softcap: float | None = None
-    least = -math.inf
-    # (each finite fill, about how much the scores are scaled before it, the part that it was taken off)
-    reached: list[tuple[float, float, Expr]] = []
-    for layer, part in layers:
-        match layer:
-            case Scale(factor):
-                if index_symbols(factor) & set(key_axes):
-                    return Refusal("the scores are scaled differently for each key", part)
-                scale = al.mul(scale, factor)
-                reached = [(fill, magnitude * _magnitude(factor), at) for fill, magnitude, at in reached]
-            case Softcap(value):
-                if scale != Const(1.0) or least > -math.inf or softcap is not None:
-                    return Refusal("capped scores are scaled or bounded", part)
-                softcap = value
-            case Bias() | MaskFill() | Floor() if softcap is not None:
-                return Refusal("scores are capped after a mask or a bias", part)
-            case Bias(term):
-                floored = floored or least > -math.inf
-                raised = term if least == -math.inf else al.binary("maximum", term, Const(least))
-                terms.append(Term(al.mul(scale, raised), len(fills)))
-            case MaskFill(keep, value, added):
-                if not (isinstance(scale, Const) and scale.value > 0):
-                    return Refusal("masked scores are scaled by something that is not a positive number", part)
-                scaled_fill = scaled_fill or scale != Const(1.0)
-                # Where a floor lifts the fill, the score is no longer lowered but replaced by the floor.
-                lifted = value <= least
-                fill = max(value, least) * scale.value
-                if fill > WEAKEST_FILL:
-                    return Refusal(f"masked scores are scaled to {fill:g}, which ordinary scores can reach", part)
-                fills.append(MaskFill(keep, fill, added and not lifted))
-                # A fill above the threshold is the min of the scores' dtype, out of reach of any score in it.
-                reached += [(value, 1.0, part)] if -math.inf < value <= MASK_FILL_THRESHOLD else []
-            case Floor(value):
-                least = max(least, value)
-    for value, magnitude, at in reached:
-        if magnitude > 1 and magnitude * _ORDINARY > -value:
-            return Refusal(f"masked scores become {value:g}, which scores times {magnitude:g} can reach", at)
-    return Scores(scale, softcap, tuple(terms), tuple(fills), scaled_fill, floored)
+    scores = Scores()
+    for layer, part in reversed(layers):
+        answer = over(scores, layer, key_axes)
+        if isinstance(answer, Refusal):
+            return answer.at(part)
+        scores = answer
+    return scores
+
+
+def over(scores: Scores, layer: Layer, key_axes: tuple[sympy.Symbol, ...]) -> Scores | Refusal:
+    """`scores` with `layer` laid over them."""
+    match layer:
+        case Scale(factor):
+            return _scaled(scores, factor, key_axes)
+        case Softcap(value):
+            return _capped(scores, value)
+        case Bias(term):
+            return replace(scores, terms=(Term(term, 0), *scores.terms))
+        case MaskFill():
+            return _filled(scores, layer)
+        case Floor(value):
+            return _floored(scores, value)
+    return scores
+
+
+def _scaled(scores: Scores, factor: Expr, key_axes: tuple[sympy.Symbol, ...]) -> Scores | Refusal:
+    """s * (x + b) = s * x + s * b, and s * where(k, x, f) = where(k, s * x, s * f)."""
+    if index_symbols(factor) & set(key_axes):
+        return Refusal("the scores are scaled differently for each key")
+    if scores.softcap is not None:
+        return Refusal("capped scores are scaled or bounded")
+    fills = []
+    for fill in scores.fills:
+        if not (isinstance(factor, Const) and factor.value > 0):
+            return Refusal("masked scores are scaled by something that is not a positive number")
+        if fill.value * factor.value > WEAKEST_FILL:
+            value = fill.value * factor.value
+            return Refusal(f"masked scores are scaled to {value:g}, which ordinary scores can reach")
+        fills.append(replace(fill, value=fill.value * factor.value))
+    return replace(
+        scores,
+        scale=al.mul(factor, scores.scale),
+        magnitude=scores.magnitude * _magnitude(factor),
+        terms=tuple(replace(term, value=al.mul(factor, term.value)) for term in scores.terms),
+        fills=tuple(fills),
+        scaled_fill=scores.scaled_fill or (bool(fills) and factor != _ONE),
+    )
+
+
+def _capped(scores: Scores, value: float) -> Scores | Refusal:
+    if scores.terms or scores.fills or scores.bounded:
+        return Refusal("scores are capped after a mask or a bias")
+    if scores.softcap is not None:
+        return Refusal("capped scores are scaled or bounded")
+    return replace(scores, softcap=value)
+
+
+def _filled(scores: Scores, fill: MaskFill) -> Scores | Refusal:
+    # A fill above the threshold is the min of the scores' dtype, out of reach of any score in it.
+    is_near = -math.inf < fill.value <= MASK_FILL_THRESHOLD and scores.magnitude * _ORDINARY > -fill.value
+    if is_near and scores.magnitude > 1:
+        return Refusal(f"masked scores become {fill.value:g}, which scores times {scores.magnitude:g} can reach")
+    terms = tuple(replace(term, below=term.below + 1) for term in scores.terms)
+    return replace(scores, terms=terms, fills=(fill, *scores.fills))
+
+
+def _floored(scores: Scores, least: float) -> Scores | Refusal:
+    """max(where(k, x, f), L) = where(k, x, max(f, L)) for scores x that stay above L."""
+    if scores.softcap is not None:
+        return Refusal("capped scores are scaled or bounded")
+    # Where a floor lifts the fill, the score is no longer lowered but replaced by the floor.
+    fills = tuple(
+        replace(fill, value=max(fill.value, least), added=fill.added and fill.value > least) for fill in scores.fills
+    )
+    terms = tuple(replace(term, value=al.binary("maximum", term.value, Const(least))) for term in scores.terms)
+    return replace(scores, terms=terms, fills=fills, floored=scores.floored or bool(terms), bounded=True)
 
 
 def _magnitude(factor: Expr) -> float:
