@@ -16,6 +16,7 @@ from attn_fuse.attention.attention import Attention, Refusal
 from attn_fuse.attention.describe import in_mathematics, in_words
 from attn_fuse.attention.facts import Facts, facts_of, is_learned
 from attn_fuse.emit.builder import NotEmitted
+from attn_fuse.errors import named
 from attn_fuse.expression import nodes as ex
 from attn_fuse.expression.text import Names, as_text
 from attn_fuse.graph.location import locate
@@ -127,7 +128,7 @@ class Rewriter:
                 return self._fuse(region, site)
         except Exception as problem:  # rule 5: whatever goes wrong in here must not break the model
             log.warning("%s: the attention stays as written, since analysing it failed", location, exc_info=True)
-            reason = Refusal(f"analysing it failed: {type(problem).__name__}: {_first_line(problem)}")
+            reason = Refusal(f"analysing it failed: {named(problem)}")
             return SiteReport(location, "refused", blocker=_blocker(reason, region.softmax))
 
     def _fuse(self, region: Region, site: Site) -> SiteReport:
@@ -334,25 +335,33 @@ def _analyse(region: Region, proofs: Mapping[Node, Proof], stages: Stages) -> _A
             region = cut
 
 
-# The max length of an expression in a report: a longer one is for a program to read.
+# The max size of an expression in a report, in nodes and in characters: a larger one is for a program to read.
+_MOST_NODES = 4000
 _MOST_CHARACTERS = 4000
 
 
 def _in_mathematics(result: Attention | Refusal, lifted: Lifted, region: Region) -> str:
-    """The mathematics that was read of a site; "" where it is too large to print."""
-    names = {n: _leaf_name(leaf, region) for n, leaf in enumerate(region.leaves)}
-    if ex.size(lifted.element) > _MOST_CHARACTERS:
+    """The mathematics that was read of a site; "" where it is too large to print, or cannot be printed."""
+    if ex.size(lifted.element) > _MOST_NODES:
         return ""
+    try:
+        text = _printed(result, lifted, region)
+    except Exception:  # what a report says must not cost a fusion
+        log.warning("%s: its mathematics cannot be printed", locate(region.softmax), exc_info=True)
+        return ""
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]} ..."
+
+
+def _printed(result: Attention | Refusal, lifted: Lifted, region: Region) -> str:
+    names = {n: _leaf_name(leaf, region) for n, leaf in enumerate(region.leaves)}
     if isinstance(result, Attention):
         letters: dict[int, str] = {}
         for letter, operand in (("q", result.query), ("k", result.key), ("v", result.value)):
             if isinstance(operand, ex.Load):
                 letters[operand.leaf] = letters.get(operand.leaf, "") + letter
         names |= letters
-        text = in_mathematics(result, names)
-    else:
-        text = f"out = {as_text(lifted.element, Names(leaves=names))}"
-    return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]} ..."
+        return in_mathematics(result, names)
+    return f"out = {as_text(lifted.element, Names(leaves=names))}"
 
 
 def _leaf_name(leaf: Node, region: Region) -> str:
@@ -441,7 +450,3 @@ def _blocker(refusal: Refusal, softmax: Node) -> Blocker:
 def _plain(source: str) -> str:
     source = re.sub(r"\._(?:modules|buffers|parameters)\['([^']+)'\]", r".\1", source)
     return source.replace("L['self'].", "", 1)
-
-
-def _first_line(problem: Exception) -> str:
-    return str(problem).partition("\n")[0]

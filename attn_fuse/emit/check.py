@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from attn_fuse.errors import named
 from attn_fuse.graph.replay import Aliases, Played, replay
 from attn_fuse.report import SiteReport
 
@@ -41,7 +42,7 @@ def disagreement(written: GraphModule, rewritten: GraphModule, inputs: Sequence[
         as_written = replay(written, inputs, aliases)
         as_rewritten = replay(rewritten, inputs, {})
     except Exception as problem:
-        return f"the check could not be made: {type(problem).__name__}: {str(problem).partition(chr(10))[0]}"
+        return f"the check could not be made: {named(problem)}"
     try:
         exact: Played | None = replay(written, inputs, aliases, wide=True)
     except Exception:  # nothing says that a program can run in float64: an operation may take half precision alone

@@ -12,6 +12,7 @@ from attn_fuse.attention.facts import Facts
 from attn_fuse.emit.builder import NotEmitted
 from attn_fuse.emit.call import Call
 from attn_fuse.emit.kept import kept
+from attn_fuse.errors import first_line
 from attn_fuse.graph.modes import uncast
 from attn_fuse.graph.names import CASTS, LAYOUT, op_name, requires_grad, storages
 from attn_fuse.graph.reach import reach
@@ -40,7 +41,7 @@ def emit(
             raise NotEmitted(f"{lost.name} gets a gradient of zeros as written, and would get none")
     except Exception as problem:
         call.undo()
-        raise NotEmitted(str(problem).partition("\n")[0] or type(problem).__name__) from problem
+        raise NotEmitted(first_line(problem) or type(problem).__name__) from problem
     region.output.replace_all_uses_with(result)
     call.tidy(keep=result)
     if region.mode.grad:

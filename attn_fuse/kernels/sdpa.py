@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from attn_fuse.attention.attention import Attention
 from attn_fuse.attention.facts import Facts
 from attn_fuse.emit.builder import tensor
+from attn_fuse.errors import first_line
 from attn_fuse.kernels.kernel import BEYOND_SDPA, GridValues, Kernel, Reach, beyond_masks_and_biases
 from attn_fuse.torch_internals import FakeTensorMode, sdpa_choice
 
@@ -78,7 +79,7 @@ def cuda_limits(
             warnings.simplefilter("always")
             able = can_use(parameters, True)
     if not able:
-        yield from {_first_line(w.message) for w in said} or {"torch says that it cannot"}
+        yield from {first_line(w.message).partition(" (Triggered")[0] for w in said} or {"torch says that it cannot"}
 
 
 def _common_limits(attention: Attention, facts: Facts) -> Iterator[str]:
@@ -205,10 +206,6 @@ PINNED: dict[SDPBackend, Callable[..., torch.Tensor]] = {
     SDPBackend.FLASH_ATTENTION: flash_attention,
     SDPBackend.EFFICIENT_ATTENTION: efficient_attention,
 }
-
-
-def _first_line(message: Any) -> str:
-    return str(message).partition("\n")[0].partition(" (Triggered")[0]
 
 
 def _cuda(backend: SDPBackend, can_use: Any, takes_gqa: bool, **fields: Any) -> Kernel:

@@ -296,6 +296,17 @@ def test_a_failure_in_the_pass_never_breaks_a_model(monkeypatch, caplog) -> None
     assert "test_backend.py" in caplog.text
 
 
+def test_an_expression_that_cannot_be_printed_costs_no_fusion(monkeypatch, caplog) -> None:
+    def fails(*args: object) -> str:
+        raise RecursionError("by design")
+
+    monkeypatch.setattr("attn_fuse.site.in_mathematics", fails)
+    model, x = Stack(1), torch.randn(2, 9, 32)
+    torch.testing.assert_close(torch.compile(model, backend=backend, options=FUSED)(x), model(x))
+    (site,) = last_sites()
+    assert site.fused and site.expression == "" and "its mathematics cannot be printed" in caplog.text
+
+
 def test_what_eager_refuses_fails_with_eagers_error() -> None:
     q, k = torch.randn(2, 4, 8, 16), torch.randn(2, 4, 8, 15)
     with pytest.raises(Exception) as wanted:

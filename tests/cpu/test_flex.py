@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from attn_fuse.attention.attention import Attention
 from attn_fuse.attention.facts import Facts
 from attn_fuse.kernels.flex import kernel as flex
+from attn_fuse.kernels.flex.blocks import VERSION
 from attn_fuse.picker import pick as picker
 from attn_fuse.report import SiteReport, collecting
 from attn_fuse.torch_internals import flex_differentiates_what_it_reads
@@ -65,7 +66,7 @@ class TestModels:
         # Up to 128, one block, is another graph.
         lengths = [(torch.randn(3, 200, 64),), (torch.randn(2, 131, 64),)] if dynamic else []
         outcome = on_flex(model, torch.randn(2, 300, 64), dynamic=dynamic, more=lengths)
-        assert len(outcome.sites) == 2 and outcome.after.count("flex_blocks_v1.default(") == 1, outcome.after
+        assert len(outcome.sites) == 2 and outcome.after.count(f"flex_blocks_v{VERSION}.default(") == 1, outcome.after
 
     def test_parameters_that_require_a_gradient_under_inference_mode(self) -> None:
         model, x = Layer(150), torch.randn(1, 150, 64)

@@ -11,7 +11,7 @@ import sympy
 import torch
 
 from attn_fuse.attention.attention import Attention, Refusal
-from attn_fuse.attention.mask import Causal, DenseMask, KeyPadding, Window
+from attn_fuse.attention.mask import Causal, DenseMask, KeyPadding, PositionMask, Window
 from attn_fuse.expression import nodes as ex
 from attn_fuse.expression.index import Space
 from attn_fuse.expression.nodes import (
@@ -115,20 +115,31 @@ def test_keys_along_two_axes() -> None:
     assert found.length(found.axes.key) == 14
 
 
+def loaded(*indices: sympy.Expr) -> Expr:
+    return ex.Compare("gt", Load(3, indices), Const(0))
+
+
+def every_third(p: Parts) -> Expr:
+    return ex.IsZero(Mod(p.i - p.j, 3))
+
+
 MASKS = [
-    (lambda p: NonNegative(p.i - p.j), Causal),
-    (lambda p: NonNegative(p.j - p.i + 2), Window),
-    (lambda p: ex.Compare("gt", Load(3, (p.b, p.j)), Const(0)), KeyPadding),
-    (lambda p: ex.Compare("gt", Load(3, (p.b, p.i, p.j)), Const(0)), DenseMask),
+    (lambda p: NonNegative(p.i - p.j), Causal, "none"),
+    (lambda p: NonNegative(p.j - p.i + 2), Window, "none"),
+    (lambda p: loaded(p.b, p.j), KeyPadding, "nan"),
+    (lambda p: loaded(p.b, p.i, p.j), DenseMask, "nan"),
+    (every_third, PositionMask, "none"),
+    # Whatever the tensor holds, query i sees key i.
+    (lambda p: ex.Or(every_third(p), loaded(p.b, p.i, p.j)), DenseMask, "none"),
 ]
 
 
-@pytest.mark.parametrize(("keep", "kind"), MASKS, ids=[kind.__name__ for _, kind in MASKS])
-def test_kinds_of_masks(keep, kind) -> None:
+@pytest.mark.parametrize(("keep", "kind", "empty_rows"), MASKS)
+def test_kinds_of_masks(keep, kind, empty_rows) -> None:
     p = Parts()
     found = p.recognized(p.out(p.softmax(Select(keep(p), p.product(), Const(-INF)))))
     assert isinstance(found, Attention) and [type(part) for part in found.mask.parts] == [kind]
-    assert found.mask.empty_rows == ("none" if kind in (Causal, Window) else "nan") and found.score_mod is None
+    assert found.mask.empty_rows == empty_rows and found.score_mod is None
 
 
 def test_structure_in_every_place_at_once() -> None:

@@ -200,6 +200,10 @@ def has_jump(x: Expr) -> bool:
         (al.nonnegative(Q + K, SPACE), TRUE),
         (al.nonnegative(Q - ROWS, SPACE), FALSE),
         (al.logical_not(NonNegative(Q - K)), NonNegative(K - Q - 1)),
+        (al.logical_not(Compare("eq", Load(0, (Q,)), Const(0))), Compare("ne", Load(0, (Q,)), Const(0))),
+        (al.logical_not(Compare("ne", Load(0, (Q,)), Const(0))), Compare("eq", Load(0, (Q,)), Const(0))),
+        # With NaN, neither a < b nor a ≥ b holds.
+        (al.logical_not(Compare("lt", Load(0, (Q,)), Const(0))), Not(Compare("lt", Load(0, (Q,)), Const(0)))),
         (al.logical_and(TRUE, IsZero(Q)), IsZero(Q)),
         (al.logical_or(TRUE, IsZero(Q)), TRUE),
         (al.cast(torch.float32, IsZero(Q), torch.bool, SPACE), Select(IsZero(Q), Const(1.0), Const(0.0))),

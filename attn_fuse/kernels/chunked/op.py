@@ -24,8 +24,9 @@ from attn_fuse.kernels.chunked.plan import shares
 from attn_fuse.kernels.once import once
 from attn_fuse.kernels.score.program import ScoreProgram
 
-# torch's caches on disk know an operator by its name only: raise this with every change in what it computes.
-VERSION = 8
+# torch's caches on disk know an operator by its name only: raise this with every change in what it computes, or in
+# the text of a score program.
+VERSION = 9
 
 
 def _fake(

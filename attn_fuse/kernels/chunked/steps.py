@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_fuse.errors import first_line
 from attn_fuse.expression.nodes import Diagonal, Expr, Gather, Input, Score, distinct
 from attn_fuse.kernels.chunked.dropout import kept
 from attn_fuse.kernels.score.gradient import differentiable, gradients, needed
@@ -181,7 +182,7 @@ def run(steps: Steps, name: str, tensors: Sequence[Tensor], compiles: bool) -> A
         try:
             _chosen[known] = _choose(getattr(steps, name), tensors, made)
         except Exception as problem:
-            log.warning("chunked attention runs uncompiled: %s", str(problem).partition("\n")[0])
+            log.warning("chunked attention runs uncompiled: %s", first_line(problem))
             made.append(_Compiled(getattr(steps, name), lambda tensors: True))
             _chosen[known] = made[-1].function
     return _chosen[known](*tensors)

@@ -18,8 +18,9 @@ from torch import Tensor
 from attn_fuse.emit.operators import operator
 from attn_fuse.kernels.triton import OPERATOR_DEVICES
 
-# torch's caches on disk know an operator by its name only: raise this with every change in what it computes.
-VERSION = 2
+# torch's caches on disk know an operator by its name only: raise this with every change in what it computes, or in
+# the text of a score program.
+VERSION = 3
 
 
 def _run(

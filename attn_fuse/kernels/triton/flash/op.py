@@ -21,8 +21,9 @@ from attn_fuse.emit.operators import gradients_of_inputs, operator
 from attn_fuse.kernels.once import once
 from attn_fuse.kernels.triton import OPERATOR_DEVICES
 
-# torch's caches on disk know an operator by its name only: raise this with every change in what it computes.
-VERSION = 4
+# torch's caches on disk know an operator by its name only: raise this with every change in what it computes, or in
+# the text of a score program.
+VERSION = 5
 
 
 def heads_inside(like: Tensor, shape: Sequence[Any]) -> Tensor:

@@ -22,8 +22,9 @@ from attn_fuse.kernels.once import once
 from attn_fuse.kernels.triton import OPERATOR_DEVICES
 from attn_fuse.kernels.triton.flash.op import heads_inside
 
-# torch's caches on disk know an operator by its name only: raise this with every change in what it computes.
-VERSION = 5
+# torch's caches on disk know an operator by its name only: raise this with every change in what it computes, or in
+# the text of a score program.
+VERSION = 6
 
 
 def operands(packed: Tensor, views: Sequence[int], sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,7 +16,9 @@ from attn_fuse.kernels.score.dependence import planes
 from attn_fuse.kernels.score.program import ScoreProgram
 from attn_fuse.kernels.score.visibility import visibility
 
-VERSION = 1
+# torch's caches on disk know an operator by its name only: raise this with every change in what it computes, or in
+# the text of a score program.
+VERSION = 2
 # Queries or keys in one entry.
 SPAN = 64
 
