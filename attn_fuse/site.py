@@ -386,9 +386,7 @@ def _lost_in_rounding(attention: Attention, facts: Facts) -> float | None:
     limit = 1 / (_ROUNDINGS_OF_A_SCORE * torch.finfo(torch.promote_types(facts.dtype, torch.float32)).eps)
     for part in ex.walk(attention.score):
         match part:
-            case ex.Mul(ex.Const(value), x) | ex.Mul(x, ex.Const(value)) if (
-                ex.has_product(x) and limit < abs(value) < math.inf
-            ):
+            case ex.Mul(x, ex.Const(value)) if ex.has_product(x) and limit < abs(value) < math.inf:
                 return float(value)
             case ex.Div(x, ex.Const(value)) if ex.has_product(x) and value != 0 and limit < abs(1 / value):
                 return 1 / value

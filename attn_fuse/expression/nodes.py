@@ -7,7 +7,8 @@ SymPy over integer index symbols, in `Index`, `Load`, `NonNegative` and `IsZero`
 writes them as arithmetic on `Position`, with `Input`, `Number`, `Gather` and `Compare`.
 
 Patterns match on the classes. The functions of `simplify` (`add`, `mul`, `select`, ...) simplify what they build;
-Python's operators build a node as it stands.
+Python's operators build a node as it stands. Both put a constant last in sums and products, so that a pattern matches
+one order of operands.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ class Expr:
     __slots__ = ()
 
     def __add__(self, other: Expr | float) -> Expr:
-        return Add(self, as_expr(other))
+        return Add(*constant_last(self, as_expr(other)))
 
     def __radd__(self, other: float) -> Expr:
-        return Add(Const(other), self)
+        return self + other
 
     def __sub__(self, other: Expr | float) -> Expr:
         return Binary("sub", self, as_expr(other))
@@ -38,10 +39,10 @@ class Expr:
         return Binary("sub", Const(other), self)
 
     def __mul__(self, other: Expr | float) -> Expr:
-        return Mul(self, as_expr(other))
+        return Mul(*constant_last(self, as_expr(other)))
 
     def __rmul__(self, other: float) -> Expr:
-        return Mul(Const(other), self)
+        return self * other
 
     def __truediv__(self, other: Expr | float) -> Expr:
         return Div(self, as_expr(other))
@@ -287,6 +288,11 @@ TRUE, FALSE = Const(True), Const(False)
 def as_expr(x: Expr | float) -> Expr:
     """`x` as an expression: a number becomes a `Const`."""
     return x if isinstance(x, Expr) else Const(x)
+
+
+def constant_last(a: Expr, b: Expr) -> tuple[Expr, Expr]:
+    """The operands of a sum or product in their order: the other way round where only `a` is a `Const`."""
+    return (b, a) if isinstance(a, Const) and not isinstance(b, Const) else (a, b)
 
 
 def name_of(expr: Expr) -> str:

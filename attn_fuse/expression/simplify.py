@@ -1,16 +1,17 @@
 """Algebra: functions that simplify element expressions as they build them, or rebuild them from others.
 
+Normal form: in sums, products, max, min and choices the operand with the matrix product stands first, and a constant
+last, so that patterns match one order.
+
 A rule holds for every finite number. 0 * x stays a product. A choice of 1 and 0 times x becomes a choice of x and 0,
 since that is how programs write masks, unless x is a quotient or a constant makes it infinite.
 
 A rule may round scores (expressions with a matrix product) otherwise than the program does. Any other expression may be
-compared, rounded to integers or cast further up, so there a rule gives exactly the number that torch gives: `computed`
-says what the dtype of an operation does to its result.
+compared, rounded to integers or cast further up, so there a rule gives exactly the number that torch gives.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 import operator
 from collections.abc import Callable, Mapping
@@ -28,7 +29,6 @@ from attn_fuse.expression.nodes import (
     Add,
     And,
     Binary,
-    Cast,
     Compare,
     Const,
     Div,
@@ -54,128 +54,33 @@ from attn_fuse.expression.ranges import infinities
 from attn_fuse.torch_internals import Mod
 
 
-def rounded(value: float, dtype: torch.dtype) -> bool | int | float:
-    """`value` as `dtype` stores it: rounded, or wrapped around."""
-    if dtype == torch.bool:
-        return bool(value)
-    if not dtype.is_floating_point:
-        info = torch.iinfo(dtype)
-        return (int(value) - info.min) % (info.max - info.min + 1) + info.min
-    return float(torch.tensor(value, dtype=torch.float64).to(dtype).item())
+def _ordered(a: Expr, b: Expr) -> tuple[Expr, Expr]:
+    """The operands of an operation that commutes, in their order; a choice of 1 and 0 stands behind other parts."""
+    return (b, a) if _rank(b) < _rank(a) else (a, b)
 
 
-def computed(x: Expr, dtype: torch.dtype, space: Space) -> Expr:
-    """`x`, an operation in exact arithmetic, as torch computes it in `dtype` on operands held in `dtype`.
-
-    Integers wrap around where `dtype` is narrower than int64, and positions are rounded where it does not hold them
-    exactly. The results of half-precision operations are rounded by `as_rounded` only.
-    """
+def _rank(x: Expr) -> int:
     match x:
-        case Const(value) if dtype.is_floating_point or math.isfinite(value):
-            return Const(rounded(value, dtype)) if math.isfinite(value) else x
-        case Select(cond, a, b):
-            return select(cond, computed(a, dtype, space), computed(b, dtype, space))
-        case Index(value):
-            return x if is_exact(value, dtype, space) else Cast(dtype, x)
-        case Add() | Mul() | Div() | Unary() | Binary() if dtype.is_floating_point:
-            return x if has_product(x) else _held(x, dtype)
-        case Add() | Mul() | Div() | Unary() | Binary() if dtype not in (torch.int64, torch.bool):
-            return Cast(dtype, x)
-    return x
-
-
-def _held(x: Expr, dtype: torch.dtype) -> Expr:
-    """`x` with a cast to `dtype` around each operand that is made of positions and so carries no dtype."""
-
-    def held(operand: Expr) -> Expr:
-        is_number = isinstance(operand, Const) or (isinstance(operand, Select) and not _has_position(operand))
-        return operand if is_number or not _is_untyped(operand) else Cast(dtype, operand)
-
-    match x:
-        case Unary(name, operand) if FUNCTIONS[name].gives != "same":
-            return Unary(name, held(operand))
-        case Binary(name, a, b):
-            return Binary(name, held(a), held(b))
-        case Add(a, b) | Mul(a, b) | Div(a, b):
-            return type(x)(held(a), held(b))
-    return x
-
-
-def _is_untyped(x: Expr) -> bool:
-    """Whether nothing in `x` carries a dtype, since it is made of positions and numbers alone."""
-    return not any(isinstance(part, (Load, Gather, Scalar, Cast, Score)) for part in walk(x))
-
-
-def _has_position(x: Select) -> bool:
-    return any(isinstance(part, Index) for branch in (x.a, x.b) for part in walk(branch))
-
-
-def is_exact(value: sympy.Expr, dtype: torch.dtype, space: Space) -> bool:
-    """Whether `dtype` holds the position `value` exactly, for every value of its indices and sizes."""
-    least, greatest = _EXACT[dtype] if dtype in _EXACT else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
-    low, high = space.bounds(value)
-    return least <= low and high <= greatest
-
-
-_EXACT = {
-    torch.bool: (0, 1),
-    torch.bfloat16: (-(2**8), 2**8),
-    torch.float16: (-(2**11), 2**11),
-    torch.float32: (-(2**24), 2**24),
-    torch.float64: (-(2**53), 2**53),
-}
-
-
-def as_rounded(x: Expr, leaf_dtypes: Mapping[int, torch.dtype]) -> Expr:
-    """`x` with the result of each half-precision operation rounded to its dtype, as a comparison of `x` would show.
-
-    leaf_dtypes: the dtype of each leaf that is a tensor. An expression with a matrix product stays as it is.
-    """
-    if has_product(x) or not any(_is_half(part, leaf_dtypes) for part in walk(x)):
-        return x
-
-    def dtype_of(x: Expr) -> torch.dtype | None:
-        match x:
-            case Load(leaf) | Gather(leaf):
-                return leaf_dtypes[leaf] if leaf_dtypes[leaf].is_floating_point else None
-            case Cast(dtype):
-                return dtype if dtype.is_floating_point else None
-            case Select(_, a, b) | Binary(_, a, b) | Add(a, b) | Mul(a, b) | Div(a, b):
-                found = [held for part in (a, b) if (held := dtype_of(part)) is not None]
-                return functools.reduce(torch.promote_types, found) if found else None
-            case Unary(_, inner):
-                return dtype_of(inner)
-        return None
-
-    def changed(x: Expr) -> Expr:
-        if isinstance(x, Cast) and x.dtype in _HALVES and dtype_of(x.x) == x.dtype:
-            return changed(x.x)
-        new, dtype = rebuilt(x, changed), dtype_of(x)
-        is_rounded = dtype in _HALVES and isinstance(x, (Add, Mul, Div, Unary, Binary))
-        return Cast(dtype, new) if dtype is not None and is_rounded else new
-
-    return changed(x)
-
-
-def _is_half(x: Expr, leaf_dtypes: Mapping[int, torch.dtype]) -> bool:
-    match x:
-        case Load(leaf) | Gather(leaf):
-            return leaf_dtypes[leaf] in _HALVES
-        case Cast(dtype):
-            return dtype in _HALVES
-    return False
+        case _ if has_product(x):
+            return 0
+        case Const():
+            return 3
+        case Select(_, Const(0 | 0.0), Const(1 | 1.0)) | Select(_, Const(1 | 1.0), Const(0 | 0.0)):
+            return 2
+    return 1
 
 
 def add(a: Expr, b: Expr) -> Expr:
     """a + b, simplified."""
+    a, b = _ordered(a, b)
     match a, b:
         case Const(x), Const(y):
             return Const(x + y)
-        case (Const(0 | 0.0), x) | (x, Const(0 | 0.0)) if not isinstance(x, Const):
+        case x, Const(0 | 0.0):
             return x
         case Index(x), Index(y):
             return Index(sympy.expand(x + y))
-        case (Index(x), Const(c)) | (Const(c), Index(x)) if _is_whole(c):
+        case Index(x), Const(c) if _is_whole(c):
             return Index(sympy.expand(x + int(c)))
         case Select(cond, x, y), Select(other, z, w) if cond == other:
             return select(cond, add(x, z), add(y, w))
@@ -184,27 +89,22 @@ def add(a: Expr, b: Expr) -> Expr:
 
 def mul(a: Expr, b: Expr) -> Expr:
     """a * b, simplified."""
+    a, b = _ordered(a, b)
     match a, b:
         case Const(x), Const(y):
             return Const(x * y)
-        case (Const(1 | 1.0), x) | (x, Const(1 | 1.0)) if not isinstance(x, Const):
+        case x, Const(1 | 1.0):
             return x
-        case (Index(x), Const(c)) | (Const(c), Index(x)) if _is_whole(c):
+        case Index(x), Const(c) if _is_whole(c):
             return Index(sympy.expand(x * int(c)))
         case Select(cond, Const(x), Const(y)), Select(other, Const(z), Const(w)) if cond == other:
             return select(cond, Const(x * z), Const(y * w))
-        case (Select(cond, Const(1 | 1.0), Const(0 | 0.0) as zero), x) | (
-            x,
-            Select(cond, Const(1 | 1.0), Const(0 | 0.0) as zero),
-        ) if _may_be_dropped(x):
+        case x, Select(cond, Const(1 | 1.0), Const(0 | 0.0) as zero) if _may_be_dropped(x):
             return select(cond, x, zero)
+        case x, Select(cond, Const(0 | 0.0) as zero, Const(1 | 1.0)) if _may_be_dropped(x):
+            return select(cond, zero, x)
         case (Div(Const(1 | 1.0), x), y) | (y, Div(Const(1 | 1.0), x)) if has_product(x) or has_product(y):
             return div(y, x)
-        case (Select(cond, Const(0 | 0.0) as zero, Const(1 | 1.0)), x) | (
-            x,
-            Select(cond, Const(0 | 0.0) as zero, Const(1 | 1.0)),
-        ) if _may_be_dropped(x):
-            return select(cond, zero, x)
     return _through_select(mul, a, b) or Mul(a, b)
 
 
@@ -252,6 +152,8 @@ def binary(name: str, a: Expr, b: Expr, dtype: torch.dtype | None = None) -> Exp
     """Function `name` of `a` and `b`, simplified. dtype: the one in which torch computes it for constants."""
     if isinstance(a, Const) and isinstance(b, Const):
         return _folded(name, dtype, a, b) or Binary(name, a, b)
+    if name in ("maximum", "minimum"):
+        a, b = _ordered(a, b)
     return Binary(name, a, b)
 
 
@@ -266,37 +168,14 @@ def _folded(name: str, dtype: torch.dtype | None, *operands: Const) -> Const | N
     return None if math.isnan(value) or (math.isinf(value) and name != "log") else Const(value)
 
 
-def cast(dtype: torch.dtype, x: Expr, from_dtype: torch.dtype, space: Space) -> Expr:
-    """`x`, held in `from_dtype`, converted to `dtype`, simplified."""
-    if dtype == from_dtype:
-        return x
-    match x:
-        case Const(value) if dtype.is_floating_point or dtype == torch.bool or _fits(value, dtype):
-            return Const(rounded(value, dtype))
-        case Select(cond, Const() as a, Const() as b):
-            return select(cond, cast(dtype, a, from_dtype, space), cast(dtype, b, from_dtype, space))
-        case Index(value) if dtype != torch.bool and is_exact(value, dtype, space):
-            return x
-    if from_dtype == torch.bool:
-        one, zero = Const(rounded(1, dtype)), Const(rounded(0, dtype))
-        return select(x, one, zero)
-    if dtype == torch.bool:
-        return compare("ne", x, Const(0), space)
-    return Cast(dtype, x)
-
-
-def _fits(value: float, dtype: torch.dtype) -> bool:
-    """Whether converting `value` to an integer dtype is defined: always for an integer, for a float within range."""
-    info = torch.iinfo(dtype)
-    return isinstance(value, int) or (math.isfinite(value) and info.min <= value <= info.max)
-
-
 def select(cond: Expr, a: Expr, b: Expr, space: Space | None = None) -> Expr:
     """`a` where `cond` holds, else `b`, simplified. space: needed to see that softmaxes differ only in axis names."""
     match cond:
         case Const(value):
             return a if value else b
-        case Not(inner):
+        case _ if has_product(b) and not has_product(a):
+            return select(logical_not(cond), b, a, space)
+        case Not(inner) if has_product(a) == has_product(b):
             return select(inner, b, a, space)
     match a, b:
         case Softmax(), Softmax() if space is not None and space.same_size(space.sizes[a.axis], space.sizes[b.axis]):
@@ -362,7 +241,6 @@ def is_zero(value: sympy.Expr, space: Space) -> Expr:
     return IsZero(sympy.expand(value))
 
 
-_HALVES: tuple[torch.dtype | None, ...] = (torch.float16, torch.bfloat16)
 _FLIPPED = {"eq": "eq", "ne": "ne", "lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
 
 

@@ -113,15 +113,14 @@ class _Text:
 
     def _function(self, expr: Expr) -> tuple[str, int]:
         match expr:
-            case ex.Mul(ex.Const(-1 | -1.0), x):
+            case ex.Mul(x, ex.Const(-1 | -1.0)):
                 return f"-{self.of(x, _PRODUCT)}", _PRODUCT
-            case ex.Add(a, ex.Mul(ex.Const(-1 | -1.0), b)) | ex.Binary("sub", a, b):
+            case ex.Add(a, ex.Mul(b, ex.Const(-1 | -1.0))) | ex.Binary("sub", a, b):
                 return f"{self.of(a, _SUM)} - {self.of(b, _PRODUCT)}", _SUM
             case ex.Add(a, b):
                 return f"{self.of(a, _SUM)} + {self.of(b, _SUM)}", _SUM
-            case ex.Mul(a, ex.Const() as b) if not isinstance(a, ex.Const):
-                return self._of(ex.Mul(b, a))
             case ex.Mul(a, b):
+                a, b = (b, a) if isinstance(b, ex.Const) else (a, b)
                 return f"{self.of(a, _PRODUCT)}{_TIMES}{self.of(b, _PRODUCT)}", _PRODUCT
             case ex.Div(a, b):
                 return f"{self.of(a, _PRODUCT)} / {self.of(b, _ATOM)}", _PRODUCT

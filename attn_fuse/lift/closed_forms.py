@@ -11,6 +11,7 @@ import sympy
 import torch
 
 from attn_fuse.expression import nodes as ex
+from attn_fuse.expression import precision
 from attn_fuse.expression import simplify as al
 from attn_fuse.expression.index import Space
 from attn_fuse.expression.nodes import Expr
@@ -50,7 +51,7 @@ class ClosedForm:
         return "a band"
 
     def _number(self, value: float) -> Expr:
-        return ex.Const(al.rounded(value, self.dtype))
+        return ex.Const(precision.rounded(value, self.dtype))
 
 
 @dataclass(frozen=True)

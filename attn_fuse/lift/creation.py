@@ -9,6 +9,7 @@ import sympy
 import torch
 
 from attn_fuse.expression import nodes as ex
+from attn_fuse.expression import precision
 from attn_fuse.expression import simplify as al
 from attn_fuse.expression.nodes import Expr
 from attn_fuse.lift.tensor import Indices, LiftedTensor, NoClosedForm, Operation, aten, number, size
@@ -21,13 +22,13 @@ def _filled(name: str) -> Callable[[Operation], LiftedTensor]:
             value, held = given.at(()), given.dtype
         else:
             value, held = number(given), torch.int64 if isinstance(given, torch.SymInt) else torch.float64
-        return call.tensor(lambda index: al.cast(dtype, value, held, call.space))
+        return call.tensor(lambda index: precision.cast(dtype, value, held, call.space))
 
     return handler
 
 
 def _constant_fill(value: float) -> Callable[[Operation], LiftedTensor]:
-    return lambda call: call.tensor(lambda index: ex.Const(al.rounded(value, call.result.dtype)))
+    return lambda call: call.tensor(lambda index: ex.Const(precision.rounded(value, call.result.dtype)))
 
 
 def _iota(call: Operation) -> LiftedTensor:
@@ -38,7 +39,7 @@ def _iota(call: Operation) -> LiftedTensor:
 
     def at(index: Indices) -> Expr:
         value = ex.Index(sympy.expand(size(start) + size(step) * index[0]))
-        return al.computed(value, dtype, call.space)
+        return precision.computed(value, dtype, call.space)
 
     return call.tensor(at)
 
@@ -50,7 +51,7 @@ def _triangle(keep_lower: bool) -> Callable[[Operation], LiftedTensor]:
         def at(index: Indices) -> Expr:
             row, column = index[-2], index[-1]
             inside = row + diagonal - column if keep_lower else column - row - diagonal
-            zero = ex.Const(al.rounded(0, x.dtype))
+            zero = ex.Const(precision.rounded(0, x.dtype))
             return al.select(al.nonnegative(inside, call.space), x.at(index), zero)
 
         return call.tensor(at)

@@ -10,6 +10,7 @@ import sympy
 import torch
 
 from attn_fuse.expression import nodes as ex
+from attn_fuse.expression import precision
 from attn_fuse.expression import simplify as al
 from attn_fuse.expression.functions import COMPARISONS, UNARY
 from attn_fuse.expression.nodes import Expr
@@ -25,8 +26,8 @@ def _arithmetic(build: Callable[[Expr, Expr], Expr], scaled: bool = False) -> Ca
         def at(index: Indices) -> Expr:
             other = b(index)
             if alpha not in (ex.Const(1), ex.Const(1.0)):
-                other = al.computed(al.mul(alpha, other), dtype, space)
-            return al.computed(build(a(index), other), dtype, space)
+                other = precision.computed(al.mul(alpha, other), dtype, space)
+            return precision.computed(build(a(index), other), dtype, space)
 
         return call.tensor(at)
 
@@ -60,10 +61,10 @@ def _whole_division(call: Operation, name: str) -> LiftedTensor:
             case x, y if name == "trunc_divide":
                 if not dtype.is_floating_point:
                     raise NoClosedForm("a division that rounds towards zero")
-                quotient = al.as_rounded(al.computed(al.div(x, y), dtype, space), call.leaf_dtypes)
+                quotient = precision.as_rounded(precision.computed(al.div(x, y), dtype, space), call.leaf_dtypes)
                 return al.unary("trunc", quotient, dtype)
             case x, y:
-                return al.computed(al.binary(name, x, y, dtype), dtype, space)
+                return precision.computed(al.binary(name, x, y, dtype), dtype, space)
 
     return call.tensor(at)
 
@@ -72,7 +73,7 @@ def _of_one(name: str) -> Callable[[Operation], LiftedTensor]:
     def handler(call: Operation) -> LiftedTensor:
         dtype, space = call.result.dtype, call.space
         x = operand(call, "self", dtype)
-        return call.tensor(lambda index: al.computed(al.unary(name, x(index), dtype), dtype, space))
+        return call.tensor(lambda index: precision.computed(al.unary(name, x(index), dtype), dtype, space))
 
     return handler
 
@@ -95,7 +96,7 @@ def _to_whole(name: str) -> Callable[[Operation], LiftedTensor]:
                     and by > 0
                     and by == int(by)
                     and space.is_nonnegative(value)
-                    and al.is_exact(value, dtype, space)
+                    and precision.is_exact(value, dtype, space)
                 ):
                     return ex.Index(space.floordiv(value, sympy.Integer(int(by))))
                 case element:
@@ -133,7 +134,7 @@ def _of_two(name: str, second: str = "other", jumps: bool = False) -> Callable[[
         a, b = operand(call, "self", dtype), operand(call, second, dtype)
         if jumps:
             a, b = exact(call, a), exact(call, b)
-        return call.tensor(lambda index: al.computed(al.binary(name, a(index), b(index), dtype), dtype, space))
+        return call.tensor(lambda index: precision.computed(al.binary(name, a(index), b(index), dtype), dtype, space))
 
     return handler
 
@@ -141,7 +142,7 @@ def _of_two(name: str, second: str = "other", jumps: bool = False) -> Callable[[
 def _negate(call: Operation) -> LiftedTensor:
     dtype, space = call.result.dtype, call.space
     x = operand(call, "self", dtype)
-    return call.tensor(lambda index: al.computed(al.negative(x(index)), dtype, space))
+    return call.tensor(lambda index: precision.computed(al.negative(x(index)), dtype, space))
 
 
 def _clamp(call: Operation) -> LiftedTensor:
@@ -313,7 +314,7 @@ def _to_copy(call: Operation) -> LiftedTensor:
     x, dtype = call["self"], call.result.dtype
     # A cast to integers or to Booleans jumps.
     element = x.at if dtype.is_floating_point else exact(call, x.at)
-    return call.tensor(lambda index: al.cast(dtype, element(index), x.dtype, call.space))
+    return call.tensor(lambda index: precision.cast(dtype, element(index), x.dtype, call.space))
 
 
 # How the lift reads a row of `expression.functions.UNARY`, by its `lifted`.

@@ -9,6 +9,7 @@ import sympy
 import torch
 
 from attn_fuse.expression import nodes as ex
+from attn_fuse.expression import precision
 from attn_fuse.expression import simplify as al
 from attn_fuse.expression.index import Space, recombined
 from attn_fuse.expression.nodes import Expr
@@ -203,7 +204,7 @@ def _joined(call: Operation, parts: list[LiftedTensor], dim: int) -> Callable[[I
         for part in parts:
             end, start = end + part.shape[dim], end
             inside = (*index[:dim], sympy.expand(index[dim] - start), *index[dim + 1 :])
-            element = al.cast(call.result.dtype, part.at(inside), part.dtype, call.space)
+            element = precision.cast(call.result.dtype, part.at(inside), part.dtype, call.space)
             reached = al.nonnegative(index[dim] - start, call.space)
             result = element if result is None else al.select(reached, element, result, call.space)
         assert result is not None
@@ -214,7 +215,7 @@ def _joined(call: Operation, parts: list[LiftedTensor], dim: int) -> Callable[[I
 
 def _padded(call: Operation) -> LiftedTensor:
     x, pad = call["self"], call["pad"]
-    value = al.cast(x.dtype, number(call["value"]), torch.float64, call.space)
+    value = precision.cast(x.dtype, number(call["value"]), torch.float64, call.space)
     rank = len(x.shape)
     before = {rank - 1 - n: size(pad[2 * n]) for n in range(len(pad) // 2)}
     after = {rank - 1 - n: size(pad[2 * n + 1]) for n in range(len(pad) // 2)}

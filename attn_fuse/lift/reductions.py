@@ -11,6 +11,7 @@ import torch
 
 import attn_fuse.lift.normalize  # noqa: F401  the marker of dropout is defined there
 from attn_fuse.expression import nodes as ex
+from attn_fuse.expression import precision
 from attn_fuse.expression import simplify as al
 from attn_fuse.expression.nodes import Expr
 from attn_fuse.lift.tensor import Indices, LiftedTensor, NoClosedForm, Operation, aten
@@ -37,7 +38,7 @@ def _softmax(call: Operation) -> LiftedTensor:
 
     def at(index: Indices) -> Expr:
         body = x.at((*index[:dim], axis, *index[dim + 1 :]))
-        return ex.Softmax(axis, al.cast(dtype, body, x.dtype, call.space), index[dim], dtype)
+        return ex.Softmax(axis, precision.cast(dtype, body, x.dtype, call.space), index[dim], dtype)
 
     return call.tensor(at)
 
@@ -48,7 +49,7 @@ def _safe_softmax(call: Operation) -> LiftedTensor:
     axis = call.axis("r", x.shape[dim])
 
     def at(index: Indices) -> Expr:
-        body = al.cast(weights.dtype, x.at((*index[:dim], axis, *index[dim + 1 :])), x.dtype, space)
+        body = precision.cast(weights.dtype, x.at((*index[:dim], axis, *index[dim + 1 :])), x.dtype, space)
         hidden = ex.Reduce("all", axis, al.compare("eq", body, ex.Const(-math.inf)))
         return al.select(hidden, ex.Const(0.0), weights.at(index))
 
@@ -92,7 +93,7 @@ def _reduced(call: Operation, name: str, dims: list[int]) -> Callable[[Indices],
 
 def _sum(axis: sympy.Symbol, body: Expr, dtype: torch.dtype) -> Expr:
     match body:
-        case ex.Mul(ex.Const() as number, inner) | ex.Mul(inner, ex.Const() as number):
+        case ex.Mul(inner, ex.Const() as number):
             return al.mul(number, _sum(axis, inner, dtype))
         case ex.Mul(a, b) if axis in ex.index_symbols(a) and axis in ex.index_symbols(b):
             return ex.Contract((axis,), a, b, dtype)
@@ -132,7 +133,7 @@ def _mean(call: Operation) -> LiftedTensor:
     total = _reduced(call, "sum", dims)
     if count.is_Integer:
         return call.tensor(lambda index: al.mul(ex.Const(1.0 / int(count)), total(index)))
-    length = al.cast(call.result.dtype, ex.Index(count), torch.int64, call.space)
+    length = precision.cast(call.result.dtype, ex.Index(count), torch.int64, call.space)
     return call.tensor(lambda index: al.div(total(index), length))
 
 
@@ -179,7 +180,7 @@ def _cumsum(call: Operation) -> LiftedTensor:
     def at(index: Indices) -> Expr:
         # A running sum of zeros is 0, as where no sequence of a batch is packed from several.
         if x.at(index) in (ex.FALSE, ex.Const(0), ex.Const(0.0)):
-            return ex.Const(al.rounded(0, call.result.dtype))
+            return ex.Const(precision.rounded(0, call.result.dtype))
         raise NoClosedForm("a running sum")
 
     return call.tensor(at)

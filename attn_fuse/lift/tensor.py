@@ -11,7 +11,7 @@ import torch
 from torch.fx import Node, map_arg
 
 from attn_fuse.expression import nodes as ex
-from attn_fuse.expression import simplify as al
+from attn_fuse.expression import precision
 from attn_fuse.expression.index import Space
 from attn_fuse.expression.nodes import Expr
 
@@ -152,19 +152,19 @@ def operand(call: Operation, name: str, dtype: torch.dtype, wide: bool = False) 
         value = number(x)
         if isinstance(value, ex.Const):
             is_half = dtype.is_floating_point and dtype.itemsize < 4
-            value = ex.Const(al.rounded(value.value, torch.float32 if wide and is_half else dtype))
+            value = ex.Const(precision.rounded(value.value, torch.float32 if wide and is_half else dtype))
         elif isinstance(value, ex.Index):
-            value = al.cast(dtype, value, torch.int64, call.space)
+            value = precision.cast(dtype, value, torch.int64, call.space)
         return lambda index: value
     extra = rank - len(x.shape)
     jumps = x.dtype.is_floating_point and not dtype.is_floating_point
     element = exact(call, x.at) if jumps else x.at
-    return lambda index: al.cast(dtype, element(clamped(index[extra:], x.shape)), x.dtype, call.space)
+    return lambda index: precision.cast(dtype, element(clamped(index[extra:], x.shape)), x.dtype, call.space)
 
 
 def exact(call: Operation, element: Callable[[Indices], Expr]) -> Callable[[Indices], Expr]:
     """`element` with every rounding that torch does in half precision: an operation that jumps would show them."""
-    return lambda index: al.as_rounded(element(index), call.leaf_dtypes)
+    return lambda index: precision.as_rounded(element(index), call.leaf_dtypes)
 
 
 def position(call: Operation, value: sympy.Expr, length: sympy.Expr) -> sympy.Expr:

@@ -13,6 +13,7 @@ import sympy
 import torch
 
 from attn_fuse.expression import nodes as ex
+from attn_fuse.expression import precision
 from attn_fuse.expression import simplify as al
 from attn_fuse.expression.index import Space
 from attn_fuse.expression.nodes import Expr
@@ -84,7 +85,7 @@ def _slice_scatter(call: Operation) -> LiftedTensor:
         if step != 1:
             cond = al.logical_and(cond, al.is_zero(space.mod(along, sympy.Integer(step)), space))
         return _chosen(
-            cond, lambda: al.cast(x.dtype, element(index, place), src.dtype, space), lambda: x.at(index), space
+            cond, lambda: precision.cast(x.dtype, element(index, place), src.dtype, space), lambda: x.at(index), space
         )
 
     return call.tensor(at)
@@ -103,7 +104,7 @@ def _select_scatter(call: Operation) -> LiftedTensor:
         inside = (*index[:dim], *index[dim + 1 :])
         return _chosen(
             al.is_zero(index[dim] - place, space),
-            lambda: al.cast(x.dtype, src.at(inside), src.dtype, space),
+            lambda: precision.cast(x.dtype, src.at(inside), src.dtype, space),
             lambda: x.at(index),
             space,
         )
@@ -122,7 +123,7 @@ def _diagonal_scatter(call: Operation) -> LiftedTensor:
         inside = (*(i for d, i in enumerate(index) if d not in (first, second)), index[first if above else second])
         return _chosen(
             al.is_zero(index[second] - index[first] - offset, space),
-            lambda: al.cast(x.dtype, src.at(inside), src.dtype, space),
+            lambda: precision.cast(x.dtype, src.at(inside), src.dtype, space),
             lambda: x.at(index),
             space,
         )
@@ -141,7 +142,7 @@ def _index_copy(call: Operation) -> LiftedTensor:
 
     def at(index: Indices) -> Expr:
         def element(place: sympy.Expr) -> Expr:
-            return al.cast(x.dtype, src.at((*index[:dim], place, *index[dim + 1 :])), src.dtype, space)
+            return precision.cast(x.dtype, src.at((*index[:dim], place, *index[dim + 1 :])), src.dtype, space)
 
         return places.chosen(index[dim], element, lambda: x.at(index))
 
@@ -156,7 +157,7 @@ def _index_fill(call: Operation) -> LiftedTensor:
     value, held = (given.at(()), given.dtype) if isinstance(given, LiftedTensor) else (number(given), torch.float64)
 
     def at(index: Indices) -> Expr:
-        return places.chosen(index[dim], lambda _: al.cast(x.dtype, value, held, space), lambda: x.at(index))
+        return places.chosen(index[dim], lambda _: precision.cast(x.dtype, value, held, space), lambda: x.at(index))
 
     return call.tensor(at)
 
@@ -175,7 +176,10 @@ def _index_put(call: Operation) -> LiftedTensor:
     def at(index: Indices) -> Expr:
         first = (sympy.Integer(0),) * len(value.shape)
         return _chosen(
-            is_written(index), lambda: al.cast(x.dtype, value.at(first), value.dtype, space), lambda: x.at(index), space
+            is_written(index),
+            lambda: precision.cast(x.dtype, value.at(first), value.dtype, space),
+            lambda: x.at(index),
+            space,
         )
 
     return call.tensor(at)
@@ -331,7 +335,7 @@ def _copy(call: Operation) -> LiftedTensor:
     extra = len(x.shape) - len(src.shape)
 
     def at(index: Indices) -> Expr:
-        return al.cast(x.dtype, src.at(clamped(index[extra:], src.shape)), src.dtype, call.space)
+        return precision.cast(x.dtype, src.at(clamped(index[extra:], src.shape)), src.dtype, call.space)
 
     return call.tensor(at)
 

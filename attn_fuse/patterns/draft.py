@@ -248,7 +248,7 @@ def _without_numbers(query: Expr, key: Expr) -> tuple[Expr, Expr, float]:
     def pulled(side: Expr) -> Expr:
         nonlocal number
         match side:
-            case ex.Mul(Const(value), inner) | ex.Mul(inner, Const(value)) if math.isfinite(value):
+            case ex.Mul(inner, Const(value)) if math.isfinite(value):
                 number *= value
                 return pulled(inner)
         return side

@@ -12,8 +12,9 @@ from attn_fuse.patterns.masks import is_masking
 
 
 def floor(scores: Expr) -> Answer:
+    """The floor of max(scores, bound), for a bound that no ordinary score comes near."""
     match scores:
-        case Binary("maximum", inner, Const(bound)) | Binary("maximum", Const(bound), inner):
+        case Binary("maximum", inner, Const(bound)):
             if is_masking(bound, dtype_of(inner)):
                 return Layered(inner, Floor(float(bound)))
     return None

@@ -220,7 +220,7 @@ def _is_ordinary(score: Expr, lifted: Lifted) -> bool:
             return True
         case ex.Unary(name, x) if FUNCTIONS[name].growth == "linear":
             return _is_ordinary(x, lifted)
-        case ex.Cast(_, x) | ex.Mul(x, ex.Load() | ex.Scalar()) | ex.Mul(ex.Load() | ex.Scalar(), x):
+        case ex.Cast(_, x) | ex.Mul(x, ex.Load() | ex.Scalar()):
             return _is_ordinary(x, lifted)
         case ex.Div(x, ex.Load() | ex.Scalar()):
             return _is_ordinary(x, lifted)

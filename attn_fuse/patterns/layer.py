@@ -133,13 +133,6 @@ def peel(expr: Expr, patterns: Iterable[Pattern]) -> Layers:
         expr = answer.inner
 
 
-def carrier(a: Expr, b: Expr) -> tuple[Expr, Expr] | None:
-    """(the operand with a matrix product, the other); None where both or neither have one."""
-    if has_product(a) == has_product(b):
-        return None
-    return (a, b) if has_product(a) else (b, a)
-
-
 def dtype_of(scores: Expr) -> torch.dtype:
     """The dtype of `scores`, an expression with a matrix product; float64 where it does not tell."""
     match scores:

@@ -13,8 +13,8 @@ import torch
 
 from attn_fuse.attention.attention import Refusal
 from attn_fuse.expression.nodes import FALSE, TRUE, Add, Cast, Const, Expr, Select, has_product
-from attn_fuse.expression.simplify import logical_not, select
-from attn_fuse.patterns.layer import Answer, Layered, MaskFill, carrier, dtype_of
+from attn_fuse.expression.simplify import select
+from attn_fuse.patterns.layer import Answer, Layered, MaskFill, dtype_of
 
 MASK_FILL_THRESHOLD = -1e9
 
@@ -27,26 +27,23 @@ def is_masking(fill: float, dtype: torch.dtype) -> bool:
 def mask(scores: Expr) -> Answer:
     """The mask that replaces scores by a fill; a Refusal where it depends on the scores, or the fill does not mask."""
     match scores:
-        case Select(cond, a, b):
+        case Select(cond, inner, fill):
             if has_product(cond):
                 return Refusal("the mask is computed from the scores", cond)
-            parts = carrier(a, b)
-            if parts is None:
+            if has_product(fill):
                 return Refusal("the scores are chosen from several products")
-            inner, fill = parts
             if not isinstance(fill, Const):
                 return Refusal("masked scores become something that is not one number")
             if not is_masking(fill.value, dtype_of(inner)):
                 return Refusal(f"masked scores become {fill.value:g}, which ordinary scores can reach")
-            return Layered(inner, MaskFill(cond if inner is a else logical_not(cond), float(fill.value)))
+            return Layered(inner, MaskFill(cond, float(fill.value)))
     return None
 
 
 def additive_mask(scores: Expr) -> Answer:
     """The mask that is added to the scores, as a choice of 0 and of fills that mask."""
     match scores:
-        case Add(a, b) if (parts := carrier(a, b)) is not None:
-            inner, term = parts
+        case Add(inner, term) if not has_product(term):
             for summand, rest in _summands(term):
                 choice = _zero_or_fill(summand, dtype_of(inner))
                 if choice is not None:

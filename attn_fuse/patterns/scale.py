@@ -8,30 +8,28 @@ from __future__ import annotations
 import math
 
 from attn_fuse.attention.attention import Refusal
-from attn_fuse.expression.nodes import Const, Div, Expr, Mul
+from attn_fuse.expression.nodes import Const, Div, Expr, Mul, has_product
 from attn_fuse.expression.simplify import div
-from attn_fuse.patterns.layer import Answer, Layered, Scale, carrier
+from attn_fuse.patterns.layer import Answer, Layered, Scale
 
 
 def scale(scores: Expr) -> Answer:
     """The scale of scores * factor; a Refusal where both operands hold a matrix product."""
     match scores:
-        case Mul(a, b):
-            parts = carrier(a, b)
-            if parts is None:
-                return Refusal("the scores are multiplied with something computed from them")
-            return _scaled(*parts)
+        case Mul(_, factor) if has_product(factor):
+            return Refusal("the scores are multiplied with something computed from them")
+        case Mul(inner, factor):
+            return _scaled(inner, factor)
     return None
 
 
 def quotient(scores: Expr) -> Answer:
     """The scale of scores / divisor; a Refusal where the divisor holds a matrix product."""
     match scores:
-        case Div(a, b):
-            parts = carrier(a, b)
-            if parts is None or parts[0] is not a:
-                return Refusal("something is divided by the scores")
-            return _scaled(a, div(Const(1.0), b))
+        case Div(_, divisor) if has_product(divisor):
+            return Refusal("something is divided by the scores")
+        case Div(inner, divisor):
+            return _scaled(inner, div(Const(1.0), divisor))
     return None
 
 

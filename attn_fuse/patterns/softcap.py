@@ -9,12 +9,12 @@ from attn_fuse.patterns.layer import Answer, Layered, Softcap
 def softcap(scores: Expr) -> Answer:
     """The softcap of cap * tanh(x / cap), for a cap above 0."""
     match scores:
-        case Mul(Const(cap), Unary("tanh", inner)) | Mul(Unary("tanh", inner), Const(cap)) if cap > 0:
+        case Mul(Unary("tanh", inner), Const(cap)) if cap > 0:
             while isinstance(inner, Cast) and inner.dtype.is_floating_point:
                 inner = inner.x
             match inner:
                 # One number may both scale and divide by the cap: times the cap, a scale is left.
-                case Mul(Const(number), x) | Mul(x, Const(number)):
-                    return Layered(Mul(Const(number * cap), x), Softcap(float(cap)))
-            return Layered(Mul(Const(float(cap)), inner), Softcap(float(cap)))
+                case Mul(x, Const(number)):
+                    return Layered(x * (number * cap), Softcap(float(cap)))
+            return Layered(inner * float(cap), Softcap(float(cap)))
     return None

@@ -71,7 +71,7 @@ def softmax(weights: Expr, key: sympy.Symbol, space: Space) -> Normalised | Refu
             parts = list(ex.terms(_bare(x)))
             for part in parts:
                 match part:
-                    case Mul(Const(-1 | -1.0), Unary("log", total)):
+                    case Mul(Unary("log", total), Const(-1 | -1.0)):
                         rest = _sum([p for p in parts if p is not part])
                         return _written_out(al.unary("exp", rest), total, key, space)
     return _NOT_NORMALISED
@@ -188,9 +188,6 @@ def _logarithm(x: Expr) -> Expr | Refusal:
         case Select(cond, a, Const(0 | 0.0)) if not ex.has_product(cond):
             inner = _logarithm(a)
             return inner if isinstance(inner, Refusal) else Select(cond, inner, Const(-math.inf))
-        case Select(cond, Const(0 | 0.0), b) if not ex.has_product(cond):
-            inner = _logarithm(b)
-            return inner if isinstance(inner, Refusal) else Select(al.logical_not(cond), inner, Const(-math.inf))
     return _NOT_NORMALISED
 
 
@@ -212,15 +209,12 @@ def _without_shift(
     """
     body = _bare(body)
     match body:
-        case Mul(Const(value) as number, inner) | Mul(inner, Const(value) as number):
+        case Mul(inner, Const(value) as number):
             rest, shift = _without_shift(inner, key, hidden, scale * value)
             if not shift:
                 return body, ()
             return al.mul(number, rest), tuple(al.mul(number, s) for s in shift)
         # A fill that no score comes near stays out of reach of scores that are shifted by their max.
-        case Select(cond, Const(fill), inner) if fill <= MASK_FILL_THRESHOLD and not ex.has_product(cond):
-            rest, shift = _without_shift(inner, key, True, scale)
-            return al.select(cond, Const(fill), rest), shift
         case Select(cond, inner, Const(fill)) if fill <= MASK_FILL_THRESHOLD and not ex.has_product(cond):
             rest, shift = _without_shift(inner, key, True, scale)
             return al.select(cond, rest, Const(fill)), shift
@@ -247,7 +241,7 @@ def _without_shift(
 
 def _is_maximum_of(shift: Expr, body: Expr, key: sympy.Symbol) -> bool:
     match shift:
-        case Mul(Const(-1 | -1.0), Unary("detach", Reduce("amax", axis, over)) | Reduce("amax", axis, over)):
+        case Mul(Unary("detach", Reduce("amax", axis, over)) | Reduce("amax", axis, over), Const(-1 | -1.0)):
             return _renamed(over, axis, key) == _bare(body)
     return False
 

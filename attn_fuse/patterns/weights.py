@@ -28,7 +28,7 @@ from attn_fuse.expression.nodes import (
     terms,
 )
 from attn_fuse.expression.simplify import div, logical_not, select
-from attn_fuse.patterns.layer import Answer, DropoutLayer, EmptyIsZero, Factor, Layered, carrier
+from attn_fuse.patterns.layer import Answer, DropoutLayer, EmptyIsZero, Factor, Layered
 
 
 class _Infinite:
@@ -78,8 +78,8 @@ def _is_weight(x: Expr) -> bool:
             return True
         case Cast(dtype, inner):
             return dtype.is_floating_point and _is_weight(inner)
-        case Select(_, a, b):
-            return (isinstance(a, Const) and _is_weight(b)) or (isinstance(b, Const) and _is_weight(a))
+        case Select(_, inner, Const()):
+            return _is_weight(inner)
         case Div(numerator, denominator):
             return _guarded_quotient(numerator, denominator)
     return False
@@ -100,7 +100,7 @@ def _guarded_quotient(numerator: Expr, denominator: Expr) -> bool:
 
 def _is_less_a_maximum(term: Expr) -> bool:
     match term:
-        case Mul(Const(-1 | -1.0), Unary("detach", Reduce("amax", _, _)) | Reduce("amax", _, _)):
+        case Mul(Unary("detach", Reduce("amax", _, _)) | Reduce("amax", _, _), Const(-1 | -1.0)):
             return True
     return False
 
@@ -120,14 +120,12 @@ def _all_hidden(cond: Expr) -> tuple[Expr, Symbol] | None:
 def factor(weights: Expr) -> Answer:
     """The factor that multiplies the weights, or fills them with 0; a Refusal of a fill by anything else."""
     match weights:
-        case Select(cond, Const(0 | 0.0), inner):
-            return Layered(inner, Factor(select(cond, Const(0.0), Const(1.0)), filled=True))
         case Select(cond, inner, Const(0 | 0.0)):
             return Layered(inner, Factor(select(cond, Const(1.0), Const(0.0)), filled=True))
         case Select():
             return Refusal("weights are replaced by something that is not zero")
-        case Mul(a, b) if (parts := carrier(a, b)) is not None:
-            return Layered(parts[0], Factor(parts[1]))
-        case Div(a, b) if not has_product(b):
-            return Layered(a, Factor(div(Const(1.0), b)))
+        case Mul(inner, value) if not has_product(value):
+            return Layered(inner, Factor(value))
+        case Div(inner, divisor) if not has_product(divisor):
+            return Layered(inner, Factor(div(Const(1.0), divisor)))
     return None

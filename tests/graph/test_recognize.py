@@ -63,7 +63,7 @@ class Parts:
 
     def exp(self, at: sympy.Expr, less: Expr | None = None) -> Expr:
         body: Expr = self.product(at=at)
-        return Unary("exp", body if less is None else ex.Add(body, Mul(Const(-1), less)))
+        return Unary("exp", body if less is None else ex.Add(body, -1 * less))
 
     def total(self, less: Expr | None = None) -> Reduce:
         return Reduce("sum", self.r, self.exp(self.r, less))
@@ -82,13 +82,13 @@ class Parts:
 
 def test_the_plain_one() -> None:
     p = Parts()
-    found = p.recognized(p.out(p.softmax(Mul(Const(0.5), p.product()))))
+    found = p.recognized(p.out(p.softmax(0.5 * p.product())))
     assert isinstance(found, Attention)
     assert found.axes.batch == (p.b,) and found.axes.kv_heads == (p.h,) and found.axes.groups == ()
     assert found.axes.query == (p.i,) and found.axes.key == (p.at,) and found.axes.inner == (p.e,)
     assert found.axes.value == (p.d,) and found.head_axes == (p.h,)
     assert found.scale == Const(0.5) and not found.mask.parts and not found.biases
-    assert found.score == Mul(Const(0.5), Score(F32)) and found.score_mod is None and found.unread is None
+    assert found.score == 0.5 * Score(F32) and found.score_mod is None and found.unread is None
     assert found.sink is None and found.factor is None and found.out_scale is None and found.dropout_p is None
     assert found.softcap is None and found.softmax_dtype == F32 and found.query_dtype == F32
 
@@ -145,7 +145,7 @@ def test_kinds_of_masks(keep, kind, empty_rows) -> None:
 def test_structure_in_every_place_at_once() -> None:
     p = Parts()
     bias, factor, gate = Load(3, (p.h, p.i, p.j)), Load(3, (p.h, p.i, p.at)), Load(3, (p.b, p.h, p.i))
-    capped = Mul(Const(20.0), Unary("tanh", Mul(Const(0.05), p.product())))
+    capped = 20.0 * Unary("tanh", 0.05 * p.product())
     scores = Select(NonNegative(p.i - p.j), capped, Const(-INF))
     found = p.recognized(p.out(Mul(Mul(p.softmax(scores), factor), gate)))
     assert isinstance(found, Attention) and found.softcap == 20.0 and found.scale == Const(1.0) and found.mask.is_causal
@@ -176,7 +176,7 @@ REFUSED: list[tuple[str, Callable[[Parts], Expr]]] = [
     ("the weights are not normalised by their own sum over the keys", lambda p: p.out(p.product(at=p.at))),
     (
         "the weights are not normalised by their own sum over the keys",
-        lambda p: p.out(ex.Div(p.exp(p.at), Reduce("sum", p.r, Unary("exp", Mul(Const(2.0), p.product(at=p.r)))))),
+        lambda p: p.out(ex.Div(p.exp(p.at), Reduce("sum", p.r, Unary("exp", 2.0 * p.product(at=p.r))))),
     ),
     (
         "the weights are not normalised by their own sum over the keys",
@@ -326,7 +326,7 @@ UNREAD: list[tuple[str, Callable[[Parts], Expr]]] = [
     ("the scores are a sum of several products", lambda p: ex.Add(p.product(), Unary("tanh", p.product()))),
     (
         "the scores are chosen from several products",
-        lambda p: Select(NonNegative(p.i - p.j), p.product(), Mul(Const(2.0), p.product())),
+        lambda p: Select(NonNegative(p.i - p.j), p.product(), 2.0 * p.product()),
     ),
     ("the scores are multiplied with something computed from them", lambda p: Mul(p.product(), p.product())),
     ("something is divided by the scores", lambda p: ex.Div(Const(1.0), p.product())),
@@ -343,7 +343,7 @@ UNREAD: list[tuple[str, Callable[[Parts], Expr]]] = [
     ("the scores are scaled differently for each key", lambda p: Mul(p.product(), Load(3, (p.j,)))),
     (
         "masked scores are scaled by something that is not a positive number",
-        lambda p: Mul(Const(-1.0), filled(p, p.product(), -1e9)),
+        lambda p: -1.0 * filled(p, p.product(), -1e9),
     ),
     (
         "masked scores are scaled by something that is not a positive number",
@@ -364,7 +364,7 @@ UNREAD: list[tuple[str, Callable[[Parts], Expr]]] = [
 
 
 def capped(cap: float, score: Expr) -> Expr:
-    return Mul(Const(cap), Unary("tanh", Mul(Const(1 / cap), score)))
+    return cap * Unary("tanh", score * (1 / cap))
 
 
 @pytest.mark.parametrize(("reason", "scores"), UNREAD, ids=[f"{n} {case[0]}" for n, case in enumerate(UNREAD)])
@@ -380,8 +380,8 @@ def test_read_as_one_function(reason: str, scores: Callable[[Parts], Expr]) -> N
 
 def test_what_is_read_of_a_function_stays_structure() -> None:
     p = Parts()
-    found = p.recognized(p.out(p.softmax(filled(p, Mul(Const(2.0), Unary("tanh", p.product())), -INF))))
+    found = p.recognized(p.out(p.softmax(filled(p, 2.0 * Unary("tanh", p.product()), -INF))))
     assert isinstance(found, Attention) and found.mask.is_causal and found.unread is None and found.softcap == 2.0
-    found = p.recognized(p.out(p.softmax(filled(p, Mul(Const(2.0), Unary("sin", p.product())), -INF))))
+    found = p.recognized(p.out(p.softmax(filled(p, 2.0 * Unary("sin", p.product()), -INF))))
     assert isinstance(found, Attention) and found.mask.is_causal and found.scale == Const(2.0)
     assert found.score_mod == Unary("sin", Score(F32)) and found.unread.reason == "the scores pass through sin"

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
+from attn_fuse.expression import precision
 from attn_fuse.expression import simplify as al
 from attn_fuse.expression.functions import FUNCTIONS
 from attn_fuse.expression.index import Space
@@ -36,6 +37,7 @@ from attn_fuse.expression.nodes import (
     Select,
     Unary,
     has_product,
+    walk,
 )
 
 ROWS, COLUMNS = 5, 7
@@ -171,6 +173,19 @@ def test_the_value_stays(x: Expr, seed: int) -> None:
         assert bool(((after == before) | ~ordinary).all()), (str(x), str(made))
 
 
+@given(expressions())
+@settings(max_examples=300, deadline=None)
+def test_the_normal_form(x: Expr) -> None:
+    """The operand with the matrix product stands first, a constant last; so patterns match one order."""
+    for part in walk(simplified(x)):
+        match part:
+            case Add(a, b) | Mul(a, b) | Binary("maximum" | "minimum", a, b):
+                assert not isinstance(a, Const) or isinstance(b, Const), str(part)
+                assert has_product(a) or not has_product(b), str(part)
+            case Select(_, a, b):
+                assert has_product(a) or not has_product(b), str(part)
+
+
 def has_jump(x: Expr) -> bool:
     """Whether a score that is rounded otherwise may show as more than a rounding."""
     return any(word in str(x) for word in ("floor", "mod", "=", "<", ">", "≤", "≥", "≠", "/", "reciprocal"))
@@ -206,7 +221,7 @@ def has_jump(x: Expr) -> bool:
         (al.logical_not(Compare("lt", Load(0, (Q,)), Const(0))), Not(Compare("lt", Load(0, (Q,)), Const(0)))),
         (al.logical_and(TRUE, IsZero(Q)), IsZero(Q)),
         (al.logical_or(TRUE, IsZero(Q)), TRUE),
-        (al.cast(torch.float32, IsZero(Q), torch.bool, SPACE), Select(IsZero(Q), Const(1.0), Const(0.0))),
+        (precision.cast(torch.float32, IsZero(Q), torch.bool, SPACE), Select(IsZero(Q), Const(1.0), Const(0.0))),
         (al.substitute(NonNegative(Q - K), {K: Q + 1}, SPACE), FALSE),
     ],
     ids=lambda x: str(x)[:40],
@@ -218,8 +233,8 @@ def test_each_rule(made: Expr, expected: Expr) -> None:
 
 
 def test_wrapping_and_rounding() -> None:
-    assert al.rounded(200, torch.int8) == -56 and al.rounded(0.1, torch.float16) == 0.0999755859375
-    assert al.computed(Const(300), torch.uint8, SPACE) == Const(44)
-    assert al.computed(Index(Q), torch.int32, SPACE) == Index(Q)
+    assert precision.rounded(200, torch.int8) == -56 and precision.rounded(0.1, torch.float16) == 0.0999755859375
+    assert precision.computed(Const(300), torch.uint8, SPACE) == Const(44)
+    assert precision.computed(Index(Q), torch.int32, SPACE) == Index(Q)
     far = SPACE.fresh("far", 2**20)
-    assert al.computed(Index(far), torch.bfloat16, SPACE) == Cast(torch.bfloat16, Index(far))
+    assert precision.computed(Index(far), torch.bfloat16, SPACE) == Cast(torch.bfloat16, Index(far))

@@ -44,7 +44,7 @@ def sink_part(program: ScoreProgram) -> Part:
 def scaled(program: ScoreProgram) -> tuple[float, Expr]:
     """(factor, expression), where the expression gives the score from the raw score multiplied by the factor."""
     match program.score:
-        case Mul(Score() as score, Const(factor)) | Mul(Const(factor), Score() as score) if _is_ordinary(factor):
+        case Mul(Score() as score, Const(factor)) if _is_ordinary(factor):
             return float(factor), score
         case Div(Score() as score, Const(by)) if _is_ordinary(by):
             return 1.0 / float(by), score

@@ -53,7 +53,7 @@ def linear(expr: Expr) -> Linear:
             return linear(a) - linear(b)
         case Unary("neg", inner):
             return linear(inner) * -1
-        case Mul(Const(int() as value), inner) | Mul(inner, Const(int() as value)):
+        case Mul(inner, Const(int() as value)):
             return linear(inner) * value
     return Linear({id(expr): 1})
 

@@ -154,7 +154,7 @@ def in_unit(expr: Expr, unit: float) -> Expr | None:
         case Select(condition, x, y):
             one, other = in_unit(x, unit), in_unit(y, unit)
             return None if one is None or other is None else Select(condition, one, other)
-        case Mul(x, Const(value)) | Mul(Const(value), x) if _has_no_fill(x):
+        case Mul(x, Const(value)) if _has_no_fill(x):
             return x * (float(value) * unit)
         case Div(x, Const(value)) if _has_no_fill(x) and value:
             return x * (unit / float(value))
@@ -167,7 +167,7 @@ _LARGEST = 3e38
 def taken_out(expr: Expr) -> tuple[float, Expr]:
     """(number, expression) with product `expr`, so that a kernel multiplies a sum by the number, not each element."""
     match expr:
-        case Mul(x, Const(float() as value)) | Mul(Const(float() as value), x) if _FEWEST < value <= 1:
+        case Mul(x, Const(float() as value)) if _FEWEST < value <= 1:
             return value, x
         case Div(x, Const(float() as value)) if 1 <= value < 1 / _FEWEST:
             return 1 / value, x

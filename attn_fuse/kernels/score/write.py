@@ -7,6 +7,7 @@ generated into them.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -221,9 +222,9 @@ class _Writer:
             case sympy.Symbol():
                 return self._digits[value]
             case sympy.Add():
-                return self._joined(ex.Add, value.args)
+                return self._joined(operator.add, value.args)
             case sympy.Mul():
-                return self._joined(ex.Mul, value.args)
+                return self._joined(operator.mul, value.args)
             case FloorDiv():
                 return self._joined(functools.partial(ex.Binary, "floor_divide"), value.args)
             case Mod():

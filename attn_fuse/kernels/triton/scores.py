@@ -167,7 +167,7 @@ def _score_code(text: str, inputs: tuple[Described, ...], wide: bool) -> ScoreCo
 
 def _slope(expr: Expr) -> float | None:
     match expr:
-        case Mul(Score(), Const(float() as value)) | Mul(Const(float() as value), Score()):
+        case Mul(Score(), Const(float() as value)):
             return value if value > 0 else None
     return None
 

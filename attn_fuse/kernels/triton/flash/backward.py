@@ -18,10 +18,10 @@ from attn_fuse.kernels.triton.flash.forward import CHANGING, key_phases
 from attn_fuse.kernels.triton.flash.tiles import (
     draws,
     dropped,
+    head_base,
     load_rows,
     odd_numbers,
     place,
-    plane,
     span,
     store_rows,
     stretch,
@@ -38,8 +38,8 @@ def statistics(
     block, h, b = place(tl.cdiv(q_len, BLOCK_M), heads)
     start = block * BLOCK_M
     rows = start + tl.arange(0, BLOCK_M)
-    x = load_rows(grad_out, plane(grad_out, b, h), start, q_len, BLOCK_M, VALUE_DIM, BLOCK_V, True)
-    y = load_rows(out, plane(out, b, h), start, q_len, BLOCK_M, VALUE_DIM, BLOCK_V, True)
+    x = load_rows(grad_out, head_base(grad_out, b, h), start, q_len, BLOCK_M, VALUE_DIM, BLOCK_V, True)
+    y = load_rows(out, head_base(out, b, h), start, q_len, BLOCK_M, VALUE_DIM, BLOCK_V, True)
     plane_of = tl.cast(b, tl.int64) * heads + h
     row, to = plane_of * q_len + rows, saved + plane_of * 4 * stride + rows
     there = rows < q_len
@@ -100,9 +100,9 @@ def backward_query(
     start = (blocks - 1 - block) * BLOCK_M
     rows = start + tl.arange(0, BLOCK_M)
     i = rows[:, None]
-    key_start, value_start = plane(key, b, h // groups), plane(value, b, h // groups)
-    q = load_rows(query, plane(query, b, h), start, q_len, BLOCK_M, HEAD_DIM, BLOCK_D, True)
-    do = load_rows(grad_out, plane(grad_out, b, h), start, q_len, BLOCK_M, VALUE_DIM, BLOCK_V, True)
+    key_start, value_start = head_base(key, b, h // groups), head_base(value, b, h // groups)
+    q = load_rows(query, head_base(query, b, h), start, q_len, BLOCK_M, HEAD_DIM, BLOCK_D, True)
+    do = load_rows(grad_out, head_base(grad_out, b, h), start, q_len, BLOCK_M, VALUE_DIM, BLOCK_V, True)
     row_shift = load_statistic(saved, b, h, heads, stride, start, q_len, 0, BLOCK_M, True)
     row_over = load_statistic(saved, b, h, heads, stride, start, q_len, 1, BLOCK_M, True)
     row_delta = load_statistic(saved, b, h, heads, stride, start, q_len, 2, BLOCK_M, True)
@@ -140,7 +140,7 @@ def backward_query(
                     if phase != 1:
                         draw = tl.where(j < kv_len, draw, 0.0)
                 dq = tl.dot(draw.to(k.dtype), k, dq, input_precision=PRECISION)
-    store_rows(dquery, plane(dquery, b, h), rows, q_len, dq * TIMES, HEAD_DIM, BLOCK_D)
+    store_rows(dquery, head_base(dquery, b, h), rows, q_len, dq * TIMES, HEAD_DIM, BLOCK_D)
 
 
 @triton.jit
@@ -181,9 +181,9 @@ def backward_key_value(
     start = block * BLOCK_N
     columns = start + tl.arange(0, BLOCK_N)
     j = columns[:, None]
-    k = load_rows(key, plane(key, b, kv_head), start, kv_len, BLOCK_N, HEAD_DIM, BLOCK_D, True)
+    k = load_rows(key, head_base(key, b, kv_head), start, kv_len, BLOCK_N, HEAD_DIM, BLOCK_D, True)
     if dkey is not None:
-        v = load_rows(value, plane(value, b, kv_head), start, kv_len, BLOCK_N, VALUE_DIM, BLOCK_V, True)
+        v = load_rows(value, head_base(value, b, kv_head), start, kv_len, BLOCK_N, VALUE_DIM, BLOCK_V, True)
         dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     if dvalue is not None:
         dv = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
@@ -205,7 +205,7 @@ def backward_key_value(
                 m = begin + (step if groups == 1 else step % count) * BLOCK_M
                 rows = m + tl.arange(0, BLOCK_M)
                 i = rows[None, :]
-                q = load_rows(query, plane(query, b, h), m, q_len, BLOCK_M, HEAD_DIM, BLOCK_D, phase != 1)
+                q = load_rows(query, head_base(query, b, h), m, q_len, BLOCK_M, HEAD_DIM, BLOCK_D, phase != 1)
                 raw = tl.dot(k, tl.trans(q), input_precision=PRECISION)
                 if phase == 1:
                     scores = SCORE_INSIDE(raw, b, h, i, j, q_len, kv_len, reads)
@@ -224,7 +224,7 @@ def backward_key_value(
                     row_shift = load_statistic(saved, b, h, heads, stride, m, q_len, 0, BLOCK_M, phase != 1)
                     row_over = load_statistic(saved, b, h, heads, stride, m, q_len, 1, BLOCK_M, phase != 1)
                 weights = tl.exp2((scores - row_shift[None, :]) * TO_LOG2) * row_over[None, :]
-                do = load_rows(grad_out, plane(grad_out, b, h), m, q_len, BLOCK_M, VALUE_DIM, BLOCK_V, phase != 1)
+                do = load_rows(grad_out, head_base(grad_out, b, h), m, q_len, BLOCK_M, VALUE_DIM, BLOCK_V, phase != 1)
                 used = weights
                 if seed is not None:
                     for_queries, for_keys = draws(seed, b, h, heads)
@@ -256,9 +256,9 @@ def backward_key_value(
                             draw = tl.where(i < q_len, draw, 0.0)
                     dk = tl.dot(draw.to(q.dtype), q, dk, input_precision=PRECISION)
     if dkey is not None:
-        store_rows(dkey, plane(dkey, b, kv_head), columns, kv_len, dk * TIMES, HEAD_DIM, BLOCK_D)
+        store_rows(dkey, head_base(dkey, b, kv_head), columns, kv_len, dk * TIMES, HEAD_DIM, BLOCK_D)
     if dvalue is not None:
-        store_rows(dvalue, plane(dvalue, b, kv_head), columns, kv_len, dv, VALUE_DIM, BLOCK_V)
+        store_rows(dvalue, head_base(dvalue, b, kv_head), columns, kv_len, dv, VALUE_DIM, BLOCK_V)
 
 
 @triton.jit(do_not_specialize=CHANGING)
@@ -326,10 +326,10 @@ def backward_input(
         if seen:
             rows, columns = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
             i, j = rows[:, None], columns[None, :]
-            q = load_rows(query, plane(query, b, h), row, q_len, BLOCK_M, HEAD_DIM, BLOCK_D, True)
-            k = load_rows(key, plane(key, b, h // groups), column, kv_len, BLOCK_N, HEAD_DIM, BLOCK_D, True)
-            v = load_rows(value, plane(value, b, h // groups), column, kv_len, BLOCK_N, VALUE_DIM, BLOCK_V, True)
-            do = load_rows(grad_out, plane(grad_out, b, h), row, q_len, BLOCK_M, VALUE_DIM, BLOCK_V, True)
+            q = load_rows(query, head_base(query, b, h), row, q_len, BLOCK_M, HEAD_DIM, BLOCK_D, True)
+            k = load_rows(key, head_base(key, b, h // groups), column, kv_len, BLOCK_N, HEAD_DIM, BLOCK_D, True)
+            v = load_rows(value, head_base(value, b, h // groups), column, kv_len, BLOCK_N, VALUE_DIM, BLOCK_V, True)
+            do = load_rows(grad_out, head_base(grad_out, b, h), row, q_len, BLOCK_M, VALUE_DIM, BLOCK_V, True)
             row_shift = load_statistic(saved, b, h, heads, stride, row, q_len, 0, BLOCK_M, True)
             row_over = load_statistic(saved, b, h, heads, stride, row, q_len, 1, BLOCK_M, True)
             row_delta = load_statistic(saved, b, h, heads, stride, row, q_len, 2, BLOCK_M, True)

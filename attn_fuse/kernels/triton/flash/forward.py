@@ -12,10 +12,10 @@ import triton.language as tl
 from attn_fuse.kernels.triton.flash.tiles import (
     draws,
     dropped,
+    head_base,
     load_rows,
     odd_numbers,
     place,
-    plane,
     span,
     store_rows,
     stretch,
@@ -71,8 +71,8 @@ def forward(
     start = (blocks - 1 - block) * BLOCK_M
     rows = start + tl.arange(0, BLOCK_M)
     i = rows[:, None]
-    key_start, value_start = plane(key, b, h // groups), plane(value, b, h // groups)
-    q = load_rows(query, plane(query, b, h), start, q_len, BLOCK_M, HEAD_DIM, BLOCK_D, True)
+    key_start, value_start = head_base(key, b, h // groups), head_base(value, b, h // groups)
+    q = load_rows(query, head_base(query, b, h), start, q_len, BLOCK_M, HEAD_DIM, BLOCK_D, True)
 
     if SINK is None:
         greatest = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -123,7 +123,7 @@ def forward(
     if seed is not None:
         acc = acc * dropout_scale
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    store_rows(out, plane(out, b, h), rows, q_len, acc, VALUE_DIM, BLOCK_V)
+    store_rows(out, head_base(out, b, h), rows, q_len, acc, VALUE_DIM, BLOCK_V)
     row = (tl.cast(b, tl.int64) * heads + h) * q_len + rows
     tl.store(row_max + row, greatest, mask=rows < q_len)
     tl.store(row_sum + row, total, mask=rows < q_len)

@@ -27,7 +27,7 @@ _DROPPED = tl.constexpr("""
 
 
 @triton.jit
-def plane(tensor, b, h):
+def head_base(tensor, b, h):
     """Where the matrix of batch entry `b` and head `h` begins: a pointer, or for a descriptor its first indices."""
     if isinstance(tensor, tl.core.tensor_descriptor_base):
         start = (b, h)
