@@ -53,7 +53,7 @@ def begin(library: Path) -> None:
 
     if not isinstance(flash_forward.forward, JITFunction):
         raise RuntimeError("import emulated before attn_fuse: its kernels are to be interpreted")
-    known = {o.name: o for o in (grid_operators.DECODE, grid_operators.FLASH, grid_operators.HOPPER)}
+    known = {o.name: o for o in (grid_operators.DECODE, grid_operators.FLASH)}
     for module in (grid_operators, gpu_attention):
         _replace(module, "operators", lambda _: known)
     # What the kernels would have computed is not there to be looked at.

@@ -95,25 +95,24 @@ def _counted(library: Path, call: Callable[[], Any]) -> dict[str, int]:
 
 def tasks(library: Path, only: list[str]) -> Iterator[Task]:
     """The calls, those that tell most first."""
-    own = ["triton_flash", "triton_flash_hopper"]
     if "speed" in only:
         for shape in gpu_sections.shapes(tiny=False):
-            yield from ((attention, library, gpu_attention.plain, name, *shape) for name in own)
+            yield attention, library, gpu_attention.plain, "triton_flash", *shape
         for size in gpu_sections.CACHES_READ:
             yield attention, library, gpu_attention.decoding, "triton_decode", *size
         for feature in gpu_attention.FEATURES:
-            yield from ((attention, library, gpu_attention.features, name, feature) for name in own)
+            yield attention, library, gpu_attention.features, "triton_flash", feature
     if "evidence" in only:
         for _, one in gpu_cases.cases():
-            names = [*own, "triton_decode"] if one.q_len == 1 else own
+            names = ["triton_flash", "triton_decode"] if one.q_len == 1 else ["triton_flash"]
             yield from ((case, library, name, one) for name in names)
     if "models" in only:
         yield from ((model, library, name) for name in gpu_tasks.MODELS)
     if "correct" in only:
         from tests.grid.case import LONGER, Case
-        from tests.grid.operators import DECODE, FLASH, HOPPER
+        from tests.grid.operators import DECODE, FLASH
 
-        for operator in (FLASH, DECODE, HOPPER):
+        for operator in (FLASH, DECODE):
             yield from ((checked, library, operator.name, Case.of(row)) for row in operator.rows(other=LONGER))
 
 

@@ -27,7 +27,7 @@ from harness import ROOT, bytes_in_words, seconds_in_words
 Row = dict[str, Any]
 BEGIN, END = "<!-- gpu: benchmarks/gpu_results.py writes this -->", "<!-- gpu: end -->"
 TORCHS = ("cudnn", "flash", "efficient", "flex", "sdpa")
-OWN = ("triton_flash", "triton_flash_hopper", "triton_decode")
+OWN = ("triton_flash", "triton_decode")
 
 
 class ResultsError(Exception):

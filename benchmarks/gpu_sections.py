@@ -34,7 +34,7 @@ MAX_LOST = 12
 # Batch and length of the caches that are decoded from.
 CACHES_READ = ((32, 4096), (1, 32768), (8, 16384), (64, 1024))
 # The one that most waits for comes first.
-ORDER = ("triton_flash", "triton_decode", "triton_flash_hopper", "chunked")
+ORDER = ("triton_flash", "triton_decode", "chunked")
 
 
 @dataclass

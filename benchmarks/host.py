@@ -36,11 +36,10 @@ def calls() -> dict[str, Callable[[], object]]:
 
     training = (*operands(2, 8, 8, 1024, 1024, 64), [], [0], None, None, None, 0.0)
     found: dict[str, Callable[[], object]] = {}
-    for name, descriptors in (("triton_flash", False), ("triton_flash_hopper", True)):
-        outputs = flash.attend(*training, PROGRAM, descriptors=descriptors)
-        back = (outputs[0], *training, *outputs, PROGRAM, [])
-        found[f"{name}, forward"] = functools.partial(flash.attend, *training, PROGRAM, descriptors=descriptors)
-        found[f"{name}, backward"] = functools.partial(flash.attend_backward, *back, descriptors=descriptors)
+    outputs = flash.attend(*training, PROGRAM)
+    back = (outputs[0], *training, *outputs, PROGRAM, [])
+    found["triton_flash, forward"] = functools.partial(flash.attend, *training, PROGRAM)
+    found["triton_flash, backward"] = functools.partial(flash.attend_backward, *back)
     token = (*operands(1, 8, 2, 1, 4096, 64), [], [4095], PROGRAM)
     found |= {f"triton_decode, {n} part(s)": functools.partial(decode.attend, *token, n) for n in (1, 16)}
     return found

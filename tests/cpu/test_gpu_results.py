@@ -25,7 +25,7 @@ TIMES = {AS_WRITTEN: 400.0, "cuda_efficient": 150.0, "triton_flash": 100.0}
 SPEED = [
     {"section": "plain", "head_dim": 128, "length": 4096, "pass": "forward",
      "us": {"sdpa": 100.0, "cudnn": 90.0, "triton_flash": 110.0},
-     "graph_us": {"cudnn": 80.0, "triton_flash": 100.0, "triton_flash_hopper": 100.0}, "failed": {}},
+     "graph_us": {"cudnn": 80.0, "triton_flash": 100.0}, "failed": {}},
     {"section": "plain", "head_dim": 128, "length": 16384, "pass": "forward",
      "us": {"sdpa": 100.0, "cudnn": 90.0, "triton_flash": 60.0}, "failed": {}},
     {"section": "plain", "head_dim": 128, "length": 4096, "pass": "backward", "us": {}, "failed": {"cudnn": "no"}},

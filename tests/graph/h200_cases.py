@@ -249,7 +249,7 @@ def one_of(*names: str | None) -> frozenset[str | None]:
 CUDNN, SDPA_HALF, EFFICIENT, FLEX = (
     one_of("cudnn"), one_of("cudnn", "cuda_flash"), one_of("cuda_efficient"), one_of("flex"),
 )  # fmt: skip
-TRITON = one_of("triton_flash", "triton_flash_hopper")
+TRITON = one_of("triton_flash")
 
 
 def want(

@@ -139,7 +139,7 @@ class TestTheMaskIsTakenOut:
     ("score", "factor", "rest"),
     [
         (["mul", S, ["const", 0.125]], 0.125, Score()),
-        (["mul", S, ["const", 2]], 2.0, Score()),
+        (["mul", ["const", 2], S], 2.0, Score()),
         (["div", S, ["const", 8.0]], 0.125, Score()),
         (["div", ["const", 8.0], S], 1.0, Div(Const(8.0), Score())),
         (["mul", S, ["const", INF]], 1.0, Mul(Score(), Const(INF))),

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
-from attn_fuse.kernels.kernel import Kernel
+from attn_fuse.kernels import KERNELS
+from attn_fuse.kernels.kernel import Kernel, Reach
+from attn_fuse.kernels.triton.flash.kernel import TRITON_FLASH
 from attn_fuse.picker.pick import Verdict
 from attn_fuse.report import collecting
 from tests.graph.h200_cases import (
@@ -252,13 +255,16 @@ def test_where_ours_fail_theirs(case: Want, picked: Callable[..., list[Picked]])
         assert site.kernel in case.best, f"{case.why}: {site}"
 
 
-def test_the_next_best_of_ours_is_tried(picked: Callable[..., list[Picked]]) -> None:
+def test_the_next_best_of_ours_is_tried(picked: Callable[..., list[Picked]], monkeypatch: pytest.MonkeyPatch) -> None:
+    promising = dataclasses.replace(TRITON_FLASH, name="promising", reach={"cuda": Reach(0.9, 0.9, launches=2)})
+    monkeypatch.setattr("attn_fuse.picker.pick.KERNELS", (promising, *KERNELS))
+
     def verdict(kernel: Kernel, fallback: Kernel | None) -> Verdict:
-        return Verdict(None, "its self-check failed: wrong") if kernel.name == "triton_flash_hopper" else Verdict(0.6)
+        return Verdict(None, "its self-check failed: wrong") if kernel is promising else Verdict(0.6)
 
     (site,) = picked(banded(1024), *trained(2, 16, 8192, 64)(), training=True, self_check=verdict)
     assert site.kernel == "triton_flash" and [k.name for k in site.choice.then][:1] == ["flex"]
-    assert site.choice.why_not["triton_flash_hopper"] == ("its self-check failed: wrong",)
+    assert site.choice.why_not["promising"] == ("its self-check failed: wrong",)
 
 
 def test_what_is_said_of_kernels_that_are_not_tried(picked: Callable[..., list[Picked]]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -66,16 +65,15 @@ def _chunked(c: Call) -> Callable[[], Tensor]:
     return lambda: chunked(c.query, c.key, c.value, c.inputs, c.numbers, c.seed, c.dropout_p, c.program, False)[0]
 
 
-def _flash(c: Call, descriptors: bool = False) -> Callable[[], Tensor]:
-    from attn_fuse.kernels.triton.flash.op import triton_flash, triton_flash_hopper
+def _flash(c: Call) -> Callable[[], Tensor]:
+    from attn_fuse.kernels.triton.flash.op import triton_flash
     from attn_fuse.kernels.triton.flash.spans import spans
 
     found: tuple[Any, Any] = (None, None)
     if not c.is_bounded:
         sizes = (*c.query.shape[:3], c.key.shape[2])
         found = spans([x.detach() for x in c.inputs], c.numbers, *sizes, c.program, c.query.device)
-    operator = triton_flash_hopper if descriptors else triton_flash
-    return lambda: operator(
+    return lambda: triton_flash(
         c.query, c.key, c.value, c.inputs, c.numbers, c.seed, *found, c.dropout_p, c.program, False
     )[0]
 
@@ -95,9 +93,6 @@ DECODE = Operator(
     _IN_TRITON
     | {"gradient": ("none",), "dropout": ("none",), "lengths": ("1, 17", "13, 29", "1, 333", "16, 251", "29, 13")},
 )
-HOPPER = Operator(
-    "triton_flash_hopper", functools.partial(_flash, descriptors=True), {"dtype": ("float16", "bfloat16")}
-)
 
 
 def operators(device: torch.device) -> dict[str, Operator]:
@@ -106,8 +101,6 @@ def operators(device: torch.device) -> dict[str, Operator]:
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if importlib.util.find_spec("triton") is not None and (interpreted or device.type == "cuda"):
         found += [DECODE, FLASH]
-        if interpreted or torch.cuda.get_device_capability(device) == (9, 0):
-            found.append(HOPPER)
     return {operator.name: operator for operator in found}
 
 

@@ -69,12 +69,7 @@ def use() -> None:
 def launches(folder: Path) -> list[tuple[str, int]]:
     """The kernels launched so far, each with the number of its programs."""
     words = (line.split() for line in _log(folder))
-    return [(of[1], int(of[2]) * int(of[3]) * int(of[4])) for of in words if of[0] == "launch"]
-
-
-def tensor_maps(folder: Path) -> int:
-    """How many were made so far."""
-    return sum(line.startswith("map") for line in _log(folder))
+    return [(of[1], int(of[2]) * int(of[3]) * int(of[4])) for of in words]
 
 
 def _log(folder: Path) -> list[str]:

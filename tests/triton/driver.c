@@ -2,13 +2,11 @@
 //
 // Triton's own launcher calls it. Each launch is a line in the file $FAKE_CUDA_LOG:
 //     launch NAME GRID_X GRID_Y GRID_Z THREADS SHARED
-// and each tensor map that is made before it is one: map RANK
-// Limits: CUDA C++ Programming Guide, compute capability 9.0; cuTensorMapEncodeTiled in the Driver API's reference.
+// Limits: CUDA C++ Programming Guide, compute capability 9.0.
 
 #include "cuda.h"
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 
 enum { MOST_KERNELS = 8192, MOST_SHARED = 232448, DEFAULT_SHARED = 49152 };
 
@@ -101,41 +99,6 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, voi
   if (log) {
     fprintf(log, "launch %s %u %u %u %u %u\n", kernels[of(function)].name, config->gridDimX, config->gridDimY,
             config->gridDimZ, config->blockDimX, config->sharedMemBytes);
-    fclose(log);
-  }
-  return CUDA_SUCCESS;
-}
-
-CUresult cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType type, cuuint32_t rank, void *address,
-                                const cuuint64_t *sizes, const cuuint64_t *strides, const cuuint32_t *box,
-                                const cuuint32_t *steps, CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle,
-                                CUtensorMapL2promotion promotion, CUtensorMapFloatOOBfill fill) {
-  size_t width = 4;
-  if (type == CU_TENSOR_MAP_DATA_TYPE_UINT8) width = 1;
-  if (type == CU_TENSOR_MAP_DATA_TYPE_UINT16 || type == CU_TENSOR_MAP_DATA_TYPE_FLOAT16 ||
-      type == CU_TENSOR_MAP_DATA_TYPE_BFLOAT16)
-    width = 2;
-  if (type == CU_TENSOR_MAP_DATA_TYPE_UINT64 || type == CU_TENSOR_MAP_DATA_TYPE_INT64 ||
-      type == CU_TENSOR_MAP_DATA_TYPE_FLOAT64)
-    width = 8;
-  if ((size_t)address % 16) return refused("a tensor map's address is no multiple of 16");
-  if (rank < 1 || rank > 5) return refused("a tensor map has 1 to 5 dimensions");
-  for (cuuint32_t d = 0; d < rank; d++) {
-    if (!sizes[d] || sizes[d] > 1ull << 32) return refused("a tensor map's dimension is empty or too long");
-    if (!box[d] || box[d] > 256) return refused("a tensor map's box is empty or longer than 256");
-    if (steps[d] < 1 || steps[d] > 8) return refused("a tensor map's element stride is not 1 to 8");
-    if (d && (strides[d - 1] % 16 || strides[d - 1] >= 1ull << 40))
-      return refused("a tensor map's stride is no multiple of 16, or too long");
-  }
-  size_t inner = box[0] * width;
-  if (inner % 16) return refused("a tensor map's box is no multiple of 16 bytes wide");
-  if ((swizzle == CU_TENSOR_MAP_SWIZZLE_32B && inner > 32) || (swizzle == CU_TENSOR_MAP_SWIZZLE_64B && inner > 64) ||
-      (swizzle == CU_TENSOR_MAP_SWIZZLE_128B && inner > 128))
-    return refused("a tensor map's box is wider than its swizzle");
-  memset(map, 0, sizeof *map);
-  FILE *log = opened();
-  if (log) {
-    fprintf(log, "map %u\n", rank);
     fclose(log);
   }
   return CUDA_SUCCESS;

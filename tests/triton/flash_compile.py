@@ -1,6 +1,6 @@
 """Compiles the flash kernels for a device that is not there, and prints what came of each as one line of JSON.
 
-    python tests/triton/flash_compile.py CAPABILITY DTYPE HEAD_DIM [CASE [descriptors]]
+    python tests/triton/flash_compile.py CAPABILITY DTYPE HEAD_DIM [CASE]
 
 CASE: "plain", a causal mask and a scale; "dropout" and "grouped", the same with dropout, or with two heads to a key
 head; or one of `chunked_cases`, grouped, and "everything" with dropout.
@@ -33,7 +33,6 @@ from attn_fuse.kernels.triton.flash import forward as flash_forward
 from attn_fuse.kernels.triton.flash import launch as flash
 from attn_fuse.kernels.triton.flash.configs import Config, together_or_apart
 from tests.graph.chunked_cases import CASE, CAUSAL, S, Sizes, const, where
-from tests.triton.messages import mismatches
 from tests.triton.sass import loops
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -74,7 +73,7 @@ def facts(compiled: Any, tile: Config) -> dict[str, Any]:
         )
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found is not None, usage
-    counted = collections.Counter(re.findall(r"\b(HGMMA|HMMA|UTCHMMA|UTMALDG|LDL|STL|ATOM|RED)\b", code))
+    counted = collections.Counter(re.findall(r"\b(HGMMA|HMMA|UTCHMMA|LDL|STL|ATOM|RED)\b", code))
     shared = compiled.metadata.shared
     known: dict[str, Any] = {"registers": int(found[1]), "stack": int(found[2]), "shared": shared, **counted}
     whole = loops(code)[:1]
@@ -82,13 +81,8 @@ def facts(compiled: Any, tile: Config) -> dict[str, Any]:
     for loop in whole:
         known["per_element"] = loop.instructions / elements
         known["bound_by_issue"] = loop.bound_by_issue
-        known["copies_ahead"] = loop.counts["LDGSTS"] + loop.counts["UTMALDG"]
+        known["copies_ahead"] = loop.counts["LDGSTS"]
         known["spills"] = loop.counts["LDL"] + loop.counts["STL"]
-    described = [name for name, kind in compiled.src.signature.items() if str(kind).startswith("tensordesc")]
-    if described:
-        boxes = (meta["block_size"] for meta in compiled.metadata.tensordesc_meta)
-        messages, wrong = mismatches(compiled.asm["ttgir"], dict(zip(described, boxes, strict=True)))
-        known |= {"descriptors": len(described), "messages": messages, "wrong": wrong}
     return known
 
 
@@ -97,7 +91,7 @@ def only_compile(kernel: Any, found: list[Any]) -> None:
     kernel.run = lambda *args, grid, warmup, **how: found.append(launch(*args, grid=grid, warmup=True, **how))
 
 
-def main(capability: int, dtype: torch.dtype, head_dim: int, name: str, descriptors: bool) -> None:
+def main(capability: int, dtype: torch.dtype, head_dim: int, name: str) -> None:
     driver.set_active(NoDevice(capability))
     flash_facts._capability = lambda device: capability // 10  # type: ignore[assignment]
     made: dict[str, list[Any]] = {kernel: [] for kernel in KERNELS}
@@ -113,9 +107,9 @@ def main(capability: int, dtype: torch.dtype, head_dim: int, name: str, descript
     dropout = (SEED, None, None, 0.1) if name in ("dropout", "everything") else (None, None, None, 0.0)
     how = (query, key, value, inputs, numbers, *dropout)
     text = program.dumps()
-    outputs = flash.attend(*how, text, descriptors=descriptors)
-    flash.attend_backward(outputs[0], *how, *outputs, text, [True] * len(inputs), descriptors=descriptors)
-    known = flash_facts.call_facts(query, key, value, inputs, numbers, dropout[0], dropout[3], text, descriptors)
+    outputs = flash.attend(*how, text)
+    flash.attend_backward(outputs[0], *how, *outputs, text, [True] * len(inputs))
+    known = flash_facts.call_facts(query, key, value, inputs, numbers, dropout[0], dropout[3], text)
     for kernel, several in made.items():
         # The gradients of key and value come of one function, which is compiled for each where rows are wide.
         names = together_or_apart(dtype, known.widths) if kernel == "key_value" else [kernel] * len(several)
@@ -125,5 +119,4 @@ def main(capability: int, dtype: torch.dtype, head_dim: int, name: str, descript
 
 
 if __name__ == "__main__":
-    case, *how = sys.argv[4:] or ["plain"]
-    main(int(sys.argv[1]), getattr(torch, sys.argv[2]), int(sys.argv[3]), case, how == ["descriptors"])
+    main(int(sys.argv[1]), getattr(torch, sys.argv[2]), int(sys.argv[3]), *(sys.argv[4:] or ["plain"]))

@@ -28,7 +28,6 @@ def lines(what: str, folder: Path) -> list[dict[str, Any]]:
 def test_every_launch_is_within_the_limits(tmp_path: Path) -> None:
     said = lines("shapes", tmp_path)
     found = {(x["shape"], x["program"]): dict(x["launched"]) for x in said}
-    maps = {(x["shape"], x["program"]): x["maps"] for x in said}
     heads = 2 * 4
     assert found["usual", "plain"] == {
         "forward": 2 * heads, "statistics": 4 * heads, "backward_query": 2 * heads, "backward_key_value": 2 * heads,
@@ -44,23 +43,16 @@ def test_every_launch_is_within_the_limits(tmp_path: Path) -> None:
     assert not found["no batch", "plain"] and not found["no batch", "decode"]
 
     for shape in ("usual", "grouped"):
-        # Where query, key and value lie changes nothing of what is launched; forward has three tensor maps, each of the
-        # two kernels of the backward four and the statistics.
-        for program in ("described", "packed, described"):
-            assert dict(found[shape, program]) == dict(found[shape, "packed"])
-            assert maps[shape, program] == 3 + 2 * 5
-    # Without elements there is nothing to describe.
-    assert not any(maps[key] for key in maps if "described" not in key[1] or key[0].startswith("no "))
+        # Where query, key and value lie changes nothing of what is launched.
+        assert dict(found[shape, "plain"]) == dict(found[shape, "packed"])
 
 
 @pytest.mark.slow
 def test_every_width_dtype_and_configuration_launches(tmp_path: Path) -> None:
     found = lines("all", tmp_path)
-    assert len(found) == 3 * 7 * 7 * 2 + 2 * 7 * 7 + 3 * 4 * 2
+    assert len(found) == 3 * 7 * 7 * 2 + 3 * 4
     for x in found:
-        empty = x["shape"].startswith("no ")
-        assert empty or x["launched"], x
-        assert (x["maps"] > 0) == (x["program"].endswith("True") and not empty), x
+        assert x["shape"].startswith("no ") or x["launched"], x
 
 
 def test_lengths_that_change_compile_nothing_new(tmp_path: Path) -> None:

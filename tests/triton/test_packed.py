@@ -19,10 +19,9 @@ from attn_fuse.backend import attn_fuse as backend
 from attn_fuse.kernels.chunked.kernel import CHUNKED
 from attn_fuse.kernels.kernel import Kernel
 from attn_fuse.kernels.score.program import ScoreProgram
-from attn_fuse.kernels.triton.flash.hopper import TRITON_FLASH_HOPPER
 from attn_fuse.kernels.triton.flash.kernel import TRITON_FLASH
+from attn_fuse.kernels.triton.flash.op import VERSION
 from attn_fuse.kernels.triton.flash.packed import Packed, packed_views
-from attn_fuse.kernels.triton.flash.packed_op import VERSION
 from attn_fuse.picker import pick as picker
 from tests.harness import assert_fused
 from tests.triton.interpreted import interpreted, run_interpreted
@@ -186,26 +185,14 @@ def flash(packed: Tensor, views: list[int], sizes: list[int], inputs: list[Tenso
     return flash_packed(packed, views, sizes, *rest, False)[0], triton_flash(*alone, *rest, False)[0]
 
 
-def hopper(
-    packed: Tensor, views: list[int], sizes: list[int], inputs: list[Tensor], program: str
-) -> tuple[Tensor, ...]:
-    from attn_fuse.kernels.triton.flash.op import triton_flash_hopper
-    from attn_fuse.kernels.triton.flash.packed_op import hopper_packed, operands
-
-    rest = (inputs, [], None, None, None, 0.0, program)
-    alone = operands(packed, views, sizes)
-    return hopper_packed(packed, views, sizes, *rest, False)[0], triton_flash_hopper(*alone, *rest, False)[0]
-
-
 @interpreted
 @pytest.mark.parametrize("program", (CAUSAL, BIASED), ids=("causal", "biased"))
 @pytest.mark.parametrize("kv_heads", (1, 2, HEADS))
-@pytest.mark.parametrize("op", (flash, hopper))
-def test_same_as_unpacked(op: Callable[..., Results], kv_heads: int, program: str) -> None:
+def test_same_as_unpacked(kv_heads: int, program: str) -> None:
     views, sizes, width = as_arguments(DIM, kv_heads)
     inputs = [torch.randn(1, HEADS, LENGTH, LENGTH)] if program == BIASED else []
     packed = projected(width).requires_grad_()
-    got, wanted = op(packed, views, sizes, inputs, program)
+    got, wanted = flash(packed, views, sizes, inputs, program)
     assert torch.equal(got, wanted) and got.transpose(1, 2).is_contiguous()
     weights = torch.randn_like(got)
     (gradient,) = torch.autograd.grad(got, packed, weights)
@@ -228,22 +215,20 @@ def test_packed_tensor_with_gaps() -> None:
     """Its strides are not those of its gradient."""
     views, sizes, width = as_arguments(DIM, HEADS)
     whole = torch.randn(BATCH, LENGTH + 3, width + 5)
-    for op in (flash, hopper):
-        packed = whole[:, 3:, 5:].detach().requires_grad_()
-        got, wanted = op(packed, views, sizes, [], CAUSAL)
-        weights = torch.randn_like(got)
-        assert torch.equal(*(torch.autograd.grad(out, packed, weights)[0] for out in (got, wanted)))
+    packed = whole[:, 3:, 5:].detach().requires_grad_()
+    got, wanted = flash(packed, views, sizes, [], CAUSAL)
+    weights = torch.randn_like(got)
+    assert torch.equal(*(torch.autograd.grad(out, packed, weights)[0] for out in (got, wanted)))
 
 
 @interpreted
 def test_second_derivative_is_refused() -> None:
     views, sizes, width = as_arguments(DIM, HEADS)
-    for op in (flash, hopper):
-        packed = projected(width).requires_grad_()
-        for out in op(packed, views, sizes, [], CAUSAL):
-            (gradient,) = torch.autograd.grad(out, packed, torch.ones_like(out), create_graph=True)
-            with pytest.raises(RuntimeError, match="differentiated twice"):
-                gradient.sum().backward()
+    packed = projected(width).requires_grad_()
+    for out in flash(packed, views, sizes, [], CAUSAL):
+        (gradient,) = torch.autograd.grad(out, packed, torch.ones_like(out), create_graph=True)
+        with pytest.raises(RuntimeError, match="differentiated twice"):
+            gradient.sum().backward()
 
 
 # ---- through the backend
@@ -278,8 +263,7 @@ COPIES = ("cat", "clone", "copy", "split", "slice", "select", "stack", "add", "n
 def test_nothing_around_the_operator(
     program: Callable[..., Any], dynamic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The one on static sizes, the other on changing ones.
-    only(monkeypatch, TRITON_FLASH if dynamic else TRITON_FLASH_HOPPER)
+    only(monkeypatch, TRITON_FLASH)
     # In float32 the values are centred, and what is taken off is added.
     graphs = graphs_of(program, projected(PACKED[program]).half(), dynamic=dynamic)
     for which in ("forward", "backward"):
@@ -289,9 +273,8 @@ def test_nothing_around_the_operator(
 
 
 @interpreted
-@pytest.mark.parametrize("kernel", (TRITON_FLASH, TRITON_FLASH_HOPPER), ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("program", [*PACKED, *NOT_PACKED])
-def test_through_the_backend(program: Callable[..., Any], kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    only(monkeypatch, kernel)
+def test_through_the_backend(program: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch, TRITON_FLASH)
     outcome = assert_fused(program, projected({**PACKED, **NOT_PACKED}[program]))
     assert ("packed" in outcome.after) == (program in PACKED)

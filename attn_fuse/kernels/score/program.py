@@ -25,6 +25,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +35,6 @@ from torch import Tensor
 
 from attn_fuse.expression.functions import BINARY, COMPARISONS, FUNCTIONS, UNARY, gives_fraction
 from attn_fuse.expression.nodes import (
-    Add,
     And,
     Binary,
     Cast,
@@ -46,7 +46,6 @@ from attn_fuse.expression.nodes import (
     Gather,
     Given,
     Input,
-    Mul,
     Not,
     Number,
     Or,
@@ -351,7 +350,8 @@ def _as_json(node: Expr) -> list[Any]:
 
 
 _CLASSES: dict[str, Callable[..., Expr]] = {
-    "add": Add, "mul": Mul, "div": Div, "where": Select, "not": Not, "and": And, "or": Or, "score": Score,
+    "add": operator.add, "mul": operator.mul, "div": Div, "where": Select, "not": Not, "and": And, "or": Or,
+    "score": Score,
     **{name: functools.partial(Position, name) for name in POSITIONS},
 }  # fmt: skip
 _ARITY = {**dict.fromkeys(("score", *POSITIONS), 0), **dict.fromkeys(UNARY, 1), **dict.fromkeys(BINARY, 2),

@@ -55,13 +55,10 @@ def statistics(
 def load_statistic(
     saved, b, h, heads, stride, first, q_len, WHICH: tl.constexpr, ROWS: tl.constexpr, CHECKED: tl.constexpr
 ):
-    """One of the four, of ROWS queries from `first` on; 0 beyond q_len, where CHECKED. saved: pointer or descriptor."""
-    if isinstance(saved, tl.core.tensor_descriptor_base):
-        found = saved.load([b, h, WHICH, first]).reshape([ROWS])
-    else:
-        r = tl.arange(0, ROWS)
-        at = saved + ((tl.cast(b, tl.int64) * heads + h) * 4 + WHICH) * stride + first + r
-        found = tl.load(at, mask=first + r < q_len, other=0.0) if CHECKED else tl.load(at)
+    """One of the four, of ROWS queries from `first` on; 0 beyond q_len, where CHECKED."""
+    r = tl.arange(0, ROWS)
+    at = saved + ((tl.cast(b, tl.int64) * heads + h) * 4 + WHICH) * stride + first + r
+    found = tl.load(at, mask=first + r < q_len, other=0.0) if CHECKED else tl.load(at)
     return found
 
 

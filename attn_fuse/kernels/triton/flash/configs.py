@@ -11,10 +11,9 @@ import torch
 class Config:
     """The tiles of a kernel, and how it is launched.
 
-    block_m, block_n: queries and keys in a tile. described: whether tiles are read through tensor descriptors.
+    block_m, block_n: queries and keys in a tile.
     statistics: how many statistics of a query one load reads: 1, 2 or 4. Where a load has fewer elements than the
-        program has threads, Triton has each thread copy all that it needs. The copy engine does not: there they are
-        loaded one by one.
+        program has threads, Triton has each thread copy all that it needs.
     """
 
     block_m: int
@@ -22,21 +21,19 @@ class Config:
     num_warps: int
     num_stages: int
     statistics: int = 1
-    described: bool = False
 
 
 @dataclass(frozen=True)
 class Taken:
     """What takes registers beside the tiles.
 
-    element: whether a tensor is read for each element of the scores. reads: whether the scores read any tensor.
-    drops: whether there is dropout. again: whether the gradient needs the product of query and key, or a factor, again.
+    element: whether a tensor is read for each element of the scores. drops: whether there is dropout.
+    again: whether the gradient needs the product of query and key, or a factor, again.
     """
 
     element: bool
     drops: bool
     again: bool
-    reads: bool
 
 
 # By kernel, then by the max width of a row, the wider of key and value. The smallest device has 99 KiB of shared memory
@@ -92,28 +89,13 @@ _BUSY_ON: dict[int, dict[str, dict[int, Config]]] = {
     9: {"key_value": {64: Config(64, 128, 8, 2, 4), 128: Config(32, 128, 8, 2)}},
     10: {},
 }
-# Through descriptors, where nothing takes registers beside the tiles: descriptors free those that addresses take.
-_BARE_ON = {
-    9: {
-        "forward": {64: Config(128, 128, 8, 3)},
-        "query": {128: Config(128, 128, 8, 2)},
-        "key_value": {64: Config(128, 128, 8, 2)},
-    },
-}
-# The kernels and widths that read by pointers all the same, since they would spill: always, under dropout, and where
-# the scores read any tensor.
-_BY_POINTERS = {("key", 256)}
-_DROPS_BY_POINTERS = {*_BY_POINTERS, ("key_value", 64), ("key_value", 128), ("value", 256)}
-_READS_BY_POINTERS = {*_BY_POINTERS, ("key_value", 128), ("query", 256), ("value", 256)}
 
 
-def config(
-    kernel: str, dtype: torch.dtype, widths: tuple[int, int], capability: int, taken: Taken, described: bool
-) -> Config:
+def config(kernel: str, dtype: torch.dtype, widths: tuple[int, int], capability: int, taken: Taken) -> Config:
     """The config of `kernel` for a call.
 
     kernel: forward, query, key_value, key, value or input. widths: of a row of key and of a row of value.
-    capability: the major one of the device. described: whether to use descriptors where they are good.
+    capability: the major one of the device.
     """
     half = dtype.itemsize == 2
     heavy = taken.element or (taken.drops and not (half and capability in _BUSY_ON))
@@ -121,8 +103,6 @@ def config(
     table = (_HALF if half else _FLOAT)[kernel]
     most = next(most for most in table if max(widths) <= most)
     special = [_HEAVY_ON] if heavy else [_BUSY_ON, _HALF_ON] if busy else [_HALF_ON]
-    if described and not (heavy or busy or taken.reads):
-        special = [_BARE_ON, *special]
     found = [by[capability][kernel][most] for by in special if half and most in by.get(capability, {}).get(kernel, {})]
     if found:
         chosen = found[0]
@@ -132,13 +112,6 @@ def config(
         chosen = replace(chosen, block_m=rows, num_warps=8, num_stages=min(2, chosen.num_stages))
     else:
         chosen = table[most]
-    by_pointers = _BY_POINTERS
-    if taken.drops:
-        by_pointers = by_pointers | _DROPS_BY_POINTERS
-    if taken.reads:
-        by_pointers = by_pointers | _READS_BY_POINTERS
-    if described and kernel != "input" and (kernel, most) not in by_pointers:
-        chosen = replace(chosen, described=True, statistics=1)
     # Triton 3.6 does not compile for 9.0 a product of which each of two warps has 8 columns.
     return replace(chosen, num_warps=4) if min(widths) <= _NARROW else chosen
 

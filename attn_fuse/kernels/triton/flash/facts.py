@@ -32,7 +32,7 @@ class CallFacts:
     numbers: those of the score program, as kernels take them. capability: the major one of the device.
     drops: whether there is dropout. threshold: as int32, the 32-bit number below which dropout drops a weight.
     scale: what dropout multiplies the other weights by.
-    described: whether the operands may be read through descriptors. kept: kernels compiled for such calls.
+    kept: kernels compiled for such calls.
     """
 
     dtype: torch.dtype
@@ -50,7 +50,6 @@ class CallFacts:
     numbers: tuple[int, ...]
     reads: tuple[int, ...]
     capability: int
-    described: bool
     kept: Kept = field(default_factory=dict)
 
     @property
@@ -75,7 +74,7 @@ class CallFacts:
 
     def config(self, kernel: str) -> Config:
         """The config of `kernel`."""
-        return config(kernel, self.dtype, self.widths, self.capability, self.taken, self.described)
+        return config(kernel, self.dtype, self.widths, self.capability, self.taken)
 
     @functools.cached_property
     def configs(self) -> Mapping[str, Config]:
@@ -139,7 +138,6 @@ def call_facts(
     seed: Tensor | None,
     dropout_p: float,
     program: str,
-    described: bool,
 ) -> CallFacts:
     """The facts of a call. Raises ValueError for shapes, dtypes, dropout or a program that do not fit."""
     dtype = query.dtype
@@ -147,13 +145,12 @@ def call_facts(
     alike: Hashable = (
         program, dtype, key.dtype, value.dtype, query.device, query.shape, key.shape, value.shape,
         query.stride(), key.stride(), value.stride(), (*numbers,), dropout_p, seed is None, precision,
-        described,
         *((x.dtype, x.shape, x.stride()) for x in inputs),
     )  # fmt: skip
     found = _known.get(alike)
     if found is None:
         check_dropout(seed, dropout_p)
-        found = _worked_out(query, key, value, inputs, numbers, dropout_p, program, described)
+        found = _worked_out(query, key, value, inputs, numbers, dropout_p, program)
         if len(_known) >= KEPT:
             _known.clear()
         _known[alike] = found
@@ -171,7 +168,6 @@ def _worked_out(
     numbers: Sequence[int],
     dropout_p: float,
     program: str,
-    described: bool,
 ) -> CallFacts:
     check_shapes(query, key, value)
     if not query.dtype == key.dtype == value.dtype or query.dtype not in DTYPES:
@@ -194,7 +190,6 @@ def _worked_out(
             element=tiles or any(isinstance(node, Gather) for node in distinct(code.program.score)),
             drops=dropout_p > 0,
             again=code.score_backward is not None or code.factor is not None,
-            reads=bool(inputs),
         ),
         drops=dropout_p > 0,
         threshold=_signed(min(round(dropout_p * 2**32), 2**32 - 1)),
@@ -205,7 +200,6 @@ def _worked_out(
         numbers=whole,
         reads=strides,
         capability=_capability(query.device),
-        described=described,
     )
 
 

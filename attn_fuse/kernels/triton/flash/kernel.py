@@ -46,26 +46,22 @@ def limits(attention: Attention, facts: Facts) -> Iterator[str]:
             yield f"needs compute capability 8.0, this device has {'.'.join(map(str, capability))}"
 
 
-def emit(call: Call, descriptors: bool = False) -> Node:
-    """Build the call of an operator, and return the node of [batch, heads, q_len, value_dim].
-
-    descriptors: whether to read the operands through descriptors.
-    """
-    operators = (
-        (flash_op.triton_flash_hopper, packed_op.hopper_packed)
-        if descriptors
-        else (flash_op.triton_flash, packed_op.flash_packed)
-    )
+def emit(call: Call) -> Node:
+    """Build the call of an operator, and return the node of [batch, heads, q_len, value_dim]."""
     score = score_call(call)
     drops = call.attention.dropout_p is not None
     seed = call.node(torch.randint, 2**62, [1], dtype=torch.int64, device=call.facts.device) if drops else None
     of_queries, of_keys = _spans(call, score)
     packed = packed_operands(call)
-    operands = (call.query(scaled=False), call.key(), call.value()) if packed is None else packed
+    attend, *operands = (
+        (flash_op.triton_flash, call.query(scaled=False), call.key(), call.value())
+        if packed is None
+        else (packed_op.flash_packed, *packed)
+    )
     # In half precision, centring gains too little for a copy of the values, packed or not.
     centred = gains(call) and sums_to_one(call.attention) and call.facts.dtype.itemsize > 2
     results = call.node(
-        operators[packed is not None],
+        attend,
         *operands,
         score.inputs,
         score.numbers,

@@ -17,7 +17,6 @@ from attn_fuse.kernels.score.program import Block, Memo, accumulate, evaluate, g
 from attn_fuse.kernels.triton.flash import backward as flash_backward
 from attn_fuse.kernels.triton.flash import forward as flash_forward
 from attn_fuse.kernels.triton.flash.configs import together_or_apart
-from attn_fuse.kernels.triton.flash.descriptors import described, is_readable
 from attn_fuse.kernels.triton.flash.facts import CallFacts, call_facts
 from attn_fuse.kernels.triton.flash.op import heads_inside
 from attn_fuse.kernels.triton.launch import ALIGNMENT, ceil_div, launch
@@ -43,15 +42,10 @@ class _Call:
     seed: Tensor | None
     facts: CallFacts
 
-    def operands(self, kernel: str, grad_out: Tensor | None = None) -> tuple[Any, ...]:
-        """query, key and value as a kernel reads them, after grad_out if that is given."""
+    def operands(self, grad_out: Tensor | None = None) -> tuple[Any, ...]:
+        """query, key and value as kernels read them, after grad_out if that is given."""
         tensors = (self.query, self.key, self.value)
-        if not self.facts.configs[kernel].described:
-            return tuple(map(_strided, tensors if grad_out is None else (grad_out, *tensors)))
-        _, _, block_d, block_v, block_m, block_n, _ = self.facts.sizes(kernel)
-        blocks = ((block_m, block_d), (block_n, block_d), (block_n, block_v))
-        found = tuple(described(x, *block) for x, block in zip(tensors, blocks, strict=True))
-        return found if grad_out is None else (described(grad_out, block_m, block_v), *found)
+        return tuple(map(_strided, tensors if grad_out is None else (grad_out, *tensors)))
 
     @property
     def reads(self) -> tuple[Any, ...]:
@@ -71,23 +65,19 @@ def attend(
     dropout_p: float,
     program: str,
     centred: bool = False,
-    *,
-    descriptors: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """softmax over the final scores, times the factor, times value, as `chunked.attend` has it.
 
     query [B, H, Lq, D], key [B, Hkv, Lk, D], value [B, Hkv, Lk, Dv]: of one dtype, float16, bfloat16 or float32, D and
     Dv up to 256, any strides. inputs, numbers: what the program reads. seed: int64, one element; None without dropout.
     of_queries, of_keys: what `spans` gave, or None.
-    descriptors: whether to read through descriptors where the copy engine can read all operands.
 
     Gives out [B, H, Lq, Dv], in memory [B, Lq, H, Dv]; for each query the max score, in the unit of its `ScoreCode`,
     and the sum of exp(score - max), the sink among them, float32 [B, H, Lq]; and the centre. Where `centred` is set,
     the centre is `centre_of` the values, and out is over values less the centre; else it is empty. Raises ValueError
     for shapes, dtypes, dropout or a program that do not fit.
     """
-    descriptors = descriptors and all(map(is_readable, (query, key, value)))
-    facts = call_facts(query, key, value, inputs, numbers, seed, dropout_p, program, descriptors)
+    facts = call_facts(query, key, value, inputs, numbers, seed, dropout_p, program)
     centre = centre_of(query, value) if centred else value.new_empty(0)
     (batch, heads, q_len, _), value_dim = query.shape, value.shape[3]
     out = heads_inside(query, (*query.shape[:3], value_dim))
@@ -102,7 +92,7 @@ def attend(
             launch(
                 facts.kept, ("forward", value.stride(), on_queries and on_queries[1]),
                 flash_forward.forward, (programs, 1, 1),
-                (*call.operands("forward"), _strided(out), row_max, row_sum, call.seed, on_queries, *call.reads,
+                (*call.operands(), _strided(out), row_max, row_sum, call.seed, on_queries, *call.reads,
                  *facts.scalars, facts.scale, *facts.forward_constants),
                 facts.options["forward"], query, key, value, of_queries, *inputs,
             )  # fmt: skip
@@ -127,18 +117,15 @@ def attend_backward(
     program: str,
     wanted: Sequence[bool],
     *,
-    descriptors: bool = False,
     into: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """The gradients of query, key and value, in memory [B, L, H, D], and of each input, contiguous, each in its dtype.
 
     out, row_max, row_sum, centre: what `attend` gave. into: where to write the first three instead.
     wanted: whether an input needs a gradient; one that does not, or is not floating-point, gets an empty tensor.
-    descriptors: as in `attend`. Every sum has one order: results do not change from run to run. Raises ValueError as
-        `attend` does.
+    Every sum has one order: results do not change from run to run. Raises ValueError as `attend` does.
     """
-    descriptors = descriptors and all(map(is_readable, (grad_out, query, key, value)))
-    facts = call_facts(query, key, value, inputs, numbers, seed, dropout_p, program, descriptors)
+    facts = call_facts(query, key, value, inputs, numbers, seed, dropout_p, program)
     value = less_centre(value, centre, value.dtype)
     call = _Call(query, key, value, inputs, numbers, seed if facts.drops else None, facts)
     batch, heads, q_len, _ = query.shape
@@ -152,7 +139,7 @@ def attend_backward(
     def run(name: str, kernel: Any, programs: int, made: tuple[Any, ...], of_other: Any, *constants: int) -> None:
         if programs:
             arguments = (
-                *call.operands(name, grad_out), *made, _statistics(call, name, saved), saved.shape[3], call.seed,
+                *call.operands(grad_out), *made, saved, saved.shape[3], call.seed,
                 of_other, *call.reads, *facts.scalars, *facts.backward_constants[name], *constants,
             )  # fmt: skip
             key = name, strides, tables
@@ -177,12 +164,6 @@ def attend_backward(
             run(name, flash_backward.backward_key_value, programs, made, on_keys, facts.configs[name].statistics)
         dinputs = _input_gradients(call, grad_out, saved, wanted)
     return dquery, dkey, dvalue, dinputs
-
-
-def _statistics(call: _Call, kernel: str, saved: Tensor) -> Any:
-    """`saved` as a kernel reads it."""
-    tile, q_len = call.facts.configs[kernel], call.facts.lengths[0]
-    return described(saved[..., :q_len], 1, tile.block_m) if tile.described else saved
 
 
 def _input_gradients(call: _Call, grad_out: Tensor, saved: Tensor, wanted: Sequence[bool]) -> list[Tensor]:

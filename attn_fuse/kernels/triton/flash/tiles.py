@@ -1,7 +1,6 @@
 """Parts of the flash kernels: rows of a matrix, the keys that a block of queries may see, and dropout.
 
-A tensor that is only read is given as (pointer, strides), or as a descriptor [batch, heads, length, width] from which
-Hopper's copy engine reads blocks of [1, 1, ROWS, BLOCK], with 0 beyond the end.
+A tensor [batch, heads, length, width] is given as (pointer, strides).
 """
 
 from __future__ import annotations
@@ -28,12 +27,8 @@ _DROPPED = tl.constexpr("""
 
 @triton.jit
 def head_base(tensor, b, h):
-    """Where the matrix of batch entry `b` and head `h` begins: a pointer, or for a descriptor its first indices."""
-    if isinstance(tensor, tl.core.tensor_descriptor_base):
-        start = (b, h)
-    else:
-        start = tensor[0] + tl.cast(b, tl.int64) * tensor[1][0] + tl.cast(h, tl.int64) * tensor[1][1]
-    return start
+    """The pointer to the matrix of batch entry `b` and head `h`."""
+    return tensor[0] + tl.cast(b, tl.int64) * tensor[1][0] + tl.cast(h, tl.int64) * tensor[1][1]
 
 
 @triton.jit
@@ -60,21 +55,18 @@ def load_rows(
     tensor, start, first, length, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHECKED: tl.constexpr
 ):
     """ROWS rows from `first` on of a matrix at `start`, [ROWS, BLOCK]: 0 beyond WIDTH and, where CHECKED, `length`."""
-    if isinstance(tensor, tl.core.tensor_descriptor_base):
-        found = tensor.load([start[0], start[1], first, 0]).reshape([ROWS, BLOCK])
+    r, d = tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    pointers = (
+        start + tl.cast(first + r, tl.int64)[:, None] * tensor[1][2] + tl.cast(d, tl.int64)[None, :] * tensor[1][3]
+    )
+    if CHECKED and WIDTH != BLOCK:
+        found = tl.load(pointers, mask=(first + r < length)[:, None] & (d < WIDTH)[None, :], other=0.0)
+    elif CHECKED:
+        found = tl.load(pointers, mask=(first + r < length)[:, None], other=0.0)
+    elif WIDTH != BLOCK:
+        found = tl.load(pointers, mask=(d < WIDTH)[None, :], other=0.0)
     else:
-        r, d = tl.arange(0, ROWS), tl.arange(0, BLOCK)
-        pointers = (
-            start + tl.cast(first + r, tl.int64)[:, None] * tensor[1][2] + tl.cast(d, tl.int64)[None, :] * tensor[1][3]
-        )
-        if CHECKED and WIDTH != BLOCK:
-            found = tl.load(pointers, mask=(first + r < length)[:, None] & (d < WIDTH)[None, :], other=0.0)
-        elif CHECKED:
-            found = tl.load(pointers, mask=(first + r < length)[:, None], other=0.0)
-        elif WIDTH != BLOCK:
-            found = tl.load(pointers, mask=(d < WIDTH)[None, :], other=0.0)
-        else:
-            found = tl.load(pointers)
+        found = tl.load(pointers)
     return found
 
 
