@@ -11,9 +11,13 @@ import pytest
 import torch
 
 import attn_fuse
+from attn_fuse import options
 from attn_fuse.attention import mask
 from attn_fuse.backend import attn_fuse as backend
+from attn_fuse.kernels.kernel import Kernel
 from attn_fuse.picker import pick as picker
+from tests.grid.backend import Grid
+from tests.grid.case import Case
 
 CONTRIBUTING = Path(__file__).parents[2] / "CONTRIBUTING.md"
 
@@ -26,14 +30,20 @@ def block(path: str) -> str:
     return textwrap.dedent(" " * 3 + found[1].lstrip(" "))
 
 
-def test_the_kernel_recipe(tmp_path, monkeypatch) -> None:
+@pytest.fixture
+def dense(tmp_path, monkeypatch) -> Kernel:
+    """The kernel of the recipe, in its one file and on its one line."""
     file = tmp_path / "dense.py"
     file.write_text(block("attn_fuse/kernels/dense.py"))
     spec = importlib.util.spec_from_file_location("dense", file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    monkeypatch.setattr(picker, "KERNELS", (module.DENSE, *picker.KERNELS))
+    for reader in (picker, options):
+        monkeypatch.setattr(reader, "KERNELS", (module.DENSE, *reader.KERNELS))
+    return module.DENSE
 
+
+def test_the_kernel_recipe(dense) -> None:
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         hidden = torch.triu(torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool), 1)
         return torch.einsum("bhqk,bhkd->bhqd", ((q @ k.mT) / 4).masked_fill(hidden, float("-inf")).softmax(-1), v)
@@ -48,6 +58,16 @@ def test_the_kernel_recipe(tmp_path, monkeypatch) -> None:
     fused(q.double(), k.double(), v.double())
     (site,) = attn_fuse.reports()[-1].sites
     assert site.kernel == "cpu_flash" and site.why_not["dense"] == ("does not take float64",)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("training", [False, True])
+def test_the_kernel_of_the_recipe_on_the_grid(dense, training) -> None:
+    grid = Grid(dense, torch.device("cpu"), training)
+    answers = {str(Case.of(row)): grid.answer(row) for row in grid.alone()}
+    assert not {row: answer.wrong for row, answer in answers.items() if answer.wrong}
+    reasons = {reason for answer in answers.values() for reason in answer.reasons}
+    assert "takes no grouped queries" in reasons and not all(answer.reasons for answer in answers.values())
 
 
 def test_the_pattern_recipe_shows_the_pattern_as_it_is() -> None:
