@@ -253,6 +253,8 @@ def compare(op: str, a: Expr, b: Expr, space: Space | None = None) -> Expr:
             return compare(_FLIPPED[op], b, a, space)
         case Select(cond, Const() as x, Const() as y), Const():
             return select(cond, compare(op, x, b), compare(op, y, b))
+        case Unary("abs", Index(x)), Const(c) if space is not None and _is_whole(c):
+            return _compare_distance(op, x, int(c), space)
     left, right = _position(a), _position(b)
     if space is not None and left is not None and right is not None:
         return _compare_positions(op, left, right, space)
@@ -275,6 +277,25 @@ def _compare_positions(op: str, a: sympy.Expr, b: sympy.Expr, space: Space) -> E
             return is_zero(a - b, space)
         case _:
             return logical_not(is_zero(a - b, space))
+
+
+def _compare_distance(op: str, x: sympy.Expr, limit: int, space: Space) -> Expr:
+    """|x| op limit, as conditions on x: a window is a band."""
+
+    def within(most: int) -> Expr:
+        return logical_and(nonnegative(most - x, space), nonnegative(most + x, space))
+
+    match op:
+        case "le":
+            return within(limit)
+        case "lt":
+            return within(limit - 1)
+        case "gt":
+            return logical_not(within(limit))
+        case "ge":
+            return logical_not(within(limit - 1))
+    at = FALSE if limit < 0 else logical_or(is_zero(x - limit, space), is_zero(x + limit, space))
+    return at if op == "eq" else logical_not(at)
 
 
 def logical_not(x: Expr) -> Expr:
