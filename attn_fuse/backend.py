@@ -10,6 +10,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
+from attn_fuse.attention.picture import picture
 from attn_fuse.emit.check import Rewritten, without_disagreements
 from attn_fuse.emit.splice import emit
 from attn_fuse.errors import NotFusedError
@@ -90,6 +91,7 @@ class Compiler:
             emit,
             stopwatch_of(options.inner_backend, options.mode) if options.pick == "measured" else None,
             self_check_of(options.inner_backend, options.mode) if options.try_unmeasured else None,
+            None if options.compiles else picture,
         )
         is_inductor = options.inner_backend == "inductor"
         rewriter = Rewriter(graph, inputs, stages, self.fuel.allows, written, left, self.constants, is_inductor)

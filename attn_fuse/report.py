@@ -54,6 +54,7 @@ class SiteReport:
     score_bytes: the bytes of the score matrix that is no longer stored; 0 unless fused.
     expression: what each element of the scores and of the output is, as mathematics; of a refused site what was read of
         the output, "" where nothing was.
+    picture: the mask, as `attention.picture` draws it; empty where it draws none, and outside explain.
     """
 
     location: Location
@@ -64,6 +65,7 @@ class SiteReport:
     blocker: Blocker | None = None
     score_bytes: int = 0
     expression: str = ""
+    picture: tuple[str, ...] = ()
 
     @property
     def fused(self) -> bool:

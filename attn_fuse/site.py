@@ -40,7 +40,8 @@ class Stages:
     """The stages that a site passes through, in this order, each by the function of its name.
 
     stopwatch_of: makes a stopwatch that measures a site; None to pick without measuring. self_check_of: makes a check
-    of kernels that were never measured on the device; None leaves such kernels out.
+    of kernels that were never measured on the device; None leaves such kernels out. draw: draws the mask, from the
+    contents of the leaves by number; None to draw none.
     """
 
     find_sites: Callable[[Scope, StillWritten | None], Iterator[Site]]
@@ -51,6 +52,7 @@ class Stages:
     emit: Callable[..., Node]
     stopwatch_of: StopwatchOf | None = None
     self_check_of: SelfCheckOf | None = None
+    draw: Callable[[Attention, Mapping[int, torch.Tensor]], tuple[str, ...]] | None = None
 
 
 # The source of a tensor that the caller passes in, alone or in a container: the next call passes another tensor.
@@ -182,17 +184,15 @@ class Rewriter:
         picking = time.perf_counter()
         choice = self.stages.pick(attention, facts, stopwatch, self_check=self_check)
         self._picking += time.perf_counter() - picking
+        drawn = self._drawn(attention, region)
+        left = SiteReport(location, "as written", words, expression=analysis.expression, picture=drawn)
         while choice.kernel is not None:
             words["picked"] = choice.because
             name, saved = choice.kernel.name, facts.score_bytes
-            report = SiteReport(
-                location, "fused", words, name, choice.why_not, score_bytes=saved, expression=analysis.expression
-            )
+            report = replace(left, status="fused", kernel=name, why_not=choice.why_not, score_bytes=saved)
             if not self.may_rewrite(report):
                 blocker = _blocker(Refusal("the fuel is used up"), region.softmax)
-                return SiteReport(
-                    location, "as written", words, None, choice.why_not, blocker, expression=analysis.expression
-                )
+                return replace(left, why_not=choice.why_not, blocker=blocker)
             try:
                 self._replaced[region.output] = self.stages.emit(
                     region, attention, facts, choice.kernel.emit, analysis.mode
@@ -206,15 +206,19 @@ class Rewriter:
         # Where kernels decline a function of the scores, the operation that made it one is to blame.
         declined = attention.unread is not None and attention.unread.reason in choice.because
         why = Refusal(choice.because, attention.unread.node if declined and attention.unread else None)
-        return SiteReport(
-            location,
-            "as written",
-            words,
-            None,
-            choice.why_not,
-            _blocker(why, region.softmax),
-            expression=analysis.expression,
-        )
+        return replace(left, why_not=choice.why_not, blocker=_blocker(why, region.softmax))
+
+    def _drawn(self, attention: Attention, region: Region) -> tuple[str, ...]:
+        """The picture of the mask; empty where it is not asked for, or cannot be drawn."""
+        if self.stages.draw is None:
+            return ()
+        values = self._values(region)
+        tensors = {n: values[leaf] for n, leaf in enumerate(region.leaves) if type(values.get(leaf)) is torch.Tensor}
+        try:
+            return self.stages.draw(attention, {n: tensor.cpu() for n, tensor in tensors.items()})
+        except Exception:  # a report must not cost a fusion
+            log.warning("%s: its mask cannot be drawn", locate(region.softmax), exc_info=True)
+            return ()
 
     def _analyse(self, region: Region, proofs: Mapping[Node, Proof]) -> _Analysis:
         """The analysis of the region; identical layers share the work."""

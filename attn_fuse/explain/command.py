@@ -34,6 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ExplainError, OptionError) as error:
         print(f"attn_fuse.explain: {error}", file=sys.stderr)
         return 2
+    if args.html is not None and (problem := _written(args.html, explanation.html())):
+        print(f"attn_fuse.explain: {problem}", file=sys.stderr)
+        return 2
     if args.json:
         print(json.dumps(explanation.as_json(args.graph), indent=2))
         return 0
@@ -41,6 +44,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.graph:
         print(f"\n{explanation.graphs()}")
     return 0
+
+
+def _written(path: Path, text: str) -> str:
+    """Write `text` to `path`; what went wrong, in words, else ""."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        return f"--html {str(path)!r} cannot be written: {error.strerror}; name a file in a folder that exists"
+    return ""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -60,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--pick", help=f"{' or '.join(PICKS)}; fused: every site that some kernel can run")
     parser.add_argument("--kernels", help="names of the only kernels to use, with commas between")
     parser.add_argument("--json", action="store_true", help="print JSON, with every site by itself")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the report as a page, with pictures of masks")
     parser.add_argument("--expression", action="store_true", help="print each attention as mathematics, too")
     parser.add_argument("--graph", action="store_true", help="print each graph's code, before and after")
     return parser

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from attn_fuse.explain.page import page
 from attn_fuse.report import GraphReport, SiteReport, as_json, as_text, bytes_in_words
 
 
@@ -68,6 +69,10 @@ class Explanation:
             "score_bytes": self.score_bytes,
             "graphs": [{**as_json(report), **both} for report, both in zip(self.reports, code, strict=True)],
         }
+
+    def html(self) -> str:
+        """The explanation as an HTML page that needs nothing beside itself."""
+        return page(self.subject, self._summary(), tuple(_grouped(self.sites)), self.reports)
 
     def graphs(self) -> str:
         """The code of each graph, before and after the rewrites."""
