@@ -43,7 +43,7 @@ gpu: ## measure on CUDA in four calls of 28 minutes together, CALL=correct, spee
 gpu-cache: ## compile what `make gpu` will need, without a GPU; PYTHON=... of the GPU machine's version, with its torch and Triton
 	$(gpu_python) benchmarks/gpu_cache.py $(ARGS)
 
-gpu-results: ## what `make gpu` brought back in RESULTS=build/gpu, into the evidence that ships and the README
+gpu-results: ## what `make gpu` brought back in RESULTS=build/gpu, into the evidence that ships and docs/results.md
 	$(gpu_python) benchmarks/gpu_results.py $(RESULTS) $(ARGS)
 
 test-gpu: ## the GPU tests, the whole grid among them, which takes hours; ARGS=-k test_kernel: some

@@ -1,10 +1,10 @@
-"""What benchmarks/gpu.py brought back, into the package and the README: evidence that ships, and tables.
+"""What benchmarks/gpu.py brought back, into the package and docs/results.md: evidence that ships, and tables.
 
     PYTHONPATH=. python benchmarks/gpu_results.py DIRECTORY
 
 The evidence goes to attn_fuse/picker/evidence_cuda_DEVICE.json, where rows of cases that were measured again replace
-those of the same torch; the result files to benchmarks/results; the tables between README.md's two gpu comments. It
-may be run again.
+those of the same torch; the result files to benchmarks/results; the tables between the two gpu comments of
+docs/results.md. It may be run again.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from attn_fuse.picker.evidence import AS_WRITTEN
 from harness import ROOT, bytes_in_words, seconds_in_words
 
 Row = dict[str, Any]
+RESULTS_PAGE = "docs/results.md"
 BEGIN, END = "<!-- gpu: benchmarks/gpu_results.py writes this -->", "<!-- gpu: end -->"
 TORCHS = ("cudnn", "flash", "efficient", "flex", "sdpa")
 OWN = ("triton_flash", "triton_decode")
@@ -187,7 +188,7 @@ def table(head: Sequence[str], rows: Iterator[list[str]]) -> str:
 
 
 def block(found: dict[str, dict[str, Any]]) -> str:
-    """What stands in the README about the GPU."""
+    """What stands in docs/results.md about the GPU."""
     machine = next(iter(found.values()))["machine"]
     parts = [
         f"On one {machine['gpu']}, torch {machine['torch']}, bfloat16 but where it says so (`make gpu`; "
@@ -231,7 +232,7 @@ def block(found: dict[str, dict[str, Any]]) -> str:
 
 
 def write(readme: Path, text: str) -> None:
-    """`text` between the README's two comments."""
+    """`text` between the page's two comments."""
     whole = readme.read_text()
     if whole.count(BEGIN) != 1 or whole.count(END) != 1:
         raise ResultsError(f"{readme} has not the lines {BEGIN} and {END}, once each")
@@ -257,8 +258,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         label = content["path"].stem.rpartition(content["call"] + "-")[2]
         stored = args.into / "benchmarks" / "results"
         same = {json.loads(p.read_text())["call"]: p for p in sorted(stored.glob(f"gpu-[1-4]-*-{label}.json"))}
-        write(args.into / "README.md", block({call: json.loads(path.read_text()) for call, path in same.items()}))
-        print(args.into / "README.md", "(look over what it says elsewhere of GPUs)")
+        write(args.into / RESULTS_PAGE, block({call: json.loads(path.read_text()) for call, path in same.items()}))
+        print(args.into / RESULTS_PAGE, "(look over what it says elsewhere of GPUs)")
     except (ResultsError, OSError, ValueError) as problem:
         raise SystemExit(f"gpu_results.py: {problem}") from problem
 

@@ -145,7 +145,7 @@ def share(part: Sequence[Entry], mode: str) -> str:
 
 
 def markdown(found: Sequence[Entry]) -> str:
-    """The lines as the README has them."""
+    """The lines as docs/results.md has them."""
     rule = ["---"] + ["--:"] * (len(HEAD) - 1)
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [HEAD, rule, *lines(found)])
 
@@ -160,7 +160,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--rows", type=Path, default=ROWS, help="the file of rows")
     parser.add_argument("--table", action="store_true", help="measure nothing, print what is there")
-    parser.add_argument("--markdown", action="store_true", help="print it as the README has it")
+    parser.add_argument("--markdown", action="store_true", help="print it as docs/results.md has it")
     parser.add_argument("--verbose", action="store_true", help="let the cases print")
     return parser.parse_args()
 

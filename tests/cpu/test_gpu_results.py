@@ -1,4 +1,4 @@
-"""benchmarks/gpu_results.py: what a GPU brought becomes evidence that the picker finds, and tables in the README."""
+"""benchmarks/gpu_results.py: a GPU's results become evidence that the picker finds, and tables of docs/results.md."""
 
 from __future__ import annotations
 
@@ -79,7 +79,8 @@ def checkout(tmp_path: Path, monkeypatch) -> Path:
         ROOT / "attn_fuse" / "picker" / "evidence.py",
     ):
         shutil.copy(path, made / "attn_fuse" / "picker")
-    shutil.copy(ROOT / "README.md", made)
+    (made / gpu_results.RESULTS_PAGE).parent.mkdir()
+    shutil.copy(ROOT / gpu_results.RESULTS_PAGE, made / gpu_results.RESULTS_PAGE)
     monkeypatch.setattr(evidence, "__file__", str(made / "attn_fuse" / "picker" / "evidence.py"))
     monkeypatch.setenv("ATTN_FUSE_CACHE", str(tmp_path / "cache"))
     evidence.tables.cache_clear()
@@ -117,10 +118,10 @@ def test_what_is_measured_again_replaces_and_the_rest_stays(folder: Path, checko
 
 
 def test_the_readme_has_the_figures_and_can_be_written_again(folder: Path, checkout: Path) -> None:
-    before = (checkout / "README.md").read_text()
+    before = (checkout / gpu_results.RESULTS_PAGE).read_text()
     assert "No figure here is of a GPU" in before
     gpu_results.main([str(folder), "--into", str(checkout)])
-    written = (checkout / "README.md").read_text()
+    written = (checkout / gpu_results.RESULTS_PAGE).read_text()
     start, end = before.index(gpu_results.BEGIN), before.index(gpu_results.END)
     assert written.startswith(before[:start]) and written.endswith(before[end:])
     for line in (
@@ -135,26 +136,26 @@ def test_the_readme_has_the_figures_and_can_be_written_again(folder: Path, check
     ):
         assert line in written, written[start:]
     gpu_results.main([str(folder), "--into", str(checkout)])
-    assert (checkout / "README.md").read_text() == written
+    assert (checkout / gpu_results.RESULTS_PAGE).read_text() == written
     stored = checkout / "benchmarks" / "results"
     assert len([*stored.glob("gpu-*.json")]) == 4
     # A call that is made again alone leaves the tables of the others.
     for path in folder.glob("gpu-[234]-*.json"):
         path.unlink()
     gpu_results.main([str(folder), "--into", str(checkout)])
-    assert (checkout / "README.md").read_text() == written
+    assert (checkout / gpu_results.RESULTS_PAGE).read_text() == written
 
 
 def test_parts_that_are_missing_are_left_out(folder: Path, checkout: Path) -> None:
     for path in folder.glob("gpu-[123]-*.json"):
         path.unlink()
     gpu_results.main([str(folder), "--into", str(checkout)])
-    written = (checkout / "README.md").read_text()
+    written = (checkout / gpu_results.RESULTS_PAGE).read_text()
     assert "| GPT-2 small | 90 ms |" in written and "times as fast as torch's" not in written
 
 
 def test_what_is_no_result_is_refused(folder: Path, checkout: Path, tmp_path: Path) -> None:
-    before = (checkout / "README.md").read_text()
+    before = (checkout / gpu_results.RESULTS_PAGE).read_text()
     (tmp_path / "empty").mkdir()
     dry = json.loads((folder / "gpu-1-correct-h200.json").read_text()) | {"tiny": True}
     evidence.write_whole(tmp_path / "dry" / "gpu-1-correct-cpu.json", json.dumps(dry))
@@ -164,7 +165,7 @@ def test_what_is_no_result_is_refused(folder: Path, checkout: Path, tmp_path: Pa
     ):
         with pytest.raises(SystemExit, match=words):
             gpu_results.main([str(tmp_path / where), "--into", str(checkout)])
-    (checkout / "README.md").write_text("nothing to write between")
+    (checkout / gpu_results.RESULTS_PAGE).write_text("nothing to write between")
     with pytest.raises(SystemExit, match="has not the lines"):
         gpu_results.main([str(folder), "--into", str(checkout)])
     assert before.count(gpu_results.BEGIN) == before.count(gpu_results.END) == 1
