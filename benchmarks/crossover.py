@@ -17,7 +17,9 @@ from typing import Any
 
 import torch
 
-from attn_fuse.bench import Effort, as_table, grid, measured
+from attn_fuse.bench.calibrate import as_table
+from attn_fuse.bench.cases import grid
+from attn_fuse.bench.measure import Effort, measured
 from attn_fuse.picker.case import Case
 from attn_fuse.picker.evidence import Row, read_table, write_table
 from attn_fuse.picker.timing import Device

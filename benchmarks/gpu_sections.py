@@ -16,7 +16,8 @@ import torch
 
 import gpu_cases
 import gpu_tasks
-from attn_fuse.bench import Effort, Measuring, kernels_on
+from attn_fuse.bench.calibrate import Measuring
+from attn_fuse.bench.measure import Effort, kernels_on
 from attn_fuse.picker import evidence
 from attn_fuse.picker.case import Case
 from attn_fuse.picker.evidence import AS_WRITTEN

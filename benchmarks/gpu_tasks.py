@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import gpu_attention
-from attn_fuse.bench import bytes_as_written, in_gib, prepared
+from attn_fuse.bench.measure import bytes_as_written, in_gib, prepared
 from attn_fuse.picker.case import Case
 from attn_fuse.picker.evidence import AS_WRITTEN
 from attn_fuse.picker.timing import free_memory, interleaved, machine, synchronize

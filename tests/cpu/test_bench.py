@@ -14,9 +14,12 @@ import pytest
 import torch
 
 import attn_fuse
-from attn_fuse import bench
 from attn_fuse.backend import attn_fuse as backend
-from attn_fuse.bench import Observation, grid, main
+from attn_fuse.bench import calibrate as calibration
+from attn_fuse.bench import command, measure
+from attn_fuse.bench.cases import grid
+from attn_fuse.bench.command import main
+from attn_fuse.bench.measure import Observation
 from attn_fuse.picker import evidence
 from attn_fuse.picker.case import Case, visible_share
 from attn_fuse.picker.evidence import AS_WRITTEN, Row
@@ -40,13 +43,13 @@ def folder(monkeypatch, tmp_path: Path):
 
 def beside_the_tests(kernels, case, device, effort) -> Observation:
     """In the worker, where other tests may run beside it."""
-    bench.other_load = lambda *_: ""
-    return bench.observed(kernels, case, device, effort)
+    measure.other_load = lambda *_: ""
+    return measure.observed(kernels, case, device, effort)
 
 
 @pytest.mark.slow
 def test_calibrate_show_and_forget(folder: Path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr(bench, "observed", beside_the_tests)
+    monkeypatch.setattr(command, "observed", beside_the_tests)
     arguments = "--calibrate --quick --device cpu --lengths 16 --heads 2 --minutes 0.01".split()
     assert main(arguments) == 0
     (path,) = folder.glob("calibration_cpu_*.json")
@@ -132,22 +135,22 @@ def own_rows() -> tuple[Row, ...]:
 def test_a_second_calibration_adds_to_the_first() -> None:
     first, second, *_ = grid("cpu", [16], 2)
     for cases, observe in (([first], five), ([first, second], seven)):
-        assert bench.calibrate(CPU, cases, 1.0, bench.QUICK, observe) == len(cases)
+        assert calibration.calibrate(CPU, cases, 1.0, measure.QUICK, observe) == len(cases)
     assert {row.case: row.times["chunked"] for row in own_rows()} == {first: 7.0, second: 7.0}
 
 
 def test_it_stops_when_the_time_is_up_and_says_what_it_does(capsys) -> None:
-    assert bench.calibrate(CPU, grid("cpu"), 0.0, bench.QUICK, five) == len(own_rows()) == 1
+    assert calibration.calibrate(CPU, grid("cpu"), 0.0, measure.QUICK, five) == len(own_rows()) == 1
     assert f"case 1 of {len(grid('cpu'))}, 0.0 min left: {grid('cpu')[0]}\n" in capsys.readouterr().out
 
 
 def test_the_usual_time_is_below_ten_minutes() -> None:
-    assert bench._MINUTES + bench.DEADLINE / 60 > 10 > bench._MINUTES + 0.5
+    assert command._MINUTES + calibration.DEADLINE / 60 > 10 > command._MINUTES + 0.5
 
 
 def test_one_process_measures_all_cases_until_one_breaks_it() -> None:
     cases = grid("cpu", [16], 2)[:3]
-    with bench.Measuring(CPU, bench.QUICK, pid) as measuring:
+    with calibration.Measuring(CPU, measure.QUICK, pid) as measuring:
         pids = {measuring.observation(case, time.perf_counter() + 60).row.times[AS_WRITTEN] for case in cases}
     assert len(pids) == 1 and os.getpid() not in pids
 
@@ -161,56 +164,56 @@ def test_one_process_measures_all_cases_until_one_breaks_it() -> None:
     ],
 )
 def test_a_kernel_that_breaks_the_process_is_left_out_alone(observe, words: str, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(bench, "DEADLINE", 5.0)
+    monkeypatch.setattr(calibration, "DEADLINE", 5.0)
     cases = grid("cpu", [16], 2)[:3]
-    assert bench.calibrate(CPU, cases, 1.0, bench.QUICK, observe) == 3
+    assert calibration.calibrate(CPU, cases, 1.0, measure.QUICK, observe) == 3
     assert [row.times for row in own_rows()] == [{AS_WRITTEN: 10.0, "cpu_flash": 5.0, "flex": 5.0}] * 3
     assert f"note: chunked: {words}, twice; not used any more\n" in capsys.readouterr().out
 
 
 def test_a_case_that_fails_is_left_out(capsys) -> None:
-    assert bench.calibrate(CPU, grid("cpu", [16], 2)[:2], 1.0, bench.QUICK, raises) == 0
+    assert calibration.calibrate(CPU, grid("cpu", [16], 2)[:2], 1.0, measure.QUICK, raises) == 0
     printed = capsys.readouterr().out
     assert printed.count("left out: OutOfMemoryError: CUDA out of memory\n") == 2 and not own_rows()
     assert "2 cases were left out" in printed
 
 
 def test_what_was_measured_beside_another_load_is_not_kept(capsys) -> None:
-    assert bench.calibrate(CPU, grid("cpu", [16], 2)[:1], 1.0, bench.QUICK, busy) == 0
+    assert calibration.calibrate(CPU, grid("cpu", [16], 2)[:1], 1.0, measure.QUICK, busy) == 0
     assert "left out: other programs took 50% of the cores\n" in capsys.readouterr().out and not own_rows()
 
 
 def test_a_busy_machine_is_measured_again_and_not_for_ever(monkeypatch) -> None:
     case, shares = grid("cpu", [16], 2)[0], [0.5, 0.3, 0.0]
-    monkeypatch.setattr(bench, "_WAIT", 0.0)
-    monkeypatch.setattr(bench, "prepared", lambda *_: ({AS_WRITTEN: lambda: None}, {}))
-    monkeypatch.setattr(bench.OtherLoad, "share", lambda self: shares.pop(0))
-    assert bench.observed([], case, CPU, bench.QUICK).busy == "" and not shares
+    monkeypatch.setattr(measure, "_WAIT", 0.0)
+    monkeypatch.setattr(measure, "prepared", lambda *_: ({AS_WRITTEN: lambda: None}, {}))
+    monkeypatch.setattr(measure.OtherLoad, "share", lambda self: shares.pop(0))
+    assert measure.observed([], case, CPU, measure.QUICK).busy == "" and not shares
     shares += [0.5, 0.3, 0.2]
-    assert bench.observed([], case, CPU, bench.QUICK).busy == "other programs took 20% of the cores" and not shares
+    assert measure.observed([], case, CPU, measure.QUICK).busy == "other programs took 20% of the cores" and not shares
 
 
 def test_a_gpu_is_busy_where_times_vary() -> None:
     times = {"cudnn": Timing(1.0, 0.9, 1.5, 9), "chunked": Timing(2.0, 2.0, 2.0, 9)}
-    assert bench.other_load(0.0, times, torch.device("cuda")) == "the same call took 1.7 times as long at times"
-    assert not bench.other_load(0.0, times, CPU)
-    assert not bench.other_load(0.0, {"cudnn": Timing(1.0, 0.9, 1.2, 9)}, torch.device("cuda"))
+    assert measure.other_load(0.0, times, torch.device("cuda")) == "the same call took 1.7 times as long at times"
+    assert not measure.other_load(0.0, times, CPU)
+    assert not measure.other_load(0.0, {"cudnn": Timing(1.0, 0.9, 1.2, 9)}, torch.device("cuda"))
 
 
 def test_a_case_is_made_to_fit_the_memory() -> None:
     case = Case("bfloat16", True, 4, 16, 8192, 8192, 64, kv_heads=4)
     score = case.heads * case.q_len * case.kv_len * 2
-    assert 6 * 4 * score <= bench.bytes_as_written(case) <= 6.2 * 4 * score  # each of 8.6 GB
-    assert bench.fitting(case, None) == case == bench.fitting(case, 13 * 4 * score)
-    assert bench.fitting(case, 12 * 4 * score) == replace(case, batch=2)
-    assert bench.fitting(case, 2 * 6 * score) == replace(case, batch=1, heads=8, kv_heads=2)
-    assert bench.fitting(case, 4 * score) == replace(case, batch=1, heads=4, kv_heads=1)
-    assert bench.fitting(case, 2 * score) is None
+    assert 6 * 4 * score <= measure.bytes_as_written(case) <= 6.2 * 4 * score  # each of 8.6 GB
+    assert measure.fitting(case, None) == case == measure.fitting(case, 13 * 4 * score)
+    assert measure.fitting(case, 12 * 4 * score) == replace(case, batch=2)
+    assert measure.fitting(case, 2 * 6 * score) == replace(case, batch=1, heads=8, kv_heads=2)
+    assert measure.fitting(case, 4 * score) == replace(case, batch=1, heads=4, kv_heads=1)
+    assert measure.fitting(case, 2 * score) is None
 
 
 def test_a_case_that_fits_no_memory_is_not_run(monkeypatch) -> None:
-    monkeypatch.setattr(bench, "free_memory", lambda device: 2**20)
-    seen = bench.observed([], Case("float32", True, 4, 16, 8192, 8192, 64), CPU, bench.QUICK)
+    monkeypatch.setattr(measure, "free_memory", lambda device: 2**20)
+    seen = measure.observed([], Case("float32", True, 4, 16, 8192, 8192, 64), CPU, measure.QUICK)
     assert seen.row is None and seen.problem == "as written it takes 96.8 GiB and more; too little is free"
 
 
@@ -218,15 +221,15 @@ def test_a_result_that_cannot_be_compared_is_that_kernels_fault(monkeypatch) -> 
     def fails(*_: object) -> bool:
         raise torch.OutOfMemoryError("comparing took too much")
 
-    monkeypatch.setattr(bench, "_agree", fails)
+    monkeypatch.setattr(measure, "_agree", fails)
     case = Case("float32", False, 1, 2, 16, 16, 8)
-    runs, why_not = bench.prepared(case, CPU, ["cpu_flash"])
+    runs, why_not = measure.prepared(case, CPU, ["cpu_flash"])
     assert [*runs] == [AS_WRITTEN] and why_not == {"cpu_flash": "OutOfMemoryError: comparing took too much"}
 
 
 def test_a_gradient_that_is_summed_up_better_than_as_written_is_no_fault() -> None:
     case = Case("bfloat16", True, 1, 8, 512, 512, 64, bias="indexed")
-    runs, why_not = bench.prepared(case, CPU, ["chunked"])
+    runs, why_not = measure.prepared(case, CPU, ["chunked"])
     assert [*runs] == [AS_WRITTEN, "chunked"] and not why_not
     # The gradient of the table, to which each entry's 512 elements are added in bfloat16 as written.
     written, ours = (runs[name]()[-1] for name in runs)
@@ -238,13 +241,13 @@ def test_a_result_farther_from_the_exact_one_than_as_written_is_wrong(off: float
     exact = torch.randn(64)
     written = (exact + 0.1).to(torch.bfloat16)
     case = Case("bfloat16", False, 1, 2, 16, 16, 8)
-    assert bench._agree((exact + off).bfloat16(), written, case, lambda: exact) == (off < 0.1)
+    assert measure._agree((exact + off).bfloat16(), written, case, lambda: exact) == (off < 0.1)
 
 
 def test_a_place_that_cannot_be_written(folder: Path, capsys) -> None:
     folder.write_text("a file where a directory should be")
-    with pytest.raises(bench.BenchError, match="cannot write ") as raised:
-        bench.calibrate(CPU, grid("cpu")[:1], 1.0, bench.QUICK, five)
+    with pytest.raises(calibration.BenchError, match="cannot write ") as raised:
+        calibration.calibrate(CPU, grid("cpu")[:1], 1.0, measure.QUICK, five)
     assert "\n" not in str(raised.value)
 
 

@@ -19,7 +19,7 @@ import gpu
 import gpu_cases
 import gpu_sections
 import gpu_tasks
-from attn_fuse.bench import Observation, bytes_as_written
+from attn_fuse.bench.measure import Observation, bytes_as_written
 from attn_fuse.picker import evidence
 from attn_fuse.picker.evidence import AS_WRITTEN
 from attn_fuse.picker.workers import note

@@ -12,7 +12,7 @@ import torch
 
 import attn_fuse
 from attn_fuse.backend import attn_fuse as backend
-from attn_fuse.bench import grid
+from attn_fuse.bench.cases import grid
 from attn_fuse.kernels.sdpa import CPU_FLASH
 from attn_fuse.options import parse_options
 from attn_fuse.picker import evidence, trial

@@ -1,0 +1,1 @@
+"""Bench: measurements of attention on this device, for the kernel picker and for its user."""

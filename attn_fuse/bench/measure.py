@@ -1,0 +1,211 @@
+"""Measure: the times of an attention as written and on each kernel, compiled, compared and interleaved."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from attn_fuse.backend import attn_fuse
+from attn_fuse.errors import NotFusedError, named
+from attn_fuse.kernels import KERNELS
+from attn_fuse.picker.case import Case
+from attn_fuse.picker.evidence import AS_WRITTEN, Row
+from attn_fuse.picker.timing import (
+    OtherLoad,
+    Timing,
+    free_memory,
+    interleaved,
+    synchronize,
+)  # fmt: skip
+from attn_fuse.picker.workers import note
+from attn_fuse.picker.workloads import program, runner, tensors
+
+_TOLERANCE = {"float64": 1e-6, "float32": 1e-3}
+# Tensors of the size of the scores that the program as written keeps, by whether it trains: a training step keeps the
+# scores, the weights, their gradients and what dropout kept.
+_SCORES_ALIVE = {False: 3, True: 6}
+# Max measurements beside other load, and seconds between them.
+_TRIES, _WAIT = 3, 2.0
+# Max share of the cores for other programs. On a GPU, whose other load the system does not report, the max ratio of the
+# upper quartile of a kernel's times to the lower.
+_QUIET, _STEADY = 0.1, 1.5
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long a case is measured. rounds, seconds: max of a case. shortest: min seconds of one measurement."""
+
+    rounds: int = 15
+    seconds: float = 3.0
+    shortest: float = 2e-3
+
+
+QUICK = Effort(rounds=5, seconds=0.5)
+
+
+@dataclass(frozen=True)
+class Observation:
+    """The outcome of measuring a case.
+
+    row: None where the case was not measured. problem: why it was not. why_not: why a kernel has no time.
+    busy: the other load meanwhile, in words; unless it is "", the row is not kept.
+    """
+
+    row: Row | None = None
+    why_not: Mapping[str, str] = field(default_factory=dict)
+    busy: str = ""
+    problem: str = ""
+
+
+def measured(
+    case: Case, device: torch.device, effort: Effort, kernels: Sequence[str] | None = None
+) -> tuple[Row, dict[str, str]]:
+    """The row of `case` as written and on `kernels` (None: all that can run it), and why a kernel has no time."""
+    timings, why_not = timed(case, device, effort, kernels)
+    return _row(case, timings), why_not
+
+
+def _row(case: Case, timings: Mapping[str, Timing]) -> Row:
+    return Row(case, {name: round(timing.median * 1e6, 2) for name, timing in timings.items()})
+
+
+def timed(
+    case: Case, device: torch.device, effort: Effort, kernels: Sequence[str] | None = None
+) -> tuple[dict[str, Timing], dict[str, str]]:
+    """The timings of which `measured` makes a row, and why a kernel has none."""
+    runs, why_not = prepared(case, device, kernels)
+    return interleaved(runs, device, effort.rounds, effort.seconds, effort.shortest), why_not
+
+
+def prepared(
+    case: Case, device: torch.device, kernels: Sequence[str] | None = None
+) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
+    """A call of `case` as written and on each kernel, compiled and run once, and why a kernel has none.
+
+    kernels: their names; None for all that can run on `device`.
+    """
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    written, values = program(case), tensors(case, device)
+
+    def compiled(*names: str) -> Any:
+        options: dict[str, Any] = {"kernels": list(names), "strict": bool(names)}
+        return runner(torch.compile(written, backend=attn_fuse, dynamic=False, options=options), case, values)
+
+    note(AS_WRITTEN)
+    runs = {AS_WRITTEN: compiled()}
+    expected = runs[AS_WRITTEN]()
+    synchronize(device)
+    why_not = {}
+    for name in kernels_on(device) if kernels is None else kernels:
+        note(name)
+        run = compiled(name)
+        try:
+            found = run()
+            synchronize(device)
+            agrees = case.dropout or _agree(found, expected, case, lambda: _in_wider_dtype(written, case, values))
+        except NotFusedError as problem:
+            why_not[name] = str(problem).rpartition(f"{name}: ")[2]
+            continue
+        except Exception as problem:
+            synchronize(device)  # raises where the kernel broke the device, so that nothing else runs on it
+            why_not[name] = named(problem)
+            continue
+        if agrees:
+            runs[name] = run
+        else:
+            why_not[name] = "its result differs from that as written"
+    note("")
+    return runs, why_not
+
+
+def observed(kernels: Sequence[str], case: Case, device: torch.device, effort: Effort) -> Observation:
+    """The outcome of measuring `case`, at a smaller batch or with fewer heads where memory is short.
+
+    Beside other load it is measured again, up to three times in all.
+    """
+    smaller = fitting(case, free_memory(device))
+    if smaller is None:
+        return Observation(problem=f"as written it takes {in_gib(bytes_as_written(case))} and more; too little is free")
+    runs, why_not = prepared(smaller, device, kernels)
+    busy = ""
+    for left in reversed(range(_TRIES)):
+        load = OtherLoad()
+        timings = interleaved(runs, device, effort.rounds, effort.seconds, effort.shortest)
+        busy = other_load(load.share(), timings, device)
+        if not busy:
+            break
+        if left:
+            time.sleep(_WAIT)
+    return Observation(_row(smaller, timings), why_not, busy)
+
+
+def other_load(share: float, timings: Mapping[str, Timing], device: torch.device) -> str:
+    """The other load while `timings` were measured, in words; "" for none. share: of the cores, by other programs."""
+    if share > _QUIET:
+        return f"other programs took {share:.0%} of the cores"
+    unsteady = max(timing.upper / timing.lower for timing in timings.values())
+    if device.type == "cuda" and unsteady > _STEADY:
+        return f"the same call took {unsteady:.1f} times as long at times"
+    return ""
+
+
+def fitting(case: Case, free: int | None) -> Case | None:
+    """`case` with its batch, then its heads, halved until it fits half of the `free` bytes; None if never.
+
+    Bytes are those of the program as written. Halving changes the number of (batch, head) pairs and nothing else that a
+    kernel's time depends on.
+    """
+    while free is not None and bytes_as_written(case) > free / 2:
+        if case.batch > 1:
+            case = replace(case, batch=case.batch // 2)
+        elif case.heads % 2 == case.kv_heads % 2 == 0:
+            case = replace(case, heads=case.heads // 2, kv_heads=case.kv_heads // 2)
+        else:
+            return None
+    return case
+
+
+def bytes_as_written(case: Case) -> int:
+    """About as many bytes as the program as written holds at once."""
+    alive = _SCORES_ALIVE[case.training] + 2 * (case.bias != "none")
+    lengths = case.q_len * case.heads * case.head_dim, 2 * case.kv_len * case.heads * case.head_dim
+    return case.itemsize * (alive * case.scores + 2 * case.batch * sum(lengths))
+
+
+def in_gib(count: float) -> str:
+    """`count` bytes as text, in GiB."""
+    return f"{count / 2**30:.1f} GiB"
+
+
+def kernels_on(device: torch.device) -> list[str]:
+    """The names of the kernels for devices of this type."""
+    return [kernel.name for kernel in KERNELS if device.type in kernel.devices]
+
+
+def _agree(found: Any, expected: Any, case: Case, exact: Callable[[], Any]) -> bool:
+    """Whether each result is near that as written or at least as near to the exact one: wrong answers get no time.
+
+    As written, the gradient of a broadcast tensor is summed up in 16 bits; a kernel that is more exact is right.
+    """
+    tolerance = _TOLERANCE.get(case.dtype, 6e-2)
+    pairs = list(zip(pytree.tree_leaves(found), pytree.tree_leaves(expected), strict=True))
+    near = [torch.allclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True) for a, b in pairs]
+    return all(near) or all(
+        is_near or bool((a - c).norm() <= (b - c).norm())
+        for is_near, (a, b), c in zip(near, pairs, pytree.tree_leaves(exact()), strict=True)
+    )
+
+
+def _in_wider_dtype(written: Callable[..., Any], case: Case, values: tuple[Any, ...]) -> Any:
+    def wider(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor) or not x.is_floating_point():
+            return x
+        return x.detach().to(torch.float32 if x.dtype.itemsize < 4 else torch.float64).requires_grad_(x.requires_grad)
+
+    return runner(written, case, pytree.tree_map(wider, values))()
