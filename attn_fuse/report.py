@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
+from attn_fuse.torch_internals import trace_artifact
+
 log = logging.getLogger("attn_fuse")
 
 
@@ -102,8 +104,10 @@ _recent: collections.deque[GraphReport] = collections.deque(maxlen=256)
 
 
 def record(report: GraphReport) -> None:
-    """Keep `report` for `reports()`, and log one line for each site."""
+    """Keep `report` for `reports()`, log one line for each site, and add the text to torch's structured trace."""
     _recent.append(report)
+    if report.sites:
+        trace_artifact("attn_fuse", lambda: as_text(report, expressions=True))
     for site in report.sites:
         log.info("%s: %s", site.location, headline(site))
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.exc import ShortenTraceback
+from torch._logging import trace_structured
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._sympy.functions import FloorDiv, Mod
@@ -46,6 +47,7 @@ __all__ = [
     "sdpa_switches",
     "source_name",
     "storage_of",
+    "trace_artifact",
     "without_inductor_attention",
 ]
 
@@ -54,6 +56,14 @@ __version__ = "1"
 
 # Dynamo wraps an exception of a backend in BackendCompilerFailed, except for this family.
 PassesThroughDynamo = ShortenTraceback
+
+
+def trace_artifact(name: str, text: Callable[[], str]) -> None:
+    """Add an artifact to the structured trace of the compilation that runs now, for tlparse.
+
+    text: makes the contents; called only where torch writes a trace, as with TORCH_TRACE=FOLDER.
+    """
+    trace_structured("artifact", lambda: {"name": name, "encoding": "string"}, payload_fn=text, expect_trace_id=False)
 
 
 def cuda_driver() -> str:
