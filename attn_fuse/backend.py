@@ -137,8 +137,9 @@ class Compiler:
             return graph
         if self.options.inner_backend != "inductor":
             return compile_with(self.options.inner_backend, self.options.mode, graph, inputs)
-        with without_inductor_attention():
-            return compile_with(self.options.inner_backend, self.options.mode, graph, inputs)
+        inductor = dict(self.options.inductor)
+        with without_inductor_attention(inductor.pop("joint_custom_post_pass", None)):
+            return compile_with(self.options.inner_backend, self.options.mode, graph, inputs, inductor)
 
 
 def _require_all_fused(sites: Sequence[SiteReport]) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from attn_fuse.errors import OptionError, nearest
 from attn_fuse.kernels import KERNELS
 from attn_fuse.report import SiteReport
-from attn_fuse.torch_internals import known_backends
+from attn_fuse.torch_internals import inductor_modes, inductor_options, known_backends
 
 PICKS = ("fastest", "measured", "fused")
 _MEASURING_MODES = ("max-autotune", "max-autotune-no-cudagraphs")
@@ -36,8 +36,10 @@ class Options:
     seconds: the max time to look for attention in one graph; the sites after that stay as written.
     try_unmeasured: use a kernel of ours that was never measured on this device where its estimate promises more, once
         it has passed a self-check and was faster by the clock (`picker.selfcheck`).
-    mode: torch.compile's `mode`, handed to the inner backend. "max-autotune" and "max-autotune-no-cudagraphs" mean
-        pick="measured", too (torch.compile takes a mode or options, not both).
+    mode: torch.compile's `mode`, handed to the inner backend; torch.compile itself takes a mode or options, not both.
+        "max-autotune" and "max-autotune-no-cudagraphs" mean pick="measured", too, where no pick is given.
+    inductor: options of Inductor by name, as plain torch.compile takes them; they go before those of the mode. The
+        measurements of pick="measured" run without them.
     compiles: False leaves the rewritten graph uncompiled, with the kernels picked as for the inner backend, for a graph
         that is only reported on. Users cannot set it.
     """
@@ -51,38 +53,89 @@ class Options:
     seconds: float = 60.0
     try_unmeasured: bool = True
     mode: str | None = None
+    inductor: Mapping[str, Any] = field(default_factory=dict)
     compiles: bool = True
 
 
 def parse_options(options: Mapping[str, Any] | None, mode: str | None = None) -> Options:
-    """The `Options` of the mapping that a user passed. mode: torch.compile's `mode`.
+    """The `Options` of the mapping that a user passed. mode: torch.compile's `mode`, if it was given outside of them.
 
     Raises OptionError for an unknown name or an impossible value.
     """
     options = dict(options or {})
-    known = {field.name for field in fields(Options)} - {"mode", "compiles"}
+    known = {field.name for field in fields(Options)} - {"compiles"}
     for name in options:
         if name not in known:
-            raise OptionError(f"attn_fuse has no option {name!r}.{nearest(name, known)}")
+            raise OptionError(f"attn_fuse has no option {name!r}.{_inductors(name) or nearest(name, known)}")
     _require(options, "strict", "True or False", lambda v: isinstance(v, bool))
     _require(options, "check", "True or False", lambda v: isinstance(v, bool))
     _require(options, "try_unmeasured", "True or False", lambda v: isinstance(v, bool))
     _require(options, "seconds", "a number of seconds, more than 0", _is_duration)
     _require(options, "fuel", "a whole number of rewrites, 0 or more", _is_count)
     _require(options, "pick", " or ".join(map(repr, PICKS)), lambda v: v in PICKS)
-    _require(
-        options, "inner_backend", "a backend's name or a callable", lambda v: callable(v) or (isinstance(v, str) and v)
-    )
-    backend = options.get("inner_backend")
-    if isinstance(backend, str) and backend not in known_backends() - {"attn_fuse"}:
+    options.setdefault("inner_backend", "inductor")
+    _require_inner_backend(options["inner_backend"])
+    _require(options, "mode", "a name or None", lambda v: v is None or isinstance(v, str))
+    _require(options, "inductor", "a dictionary of Inductor's options", lambda v: isinstance(v, Mapping))
+    if mode is not None and options.setdefault("mode", mode) != mode:
+        raise OptionError(f"mode={mode!r} and options={{'mode': {options['mode']!r}}} contradict each other: give one.")
+    if options.get("mode") == "default":
+        options["mode"] = None
+    if options["inner_backend"] == "inductor":
+        if options.get("mode") is not None and options["mode"] not in inductor_modes():
+            raise OptionError(f"Inductor has no mode {options['mode']!r}.{nearest(options['mode'], inductor_modes())}")
+        options["inductor"] = _known_to_inductor(options.get("inductor", {}))
+    elif options.get("inductor"):
         raise OptionError(
-            f"torch has no inner backend {backend!r}.{nearest(backend, known_backends() - {'attn_fuse'})}"
+            f"attn_fuse option inductor={options['inductor']!r}: the inner backend is {options['inner_backend']!r}, "
+            "not Inductor; leave one of the two out."
         )
     if options.get("kernels") is not None:
         options["kernels"] = kernel_names(options["kernels"])
-    if mode in _MEASURING_MODES:
+    if options.get("mode") in _MEASURING_MODES:
         options.setdefault("pick", "measured")
-    return Options(mode=mode, **options)
+    return Options(**options)
+
+
+def _require_inner_backend(backend: object) -> None:
+    if not (callable(backend) or (isinstance(backend, str) and backend)):
+        raise OptionError(f"attn_fuse option inner_backend={backend!r}: it must be a backend's name or a callable.")
+    if backend == "attn_fuse" or getattr(backend, "__module__", None) == "attn_fuse.backend":
+        raise OptionError(
+            "inner_backend='attn_fuse': the inner backend compiles what attn_fuse has rewritten; name another one, or "
+            "leave the option out for 'inductor'."
+        )
+    if isinstance(backend, str) and backend not in known_backends():
+        raise OptionError(
+            f"torch has no inner backend {backend!r}.{nearest(backend, known_backends() - {'attn_fuse'})}"
+        )
+
+
+def _known_to_inductor(options: Mapping[str, Any]) -> dict[str, Any]:
+    """`options` by the names that Inductor's config has; torch.compile, too, takes a dash for an underscore.
+
+    Raises OptionError for a name that the config lacks, and for a value of another type.
+    """
+    if not options:
+        return {}
+    types, known = inductor_options(), {}
+    for given, value in options.items():
+        name = str(given).replace("-", "_")
+        if name not in types:
+            close = nearest(name, types)
+            hint = close if "Did you mean" in close else " torch._inductor.list_options() names all."
+            raise OptionError(f"Inductor has no option {given!r}.{hint}")
+        wanted = types[name]
+        if wanted is not None and not isinstance(value, wanted):
+            raise OptionError(f"Inductor's option {given}={value!r}: it must be of type {wanted.__name__}.")
+        known[name] = value
+    return known
+
+
+def _inductors(name: object) -> str:
+    """A hint for an option of Inductor that stands among ours; "" where Inductor has none of this name."""
+    known = isinstance(name, str) and name.replace("-", "_") in inductor_options()
+    return f" Inductor's options go into options={{'inductor': {{{name!r}: ...}}}}." if known else ""
 
 
 def kernel_names(names: object) -> tuple[str, ...]:

@@ -38,6 +38,8 @@ __all__ = [
     "flex_runs_on_cpu",
     "functionalized",
     "index_bounds",
+    "inductor_modes",
+    "inductor_options",
     "innermost",
     "known_backends",
     "lower_bounds",
@@ -304,15 +306,38 @@ def known_backends() -> frozenset[str]:
     return frozenset(torch.compiler.list_backends(exclude_tags=None))
 
 
+def inductor_modes() -> frozenset[str]:
+    """The values of torch.compile's `mode` that Inductor knows."""
+    return frozenset(torch._inductor.list_mode_options())
+
+
+def inductor_options() -> dict[str, type | None]:
+    """Inductor's options by name, with the type that a value must have; None where it may have several or any."""
+    from torch._inductor import config
+
+    types: dict[str, Any] = {name: config.get_type(name) for name in config.get_config_copy()}  # type: ignore[attr-defined]
+    return {
+        name: wanted if isinstance(wanted, type) and wanted is not type(None) else None
+        for name, wanted in types.items()
+    }
+
+
 def compile_with(
-    backend: str | Callable[..., Any], mode: str | None, graph: torch.fx.GraphModule, inputs: Sequence[Any]
+    backend: str | Callable[..., Any],
+    mode: str | None,
+    graph: torch.fx.GraphModule,
+    inputs: Sequence[Any],
+    inductor: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """`graph` compiled for `inputs`. backend: a registered name or a callable. mode: torch.compile's `mode`."""
+    """`graph` compiled for `inputs`. backend: a registered name or a callable. mode: torch.compile's `mode`.
+
+    inductor: options of Inductor, which go before those of the mode; other backends get none.
+    """
     if backend == "inductor":
         from torch._inductor import config
         from torch._inductor.compile_fx import compile_fx
 
-        patches = dict(torch._inductor.list_mode_options(mode) if mode else {})
+        patches = {**(torch._inductor.list_mode_options(mode) if mode else {}), **(inductor or {})}
         if hasattr(config, "unsafe_marked_cacheable_functions"):
             known = config.unsafe_marked_cacheable_functions
             patches["unsafe_marked_cacheable_functions"] = {**known, **dict.fromkeys(_called(graph), __version__)}
@@ -347,8 +372,10 @@ def compiled_for_any_size(
 
 
 @contextlib.contextmanager
-def without_inductor_attention() -> Iterator[None]:
+def without_inductor_attention(users_pass: Any = None) -> Iterator[None]:
     """Keep Inductor's own attention patterns off the graphs compiled within the block.
+
+    users_pass: Inductor's `joint_custom_post_pass` for the block; None takes that of its config.
 
     The patterns ignore integers, so they rewrite look-alikes (a softmax over another axis, a permuted key) into wrong
     answers. Each joint-graph pass loses their entries while it runs, and gets them back. A marker in the config keeps
@@ -379,24 +406,26 @@ def without_inductor_attention() -> Iterator[None]:
                 for key, entries in before.items():
                     self.passes.patterns[key][:] = entries
 
-    users_pass: Any = config.joint_custom_post_pass
+    given: Any = config.joint_custom_post_pass if users_pass is None else users_pass
+    runs = [run for run in (given if isinstance(given, (list, tuple)) else [given]) if run is not None]
 
     class Marker(CustomGraphPass):
         def __call__(self, graph: torch.fx.Graph) -> None:
-            for run in users_pass if isinstance(users_pass, (list, tuple)) else [users_pass]:
-                if run is not None:
-                    run(graph)
+            for run in runs:
+                run(graph)
 
         def uuid(self) -> Any:
-            runs = users_pass if isinstance(users_pass, (list, tuple)) else [users_pass]
-            known = [run.uuid() for run in runs if run is not None]
-            return ("attn_fuse: attention patterns off", *map(str, known))
+            return ("attn_fuse: attention patterns off", *(str(run.uuid()) for run in runs))
+
+    # Inductor keeps a graph out of its caches where a pass is a plain callable, which has no key.
+    cacheable = all(isinstance(run, CustomGraphPass) and run.uuid() for run in runs)
+    marker: Any = Marker() if cacheable else Marker().__call__
 
     passes: list[Any] = joint_graph.pass_patterns
     originals = list(passes)
     passes[:] = [WithoutAttention(original) for original in originals]
     try:
-        with config.patch(joint_custom_post_pass=Marker()):
+        with config.patch(joint_custom_post_pass=marker):
             yield
     finally:
         passes[:] = originals

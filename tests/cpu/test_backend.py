@@ -194,7 +194,7 @@ def test_mode_is_passed_through() -> None:
         ({"fuel": -1}, "fuel=-1"),
         ({"fuel": True}, "fuel=True"),
         ({"inner_backend": "induktor"}, "no inner backend 'induktor'. Did you mean 'inductor'?"),
-        ({"inner_backend": "attn_fuse"}, "no inner backend 'attn_fuse'"),
+        ({"inner_backend": "attn_fuse"}, "inner_backend='attn_fuse': the inner backend compiles what attn_fuse has"),
         ({"inner_backend": 7}, "inner_backend=7"),
     ],
 )
