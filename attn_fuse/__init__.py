@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from attn_fuse.doors.install import install, uninstall
     from attn_fuse.errors import AttnFuseError, NotFusedError, OptionError
     from attn_fuse.explain import explain
     from attn_fuse.options import Options, use_kernels
@@ -22,7 +23,9 @@ __all__ = [
     "Options",
     "SiteReport",
     "explain",
+    "install",
     "reports",
+    "uninstall",
     "use_kernels",
 ]
 
@@ -33,7 +36,9 @@ _HOME = {
     "OptionError": "errors",
     "Options": "options",
     "SiteReport": "report",
+    "install": "doors.install",
     "reports": "report",
+    "uninstall": "doors.install",
     "use_kernels": "options",
 }
 

@@ -38,6 +38,7 @@ __all__ = [
     "flex_runs_on_cpu",
     "functionalized",
     "index_bounds",
+    "inductor_door",
     "inductor_modes",
     "inductor_options",
     "innermost",
@@ -45,6 +46,7 @@ __all__ = [
     "lower_bounds",
     "make_fx",
     "on_fake_tensors",
+    "open_inductor_door",
     "sdpa_choice",
     "sdpa_switches",
     "source_name",
@@ -345,6 +347,64 @@ def compile_with(
         return compiled
     function: Callable[..., Any] = lookup_backend(backend) if isinstance(backend, str) else backend
     return function(graph, list(inputs), **({"mode": mode} if mode else {}))
+
+
+class _ThroughTheDoor(torch._TorchCompileInductorWrapper):
+    """What torch.compile makes for the backend "inductor" while a door stands open: it compiles graphs through it.
+
+    Dynamo takes up code that it compiled for an equal backend, so none of these equals a plain one.
+    """
+
+    door: Any = None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ThroughTheDoor) and self.door == other.door and super().__eq__(other)
+
+    __hash__: Any = None
+
+    def __call__(self, model_: torch.fx.GraphModule, inputs_: Sequence[Any], **patches: Any) -> Callable[..., Any]:
+        if _is_stored():
+            compiled: Callable[..., Any] = super().__call__(model_, inputs_, **patches)
+            return compiled
+        through: Callable[..., Any] = self.door(
+            model_, inputs_, {**self.config, **(patches.get("config_patches") or {})}
+        )
+        return through
+
+
+def _is_stored() -> bool:
+    """Whether the result of this compilation will be written to a file: our guards around it cannot be."""
+    from torch._dynamo import config as dynamo
+    from torch._functorch import config as functorch
+
+    return bool(getattr(functorch, "bundled_autograd_cache", False) or getattr(dynamo, "caching_precompile", False))
+
+
+_plain: Any = torch._TorchCompileInductorWrapper
+_plain_init = _plain.__init__
+_door: Any = None
+
+
+def inductor_door() -> Any:
+    """What `open_inductor_door` was called with last; None where no door is open."""
+    return _door
+
+
+def open_inductor_door(door: Callable[..., Callable[..., Any]] | None) -> None:
+    """From now on torch.compile's backend "inductor" compiles by `door(graph, inputs, options of Inductor)`.
+
+    None closes it. This is the one place of torch that attn_fuse changes for longer than a block. Backends that
+    torch.compile has already made stay as they are, and so do the subclasses of Inductor's.
+    """
+    global _door
+    _door = door
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        _plain_init(self, *args, **kwargs)
+        if type(self) is _plain:
+            self.__class__, self.door = _ThroughTheDoor, door
+
+    _plain.__init__ = _plain_init if door is None else init
 
 
 def compiled_for_any_size(

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2] / "attn_fuse"
 # From the bottom up: a module imports from its own folder and from what stands before it. The last are entry points.
 ORDER = (
     "torch_internals", "errors", "report", "expression", "attention", "graph", "lift", "patterns", "emit", "kernels",
-    "options", "picker", "guard", "site", "backend", "explain", "bench", "selfcheck_run", "__init__",
+    "options", "picker", "guard", "site", "backend", "doors", "explain", "bench", "selfcheck_run", "__init__",
 )  # fmt: skip
 MODULES = sorted(ROOT.rglob("*.py"))
 MOST_FILES_AT_THE_ROOT = 10
