@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from attn_fuse.doors.export import export
     from attn_fuse.doors.install import install, uninstall
     from attn_fuse.errors import AttnFuseError, NotFusedError, OptionError
     from attn_fuse.explain import explain
@@ -23,6 +24,7 @@ __all__ = [
     "Options",
     "SiteReport",
     "explain",
+    "export",
     "install",
     "reports",
     "uninstall",
@@ -36,6 +38,7 @@ _HOME = {
     "OptionError": "errors",
     "Options": "options",
     "SiteReport": "report",
+    "export": "doors.export",
     "install": "doors.install",
     "reports": "report",
     "uninstall": "doors.install",

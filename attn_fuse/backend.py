@@ -120,7 +120,7 @@ class Compiler:
         report = GraphReport(relocated(found.sites, self.locations), seconds, notes, before, code_of(graph))
         record(report)
         if self.options.strict:
-            _require_all_fused(report.sites)
+            require_all_fused(report.sites)
         compiled = self.by_inner_backend(graph, inputs)
         if not report.sites:
             return compiled
@@ -142,7 +142,8 @@ class Compiler:
             return compile_with(self.options.inner_backend, self.options.mode, graph, inputs, inductor)
 
 
-def _require_all_fused(sites: Sequence[SiteReport]) -> None:
+def require_all_fused(sites: Sequence[SiteReport]) -> None:
+    """Raise NotFusedError, with the reasons, where one of `sites` was left as written."""
     left = [f"{site.location}: {headline(site)}" for site in sites if site.status in ("refused", "as written")]
     if left:
         raise NotFusedError(f"strict: {len(left)} of {len(sites)} attentions not fused: " + "; ".join(left))

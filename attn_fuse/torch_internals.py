@@ -28,11 +28,13 @@ __all__ = [
     "Mod",
     "PassesThroughDynamo",
     "apart_from_dynamo",
+    "calling_convention_of",
     "compile_with",
     "compiled_for_any_size",
     "cuda_driver",
     "current_value",
     "decompositions",
+    "example_inputs_of",
     "flex_attention",
     "flex_differentiates_what_it_reads",
     "flex_runs_on_cpu",
@@ -42,6 +44,7 @@ __all__ = [
     "inductor_modes",
     "inductor_options",
     "innermost",
+    "input_spec_of",
     "known_backends",
     "lower_bounds",
     "make_fx",
@@ -347,6 +350,21 @@ def compile_with(
         return compiled
     function: Callable[..., Any] = lookup_backend(backend) if isinstance(backend, str) else backend
     return function(graph, list(inputs), **({"mode": mode} if mode else {}))
+
+
+def input_spec_of(program: torch.export.ExportedProgram) -> Any:
+    """The pytree of (args, kwargs) that `program` takes."""
+    return program.call_spec.in_spec
+
+
+def example_inputs_of(program: torch.export.ExportedProgram) -> tuple[Any, Any]:
+    """The (args, kwargs) that `program` was exported with; (None, None) where it has lost them."""
+    return program.example_inputs or (None, None)
+
+
+def calling_convention_of(graph: torch.fx.Graph) -> Any:
+    """What makes the forward of a module from `graph`: the names and the pytrees of its arguments and results."""
+    return graph._codegen
 
 
 class _ThroughTheDoor(torch._TorchCompileInductorWrapper):
