@@ -28,7 +28,12 @@ from attn_fuse.picker.selfcheck import self_check_of
 from attn_fuse.picker.trial import stopwatch_of
 from attn_fuse.report import GraphReport, Location, SiteReport, headline, record, relocated
 from attn_fuse.site import Rewriter, Stages
-from attn_fuse.torch_internals import compile_with, saved_tensors_hooks_aside, without_inductor_attention
+from attn_fuse.torch_internals import (
+    compile_with,
+    dispatch_modes_aside,
+    saved_tensors_hooks_aside,
+    without_inductor_attention,
+)
 
 _PATTERNS_OFF = "Inductor's own attention patterns were kept off this graph: they rewrite look-alikes wrongly"
 
@@ -105,8 +110,8 @@ class Compiler:
         """
         started, before = time.perf_counter(), code_of(graph)
         rewrite = functools.partial(self.rewritten, graph, inputs)
-        # A checkpoint around this call must not count the tensors that the stages save.
-        with saved_tensors_hooks_aside():
+        # A checkpoint around this call must not count the tensors that the stages save, nor their operations.
+        with saved_tensors_hooks_aside(), dispatch_modes_aside():
             found = rewrite({})
             if self.options.check:
                 found = without_disagreements(graph, inputs, rewrite, found)

@@ -19,7 +19,7 @@ from torch.fx import GraphModule
 from attn_fuse.graph.names import INLINE_SUBGRAPHS, op_name
 from attn_fuse.lift.closed_forms import ClosedForm, Diagonals
 from attn_fuse.options import chosen_kernels
-from attn_fuse.torch_internals import sdpa_switches
+from attn_fuse.torch_internals import dispatch_modes_aside, sdpa_switches
 
 log = logging.getLogger("attn_fuse")
 
@@ -101,7 +101,8 @@ class Guard:
         for number, tensor_of, version, pointer, _ in self._seen:
             tensor: Any = inputs[number]
             if tensor is not tensor_of() or tensor._version != version or tensor.data_ptr() != pointer:
-                return self._prove_again(inputs)
+                with dispatch_modes_aside():
+                    return self._prove_again(inputs)
         return True
 
     def _prove_again(self, inputs: Sequence[object]) -> bool:

@@ -34,7 +34,7 @@ __all__ = [
     "cuda_driver",
     "current_value",
     "decompositions",
-    "example_inputs_of",
+    "dispatch_modes_aside",
     "flex_attention",
     "flex_differentiates_what_it_reads",
     "flex_runs_on_cpu",
@@ -44,7 +44,6 @@ __all__ = [
     "inductor_modes",
     "inductor_options",
     "innermost",
-    "input_spec_of",
     "known_backends",
     "lower_bounds",
     "make_fx",
@@ -191,6 +190,14 @@ def saved_tensors_hooks_aside() -> Iterator[None]:
     finally:
         for pack, unpack in reversed(hooks):
             _push_saved_tensors_default_hooks(pack, unpack)
+
+
+def dispatch_modes_aside() -> contextlib.AbstractContextManager[Any]:
+    """A block without the caller's dispatch modes, such as that of a selective checkpoint, which counts operations."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    aside: contextlib.AbstractContextManager[Any] = _disable_current_modes()
+    return aside
 
 
 @contextlib.contextmanager
@@ -350,16 +357,6 @@ def compile_with(
         return compiled
     function: Callable[..., Any] = lookup_backend(backend) if isinstance(backend, str) else backend
     return function(graph, list(inputs), **({"mode": mode} if mode else {}))
-
-
-def input_spec_of(program: torch.export.ExportedProgram) -> Any:
-    """The pytree of (args, kwargs) that `program` takes."""
-    return program.call_spec.in_spec
-
-
-def example_inputs_of(program: torch.export.ExportedProgram) -> tuple[Any, Any]:
-    """The (args, kwargs) that `program` was exported with; (None, None) where it has lost them."""
-    return program.example_inputs or (None, None)
 
 
 def calling_convention_of(graph: torch.fx.Graph) -> Any:

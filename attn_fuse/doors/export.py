@@ -29,7 +29,7 @@ from attn_fuse.graph.scopes import code_of
 from attn_fuse.kernels.sdpa import CPU_FLASH, CUDA_EFFICIENT, CUDA_FLASH, CUDNN
 from attn_fuse.options import Fuel, parse_options
 from attn_fuse.report import GraphReport, record
-from attn_fuse.torch_internals import calling_convention_of, example_inputs_of, input_spec_of, storage_of
+from attn_fuse.torch_internals import calling_convention_of, storage_of
 
 log = logging.getLogger("attn_fuse")
 
@@ -82,7 +82,7 @@ def export(
         chosen = replace(chosen, kernels=_TORCHS_OWN)
     program = _exported(model, args, kwargs, dynamic_shapes)
     if isinstance(model, nn.Module) or args is None:
-        args, kwargs = example_inputs_of(program)
+        args, kwargs = program.example_inputs or (None, None)
     if args is None:
         raise AttnFuseError("attn_fuse.export: the program holds no example inputs; give them as args and kwargs.")
     with _as_the_program_runs():
@@ -165,7 +165,7 @@ def _rewritten(
 
 def _in_order(kwargs: dict[str, Any], program: ExportedProgram) -> dict[str, Any]:
     """`kwargs` in the order of the program's inputs."""
-    known = input_spec_of(program).children()[1].context or []
+    known = program.call_spec.in_spec.children()[1].context or []
     return {name: kwargs[name] for name in known if name in kwargs} | kwargs
 
 
@@ -269,5 +269,5 @@ def _free_sizes(program: ExportedProgram, module: GraphModule) -> Any:
             return None
         return {number: free(size) for number, size in enumerate(shape) if isinstance(size, torch.SymInt)} or None
 
-    args, kwargs = pytree.tree_unflatten([of_input(shape) for shape in _shapes(program)], input_spec_of(program))
+    args, kwargs = pytree.tree_unflatten([of_input(shape) for shape in _shapes(program)], program.call_spec.in_spec)
     return dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
