@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,19 +14,20 @@ from attn_fuse.attention.picture import picture
 from attn_fuse.emit.check import Rewritten, without_disagreements
 from attn_fuse.emit.splice import emit
 from attn_fuse.errors import NotFusedError
+from attn_fuse.graph.breaks import Break, NotJoined, Part, break_after, cut_sites, joined, part_of, remembering
 from attn_fuse.graph.expand import expand
 from attn_fuse.graph.functionalize import functionalize
-from attn_fuse.graph.region import find_sites
-from attn_fuse.graph.scopes import code_of, copied
+from attn_fuse.graph.region import Site, find_sites
+from attn_fuse.graph.scopes import Scope, code_of, copied
 from attn_fuse.guard import guarded
 from attn_fuse.lift.lift import lift
 from attn_fuse.lift.normalize import normalize
 from attn_fuse.options import Fuel, Options, chosen_kernels, fuel_of, parse_options
 from attn_fuse.patterns.recognize import recognize
-from attn_fuse.picker.pick import pick
+from attn_fuse.picker.pick import Choice, pick
 from attn_fuse.picker.selfcheck import self_check_of
 from attn_fuse.picker.trial import stopwatch_of
-from attn_fuse.report import GraphReport, Location, SiteReport, headline, record, relocated
+from attn_fuse.report import Blocker, GraphReport, Location, SiteReport, headline, log, record, relocated
 from attn_fuse.site import Rewriter, Stages
 from attn_fuse.torch_internals import (
     compile_with,
@@ -108,33 +109,64 @@ class Compiler:
 
         Raises NotFusedError under `strict` where a site is not fused.
         """
-        started, before = time.perf_counter(), code_of(graph)
+        started, before, notes = time.perf_counter(), code_of(graph), self._notes(graph)
         rewrite = functools.partial(self.rewritten, graph, inputs)
         # A checkpoint around this call must not count the tensors that the stages save, nor their operations.
         with saved_tensors_hooks_aside(), dispatch_modes_aside():
             found = rewrite({})
             if self.options.check:
                 found = without_disagreements(graph, inputs, rewrite, found)
+            part = _part_of(graph, inputs)
+            broken = () if part is None else self.broken(part)
         # The inner backend may change the graph that it is given.
         if any(site.fused for site in found.sites):
             original, graph = graph, found.graph
         else:
             original = copied(graph) if found.sites else graph
-        notes = (_PATTERNS_OFF,) if self.options.inner_backend == "inductor" and self.options.compiles else ()
         seconds = time.perf_counter() - started
-        report = GraphReport(relocated(found.sites, self.locations), seconds, notes, before, code_of(graph))
+        sites = (*relocated(found.sites, self.locations), *broken)
+        report = GraphReport(sites, seconds, notes, before, code_of(graph))
         record(report)
         if self.options.strict:
             require_all_fused(report.sites)
         compiled = self.by_inner_backend(graph, inputs)
-        if not report.sites:
+        if part is not None and part.ends is not None:
+            compiled = remembering(compiled, part)
+        if not found.sites:
             return compiled
         again = replace(
             self,
             constants=frozenset(f"L['values'][{proof.input}]" for proof in found.proofs),
-            locations=tuple(site.location for site in report.sites),
+            locations=tuple(site.location for site in sites[: len(found.sites)]),
         )
         return guarded(compiled, original, inputs, found.proofs, again.compiled, self.by_inner_backend)
+
+    def _notes(self, graph: GraphModule) -> tuple[str, ...]:
+        ended = break_after(graph)
+        cut = () if ended is None else (f"the graph breaks at {ended.location}: {ended.reason}",)
+        return (_PATTERNS_OFF, *cut) if self.options.inner_backend == "inductor" and self.options.compiles else cut
+
+    def broken(self, part: Part) -> tuple[SiteReport, ...]:
+        """The attentions that graph breaks before `part` cut in two, as far as the parts together prove one."""
+        if not part.reads:
+            return ()
+        try:
+            whole = joined(part)
+            sites = list(cut_sites(whole))
+            found = [
+                (report, cut) for site, cut in sites for report in self._as_if_whole(site, whole.graph, whole.inputs)
+            ]
+        except Exception as problem:  # rule 5: what a report says must not break a model
+            log.debug("the graphs beside a break are not looked into: %s", problem, exc_info=True)
+            return ()
+        return tuple(_blocked_by(cut, report) for report, cut in found if report.attention)
+
+    def _as_if_whole(self, site: Site, graph: GraphModule, inputs: Sequence[Any]) -> list[SiteReport]:
+        def only(scope: Scope, written: object) -> Iterator[Site]:
+            yield from [site] if not scope.path else []
+
+        stages = Stages(only, normalize, lift, recognize, lambda *_, **__: Choice(None, {}, "a graph break"), emit)
+        return Rewriter(graph, inputs, stages, lambda _: False).rewrite(self.options.seconds, time.perf_counter())
 
     def by_inner_backend(self, graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """`graph` compiled by the inner backend alone, with Inductor's own attention patterns kept off."""
@@ -145,6 +177,21 @@ class Compiler:
         inductor = dict(self.options.inductor)
         with without_inductor_attention(inductor.pop("joint_custom_post_pass", None)):
             return compile_with(self.options.inner_backend, self.options.mode, graph, inputs, inductor)
+
+
+def _part_of(graph: GraphModule, inputs: Sequence[Any]) -> Part | None:
+    try:
+        return part_of(graph, inputs)
+    except NotJoined as problem:
+        log.debug("the graph is not joined with those beside its breaks: %s", problem)
+    except Exception:  # rule 5: what a report says must not break a model
+        log.debug("the graph is not joined with those beside its breaks", exc_info=True)
+    return None
+
+
+def _blocked_by(cut: Break, report: SiteReport) -> SiteReport:
+    reason = f"the graph breaks inside it, at line {cut.location.line}: {cut.reason}"
+    return replace(report, blocker=Blocker(reason, "graph break", cut.location))
 
 
 def require_all_fused(sites: Sequence[SiteReport]) -> None:

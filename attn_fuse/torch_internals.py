@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ __all__ = [
     "flex_differentiates_what_it_reads",
     "flex_runs_on_cpu",
     "functionalized",
+    "graph_break",
     "index_bounds",
     "inductor_door",
     "inductor_modes",
@@ -156,6 +158,14 @@ def source_name(placeholder: torch.fx.Node) -> str:
         source = getattr(placeholder, "_dynamo_source", None)
     name = getattr(source, "name", "")
     return str(name() if callable(name) else name)
+
+
+def graph_break(graph: torch.fx.GraphModule) -> tuple[str, str] | None:
+    """(Dynamo's reason, the stack as a traceback prints it) of the graph break that ends `graph`; None without one."""
+    ended: Any = getattr(graph, "compile_subgraph_reason", None)
+    if not getattr(ended, "graph_break", False):
+        return None
+    return str(ended.reason), "".join(traceback.format_list(ended.user_stack))
 
 
 def innermost(tensor: torch.Tensor) -> torch.Tensor:

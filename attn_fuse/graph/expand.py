@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.fx.traceback
 from torch.fx import GraphModule, Node, map_arg
 from torch.utils import _pytree as pytree
 
@@ -45,6 +46,7 @@ from attn_fuse.torch_internals import (
     on_fake_tensors,
 )
 
+_ORIGIN = "attn_fuse_origin"
 _OPENS, _CLOSES = "_vmap_increment_nesting", "_vmap_decrement_nesting"
 
 
@@ -135,7 +137,8 @@ def _write_out(module: GraphModule, stretch: Sequence[Node], has_gradient: bool)
     def run(*values: Any) -> Any:
         env: dict[Node, Any] = dict(zip(inputs, values, strict=True))
         for node in stretch:
-            env[node] = call(node, *map_arg((node.args, node.kwargs), env.__getitem__))
+            with torch.fx.traceback.annotate({_ORIGIN: node.name}):
+                env[node] = call(node, *map_arg((node.args, node.kwargs), env.__getitem__))
         if any(innermost(tensor)._version > 0 for value in env.values() for tensor in tensors_of(value)):
             raise TypeError("it writes in place")
         return [env[node] for node in results]
@@ -143,6 +146,7 @@ def _write_out(module: GraphModule, stretch: Sequence[Node], has_gradient: bool)
     # A pre-dispatch trace keeps dropout and SDPA whole, but records the inside of a vmap as constants.
     traced = _traced(run, [value_of(n) for n in inputs], mode, pre_dispatch=op_name(stretch[0]) in CALLS)
     env: dict[Node, Any] = dict(zip((n for n in traced.graph.nodes if n.op == "placeholder"), inputs, strict=True))
+    by_name = {node.name: node for node in stretch}
     with module.graph.inserting_before(stretch[0]):
         for node in traced.graph.nodes:
             if node.op == "get_attr":
@@ -150,9 +154,10 @@ def _write_out(module: GraphModule, stretch: Sequence[Node], has_gradient: bool)
             elif node.op == "call_function":
                 env[node] = module.graph.node_copy(node, env.__getitem__)
                 env[node].meta = {"example_value": _described(env[node], node.meta["val"], has_gradient)}
+                origin = by_name.get(node.meta.get("custom", {}).get(_ORIGIN), stretch[0])
                 for name in ("stack_trace", "nn_module_stack", "source_fn_stack"):
-                    if name in stretch[0].meta:
-                        env[node].meta[name] = stretch[0].meta[name]
+                    if name in origin.meta:
+                        env[node].meta[name] = origin.meta[name]
     (made,) = traced.graph.output_node().args
     try:
         new = [map_arg(value, env.__getitem__) for value in made]
@@ -189,7 +194,7 @@ def _described(made: Node, value: Any, has_gradient: bool) -> Any:
 
 
 def _traced(run: Any, values: Sequence[Any], mode: FakeTensorMode, pre_dispatch: bool) -> GraphModule:
-    with on_fake_tensors(mode), torch.no_grad(), functorch_levels_kept():
+    with on_fake_tensors(mode), torch.no_grad(), functorch_levels_kept(), torch.fx.traceback.preserve_node_meta():
         fresh = [
             torch.empty_strided(v.size(), v.stride(), dtype=v.dtype, device=v.device)
             if isinstance(v, torch.Tensor)

@@ -16,13 +16,17 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]*(?:\n
 
 def locate(node: Node) -> Location:
     """The innermost line of user code that made `node`, and the module whose forward holds the line."""
-    frames = list(_FRAME.finditer(node.stack_trace or ""))
+    return in_stack(node.stack_trace or "", str(node), _module_path(node))
+
+
+def in_stack(stack: str, otherwise: str, module: str = "") -> Location:
+    """The innermost line of user code in `stack`, a traceback's text. otherwise: stands for code that is not there."""
+    frames = list(_FRAME.finditer(stack))
     own = [f for f in frames if not f["file"].startswith(_TORCH)] or frames
-    module = _module_path(node)
     if not own:
-        return Location("<unknown>", 0, str(node), module)
+        return Location("<unknown>", 0, otherwise, module)
     frame = own[-1]
-    return Location(frame["file"], int(frame["line"]), (frame["code"] or str(node)).strip(), module)
+    return Location(frame["file"], int(frame["line"]), (frame["code"] or otherwise).strip(), module)
 
 
 def _module_path(node: Node) -> str:

@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node, map_arg
 
 from attn_fuse.graph.memory import call
 from attn_fuse.graph.modes import autocast_of
-from attn_fuse.graph.names import DROPOUT, FUSED, elements, op_name, requires_grad, value_of
+from attn_fuse.graph.names import DROPOUT, FUSED, elements, op_name, requires_grad, tensors_of, value_of
 from attn_fuse.graph.region import Region
 from attn_fuse.torch_internals import FakeTensorMode, decompositions, functionalized, make_fx, on_fake_tensors
 
@@ -160,6 +160,9 @@ def _fake_mode(region: Region) -> FakeTensorMode:
         mode = getattr(value_of(node), "fake_mode", None)
         if mode is not None:
             return mode
+    kinds = {type(tensor).__name__ for node in region.leaves for tensor in tensors_of(value_of(node))}
+    if kinds:
+        raise NotNormal(f"its tensors are each a {' or '.join(sorted(kinds))}, passed through untouched", region.output)
     raise NotNormal("the graph does not record its tensors", region.output)
 
 

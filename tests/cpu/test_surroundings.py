@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from attn_fuse.report import collecting
@@ -207,6 +209,41 @@ def test_transformer_layers(training: bool) -> None:
 
 
 # ---- what is passed through
+
+
+def test_distributed_tensors_are_passed_through() -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q @ k.mT / 4).softmax(-1) @ v
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        q, k, v = (distribute_tensor(torch.randn(2, 4, S, 16), mesh, [Shard(1)]) for _ in range(3))
+        with collecting() as graphs:
+            got = compiled(attention)(q, k, v)
+        torch.testing.assert_close(got.full_tensor(), attention(q, k, v).full_tensor())
+    finally:
+        torch.distributed.destroy_process_group()
+    (site,) = graphs[0].sites
+    assert (
+        site.status == "refused" and site.blocker.reason == "its tensors are each a DTensor, passed through untouched"
+    )
+    assert site.location.code.startswith("return (q @ k.mT")
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_vmapped_attention_is_at_its_own_line(wrapped: bool) -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = q @ k.mT / 4
+        weights = scores.softmax(-1)
+        return weights @ v
+
+    mapped = torch.vmap(attention)
+    inputs = [torch.randn(2, 4, S, 16) for _ in range(3)]
+    with collecting() as graphs:
+        compiled((lambda *x: mapped(*x) + 1) if wrapped else mapped)(*inputs)
+    (site,) = graphs[0].sites
+    assert site.status == "fused" and site.location.code == "weights = scores.softmax(-1)"
 
 
 def test_nested_tensors_are_passed_through() -> None:

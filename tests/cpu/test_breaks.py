@@ -1,0 +1,225 @@
+"""Graph breaks: one inside an attention is reported at its line and fails `strict`, and no other does."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import attn_fuse
+from attn_fuse.errors import NotFusedError
+from attn_fuse.report import SiteReport, collecting
+
+
+def operands(length: int = 8) -> list[Tensor]:
+    return [torch.randn(2, 4, length, 16) for _ in range(3)]
+
+
+def after_the_product(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k.transpose(-2, -1) / 4
+    print("x")
+    return scores.softmax(-1) @ v
+
+
+def after_the_softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights = (q @ k.transpose(-2, -1) / 4).softmax(-1)
+    print("x")
+    return F.dropout(weights, 0.1) @ v
+
+
+def after_both(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k.transpose(-2, -1) / 4
+    print("x")
+    weights = scores.softmax(-1)
+    print("y")
+    return weights @ v
+
+
+def where_the_data_decides(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = torch.einsum("bhid,bhjd->bhij", q, k)
+    if scores.max() > -1e9:
+        scores = scores / 4
+    return torch.einsum("bhij,bhjd->bhid", torch.softmax(scores, -1), v)
+
+
+def in_place(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k.transpose(-2, -1)
+    scores /= 4
+    print("x")
+    scores.masked_fill_(torch.ones(q.size(2), k.size(2)).triu(1) == 1, float("-inf"))
+    return scores.softmax(-1) @ v
+
+
+def in_the_exponential(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = (q @ k.transpose(-2, -1) / 4).exp()
+    print("x")
+    return (scores / scores.sum(-1, keepdim=True)) @ v
+
+
+BROKEN = {
+    after_the_product: 'print("x")',
+    after_the_softmax: 'print("x")',
+    after_both: 'print("x")',
+    where_the_data_decides: "if scores.max() > -1e9:",
+    in_place: 'print("x")',
+    in_the_exponential: 'print("x")',
+}
+
+
+class Layer(nn.Module):
+    """An attention with a break in it, where `broken`; else with breaks all around."""
+
+    def __init__(self, broken: bool) -> None:
+        super().__init__()
+        self.qkv, self.proj, self.mlp = nn.Linear(32, 96), nn.Linear(32, 32), nn.Linear(32, 32)
+        self.broken = broken
+
+    def forward(self, x: Tensor) -> Tensor:
+        print("before")
+        q, k, v = (t.unflatten(-1, (4, 8)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        if not self.broken:
+            print("operands")
+        scores = q @ k.transpose(-2, -1) * 8**-0.5
+        if self.broken:
+            print("inside")
+        out = scores.softmax(-1) @ v
+        print("after")
+        x = x + self.proj(out.transpose(1, 2).flatten(2))
+        return x + self.mlp(x).relu()
+
+
+def mask_from_before_the_break(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    bias = torch.tanh(q.mean(1)[0] @ k.mean(1)[0].T)
+    print("x")
+    return (q @ k.transpose(-2, -1) / 4 + bias).softmax(-1) @ v
+
+
+def scores_kept_for_later(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k.transpose(-2, -1) / 4
+    out = scores.softmax(-1) @ v
+    print("x")
+    return out + scores.mean()
+
+
+def probabilities(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    logits = q @ k.transpose(-2, -1)
+    print("x")
+    return logits.softmax(-1).argmax(-1)
+
+
+def another_axis(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k.transpose(-2, -1)
+    print("x")
+    return scores.softmax(1) @ v
+
+
+def unrelated(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    product = (q @ k.transpose(-2, -1)).mean()
+    print("x")
+    return (q * product).softmax(-1) @ v.transpose(-2, -1)
+
+
+WHOLE = (mask_from_before_the_break, scores_kept_for_later, probabilities, another_axis, unrelated)
+
+
+def compiled_sites(model: Callable[..., Any], *inputs: Any, backward: bool = False, **options: Any) -> list[SiteReport]:
+    torch._dynamo.reset()
+    with collecting() as reports:
+        out = torch.compile(model, backend="attn_fuse", options={"inner_backend": "eager", **options})(*inputs)
+        if backward:
+            out.sum().backward()
+    return [site for report in reports for site in report.sites]
+
+
+def broken(sites: list[SiteReport]) -> list[SiteReport]:
+    return [site for site in sites if site.blocker is not None and site.blocker.op == "graph break"]
+
+
+@pytest.mark.parametrize("attention", BROKEN, ids=lambda f: f.__name__)
+def test_a_broken_attention_is_reported_at_the_break(attention: Callable[..., Tensor]) -> None:
+    (site,) = compiled_sites(attention, *operands())
+    assert site.status == "as written"
+    assert site.attention["heads"] == "4"
+    assert site.blocker is not None and site.blocker.location is not None
+    assert "the graph breaks inside it, at line " in site.blocker.reason
+    lines, first = inspect.getsourcelines(attention)
+    broken_at = lines[site.blocker.location.line - first].strip()
+    assert broken_at == site.blocker.location.code == BROKEN[attention]
+    assert any(said in lines[site.location.line - first] for said in ("softmax", "exp"))
+
+
+def test_dynamos_reason_is_named() -> None:
+    (site,) = compiled_sites(after_the_product, *operands())
+    assert site.blocker is not None
+    assert "Failed to trace builtin operator" in site.blocker.reason and "`print`" in site.blocker.reason
+
+
+def test_strict_raises_for_a_broken_attention() -> None:
+    with pytest.raises(NotFusedError, match=r"1 of 1 attentions not fused: .*the graph breaks inside it, at line "):
+        compiled_sites(after_the_product, *operands(), strict=True)
+
+
+@pytest.mark.parametrize("attention", [*BROKEN, *WHOLE], ids=lambda f: f.__name__)
+def test_it_computes_what_it_did(attention: Callable[..., Tensor]) -> None:
+    torch._dynamo.reset()
+    inputs = operands()
+    compiled = torch.compile(attention, backend="attn_fuse", options={"inner_backend": "eager", "pick": "fused"})
+    for _ in range(2):
+        torch.manual_seed(0)
+        expected = attention(*inputs)
+        torch.manual_seed(0)
+        torch.testing.assert_close(compiled(*inputs), expected)
+
+
+@pytest.mark.parametrize("attention", WHOLE, ids=lambda f: f.__name__)
+def test_no_other_break_is_blamed(attention: Callable[..., Tensor]) -> None:
+    assert not broken(compiled_sites(attention, *operands()))
+
+
+def test_breaks_around_attentions_pass_strict() -> None:
+    model = nn.Sequential(*(Layer(broken=False) for _ in range(3)))
+    sites = compiled_sites(model, torch.randn(2, 8, 32), backward=True, strict=True, pick="fused")
+    assert [site.status for site in sites] == ["fused"]  # the layers run the same code
+
+
+def test_a_break_in_every_layer() -> None:
+    model = nn.Sequential(*(Layer(broken=True) for _ in range(3)))
+    sites = compiled_sites(model, torch.randn(2, 8, 32), backward=True)
+    assert sites and broken(sites) == sites
+
+
+def test_sizes_that_change() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(after_the_product, backend="attn_fuse", dynamic=True, options={"inner_backend": "eager"})
+    with collecting() as reports:
+        for length in (8, 9):
+            q, k, v = operands(length)
+            torch.testing.assert_close(compiled(q, k, v), after_the_product(q, k, v))
+    assert [site.blocker.op for report in reports for site in report.sites if site.blocker] == ["graph break"]
+
+
+def test_explain_counts_it() -> None:
+    explanation = attn_fuse.explain(after_the_product, *operands())
+    assert explanation.left_as_written == 1
+    assert "the graph breaks inside it" in str(explanation)
+
+
+@pytest.mark.parametrize("model", [probabilities, scores_kept_for_later], ids=lambda f: f.__name__)
+def test_a_break_that_cuts_no_attention_is_noted(model: Callable[..., Tensor]) -> None:
+    text = str(attn_fuse.explain(model, *operands()))
+    assert "note: the graph breaks at " in text and "Failed to trace builtin operator" in text
+
+
+def test_an_unexpected_error_costs_the_report_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr("attn_fuse.backend.joined", fails)
+    assert not compiled_sites(after_the_product, *operands(), strict=True)
+    monkeypatch.setattr("attn_fuse.backend.part_of", fails)
+    assert not compiled_sites(after_the_product, *operands(), strict=True)
