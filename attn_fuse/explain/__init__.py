@@ -10,11 +10,12 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.fx import GraphModule
 
 from attn_fuse import backend
 from attn_fuse.errors import ExplainError as ExplainError
@@ -68,16 +69,22 @@ def explanation_of(
     """
     # A new code object each time: Dynamo keeps what it compiled, and what it learns of shapes, by code object.
     call = types.FunctionType(_call.__code__.replace(), globals())
+    recording: list[bool] = []
+
+    def analyzed(graph: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        recording.append(torch.is_grad_enabled())
+        return backend.analyze_only(graph, example_inputs, options=options)
+
     compiled = torch.compile(
         types.MethodType(call, model),
         # A new partial each time, so that Dynamo does not reuse an earlier compilation, which would report nothing.
-        backend=functools.partial(backend.analyze_only, options=options),
+        backend=functools.partial(analyzed),
         dynamic=dynamic,
         **_ISOLATED,
     )
     with collecting() as reports:
         use(compiled)
-    return Explanation(_subject(model, inputs), tuple(reports))
+    return Explanation(_subject(model, inputs, any(recording)), tuple(reports))
 
 
 def _call(self: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -85,10 +92,16 @@ def _call(self: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     return self(*args, **kwargs)
 
 
-def _subject(model: Callable[..., Any], inputs: Inputs) -> str:
+def _subject(model: Callable[..., Any], inputs: Inputs, recording: bool) -> str:
+    """The model, its inputs and its mode. recording: whether it ran with gradients enabled."""
     if not isinstance(model, nn.Module):
         return f"{name_of(model)}({inputs})"
-    subject = f"{name_of(model)}({inputs}), {'training' if model.training else 'inference'}"
+    tensors = (*model.parameters(), *inputs.args, *inputs.kwargs.values())
+    trains = recording and any(getattr(tensor, "requires_grad", False) for tensor in tensors)
+    mode = "training" if model.training else "inference"
+    if trains != model.training:
+        mode = "train() without gradients" if model.training else "eval() with gradients, as in training"
+    subject = f"{name_of(model)}({inputs}), {mode}"
     weight = next((p for p in model.parameters() if p.is_floating_point()), None)
     return subject if weight is None else f"{subject}, {str(weight.dtype).removeprefix('torch.')} on {weight.device}"
 

@@ -137,9 +137,11 @@ def _axes(whole: Draft) -> Axes | Refusal:
     home = [s for dim in whole.output if last in dim for s in dim if s in rows]
     told_apart = [s for s in home if s in (compared or index_symbols(whole.score))]
     query = tuple(told_apart or home)
-    # Of several shared axes the last is that of the heads; a single one is too, behind a batch of 1.
+    # Of several shared axes the last is that of the heads; a single one is too, behind a batch of 1 or in one dimension
+    # with the features.
     first_is_one = bool(whole.output) and not whole.output[0]
-    heads = shared[-1:] if len(shared) > 1 or first_is_one else []
+    packed = any(_is_packed(whole, axis) for axis in shared)
+    heads = shared[-1:] if len(shared) > 1 or first_is_one or packed else []
     return Axes(
         batch=tuple(shared[: len(shared) - len(heads)]),
         kv_heads=tuple(heads),
@@ -148,6 +150,19 @@ def _axes(whole: Draft) -> Axes | Refusal:
         key=whole.key_axes,
         inner=whole.inner_axes,
         value=tuple(values),
+    )
+
+
+def _is_packed(whole: Draft, axis: sympy.Symbol) -> bool:
+    """Whether query, key or value lies in a tensor with `axis` and its features in one dimension, as projections do."""
+    features = {*whole.inner_axes} | {s for s in index_symbols(whole.value) if s not in whole.key_axes}
+    features -= index_symbols(whole.query) & index_symbols(whole.value)
+    loads = (part for side in (whole.query, whole.key, whole.value) for part in ex.walk(side))
+    return any(
+        axis in place.free_symbols and place.free_symbols & features - {axis}
+        for load in loads
+        if isinstance(load, ex.Load)
+        for place in load.index
     )
 
 

@@ -197,10 +197,12 @@ def _checked(choice: Choice, ratio: float, promises: Mapping[Kernel, float], sel
             continue
         verdict = self_check(kernel, choice.kernel)
         if verdict.ratio is None or verdict.ratio >= 1:
-            reason = verdict.reason or f"{verdict.ratio:.2f} of the time of {replaced}, checked and timed here"
+            reason = (
+                verdict.reason or f"{_in_words(verdict.ratio or 1)} of the time of {replaced}, checked and timed here"
+            )
             choice = replace(choice, why_not=choice.why_not | {kernel.name: (reason,)})
             continue
-        said = f"{verdict.ratio:.2f} of the time of {replaced}, checked and timed here"
+        said = f"{_in_words(verdict.ratio)} of the time of {replaced}, checked and timed here"
         why_not = {name: reasons for name, reasons in choice.why_not.items() if name != kernel.name}
         then = choice.then
         if choice.kernel is not None:
@@ -218,7 +220,7 @@ def _fastest(known: dict[Kernel, Comparison], why_not: WhyNot, note: str) -> tup
     def doubted(found: Comparison) -> float:
         return found.ratio / (_DOUBT if found.is_estimate else 1.0)
 
-    said = {k: f"{found.ratio:.2f} of the time as written, {found.how}" for k, found in known.items()}
+    said = {k: f"{_in_words(found.ratio)} of the time as written, {found.how}" for k, found in known.items()}
     best, *others = sorted(known, key=lambda k: doubted(known[k]))
     for kernel in known:
         why_not[kernel.name] = (said[kernel],)
@@ -226,8 +228,16 @@ def _fastest(known: dict[Kernel, Comparison], why_not: WhyNot, note: str) -> tup
         del why_not[best.name]
         then = tuple(k for k in others if doubted(known[k]) < 1)
         return Choice(best, why_not, said[best] + note, then), known[best].ratio
-    because = f"no kernel is faster than the program as written: {best.name} takes {said[best]}{note}"
+    unsure = f", and an estimate has to promise {_DOUBT:g}" if known[best].ratio < 1 else ""
+    than = "surely faster" if unsure else "faster"
+    because = f"no kernel is {than} than the program as written: {best.name} takes {said[best]}{unsure}{note}"
     return Choice(None, why_not, because), 1.0
+
+
+def _in_words(ratio: float) -> str:
+    """`ratio` with two digits behind the point, with as many as tell it from 1 where two do not."""
+    digits = next((n for n in range(2, 6) if float(f"{ratio:.{n}f}") != 1), 2)
+    return f"{ratio:.{digits}f}"
 
 
 def _no_kernel(why_not: WhyNot, facts: Facts, allowed: tuple[str, ...] | None) -> str:

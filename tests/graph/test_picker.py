@@ -277,6 +277,12 @@ class TestPick:
         assert site.kernel == "chunked" and "0.40 of the time as written" in site.attention["picked"]
         assert "0.50 of the time as written" in site.why_not["cpu_flash"][0]
 
+    def test_what_is_hardly_faster_does_not_read_as_even(self, known) -> None:
+        known(table({"cpu_flash": 0.9969, "chunked": 2.0, "flex": 2.0}, TINY))
+        assert site_of(plain, Q).attention["picked"].startswith("0.997 of the time as written")
+        known(table({"cpu_flash": 1.0031, "chunked": 2.0, "flex": 2.0}, TINY))
+        assert "cpu_flash takes 1.003 of the time as written" in site_of(plain, Q).blocker.reason
+
     def test_an_estimate_has_to_promise_more(self, known, monkeypatch) -> None:
         known(table({"cpu_flash": 0.9, "flex": 2.0}, TINY))
         promise = {}
@@ -293,7 +299,10 @@ class TestPick:
         )
         known()
         promise["ratio"] = 0.8
-        assert site_of(plain, Q).status == "as written"
+        site = site_of(plain, Q)
+        assert site.status == "as written"
+        assert site.blocker.reason.startswith("no kernel is surely faster than the program as written: ")
+        assert site.blocker.reason.endswith("estimated, not measured, and an estimate has to promise 0.7")
 
     def test_without_any_measurement_the_cost_model_tells(self, known) -> None:
         known()
