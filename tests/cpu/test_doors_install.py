@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import attn_fuse
+from attn_fuse.doors import install as door
 from attn_fuse.report import collecting
 
 ORIGINAL = torch._TorchCompileInductorWrapper.__init__
@@ -102,7 +103,7 @@ def test_a_setting_of_the_caller_goes_before_the_installed_one(seen) -> None:
 @pytest.mark.parametrize("options", [None, {"pick": "fused"}])
 def test_max_autotune_measures_unless_a_pick_was_installed(seen, options, monkeypatch) -> None:
     picks = []
-    original = attn_fuse.doors.install.Compiler
+    original = door.Compiler
     monkeypatch.setattr("attn_fuse.doors.install.Compiler", lambda o, fuel: picks.append(o.pick) or original(o, fuel))
     with attn_fuse.install(options):
         torch.compile(plain, mode="max-autotune-no-cudagraphs")(*QKV)
