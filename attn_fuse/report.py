@@ -6,7 +6,11 @@ import collections
 import contextlib
 import logging
 import os
-from collections.abc import Iterator, Sequence
+import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
@@ -89,6 +93,10 @@ class GraphReport:
     before: str = ""
     after: str = ""
 
+    def __str__(self) -> str:
+        """The report in words, as `explain` prints it."""
+        return as_text(self).strip() if self.sites or self.notes else "no attention found"
+
 
 def relocated(sites: Sequence[SiteReport], locations: Sequence[Location]) -> tuple[SiteReport, ...]:
     """`sites` at `locations`, those of the first capture: a graph captured anew has lost its source lines.
@@ -142,27 +150,85 @@ def headline(site: SiteReport) -> str:
 
 
 def as_text(report: GraphReport, expressions: bool = False) -> str:
-    """The report of one graph, as `python -m attn_fuse.explain` prints it. expressions: as with --expression."""
+    """The report of one graph, as `python -m attn_fuse.explain` prints it: layers that differ in nothing as one entry.
+
+    expressions: as with --expression. On a terminal the text is as wide as it and coloured, unless NO_COLOR is set.
+    """
     lines: list[str] = []
-    for number, site in enumerate(report.sites, 1):
-        lines += [f"[{number}] {site.location}", f"    {site.location.code}"]
-        lines.append(f"    {_HEADINGS[site.status]}" + (f" on {site.kernel}" if site.kernel else ""))
-        lines += [f"      {name + ':':<12}{value}" for name, value in site.attention.items()]
+    for number, site in enumerate(_grouped(report.sites), 1):
+        lines += [_styled(f"[{number}] {site.location}", _BOLD), *_wrapped(site.location.code, 4)]
+        heading = _HEADINGS[site.status] + (f" on {site.kernel}" if site.kernel else "")
+        lines += [_styled(line, _COLOURS[site.status]) for line in _wrapped(heading, 4)]
+        lines += [line for name, value in site.attention.items() for line in _wrapped(f"{name + ':':<12}{value}", 6)]
         if expressions and site.expression:
-            lines += [f"      {line}" for line in site.expression.splitlines()]
+            lines += [line for part in site.expression.splitlines() for line in _wrapped(part, 6)]
         if site.score_bytes:
             lines.append(f"      {'saved:':<12}{bytes_in_words(site.score_bytes)} of scores no longer stored")
         if site.blocker is not None:
-            lines.append(f"      {'because:':<12}{site.blocker.reason}")
-            if site.blocker.location is not None and site.blocker.location != site.location:
-                lines.append(f"      {'at:':<12}{site.blocker.location}: {site.blocker.location.code}")
+            lines += _wrapped(f"{'because:':<12}{site.blocker.reason}", 6)
+            where = site.blocker.location
+            if where is not None and (where.file, where.line) != (site.location.file, site.location.line):
+                lines += _wrapped(f"{'at:':<12}{where}: {where.code}", 6)
         kernels: dict[tuple[str, ...], list[str]] = {}
         for kernel, reasons in site.why_not.items():
             kernels.setdefault(reasons, []).append(kernel)
-        lines += [f"      not {', '.join(names)}: {'; '.join(reasons)}" for reasons, names in kernels.items()]
+        for reasons, names in kernels.items():
+            lines += _wrapped(f"not {', '.join(names)}: {'; '.join(reasons)}", 6)
+        if advice := advice_on(site):
+            lines += _wrapped(f"{'next:':<12}{advice}", 6)
         lines.append("")
-    lines += [f"note: {note}" for note in report.notes]
+    lines += [line for note in report.notes for line in _wrapped(f"note: {note}", 0)]
     return "\n".join(lines)
+
+
+def advice_on(site: SiteReport) -> str:
+    """The next thing to do about an attention that is left as written; "" for any other."""
+    if site.blocker is None or site.fused:
+        return ""
+    for reason, advice in _ADVICE.items():
+        if site.blocker.reason.startswith(reason):
+            return advice
+    where = site.blocker.location or site.location
+    return f"write the attention without this one operation: {site.blocker.op}, line {where.line}"
+
+
+# By how a reason begins. What no line names is blocked by one operation.
+_ADVICE = {
+    "no kernel is": 'try larger inputs; options={"pick": "fused"} fuses it all the same; '
+    "`python -m attn_fuse.bench --calibrate` measures this device",
+    "no kernel was measured": 'options={"pick": "fused"} fuses it all the same; '
+    "`python -m attn_fuse.bench --calibrate` measures this device",
+    "no kernel can run it": "change what the kernels decline, or allow more of them",
+    "the weights are also used": 'keep and return no weights, or fuse it all the same with options={"pick": "fused"}',
+    "the graph breaks inside it": "move that line out of the attention, or write it so that Dynamo can trace it",
+    "heads are mixed": "no kernel takes mixed heads: keep it, or attend with each head by itself",
+    "the fuel is used up": "raise the option fuel",
+    "not looked at:": "raise the option seconds",
+    "analysing it failed": "report the failure, which the log holds in full",
+}
+_BOLD, _GREEN, _YELLOW = "1", "32", "33"
+
+
+def _on_terminal() -> bool:
+    return bool(getattr(sys.stdout, "isatty", bool)())
+
+
+def _styled(text: str, style: str) -> str:
+    """`text` in a terminal's style; as it is elsewhere, and where NO_COLOR is set or the terminal has no colours."""
+    plain = not _on_terminal() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return text if plain else f"\033[{style}m{text}\033[0m"
+
+
+def _wrapped(text: str, indent: int) -> list[str]:
+    """`text` in lines as wide as the terminal, the first behind `indent` spaces; elsewhere in one line."""
+    if not _on_terminal():
+        return [" " * indent + text]
+    width = max(40, shutil.get_terminal_size().columns)
+    # Names, paths and numbers stay whole.
+    return textwrap.wrap(
+        text, width, initial_indent=" " * indent, subsequent_indent=" " * (indent + 2), replace_whitespace=False,
+        break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
 
 
 def as_json(report: GraphReport) -> dict[str, Any]:
@@ -178,6 +244,7 @@ _HEADINGS = {
     "refused": "LEFT AS WRITTEN",
     "already fused": "ALREADY FUSED in the program (F.scaled_dot_product_attention)",
 }
+_COLOURS = {"fused": _GREEN, "as written": _YELLOW, "refused": _YELLOW, "already fused": _GREEN}
 
 
 def bytes_in_words(count: int) -> str:
@@ -188,3 +255,58 @@ def bytes_in_words(count: int) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} GiB"
+
+
+def _grouped(sites: Iterable[SiteReport]) -> Iterator[SiteReport]:
+    """`sites` with those that differ only in their module merged: modules are listed, and bytes added up."""
+    groups: list[tuple[SiteReport, list[SiteReport]]] = []
+    for site in sites:
+        anywhere = _anywhere(site)
+        for known, members in groups:
+            if known == anywhere:
+                members.append(site)
+                break
+        else:
+            groups.append((anywhere, [site]))
+    for anywhere, members in groups:
+        shown = anywhere if len(members) > 1 else members[0]
+        modules = _modules_in_words([site.location.module for site in members])
+        yield replace(
+            shown,
+            location=replace(shown.location, module=modules),
+            score_bytes=sum(site.score_bytes for site in members),
+        )
+
+
+def _anywhere(site: SiteReport) -> SiteReport:
+    """`site` without its module, so that equal layers compare equal: "self.bias" for "h.3.attn.bias"."""
+    module, blocker = site.location.module, site.blocker
+    layer = re.match(r"(.*\.)?\d+(?=\.|$)", module)
+
+    def words(text: str) -> str:
+        if module:
+            text = text.replace(f"{module}.", "self.")
+        if layer is not None:
+            text = re.sub(rf"\b{re.escape(layer[0])}\b", f"{layer[1] or ''}*", text)
+        return text
+
+    if blocker is not None:
+        where = blocker.location and replace(blocker.location, module="")
+        blocker = replace(blocker, reason=words(blocker.reason), op=words(blocker.op), location=where)
+    return replace(
+        site,
+        location=replace(site.location, module=""),
+        attention={name: words(text) for name, text in site.attention.items()},
+        expression=words(site.expression),
+        why_not={name: tuple(words(reason) for reason in reasons) for name, reasons in site.why_not.items()},
+        blocker=blocker,
+    )
+
+
+def _modules_in_words(modules: Sequence[str]) -> str:
+    distinct = list(dict.fromkeys(module for module in modules if module))
+    if len(distinct) < 3 and len(distinct) == len(modules):
+        return ", ".join(distinct)
+    named = ", ".join(distinct) if len(distinct) < 3 else f"{distinct[0]} ... {distinct[-1]}"
+    times = f"{len(modules)} times" if len(modules) > 1 else ""
+    return ", ".join(part for part in (named, times) if part)

@@ -23,10 +23,12 @@ from attn_fuse.graph.location import locate
 from attn_fuse.graph.names import op_name, value_of
 from attn_fuse.graph.region import RefusedRegion, Region, Site, cut_at
 from attn_fuse.graph.scopes import Scope, StillWritten, is_frozen, scopes
+from attn_fuse.graph.walk import batch_dimensions, is_product
 from attn_fuse.guard import Proof, can_be_guarded
 from attn_fuse.lift.closed_forms import ClosedForm, Diagonals, closed_form
 from attn_fuse.lift.lift import Lifted, NotLifted
 from attn_fuse.lift.normalize import Normal, NotNormal
+from attn_fuse.patterns.heads import mixes_heads
 from attn_fuse.picker.pick import Choice, SelfCheck, Stopwatch
 from attn_fuse.report import Blocker, SiteReport, log
 from attn_fuse.torch_internals import FakeTensorMode, source_name
@@ -327,7 +329,7 @@ def _analyse(region: Region, proofs: Mapping[Node, Proof], stages: Stages) -> _A
             result = stages.recognize(lifted)
             expression = _in_mathematics(result, lifted, region)
             if isinstance(result, Refusal):
-                result = _at_its_operation(result, normal)
+                result = _at_its_operation(_with_heads_named(result, lifted, region), normal)
             elif result.unread is not None:
                 result = replace(result, unread=_at_its_operation(result.unread, normal))
             return _Analysis(region, result, normal.mode, tuple(cuts), normal.multiplied, expression)
@@ -337,6 +339,14 @@ def _analyse(region: Region, proofs: Mapping[Node, Proof], stages: Stages) -> _A
                 return _Analysis(region, Refusal(str(problem), problem.node), normal.mode, tuple(cuts))
             cuts.append(region.nodes.index(problem.node))
             region = cut
+
+
+def _with_heads_named(refusal: Refusal, lifted: Lifted, region: Region) -> Refusal:
+    """`refusal`, in plain words where the scores or weights are mixed over the heads."""
+    products = {n: batch_dimensions(leaf) for n, leaf in enumerate(region.leaves) if is_product(leaf)}
+    return (
+        Refusal("heads are mixed (talking heads)", refusal.node) if mixes_heads(lifted.element, products) else refusal
+    )
 
 
 # The max size of an expression in a report, in nodes and in characters: a larger one is for a program to read.

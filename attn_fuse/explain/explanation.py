@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from attn_fuse.explain.page import page
@@ -54,7 +52,7 @@ class Explanation:
     def text(self, expressions: bool = False) -> str:
         """The report in words. expressions: with each attention as mathematics."""
         notes = tuple(dict.fromkeys(note for report in self.reports for note in report.notes))
-        text = as_text(GraphReport(tuple(_grouped(self.sites)), 0.0, notes), expressions).strip()
+        text = as_text(GraphReport(self.sites, 0.0, notes), expressions).strip()
         return "\n\n".join(part for part in (self.subject, text, self._summary()) if part)
 
     def as_json(self, graphs: bool = False) -> dict[str, Any]:
@@ -97,58 +95,3 @@ class Explanation:
         if self.score_bytes:
             summary += f"\n{bytes_in_words(self.score_bytes)} of scores no longer stored"
         return summary
-
-
-def _grouped(sites: Iterable[SiteReport]) -> Iterator[SiteReport]:
-    """`sites` with those that differ only in their module merged: modules are listed, and bytes added up."""
-    groups: list[tuple[SiteReport, list[SiteReport]]] = []
-    for site in sites:
-        anywhere = _anywhere(site)
-        for known, members in groups:
-            if known == anywhere:
-                members.append(site)
-                break
-        else:
-            groups.append((anywhere, [site]))
-    for anywhere, members in groups:
-        shown = anywhere if len(members) > 1 else members[0]
-        modules = _modules_in_words([site.location.module for site in members])
-        yield replace(
-            shown,
-            location=replace(shown.location, module=modules),
-            score_bytes=sum(site.score_bytes for site in members),
-        )
-
-
-def _anywhere(site: SiteReport) -> SiteReport:
-    """`site` without its module, so that equal layers compare equal: "self.bias" for "h.3.attn.bias"."""
-    module, blocker = site.location.module, site.blocker
-    layer = re.match(r"(.*\.)?\d+(?=\.|$)", module)
-
-    def words(text: str) -> str:
-        if module:
-            text = text.replace(f"{module}.", "self.")
-        if layer is not None:
-            text = re.sub(rf"\b{re.escape(layer[0])}\b", f"{layer[1] or ''}*", text)
-        return text
-
-    if blocker is not None:
-        where = blocker.location and replace(blocker.location, module="")
-        blocker = replace(blocker, reason=words(blocker.reason), op=words(blocker.op), location=where)
-    return replace(
-        site,
-        location=replace(site.location, module=""),
-        attention={name: words(text) for name, text in site.attention.items()},
-        expression=words(site.expression),
-        why_not={name: tuple(words(reason) for reason in reasons) for name, reasons in site.why_not.items()},
-        blocker=blocker,
-    )
-
-
-def _modules_in_words(modules: Sequence[str]) -> str:
-    distinct = list(dict.fromkeys(module for module in modules if module))
-    if len(distinct) < 3 and len(distinct) == len(modules):
-        return ", ".join(distinct)
-    named = ", ".join(distinct) if len(distinct) < 3 else f"{distinct[0]} ... {distinct[-1]}"
-    times = f"{len(modules)} times" if len(modules) > 1 else ""
-    return ", ".join(part for part in (named, times) if part)

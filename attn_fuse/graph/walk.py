@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -190,6 +191,18 @@ def is_product(node: Node) -> bool:
         and len(factors.all_input_nodes) == 2
         and all(_is_tensor(n) for n in factors.all_input_nodes)
     )
+
+
+def batch_dimensions(product: Node) -> frozenset[int]:
+    """The dimensions of a product's result along which it multiplies other matrices; none where that is not plain."""
+    ndim = getattr(value_of(product), "ndim", 0)
+    if op_name(product) in ("matmul", "bmm", "baddbmm"):
+        return frozenset(range(ndim - 2))
+    equation = product.args[0] if op_name(product) == "einsum" else None
+    if not isinstance(equation, str) or not re.fullmatch(r"[a-zA-Z]+,[a-zA-Z]+->[a-zA-Z]+", equation.replace(" ", "")):
+        return frozenset()
+    first, second, out = re.split(",|->", equation.replace(" ", ""))
+    return frozenset(n for n, letter in enumerate(out) if letter in first and letter in second)
 
 
 def reached_from(start: Node, last: Node) -> set[Node]:

@@ -290,7 +290,7 @@ REFUSED = [
     (rolled, "roll has no element expression"),
     (largest_three, "the scores are compared or joined with what is computed from them"),
     (weights_above_a_quantile, "the scores are compared or joined with what is computed from them"),
-    (talking_heads, "the keys differ along an axis that neither query nor value has"),
+    (talking_heads, "heads are mixed (talking heads)"),
     (summed_over_heads_of_the_keys, "sum of something other than the scores"),
     (summed_over_heads_of_the_values, "sum of something other than the scores"),
     (head_dim_of_one, "the score product does not sum over an axis of query and key"),

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import io
+import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import attn_fuse
-from attn_fuse.report import SiteReport, collecting
+from attn_fuse.report import Blocker, GraphReport, Location, SiteReport, collecting
 
 
 class Attention(nn.Module):
@@ -113,3 +118,147 @@ def test_module_paths_are_as_the_program_names_them() -> None:
     with collecting() as reports:
         torch.compile(run, backend="attn_fuse", options={"inner_backend": "eager"})(x)
     assert [site.location.module for site in reports[0].sites] == [f"model.{path}" for path in paths]
+
+
+MIX = torch.randn(4, 4)
+LINEAR = nn.Linear(4, 4)
+
+
+def over_heads(scores: Tensor) -> Tensor:
+    """A linear layer over the heads of [batch, heads, q_len, kv_len]."""
+    return LINEAR(scores.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+def mixed_scores(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.einsum("hg,bgij->bhij", MIX, q @ k.mT).softmax(-1) @ v
+
+
+def mixed_scores_of_an_einsum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return over_heads(torch.einsum("bhid,bhjd->bhij", q, k)).softmax(-1) @ v
+
+
+def mixed_weights(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.einsum("hg,bgij->bhij", MIX, (q @ k.mT).softmax(-1)) @ v
+
+
+def mixed_weights_in_a_layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return over_heads((q @ k.mT).softmax(-1)) @ v
+
+
+def mixed_twice(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return over_heads(over_heads(q @ k.mT).softmax(-1)) @ v
+
+
+def softmax_over_the_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT).softmax(1) @ v
+
+
+def softmax_over_the_queries(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT).softmax(-2) @ v
+
+
+def one_score_of_all_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.dropout((q @ k.mT).mean(1, keepdim=True), 0.1).softmax(-1) @ v
+
+
+def operands() -> list[Tensor]:
+    return [torch.randn(2, 4, 8, 16) for _ in range(3)]
+
+
+@pytest.mark.parametrize(
+    "attention",
+    [mixed_scores, mixed_scores_of_an_einsum, mixed_weights, mixed_weights_in_a_layer, mixed_twice],
+    ids=lambda f: f.__name__,
+)
+def test_mixed_heads_are_named(attention: Callable[..., Tensor]) -> None:
+    (site,) = attn_fuse.explain(attention, *operands()).sites
+    assert site.status == "refused"
+    assert site.blocker is not None and site.blocker.reason == "heads are mixed (talking heads)"
+    assert site.blocker.location is not None and site.blocker.location.file == __file__
+
+
+@pytest.mark.parametrize(
+    "attention", [softmax_over_the_heads, softmax_over_the_queries, one_score_of_all_heads], ids=lambda f: f.__name__
+)
+def test_other_refusals_keep_their_reason(attention: Callable[..., Tensor]) -> None:
+    (site,) = attn_fuse.explain(attention, *operands()).sites
+    assert site.blocker is not None and "mixed (talking" not in site.blocker.reason
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT).softmax(-1) @ v
+
+
+def convolved(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.conv2d(q @ k.mT, MIX[:, :, None, None]).softmax(-1) @ v
+
+
+def weights_kept(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    weights = (q @ k.mT).softmax(-1)
+    return weights @ v, weights
+
+
+def broken(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k.mT
+    print("x")
+    return scores.softmax(-1) @ v
+
+
+@pytest.mark.parametrize(
+    ("attention", "options", "advice"),
+    [
+        (plain, {}, 'try larger inputs; options={"pick": "fused"} fuses it all the same; '),
+        (plain, {"pick": "fused"}, ""),
+        (plain, {"kernels": ["cudnn"]}, "change what the kernels decline, or allow more of them"),
+        (plain, {"fuel": 0, "pick": "fused"}, "raise the option fuel"),
+        (plain, {"seconds": 1e-9}, "raise the option seconds"),
+        (weights_kept, {}, "keep and return no weights, or "),
+        (broken, {}, "move that line out of the attention, or "),
+        (mixed_scores, {}, "no kernel takes mixed heads: "),
+        (convolved, {}, "write the attention without this one operation: conv2d, line "),
+    ],
+)
+def test_what_is_left_as_written_ends_with_what_to_do(
+    attention: Callable[..., Any], options: dict[str, Any], advice: str
+) -> None:
+    with collecting() as graphs:
+        torch.compile(attention, backend="attn_fuse", options={"inner_backend": "eager", **options})(*operands())
+    text = str(graphs[-1])
+    (given,) = [line for line in text.splitlines() if line.startswith("      next: ")] or [""]
+    assert given.removeprefix("      next:").strip().startswith(advice) and bool(given) == bool(advice)
+    assert ("LEFT AS WRITTEN" in text) == bool(advice)
+
+
+def test_a_printed_report_groups_the_layers() -> None:
+    with collecting() as graphs:
+        model = nn.Sequential(*(Attention() for _ in range(3)))
+        torch.compile(model, backend="attn_fuse", options={"inner_backend": "eager"})(torch.randn(1, 8, 32))
+    text = str(graphs[0])
+    assert text.startswith("[1] ") and "3 times" in text.splitlines()[0] and "[2]" not in text
+    assert "\033" not in text and not text.splitlines()[0].startswith("[1] /")
+
+
+def test_a_report_without_attention_says_so() -> None:
+    assert str(GraphReport((), 0.0)) == "no attention found"
+
+
+def test_a_terminal_gets_its_width_and_colours(monkeypatch: pytest.MonkeyPatch) -> None:
+    where = Location("model.py", 3, "att = att.softmax(-1)", "h.0")
+    site = SiteReport(where, "refused", blocker=Blocker("a reason of many words " * 12, "einsum", where))
+    report, sheet = GraphReport((site,), 0.0), str(GraphReport((site,), 0.0))
+    monkeypatch.setattr("sys.stdout", Terminal())
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    shown = str(report)
+    assert "\033[33m    LEFT AS WRITTEN\033[0m" in shown
+    assert max(len(re.sub(r"\033\[\d+m", "", line)) for line in shown.splitlines()) <= 60
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\033" not in str(report) and str(report).split() == sheet.split()
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
