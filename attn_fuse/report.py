@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import logging
 import os
 import re
@@ -115,7 +116,7 @@ def record(report: GraphReport) -> None:
     """Keep `report` for `reports()`, log one line for each site, and add the text to torch's structured trace."""
     _recent.append(report)
     if report.sites:
-        trace_artifact("attn_fuse", lambda: as_text(report, expressions=True))
+        trace_artifact("attn_fuse", lambda: as_text(report, expressions=True, plain=True))
     for site in report.sites:
         log.info("%s: %s", site.location, headline(site))
 
@@ -149,35 +150,39 @@ def headline(site: SiteReport) -> str:
     return f"{site.status}: {site.blocker.reason}"
 
 
-def as_text(report: GraphReport, expressions: bool = False) -> str:
+def as_text(report: GraphReport, expressions: bool = False, plain: bool = False) -> str:
     """The report of one graph, as `python -m attn_fuse.explain` prints it: layers that differ in nothing as one entry.
 
-    expressions: as with --expression. On a terminal the text is as wide as it and coloured, unless NO_COLOR is set.
+    expressions: as with --expression. On a terminal the text is as wide as it and coloured, unless NO_COLOR is set or
+    the text is to be `plain`.
     """
+    wide = _on_terminal() and not plain
+    styled = functools.partial(_styled, on=wide and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb")
+    wrapped = functools.partial(_wrapped, width=max(40, shutil.get_terminal_size().columns) if wide else None)
     lines: list[str] = []
-    for number, site in enumerate(_grouped(report.sites), 1):
-        lines += [_styled(f"[{number}] {site.location}", _BOLD), *_wrapped(site.location.code, 4)]
+    for number, site in enumerate(grouped(report.sites), 1):
+        lines += [styled(f"[{number}] {site.location}", _BOLD), *wrapped(site.location.code, 4)]
         heading = _HEADINGS[site.status] + (f" on {site.kernel}" if site.kernel else "")
-        lines += [_styled(line, _COLOURS[site.status]) for line in _wrapped(heading, 4)]
-        lines += [line for name, value in site.attention.items() for line in _wrapped(f"{name + ':':<12}{value}", 6)]
+        lines += [styled(line, _COLOURS[site.status]) for line in wrapped(heading, 4)]
+        lines += [line for name, value in site.attention.items() for line in wrapped(f"{name + ':':<12}{value}", 6)]
         if expressions and site.expression:
-            lines += [line for part in site.expression.splitlines() for line in _wrapped(part, 6)]
+            lines += [line for part in site.expression.splitlines() for line in wrapped(part, 6)]
         if site.score_bytes:
             lines.append(f"      {'saved:':<12}{bytes_in_words(site.score_bytes)} of scores no longer stored")
         if site.blocker is not None:
-            lines += _wrapped(f"{'because:':<12}{site.blocker.reason}", 6)
+            lines += wrapped(f"{'because:':<12}{site.blocker.reason}", 6)
             where = site.blocker.location
             if where is not None and (where.file, where.line) != (site.location.file, site.location.line):
-                lines += _wrapped(f"{'at:':<12}{where}: {where.code}", 6)
+                lines += wrapped(f"{'at:':<12}{where}: {where.code}", 6)
         kernels: dict[tuple[str, ...], list[str]] = {}
         for kernel, reasons in site.why_not.items():
             kernels.setdefault(reasons, []).append(kernel)
         for reasons, names in kernels.items():
-            lines += _wrapped(f"not {', '.join(names)}: {'; '.join(reasons)}", 6)
+            lines += wrapped(f"not {', '.join(names)}: {'; '.join(reasons)}", 6)
         if advice := advice_on(site):
-            lines += _wrapped(f"{'next:':<12}{advice}", 6)
+            lines += wrapped(f"{'next:':<12}{advice}", 6)
         lines.append("")
-    lines += [line for note in report.notes for line in _wrapped(f"note: {note}", 0)]
+    lines += [line for note in report.notes for line in wrapped(f"note: {note}", 0)]
     return "\n".join(lines)
 
 
@@ -213,17 +218,14 @@ def _on_terminal() -> bool:
     return bool(getattr(sys.stdout, "isatty", bool)())
 
 
-def _styled(text: str, style: str) -> str:
-    """`text` in a terminal's style; as it is elsewhere, and where NO_COLOR is set or the terminal has no colours."""
-    plain = not _on_terminal() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-    return text if plain else f"\033[{style}m{text}\033[0m"
+def _styled(text: str, style: str, on: bool) -> str:
+    return f"\033[{style}m{text}\033[0m" if on else text
 
 
-def _wrapped(text: str, indent: int) -> list[str]:
-    """`text` in lines as wide as the terminal, the first behind `indent` spaces; elsewhere in one line."""
-    if not _on_terminal():
+def _wrapped(text: str, indent: int, width: int | None) -> list[str]:
+    """`text` in lines of at most `width` characters, the first behind `indent` spaces; without a width in one line."""
+    if width is None:
         return [" " * indent + text]
-    width = max(40, shutil.get_terminal_size().columns)
     # Names, paths and numbers stay whole.
     return textwrap.wrap(
         text, width, initial_indent=" " * indent, subsequent_indent=" " * (indent + 2), replace_whitespace=False,
@@ -257,7 +259,7 @@ def bytes_in_words(count: int) -> str:
     return f"{size:.1f} GiB"
 
 
-def _grouped(sites: Iterable[SiteReport]) -> Iterator[SiteReport]:
+def grouped(sites: Iterable[SiteReport]) -> Iterator[SiteReport]:
     """`sites` with those that differ only in their module merged: modules are listed, and bytes added up."""
     groups: list[tuple[SiteReport, list[SiteReport]]] = []
     for site in sites:

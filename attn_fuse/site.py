@@ -343,6 +343,8 @@ def _analyse(region: Region, proofs: Mapping[Node, Proof], stages: Stages) -> _A
 
 def _with_heads_named(refusal: Refusal, lifted: Lifted, region: Region) -> Refusal:
     """`refusal`, in plain words where the scores or weights are mixed over the heads."""
+    if ex.size(lifted.element) > _MOST_NODES:
+        return refusal
     products = {n: batch_dimensions(leaf) for n, leaf in enumerate(region.leaves) if is_product(leaf)}
     return (
         Refusal("heads are mixed (talking heads)", refusal.node) if mixes_heads(lifted.element, products) else refusal

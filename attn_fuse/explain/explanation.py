@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attn_fuse.explain.page import page
-from attn_fuse.report import GraphReport, SiteReport, as_json, as_text, bytes_in_words
+from attn_fuse.report import GraphReport, SiteReport, as_json, as_text, bytes_in_words, grouped
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Explanation:
 
     def html(self) -> str:
         """The explanation as an HTML page that needs nothing beside itself."""
-        return page(self.subject, self._summary(), tuple(_grouped(self.sites)), self.reports)
+        return page(self.subject, self._summary(), tuple(grouped(self.sites)), self.reports)
 
     def graphs(self) -> str:
         """The code of each graph, before and after the rewrites."""

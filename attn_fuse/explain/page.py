@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
 from attn_fuse.attention.picture import ALL, NONE, SOME
-from attn_fuse.report import GraphReport, Location, SiteReport, bytes_in_words
+from attn_fuse.report import GraphReport, Location, SiteReport, advice_on, bytes_in_words
 
 _STATUS = {
     "fused": "fused",
@@ -56,6 +56,8 @@ def _site(number: int, site: SiteReport) -> Iterator[str]:
         yield f"<p class=because>Because {escape(site.blocker.reason)}</p>"
         if site.blocker.location is not None and site.blocker.location != site.location:
             yield from _source(site.blocker.location)
+    if advice := advice_on(site):
+        yield f"<p>Next: {escape(advice)}</p>"
     facts = dict(site.attention)
     if site.score_bytes:
         facts["saved"] = f"{bytes_in_words(site.score_bytes)} of scores no longer stored"
