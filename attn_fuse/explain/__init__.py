@@ -22,13 +22,7 @@ from attn_fuse.errors import ExplainError as ExplainError
 from attn_fuse.errors import OptionError as OptionError
 from attn_fuse.errors import nearest as nearest
 from attn_fuse.explain.explanation import Explanation
-from attn_fuse.explain.find_model import Inputs
-from attn_fuse.explain.find_model import built as built
-from attn_fuse.explain.find_model import evaluated as evaluated
-from attn_fuse.explain.find_model import imported as imported
-from attn_fuse.explain.find_model import in_one_line as in_one_line
-from attn_fuse.explain.find_model import inputs_for as inputs_for
-from attn_fuse.explain.find_model import outermost as outermost
+from attn_fuse.explain.guess_inputs import Inputs
 from attn_fuse.options import PICKS as PICKS
 from attn_fuse.options import parse_options as parse_options
 from attn_fuse.report import GraphReport as GraphReport

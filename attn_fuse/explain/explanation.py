@@ -15,10 +15,12 @@ class Explanation:
 
     subject: the model and its inputs, mode, dtype and device, in words.
     reports: one for each graph that torch.compile made of the model.
+    said: what was made up to build and run it, one line each.
     """
 
     subject: str
     reports: tuple[GraphReport, ...]
+    said: tuple[str, ...] = ()
 
     @property
     def sites(self) -> tuple[SiteReport, ...]:
@@ -53,13 +55,15 @@ class Explanation:
         """The report in words. expressions: with each attention as mathematics."""
         notes = tuple(dict.fromkeys(note for report in self.reports for note in report.notes))
         text = as_text(GraphReport(self.sites, 0.0, notes), expressions).strip()
-        return "\n\n".join(part for part in (self.subject, text, self._summary()) if part)
+        subject = "\n".join((self.subject, *(f"  {line}" for line in self.said)))
+        return "\n\n".join(part for part in (subject, text, self._summary()) if part)
 
     def as_json(self, graphs: bool = False) -> dict[str, Any]:
         """Everything as plain dictionaries and lists. graphs: whether to add each graph's code, before and after."""
         code = [{"before": r.before, "after": r.after} if graphs else {} for r in self.reports]
         return {
             "subject": self.subject,
+            "said": list(self.said),
             "attentions": len(self.sites),
             "fused": self.fused,
             "left_as_written": self.left_as_written,

@@ -1,0 +1,266 @@
+"""An instance of a class: from its defaults and configs, as its repository builds it, by a factory, or small.
+
+It is first built on the meta device, where parameters take no memory, and refused there above a limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import re
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from attn_fuse.errors import ExplainError
+from attn_fuse.explain.configs import (
+    config_class,
+    config_of,
+    config_without_class,
+    defaults_of,
+    hints_of,
+    is_config_name,
+    without_default,
+)
+from attn_fuse.explain.open_file import Say
+from attn_fuse.explain.problems import in_one_line
+from attn_fuse.explain.sizes import DEPTH_NAME, in_words, value_for
+from attn_fuse.explain.snippets import calls_of
+from attn_fuse.explain.stand_ins import MissingPackage
+
+# Parameters above which a model is not built unasked: 4 GB of float32.
+MOST_PARAMETERS = 1_000_000_000
+FACTORY = re.compile(r"^(build|make|create|get|new)_|(^|_)(tiny|small|mini|base|s|b|nano|xs)(_|\d|$)", re.I)
+SMALL = re.compile(r"tiny|nano|mini|small|(^|_)(xs|s)(_|$)|base", re.I)
+LOADS = re.compile(r"load|pretrained|download|checkpoint|weights|main|train|test|eval|demo", re.I)
+
+
+class TooLarge(ExplainError):
+    """A model of more parameters than the limit."""
+
+
+@dataclass(frozen=True)
+class Built:
+    """A model, and what says its sizes: the configs and the arguments that it was built from."""
+
+    model: nn.Module
+    holders: tuple[object, ...]
+
+
+@dataclass(frozen=True)
+class _Way:
+    # A way to build a model: what to say of it, and what builds it from a sink for notes.
+    note: str | None
+    make: Callable[[Say], tuple[Callable[[], nn.Module], tuple[object, ...]]]
+
+
+def built(
+    cls: type[nn.Module],
+    namespace: Mapping[str, Any],
+    say: Say = lambda note: None,
+    most: int = MOST_PARAMETERS,
+) -> Built:
+    """An instance of `cls` of at most `most` parameters, built in the first of these ways that works: from its defaults
+    and those of its config; as a text of its repository spells it out; by a factory without arguments; from small sizes
+    by name; by a factory from small sizes; from its defaults with fewer layers. `say` is told of all but the first.
+
+    namespace: the names of the file, among which configs and factories are sought.
+    Raises ExplainError where no way works.
+    """
+    failures: list[ExplainError] = []
+    for way in _ways(cls, namespace):
+        notes: list[str] = [way.note] if way.note else []
+        try:
+            make, holders = way.make(notes.append)
+            model = _within(make, most, cls.__name__)
+        except ExplainError as error:
+            failures.append(error)
+            continue
+        except Exception as error:
+            failures.append(
+                ExplainError(
+                    f"cannot build {cls.__name__}: {in_one_line(error)}; build it yourself: "
+                    f"--entry '{cls.__name__}(...)'"
+                )
+            )
+            failures[-1].__cause__ = error
+            continue
+        for note in notes:
+            say(note)
+        return Built(model, holders)
+    missing = next((f for f in failures if isinstance(f, (MissingPackage, TooLarge))), failures[0])
+    raise missing
+
+
+def parameters_of(model: nn.Module) -> int:
+    """How many numbers the parameters of `model` hold."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _within(make: Callable[[], nn.Module], most: int, name: str) -> nn.Module:
+    # Raises TooLarge, before the memory is taken, where the model can be built on the meta device.
+    count = 0
+    # A constructor that reads the numbers of its tensors, as of a schedule, cannot be run on the meta device.
+    with contextlib.suppress(Exception), torch.device("meta"):
+        count = parameters_of(make())
+    if count > most:
+        raise _too_large(name, count, most)
+    model = make()
+    if not isinstance(model, nn.Module):
+        raise ExplainError(f"cannot build {name}: what should build it gives a {type(model).__name__}")
+    return model
+
+
+def _too_large(name: str, count: int, most: int) -> TooLarge:
+    return TooLarge(
+        f"{name} has {count / 1e9:.1f}e9 parameters, more than {most / 1e9:g}e9; build a smaller one with "
+        f"--entry '{name}(...)', or allow it with --parameters {10 ** len(str(count))}"
+    )
+
+
+def _ways(cls: type[nn.Module], namespace: Mapping[str, Any]) -> Iterator[_Way]:
+    needs = without_default(cls)
+    modules = [name for name, hint in needs.items() if isinstance(hint, type) and issubclass(hint, nn.Module)]
+    sized = [
+        name for name in needs if not is_config_name(name) and config_class(cls, name, needs[name], namespace) is None
+    ]
+    path = Path(str(namespace.get("__file__", "")))
+    direct = _Way(None, lambda say: _direct(cls, namespace, path, say))
+    if not sized:
+        yield direct
+    if path.is_file() and needs:
+        for snippet in calls_of(cls, namespace, path):
+            yield _Way(f"as in {snippet.source}: {_shortened(snippet.text)}", _by_text(snippet.text, snippet.names))
+    factories = _factories(cls, namespace)
+    for factory in factories:
+        if not without_default(factory):
+            yield _Way(f"built by {factory.__name__}()", _by_call(factory))
+    if sized and not modules:
+        yield direct
+    for factory in factories:
+        if needs_of := without_default(factory):
+            yield _Way(None, _by_sizes(factory, needs_of))
+    if sized and modules:
+        yield direct
+    yield _Way(None, lambda say: _shrunk(cls, namespace, path, say))
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 160 else f"{text[:157]}..."
+
+
+def _by_text(
+    text: str, names: Mapping[str, Any]
+) -> Callable[[Say], tuple[Callable[[], nn.Module], tuple[object, ...]]]:
+    given = {n: v for n, v in names.items() if isinstance(v, (int, tuple)) or not callable(v)}
+    keywords = _constants(text)
+    return lambda say: (lambda: eval(text, dict(names)), (keywords, *given.values()))
+
+
+def _constants(text: str) -> dict[str, Any]:
+    # The keyword arguments of a call that are whole numbers.
+    return {name: int(value) for name, value in re.findall(r"(\w+)\s*=\s*(\d+)\b(?![.\w])", text)}
+
+
+def _by_call(factory: Callable[..., Any]) -> Callable[[Say], tuple[Callable[[], nn.Module], tuple[object, ...]]]:
+    return lambda say: (factory, (defaults_of(factory),))
+
+
+def _by_sizes(
+    factory: Callable[..., Any], needs: Mapping[str, Any]
+) -> Callable[[Say], tuple[Callable[[], nn.Module], tuple[object, ...]]]:
+    def make(say: Say) -> tuple[Callable[[], nn.Module], tuple[object, ...]]:
+        values = _sizes(factory, needs, factory.__name__)
+        say(f"sizes by name: {factory.__name__}({in_words(values)})")
+        return lambda: factory(**values), (values, defaults_of(factory))
+
+    return make
+
+
+def _sizes(function: Callable[..., Any], needs: Mapping[str, Any], name: str) -> dict[str, Any]:
+    # A small value for each of `needs`. Raises ExplainError for those whose names say nothing.
+    given = defaults_of(function)
+    values = {key: value_for(key, hint, given) for key, hint in needs.items()}
+    if unknown := [key for key, value in values.items() if value is None]:
+        example = ", ".join(f"{key}={'...' if value is None else repr(value)}" for key, value in values.items())
+        raise ExplainError(
+            f"cannot build {name}: its constructor needs {', '.join(unknown)}; pass --entry '{name}({example})'"
+        )
+    return values
+
+
+def _direct(
+    cls: type[nn.Module], namespace: Mapping[str, Any], path: Path, say: Say
+) -> tuple[Callable[[], nn.Module], tuple[object, ...]]:
+    arguments: dict[str, Any] = {}
+    configs: list[object] = []
+    sizes: dict[str, Any] = {}
+    for name, hint in without_default(cls).items():
+        of = config_class(cls, name, hint, namespace)
+        if of is not None:
+            arguments[name] = config_of(cls, of, say)
+        elif is_config_name(name):
+            arguments[name] = config_without_class(cls, name, namespace, path, say)
+        else:
+            sizes[name] = hint
+            continue
+        configs.append(arguments[name])
+    if sizes:
+        values = _sizes(cls, sizes, cls.__name__)
+        arguments.update(values)
+        say(f"sizes by name: {cls.__name__}({in_words(values)})")
+    bound = inspect.signature(cls).bind(**arguments)
+    return lambda: cls(*bound.args, **bound.kwargs), (*configs, {**defaults_of(cls), **arguments})
+
+
+def _shrunk(
+    cls: type[nn.Module], namespace: Mapping[str, Any], path: Path, say: Say
+) -> tuple[Callable[[], nn.Module], tuple[object, ...]]:
+    # With two layers where a default says more.
+    silent: list[str] = []
+    _, holders = _direct(cls, namespace, path, silent.append)
+    fewer = {name: 2 for name, value in defaults_of(cls).items() if _is_depth(name, value)}
+    for config in holders:
+        if not dataclasses.is_dataclass(config) or isinstance(config, type):
+            continue
+        for field in dataclasses.fields(config):
+            if _is_depth(field.name, getattr(config, field.name, None)):
+                setattr(config, field.name, 2)
+                fewer[field.name] = 2
+    if not fewer:
+        raise ExplainError(f"cannot build {cls.__name__}: no default says how many layers it has")
+    for note in silent:
+        say(note)
+    say(f"fewer layers, since its defaults are too large: {in_words(fewer)}")
+    own = {name: value for name, value in fewer.items() if name in defaults_of(cls)}
+    given = holders[-1]
+    arguments = {k: v for k, v in given.items() if k in without_default(cls)} if isinstance(given, dict) else {}
+    return lambda: cls(**{**arguments, **own}), holders
+
+
+def _is_depth(name: str, value: object) -> bool:
+    return re.search(DEPTH_NAME, name.lower()) is not None and isinstance(value, int) and value > 2
+
+
+def _factories(cls: type, namespace: Mapping[str, Any]) -> list[Callable[..., Any]]:
+    # The functions of the file that give a `cls`, by annotation or by a call of it, small ones first.
+    found: list[types.FunctionType] = []
+    for value in namespace.values():
+        if not isinstance(value, types.FunctionType) or value.__module__ != namespace.get("__name__"):
+            continue
+        if LOADS.search(value.__name__) or defaults_of(value).get("pretrained"):
+            continue
+        annotated = hints_of(value).get("return") is cls
+        if annotated or (cls.__name__ in value.__code__.co_names and _is_named_so(value.__name__, cls)):
+            found.append(value)
+    return sorted(found, key=lambda f: (SMALL.search(f.__name__) is None, len(without_default(f))))
+
+
+def _is_named_so(name: str, cls: type) -> bool:
+    return FACTORY.search(name) is not None or cls.__name__.lower() in name.lower()

@@ -1,0 +1,274 @@
+"""A Python file as a module: its repository on the path, what it lacks stood in for, what it runs cut off.
+
+A file that only defines classes will do, and so will a script: what fails or trains at the top of the file is left out.
+"""
+
+from __future__ import annotations
+import __future__
+
+import ast
+import contextlib
+import importlib
+import os
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from torch import nn
+
+from attn_fuse.errors import ExplainError
+from attn_fuse.explain.problems import in_one_line
+from attn_fuse.explain.stand_ins import standing_in
+from attn_fuse.explain.steps import TimeUp, limited
+
+# Seconds that importing a file may take unless the user says otherwise: a script that trains shows itself by then.
+IMPORT_LIMIT = 60.0
+ROOT_SIGNS = (
+    ".git",
+    "setup.py",
+    "pyproject.toml",
+    "setup.cfg",
+    "requirements.txt",
+    "README.md",
+    "README.rst",
+    "README",
+)
+# How far above a file its repository's root may be.
+FARTHEST_ROOT = 5
+
+Say = Callable[[str], object]
+
+
+@contextlib.contextmanager
+def imported(path: Path, say: Say = lambda note: None, limit: float = IMPORT_LIMIT) -> Iterator[types.ModuleType]:
+    """The file at `path` as a module; within the block it stands in `sys.modules`, and its import roots on `sys.path`.
+
+    A file inside a package is imported as a module of that package, so that its relative imports work. Packages that
+    are not installed are stood in for, and statements that raise or run longer than `limit` seconds are left out;
+    `say` is told of both in one line each.
+    Raises ExplainError where there is no such file, or where importing it leaves no class and no function.
+    """
+    if not path.is_file():
+        raise ExplainError(f"{path}: {'this is a directory' if path.is_dir() else 'no such file'}; pass a Python file")
+    path = path.resolve()
+    if path.suffix != ".py":
+        raise ExplainError(f"{path}: not a Python file; pass one that ends in .py")
+    tree = _parsed(path)
+    root, name = _root_and_name(path, tree)
+    roots = list(dict.fromkeys((root, repository_of(path), repository_of(path) / "src", path.parent)))
+    before, argv, stdin = set(sys.modules), sys.argv, sys.stdin
+    kept_path = list(sys.path)
+    sys.path[:] = [*map(str, filter(Path.is_dir, roots)), *kept_path]
+    sys.argv = [str(path)]
+    try:
+        with open(os.devnull) as nothing, standing_in(roots) as finder:
+            sys.stdin = nothing
+            module = _module(path, name, tree, say, limit)
+            if finder.names:
+                say(f"not installed, and stood in for: {', '.join(finder.names)}")
+            finder.permissive = False
+            yield module
+    finally:
+        sys.argv, sys.stdin = argv, stdin
+        sys.path[:] = kept_path
+        for new in set(sys.modules) - before:
+            if new == name or _is_below(sys.modules[new], roots):
+                sys.modules.pop(new, None)
+
+
+def repository_of(path: Path) -> Path:
+    """The root of the repository that holds `path`: the nearest folder above with a sign of one, else its own."""
+    for folder in list(path.parents)[:FARTHEST_ROOT]:
+        if any((folder / sign).exists() for sign in ROOT_SIGNS) and not (folder / "__init__.py").exists():
+            return folder
+    return path.parent
+
+
+def _parsed(path: Path) -> ast.Module:
+    try:
+        return ast.parse(path.read_bytes(), str(path))
+    except (SyntaxError, ValueError) as error:
+        raise ExplainError(f"{path} cannot be imported: {in_one_line(error)}") from error
+
+
+def _root_and_name(path: Path, tree: ast.Module) -> tuple[Path, str]:
+    # The directory to import from, and the dotted name that the file has there.
+    root, parts = path.parent, [path.stem]
+    levels = max((node.level for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)), default=0)
+    while root.name.isidentifier() and ((root / "__init__.py").is_file() or len(parts) <= levels):
+        root, parts = root.parent, [root.name, *parts]
+    if len(parts) > 1:
+        return root, ".".join(parts)
+    # Where another module has the file's name already, the file goes by a longer one.
+    name = path.stem
+    while name in sys.modules:
+        name = f"_{name}"
+    return root, name
+
+
+def _is_below(module: types.ModuleType, roots: Sequence[Path]) -> bool:
+    file = getattr(module, "__file__", None)
+    places = [file] if file else list(getattr(module, "__path__", ()))
+    library = Path(sys.prefix).resolve()
+    return any(
+        Path(place).is_relative_to(root) and not Path(place).is_relative_to(library)
+        for place in places
+        for root in roots
+    )
+
+
+def _module(path: Path, name: str, tree: ast.Module, say: Say, limit: float) -> types.ModuleType:
+    known = sys.modules.get(name)
+    if known is not None:
+        file = getattr(known, "__file__", None) or "another module"
+        raise ExplainError(f"{path} cannot be imported: {file} is imported as {name} already")
+    _import_packages(name, path, limit)
+    if name in sys.modules and _is_whole(sys.modules[name], path):
+        return sys.modules[name]
+    module = sys.modules[name] = types.ModuleType(name)
+    module.__file__, module.__package__ = str(path), name.rpartition(".")[0]
+    _run(module, path, tree, say, limit)
+    _define_what_main_assigns(module, tree, say)
+    return module
+
+
+def _is_whole(module: types.ModuleType, path: Path) -> bool:
+    # Whether the package's own __init__ has imported the file without a problem.
+    source = getattr(module, "__file__", None)
+    spec = getattr(module, "__spec__", None)
+    return source is not None and Path(source).resolve() == path and not getattr(spec, "_initializing", False)
+
+
+def _import_packages(name: str, path: Path, limit: float) -> None:
+    # Imports the packages above `name`; one whose __init__ raises becomes a package with nothing in it.
+    *packages, _ = name.split(".")
+    folder = path.parents[len(packages) - 1] if packages else path.parent
+    for depth in range(1, len(packages) + 1):
+        package, place = ".".join(packages[:depth]), folder
+        folder = folder / packages[depth] if depth < len(packages) else folder
+        try:
+            with limited(limit):
+                if _place_of(importlib.import_module(package)) == place:
+                    continue
+        except (Exception, SystemExit, TimeUp):
+            pass
+        loaded = sys.modules.get(package)
+        if loaded is not None and _place_of(loaded) not in (None, place):
+            raise ExplainError(f"{path} cannot be imported: {loaded} is imported as {package} already")
+        if loaded is None:
+            bare = sys.modules[package] = types.ModuleType(package)
+            bare.__path__ = [str(place)]
+
+
+def _place_of(package: types.ModuleType) -> Path | None:
+    places = list(getattr(package, "__path__", ()))
+    return Path(places[0]).resolve() if places else None
+
+
+def _run(module: types.ModuleType, path: Path, tree: ast.Module, say: Say, limit: float) -> None:
+    flags = 0
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and node.module == "__future__":
+            for alias in node.names:
+                flags |= getattr(__future__, alias.name).compiler_flag
+    remaining: list[ast.stmt] = list(tree.body)
+    left_out: list[str] = []
+    first: BaseException | None = None
+    while remaining:
+        code = compile(ast.Module(remaining, []), str(path), "exec", flags, dont_inherit=True)
+        try:
+            with limited(limit):
+                exec(code, vars(module))
+            break
+        except (Exception, SystemExit, TimeUp) as error:
+            first = first or error
+            line = _line_of(error, path)
+            index = next((i for i, s in enumerate(remaining) if line <= (s.end_lineno or s.lineno)), len(remaining) - 1)
+            statement = remaining[index]
+            left_out.append(f"line {statement.lineno} ({_in_words(error, limit)})")
+            remaining = remaining[index + 1 :]
+            if not isinstance(statement, (ast.Import, ast.ImportFrom, ast.ClassDef, ast.FunctionDef)):
+                # What follows a program that failed belongs to that program, but for what it defines.
+                remaining = [s for s in remaining if _defines(s)]
+    if first is None:
+        return
+    if not any(_is_model(value, module) for value in vars(module).values()):
+        sys.modules.pop(module.__name__, None)
+        raise ExplainError(f"{path} cannot be imported: {_why(first, limit)}") from first
+    say(f"left out of {path.name}: {', '.join(left_out[:3])}" + (", ..." if len(left_out) > 3 else ""))
+
+
+def _is_model(value: object, module: types.ModuleType) -> bool:
+    return isinstance(value, type) and issubclass(value, nn.Module) and value.__module__ == module.__name__
+
+
+def _why(error: BaseException, limit: float) -> str:
+    if isinstance(error, SystemExit):
+        return "it exits; keep what it runs under __main__"
+    if isinstance(error, TimeUp):
+        return (
+            f"it runs a program of more than {limit:g} s; keep what it runs under __main__, "
+            f"or give more with --time-limit"
+        )
+    return in_one_line(error)
+
+
+def _in_words(error: BaseException, limit: float) -> str:
+    if isinstance(error, SystemExit):
+        return "it exits"
+    return f"it runs more than {limit:g} s" if isinstance(error, TimeUp) else in_one_line(error)
+
+
+def _line_of(error: BaseException, path: Path) -> int:
+    # The line of the file's own top level at which `error` came up.
+    trace, line = error.__traceback__, 0
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if code.co_filename == str(path) and code.co_name == "<module>":
+            line = trace.tb_lineno
+        trace = trace.tb_next
+    return line
+
+
+def _defines(statement: ast.stmt) -> bool:
+    if isinstance(statement, (ast.ClassDef, ast.FunctionDef, ast.Import, ast.ImportFrom)):
+        return True
+    return isinstance(statement, (ast.Assign, ast.AnnAssign)) and not _calls(statement, ())
+
+
+def _calls(statement: ast.AST, allowed: Sequence[str]) -> bool:
+    return any(
+        isinstance(node, ast.Call) and not (isinstance(node.func, ast.Name) and node.func.id in allowed)
+        for node in ast.walk(statement)
+    )
+
+
+def _define_what_main_assigns(module: types.ModuleType, tree: ast.Module, say: Say) -> None:
+    # Tutorials set the sizes that their classes read as global names under `if __name__ == "__main__"`.
+    read = {
+        node.id
+        for top in tree.body
+        if isinstance(top, (ast.ClassDef, ast.FunctionDef))
+        for node in ast.walk(top)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+    }
+    taken: list[str] = []
+    for block in (top for top in tree.body if isinstance(top, ast.If) and "__name__" in ast.unparse(top.test)):
+        for statement in block.body:
+            if not isinstance(statement, ast.Assign) or _calls(
+                statement, ("len", "enumerate", "range", "dict", "list")
+            ):
+                continue
+            # What no class reads may be part of another value that one reads.
+            scope = dict(vars(module))
+            try:
+                exec(compile(ast.Module([statement], []), str(module.__file__), "exec"), scope)
+            except Exception:  # a value that needs more than this block says
+                continue
+            for new in scope.keys() - vars(module).keys():
+                setattr(module, new, scope[new])
+                if new in read:
+                    taken.append(new)
+    if taken:
+        say(f"from under __main__: {', '.join(taken)}")

@@ -1,0 +1,139 @@
+"""Small values for arguments without a default, by their names, such that they fit one another and the defaults.
+
+A name that says nothing has no value here; whoever asks then says that it is missing.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+VOCABULARY, WIDTH, HEAD, LENGTH, DEPTH, CLASSES, CHANNELS, PICTURE, PATCH = 1000, 256, 64, 128, 2, 10, 3, 64, 16
+SERIES, MELS, STRIDE, KERNEL = 7, 80, 8, 3
+
+HEADS_NAME = r"(^|_)(n_?|num_?|attn_|attention_)?(kv_|query_|q_|key_value_)?heads?(_num)?$|^h$|nheads?$|n_?head(s|$)"
+HEAD_NAME = r"head_?(dim|size|channels|width)|dim_?(per_)?head|d_head|^d_?[kvq]$|^dim_[kvq]$|^d_qk$"
+WIDTH_NAME = (
+    r"d_?model|n_embd|emb(ed)?(ding)?s?_?(dim|size)|^emb(ed)?$|hidden|width|(^|_)dims?$|model_?(dim|size)|state$"
+    r"|^features$|d_word_vec|dim_model|n_units|^size$|embed|^d$|^c$"
+)
+INNER_NAME = (
+    r"d_?ff|ff_?(dim|size|hidden)|ffn|dim_?ff|mlp_?(dim|hidden|size)|inner|feed_?forward|intermediate|d_hid|pf_dim"
+)
+DEPTH_NAME = (
+    r"n_?layers?$|_layers?$|num_?layers|^layers$|depth|n_?blocks?$|num_(res_)?blocks|^n$|nlayers|_blocks$|repeat"
+)
+LENGTH_NAME = (
+    r"(max|seq|src|tgt|trg|pred|label|context|ctx|block|sequence|input).*len|block_size|n_positions|max_pos|_ctx$|n_ctx"
+    r"|context_(size|window)|max_position|max_tokens|^length$|seq_size|num_pos|n_position|timesteps|num_frames|^n_seq"
+)
+
+
+@dataclass(frozen=True)
+class Known:
+    """The sizes that an argument must fit: of the defaults beside it, or the usual ones."""
+
+    heads: int | None = None
+    width: int | None = None
+    head: int | None = None
+    picture: int | None = None
+    patch: int | None = None
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Known:
+        """What the values in `given`, by name, fix."""
+
+        def found(pattern: str) -> int | None:
+            values = [v for name, v in given.items() if _is_count(v) and re.search(pattern, name.lower())]
+            return values[0] if values else None
+
+        head = found(HEAD_NAME)
+        others = {name: v for name, v in given.items() if not re.search(f"{HEAD_NAME}|{INNER_NAME}", name.lower())}
+        widths = [v for name, v in others.items() if _is_count(v) and re.search(WIDTH_NAME, name.lower())]
+        heads = [v for name, v in given.items() if _is_count(v) and re.search(HEADS_NAME, name.lower())]
+        return cls(
+            math.lcm(*heads) if heads else None,
+            widths[0] if widths else None,
+            head,
+            found(r"(img|image|input)_?(size|resolution)|resolution"),
+            found(r"patch_?(size)?$"),
+        )
+
+    @property
+    def model_width(self) -> int:
+        """A width that the heads divide."""
+        return self.width or (self.heads * (self.head or HEAD) if self.heads else WIDTH)
+
+    @property
+    def head_count(self) -> int:
+        """A number of heads that divides the width."""
+        if self.heads:
+            return self.heads
+        if self.head and self.model_width % self.head == 0:
+            return self.model_width // self.head
+        return next(n for n in (self.model_width // HEAD, 4, 2, 1) if n and self.model_width % n == 0)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def value_for(name: str, hint: Any = None, given: Mapping[str, Any] | None = None) -> Any:
+    """A small value for an argument of this name, or None where the name says nothing.
+
+    hint: its annotation, if any. given: the values beside it, with which it has to fit.
+    """
+    name = name.lower().strip("_")
+    known = Known.of(given or {})
+    if hint is bool or re.match(
+        r"(use|with|is|has|do|enable|return|output|share|tie|learned|pre)_|.*(causal|bias|inverse)$", name
+    ):
+        return False
+    if hint is str and name not in ("device",):
+        return None
+    for pattern, value in _table(known):
+        if re.search(pattern, name):
+            return float(value) if hint is float and isinstance(value, int) else value
+    return None
+
+
+def _table(known: Known) -> tuple[tuple[str, Any], ...]:
+    # The first row whose pattern stands in the name decides.
+    width, heads = known.model_width, known.head_count
+    picture = known.picture or (PICTURE if PICTURE % (known.patch or 1) == 0 else 8 * (known.patch or 1))
+    patch = known.patch or next(n for n in (PATCH, 14, 8, 7, 4, 2, 1) if picture % n == 0)
+    return (
+        (r"^device$", "cpu"),
+        (r"dtype", torch.float32),
+        (r"(pad|bos|eos|sos|unk|cls|sep|mask|ignore).*(idx|id|index|token)|^padding$", 0),
+        (r"drop|^p$", 0.0),
+        (r"^eps|_eps$|epsilon", 1e-5),
+        (r"(ratio|mult|factor|expansion|expand)$", 4),
+        (r"vocab|voc_size|n_?um_?tokens|^n_?tokens?$|num_embeddings|dictionary|n_words", VOCABULARY),
+        (HEAD_NAME, known.head or width // heads),
+        (HEADS_NAME, heads),
+        (INNER_NAME, 4 * width),
+        (DEPTH_NAME, DEPTH),
+        (r"(img|image)_?(size|resolution|dim|height|width|h|w)|resolution|input_size", picture),
+        (r"patch_?(size|len|length|height|width)?$|^patch", patch),
+        (r"n_?mels?|mel_(bins|dim)", MELS),
+        (LENGTH_NAME, LENGTH),
+        (r"attention_resolutions|attn_resolutions", (2, 4, 8, 16)),
+        (r"(model|base|init|start)_(channels|dim|ch)|^nf$|^ngf$", HEAD),
+        (r"in_?(ch|chans|channels?)$|channels?$|in_planes|c_in$", CHANNELS),
+        (r"class|n_?labels|num_?(labels|outputs)|n_out|output_(dim|size)", CLASSES),
+        (r"(enc|dec)_in|c_out|(n|num)_?(vars|features|series|variables)|(input|feature|feat)_?(dim|size)", SERIES),
+        (r"stride", STRIDE),
+        (r"kernel", KERNEL),
+        (WIDTH_NAME, width),
+    )  # fmt: skip
+
+
+def in_words(values: Mapping[str, object]) -> str:
+    """The values by name, with commas between, as one writes arguments."""
+    return ", ".join(f"{name}={value!r}" for name, value in values.items())

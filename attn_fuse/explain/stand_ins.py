@@ -1,0 +1,197 @@
+"""Stand-ins for packages that a model's file imports and that are not installed.
+
+While files are imported a stand-in takes part in everything: it has every attribute, it can be called, subclassed and
+used as a decorator, which then gives back what it decorates. Afterwards each use is an error that names the package.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import importlib.abc
+import importlib.machinery
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from attn_fuse.errors import ExplainError
+
+CAUGHT = {"ImportError", "ModuleNotFoundError", "Exception", "BaseException"}
+
+
+class MissingPackage(ExplainError):
+    """The model uses a package that is not installed."""
+
+
+class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds a stand-in for every top-level package that a file below `roots` imports and nothing else finds.
+
+    names: the packages stood in for. permissive: whether their use is still allowed.
+    """
+
+    def __init__(self, roots: Sequence[Path]) -> None:
+        self.roots = tuple(str(root) for root in roots)
+        self.names: list[str] = []
+        self.permissive = True
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """The spec of a stand-in, or None where the file may want to know that the package is missing."""
+        top = fullname.partition(".")[0]
+        if top in self.names:
+            return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+        if "." in fullname or not self._wanted():
+            return None
+        self.names.append(top)
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        return _StandInModule(spec.name, self)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        pass
+
+    def _wanted(self) -> bool:
+        # Whether a file of the user's imports it, and no importer catches the failure: `try: import x` must fail.
+        frame, is_first = sys._getframe(2), True
+        while frame is not None:
+            file = frame.f_code.co_filename
+            if frame.f_code.co_name == "find_spec" and frame.f_globals.get("__name__") == "importlib.util":
+                return False
+            if not file.startswith("<frozen"):
+                if is_first and not file.startswith(self.roots):
+                    return False
+                is_first = False
+                if file.startswith(self.roots) and frame.f_lineno in _lines_that_may_fail(file):
+                    return False
+            frame = frame.f_back  # type: ignore[assignment]
+        return True
+
+
+@contextlib.contextmanager
+def standing_in(roots: Sequence[Path]) -> Iterator[Finder]:
+    """Stand-ins for what files below `roots` import within the block; they leave `sys.modules` at its end."""
+    finder = Finder(roots)
+    sys.meta_path.append(finder)
+    try:
+        yield finder
+    finally:
+        sys.meta_path.remove(finder)
+        for name in [name for name, module in sys.modules.items() if isinstance(module, _StandInModule)]:
+            del sys.modules[name]
+
+
+@functools.lru_cache(maxsize=256)
+def _lines_that_may_fail(file: str) -> frozenset[int]:
+    # The lines within a `try` that catches a failed import.
+    try:
+        tree = ast.parse(Path(file).read_text(encoding="utf-8", errors="replace"))
+    except (OSError, SyntaxError, ValueError):
+        return frozenset()
+    lines: set[int] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Try) and any(_catches_imports(handler) for handler in node.handlers):
+            lines.update(range(node.body[0].lineno, (node.body[-1].end_lineno or node.body[-1].lineno) + 1))
+    return frozenset(lines)
+
+
+def _catches_imports(handler: ast.ExceptHandler) -> bool:
+    return handler.type is None or any(
+        isinstance(node, ast.Name) and node.id in CAUGHT for node in ast.walk(handler.type)
+    )
+
+
+class _StandInModule(types.ModuleType):
+    # A module with every attribute.
+
+    def __init__(self, name: str, finder: Finder) -> None:
+        super().__init__(name)
+        self._finder = finder
+        self.__path__: list[str] = []
+        self.__all__: list[str] = []
+        self.__version__ = "0.0.0"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _StandIn(f"{self.__name__}.{name}", self._finder)
+
+
+class _StandIn:
+    # What stands for a value of a missing package.
+
+    def __init__(self, name: str, finder: Finder) -> None:
+        self._name, self._finder = name, finder
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _StandIn(f"{self._name}.{name}", self._finder)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._use()
+        if len(args) == 1 and not kwargs and isinstance(args[0], (type, types.FunctionType, staticmethod, classmethod)):
+            return args[0]
+        return _StandIn(self._name, self._finder)
+
+    def __getitem__(self, key: object) -> Any:
+        self._use()
+        return _StandIn(self._name, self._finder)
+
+    def __or__(self, other: object) -> Any:
+        return _StandIn(self._name, self._finder)
+
+    __ror__ = __or__
+
+    def __mro_entries__(self, bases: tuple[object, ...]) -> tuple[type, ...]:
+        return (_base(self._name, self),)
+
+    def __instancecheck__(self, value: object) -> bool:
+        return False
+
+    def __subclasscheck__(self, value: type) -> bool:
+        return False
+
+    def __bool__(self) -> bool:
+        self._use()
+        return True
+
+    def __iter__(self) -> Iterator[Any]:
+        self._use()
+        return iter(())
+
+    def __len__(self) -> int:
+        self._use()
+        return 0
+
+    def __enter__(self) -> Any:
+        self._use()
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        return None
+
+    def __repr__(self) -> str:
+        return f"<{self._name}, not installed>"
+
+    def _use(self) -> None:
+        if not self._finder.permissive:
+            refuse(self._name)
+
+
+def refuse(name: str) -> NoReturn:
+    """Raise MissingPackage for the use of `name`, a dotted name in a missing package."""
+    package = name.partition(".")[0]
+    raise MissingPackage(f"the model uses {name}, and {package} is not installed; install {package}")
+
+
+def _base(name: str, stand_in: _StandIn) -> type:
+    # The class that a class of the file inherits in place of the missing one.
+    def refused(cls: type, *args: object, **kwargs: object) -> object:
+        refuse(name)
+
+    return type(name.rpartition(".")[2], (), {"__new__": refused, "stands_for": stand_in})

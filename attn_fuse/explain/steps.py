@@ -1,0 +1,56 @@
+"""Steps that run a user's code: each says after a while that it still runs, and stops at a time limit."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+from attn_fuse.errors import ExplainError
+
+# Seconds: after how many a step says that it still runs, and how many it may take unless the user says otherwise.
+QUIET, LIMIT = 10.0, 120.0
+
+
+class TimeUp(BaseException):
+    """The time limit of a step. No Exception: the `except Exception` of a training loop must not catch it."""
+
+
+@contextlib.contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """Raise TimeUp in the block after `seconds`, and once more each second where the block's own code catches it.
+
+    Outside the main thread, and on a system without alarms, there is no limit.
+    """
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise TimeUp
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@contextlib.contextmanager
+def step(what: str, seconds: float, advice: str) -> Iterator[None]:
+    """A step named `what`, as in "building GPT". Raises ExplainError, which ends in `advice`, after `seconds`."""
+    words = threading.Timer(QUIET, lambda: print(f"attn_fuse.explain: still {what} ...", file=sys.stderr, flush=True))
+    words.daemon = True
+    words.start()
+    try:
+        with limited(seconds):
+            yield
+    except TimeUp:
+        raise ExplainError(f"{what} takes more than {seconds:g} s; {advice}, or give more with --time-limit") from None
+    finally:
+        words.cancel()

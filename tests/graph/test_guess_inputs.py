@@ -1,0 +1,163 @@
+"""Inputs that a model runs on, guessed from what it declares and from its layers."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from attn_fuse.errors import ExplainError
+from attn_fuse.explain.guess_inputs import LONGEST, SHORT, USUAL, inputs_for
+
+
+class Tokens(nn.Module):
+    """Token and position embeddings; refuses sequences longer than its positions."""
+
+    def __init__(self, positions: int = 32, vocab: int = 11) -> None:
+        super().__init__()
+        self.position = nn.Embedding(positions, 4)
+        self.token = nn.Embedding(vocab, 4)
+        self.out = nn.Linear(4, vocab)
+
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.out(self.token(ids) + self.position(torch.arange(ids.shape[1])))
+        if targets is None:
+            return x
+        return nn.functional.cross_entropy(x.view(-1, x.shape[-1]), targets.view(-1))
+
+
+class Floats(nn.Module):
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+class Config:
+    block_size = 20
+
+
+class TestInputs:
+    def test_tokens_as_long_as_the_config_says(self) -> None:
+        (ids,) = inputs_for(Tokens(), [Config()]).args
+        assert ids.dtype == torch.int64 and ids.shape == (1, 20) and int(ids.max()) < 11
+
+    @pytest.mark.parametrize("holder", [Config(), {"n_positions": 9}, types.SimpleNamespace(max_seq_len=9)])
+    def test_the_length_may_stand_in_the_models_config(self, holder: object) -> None:
+        model: Any = Floats()
+        model.config = holder
+        assert inputs_for(model).args[0].shape[1] == (20 if isinstance(holder, Config) else 9)
+
+    def test_tokens_as_long_as_the_positions(self) -> None:
+        assert inputs_for(Tokens(positions=30)).args[0].shape == (1, 30)
+
+    def test_tokens_of_the_embedding_that_takes_them(self) -> None:
+        (ids,) = inputs_for(Tokens(positions=1000, vocab=2)).args
+        assert ids.shape == (1, 1000) and set(ids.flatten().tolist()) == {0, 1}
+
+    def test_no_longer_than_is_cheap(self) -> None:
+        model: Any = Floats()
+        model.max_position_embeddings = 131072
+        assert inputs_for(model).args[0].shape == (1, LONGEST, 6)
+
+    def test_the_short_run_stands_where_the_long_one_fails(self) -> None:
+        model = Tokens(positions=SHORT)
+        assert inputs_for(model, [types.SimpleNamespace(block_size=100)]).args[0].shape == (1, SHORT)
+
+    def test_a_model_of_one_length_only(self) -> None:
+        class Fixed(Floats):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                assert x.shape[1] == 20
+                return self.layer(x)
+
+        assert inputs_for(Fixed(), [Config()]).args[0].shape == (1, 20, 6)
+
+    def test_floats_as_wide_as_the_first_linear(self) -> None:
+        (x,) = inputs_for(Floats(width=10).to(torch.bfloat16)).args
+        assert x.shape == (1, USUAL, 10) and x.dtype == torch.bfloat16
+
+    def test_an_embedding_that_does_not_take_the_argument_makes_no_tokens(self) -> None:
+        class Positions(Floats):
+            def __init__(self) -> None:
+                super().__init__(width=SHORT)
+                self.position = nn.Embedding(64, SHORT)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return self.layer(x + self.position(torch.arange(x.shape[1])))
+
+        assert inputs_for(Positions()).args[0].shape == (1, 64, SHORT)
+
+    def test_pictures(self) -> None:
+        class Picture(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.img_size = (32, 32)
+                self.patches = nn.Conv2d(3, 8, 16, 16)
+                self.head = nn.Linear(8, 2)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return self.head(self.patches(x).flatten(2).transpose(1, 2))
+
+        assert inputs_for(Picture()).args[0].shape == (1, 3, 32, 32)
+
+    def test_optional_parameters_are_left_out(self) -> None:
+        assert inputs_for(Tokens()).kwargs == {}
+
+    def test_targets(self) -> None:
+        inputs = inputs_for(Tokens(), targets=True)
+        assert inputs.kwargs["targets"].shape == inputs.args[0].shape
+        assert str(inputs) == "int64[1, 32], targets=int64[1, 32]"
+
+    def test_targets_that_the_model_does_not_take_in_this_shape(self) -> None:
+        class Classifier(Tokens):
+            def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+                assert labels is None or labels.dim() == 1
+                return self.token(ids)
+
+        assert inputs_for(Classifier(), targets=True).kwargs == {}
+
+    def test_other_required_parameters(self) -> None:
+        class Decoder(Floats):
+            def forward(  # type: ignore[override]
+                self, x: torch.Tensor, memory: torch.Tensor, start_pos: int, mask: torch.Tensor, *, scale: int
+            ) -> torch.Tensor:
+                assert start_pos == 0 and scale == 0 and mask.shape == (x.shape[1], x.shape[1])
+                return self.layer(x + memory)
+
+        inputs = inputs_for(Decoder())
+        assert [type(value) for value in inputs.args] == [torch.Tensor, torch.Tensor, int, torch.Tensor]
+        assert inputs.kwargs == {"scale": 0}
+
+    def test_a_forward_of_no_arguments(self) -> None:
+        class Alone(Floats):
+            def forward(self) -> torch.Tensor:  # type: ignore[override]
+                return self.layer.weight
+
+        assert inputs_for(Alone()).args == ()
+
+    def test_hooks_are_gone_afterwards(self) -> None:
+        model = Tokens()
+        inputs_for(model)
+        assert not any(module._forward_pre_hooks for module in model.modules())
+
+    def test_a_model_that_always_raises(self) -> None:
+        class Broken(Floats):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                raise ValueError("not today")
+
+        message = r"no inputs found that Broken runs on \(with float32\[1, 8, 6\]: ValueError: not today .*--inputs"
+        with pytest.raises(ExplainError, match=message):
+            inputs_for(Broken())
+
+    def test_a_model_with_nothing_to_go_by(self) -> None:
+        class Bare(nn.Module):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return x
+
+        with pytest.raises(ExplainError, match=r"\(it has no embedding, convolution or linear layer\); pass them with"):
+            inputs_for(Bare())

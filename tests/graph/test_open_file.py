@@ -1,0 +1,287 @@
+"""A model's file as a module: its paths, its packages, what it lacks, what it runs."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+import types
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from attn_fuse.errors import ExplainError
+from attn_fuse.explain.build import built
+from attn_fuse.explain.command import evaluated
+from attn_fuse.explain.open_file import imported, repository_of
+from attn_fuse.explain.problems import in_one_line
+from attn_fuse.explain.stand_ins import MissingPackage
+from attn_fuse.explain.steps import TimeUp, limited, step
+
+HEADER = """
+from dataclasses import dataclass
+import torch
+from torch import nn
+"""
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Writes a model file with the usual imports."""
+
+    def _write(source: str, name: str = "model.py") -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(HEADER + source)
+        return path
+
+    return _write
+
+
+class TestImported:
+    def test_gives_the_files_names_and_leaves_no_trace(self, write: Write) -> None:
+        path = write("class Net(nn.Module): pass\n")
+        before = list(sys.path), list(sys.argv)
+        with imported(path) as module:
+            assert module.Net.__name__ == "Net"
+            assert sys.modules["model"] is module and sys.path[0] == str(path.parent)
+        assert "model" not in sys.modules and before == (sys.path, sys.argv)
+
+    def test_takes_a_name_that_another_module_has(self, write: Write) -> None:
+        path = write("import json\nvalue = json.dumps([1])\n", "json.py")
+        import json
+
+        with imported(path) as module:
+            assert module.value == "[1]"
+        assert sys.modules["json"] is json
+
+    def test_siblings_can_be_imported(self, write: Write) -> None:
+        write("class Inner(nn.Module): pass\n", "explained_sibling.py")
+        path = write("from explained_sibling import Inner\nclass Net(nn.Module):\n    inner = Inner\n")
+        with imported(path) as module:
+            assert module.Net.inner.__name__ == "Inner"
+
+    def test_a_file_of_a_package_may_import_relatively(self, write: Write) -> None:
+        write("", "explained_package/__init__.py")
+        write("SIZE = 3\n", "explained_package/sizes.py")
+        path = write("from .sizes import SIZE\n", "explained_package/model.py")
+        with imported(path) as module:
+            assert module.SIZE == 3
+
+    def test_the_module_is_there_for_dataclasses_with_postponed_annotations(self, tmp_path: Path) -> None:
+        path = tmp_path / "postponed.py"
+        path.write_text(
+            f"from __future__ import annotations\n{HEADER}\n@dataclass\nclass Config:\n    width: int = 3\n"
+            "class Net(nn.Module):\n    def __init__(self, settings: Config):\n        super().__init__()\n"
+            "        self.layer = nn.Linear(settings.width, 1)\n"
+        )
+        with imported(path) as module:
+            assert built(module.Net, vars(module)).model.layer.in_features == 3
+
+    def test_no_such_file(self, tmp_path: Path) -> None:
+        with pytest.raises(ExplainError, match="no such file; pass a Python file"), imported(tmp_path / "none.py"):
+            pass
+
+    def test_a_directory(self, tmp_path: Path) -> None:
+        with pytest.raises(ExplainError, match="this is a directory; pass a Python file"), imported(tmp_path):
+            pass
+
+    @pytest.mark.parametrize(
+        ("source", "message"),
+        [
+            ("x = 1 / 0\n", r"ZeroDivisionError: division by zero \(model.py:5\)"),
+            ("from torch import no_such_name\n", r"ImportError: cannot import name 'no_such_name' .*\(model.py:5\)"),
+            ("class Net(:\n", r"SyntaxError: invalid syntax \(model.py:5\)"),
+            ("raise SystemExit(1)\n", "it exits; keep what it runs under __main__"),
+        ],
+    )
+    def test_a_file_that_raises(self, write: Write, source: str, message: str) -> None:
+        with pytest.raises(ExplainError, match=f"model.py cannot be imported: {message}"), imported(write(source)):
+            pass
+        assert "model" not in sys.modules
+
+    def test_a_file_that_is_no_python(self, write: Write) -> None:
+        with pytest.raises(ExplainError, match=r"not a Python file; pass one that ends in \.py"):
+            imported(write("", "model.txt")).__enter__()
+
+    def test_another_package_of_that_name(self, write: Write) -> None:
+        write("", "explained_twice/__init__.py")
+        path = write("", "explained_twice/model.py")
+        sys.modules["explained_twice.model"] = types.ModuleType("explained_twice.model")
+        sys.modules["explained_twice"] = types.ModuleType("explained_twice")
+        try:
+            with pytest.raises(ExplainError, match=r"is imported as explained_twice\.model already"), imported(path):
+                pass
+        finally:
+            del sys.modules["explained_twice.model"], sys.modules["explained_twice"]
+
+
+class TestRepository:
+    """Files of a repository in the shapes that public ones have."""
+
+    def test_absolute_imports_from_the_root(self, write: Write, tmp_path: Path) -> None:
+        (tmp_path / "README.md").write_text("# a repository")
+        write("class Layer(nn.Module): pass\n", "explained_parts/layer.py")
+        path = write("from explained_parts.layer import Layer\n", "networks/deep/model.py")
+        assert repository_of(path) == tmp_path
+        with imported(path) as module:
+            assert module.Layer.__name__ == "Layer"
+        assert "explained_parts.layer" not in sys.modules and "explained_parts" not in sys.modules
+
+    def test_relative_imports_without_an_init(self, write: Write) -> None:
+        write("SIZE = 3\n", "explained_plain/sizes.py")
+        path = write("from .sizes import SIZE\nfrom ..explained_plain import sizes\n", "explained_plain/model.py")
+        with imported(path) as module:
+            assert module.SIZE == 3
+
+    def test_a_package_whose_init_raises(self, write: Write) -> None:
+        write("1 / 0\n", "explained_broken/__init__.py")
+        write("SIZE = 3\n", "explained_broken/sizes.py")
+        with imported(write("from .sizes import SIZE\n", "explained_broken/model.py")) as module:
+            assert module.SIZE == 3
+
+    def test_a_package_whose_init_imports_the_file(self, write: Write) -> None:
+        write("from .model import Net\n", "explained_whole/__init__.py")
+        with imported(write("class Net(nn.Module): pass\n", "explained_whole/model.py")) as module:
+            assert sys.modules["explained_whole"].Net is module.Net
+
+
+class TestStandIns:
+    def test_a_package_that_the_model_never_uses(self, write: Write) -> None:
+        notes: list[str] = []
+        path = write(
+            "import no_such_plots as plt\nfrom no_such_registry.models import register, Base\n"
+            "from no_such_types import Float\nMODELS = register.of('kind')\n"
+            "@register\nclass Net(nn.Module):\n    def f(self, x: Float['b n'] | None): pass\n"
+            "@MODELS.named('x')\ndef build(): return Net()\n"
+            "class Trainer(Base): pass\n"
+        )
+        with imported(path, notes.append) as module:
+            assert isinstance(module.build(), module.Net)
+        assert notes == ["not installed, and stood in for: no_such_plots, no_such_registry, no_such_types"]
+        assert not any(name.startswith("no_such") for name in sys.modules)
+
+    @pytest.mark.parametrize("use", ["layers.Mlp()", "iter(layers.KINDS)", "layers.KINDS['x']", "len(layers.KINDS)"])
+    def test_a_package_that_the_model_uses(self, write: Write, use: str) -> None:
+        path = write(f"from no_such_package import layers\ndef build():\n    return {use}\n")
+        message = r"the model uses no_such_package\.layers\.\w+, and no_such_package is not installed; install no_such"
+        with imported(path) as module, pytest.raises(MissingPackage, match=message):
+            module.build()
+
+    def test_a_class_of_a_missing_base(self, write: Write) -> None:
+        path = write("import no_such_package as p\nclass Net(p.Module):\n    def __init__(self, x): pass\n")
+        with imported(path) as module, pytest.raises(MissingPackage, match=r"uses no_such_package\.Module"):
+            module.Net(3)
+
+    @pytest.mark.parametrize(
+        "ask",
+        [
+            "try:\n    import no_such_package\n    HAS = True\nexcept ImportError:\n    HAS = False\n",
+            "try:\n    from helper_of_it import x\n    HAS = True\nexcept Exception:\n    HAS = False\n",
+            "import importlib.util\nHAS = importlib.util.find_spec('no_such_package') is not None\n",
+        ],
+    )
+    def test_who_asks_whether_a_package_is_there_is_told(self, write: Write, ask: str) -> None:
+        write("import no_such_package\nx = 1\n", "helper_of_it.py")
+        notes: list[str] = []
+        with imported(write(ask), notes.append) as module:
+            assert module.HAS is False
+        assert notes == []
+
+    def test_no_submodule_of_an_installed_package(self, write: Write) -> None:
+        with pytest.raises(ExplainError, match=r"No module named 'torch\.no_such_part'"):
+            imported(write("import torch.no_such_part\n")).__enter__()
+
+
+class TestPrograms:
+    def test_what_fails_at_the_top_is_left_out(self, write: Write) -> None:
+        notes: list[str] = []
+        path = write(
+            "class Net(nn.Module): pass\ndata = open('no such file')\nnet = Net(data)\n"
+            "SIZE = 3\ndef late(): return SIZE\n"
+        )
+        with imported(path, notes.append) as module:
+            assert module.late() == 3 and not hasattr(module, "net")
+        assert len(notes) == 1 and notes[0].startswith("left out of model.py: line 6 (FileNotFoundError")
+
+    def test_an_import_that_fails_stops_nothing_else(self, write: Write) -> None:
+        path = write("from torch import no_such_name\nclass Net(nn.Module): pass\nkinds = dict(net=Net)\n")
+        with imported(path) as module:
+            assert module.kinds["net"] is module.Net
+
+    def test_a_script_that_trains(self, write: Write) -> None:
+        notes: list[str] = []
+        path = write("class Net(nn.Module): pass\nwhile True:\n    try: pass\n    except Exception: pass\n")
+        with imported(path, notes.append, limit=0.3) as module:
+            assert module.Net.__name__ == "Net"
+        assert notes == ["left out of model.py: line 6 (it runs more than 0.3 s)"]
+
+    def test_a_script_without_a_class_that_trains(self, write: Write) -> None:
+        with pytest.raises(
+            ExplainError, match=r"it runs a program of more than .* s; keep what it runs under __main__"
+        ):
+            imported(write("while True: pass\n"), limit=0.3).__enter__()
+
+    def test_a_question_to_the_user_is_not_waited_for(self, write: Write) -> None:
+        with imported(write("class Net(nn.Module): pass\nsize = int(input('size? '))\n")) as module:
+            assert not hasattr(module, "size")
+
+    def test_sizes_that_main_sets(self, write: Write) -> None:
+        notes: list[str] = []
+        path = write(
+            "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+            "        self.layer = nn.Linear(width, size)\n"
+            "if __name__ == '__main__':\n    words = ['a', 'b']\n    size = len(words)\n    width = 4\n"
+            "    net = Net()\n"
+        )
+        with imported(path, notes.append) as module:
+            layer = module.Net().layer
+        assert (layer.in_features, layer.out_features) == (4, 2)
+        assert notes == ["from under __main__: size, width"]
+
+
+class TestSteps:
+    def test_a_limit_strikes_again_where_it_is_caught(self) -> None:
+        with pytest.raises(TimeUp), limited(0.1):
+            try:
+                while True:
+                    pass
+            except BaseException:  # what training loops do with KeyboardInterrupt
+                while True:
+                    pass
+
+    def test_a_step_says_what_takes_long(self) -> None:
+        message = "building GPT takes more than 0.1 s; build less, or give more with --time-limit"
+        with pytest.raises(ExplainError, match=re.escape(message)), step("building GPT", 0.1, "build less"):
+            while True:
+                pass
+
+    def test_no_alarm_is_left(self) -> None:
+        with limited(0.1):
+            pass
+        time.sleep(0.15)
+
+
+class TestEvaluated:
+    def test_in_the_files_names_and_torchs(self) -> None:
+        assert evaluated("--inputs", " torch.ones(size) ", {"size": 3}).tolist() == [1.0, 1.0, 1.0]
+
+    @pytest.mark.parametrize(
+        ("expression", "message"),
+        [
+            ("Net", "--entry 'Net' does not evaluate: NameError: name 'Net' is not defined"),
+            ("Net(", "--entry 'Net(' does not evaluate: SyntaxError: '(' was never closed"),
+            ("import x", "--entry 'import x' does not evaluate: SyntaxError: invalid syntax"),
+        ],
+    )
+    def test_an_expression_that_does_not_evaluate(self, expression: str, message: str) -> None:
+        with pytest.raises(ExplainError, match=re.escape(message)):
+            evaluated("--entry", expression, {})
+
+
+def test_an_error_in_one_line() -> None:
+    assert in_one_line(ValueError("first\nsecond")) == "ValueError: first"
+    assert in_one_line(KeyError()) == "KeyError"
