@@ -6,6 +6,7 @@ It is first built on the meta device, where parameters take no memory, and refus
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import inspect
 import re
@@ -53,11 +54,15 @@ class Built:
     holders: tuple[object, ...]
 
 
+# What builds a model, and what says its sizes.
+_Made = tuple[Callable[[], nn.Module], tuple[object, ...]]
+
+
 @dataclass(frozen=True)
 class _Way:
     # A way to build a model: what to say of it, and what builds it from a sink for notes.
     note: str | None
-    make: Callable[[Say], tuple[Callable[[], nn.Module], tuple[object, ...]]]
+    make: Callable[[Say], _Made]
 
 
 def built(
@@ -77,8 +82,9 @@ def built(
     for way in _ways(cls, namespace):
         notes: list[str] = [way.note] if way.note else []
         try:
+            _refuse_large(way, most, cls.__name__)
             make, holders = way.make(notes.append)
-            model = _within(make, most, cls.__name__)
+            model = make()
         except ExplainError as error:
             failures.append(error)
             continue
@@ -90,6 +96,9 @@ def built(
                 )
             )
             failures[-1].__cause__ = error
+            continue
+        if not isinstance(model, nn.Module):
+            failures.append(ExplainError(f"cannot build {cls.__name__}: it comes out as a {type(model).__name__}"))
             continue
         for note in notes:
             say(note)
@@ -103,18 +112,15 @@ def parameters_of(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _within(make: Callable[[], nn.Module], most: int, name: str) -> nn.Module:
-    # Raises TooLarge, before the memory is taken, where the model can be built on the meta device.
+def _refuse_large(way: _Way, most: int, name: str) -> None:
+    # Raises TooLarge, before the memory is taken, where the model can be built on the meta device. The arguments are
+    # made for it alone: a constructor may write into its config.
     count = 0
     # A constructor that reads the numbers of its tensors, as of a schedule, cannot be run on the meta device.
     with contextlib.suppress(Exception), torch.device("meta"):
-        count = parameters_of(make())
+        count = parameters_of(way.make(lambda note: None)[0]())
     if count > most:
         raise _too_large(name, count, most)
-    model = make()
-    if not isinstance(model, nn.Module):
-        raise ExplainError(f"cannot build {name}: what should build it gives a {type(model).__name__}")
-    return model
 
 
 def _too_large(name: str, count: int, most: int) -> TooLarge:
@@ -155,12 +161,17 @@ def _shortened(text: str) -> str:
     return text if len(text) <= 160 else f"{text[:157]}..."
 
 
-def _by_text(
-    text: str, names: Mapping[str, Any]
-) -> Callable[[Say], tuple[Callable[[], nn.Module], tuple[object, ...]]]:
-    given = {n: v for n, v in names.items() if isinstance(v, (int, tuple)) or not callable(v)}
-    keywords = _constants(text)
-    return lambda say: (lambda: eval(text, dict(names)), (keywords, *given.values()))
+def _by_text(text: str, names: Mapping[str, Any]) -> Callable[[Say], _Made]:
+    def make(say: Say) -> _Made:
+        scope = {name: value if _is_code(value) else copy.deepcopy(value) for name, value in names.items()}
+        given = [value for value in scope.values() if not _is_code(value)]
+        return lambda: eval(text, dict(scope)), (_constants(text), *given)
+
+    return make
+
+
+def _is_code(value: object) -> bool:
+    return isinstance(value, (type, types.ModuleType)) or callable(value)
 
 
 def _constants(text: str) -> dict[str, Any]:
@@ -168,14 +179,12 @@ def _constants(text: str) -> dict[str, Any]:
     return {name: int(value) for name, value in re.findall(r"(\w+)\s*=\s*(\d+)\b(?![.\w])", text)}
 
 
-def _by_call(factory: Callable[..., Any]) -> Callable[[Say], tuple[Callable[[], nn.Module], tuple[object, ...]]]:
+def _by_call(factory: Callable[..., Any]) -> Callable[[Say], _Made]:
     return lambda say: (factory, (defaults_of(factory),))
 
 
-def _by_sizes(
-    factory: Callable[..., Any], needs: Mapping[str, Any]
-) -> Callable[[Say], tuple[Callable[[], nn.Module], tuple[object, ...]]]:
-    def make(say: Say) -> tuple[Callable[[], nn.Module], tuple[object, ...]]:
+def _by_sizes(factory: Callable[..., Any], needs: Mapping[str, Any]) -> Callable[[Say], _Made]:
+    def make(say: Say) -> _Made:
         values = _sizes(factory, needs, factory.__name__)
         say(f"sizes by name: {factory.__name__}({in_words(values)})")
         return lambda: factory(**values), (values, defaults_of(factory))
@@ -195,9 +204,7 @@ def _sizes(function: Callable[..., Any], needs: Mapping[str, Any], name: str) ->
     return values
 
 
-def _direct(
-    cls: type[nn.Module], namespace: Mapping[str, Any], path: Path, say: Say
-) -> tuple[Callable[[], nn.Module], tuple[object, ...]]:
+def _direct(cls: type[nn.Module], namespace: Mapping[str, Any], path: Path, say: Say) -> _Made:
     arguments: dict[str, Any] = {}
     configs: list[object] = []
     sizes: dict[str, Any] = {}
@@ -219,9 +226,7 @@ def _direct(
     return lambda: cls(*bound.args, **bound.kwargs), (*configs, {**defaults_of(cls), **arguments})
 
 
-def _shrunk(
-    cls: type[nn.Module], namespace: Mapping[str, Any], path: Path, say: Say
-) -> tuple[Callable[[], nn.Module], tuple[object, ...]]:
+def _shrunk(cls: type[nn.Module], namespace: Mapping[str, Any], path: Path, say: Say) -> _Made:
     # With two layers where a default says more.
     silent: list[str] = []
     _, holders = _direct(cls, namespace, path, silent.append)

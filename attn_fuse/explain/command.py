@@ -23,7 +23,7 @@ from attn_fuse.explain.choose_entry import candidates
 from attn_fuse.explain.explanation import Explanation
 from attn_fuse.explain.find_file import file_in
 from attn_fuse.explain.guess_inputs import Inputs, inputs_for
-from attn_fuse.explain.open_file import IMPORT_LIMIT, imported
+from attn_fuse.explain.open_file import IMPORT_LIMIT, LEFT_OUT, imported
 from attn_fuse.explain.problems import in_one_line
 from attn_fuse.explain.steps import LIMIT, step
 from attn_fuse.options import PICKS, parse_options
@@ -210,6 +210,9 @@ def _subject(
             said.insert(0, f"of several outermost classes, {cls.__name__}; with --entry: {', '.join(others[:4])}")
         notes += said
         return subject
+    left_out = [note for note in notes if note.startswith(LEFT_OUT)]
+    if left_out and "NameError" in str(failures[0]):
+        raise ExplainError(f"{failures[0]}; {left_out[0]}") from failures[0]
     raise failures[0]
 
 

@@ -42,8 +42,11 @@ PICTURE_NAMES = ("image_size", "img_size", "input_size", "resolution", "input_re
 
 # Sequence lengths: of a first cheap run, for a model that declares none, and the max that is tried unasked.
 SHORT, USUAL, LONGEST = 8, 64, 1024
-# How many combinations of guesses are run, and for how many seconds.
-MOST_TRIES, TRY_SECONDS = 96, 60.0
+# What torch's errors call for.
+WIDTH_WANTED = re.compile(r"shapes cannot be multiplied \(\d+x\d+ and (\d+)x\d+\)")
+LENGTH_WANTED = re.compile(r"size of tensor a \((\d+)\) must match the size of tensor b \((\d+)\)")
+# How many combinations of guesses are run, how many of one first argument, and for how many seconds.
+MOST_TRIES, MOST_PICKS, TRY_SECONDS = 240, 24, 60.0
 
 TOKENS = re.compile(
     r"token|input_ids|^ids?$|idx|text|^src$|^tgt$|^trg$|src_seq|trg_seq|tgt_seq|source|target|caption|inputs?_ids|word|sent"
@@ -149,6 +152,9 @@ class _Trial:
         self.linears = [module for module in modules if isinstance(module, nn.Linear)]
         self.convolutions = [module for module in modules if isinstance(module, nn.modules.conv._ConvNd)]
         self.failures: list[str] = []
+        # Widths and lengths that errors asked for, the last first.
+        self.wanted: list[int] = []
+        self.fixed: list[int] = []
         self.tries, self.end = 0, time.monotonic() + TRY_SECONDS
 
     def of_tokens(self) -> _Ran | None:
@@ -157,10 +163,10 @@ class _Trial:
             return None
         declared = self.sizes.length
         # Descending tokens: a model makes no such positions or token types of its own, so we know its token embeddings.
-        vocab = min(embedding.num_embeddings for embedding in self.embeddings)
         lengths = dict.fromkeys((min(SHORT, declared or SHORT), min(declared or USUAL, self.sizes.asked or LONGEST)))
         batch = self.sizes.batch
-        probe = _first(self(torch.arange(size).flip(0).repeat(batch, 1) % vocab) for size in lengths)
+        probe = _first(self(self._tokens(size)) for size in lengths)
+        probe = probe or _first(self(self._tokens(size)) for size in tuple(self.fixed) if size > 1)
         if probe is None:
             return None
         tokens = probe.inputs.args[0] if probe.inputs.args else torch.empty(0)
@@ -177,7 +183,7 @@ class _Trial:
         convolution = next((module for module in self.convolutions), None)
         if not isinstance(convolution, nn.Conv2d):
             return None
-        sides = (self.sizes.picture,) if self.sizes.picture else (224, 64, 32)
+        sides = (self.sizes.picture,) if self.sizes.picture else (64, 224, 32)
         return _first(self(self._floats(convolution.in_channels, side, side)) for side in sides)
 
     def of_floats(self) -> _Ran | None:
@@ -198,7 +204,18 @@ class _Trial:
         return None
 
     def __call__(self, first: Tensor) -> _Ran | None:
+        """A run on `first` with guesses of the other arguments, started again where an error tells a width."""
+        known = -1
+        while known < len(self.wanted):
+            known = len(self.wanted)
+            if (ran := self._with_first(first, known)) is not None:
+                return ran
+        return None
+
+    def _with_first(self, first: Tensor, known: int) -> _Ran | None:
         for inputs in self._guesses(first.to(self.device)):
+            if len(self.wanted) > known:
+                return None
             if self.tries >= MOST_TRIES or time.monotonic() > self.end:
                 return None
             self.tries += 1
@@ -210,7 +227,15 @@ class _Trial:
                 raise
             except Exception as error:
                 self.failures.append(f"{inputs}: {in_one_line(error)}")
+                self._learn(str(error))
         return None
+
+    def _learn(self, message: str) -> None:
+        # What torch says of sizes that do not fit: the width of a weight, the length of learned positions.
+        if (width := WIDTH_WANTED.search(message)) and int(width[1]) not in self.wanted:
+            self.wanted.insert(0, int(width[1]))
+        if (sizes := LENGTH_WANTED.search(message)) and int(sizes[2]) not in self.fixed:
+            self.fixed.insert(0, int(sizes[2]))
 
     def _floats(self, *shape: int) -> Tensor:
         return torch.randn((self.sizes.batch, *shape), dtype=self.dtype)
@@ -253,10 +278,8 @@ class _Trial:
             yield from (self._floats(channels, side, side) for channels in (3, 1))
 
     def _vectors(self, length: int) -> Iterator[Tensor]:
-        widths = dict.fromkeys(
-            [*(n.normalized_shape[-1] for n in self.model.modules() if isinstance(n, nn.LayerNorm))][:1]
-            + [linear.in_features for linear in self.linears[:6]]
-        )
+        norms = [norm.normalized_shape[-1] for norm in self.model.modules() if isinstance(norm, nn.LayerNorm)]
+        widths = dict.fromkeys([*norms[:1], *self.wanted, *(linear.in_features for linear in self.linears[:6])])
         for width in widths:
             yield self._floats(length, width)
         for width in widths:
@@ -271,7 +294,7 @@ class _Trial:
         options = [list(self._options(p, first)) for p in others]
         # The likeliest of all parameters together come before any unlikely one.
         picks = itertools.product(*(range(len(values)) for values in options))
-        ordered = sorted(itertools.islice(picks, 20000), key=sum)[: MOST_TRIES // 2]
+        ordered = sorted(itertools.islice(picks, 20000), key=sum)[:MOST_PICKS]
         for pick in ordered:
             values = {p.name: options[i][pick[i]] for i, p in enumerate(others)}
             args = (first, *(values.pop(p.name) for p in others if p.kind is not p.KEYWORD_ONLY))
@@ -289,6 +312,9 @@ class _Trial:
             yield 0
         elif hint in (float, "float"):
             yield 0.5
+        elif re.search(r"mask.*pos|positions?$|_index$|indices", name) and not first.is_floating_point():
+            yield first.clamp(max=first.shape[-1] - 1)
+            yield None
         elif "mask" in name:
             yield None
             if first.dim() > 1:
@@ -325,10 +351,10 @@ class _Trial:
                 yield from self._contexts(batch)
 
     def _narrow(self, most: int) -> list[int]:
-        return list(dict.fromkeys(linear.in_features for linear in self.linears))[:most]
+        return list(dict.fromkeys([*self.wanted, *(linear.in_features for linear in self.linears)]))[:most]
 
     def _contexts(self, batch: int) -> Iterator[Tensor]:
-        for width in list(dict.fromkeys(linear.in_features for linear in self.linears))[:6]:
+        for width in self._narrow(6):
             yield torch.randn(batch, USUAL, width, dtype=self.dtype, device=self.device)
 
 

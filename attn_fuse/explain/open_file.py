@@ -37,6 +37,9 @@ ROOT_SIGNS = (
 # How far above a file its repository's root may be.
 FARTHEST_ROOT = 5
 
+# How the note on statements that were left out begins.
+LEFT_OUT = "left out of"
+
 Say = Callable[[str], object]
 
 
@@ -56,7 +59,9 @@ def imported(path: Path, say: Say = lambda note: None, limit: float = IMPORT_LIM
         raise ExplainError(f"{path}: not a Python file; pass one that ends in .py")
     tree = _parsed(path)
     root, name = _root_and_name(path, tree)
-    roots = list(dict.fromkeys((root, repository_of(path), repository_of(path) / "src", path.parent)))
+    repository = repository_of(path)
+    between = [folder for folder in path.parents if folder.is_relative_to(repository)]
+    roots = list(dict.fromkeys((root, repository, repository / "src", *reversed(between))))
     before, argv, stdin = set(sys.modules), sys.argv, sys.stdin
     kept_path = list(sys.path)
     sys.path[:] = [*map(str, filter(Path.is_dir, roots)), *kept_path]
@@ -72,9 +77,10 @@ def imported(path: Path, say: Say = lambda note: None, limit: float = IMPORT_LIM
     finally:
         sys.argv, sys.stdin = argv, stdin
         sys.path[:] = kept_path
-        for new in set(sys.modules) - before:
-            if new == name or _is_below(sys.modules[new], roots):
-                sys.modules.pop(new, None)
+        # All are judged before any is gone: where a namespace package lies is asked of its parent.
+        new = [other for other in set(sys.modules) - before if other == name or _is_below(sys.modules[other], roots)]
+        for other in new:
+            sys.modules.pop(other, None)
 
 
 def repository_of(path: Path) -> Path:
@@ -196,7 +202,7 @@ def _run(module: types.ModuleType, path: Path, tree: ast.Module, say: Say, limit
     if not any(_is_model(value, module) for value in vars(module).values()):
         sys.modules.pop(module.__name__, None)
         raise ExplainError(f"{path} cannot be imported: {_why(first, limit)}") from first
-    say(f"left out of {path.name}: {', '.join(left_out[:3])}" + (", ..." if len(left_out) > 3 else ""))
+    say(f"{LEFT_OUT} {path.name}: {', '.join(left_out[:3])}" + (", ..." if len(left_out) > 3 else ""))
 
 
 def _is_model(value: object, module: types.ModuleType) -> bool:

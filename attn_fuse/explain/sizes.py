@@ -20,7 +20,7 @@ HEADS_NAME = r"(^|_)(n_?|num_?|attn_|attention_)?(kv_|query_|q_|key_value_)?head
 HEAD_NAME = r"head_?(dim|size|channels|width)|dim_?(per_)?head|d_head|^d_?[kvq]$|^dim_[kvq]$|^d_qk$"
 WIDTH_NAME = (
     r"d_?model|n_embd|emb(ed)?(ding)?s?_?(dim|size)|^emb(ed)?$|hidden|width|(^|_)dims?$|model_?(dim|size)|state$"
-    r"|^features$|d_word_vec|dim_model|n_units|^size$|embed|^d$|^c$"
+    r"|^features$|d_word_vec|dim_model|n_units|^size$|embed|^d$|^c$|n_?inp$|n_?hid$|^emb"
 )
 INNER_NAME = (
     r"d_?ff|ff_?(dim|size|hidden)|ffn|dim_?ff|mlp_?(dim|hidden|size)|inner|feed_?forward|intermediate|d_hid|pf_dim"
@@ -29,7 +29,7 @@ DEPTH_NAME = (
     r"n_?layers?$|_layers?$|num_?layers|^layers$|depth|n_?blocks?$|num_(res_)?blocks|^n$|nlayers|_blocks$|repeat"
 )
 LENGTH_NAME = (
-    r"(max|seq|src|tgt|trg|pred|label|context|ctx|block|sequence|input).*len|block_size|n_positions|max_pos|_ctx$|n_ctx"
+    r"(max|seq|src|tgt|trg|pred|label|context|ctx|block|sequence|input|out|time).*len|_len(gth)?$|block_size|n_positions|max_pos|_ctx$|n_ctx"
     r"|context_(size|window)|max_position|max_tokens|^length$|seq_size|num_pos|n_position|timesteps|num_frames|^n_seq"
 )
 
@@ -76,7 +76,9 @@ class Known:
             return self.heads
         if self.head and self.model_width % self.head == 0:
             return self.model_width // self.head
-        return next(n for n in (self.model_width // HEAD, 4, 2, 1) if n and self.model_width % n == 0)
+        if self.model_width % HEAD == 0:
+            return self.model_width // HEAD
+        return next(n for n in (4, 3, 2, 1) if self.model_width % n == 0)
 
 
 def _is_count(value: object) -> bool:
@@ -114,16 +116,16 @@ def _table(known: Known) -> tuple[tuple[str, Any], ...]:
         (r"drop|^p$", 0.0),
         (r"^eps|_eps$|epsilon", 1e-5),
         (r"(ratio|mult|factor|expansion|expand)$", 4),
-        (r"vocab|voc_size|n_?um_?tokens|^n_?tokens?$|num_embeddings|dictionary|n_words", VOCABULARY),
+        (r"vocab|voc_size|n_?um_?tokens|^n_?tokens?$|num_embeddings|dictionary|n?_?words$", VOCABULARY),
         (HEAD_NAME, known.head or width // heads),
         (HEADS_NAME, heads),
         (INNER_NAME, 4 * width),
         (DEPTH_NAME, DEPTH),
+        (r"(attention|attn)_resolutions", (2, 4, 8, 16)),
         (r"(img|image)_?(size|resolution|dim|height|width|h|w)|resolution|input_size", picture),
         (r"patch_?(size|len|length|height|width)?$|^patch", patch),
         (r"n_?mels?|mel_(bins|dim)", MELS),
         (LENGTH_NAME, LENGTH),
-        (r"attention_resolutions|attn_resolutions", (2, 4, 8, 16)),
         (r"(model|base|init|start)_(channels|dim|ch)|^nf$|^ngf$", HEAD),
         (r"in_?(ch|chans|channels?)$|channels?$|in_planes|c_in$", CHANNELS),
         (r"class|n_?labels|num_?(labels|outputs)|n_out|output_(dim|size)", CLASSES),

@@ -16,6 +16,8 @@ from torch import nn
 from attn_fuse.explain.open_file import repository_of
 
 MOST_FILES, MOST_CALLS, DEEPEST = 100, 8, 6
+# Functions that try a model out.
+TRIES = re.compile(r"^(main|test|demo|run|example)", re.I)
 # Calls that a value may hold besides those of the file's names.
 HARMLESS = {name: __builtins__[name] if isinstance(__builtins__, dict) else getattr(__builtins__, name) for name in (
     "int", "float", "bool", "str", "len", "range", "list", "tuple", "dict", "max", "min", "round")}  # fmt: skip
@@ -61,7 +63,11 @@ def _calls(tree: ast.AST, name: str) -> Iterator[ast.Call]:
 
 def _texts(path: Path, name: str) -> Iterator[tuple[str, ast.AST]]:
     root = repository_of(path)
-    yield from _parsed(path.name, path.read_text(encoding="utf-8", errors="replace"))
+    for source, tree in _parsed(path.name, path.read_text(encoding="utf-8", errors="replace")):
+        # A class or a factory of the file itself calls with what it was given.
+        defined = (ast.ClassDef, ast.FunctionDef)
+        kept = [n for n in tree.body if not isinstance(n, defined) or TRIES.search(n.name)]
+        yield source, ast.Module(kept, [])
     for file in sorted({*root.glob("*.md"), *path.parent.glob("*.md")}):
         text = file.read_text(encoding="utf-8", errors="replace")
         for block in re.findall(r"```[^\n]*\n(.*?)```", text, re.S):
@@ -75,7 +81,7 @@ def _texts(path: Path, name: str) -> Iterator[tuple[str, ast.AST]]:
             yield from _parsed(file.name, text)
 
 
-def _parsed(source: str, text: str) -> Iterator[tuple[str, ast.AST]]:
+def _parsed(source: str, text: str) -> Iterator[tuple[str, ast.Module]]:
     try:
         yield source, ast.parse(text)
     except (SyntaxError, ValueError):

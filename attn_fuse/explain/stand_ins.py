@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 from attn_fuse.errors import ExplainError
 
+OWN = str(Path(__file__).parents[1])
 CAUGHT = {"ImportError", "ModuleNotFoundError", "Exception", "BaseException"}
 
 
@@ -56,33 +57,43 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
     def _wanted(self) -> bool:
-        # Whether a file of the user's imports it, and no importer catches the failure: `try: import x` must fail.
-        frame, is_first = sys._getframe(2), True
+        # Whether a file of the user's imports it, directly or through a library, as torch.utils.tensorboard, and no
+        # importer catches the failure: `try: import x` must fail.
+        frame, is_users = sys._getframe(2), False
         while frame is not None:
             file = frame.f_code.co_filename
             if frame.f_code.co_name == "find_spec" and frame.f_globals.get("__name__") == "importlib.util":
                 return False
+            if file.startswith(OWN):
+                break
             if not file.startswith("<frozen"):
-                if is_first and not file.startswith(self.roots):
-                    return False
-                is_first = False
-                if file.startswith(self.roots) and frame.f_lineno in _lines_that_may_fail(file):
+                is_users = is_users or file.startswith(self.roots)
+                if (not is_users and not self.permissive) or frame.f_lineno in _lines_that_may_fail(file):
                     return False
             frame = frame.f_back  # type: ignore[assignment]
-        return True
+        return is_users
 
 
 @contextlib.contextmanager
 def standing_in(roots: Sequence[Path]) -> Iterator[Finder]:
-    """Stand-ins for what files below `roots` import within the block; they leave `sys.modules` at its end."""
+    """Stand-ins for what files below `roots` import within the block.
+
+    At its end they leave `sys.modules`, and so do the modules that hold one.
+    """
     finder = Finder(roots)
     sys.meta_path.append(finder)
     try:
         yield finder
     finally:
         sys.meta_path.remove(finder)
-        for name in [name for name, module in sys.modules.items() if isinstance(module, _StandInModule)]:
-            del sys.modules[name]
+        if finder.names:
+            for name in [name for name, module in list(sys.modules.items()) if _holds_one(module)]:
+                del sys.modules[name]
+
+
+def _holds_one(module: types.ModuleType) -> bool:
+    stand_ins = (_StandIn, _StandInModule)
+    return isinstance(module, stand_ins) or any(isinstance(v, stand_ins) for v in list(vars(module).values()))
 
 
 @functools.lru_cache(maxsize=256)
@@ -113,7 +124,8 @@ class _StandInModule(types.ModuleType):
         self._finder = finder
         self.__path__: list[str] = []
         self.__all__: list[str] = []
-        self.__version__ = "0.0.0"
+        # As new as any check asks for.
+        self.__version__ = "999.0.0"
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from attn_fuse.errors import ExplainError
-from attn_fuse.explain.build import built
+from attn_fuse.explain.build import TooLarge, built
 from attn_fuse.explain.choose_entry import candidates, outermost
+from attn_fuse.explain.find_file import file_in
 from attn_fuse.explain.open_file import imported
+from attn_fuse.explain.sizes import value_for
 
 HEADER = """
 from dataclasses import dataclass
@@ -218,3 +220,153 @@ class TestBuilt:
         message = r"cannot build GPT: AssertionError: assert config.width == 7 \(model.py:\d+\); build it yourself"
         with pytest.raises(ExplainError, match=message):
             model_of(write(CONFIG + net("config", "assert config.width == 7")))
+
+
+class TestSizes:
+    @pytest.mark.parametrize(
+        ("signature", "note"),
+        [
+            ("vocab_size, d_model, n_heads", "vocab_size=1000, d_model=256, n_heads=4"),
+            ("dim, depth, num_heads=12", "dim=768, depth=2"),
+            ("n_embd=96, *, n_head", "n_head=4"),
+            (
+                "embed_dim, num_heads, mlp_ratio: float, drop_rate",
+                "embed_dim=256, num_heads=4, mlp_ratio=4.0, drop_rate=0.0",
+            ),
+            ("img_size, patch_size, in_chans, num_classes", "img_size=64, patch_size=16, in_chans=3, num_classes=10"),
+            ("image_size, patch_size=14", "image_size=112"),
+            (
+                "src_pad_idx, max_len, d_ff, device, use_bias",
+                "src_pad_idx=0, max_len=128, d_ff=1024, device='cpu', use_bias=False",
+            ),
+        ],
+    )
+    def test_small_and_fitting_by_name(self, write: Write, signature: str, note: str) -> None:
+        notes: list[str] = []
+        model_of(write(net(signature)), notes)
+        assert notes == [f"sizes by name: GPT({note})"]
+
+    @pytest.mark.parametrize("name", ["flavour", "encoder", "tokenizer", "foo"])
+    def test_a_name_that_says_nothing_has_none(self, name: str) -> None:
+        assert value_for(name) is None
+
+    def test_a_string_is_never_a_number(self) -> None:
+        assert value_for("embed", str) is None
+
+    def test_the_fields_of_a_config(self, write: Write) -> None:
+        notes: list[str] = []
+        config = (
+            "@dataclass\nclass ModelDimensions:\n    n_vocab: int\n    n_text_head: int\n    n_text_state: int = 96\n"
+        )
+        model, _ = model_of(
+            write(config + net("dims: ModelDimensions", "self.layer = nn.Linear(dims.n_text_state, 1)")), notes
+        )
+        assert model.layer.in_features == 96
+        assert notes == ["sizes by name: ModelDimensions(n_vocab=1000, n_text_head=4)"]
+
+    def test_a_config_that_leaves_its_vocabulary_open(self, write: Write) -> None:
+        config = "@dataclass\nclass ModelArgs:\n    dim: int = 8\n    vocab_size: int = -1\n"
+        body = "self.layer = nn.Embedding(args.vocab_size, args.dim)"
+        assert model_of(write(config + net("args: ModelArgs", body)))[0].layer.num_embeddings == 1000
+
+
+class TestConfigsWithoutAClass:
+    BODY = "self.layer = nn.Linear(configs.seq_len, configs.d_model)"
+
+    def test_small_numbers_as_attributes_and_keys(self, write: Write) -> None:
+        notes: list[str] = []
+        model, _ = model_of(write(net("configs", "self.layer = nn.Linear(configs.seq_len, configs['d_model'])")), notes)
+        assert (model.layer.in_features, model.layer.out_features) == (128, 256)
+        assert notes == ["configs: small numbers by name"]
+
+    def test_the_command_line_of_a_script_beside_it(self, write: Write) -> None:
+        write(
+            "import argparse\np = argparse.ArgumentParser()\np.add_argument('--seq_len', type=int, default=24)\n"
+            "p.add_argument('--d-model', default=6)\np.add_argument('--causal', action='store_true')\np.parse_args()\n",
+            "run.py",
+        )
+        notes: list[str] = []
+        model, _ = model_of(write(net("configs", f"assert configs.causal is False; {self.BODY}")), notes)
+        assert (model.layer.in_features, model.layer.out_features) == (24, 6)
+        assert notes == ["configs: the defaults of run.py, and small numbers by name for the rest"]
+
+    def test_a_dict_of_the_file(self, write: Write) -> None:
+        notes: list[str] = []
+        body = "self.layer = nn.Linear(cfg['emb_dim'], 1)"
+        model, _ = model_of(write("GPT_CONFIG = {'emb_dim': 12}\n" + net("cfg", body)), notes)
+        assert model.layer.in_features == 12 and notes == ["cfg: GPT_CONFIG, as the file has it"]
+
+    def test_a_string_that_the_code_compares_it_with(self, write: Write) -> None:
+        body = f"assert configs.task in ('forecast', 'classify'); {self.BODY}"
+        source = net("configs", body).replace("super()", "if configs.task == 'forecast': pass\n        super()")
+        assert model_of(write(source))[0].layer.in_features == 128
+
+    def test_an_entry_that_nothing_tells(self, write: Write) -> None:
+        with pytest.raises(
+            ExplainError, match=r"config is made up of small numbers, and none is known for config\.flavour"
+        ):
+            model_of(write(net("config", "print(config.flavour)")))
+
+
+class TestWays:
+    BODY = "self.layer = nn.Linear(width, 1)"
+
+    def test_as_a_readme_builds_it(self, write: Write, tmp_path: Path) -> None:
+        text = "# GPT\n```python\nsize = 4\nmodel = GPT(\n    width=3 * size,\n)\n```\n"
+        (tmp_path / "README.md").write_text(text)
+        notes: list[str] = []
+        model, _ = model_of(write(net("width", self.BODY)), notes)
+        assert model.layer.in_features == 12 and notes == ["as in README.md: GPT(width=3 * size)"]
+
+    def test_as_main_builds_it(self, write: Write) -> None:
+        main = "if __name__ == '__main__':\n    model = GPT(width=5)\n"
+        assert model_of(write(net("width", self.BODY) + main))[0].layer.in_features == 5
+
+    def test_with_a_config_that_the_readme_fills(self, write: Write, tmp_path: Path) -> None:
+        text = "```\nconfig = GPT.defaults()\nconfig.flavour = 7\nmodel = GPT(config)\n```\n"
+        (tmp_path / "README.md").write_text(text)
+        # A config may be used once only, as of a model that writes into it.
+        body = "config.seen = not hasattr(config, 'seen')\n        assert config.seen\n"
+        body += "        self.layer = nn.Linear(config.flavour, 1)"
+        make = "    @staticmethod\n    def defaults():\n        import types\n"
+        make += "        return types.SimpleNamespace(flavour=None)\n"
+        assert model_of(write(net("config", body) + make))[0].layer.in_features == 7
+
+    def test_by_a_factory_the_small_one_first(self, write: Write) -> None:
+        factories = "".join(f"def gpt_{n}():\n    return GPT({w}, 'x')\n" for n, w in (("large", 9), ("small", 3)))
+        notes: list[str] = []
+        model, _ = model_of(write(net("width, flavour", self.BODY) + factories), notes)
+        assert model.layer.in_features == 3 and notes == ["built by gpt_small()"]
+
+    def test_by_a_factory_from_sizes(self, write: Write) -> None:
+        factory = "def build_gpt(d_model) -> GPT:\n    return GPT(d_model, 'x')\n"
+        notes: list[str] = []
+        model, _ = model_of(write(net("width, flavour", self.BODY) + factory), notes)
+        assert model.layer.in_features == 256 and notes == ["sizes by name: build_gpt(d_model=256)"]
+
+    def test_too_large_a_default_gets_fewer_layers(self, write: Write) -> None:
+        body = "self.layers = nn.ModuleList(nn.Linear(10, 10) for _ in range(n_layer))"
+        notes: list[str] = []
+        model, _ = model_of(write(net("n_layer=50", body)), notes, most=1000)
+        assert len(model.layers) == 2 and notes == ["fewer layers, since its defaults are too large: n_layer=2"]
+
+    def test_too_large_altogether(self, write: Write) -> None:
+        # Memory for it would not be had.
+        with pytest.raises(TooLarge, match=r"GPT has 1000000\.0e9 parameters, more than 1e9; build a smaller one with"):
+            model_of(write(net("width=10**15", self.BODY)))
+
+
+class TestDirectories:
+    def test_the_file_with_the_model(self, write: Write, tmp_path: Path) -> None:
+        write("class Net(nn.Module): pass\n", "tests/model.py")
+        write("class Loss(nn.Module): pass\n", "loss.py")
+        write("def train(): pass\n", "train.py")
+        write("class Net(nn.Module): pass\n# softmax\n", "core/other.py")
+        path = write("class Net(nn.Module): pass\n# softmax\n", "core/model.py")
+        notes: list[str] = []
+        assert file_in(tmp_path, notes.append) == path
+        assert notes == ["of 3 files with models, core/model.py is taken; others: core/other.py, loss.py"]
+
+    def test_one_without_a_model(self, tmp_path: Path) -> None:
+        with pytest.raises(ExplainError, match=r"no Python file in it defines an nn\.Module class; pass the file"):
+            file_in(tmp_path)

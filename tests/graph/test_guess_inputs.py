@@ -161,3 +161,59 @@ class TestInputs:
 
         with pytest.raises(ExplainError, match=r"\(it has no embedding, convolution or linear layer\); pass them with"):
             inputs_for(Bare())
+
+
+class TestOtherArguments:
+    """Further parameters of forward, by their names and by what errors call for."""
+
+    def test_a_time_and_a_label_beside_a_picture(self) -> None:
+        class Diffusion(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.patches = nn.Conv2d(4, 8, 8, 8)
+                self.classes = nn.Embedding(5, 8)
+
+            def forward(self, x: torch.Tensor, t: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+                assert t.shape == y.shape == x.shape[:1]
+                return self.patches(x) + (self.classes(y) * t[:, None])[..., None, None]
+
+        assert str(inputs_for(Diffusion(), batch=2)) == "float32[2, 4, 64, 64], int64[2], int64[2]"
+
+    def test_a_context_as_wide_as_a_layer_wants_it(self) -> None:
+        class Cross(Floats):
+            def __init__(self) -> None:
+                super().__init__(width=6)
+                self.others = nn.ModuleList(nn.Linear(width, 1) for width in range(20, 32))
+                self.weight = nn.Parameter(torch.ones(40, 6))
+
+            def forward(self, x: torch.Tensor, context: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+                return self.layer(x) + (context @ self.weight).mean(1, keepdim=True)
+
+        assert inputs_for(Cross()).args[1].shape[-1] == 40
+
+    def test_tokens_of_the_one_length_that_learned_positions_have(self) -> None:
+        class Fixed(Tokens):
+            def __init__(self) -> None:
+                super().__init__()
+                self.learned = nn.Parameter(torch.zeros(23, 4))
+
+            def forward(self, ids: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+                return self.token(ids) + self.learned
+
+        assert inputs_for(Fixed()).args[0].shape == (1, 23)
+
+    def test_sound_and_text(self) -> None:
+        class Speech(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.front, self.words = nn.Conv1d(80, 4, 3, padding=1), nn.Embedding(11, 4)
+
+            def forward(self, mel: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+                assert mel.shape[1] == 80 and not tokens.is_floating_point()
+                return self.front(mel).mean(-1)[:, None] + self.words(tokens)
+
+        assert [value.dtype for value in inputs_for(Speech()).args] == [torch.float32, torch.int64]
+
+    @pytest.mark.parametrize("model", [Tokens(positions=5000), Floats()])
+    def test_a_length_and_a_batch_that_the_user_asks_for(self, model: nn.Module) -> None:
+        assert inputs_for(model, length=1500, batch=3).args[0].shape[:2] == (3, 1500)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import sys
 import time
@@ -131,6 +132,12 @@ class TestRepository:
             assert module.Layer.__name__ == "Layer"
         assert "explained_parts.layer" not in sys.modules and "explained_parts" not in sys.modules
 
+    def test_absolute_imports_from_a_folder_between(self, write: Write, tmp_path: Path) -> None:
+        (tmp_path / "README.md").write_text("# a repository")
+        write("class Layer(nn.Module): pass\n", "supervised/explained_layers/layer.py")
+        with imported(write("from explained_layers.layer import Layer\n", "supervised/models/model.py")) as module:
+            assert module.Layer.__name__ == "Layer"
+
     def test_relative_imports_without_an_init(self, write: Write) -> None:
         write("SIZE = 3\n", "explained_plain/sizes.py")
         path = write("from .sizes import SIZE\nfrom ..explained_plain import sizes\n", "explained_plain/model.py")
@@ -163,6 +170,16 @@ class TestStandIns:
             assert isinstance(module.build(), module.Net)
         assert notes == ["not installed, and stood in for: no_such_plots, no_such_registry, no_such_types"]
         assert not any(name.startswith("no_such") for name in sys.modules)
+
+    def test_a_package_that_a_library_needs(self, write: Write) -> None:
+        path = write("from torch.utils.tensorboard import SummaryWriter\nclass Net(nn.Module): pass\n")
+        if importlib.util.find_spec("tensorboard") is not None:
+            pytest.skip("tensorboard is installed")
+        notes: list[str] = []
+        with imported(path, notes.append) as module:
+            assert module.Net.__name__ == "Net"
+        assert notes[0].startswith("not installed, and stood in for: tensorboard")
+        assert "torch.utils.tensorboard" not in sys.modules
 
     @pytest.mark.parametrize("use", ["layers.Mlp()", "iter(layers.KINDS)", "layers.KINDS['x']", "len(layers.KINDS)"])
     def test_a_package_that_the_model_uses(self, write: Write, use: str) -> None:
