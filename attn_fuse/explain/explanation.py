@@ -74,7 +74,8 @@ class Explanation:
 
     def html(self) -> str:
         """The explanation as an HTML page that needs nothing beside itself."""
-        return page(self.subject, self._summary(), tuple(grouped(self.sites)), self.reports)
+        summary = "\n".join((self._summary(), *self.said))
+        return page(self.subject, summary, tuple(grouped(self.sites)), self.reports)
 
     def graphs(self) -> str:
         """The code of each graph, before and after the rewrites."""
