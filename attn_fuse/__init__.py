@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from attn_fuse.options import Options, use_kernels
     from attn_fuse.report import GraphReport, SiteReport, reports
 
+    __version__: str
+
 __all__ = [
     "AttnFuseError",
     "GraphReport",
@@ -23,6 +25,7 @@ __all__ = [
     "OptionError",
     "Options",
     "SiteReport",
+    "__version__",
     "explain",
     "export",
     "install",
@@ -46,7 +49,13 @@ _HOME = {
 }
 
 
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return importlib.import_module("attn_fuse.report").version()
     if name == "explain":  # the module, which can be called like the function in it
         return importlib.import_module("attn_fuse.explain")
     if name in _HOME:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import importlib.metadata
 import logging
 import os
 import re
@@ -139,6 +140,14 @@ def collecting() -> Iterator[list[GraphReport]]:
         collected.extend(_recent)
         kept.extend(_recent)
         _recent = kept
+
+
+def version() -> str:
+    """The version of attn_fuse; "unknown" where it runs from a checkout that is not installed."""
+    try:
+        return importlib.metadata.version("attn_fuse")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
 
 
 def headline(site: SiteReport) -> str:

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2] / "attn_fuse"
 ORDER = (
     "torch_internals", "errors", "report", "expression", "attention", "graph", "lift", "patterns", "emit", "kernels",
     "options", "picker", "guard", "site", "backend", "doors", "explain", "bench", "selfcheck_run", "__init__",
+    "__main__",
 )  # fmt: skip
 MODULES = sorted(ROOT.rglob("*.py"))
 MOST_FILES_AT_THE_ROOT = 10

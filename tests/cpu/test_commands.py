@@ -1,0 +1,75 @@
+"""``python -m attn_fuse``: the commands, and what `info` says of this machine."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import attn_fuse
+from attn_fuse.__main__ import COMMANDS, main
+from attn_fuse.explain import info
+from attn_fuse.kernels import KERNELS
+
+
+@pytest.mark.parametrize("argv", [[], ["--help"]])
+def test_the_commands_are_listed(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == 0
+    listed = capsys.readouterr().out
+    assert all(f"  {name} " in listed for name in ("explain", "bench", "info"))
+
+
+def test_an_unknown_command_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explian"]) == 2
+    assert capsys.readouterr().err == "attn_fuse: there is no command 'explian'. Did you mean 'explain'?\n"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        main([command, "--help"])
+    assert exit.value.code == 0 and "usage: " in capsys.readouterr().out
+
+
+def test_a_command_gets_its_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "nothing_here.py"]) == 2
+    assert "nothing_here.py: no such file" in capsys.readouterr().err
+
+
+def test_it_runs_as_a_module() -> None:
+    done = subprocess.run([sys.executable, "-m", "attn_fuse"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("usage: python -m attn_fuse COMMAND")
+
+
+def test_info_has_versions_and_every_kernel_with_the_reason_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def refuses_halves(kernel: str, dtype: torch.dtype, device: torch.device) -> tuple[str, ...]:
+        asked.append((kernel, dtype, device.type))
+        if kernel == "cudnn":
+            return ("runs on cuda, not on cpu",)
+        return () if dtype == torch.float32 else (f"does not take {dtype}",)
+
+    monkeypatch.setattr(info, "why_not", refuses_halves)
+    lines = info.table().splitlines()
+    assert ["torch", torch.__version__] in [line.split() for line in lines]
+    rows = {line.split()[0]: line for line in lines[lines.index("") + 2 :]}
+    assert list(rows) == [kernel.name for kernel in KERNELS]
+    assert rows["cudnn"].split(maxsplit=2) == ["cudnn", "no", "runs on cuda, not on cpu"]
+    assert rows["chunked"].split(maxsplit=2) == ["chunked", "yes", "float32"]
+    assert len(asked) == 3 * len(KERNELS)
+
+
+def test_info_asks_the_kernels() -> None:
+    cpu = torch.device("cpu")
+    assert info.why_not("chunked", torch.float32, cpu) == ()
+    assert info.why_not("cuda_flash", torch.float32, cpu) == ("runs on cuda, not on cpu",)
+
+
+def test_dir_has_the_public_names_alone() -> None:
+    names = dir(attn_fuse)
+    assert {"explain", "reports", "use_kernels", "__version__"} <= set(names)
+    assert set(names) == set(attn_fuse.__all__) and all(hasattr(attn_fuse, name) for name in names)
+    assert attn_fuse.__version__ == "unknown" or attn_fuse.__version__[0].isdigit()
