@@ -70,6 +70,7 @@ class NotNormal(Exception):
 
 def normalize(region: Region) -> Normal:
     """The region's normal form. Raises NotNormal without one; torch's errors in its operations pass through."""
+    _require_plain_tensors(region)
     mode = _fake_mode(region)
     trains = region.mode.grad and any(map(requires_grad, region.leaves))
     probabilities: list[float | Node] = []
@@ -100,6 +101,18 @@ def normalize(region: Region) -> Normal:
         if (name := node.meta.get("custom", {}).get(_ORIGIN)) in by_name
     }
     return Normal(region, traced, tuple(probabilities), origin, mode, trains)
+
+
+def _require_plain_tensors(region: Region) -> None:
+    """Raise NotNormal for a tensor made of tensors, such as a DTensor: it says itself what an operation means."""
+    for leaf in region.leaves:
+        for tensor in tensors_of(value_of(leaf)):
+            if hasattr(tensor, "__tensor_flatten__"):
+                kind = type(tensor).__name__
+                advice = (
+                    ": attend to local tensors, by to_local() or by use_local_output=True" if kind == "DTensor" else ""
+                )
+                raise NotNormal(f"it reads a {kind}, a tensor with operations of its own{advice}", leaf)
 
 
 def _run(node: Node, env: dict[Node, Any], probabilities: list[float | Node]) -> Any:
