@@ -125,7 +125,7 @@ def _refuse_large(way: _Way, most: int, name: str) -> None:
 
 def _too_large(name: str, count: int, most: int) -> TooLarge:
     return TooLarge(
-        f"{name} has {count / 1e9:.1f}e9 parameters, more than {most / 1e9:g}e9; build a smaller one with "
+        f"{name} has {count:.3g} parameters, more than {most:.3g}; build a smaller one with "
         f"--entry '{name}(...)', or allow it with --parameters {10 ** len(str(count))}"
     )
 

@@ -276,6 +276,35 @@ class TestCommandLine:
         out = capsys.readouterr().out
         assert out.startswith("attention(") and "float64" in out and "1 attention: " in out
 
+    def test_what_was_made_up_stands_under_the_subject(self, write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+        fields = "vocab_size: int", "n_layer: int", "n_head: int", "n_embd: int"
+        config = "".join(f"    {field}\n" for field in fields) + "    block_size: int = 32\n    dropout: float = 0.0\n"
+        source = re.sub(r"(class GPTConfig:\n)(    .*\n)+", rf"\1{config}", GPT)
+        path = write(f"import no_such_plots\n{source}")
+        assert main([path, "--json"]) == 0
+        data = json.loads(capsys.readouterr().out)
+        assert data["said"] == [
+            "not installed, and stood in for: no_such_plots",
+            "sizes by name: GPTConfig(vocab_size=1000, n_layer=2, n_head=4, n_embd=256)",
+        ]
+        assert data["attentions"] == 2
+
+    def test_length_and_batch(self, write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main([write(GPT), "--length", "20", "--batch", "3"]) == 0
+        assert capsys.readouterr().out.startswith("GPT(int64[3, 20])")
+
+    def test_a_setup_that_defines_both(self, write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        setup = tmp_path / "setup_of_it.py"
+        setup.write_text("model = GPT(GPTConfig(n_layer=1))\ninputs = torch.zeros(2, 9, dtype=torch.long)\n")
+        assert main([write(GPT), "--setup", str(setup)]) == 0
+        out = capsys.readouterr().out
+        assert out.startswith("GPT(int64[2, 9])") and "1 attention: " in out
+
+    def test_a_directory(self, write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        write(GPT)
+        assert main([str(tmp_path)]) == 0
+        assert capsys.readouterr().out.startswith("GPT(int64[1, 32])")
+
     def test_a_trained_function(self, write: Write, capsys: pytest.CaptureFixture[str]) -> None:
         inputs = "(torch.randn(1, 2, 8, 4, requires_grad=True),) * 3"
         assert main([write(PLAIN), "--entry", "attention", "--inputs", inputs, "--train"]) == 0
@@ -351,6 +380,18 @@ ERRORS = {
         ["--train", "--entry", "attention", "--inputs", "(torch.randn(1, 2, 8, 4),) * 3"],
         "--train: no output needs a gradient",
     ),
+    "a package that is not installed": (
+        "from torch import nn\nimport no_such_layers\nclass Net(nn.Module):\n    def __init__(self):\n"
+        "        super().__init__()\n        self.mlp = no_such_layers.Mlp()\n",
+        [],
+        "the model uses no_such_layers.Mlp, and no_such_layers is not installed; install no_such_layers",
+    ),
+    "more parameters than allowed": (
+        PLAIN,
+        ["--parameters", "100"],
+        "parameters, more than 100; build a smaller one with --entry 'Net(...)', or allow it with --parameters",
+    ),
+    "a setup that raises": (PLAIN, ["--setup", __file__ + ".none"], "it cannot be read: No such file or directory"),
     "an unknown device": (PLAIN, ["--device", "gpu"], "--device 'gpu' cannot be used: RuntimeError: "),
     "an unknown dtype": (
         PLAIN,
