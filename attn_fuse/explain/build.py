@@ -37,6 +37,8 @@ from attn_fuse.explain.stand_ins import MissingPackage
 
 # Parameters above which a model is not built unasked: 4 GB of float32.
 MOST_PARAMETERS = 1_000_000_000
+# How many modules deep an argument may be a module that is built of arguments itself.
+DEEPEST = 3
 FACTORY = re.compile(r"^(build|make|create|get|new)_|(^|_)(tiny|small|mini|base|s|b|nano|xs)(_|\d|$)", re.I)
 SMALL = re.compile(r"tiny|nano|mini|small|(^|_)(xs|s)(_|$)|base", re.I)
 LOADS = re.compile(r"load|pretrained|download|checkpoint|weights|main|train|test|eval|demo", re.I)
@@ -204,12 +206,26 @@ def _sizes(function: Callable[..., Any], needs: Mapping[str, Any], name: str) ->
     return values
 
 
-def _direct(cls: type[nn.Module], namespace: Mapping[str, Any], path: Path, say: Say) -> _Made:
+def _part(name: str, hint: Any, namespace: Mapping[str, Any]) -> type[nn.Module] | None:
+    # The class of a module that the constructor takes as an argument: `encoder` takes an Encoder.
+    if isinstance(hint, type) and issubclass(hint, nn.Module) and hint is not nn.Module:
+        return hint if hint.__module__.partition(".")[0] != "torch" else None
+    wanted = name.replace("_", "").lower()
+    classes = (value for value in namespace.values() if isinstance(value, type) and issubclass(value, nn.Module))
+    return next((c for c in classes if c.__name__.lower() == wanted and hint in (None, nn.Module)), None)
+
+
+def _direct(cls: type[nn.Module], namespace: Mapping[str, Any], path: Path, say: Say, depth: int = 0) -> _Made:
     arguments: dict[str, Any] = {}
+    parts: dict[str, Callable[[], nn.Module]] = {}
     configs: list[object] = []
     sizes: dict[str, Any] = {}
     for name, hint in without_default(cls).items():
         of = config_class(cls, name, hint, namespace)
+        part = _part(name, hint, namespace) if value_for(name, hint) is None and depth < DEEPEST else None
+        if part is not None and part is not cls:
+            parts[name] = _direct(part, namespace, path, say, depth + 1)[0]
+            continue
         if of is not None:
             arguments[name] = config_of(cls, of, say)
         elif is_config_name(name):
@@ -222,8 +238,12 @@ def _direct(cls: type[nn.Module], namespace: Mapping[str, Any], path: Path, say:
         values = _sizes(cls, sizes, cls.__name__)
         arguments.update(values)
         say(f"sizes by name: {cls.__name__}({in_words(values)})")
-    bound = inspect.signature(cls).bind(**arguments)
-    return lambda: cls(*bound.args, **bound.kwargs), (*configs, {**defaults_of(cls), **arguments})
+
+    def make() -> nn.Module:
+        bound = inspect.signature(cls).bind(**arguments, **{name: build() for name, build in parts.items()})
+        return cls(*bound.args, **bound.kwargs)
+
+    return make, (*configs, {**defaults_of(cls), **arguments})
 
 
 def _shrunk(cls: type[nn.Module], namespace: Mapping[str, Any], path: Path, say: Say) -> _Made:

@@ -100,6 +100,10 @@ def _named_by(value: object, module: types.ModuleType) -> Iterator[object]:
             yield from vars(value).values()
     elif isinstance(value, types.FunctionType):
         if value.__globals__ is vars(module):
+            if value.__name__ == "__init__":
+                # A constructor that is handed an encoder uses the class Encoder.
+                taken = {name.replace("_", "") for name in inspect.signature(value).parameters} - {"self"}
+                yield from (v for v in vars(module).values() if isinstance(v, type) and v.__name__.lower() in taken)
             yield from (vars(module)[name] for name in _global_names(value.__code__) if name in vars(module))
     elif isinstance(value, property):
         yield value.fget

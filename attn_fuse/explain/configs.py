@@ -114,7 +114,6 @@ def config_of(cls: type, config: type, say: Say) -> object:
     """
     given = defaults_of(config)
     missing = {name: value_for(name, hint, given) for name, hint in without_default(config).items()}
-    missing = _consistent(missing, without_default(config), given)
     if unknown := [name for name, value in missing.items() if value is None]:
         values = ", ".join(f"{name}=..." for name in unknown)
         raise ExplainError(
@@ -123,7 +122,6 @@ def config_of(cls: type, config: type, say: Say) -> object:
         )
     try:
         made = config(**missing)
-        # A field of None that has to be set before use, as LLaMA's vocab_size of -1.
     except Exception as error:
         raise ExplainError(
             f"cannot build {cls.__name__}: {config.__name__}() raises {in_one_line(error)}; "
@@ -135,13 +133,8 @@ def config_of(cls: type, config: type, say: Say) -> object:
     return made
 
 
-def _consistent(values: Mapping[str, Any], hints: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    # Once more, each in view of the others, so that all fit one set of defaults.
-    return {name: value_for(name, hints.get(name), given) if v is not None else None for name, v in values.items()}
-
-
 def _filled(config: Any) -> dict[str, Any]:
-    # Sets the sizes that a config leaves open, by None in a required place or by -1, and gives what it set.
+    # Sets the vocabulary that a config leaves open by -1, as LLaMA's does, and gives what it set.
     filled: dict[str, Any] = {}
     if not dataclasses.is_dataclass(config):
         return filled

@@ -19,8 +19,7 @@ MOST_FILES, MOST_CALLS, DEEPEST = 100, 8, 6
 # Functions that try a model out.
 TRIES = re.compile(r"^(main|test|demo|run|example)", re.I)
 # Calls that a value may hold besides those of the file's names.
-HARMLESS = {name: __builtins__[name] if isinstance(__builtins__, dict) else getattr(__builtins__, name) for name in (
-    "int", "float", "bool", "str", "len", "range", "list", "tuple", "dict", "max", "min", "round")}  # fmt: skip
+HARMLESS = {f.__name__: f for f in (int, float, bool, str, len, range, list, tuple, dict, max, min, round)}
 
 
 @dataclass(frozen=True)

@@ -270,6 +270,25 @@ class TestSizes:
         assert model_of(write(config + net("args: ModelArgs", body)))[0].layer.num_embeddings == 1000
 
 
+class TestParts:
+    """Constructors that take other modules of the file."""
+
+    PARTS = net("d_model, n_layers", "self.layer = nn.Linear(d_model, 1)", "Encoder")
+
+    @pytest.mark.parametrize("signature", ["encoder", "encoder: Encoder", "encoder: nn.Module, n_classes"])
+    def test_a_module_by_its_name_or_annotation(self, write: Write, signature: str) -> None:
+        name = signature.split(":")[0].split(",")[0]
+        notes: list[str] = []
+        model, _ = model_of(write(self.PARTS + net(signature, f"self.part = {name}", "Seq2Seq")), notes)
+        assert model.part.layer.in_features == 256
+        assert notes[0] == "sizes by name: Encoder(d_model=256, n_layers=2)"
+
+    def test_one_that_no_class_is_named_after(self, write: Write) -> None:
+        message = "its constructor needs reader; pass --entry 'Seq2Seq(reader=...)'"
+        with pytest.raises(ExplainError, match=re.escape(message)):
+            model_of(write(self.PARTS + net("reader", "self.part = Encoder", "Seq2Seq")))
+
+
 class TestConfigsWithoutAClass:
     BODY = "self.layer = nn.Linear(configs.seq_len, configs.d_model)"
 
