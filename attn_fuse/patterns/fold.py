@@ -85,6 +85,22 @@ def over(scores: Scores, layer: Layer, key_axes: tuple[sympy.Symbol, ...]) -> Sc
     return scores
 
 
+def without_shift(scores: Scores, key_axes: tuple[sympy.Symbol, ...], lifted: Lifted) -> Scores:
+    """`scores` without terms of positions and numbers alone that are the same for every key of a query: these cancel.
+
+    Kernels that compute the weights again, from the logarithm of their sum, lose digits to a term that is large.
+    """
+    if scores.bounded or any(math.isfinite(fill.value) for fill in scores.fills):
+        return scores
+
+    def cancels(term: Expr) -> bool:
+        reads = any(isinstance(part, (ex.Load, ex.Gather, ex.Scalar)) for part in ex.walk(term))
+        is_finite = stays_within(term, _ORDINARY, lifted.space, lifted.learned, lifted.leaf_dtypes.values())
+        return not reads and not index_symbols(term) & set(key_axes) and is_finite
+
+    return replace(scores, terms=tuple(term for term in scores.terms if not cancels(term.value)))
+
+
 def _scaled(scores: Scores, factor: Expr, key_axes: tuple[sympy.Symbol, ...]) -> Scores | Refusal:
     """s * (x + b) = s * x + s * b, and s * where(k, x, f) = where(k, s * x, s * f)."""
     if index_symbols(factor) & set(key_axes):

@@ -19,7 +19,7 @@ from attn_fuse.expression.nodes import Const, Expr, Score, index_symbols
 from attn_fuse.lift.lift import Lifted
 from attn_fuse.patterns import SCORE_LAYERS
 from attn_fuse.patterns.draft import Draft, draft
-from attn_fuse.patterns.fold import fold, mask_and_biases
+from attn_fuse.patterns.fold import fold, mask_and_biases, without_shift
 from attn_fuse.patterns.layer import peel
 
 
@@ -77,6 +77,8 @@ class _Reading:
 def _read(whole: Draft, axes: Axes, lifted: Lifted) -> _Reading:
     layers = peel(whole.score, SCORE_LAYERS)
     folded = fold(layers.found, axes.key)
+    if not isinstance(folded, Refusal) and whole.sink is None:
+        folded = without_shift(folded, axes.key, lifted)
     read = folded if isinstance(folded, Refusal) else mask_and_biases(folded, layers.rest, axes, lifted)
     if isinstance(read, Refusal) or isinstance(folded, Refusal):
         # Keep the whole score as one function.

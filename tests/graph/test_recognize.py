@@ -155,6 +155,31 @@ def test_structure_in_every_place_at_once() -> None:
     assert found.biases == (Load(3, (p.h, p.i, p.at)),)
 
 
+CANCELS = [
+    (lambda p: Const(-1e4), "none", True),
+    (lambda p: ex.Index(p.i), "none", True),
+    (lambda p: Select(NonNegative(p.i - 2), Const(3.0), Const(-7.0)), "-inf", True),
+    (lambda p: ex.Index(p.i - p.j), "none", False),
+    (lambda p: Const(-1e4), "-1e9", False),
+    (lambda p: Const(-1e4), "floor", False),
+    (lambda p: Load(3, (p.b, p.i)), "none", False),
+    (lambda p: ex.Div(Const(1.0), ex.Index(p.i)), "none", False),
+]
+
+
+@pytest.mark.parametrize(("term", "over", "cancels"), CANCELS)
+def test_a_term_that_is_the_same_for_every_key_cancels(term, over, cancels) -> None:
+    """Unless a finite fill or a floor stands beside it, it may be infinite, or it may need a gradient."""
+    p = Parts()
+    scores = ex.Add(p.product(), term(p))
+    if over in ("-inf", "-1e9"):
+        scores = Select(NonNegative(p.i - p.j), scores, Const(float(over)))
+    elif over == "floor":
+        scores = ex.Binary("maximum", scores, Const(-3e38))
+    found = p.recognized(p.out(p.softmax(scores)))
+    assert isinstance(found, Attention) and (not found.biases) == cancels
+
+
 REFUSED: list[tuple[str, Callable[[Parts], Expr]]] = [
     (
         "the output is not a matrix product, or there is a single key",
