@@ -173,9 +173,6 @@ def _fake_mode(region: Region) -> FakeTensorMode:
         mode = getattr(value_of(node), "fake_mode", None)
         if mode is not None:
             return mode
-    kinds = {type(tensor).__name__ for node in region.leaves for tensor in tensors_of(value_of(node))}
-    if kinds:
-        raise NotNormal(f"its tensors are each a {' or '.join(sorted(kinds))}, passed through untouched", region.output)
     raise NotNormal("the graph does not record its tensors", region.output)
 
 

@@ -488,10 +488,12 @@ class TestFunction:
             apart = i[:, None] - i
             return (q @ q.mT).masked_fill((apart < 0) | (apart >= 64), float("-inf")).softmax(-1) @ q
 
+        # Which kernel is the fastest is the machine's to say; this one runs only where Inductor compiles it.
         q = torch.randn(1, 8, 1024, 64)
-        given = explain(window, q)
-        with collecting() as compiled:
-            torch.compile(window, backend="attn_fuse")(q)
+        with attn_fuse.use_kernels("flex"):
+            given = explain(window, q)
+            with collecting() as compiled:
+                torch.compile(window, backend="attn_fuse")(q)
         assert [s.kernel for s in given.sites] == [s.kernel for s in compiled[-1].sites] == ["flex"]
 
     def test_the_module_is_the_function(self) -> None:
