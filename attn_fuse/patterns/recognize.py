@@ -140,9 +140,9 @@ def _axes(whole: Draft) -> Axes | Refusal:
     told_apart = [s for s in home if s in (compared or index_symbols(whole.score))]
     query = tuple(told_apart or home)
     # Of several shared axes the last is that of the heads; a single one is too, behind a batch of 1 or in one dimension
-    # with the features.
+    # with the features, unless queries are grouped: kernels find their heads by one step, from a key head to a group.
     first_is_one = bool(whole.output) and not whole.output[0]
-    packed = any(_is_packed(whole, axis) for axis in shared)
+    packed = set(rows) <= set(query) and any(_is_packed(whole, axis) for axis in shared)
     heads = shared[-1:] if len(shared) > 1 or first_is_one or packed else []
     return Axes(
         batch=tuple(shared[: len(shared) - len(heads)]),
