@@ -90,12 +90,13 @@ def without_shift(scores: Scores, key_axes: tuple[sympy.Symbol, ...], lifted: Li
 
     Kernels that compute the weights again, from the logarithm of their sum, lose digits to a term that is large.
     """
+    limit = _held(_ORDINARY, lifted)
     if scores.bounded or any(math.isfinite(fill.value) for fill in scores.fills):
         return scores
 
     def cancels(term: Expr) -> bool:
         reads = any(isinstance(part, (ex.Load, ex.Gather, ex.Scalar)) for part in ex.walk(term))
-        is_finite = stays_within(term, _ORDINARY, lifted.space, lifted.learned, lifted.leaf_dtypes.values())
+        is_finite = stays_within(term, limit, lifted.space, lifted.learned, lifted.leaf_dtypes.values())
         return not reads and not index_symbols(term) & set(key_axes) and is_finite
 
     return replace(scores, terms=tuple(term for term in scores.terms if not cancels(term.value)))
@@ -216,13 +217,16 @@ def mask_and_biases(
 
 def _hides_nothing(terms: Iterable[Expr], fills: Iterable[MaskFill], lifted: Lifted) -> bool:
     """Whether the sum of `terms` stays far above each of the finite `fills`, for every query and key."""
-    limit = min(abs(fill.value) for fill in fills) / 4
-    if torch.float16 in lifted.leaf_dtypes.values():
-        limit = min(limit, torch.finfo(torch.float16).max / 4)
+    limit = _held(min(abs(fill.value) for fill in fills) / 4, lifted)
     added: Expr = Const(0.0)
     for term in terms:
         added = al.add(added, term)
     return stays_within(added, limit, lifted.space, lifted.learned, lifted.leaf_dtypes.values())
+
+
+def _held(limit: float, lifted: Lifted) -> float:
+    """`limit`, or less where a sum of scores and a number near it may overflow float16."""
+    return min(limit, torch.finfo(torch.float16).max / 4) if torch.float16 in lifted.leaf_dtypes.values() else limit
 
 
 def _is_ordinary(score: Expr, lifted: Lifted) -> bool:

@@ -112,6 +112,9 @@ def _with_sink(
         return Refusal("the softmax runs over a key that has no value")
     if key in ex.index_symbols(logit):
         return Refusal("the sum of the weights has another term for each key")
+    held = dtype_of(inner)
+    if isinstance(logit, Const) and abs(logit.value) * torch.finfo(held).eps >= 1:
+        return Refusal(f"a sink of {logit.value:g} and scores next to it are whole numbers at most in {held}")
     return Normalised(inner, logit, dtype)
 
 
