@@ -242,6 +242,10 @@ REFUSED: list[tuple[str, Callable[[Parts], Expr]]] = [
         lambda p: p.out(ex.Div(p.exp(p.at, p.largest()), ex.Add(p.total(p.largest()), Unary("exp", Load(3, (p.h,)))))),
     ),
     (
+        "a sink of 1e+08 and scores next to it are whole numbers at most in torch.float32",
+        lambda p: p.out(ex.Div(p.exp(p.at), ex.Add(p.total(), Unary("exp", Const(1e8))))),
+    ),
+    (
         "the weights are normalised over another number of keys",
         lambda p: p.out(ex.Div(p.exp(p.at), Reduce("sum", p.e, p.exp(p.e)))),
     ),
