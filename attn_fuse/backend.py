@@ -142,7 +142,11 @@ class Compiler:
         return guarded(compiled, original, inputs, found.proofs, again.compiled, self.by_inner_backend)
 
     def _notes(self, graph: GraphModule) -> tuple[str, ...]:
-        ended = break_after(graph)
+        try:
+            ended = break_after(graph)
+        except Exception:  # rule 5: what a report says must not break a model
+            log.debug("the graph's break cannot be read", exc_info=True)
+            ended = None
         cut = () if ended is None else (f"the graph breaks at {ended.location}: {ended.reason}",)
         return (_PATTERNS_OFF, *cut) if self.options.inner_backend == "inductor" and self.options.compiles else cut
 

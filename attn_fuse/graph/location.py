@@ -39,8 +39,12 @@ def in_stack(stack: str, otherwise: str, module: str = "") -> Location:
 
 def _in_forward(node: Node) -> Location | None:
     for _, kind in reversed((node.meta.get("nn_module_stack") or {}).values()):
+        # torch.export records the name of a class alone.
+        forward = getattr(kind, "forward", None)
+        if forward is None:
+            continue
         with contextlib.suppress(TypeError, OSError):  # a class without a source
-            _, first = inspect.getsourcelines(kind.forward)
+            _, first = inspect.getsourcelines(forward)
             return Location(inspect.getfile(kind), first, f"{kind.__name__}.forward", _module_path(node))
     return None
 

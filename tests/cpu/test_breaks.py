@@ -223,3 +223,5 @@ def test_an_unexpected_error_costs_the_report_alone(monkeypatch: pytest.MonkeyPa
     assert not compiled_sites(after_the_product, *operands(), strict=True)
     monkeypatch.setattr("attn_fuse.backend.part_of", fails)
     assert not compiled_sites(after_the_product, *operands(), strict=True)
+    monkeypatch.setattr("attn_fuse.backend.break_after", fails)
+    assert not compiled_sites(after_the_product, *operands(), strict=True)

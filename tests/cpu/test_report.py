@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import attn_fuse
+from attn_fuse.graph.location import locate
 from attn_fuse.report import Blocker, GraphReport, Location, SiteReport, collecting
 
 
@@ -262,3 +263,12 @@ class Terminal(io.StringIO):
 
     def isatty(self) -> bool:
         return True
+
+
+@pytest.mark.parametrize("kind", ["torch.nn.modules.linear.Linear", nn.Linear, type("Bare", (), {})])
+def test_any_record_of_a_module_gives_a_location(kind: object) -> None:
+    """torch.export, and some versions of Dynamo, record a class by its name alone."""
+    node = torch.fx.Graph().placeholder("x")
+    node.meta["nn_module_stack"] = {"": ("L['self'].proj", kind)}
+    found = locate(node)
+    assert found.module == "proj" and (found.code == "Linear.forward" if kind is nn.Linear else found.line == 0)
