@@ -5,32 +5,19 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import functools
 import json
 import sys
-import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import torch
-from torch import Tensor, nn
-
-from attn_fuse.errors import ExplainError, OptionError, nearest
+from attn_fuse.errors import ExplainError, OptionError
 from attn_fuse.explain import explanation_of, name_of
-from attn_fuse.explain.build import MOST_PARAMETERS, built
-from attn_fuse.explain.choose_entry import candidates
 from attn_fuse.explain.explanation import Explanation
-from attn_fuse.explain.find_file import file_in
-from attn_fuse.explain.guess_inputs import Inputs, inputs_for
-from attn_fuse.explain.open_file import IMPORT_LIMIT, LEFT_OUT, imported
 from attn_fuse.explain.problems import in_one_line
-from attn_fuse.explain.steps import LIMIT, step
+from attn_fuse.explain.steps import step
+from attn_fuse.explain.subject import add_flags, subject_of
 from attn_fuse.options import PICKS, parse_options
 
-DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.bfloat16, torch.float16, torch.float64)}
-# How many outermost classes are tried before the first one's problem is told.
-MOST_CANDIDATES = 3
 # How many times the limit of another step compiling may take.
 COMPILING = 3
 
@@ -78,36 +65,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m attn_fuse.explain",
         description="Say what attn_fuse makes of every attention of the model in a Python file.",
     )
-    parser.add_argument(
-        "path", type=Path, help="a Python file that defines the model, or a package or directory with one"
-    )
-    parser.add_argument(
-        "--entry", metavar="EXPR", help="what to run, in the file's names: a class, a model, a function"
-    )
-    parser.add_argument("--inputs", metavar="EXPR", help="its inputs: a tensor, a tuple of arguments, a dict by name")
-    parser.add_argument(
-        "--setup",
-        metavar="FILE",
-        type=Path,
-        help="a Python file that defines `model`, `inputs`, or names for both flags",
-    )
-    parser.add_argument("--length", metavar="N", type=_count, help="length of the sequences that are guessed")
-    parser.add_argument(
-        "--batch", metavar="N", type=_count, default=1, help="batch size of the inputs that are guessed (1)"
-    )
-    parser.add_argument(
-        "--parameters",
-        metavar="N",
-        type=_count,
-        default=MOST_PARAMETERS,
-        help=f"how many a model that is built here may have ({MOST_PARAMETERS:g})",
-    )
-    parser.add_argument(
-        "--time-limit", metavar="SECONDS", type=_count, help=f"of each step ({LIMIT:g}; importing {IMPORT_LIMIT:g})"
-    )
-    parser.add_argument("--train", action="store_true", help="in training mode, with a backward pass")
-    parser.add_argument("--device", help="where to run (default: where the model is)")
-    parser.add_argument("--dtype", help=f"of weights and inputs: {', '.join(DTYPES)}")
+    add_flags(parser)
     parser.add_argument("--dynamic", action="store_true", help="compile with dynamic shapes")
     parser.add_argument("--pick", help=f"{' or '.join(PICKS)}; fused: every site that some kernel can run")
     parser.add_argument("--kernels", help="names of the only kernels to use, with commas between")
@@ -118,226 +76,20 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _count(text: str) -> int:
-    if text.isdecimal() and int(text) > 0:
-        return int(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-
-
 def _explain_path(args: argparse.Namespace) -> Explanation:
     options = {"pick": args.pick, "kernels": args.kernels and [name.strip() for name in args.kernels.split(",")]}
     options = {name: value for name, value in options.items() if value is not None}
     parse_options(options)
-    device, dtype = _device(args.device), _dtype(args.dtype)
-    notes: list[str] = []
-    path = file_in(args.path, notes.append) if args.path.is_dir() else args.path
-    limit = args.time_limit or LIMIT
-    with imported(path, notes.append, args.time_limit or IMPORT_LIMIT) as module:
-        namespace = _with_setup(args.setup, vars(module), limit)
-        subject = _subject(args, module, namespace, notes, limit)
+    with subject_of(args) as subject:
         model, inputs = subject.model, subject.inputs
-        if isinstance(model, nn.Module):
-            model = model.to(device=device, dtype=dtype).train(args.train)
-        inputs = Inputs(_moved(inputs.args, device, dtype), _moved(inputs.kwargs, device, dtype))
-        run = functools.partial(_run, inputs=inputs, train=args.train)
-        if subject.is_given or device or dtype:
-            with step(f"running {name_of(model)}({inputs})", limit, "pass smaller --inputs"):
-                _run_as_written(model, inputs, run)
         try:
-            with step(f"compiling {name_of(model)}", COMPILING * limit, "pass a smaller model with --entry"):
-                explanation = explanation_of(model, inputs, run, options, args.dynamic)
+            with step(f"compiling {name_of(model)}", COMPILING * subject.limit, "pass a smaller model with --entry"):
+                explanation = explanation_of(model, inputs, subject.call, options, args.dynamic)
         except (ExplainError, OptionError):
             raise
         except Exception as error:
-            _run_as_written(model, inputs, run)
+            subject.call_as_written()
             raise ExplainError(
-                f"{name_of(model)}({inputs}) runs as written, but torch.compile fails on it: {in_one_line(error)}"
+                f"{subject} runs as written, but torch.compile fails on it: {in_one_line(error)}"
             ) from error
-        return dataclasses.replace(explanation, said=tuple(notes))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Subject:
-    # What to explain. is_given: whether the user gave the inputs.
-    model: Callable[..., Any]
-    inputs: Inputs
-    is_given: bool
-
-
-def _with_setup(setup: Path | None, namespace: Mapping[str, Any], limit: float) -> Mapping[str, Any]:
-    # The file's names, and those that the file of --setup defines from them.
-    if setup is None:
-        return namespace
-    try:
-        code = compile(setup.read_bytes(), str(setup), "exec")
-    except OSError as error:
-        raise ExplainError(f"--setup {setup}: it cannot be read: {error.strerror}; pass a Python file") from error
-    except (SyntaxError, ValueError) as error:
-        raise ExplainError(f"--setup {setup}: {in_one_line(error)}") from error
-    scope = dict(namespace)
-    try:
-        with step(f"running --setup {setup.name}", limit, "leave out what it does not need"):
-            exec(code, scope)
-    except (Exception, SystemExit) as error:
-        if isinstance(error, ExplainError):
-            raise
-        raise ExplainError(f"--setup {setup}: it raises {in_one_line(error)}") from error
-    return scope
-
-
-def _subject(
-    args: argparse.Namespace, module: types.ModuleType, namespace: Mapping[str, Any], notes: list[str], limit: float
-) -> _Subject:
-    expression = args.entry or ("model" if args.setup and "model" in namespace else None)
-    if expression is not None:
-        with step(f"building {expression}", limit, "pass a smaller model with --entry"):
-            entry = evaluated("--entry", expression, namespace)
-            model, holders = _model(expression, entry, namespace, notes, args.parameters)
-        return _with_inputs(args, model, holders, namespace, limit)
-    failures: list[ExplainError] = []
-    classes = candidates(module)
-    for cls in classes[:MOST_CANDIDATES]:
-        said: list[str] = []
-        try:
-            with step(f"building {cls.__name__}", limit, f"build a smaller one with --entry '{cls.__name__}(...)'"):
-                made = built(cls, namespace, said.append, args.parameters)
-            subject = _with_inputs(args, made.model, made.holders, namespace, limit)
-        except ExplainError as error:
-            failures.append(error)
-            continue
-        if len(classes) > 1:
-            others = [other.__name__ for other in classes if other is not cls]
-            said.insert(0, f"of several outermost classes, {cls.__name__}; with --entry: {', '.join(others[:4])}")
-        notes += said
-        return subject
-    left_out = [note for note in notes if note.startswith(LEFT_OUT)]
-    if left_out and "NameError" in str(failures[0]):
-        raise ExplainError(f"{failures[0]}; {left_out[0]}") from failures[0]
-    raise failures[0]
-
-
-def _with_inputs(
-    args: argparse.Namespace,
-    model: Callable[..., Any],
-    holders: Sequence[object],
-    namespace: Mapping[str, Any],
-    limit: float,
-) -> _Subject:
-    expression = args.inputs or ("inputs" if args.setup and "inputs" in namespace else None)
-    if expression is None:
-        if not isinstance(model, nn.Module):
-            raise ExplainError(f"no inputs can be guessed for the function {name_of(model)}; pass them with --inputs")
-        with step(f"finding inputs for {name_of(model)}", limit, "pass them with --inputs"):
-            guessed = inputs_for(model.eval(), holders, args.train, args.length, args.batch)
-        return _Subject(model, guessed, is_given=False)
-    return _Subject(model, _given_inputs(expression, namespace), is_given=True)
-
-
-def _model(
-    expression: str, entry: object, namespace: Mapping[str, Any], notes: list[str], most: int
-) -> tuple[Callable[..., Any], tuple[object, ...]]:
-    """The model or function to run, and the configs and arguments it was built from."""
-    if isinstance(entry, type) and issubclass(entry, nn.Module):
-        made = built(entry, namespace, notes.append, most)
-        return made.model, made.holders
-    if isinstance(entry, type) or not callable(entry):
-        given = f"the class {entry.__name__}" if isinstance(entry, type) else f"a value of type {type(entry).__name__}"
-        raise ExplainError(f"--entry {expression!r} gives {given}; it must give an nn.Module, or a function")
-    return entry, ()
-
-
-def _given_inputs(expression: str, namespace: Mapping[str, Any]) -> Inputs:
-    match evaluated("--inputs", expression, namespace):
-        case tuple() as values:
-            return Inputs(values)
-        case dict() as values if all(isinstance(name, str) for name in values):
-            return Inputs((), values)
-        case Tensor() as value:
-            return Inputs((value,))
-        case other:
-            raise ExplainError(
-                f"--inputs {expression!r} gives a {type(other).__name__}; "
-                f"it must give a tensor, a tuple of arguments, or a dict of arguments by name"
-            )
-
-
-def evaluated(flag: str, expression: str, namespace: Mapping[str, Any]) -> Any:
-    """The value of the Python expression that `flag` was given; `namespace` and `torch` are its names.
-
-    Raises ExplainError where it does not evaluate.
-    """
-    try:
-        return eval(compile(expression.strip(), f"<{flag}>", "eval"), {"torch": torch, **namespace})
-    except ExplainError:
-        raise
-    except Exception as error:
-        raise ExplainError(f"{flag} {expression!r} does not evaluate: {in_one_line(error)}") from error
-
-
-def _run(model: Callable[..., Any], *, inputs: Inputs, train: bool) -> None:
-    with torch.set_grad_enabled(train):
-        out = model(*inputs.args, **inputs.kwargs)
-        if train:
-            _backward(out)
-
-
-def _run_as_written(model: Callable[..., Any], inputs: Inputs, run: Callable[..., None]) -> None:
-    """Raise ExplainError where the model itself raises, uncompiled: Dynamo would log a traceback."""
-    try:
-        run(model)
-    except ExplainError:
-        raise
-    except Exception as error:
-        raise ExplainError(
-            f"{name_of(model)}({inputs}) raises {in_one_line(error)}; pass inputs that it takes with --inputs"
-        ) from error
-
-
-def _backward(out: object) -> None:
-    losses = [tensor.float().sum() for tensor in _tensors(out) if tensor.requires_grad]
-    if not losses:
-        raise ExplainError("--train: no output needs a gradient; pass --inputs that do, or leave --train out")
-    sum(losses[1:], losses[0]).backward()
-
-
-def _tensors(value: object) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)
-    elif dataclasses.is_dataclass(value):
-        yield from _tensors(vars(value))
-
-
-def _moved(value: Any, device: torch.device | None, dtype: torch.dtype | None) -> Any:
-    """`value` with its tensors on `device`, the floating-point ones in `dtype`."""
-    if isinstance(value, Tensor):
-        return value.to(device=device, dtype=dtype if value.is_floating_point() else None)
-    if type(value) in (tuple, list):
-        return type(value)(_moved(item, device, dtype) for item in value)
-    if type(value) is dict:
-        return {name: _moved(item, device, dtype) for name, item in value.items()}
-    return value
-
-
-def _device(name: str | None) -> torch.device | None:
-    if name is None:
-        return None
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise ExplainError(
-            f"--device {name!r} cannot be used: {in_one_line(error)}; pass one that can, as in cpu"
-        ) from error
-    return device
-
-
-def _dtype(name: str | None) -> torch.dtype | None:
-    if name is None or name in DTYPES:
-        return DTYPES.get(name or "")
-    raise ExplainError(f"--dtype {name!r} is no dtype to run a model in.{nearest(name, DTYPES)}")
+        return dataclasses.replace(explanation, said=subject.said)
