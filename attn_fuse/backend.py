@@ -36,6 +36,7 @@ from attn_fuse.torch_internals import (
     without_inductor_attention,
 )
 
+_MEND_BREAK = "move that line out of the attention, or write it so that Dynamo can trace it"
 _PATTERNS_OFF = "Inductor's own attention patterns were kept off this graph: they rewrite look-alikes wrongly"
 
 
@@ -195,7 +196,7 @@ def _part_of(graph: GraphModule, inputs: Sequence[Any]) -> Part | None:
 
 def _blocked_by(cut: Break, report: SiteReport) -> SiteReport:
     reason = f"the graph breaks inside it, at line {cut.location.line}: {cut.reason}"
-    return replace(report, blocker=Blocker(reason, "graph break", cut.location))
+    return replace(report, blocker=Blocker(reason, "graph break", cut.location, _MEND_BREAK))
 
 
 def require_all_fused(sites: Sequence[SiteReport]) -> None:

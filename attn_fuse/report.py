@@ -41,11 +41,15 @@ class Location:
 
 @dataclass(frozen=True)
 class Blocker:
-    """Why a site stayed as written. op: the name of the operation that blocks. location: its place in the source."""
+    """Why a site stayed as written.
+
+    op: the name of the operation that blocks. location: its place in the source. advice: what to do next.
+    """
 
     reason: str
     op: str
     location: Location | None
+    advice: str = ""
 
 
 @dataclass(frozen=True)
@@ -188,38 +192,13 @@ def as_text(report: GraphReport, expressions: bool = False, plain: bool = False)
             kernels.setdefault(reasons, []).append(kernel)
         for reasons, names in kernels.items():
             lines += wrapped(f"not {', '.join(names)}: {'; '.join(reasons)}", 6)
-        if advice := advice_on(site):
-            lines += wrapped(f"{'next:':<12}{advice}", 6)
+        if site.blocker is not None and site.blocker.advice:
+            lines += wrapped(f"{'next:':<12}{site.blocker.advice}", 6)
         lines.append("")
     lines += [line for note in report.notes for line in wrapped(f"note: {note}", 0)]
     return "\n".join(lines)
 
 
-def advice_on(site: SiteReport) -> str:
-    """The next thing to do about an attention that is left as written; "" for any other."""
-    if site.blocker is None or site.fused:
-        return ""
-    for reason, advice in _ADVICE.items():
-        if site.blocker.reason.startswith(reason):
-            return advice
-    where = site.blocker.location or site.location
-    return f"write the attention without this one operation: {site.blocker.op}, line {where.line}"
-
-
-# By how a reason begins. What no line names is blocked by one operation.
-_ADVICE = {
-    "no kernel is": 'try larger inputs; options={"pick": "fused"} fuses it all the same; '
-    "`python -m attn_fuse.bench --calibrate` measures this device",
-    "no kernel was measured": 'options={"pick": "fused"} fuses it all the same; '
-    "`python -m attn_fuse.bench --calibrate` measures this device",
-    "no kernel can run it": "change what the kernels decline, or allow more of them",
-    "the weights are also used": 'keep and return no weights, or fuse it all the same with options={"pick": "fused"}',
-    "the graph breaks inside it": "move that line out of the attention, or write it so that Dynamo can trace it",
-    "heads are mixed": "no kernel takes mixed heads: keep it, or attend with each head by itself",
-    "the fuel is used up": "raise the option fuel",
-    "not looked at:": "raise the option seconds",
-    "analysing it failed": "report the failure, which the log holds in full",
-}
 _BOLD, _GREEN, _YELLOW = "1", "32", "33"
 
 

@@ -23,12 +23,10 @@ from attn_fuse.graph.location import locate
 from attn_fuse.graph.names import op_name, value_of
 from attn_fuse.graph.region import RefusedRegion, Region, Site, cut_at
 from attn_fuse.graph.scopes import Scope, StillWritten, is_frozen, scopes
-from attn_fuse.graph.walk import batch_dimensions, is_product
 from attn_fuse.guard import Proof, can_be_guarded
 from attn_fuse.lift.closed_forms import ClosedForm, Diagonals, closed_form
 from attn_fuse.lift.lift import Lifted, NotLifted
 from attn_fuse.lift.normalize import Normal, NotNormal
-from attn_fuse.patterns.heads import mixes_heads
 from attn_fuse.picker.pick import Choice, SelfCheck, Stopwatch
 from attn_fuse.report import Blocker, SiteReport, log
 from attn_fuse.torch_internals import FakeTensorMode, source_name
@@ -98,16 +96,24 @@ class Rewriter:
                 if all(isinstance(region, Region) and not region.output.users for region in site.candidates):
                     continue  # it was a part of a fused site, and was erased with it
                 late = time.perf_counter() - self._picking > started + seconds
-                why = f"not looked at: {seconds:g} seconds had passed" if late else self.left.get(len(reports))
+                why = self._left(len(reports), seconds if late else None)
                 if why is None:
                     report = self._site(site)
                 else:
-                    blocker = _blocker(Refusal(why), site.softmax)
+                    blocker = _blocker(why, site.softmax)
                     report = None if site.unsure else SiteReport(locate(site.softmax), "refused", blocker=blocker)
                 reports += [] if report is None else [report]
         for scope in scopes(self.graph):
             scope.module.recompile()
         return reports
+
+    def _left(self, number: int, spent: float | None) -> Refusal | None:
+        """Why the site `number` is not looked at; None where it is. spent: the seconds that are over."""
+        if spent is not None:
+            return Refusal(f"not looked at: {spent:g} seconds had passed", advice="raise the option seconds")
+        if number not in self.left:
+            return None
+        return Refusal(self.left[number], advice="report the disagreement, with the program, as a failure of attn_fuse")
 
     # ---- one site
 
@@ -132,7 +138,9 @@ class Rewriter:
                 return self._fuse(region, site)
         except Exception as problem:  # rule 5: whatever goes wrong in here must not break the model
             log.warning("%s: the attention stays as written, since analysing it failed", location, exc_info=True)
-            reason = Refusal(f"analysing it failed: {named(problem)}")
+            reason = Refusal(
+                f"analysing it failed: {named(problem)}", advice="report the failure, which the log holds in full"
+            )
             return SiteReport(location, "refused", blocker=_blocker(reason, region.softmax))
 
     def _fuse(self, region: Region, site: Site) -> SiteReport:
@@ -193,7 +201,7 @@ class Rewriter:
             name, saved = choice.kernel.name, facts.score_bytes
             report = replace(left, status="fused", kernel=name, why_not=choice.why_not, score_bytes=saved)
             if not self.may_rewrite(report):
-                blocker = _blocker(Refusal("the fuel is used up"), region.softmax)
+                blocker = _blocker(Refusal("the fuel is used up", advice="raise the option fuel"), region.softmax)
                 return replace(left, why_not=choice.why_not, blocker=blocker)
             try:
                 self._replaced[region.output] = self.stages.emit(
@@ -207,7 +215,8 @@ class Rewriter:
         words.pop("picked", None)
         # Where kernels decline a function of the scores, the operation that made it one is to blame.
         declined = attention.unread is not None and attention.unread.reason in choice.because
-        why = Refusal(choice.because, attention.unread.node if declined and attention.unread else None)
+        culprit = attention.unread.node if declined and attention.unread else None
+        why = Refusal(choice.because, culprit, choice.advice)
         return replace(left, why_not=choice.why_not, blocker=_blocker(why, region.softmax))
 
     def _drawn(self, attention: Attention, region: Region) -> tuple[str, ...]:
@@ -308,7 +317,7 @@ class _Analysis:
     def _moved(self, refusal: Refusal, region: Region) -> Refusal:
         if refusal.node not in self.region.nodes:
             return refusal
-        return Refusal(refusal.reason, region.nodes[self.region.nodes.index(refusal.node)])
+        return replace(refusal, node=region.nodes[self.region.nodes.index(refusal.node)])
 
 
 def _analyse(region: Region, proofs: Mapping[Node, Proof], stages: Stages) -> _Analysis:
@@ -329,7 +338,7 @@ def _analyse(region: Region, proofs: Mapping[Node, Proof], stages: Stages) -> _A
             result = stages.recognize(lifted)
             expression = _in_mathematics(result, lifted, region)
             if isinstance(result, Refusal):
-                result = _at_its_operation(_with_heads_named(result, lifted, region), normal)
+                result = _at_its_operation(result, normal)
             elif result.unread is not None:
                 result = replace(result, unread=_at_its_operation(result.unread, normal))
             return _Analysis(region, result, normal.mode, tuple(cuts), normal.multiplied, expression)
@@ -339,16 +348,6 @@ def _analyse(region: Region, proofs: Mapping[Node, Proof], stages: Stages) -> _A
                 return _Analysis(region, Refusal(str(problem), problem.node), normal.mode, tuple(cuts))
             cuts.append(region.nodes.index(problem.node))
             region = cut
-
-
-def _with_heads_named(refusal: Refusal, lifted: Lifted, region: Region) -> Refusal:
-    """`refusal`, in plain words where the scores or weights are mixed over the heads."""
-    if ex.size(lifted.element) > _MOST_NODES:
-        return refusal
-    products = {n: batch_dimensions(leaf) for n, leaf in enumerate(region.leaves) if is_product(leaf)}
-    return (
-        Refusal("heads are mixed (talking heads)", refusal.node) if mixes_heads(lifted.element, products) else refusal
-    )
 
 
 # The max size of an expression in a report, in nodes and in characters: a larger one is for a program to read.
@@ -389,7 +388,7 @@ def _leaf_name(leaf: Node, region: Region) -> str:
 def _at_its_operation(refusal: Refusal, normal: Normal) -> Refusal:
     """`refusal` with a node of Dynamo's graph: the operation that made its node, a part of an expression."""
     made_by = ex.origin_of(refusal.node) if isinstance(refusal.node, ex.Expr) else None
-    return Refusal(refusal.reason, normal.origin.get(made_by))
+    return replace(refusal, node=normal.origin.get(made_by))
 
 
 def _as_read(leaf: Node, region: Region) -> object:
@@ -458,7 +457,9 @@ class _Named:
 
 def _blocker(refusal: Refusal, softmax: Node) -> Blocker:
     node = refusal.node if isinstance(refusal.node, Node) else softmax
-    return Blocker(refusal.reason, op_name(node) if node.op.startswith("call_") else node.op, locate(node))
+    op, location = op_name(node) if node.op.startswith("call_") else node.op, locate(node)
+    otherwise = f"write the attention without this one operation: {op}, line {location.line}"
+    return Blocker(refusal.reason, op, location, refusal.advice or otherwise)
 
 
 def _plain(source: str) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.exc import ShortenTraceback
+from torch._dynamo.utils import counters
 from torch._logging import trace_structured
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -166,6 +167,11 @@ def graph_break(graph: torch.fx.GraphModule) -> tuple[str, str] | None:
     if not getattr(ended, "graph_break", False):
         return None
     return str(ended.reason), "".join(traceback.format_list(ended.user_stack))
+
+
+def left_by_dynamo() -> dict[str, int]:
+    """How often Dynamo gave up tracing in this process, by what it said each time."""
+    return dict(counters["unimplemented"])
 
 
 def innermost(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ out[b, h, i, v] = out_scale * sum_j dropout(factor * softmax_j(scores[b, h, i, j
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
@@ -23,14 +23,16 @@ class Refusal:
     """Why fusing would change the result.
 
     node: the operation that blocks, or the part of an expression that it made; None where that is not known yet.
+    advice: what the user can do; "" where one operation is to be written otherwise.
     """
 
     reason: str
     node: Any = field(default=None, compare=False)
+    advice: str = ""
 
     def at(self, node: Any) -> Refusal:
         """The same refusal with `node` as its node, unless it has one."""
-        return self if self.node is not None else Refusal(self.reason, node)
+        return self if self.node is not None else replace(self, node=node)
 
 
 @dataclass(frozen=True)

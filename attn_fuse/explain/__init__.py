@@ -23,6 +23,7 @@ from attn_fuse.errors import OptionError as OptionError
 from attn_fuse.errors import nearest as nearest
 from attn_fuse.explain.explanation import Explanation
 from attn_fuse.explain.guess_inputs import Inputs
+from attn_fuse.graph.breaks import functions_left_alone
 from attn_fuse.options import PICKS as PICKS
 from attn_fuse.options import parse_options as parse_options
 from attn_fuse.report import GraphReport as GraphReport
@@ -31,6 +32,7 @@ from attn_fuse.report import as_json as as_json
 from attn_fuse.report import as_text as as_text
 from attn_fuse.report import bytes_in_words as bytes_in_words
 from attn_fuse.report import collecting
+from attn_fuse.torch_internals import left_by_dynamo
 
 # Keeps what we compile of the model's code after graph breaks apart from what the user compiles; not in torch 2.11.
 _ISOLATED: dict[str, Any] = {
@@ -76,9 +78,12 @@ def explanation_of(
         dynamic=dynamic,
         **_ISOLATED,
     )
+    before = left_by_dynamo()
     with collecting() as reports:
         use(compiled)
-    return Explanation(_subject(model, inputs, any(recording)), tuple(reports))
+    left = [text for text, times in left_by_dynamo().items() if times > before.get(text, 0)]
+    subject = _subject(model, inputs, any(recording))
+    return Explanation(subject, tuple(reports), not_compiled=tuple(functions_left_alone(left)))
 
 
 def _call(self: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

@@ -16,11 +16,13 @@ class Explanation:
     subject: the model and its inputs, mode, dtype and device, in words.
     reports: one for each graph that torch.compile made of the model.
     said: what was made up to build and run it, one line each.
+    not_compiled: a sentence on each function that torch.compile left as written, with no graph of it.
     """
 
     subject: str
     reports: tuple[GraphReport, ...]
     said: tuple[str, ...] = ()
+    not_compiled: tuple[str, ...] = ()
 
     @property
     def sites(self) -> tuple[SiteReport, ...]:
@@ -31,6 +33,11 @@ class Explanation:
     def fused(self) -> int:
         """How many attentions run on a fused kernel."""
         return sum(site.fused for site in self.sites)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences on the graphs, and on what has none."""
+        return tuple(dict.fromkeys((*self.not_compiled, *(note for report in self.reports for note in report.notes))))
 
     @property
     def already_fused(self) -> int:
@@ -53,8 +60,7 @@ class Explanation:
 
     def text(self, expressions: bool = False) -> str:
         """The report in words. expressions: with each attention as mathematics."""
-        notes = tuple(dict.fromkeys(note for report in self.reports for note in report.notes))
-        text = as_text(GraphReport(self.sites, 0.0, notes), expressions).strip()
+        text = as_text(GraphReport(self.sites, 0.0, self.notes), expressions).strip()
         subject = "\n".join((self.subject, *(f"  {line}" for line in self.said)))
         return "\n\n".join(part for part in (subject, text, self._summary()) if part)
 
@@ -64,6 +70,7 @@ class Explanation:
         return {
             "subject": self.subject,
             "said": list(self.said),
+            "not_compiled": list(self.not_compiled),
             "attentions": len(self.sites),
             "fused": self.fused,
             "left_as_written": self.left_as_written,
@@ -75,7 +82,7 @@ class Explanation:
     def html(self) -> str:
         """The explanation as an HTML page that needs nothing beside itself."""
         summary = "\n".join((self._summary(), *self.said))
-        return page(self.subject, summary, tuple(grouped(self.sites)), self.reports)
+        return page(self.subject, summary, tuple(grouped(self.sites)), self.notes, self.reports)
 
     def graphs(self) -> str:
         """The code of each graph, before and after the rewrites."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
 from attn_fuse.attention.picture import ALL, NONE, SOME
-from attn_fuse.report import GraphReport, Location, SiteReport, advice_on, bytes_in_words
+from attn_fuse.report import GraphReport, Location, SiteReport, bytes_in_words
 
 _STATUS = {
     "fused": "fused",
@@ -21,9 +21,10 @@ _AROUND = 3
 _SIDE = 224
 
 
-def page(subject: str, summary: str, sites: Sequence[SiteReport], graphs: Sequence[GraphReport]) -> str:
-    """The page. sites: those of all graphs, with equal layers merged. graphs: for their code and notes."""
-    notes = dict.fromkeys(note for graph in graphs for note in graph.notes)
+def page(
+    subject: str, summary: str, sites: Sequence[SiteReport], notes: Sequence[str], graphs: Sequence[GraphReport]
+) -> str:
+    """The page. sites: those of all graphs, with equal layers merged. graphs: for their code."""
     body = [
         f"<h1>{escape(subject)}</h1>",
         *(f"<p class=summary>{escape(line)}</p>" for line in summary.splitlines()),
@@ -56,8 +57,8 @@ def _site(number: int, site: SiteReport) -> Iterator[str]:
         yield f"<p class=because>Because {escape(site.blocker.reason)}</p>"
         if site.blocker.location is not None and site.blocker.location != site.location:
             yield from _source(site.blocker.location)
-    if advice := advice_on(site):
-        yield f"<p>Next: {escape(advice)}</p>"
+    if site.blocker is not None and site.blocker.advice:
+        yield f"<p>Next: {escape(site.blocker.advice)}</p>"
     facts = dict(site.attention)
     if site.score_bytes:
         facts["saved"] = f"{bytes_in_words(site.score_bytes)} of scores no longer stored"

@@ -7,9 +7,10 @@ What joins two graphs is the tensor itself, so code that Dynamo does not see and
 
 from __future__ import annotations
 
+import itertools
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,11 @@ from attn_fuse.torch_internals import FakeTensor, FakeTensorMode, graph_break
 
 # An attention has two products and a softmax, with dropout or a cast between: more graphs are joined for nothing.
 _MOST_PARTS = 4
+_CALLS_NOTED = 8
+# How Dynamo names a function that it leaves to Python altogether.
+_SKIPPED = re.compile(
+    r"graph break in loop\n.*frame skipped: (?P<name>\S+) \((?P<file>.+) line (?P<line>\d+)\)", re.DOTALL
+)
 
 
 @dataclass(frozen=True)
@@ -99,20 +105,44 @@ def break_after(graph: GraphModule) -> Break | None:
     if found is None:
         return None
     reason, stack = found
+    return Break(_in_one_line(reason), in_stack(stack, "a graph break"))
+
+
+def _in_one_line(reason: str) -> str:
+    """What Dynamo could not trace, and its first explanation."""
     what, _, more = reason.strip().partition("\n")
     why = re.search(r"Explanation: (.*)", more)
-    said = ": ".join(part.strip().rstrip(".:") for part in (what, why[1] if why else "") if part.strip())
-    return Break(said, in_stack(stack, "a graph break"))
+    return ": ".join(part.strip().rstrip(".:") for part in (what, why[1] if why else "") if part.strip())
+
+
+def functions_left_alone(said: Iterable[str]) -> Iterator[str]:
+    """A sentence on each function that Dynamo runs as written, since a break stands in a loop of it.
+
+    said: what Dynamo said when it gave up tracing, whole.
+    """
+    for text in said:
+        function = _SKIPPED.search(text)
+        if function is not None:
+            where = Location(function["file"], int(function["line"]), "", "")
+            yield (
+                f"torch.compile leaves the function {function['name']} ({where}) as written, with any attention in it: "
+                f"a graph break in a loop. {_in_one_line(text)}. Move what breaks out of the loop."
+            )
 
 
 def remembering(compiled: Callable[..., Any], part: Part) -> Callable[..., Any]:
-    """`compiled`, the callable of the graph of `part`, which then knows the tensors that it returns."""
+    """`compiled`, the callable of the graph of `part`, whose first calls note the tensors that they return.
+
+    What continues the part is compiled in the first call, or in one of the next where that one goes another way.
+    """
+    calls = itertools.count()
 
     def run(*values: Any) -> Any:
         made = compiled(*values)
-        for number, tensor in enumerate(made):
-            if isinstance(tensor, torch.Tensor):
-                _returned[tensor] = (part, number)
+        if next(calls) < _CALLS_NOTED:
+            for number, tensor in enumerate(made):
+                if isinstance(tensor, torch.Tensor):
+                    _returned[tensor] = (part, number)
         return made
 
     return run

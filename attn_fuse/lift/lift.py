@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
@@ -23,6 +23,7 @@ from attn_fuse.expression import simplify as al
 from attn_fuse.expression.index import Space
 from attn_fuse.expression.nodes import Expr
 from attn_fuse.graph.names import value_of
+from attn_fuse.graph.walk import batch_dimensions, is_product
 from attn_fuse.lift.closed_forms import ClosedForm, Diagonals
 from attn_fuse.lift.normalize import Normal
 from attn_fuse.lift.operations import OPERATIONS
@@ -40,6 +41,7 @@ class Lifted:
     element: over `indices`, which has one symbol (or 0, for size 1) for each dimension.
     leaf_dtypes: of each leaf that is a tensor, by its number.
     learned: the numbers of the leaves that are parameters in training, assumed to lie in [-100, 100].
+    batch_of: of each leaf that is a matrix product, by its number, the dimensions along which it multiplies others.
     """
 
     element: Expr
@@ -49,6 +51,7 @@ class Lifted:
     space: Space
     leaf_dtypes: Mapping[int, torch.dtype]
     learned: frozenset[int]
+    batch_of: Mapping[int, frozenset[int]] = field(default_factory=dict)
 
 
 class NotLifted(Exception):
@@ -78,7 +81,9 @@ def lift(normal: Normal, closed_forms: Mapping[int, ClosedForm | Diagonals]) -> 
     learned = frozenset(n for n, x in enumerate(values) if is_learned(x))
     along = {n: form for n, form in closed_forms.items() if isinstance(form, Diagonals)}
     element = lifter.read_along(element, along, learned) if along else element
-    return Lifted(element, indices, output.shape, output.dtype, space, lifter.leaf_dtypes, learned)
+    leaves = enumerate(normal.region.leaves)
+    batch_of = {n: batch_dimensions(leaf) for n, leaf in leaves if is_product(leaf)}
+    return Lifted(element, indices, output.shape, output.dtype, space, lifter.leaf_dtypes, learned, batch_of)
 
 
 class _Lifter:

@@ -7,8 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 
+from attn_fuse.attention.attention import Refusal
 from attn_fuse.expression import nodes as ex
 from attn_fuse.expression.nodes import Contract, Expr, Load, index_symbols
+
+MIXED = Refusal(
+    "heads are mixed (talking heads)",
+    advice="no kernel takes mixed heads: keep it, or attend with each head by itself",
+)
 
 
 def mixes_heads(element: Expr, batch_of: Mapping[int, Set[int]]) -> bool:

@@ -20,11 +20,23 @@ from attn_fuse.lift.lift import Lifted
 from attn_fuse.patterns import SCORE_LAYERS
 from attn_fuse.patterns.draft import Draft, draft
 from attn_fuse.patterns.fold import fold, mask_and_biases, without_shift
+from attn_fuse.patterns.heads import MIXED, mixes_heads
 from attn_fuse.patterns.layer import peel
+
+# The max size of an expression, in nodes, whose refusal is looked into once more.
+_MOST_NODES = 4000
 
 
 def recognize(lifted: Lifted) -> Attention | Refusal:
     """The attention that `lifted` is an element of; a Refusal where it is none."""
+    found = _recognized(lifted)
+    if isinstance(found, Attention) or ex.size(lifted.element) > _MOST_NODES:
+        return found
+    # What blocks then is a detail of the mixing, which its name says better.
+    return MIXED.at(found.node) if mixes_heads(lifted.element, lifted.batch_of) else found
+
+
+def _recognized(lifted: Lifted) -> Attention | Refusal:
     space = lifted.space
     whole = draft(lifted)
     if isinstance(whole, Refusal):

@@ -64,6 +64,12 @@ SelfCheck: TypeAlias = Callable[[Kernel, Kernel | None], Verdict]
 _WORTH_CHECKING = 0.9
 _UNTRIED = "was not measured on such a device"
 
+_FUSE_ALL_OR_MEASURE = (
+    'options={"pick": "fused"} fuses it all the same; `python -m attn_fuse.bench --calibrate` measures this device'
+)
+_ALLOW_MORE = "change what the kernels decline, or allow more of them"
+_KEEP_NO_WEIGHTS = 'keep and return no weights, or fuse it all the same with options={"pick": "fused"}'
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -71,12 +77,14 @@ class Choice:
 
     why_not: why each other kernel was not chosen. because: what the choice rests on, in words.
     then: the kernels that would have been chosen in its place, best first.
+    advice: what the user can do where there is no kernel.
     """
 
     kernel: Kernel | None
     why_not: WhyNot
     because: str
     then: tuple[Kernel, ...] = ()
+    advice: str = ""
 
     def without(self, reason: str) -> Choice:
         """The next best choice, where the kernel's call cannot be written into the graph. reason: why it cannot."""
@@ -115,13 +123,13 @@ def pick(
         else:
             able.append(kernel)
     if not able:
-        return Choice(None, why_not, _no_kernel(why_not, facts, allowed))
+        return Choice(None, why_not, _no_kernel(why_not, facts, allowed), advice=_ALLOW_MORE)
     if allowed is not None or fuse_all:
         others = {k.name: (f"{able[0].name} is preferred",) for k in able[1:]}
         return Choice(able[0], why_not | others, "asked for", tuple(able[1:]))
     if facts.weights_used:
         because = "the weights are also used outside the attention, so nothing is saved"
-        return Choice(None, why_not | {k.name: (because,) for k in able}, because)
+        return Choice(None, why_not | {k.name: (because,) for k in able}, because, advice=_KEEP_NO_WEIGHTS)
     case = case_of(attention, facts)
     untried = [k for k in able if k.needs_evidence and _evidence(k, case, facts.device) is None]
     why_not |= {k.name: (f"{_UNTRIED}, and is not tried unless it is asked for",) for k in untried}
@@ -215,7 +223,8 @@ def _checked(choice: Choice, ratio: float, promises: Mapping[Kernel, float], sel
 def _fastest(known: dict[Kernel, Comparison], why_not: WhyNot, note: str) -> tuple[Choice, float]:
     """The choice of the fastest kernel, or of none where none beats the time as written; and its ratio to that time."""
     if not known:
-        return Choice(None, why_not, "no kernel was measured, nor can its time be estimated" + note), 1.0
+        because = "no kernel was measured, nor can its time be estimated" + note
+        return Choice(None, why_not, because, advice=_FUSE_ALL_OR_MEASURE), 1.0
 
     def doubted(found: Comparison) -> float:
         return found.ratio / (_DOUBT if found.is_estimate else 1.0)
@@ -231,7 +240,7 @@ def _fastest(known: dict[Kernel, Comparison], why_not: WhyNot, note: str) -> tup
     unsure = f", and an estimate has to promise {_DOUBT:g}" if known[best].ratio < 1 else ""
     than = "surely faster" if unsure else "faster"
     because = f"no kernel is {than} than the program as written: {best.name} takes {said[best]}{unsure}{note}"
-    return Choice(None, why_not, because), 1.0
+    return Choice(None, why_not, because, advice=f"try larger inputs; {_FUSE_ALL_OR_MEASURE}"), 1.0
 
 
 def _in_words(ratio: float) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import attn_fuse
 from attn_fuse.errors import NotFusedError
+from attn_fuse.graph import breaks
 from attn_fuse.report import SiteReport, collecting
 
 
@@ -225,3 +226,38 @@ def test_an_unexpected_error_costs_the_report_alone(monkeypatch: pytest.MonkeyPa
     assert not compiled_sites(after_the_product, *operands(), strict=True)
     monkeypatch.setattr("attn_fuse.backend.break_after", fails)
     assert not compiled_sites(after_the_product, *operands(), strict=True)
+
+
+def each_head_prints(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    out = []
+    for head in range(q.size(1)):
+        scores = q[:, head] @ k[:, head].mT
+        print("x")
+        out.append(scores.softmax(-1) @ v[:, head])
+    return torch.stack(out, 1)
+
+
+def each_head(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.stack([(q[:, head] @ k[:, head].mT).softmax(-1) @ v[:, head] for head in range(q.size(1))], 1)
+
+
+def test_a_function_that_dynamo_leaves_alone_is_named() -> None:
+    line = inspect.getsourcelines(each_head_prints)[1]
+    for _ in range(2):  # Dynamo says it anew each time
+        found = attn_fuse.explain(each_head_prints, *operands())
+        (note,) = found.notes
+        assert note.startswith("torch.compile leaves the function each_head_prints (") and f".py:{line})" in note
+        assert "a graph break in a loop" in note and "`print`" in note
+        assert note in str(found) and note in found.html().replace("&#x27;", "'") and not found.sites
+    assert not attn_fuse.explain(each_head, *operands()).notes
+
+
+def test_only_the_first_calls_before_a_break_note_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    noted: dict[Tensor, Any] = {}
+    monkeypatch.setattr(breaks, "_returned", noted)
+    compiled = torch.compile(after_the_product, backend="attn_fuse", options={"inner_backend": "eager"})
+    counts = []
+    for _ in range(breaks._CALLS_NOTED + 2):
+        compiled(*operands())
+        counts.append(len(noted))
+    assert counts[0] > 0 and counts[-3] > counts[0] and counts[-1] == counts[-2] == counts[-3]
