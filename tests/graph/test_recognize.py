@@ -192,6 +192,10 @@ REFUSED: list[tuple[str, Callable[[Parts], Expr]]] = [
     ),
     (
         "the output sums over several axes at once",
+        lambda p: Contract((p.at, p.e), p.softmax(p.product()), Load(2, (p.b, p.h, p.at, p.e)), F32),
+    ),
+    (
+        "heads are mixed (talking heads)",
         lambda p: Contract((p.at, p.h), p.softmax(p.product()), Load(2, (p.b, p.h, p.at, p.d)), F32),
     ),
     (
