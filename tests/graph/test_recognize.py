@@ -192,7 +192,7 @@ REFUSED: list[tuple[str, Callable[[Parts], Expr]]] = [
     ),
     (
         "the output sums over several axes at once",
-        lambda p: Contract((p.at, p.e), p.softmax(p.product()), Load(2, (p.b, p.h, p.at, p.e)), F32),
+        lambda p: Contract((p.at, p.r), p.softmax(p.product()), Load(2, (p.b, p.h, p.at, p.r)), F32),
     ),
     (
         "heads are mixed (talking heads)",
