@@ -1,4 +1,4 @@
-"""Every reason that a refusal can carry, and every reason why a kernel says no, is named by a test."""
+"""Every reason that a refusal can carry, and every reason why a kernel says no, is named by a test and in the docs."""
 
 from __future__ import annotations
 
@@ -72,3 +72,9 @@ def test_reasons_are_found() -> None:
 @pytest.mark.parametrize("text", dict.fromkeys(text for _, text in CASES), ids=str)
 def test_a_test_names_it(text: str) -> None:
     assert text in texts_of_tests(), [case for case, _ in CASES if case.endswith(text)]
+
+
+@pytest.mark.parametrize("text", dict.fromkeys(text for _, text in CASES), ids=str)
+def test_the_documents_say_what_to_do(text: str) -> None:
+    page = (ROOT / "docs" / "reasons.md").read_text()
+    assert text.strip(" ,:") in page, [case for case, _ in CASES if case.endswith(text)]
