@@ -1,0 +1,76 @@
+"""The documents: links lead somewhere, Python in them is Python, and what the code has by name is described."""
+
+from __future__ import annotations
+
+import ast
+import re
+import textwrap
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from attn_fuse.explain.command import _parser
+from attn_fuse.kernels import KERNELS
+from attn_fuse.options import Options
+from tools import api
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub makes of the headings."""
+    headings = re.findall(r"(?m)^#+ (.*)$", page.read_text())
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def links(page: Path) -> Iterator[str]:
+    yield from re.findall(r"\]\(([^)\s]+)\)", page.read_text())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in links(page):
+        if link.startswith("http"):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_python_is_python(page: Path) -> None:
+    for block in re.findall(r"(?ms)^ *```python\n(.*?)^ *```", page.read_text()):
+        ast.parse(textwrap.dedent(block))
+
+
+def test_every_page_is_linked_from_the_readme() -> None:
+    linked = {(ROOT / link.partition("#")[0]).resolve() for link in links(ROOT / "README.md")}
+    assert {page for page in PAGES if page.name != "README.md"} <= linked
+
+
+def test_the_readme_takes_two_screens() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 115
+
+
+def test_the_api_page_is_what_the_docstrings_say() -> None:
+    assert api.PAGE.read_text() == api.page(), "run `make docs`"
+
+
+def test_every_option_has_a_line() -> None:
+    page = (ROOT / "docs" / "options.md").read_text()
+    assert {f.name for f in fields(Options)} - {"compiles"} == set(re.findall(r"(?m)^\| `(\w+)` \|", page))
+
+
+def test_every_kernel_has_a_line() -> None:
+    page = (ROOT / "docs" / "kernels.md").read_text()
+    assert {kernel.name for kernel in KERNELS} == set(re.findall(r"(?m)^\| `(\w+)` \|", page))
+
+
+def test_every_flag_of_explain_has_a_line() -> None:
+    page = (ROOT / "docs" / "report.md").read_text()
+    flags = {name for action in _parser()._actions for name in action.option_strings if name.startswith("--")}
+    assert flags - {"--help"} <= set(re.findall(r"--[a-z-]+", page))
