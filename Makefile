@@ -8,7 +8,7 @@ QUICK := not slow and not gpu and not fuzz and not models
 gpu_python = PYTHONPATH=. $(or $(PYTHON),$(wildcard $(python)),python3)
 RESULTS ?= build/gpu
 
-.PHONY: help demo test test-thorough slow fuzz test-models test-gpu gpu gpu-cache gpu-results docs lint types bench recall recall-published evidence regret clean
+.PHONY: help demo test test-thorough slow fuzz test-models test-gpu gpu gpu-cache gpu-results results docs lint types bench recall recall-published evidence regret clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -49,6 +49,9 @@ gpu-results: ## what `make gpu` brought back in RESULTS=build/gpu, into the evid
 test-gpu: ## the GPU tests, the whole grid among them, which takes hours; ARGS=-k test_kernel: some
 	@$(gpu_python) -c "import torch; raise SystemExit(not torch.cuda.is_available() and 'make test-gpu: torch sees no CUDA device')"
 	$(gpu_python) -m pytest tests/gpu $(ARGS)
+
+results: .venv/ready-dev ## the tables of docs/results.md anew, from benchmarks/results; it names the results that are older than the code
+	$(python) benchmarks/results_page.py
 
 docs: .venv/ready-dev ## docs/api.md anew, from the docstrings
 	PYTHONPATH=. $(python) tools/api.py

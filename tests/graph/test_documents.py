@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 import textwrap
 from collections.abc import Iterator
 from dataclasses import fields
@@ -11,6 +12,10 @@ from pathlib import Path
 
 import pytest
 
+# Before the tests, which have a `harness`, too.
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import results_page
 from attn_fuse.explain.command import _parser
 from attn_fuse.kernels import KERNELS
 from attn_fuse.options import Options
@@ -74,3 +79,12 @@ def test_every_flag_of_explain_has_a_line() -> None:
     page = (ROOT / "docs" / "report.md").read_text()
     flags = {name for action in _parser()._actions for name in action.option_strings if name.startswith("--")}
     assert flags - {"--help"} <= set(re.findall(r"--[a-z-]+", page))
+
+
+@pytest.mark.parametrize("page", results_page.PAGES, ids=lambda p: p.name)
+def test_figures_are_those_of_the_stored_results(page: Path) -> None:
+    text = page.read_text()
+    assert results_page.filled(text) == text, "run `make results`"
+    assert text.count("<!-- result: ") == text.count("<!-- end -->") > 1
+    emptied = results_page._BLOCK.sub(lambda found: f"{found[1]}{found[3]}", text)
+    assert len(emptied) < len(text) and results_page.filled(emptied) == text

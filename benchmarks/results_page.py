@@ -1,0 +1,232 @@
+"""Write the tables of docs/results.md from benchmarks/results: make results
+
+The page's prose is written by hand. Between two comments, `<!-- result: NAME -->` and `<!-- end -->`, stands what the
+stored results of that name say, and under it the commit, machine and date of each. The GPU's tables are
+gpu_results.py's.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+# First of all: other packages, too, bring a `tests`.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from harness import RESULTS, ROOT, bytes_in_words, seconds_in_words
+
+PAGES = (ROOT / "docs" / "results.md", ROOT / "README.md")
+_BLOCK = re.compile(r"(<!-- result: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+# The code that decides what is fused, and on what.
+MEASURED = (
+    "attention", "backend.py", "emit", "expression", "graph", "guard.py", "kernels", "lift", "patterns", "picker",
+    "site.py",
+)  # fmt: skip
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table, its first column to the left."""
+    rule = ["---", *["--:"] * (len(head) - 1)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, rule, *rows])
+
+
+def stored(name: str) -> dict[str, Any]:
+    """The result file of `name`."""
+    content: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return content
+
+
+# ---- the blocks
+
+
+def speed() -> str:
+    """nanogpt.py: whole blocks and attention alone, beside Inductor and the model edited by hand."""
+    rows = []
+    for name, result in stored("nanogpt-cpu")["results"].items():
+        over, peak = result["attn_fuse_over"], result["peak_bytes"]
+        memory = ", ".join(bytes_in_words(peak[variant]) for variant in ("inductor", "attn_fuse", "sdpa"))
+        rows.append([name, f"{over['inductor']:.2f}", f"{over['sdpa']:.2f}", memory])
+    head = ["", "/ Inductor", "/ edited by hand", "peak memory: Inductor, attn_fuse, by hand"]
+    return _signed(markdown(head, rows), "nanogpt-cpu")
+
+
+def features() -> str:
+    """features.py: what torch has no fused CPU kernel for, by length, and the same edited by hand to SDPA."""
+    rows = stored("features-cpu")["rows"]
+    lengths = sorted({row["length"] for row in rows})
+    middle, by_hand = lengths[len(lengths) // 2], "by hand to sdpa"
+    lines = []
+    for program in dict.fromkeys(row["program"] for row in rows):
+        of = {row["length"]: row for row in rows if row["program"] == program}
+        kernels = dict.fromkeys(of[length]["kernels"]["attn_fuse"] for length in lengths)
+        ratios = [f"{of[length]['over_inductor']['attn_fuse']:.2f}" for length in lengths]
+        over, memory = of[middle]["over_inductor"], of[middle]["memory"]
+        lines.append([
+            program, ", then ".join(f"`{kernel}`" for kernel in kernels), *ratios,
+            f"{over[by_hand]:.2f}" if by_hand in over else "",
+            ", ".join(bytes_in_words(memory[name]) for name in ("inductor", "attn_fuse", by_hand) if name in memory),
+        ])  # fmt: skip
+    head = [
+        "", "kernel", *(f"T = {length}" for length in lengths), f"by hand, T = {middle}",
+        f"memory at T = {middle}: Inductor, attn_fuse, by hand",
+    ]  # fmt: skip
+    return _signed(markdown(head, lines), "features-cpu")
+
+
+def choices() -> str:
+    """left_out.py and regret.py: what the picker's choices cost over the best there is."""
+    out, regret = stored("left-out-cpu"), stored("regret-cpu")
+    summary = regret["summary"]
+    text = (
+        f"On {len(regret['sites'])} attentions of sizes that nothing was measured of before, what the picker chose "
+        f"took\n{summary['median']:.3f} of the best kernel's time in the median, and {summary['worst']:.2f} at worst (`make "
+        f"regret`). With each of\nthe {out['rows']} measured attentions left out of the evidence in turn, what is then "
+        f"picked takes {out['mean']:.3f} of the best,\nthe mean, and more than 1.1 of it on {out['beyond']['1.1']} "
+        f"(`benchmarks/left_out.py`)."
+    )
+    return _signed(text, "left-out-cpu", "regret-cpu")
+
+
+def calls() -> str:
+    """guard.py and host.py: what a call costs before anything is computed."""
+    guard, host = stored("guard-cpu"), stored("host-cpu")["seconds"]
+    said = ", ".join(f"{seconds_in_words(time['median'])} ({name})" for name, time in host.items())
+    text = (
+        f"The check of {guard['buffers']} mask buffers takes {seconds_in_words(guard['seconds']['median'])} a call. "
+        f"On the host, before anything runs on a GPU,\na call of our Triton kernels takes {said}."
+    )
+    return _signed(text, "guard-cpu", "host-cpu")
+
+
+def compiling() -> str:
+    """compile_time.py: what our stages add to compiling."""
+    rows = []
+    for name, runs in stored("compile_time-stages-cpu")["runs"].items():
+        median = sorted(runs, key=lambda run: run["stages_s"])[len(runs) // 2]
+        rows.append(
+            [name, str(median["nodes"]), f"{median['fused']} of {median['sites']}", f"{median['stages_s']:.2f} s"]
+        )
+    return _signed(markdown(["program", "operations", "fused", "our stages"], rows), "compile_time-stages-cpu")
+
+
+def recall() -> str:
+    """recall.py: how many programs of the spellings are wholly fused."""
+    spellings = stored("recall-cpu")["spellings"]
+    rows = []
+    for mode in dict.fromkeys(row["mode"] for row in spellings):
+        of = [row for row in spellings if row["mode"] == mode and row["sites"]]
+        ours = sum(row["fused"]["fused"] >= row["sites"] for row in of)
+        rows.append([mode, f"{ours} of {len(of)}", str(sum(row["inductor"]["fused"] >= row["sites"] for row in of))])
+    return _signed(markdown(["", 'attn_fuse, `pick="fused"`', "Inductor's own patterns"], rows), "recall-cpu")
+
+
+def published() -> str:
+    """published.py: sites of published models."""
+    from published import HEAD, lines
+
+    return _signed(markdown(HEAD, list(lines(_entries()))), "published-cpu")
+
+
+def _entries() -> list[Any]:
+    from published import Entry
+    from zoo.measure import Row
+
+    return [Entry(Row(**row), "", "") for row in stored("published-cpu")["rows"]]
+
+
+def repositories() -> str:
+    """Sites of repositories that were not in anybody's mind when the code was written."""
+    content = stored("published_repositories")
+    total, count = content["total"], len(content["repositories"])
+    said = " and ".join(f"{part['fused']} of {part['sites']} sites are fused in {mode}" for mode, part in total.items())
+    text = f"In {count} public repositories that the project chose, {said},\nnone wrong."
+    return _signed(text, "published_repositories")
+
+
+def recognised() -> str:
+    """The README's sentence on published models."""
+    from published import lines
+
+    *_, (_, models, inference, training, wrong, _) = lines(_entries())
+    shares = [text.partition("(")[2].rstrip(")") for text in (inference, training)]
+    return (
+        f"Of the attentions in {models} unmodified published models (transformers, timm, diffusers, x-transformers and "
+        f"20 more\npackages) {shares[0]} are fused in inference and {shares[1]} in training, {wrong} computed wrong."
+    )
+
+
+def headline() -> str:
+    """The few figures of the README."""
+    results, rows = stored("nanogpt-cpu")["results"], []
+    for name, result in results.items():
+        if "tokens" in name and ("2048" in name or ("training" in name and "blocks" in name)):
+            peak = result["peak_bytes"]
+            memory = f"{bytes_in_words(peak['inductor'])}, {bytes_in_words(peak['attn_fuse'])}"
+            rows.append([name, f"{result['attn_fuse_over']['inductor']:.2f}", memory])
+    for row in stored("features-cpu")["rows"]:
+        if (row["program"], row["length"]) in HEADLINES:
+            memory = f"{bytes_in_words(row['memory']['inductor'])}, {bytes_in_words(row['memory']['attn_fuse'])}"
+            ratio = f"{row['over_inductor']['attn_fuse']:.2f}"
+            rows.append([f"{row['program']}, 8 heads of 64, {row['length']} tokens", ratio, memory])
+    return markdown(["", "time", "peak memory: Inductor, attn_fuse"], rows)
+
+
+HEADLINES = (("causal and padding, training", 2048), ("window 256, inference", 4096))
+BLOCKS: Mapping[str, Callable[[], str]] = {
+    block.__name__: block
+    for block in (speed, features, choices, calls, compiling, recall, published, repositories, headline, recognised)
+}
+
+
+def _signed(text: str, *names: str) -> str:
+    return "\n".join([text, "", *(f"<sub>{line}</sub>" for line in _origins(names))])
+
+
+def _origins(names: Sequence[str]) -> Iterator[str]:
+    """Where each result comes from: its commit, the days of its measuring, and the machine."""
+    for name in names:
+        content = stored(name)
+        head = content.get("machine", {})
+        commits = content.get("commits") or [head.get("commit", content.get("measured", ""))]
+        rows = content["rows"] if isinstance(content.get("rows"), list) else []
+        commits = dict.fromkeys([*commits, *(row["machine"]["commit"] for row in rows if "machine" in row)])
+        said = ", ".join(c[:7] + ("+changes" if c.endswith("+changes") else "") for c in commits if c)
+        machine = f"{head['cpu']}, {head['threads']} threads, torch {head['torch']}" if head else ""
+        parts = [f"benchmarks/results/{name}.json", f"commit {said}", head.get("date", ""), machine]
+        yield " · ".join(part for part in parts if part)
+
+
+def filled(text: str) -> str:
+    """A page with its blocks written anew. Raises KeyError for a block of an unknown name."""
+    return _BLOCK.sub(lambda found: f"{found[1]}{BLOCKS[found['name']]()}\n{found[3]}", text)
+
+
+def outdated() -> Iterator[str]:
+    """A line for each result whose commit is older than a change of the code that it measures."""
+    for path in sorted(RESULTS.glob("*.json")):
+        commit = json.loads(path.read_text()).get("machine", {}).get("commit", "")
+        if not commit:
+            continue
+        paths = [f"attn_fuse/{part}" for part in MEASURED]
+        command = ["git", "log", "--oneline", f"{commit.partition('+')[0]}..HEAD", "--", *paths]
+        since = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        if since.returncode or since.stdout:
+            count = f"{len(since.stdout.splitlines())} changes" if not since.returncode else "an unknown commit"
+            yield f"{path.name}: measured at {commit[:7]}, {count} of the code since"
+
+
+def main() -> None:
+    for page in PAGES:
+        page.write_text(filled(page.read_text()))
+        print(page.relative_to(ROOT))
+    for line in outdated():
+        print(line)
+
+
+if __name__ == "__main__":
+    main()
