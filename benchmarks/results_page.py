@@ -83,11 +83,11 @@ def choices() -> str:
     out, regret = stored("left-out-cpu"), stored("regret-cpu")
     summary = regret["summary"]
     text = (
-        f"On {len(regret['sites'])} attentions of sizes that nothing was measured of before, what the picker chose "
-        f"took\n{summary['median']:.3f} of the best kernel's time in the median, and {summary['worst']:.2f} at worst (`make "
-        f"regret`). With each of\nthe {out['rows']} measured attentions left out of the evidence in turn, what is then "
-        f"picked takes {out['mean']:.3f} of the best,\nthe mean, and more than 1.1 of it on {out['beyond']['1.1']} "
-        f"(`benchmarks/left_out.py`)."
+        f"On {len(regret['sites'])} attentions of sizes that nothing was measured of before, what the picker chose\n"
+        f"took {summary['median']:.3f} of the best kernel's time in the median, and {summary['worst']:.2f} at worst "
+        f"(`make regret`).\nWith each of the {out['rows']} measured attentions left out of the evidence in turn, what "
+        f"is then picked\ntakes {out['mean']:.3f} of the best, the mean, and more than 1.1 of it on "
+        f"{out['beyond']['1.1']} (`benchmarks/left_out.py`)."
     )
     return _signed(text, "left-out-cpu", "regret-cpu")
 

@@ -17,7 +17,7 @@ from attn_fuse.picker.timing import this_device
 from attn_fuse.report import version
 
 # A kernel runs here if it takes the plainest attention in one of these dtypes.
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -59,7 +59,7 @@ def test_info_has_versions_and_every_kernel_with_the_reason_why_not(monkeypatch:
     assert list(rows) == [kernel.name for kernel in KERNELS]
     assert rows["cudnn"].split(maxsplit=2) == ["cudnn", "no", "runs on cuda, not on cpu"]
     assert rows["chunked"].split(maxsplit=2) == ["chunked", "yes", "float32"]
-    assert len(asked) == 3 * len(KERNELS)
+    assert len(asked) == 4 * len(KERNELS)
 
 
 def test_info_asks_the_kernels() -> None:

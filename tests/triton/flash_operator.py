@@ -1,0 +1,35 @@
+"""What the tests of triton_flash share: the operator on small tiles, in a process that interprets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from tests.graph.chunked_cases import Case
+from tests.triton.interpreted import INTERPRETED
+
+if INTERPRETED:
+    from attn_fuse.kernels.triton.flash.configs import Config
+    from attn_fuse.kernels.triton.flash.facts import CallFacts
+    from attn_fuse.kernels.triton.flash.op import triton_flash
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    if INTERPRETED:
+        monkeypatch.setattr(CallFacts, "config", lambda *_: Config(16, 32, 4, 1))
+
+
+def operator(
+    case: Case,
+    *tensors: Tensor,
+    numbers: Sequence[int],
+    seed: Tensor | None = None,
+    p: float = 0.0,
+    tables: tuple[Any, Any] = (None, None),
+) -> Tensor:
+    query, key, value, *inputs = tensors
+    return triton_flash(query, key, value, inputs, numbers, seed, *tables, p, case.program.dumps(), False)[0]
