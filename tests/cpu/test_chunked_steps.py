@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_fuse import torch_internals
 from attn_fuse.kernels.chunked import attend as chunked_blocks
 from attn_fuse.kernels.chunked import plan as chunked_plan
 from attn_fuse.kernels.chunked import steps as chunked_steps
 from attn_fuse.kernels.chunked.diagonals import diagonal_buffer
 from attn_fuse.kernels.chunked.hoisted import hoisted
 from attn_fuse.kernels.score.program import ScoreProgram
+from attn_fuse.torch_internals import inductor
 from tests.graph.chunked_cases import CASE, Case, H, K, Q, S, Sizes, const, documents, drawn, region
 
 pytestmark = pytest.mark.thorough
@@ -79,7 +79,7 @@ def test_without_a_compiler_the_steps_run_as_they_are(monkeypatch, caplog) -> No
     case, s = CASE["softcap"], SEVERAL[0]
     tensors = drawn(case, s, torch.float32)
     usual = run(case, s, tensors)
-    monkeypatch.setattr(torch_internals, "compile_with", broken)
+    monkeypatch.setattr(inductor, "compile_with", broken)
     monkeypatch.setattr(chunked_plan, "COMPILE_FROM", 0)
     with caplog.at_level(logging.WARNING, "attn_fuse"):
         torch.testing.assert_close(run(case, s, tensors), usual)
@@ -113,7 +113,7 @@ def test_a_step_is_asked_which_layouts_it_takes(monkeypatch, caplog) -> None:
 
     def counted(function: Callable[..., Any], examples: Sequence[Tensor]) -> Any:
         made.append(examples)
-        return torch_internals.compiled_for_any_size(function, examples)
+        return inductor.compiled_for_any_size(function, examples)
 
     monkeypatch.setattr(chunked_steps, "compiled_for_any_size", counted)
     program = ScoreProgram(["add", ["mul", ["score"], ["const", 0.5]], ["input", 0]])

@@ -1,0 +1,47 @@
+"""Private torch APIs, each under a name that says what it is for; a public name is used elsewhere where one exists.
+
+Tried on torch 2.11.0, 2.13.0 and 2.15.0, on CPU.
+"""
+
+from __future__ import annotations
+
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx as make_fx
+from torch.utils._sympy.functions import FloorDiv as FloorDiv
+from torch.utils._sympy.functions import Mod as Mod
+
+from attn_fuse.torch_internals.dynamo import PassesThroughDynamo as PassesThroughDynamo
+from attn_fuse.torch_internals.dynamo import apart_from_dynamo as apart_from_dynamo
+from attn_fuse.torch_internals.dynamo import calling_convention_of as calling_convention_of
+from attn_fuse.torch_internals.dynamo import graph_break as graph_break
+from attn_fuse.torch_internals.dynamo import known_backends as known_backends
+from attn_fuse.torch_internals.dynamo import left_by_dynamo as left_by_dynamo
+from attn_fuse.torch_internals.dynamo import source_name as source_name
+from attn_fuse.torch_internals.dynamo import trace_artifact as trace_artifact
+from attn_fuse.torch_internals.inductor import compile_with as compile_with
+from attn_fuse.torch_internals.inductor import compiled_for_any_size as compiled_for_any_size
+from attn_fuse.torch_internals.inductor import inductor_door as inductor_door
+from attn_fuse.torch_internals.inductor import inductor_modes as inductor_modes
+from attn_fuse.torch_internals.inductor import inductor_options as inductor_options
+from attn_fuse.torch_internals.inductor import open_inductor_door as open_inductor_door
+from attn_fuse.torch_internals.inductor import without_inductor_attention as without_inductor_attention
+from attn_fuse.torch_internals.kernels import cuda_driver as cuda_driver
+from attn_fuse.torch_internals.kernels import flex_attention as flex_attention
+from attn_fuse.torch_internals.kernels import flex_differentiates_what_it_reads as flex_differentiates_what_it_reads
+from attn_fuse.torch_internals.kernels import flex_runs_on_cpu as flex_runs_on_cpu
+from attn_fuse.torch_internals.kernels import sdpa_choice as sdpa_choice
+from attn_fuse.torch_internals.kernels import sdpa_switches as sdpa_switches
+from attn_fuse.torch_internals.tensors import CLAMP_PASSES_AT_ITS_EDGE as CLAMP_PASSES_AT_ITS_EDGE
+from attn_fuse.torch_internals.tensors import current_value as current_value
+from attn_fuse.torch_internals.tensors import decompositions as decompositions
+from attn_fuse.torch_internals.tensors import dispatch_modes_aside as dispatch_modes_aside
+from attn_fuse.torch_internals.tensors import functionalized as functionalized
+from attn_fuse.torch_internals.tensors import functorch_levels_kept as functorch_levels_kept
+from attn_fuse.torch_internals.tensors import index_bounds as index_bounds
+from attn_fuse.torch_internals.tensors import innermost as innermost
+from attn_fuse.torch_internals.tensors import lower_bounds as lower_bounds
+from attn_fuse.torch_internals.tensors import on_fake_tensors as on_fake_tensors
+from attn_fuse.torch_internals.tensors import saved_tensors_hooks_aside as saved_tensors_hooks_aside
+from attn_fuse.torch_internals.tensors import sizes_apart as sizes_apart
+from attn_fuse.torch_internals.tensors import storage_of as storage_of

@@ -1,0 +1,77 @@
+"""What is private of Dynamo: its records of a graph, its errors, its backends."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._dynamo.exc import ShortenTraceback
+from torch._dynamo.utils import counters
+from torch._logging import trace_structured
+
+# Dynamo wraps an exception of a backend in BackendCompilerFailed, except for this family.
+PassesThroughDynamo = ShortenTraceback
+
+
+def trace_artifact(name: str, text: Callable[[], str]) -> None:
+    """Add an artifact to the structured trace of the compilation that runs now, for tlparse.
+
+    text: makes the contents; called only where torch writes a trace, as with TORCH_TRACE=FOLDER.
+    """
+    trace_structured("artifact", lambda: {"name": name, "encoding": "string"}, payload_fn=text, expect_trace_id=False)
+
+
+def source_name(placeholder: torch.fx.Node) -> str:
+    """Dynamo's name of the source of a graph input, as in ``L['self']._buffers['bias']``; "" without one."""
+    argument = placeholder.meta.get("grapharg")
+    source = getattr(argument, "source", None)
+    if source is None:
+        source = getattr(placeholder, "_dynamo_source", None)
+    name = getattr(source, "name", "")
+    return str(name() if callable(name) else name)
+
+
+def graph_break(graph: torch.fx.GraphModule) -> tuple[str, str] | None:
+    """(Dynamo's reason, the stack as a traceback prints it) of the graph break that ends `graph`; None without one."""
+    ended: Any = getattr(graph, "compile_subgraph_reason", None)
+    if not getattr(ended, "graph_break", False):
+        return None
+    return str(ended.reason), "".join(traceback.format_list(ended.user_stack))
+
+
+def left_by_dynamo() -> dict[str, int]:
+    """How often Dynamo gave up tracing in this process, by what it said each time."""
+    return dict(counters["unimplemented"])
+
+
+@contextlib.contextmanager
+def apart_from_dynamo() -> Iterator[None]:
+    """A block in a backend that compiles and runs other graphs as if Dynamo were not compiling one.
+
+    Without it AOTAutograd takes up the fake tensors of Dynamo's graph, and a backward that is compiled on its first run
+    finds its metrics set already.
+    """
+    from torch._dynamo import utils
+    from torch._guards import compile_context, tracing
+
+    kept = utils.get_metrics_context()
+    here: Any = utils._metrics_context_tls
+    here.metrics_context = utils.MetricsContext(on_exit=lambda *args: None)
+    try:
+        with tracing(None), compile_context(None):
+            yield
+    finally:
+        here.metrics_context = kept
+
+
+def known_backends() -> frozenset[str]:
+    """The names of every registered Dynamo backend."""
+    return frozenset(torch.compiler.list_backends(exclude_tags=None))
+
+
+def calling_convention_of(graph: torch.fx.Graph) -> Any:
+    """What makes the forward of a module from `graph`: the names and the pytrees of its arguments and results."""
+    return graph._codegen

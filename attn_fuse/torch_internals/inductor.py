@@ -1,0 +1,211 @@
+"""What is private of Inductor: compiling with it, its options, its attention patterns, the door to it."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._dynamo.backends.registry import lookup_backend
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from attn_fuse.torch_internals.tensors import sizes_apart
+
+# Part of the key of AOTAutograd's cache for graphs that call our functions: raise it when such a function changes.
+_VERSION = "1"
+
+
+def _called(graph: torch.fx.GraphModule) -> list[str]:
+    """The names of attn_fuse's functions that `graph` calls: AOTAutograd's cache must be told that they are safe."""
+    targets = [node.target for node in graph.graph.nodes if node.op == "call_function"]
+    names = [f"{getattr(t, '__module__', '')}.{getattr(t, '__name__', '')}" for t in targets]
+    return sorted({name for name in names if name.startswith("attn_fuse.")})
+
+
+def inductor_modes() -> frozenset[str]:
+    """The values of torch.compile's `mode` that Inductor knows."""
+    return frozenset(torch._inductor.list_mode_options())
+
+
+def inductor_options() -> dict[str, type | None]:
+    """Inductor's options by name, with the type that a value must have; None where it may have several or any."""
+    from torch._inductor import config
+
+    types: dict[str, Any] = {name: config.get_type(name) for name in config.get_config_copy()}  # type: ignore[attr-defined]
+    return {
+        name: wanted if isinstance(wanted, type) and wanted is not type(None) else None
+        for name, wanted in types.items()
+    }
+
+
+def compile_with(
+    backend: str | Callable[..., Any],
+    mode: str | None,
+    graph: torch.fx.GraphModule,
+    inputs: Sequence[Any],
+    inductor: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """`graph` compiled for `inputs`. backend: a registered name or a callable. mode: torch.compile's `mode`.
+
+    inductor: options of Inductor, which go before those of the mode; other backends get none.
+    """
+    if backend == "inductor":
+        from torch._inductor import config
+        from torch._inductor.compile_fx import compile_fx
+
+        patches = {**(torch._inductor.list_mode_options(mode) if mode else {}), **(inductor or {})}
+        if hasattr(config, "unsafe_marked_cacheable_functions"):
+            known = config.unsafe_marked_cacheable_functions
+            patches["unsafe_marked_cacheable_functions"] = {**known, **dict.fromkeys(_called(graph), _VERSION)}
+        compiled: Any = compile_fx(graph, list(inputs), config_patches=patches)
+        return compiled
+    function: Callable[..., Any] = lookup_backend(backend) if isinstance(backend, str) else backend
+    return function(graph, list(inputs), **({"mode": mode} if mode else {}))
+
+
+class _ThroughTheDoor(torch._TorchCompileInductorWrapper):
+    """What torch.compile makes for the backend "inductor" while a door stands open: it compiles graphs through it.
+
+    Dynamo takes up code that it compiled for an equal backend, so none of these equals a plain one.
+    """
+
+    door: Any = None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ThroughTheDoor) and self.door == other.door and super().__eq__(other)
+
+    __hash__: Any = None
+
+    def __call__(self, model_: torch.fx.GraphModule, inputs_: Sequence[Any], **patches: Any) -> Callable[..., Any]:
+        if _is_stored():
+            compiled: Callable[..., Any] = super().__call__(model_, inputs_, **patches)
+            return compiled
+        through: Callable[..., Any] = self.door(
+            model_, inputs_, {**self.config, **(patches.get("config_patches") or {})}
+        )
+        return through
+
+
+def _is_stored() -> bool:
+    """Whether the result of this compilation will be written to a file: our guards around it cannot be."""
+    from torch._dynamo import config as dynamo
+    from torch._functorch import config as functorch
+
+    return bool(getattr(functorch, "bundled_autograd_cache", False) or getattr(dynamo, "caching_precompile", False))
+
+
+_plain: Any = torch._TorchCompileInductorWrapper
+
+
+_plain_init = _plain.__init__
+
+
+_door: Any = None
+
+
+def inductor_door() -> Any:
+    """What `open_inductor_door` was called with last; None where no door is open."""
+    return _door
+
+
+def open_inductor_door(door: Callable[..., Callable[..., Any]] | None) -> None:
+    """From now on torch.compile's backend "inductor" compiles by `door(graph, inputs, options of Inductor)`.
+
+    None closes it. This is the one place of torch that attn_fuse changes for longer than a block. Backends that
+    torch.compile has already made stay as they are, and so do the subclasses of Inductor's.
+    """
+    global _door
+    _door = door
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        _plain_init(self, *args, **kwargs)
+        if type(self) is _plain:
+            self.__class__, self.door = _ThroughTheDoor, door
+
+    _plain.__init__ = _plain_init if door is None else init
+
+
+def compiled_for_any_size(
+    function: Callable[..., Any], examples: Sequence[torch.Tensor]
+) -> tuple[Callable[..., Any], Callable[[Sequence[torch.Tensor]], bool]]:
+    """`function` compiled by Inductor for symbolic sizes, and a test of whether the result takes given tensors.
+
+    The result checks nothing when it is called: the checks of torch.compile take 0.1 ms. Ask the test first, which
+    compares sizes and strides. The caller sees to the rest: the dtypes and devices of `examples`, and the number of
+    threads and other global state of now.
+    """
+    with torch.no_grad(), sizes_apart():
+        graph = make_fx(function, tracing_mode="symbolic")(*examples)
+        inputs = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
+        compiled = compile_with("inductor", None, graph, inputs)
+    shapes = inputs[0].fake_mode.shape_env
+    guards = shapes.produce_guards_expression(inputs, ignore_static=False)
+
+    def takes(tensors: Sequence[torch.Tensor]) -> bool:
+        # The compiled code does not depend on storage offsets, but the guards would compare them.
+        alike = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in tensors]
+        return guards is None or bool(shapes.evaluate_guards_expression(guards, alike))
+
+    return compiled, takes
+
+
+@contextlib.contextmanager
+def without_inductor_attention(users_pass: Any = None) -> Iterator[None]:
+    """Keep Inductor's own attention patterns off the graphs compiled within the block.
+
+    users_pass: Inductor's `joint_custom_post_pass` for the block; None takes that of its config.
+
+    The patterns ignore integers, so they rewrite look-alikes (a softmax over another axis, a permuted key) into wrong
+    answers. Each joint-graph pass loses their entries while it runs, and gets them back. A marker in the config keeps
+    our graphs apart, in Inductor's caches, from the same graphs compiled outside the block.
+    """
+    from torch._inductor import config
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+    from torch._inductor.fx_passes import fuse_attention, joint_graph
+
+    def is_attention(entry: Any) -> bool:
+        check = getattr(entry, "extra_check", None)
+        if not inspect.isfunction(check):
+            return False
+        search = inspect.getclosurevars(check).nonlocals.get("search_fn")
+        return getattr(search, "__module__", None) == fuse_attention.__name__
+
+    class WithoutAttention:
+        def __init__(self, passes: Any) -> None:
+            self.passes = passes
+
+        def apply(self, graph: Any) -> int:
+            before = {key: list(entries) for key, entries in self.passes.patterns.items()}
+            for key, entries in before.items():
+                self.passes.patterns[key][:] = [entry for entry in entries if not is_attention(entry)]
+            try:
+                return int(self.passes.apply(graph) or 0)
+            finally:
+                for key, entries in before.items():
+                    self.passes.patterns[key][:] = entries
+
+    given: Any = config.joint_custom_post_pass if users_pass is None else users_pass
+    runs = [run for run in (given if isinstance(given, (list, tuple)) else [given]) if run is not None]
+
+    class Marker(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            for run in runs:
+                run(graph)
+
+        def uuid(self) -> Any:
+            return ("attn_fuse: attention patterns off", *(str(run.uuid()) for run in runs))
+
+    # Inductor keeps a graph out of its caches where a pass is a plain callable, which has no key.
+    cacheable = all(isinstance(run, CustomGraphPass) and run.uuid() for run in runs)
+    marker: Any = Marker() if cacheable else Marker().__call__
+
+    passes: list[Any] = joint_graph.pass_patterns
+    originals = list(passes)
+    passes[:] = [WithoutAttention(original) for original in originals]
+    try:
+        with config.patch(joint_custom_post_pass=marker):
+            yield
+    finally:
+        passes[:] = originals

@@ -1,0 +1,147 @@
+"""What is private of tensors and of tracing them: fake, functional and symbolic ones, and the modes around."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
+
+
+def decompositions(operations: Sequence[Any]) -> dict[Any, Callable[..., Any]]:
+    """torch's decompositions of these operations alone: those of all of core ATen take 0.15 s to collect."""
+    from torch._decomp import get_decompositions
+
+    return dict(get_decompositions(operations))
+
+
+@contextlib.contextmanager
+def on_fake_tensors(mode: FakeTensorMode) -> Iterator[None]:
+    """A block whose operations run on the fake tensors of `mode` and keep symbolic sizes symbolic.
+
+    Without the Python dispatcher, which is slower, some versions turn sizes into numbers in composite operations.
+    Higher-order operators look up the mode in the tracing context, and would find Dynamo's own there.
+    """
+    from torch._dispatch.python import enable_python_dispatcher
+    from torch._guards import TracingContext, tracing
+
+    symbolic = mode.shape_env is not None and bool(mode.shape_env.var_to_range)
+    with tracing(TracingContext(mode)), mode, enable_python_dispatcher() if symbolic else contextlib.nullcontext():
+        yield
+
+
+def functionalized(function: Callable[..., Any], pre_dispatch: bool = False) -> Callable[..., Any]:
+    """`function` with values instead of writes in place, for make_fx with the same `pre_dispatch`.
+
+    Sizes stay symbolic. A dropout in place would be taken apart.
+    """
+    from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
+
+    return dispatch_functionalize(function, FunctionalTensorMode(pre_dispatch=pre_dispatch))
+
+
+def current_value(tensor: torch.Tensor) -> torch.Tensor:
+    """The value that `tensor`, an alias of memory that may be written, holds now in a `functionalized` function."""
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    if not isinstance(tensor, FunctionalTensor):
+        return tensor
+    torch._sync(tensor)
+    value: torch.Tensor = torch._from_functional_tensor(tensor.elem)
+    return value
+
+
+@contextlib.contextmanager
+def sizes_apart() -> Iterator[None]:
+    """A block whose compilations do not take two sizes for the same because they agree on the first call."""
+    from torch.fx.experimental import _config
+
+    before, _config.use_duck_shape = _config.use_duck_shape, False
+    try:
+        yield
+    finally:
+        _config.use_duck_shape = before
+
+
+def lower_bounds(mode: FakeTensorMode) -> dict[Any, int]:
+    """The min of each size symbol in the shape environment of `mode`, or 0 where it is not known as an integer."""
+    if mode.shape_env is None:
+        return {}
+    return {s: int(r.lower) if r.lower.is_Integer else 0 for s, r in mode.shape_env.var_to_range.items()}
+
+
+def index_bounds(value: Any, ranges: Mapping[Any, tuple[int, int]]) -> tuple[float, float]:
+    """Bounds (min, max) of a SymPy expression over integer symbols. ranges: the (min, max) of each symbol."""
+    bounds = bound_sympy(value, {symbol: ValueRanges(*ends) for symbol, ends in ranges.items()})
+    return float(bounds.lower), float(bounds.upper)
+
+
+def innermost(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` without the wrappers of torch.func's levels."""
+    from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
+    return tensor
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """The id of the storage that `tensor` lives in; inside a vmap, the storage of the whole batch."""
+    return int(innermost(tensor).untyped_storage()._cdata)
+
+
+@contextlib.contextmanager
+def saved_tensors_hooks_aside() -> Iterator[None]:
+    """A block without the caller's hooks on saved tensors, such as those of an activation checkpoint."""
+    from torch._C._autograd import (
+        _pop_saved_tensors_default_hooks,
+        _push_saved_tensors_default_hooks,
+        _top_saved_tensors_default_hooks,
+    )
+
+    hooks = []
+    while (top := _top_saved_tensors_default_hooks(False)) is not None:
+        hooks.append(top)
+        _pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            _push_saved_tensors_default_hooks(pack, unpack)
+
+
+def dispatch_modes_aside() -> contextlib.AbstractContextManager[Any]:
+    """A block without the caller's dispatch modes, such as that of a selective checkpoint, which counts operations."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    aside: contextlib.AbstractContextManager[Any] = _disable_current_modes()
+    return aside
+
+
+@contextlib.contextmanager
+def functorch_levels_kept() -> Iterator[None]:
+    """A block that leaves the vmap, grad and jvp levels as they were, also where it raises."""
+    from torch._C import _is_fwd_grad_enabled, _set_fwd_grad_enabled
+    from torch._C._functorch import get_dynamic_layer_stack_depth, pop_dynamic_layer_stack_and_undo_to_depth
+
+    depth, forward = get_dynamic_layer_stack_depth(), _is_fwd_grad_enabled()
+    try:
+        yield
+    finally:
+        _set_fwd_grad_enabled(forward)
+        if get_dynamic_layer_stack_depth() > depth:
+            pop_dynamic_layer_stack_and_undo_to_depth(depth)
+
+
+def _clamp_passes_at_its_edge() -> bool:
+    """Whether `clamp` has a gradient where its input equals the bound: up to torch 2.14, no longer in 2.15."""
+    with torch.inference_mode(False), torch.enable_grad():
+        x = torch.zeros(1, requires_grad=True)
+        (gradient,) = torch.autograd.grad(x.clamp(min=0).sum(), x)
+    return bool(gradient.item())
+
+
+CLAMP_PASSES_AT_ITS_EDGE = _clamp_passes_at_its_edge()
