@@ -11,7 +11,10 @@ from attn_fuse.errors import nearest
 # By name: the module whose `main` runs the command, and what the command does.
 COMMANDS = {
     "explain": ("attn_fuse.explain.command", "say what becomes of every attention of the model in a Python file"),
-    "bench": ("attn_fuse.bench.command", "measure this device, and show or delete what was measured"),
+    "bench": (
+        "attn_fuse.bench.command",
+        "measure a model, a sweep of attentions, a GPT's training step, or this device",
+    ),
     "info": ("attn_fuse.explain.info", "print torch, the device, Triton, and which kernels can run here"),
 }
 

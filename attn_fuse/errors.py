@@ -32,6 +32,10 @@ class ExplainError(Exception):
     """What `python -m attn_fuse.explain` prints as its one line before it exits with code 2."""
 
 
+class BenchError(Exception):
+    """What `python -m attn_fuse.bench` prints as its one line before it exits with code 2."""
+
+
 def nearest(name: object, known: Iterable[str]) -> str:
     """A hint to end a message with: ` Did you mean 'x'?` for a known name close to `name`, or all known names."""
     known = sorted(known)

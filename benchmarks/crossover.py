@@ -1,6 +1,6 @@
 """Where a kernel beats the attention as written: the evidence that ships with attn_fuse, for every kernel and feature.
 
-The cases are those of `python -m attn_fuse.bench --calibrate`, at more lengths and batches, measured by the same code:
+The cases are those of `python -m attn_fuse.bench calibrate`, at more lengths and batches, measured by the same code:
 Inductor on the program as written, and every kernel that can run it, in turn. The rows go to
 attn_fuse/picker/evidence_DEVICE.json when all are there; until then they lie in build/, where --resume finds them.
 """

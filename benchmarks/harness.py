@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
+from attn_fuse.bench.memory import bytes_in_words, peak_memory
 from attn_fuse.picker.timing import OtherLoad, Timing, interleaved, seconds_in_words, summary, synchronize, table
 from attn_fuse.picker.timing import machine as facts_of
 
@@ -24,34 +22,6 @@ __all__ = [
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results"
-
-
-def peak_memory(call: Callable[[], object], device: torch.device) -> int:
-    """The most bytes of tensors alive at once during `call`, above what was alive before it.
-
-    On CUDA it is `max_memory_allocated`; on the CPU the same figure, summed up from the profiler's record of every
-    allocation and release by torch. Memory that libraries take behind torch's back is in neither.
-    """
-    synchronize(device)
-    if device.type == "cuda":
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        call()
-        synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler reports its own start and stop
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-        call()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "trace.json")
-        record.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    changes = sorted((e["ts"], e["args"]["Bytes"]) for e in events if e.get("name") == "[memory]")
-    alive = peak = 0
-    for _, change in changes:
-        alive += change
-        peak = max(peak, alive)
-    return peak
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -75,11 +45,6 @@ def store(name: str, device: torch.device, results: Mapping[str, Any]) -> Path:
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps({"machine": machine(device), **results}, indent=1, default=_plain) + "\n")
     return path
-
-
-def bytes_in_words(count: int) -> str:
-    """`count` bytes in MiB."""
-    return f"{count / 2**20:.1f} MiB"
 
 
 def _plain(value: object) -> object:

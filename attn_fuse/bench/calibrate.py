@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from attn_fuse.bench.measure import Effort, Observation, kernels_on, observed
+from attn_fuse.errors import BenchError
 from attn_fuse.kernels import KERNELS
 from attn_fuse.picker import evidence
 from attn_fuse.picker.case import Case
@@ -30,10 +31,6 @@ from attn_fuse.picker.workers import Worker, spared
 
 # Max seconds of a case, most of them for compiling.
 DEADLINE = 120.0
-
-
-class BenchError(Exception):
-    """The error that `python -m attn_fuse.bench` prints as one line before it exits with code 2."""
 
 
 Observe = Callable[[Sequence[str], Case, torch.device, Effort], Observation]

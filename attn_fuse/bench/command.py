@@ -1,79 +1,43 @@
-"""The command line: ``python -m attn_fuse.bench --calibrate``.
-
-``--show`` prints the times that the picker uses here, ``--forget`` deletes the user's own.
-"""
+"""The commands of ``python -m attn_fuse.bench``: measure a model, a sweep of attentions, a GPT, or this device."""
 
 from __future__ import annotations
 
-import argparse
+import importlib
+import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
-import torch
+from attn_fuse.errors import BenchError, ExplainError, OptionError, nearest
 
-from attn_fuse.bench.calibrate import BenchError, calibrate, forget, show
-from attn_fuse.bench.cases import grid
-from attn_fuse.bench.measure import QUICK, Effort, observed
-
-_MINUTES, _QUICK_MINUTES = 9.0, 1.0
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise BenchError(message)
+# By name: the module whose `main` runs the command, and what the command does.
+COMMANDS = {
+    "model": ("attn_fuse.bench.model_command", "the model in a file: eager, Inductor, attn_fuse, each kernel forced"),
+    "sweep": ("attn_fuse.bench.sweep_command", "attentions over lengths, head_dims, batches, masks and dtypes"),
+    "nanogpt": (
+        "attn_fuse.bench.nanogpt_command",
+        "a GPT's training step on each kernel, and with a padded vocabulary",
+    ),
+    "calibrate": ("attn_fuse.bench.calibrate_command", "measure this device for the picker; show or forget that"),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command that `arguments` name, or list the commands; gives the exit code, 2 after one line on stderr."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print("usage: python -m attn_fuse.bench COMMAND [--help]\n")
+        print("\n".join(f"  {name:<11}{what}" for name, (_, what) in COMMANDS.items()))
+        return 0
+    if arguments[0] not in COMMANDS:
+        return _refused(f"there is no command {arguments[0]!r}.{nearest(arguments[0], COMMANDS)}")
+    # The profiler that measures memory on the CPU warns of every tensor older than itself.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
-        args = _parsed(arguments)
-        if args.forget:
-            forget()
-            return 0
-        device = _device(args.device)
-        if args.show:
-            show(device)
-            return 0
-        cases = grid(device.type, args.lengths or (), args.heads or 0)
-        minutes = args.minutes or (_QUICK_MINUTES if args.quick else _MINUTES)
-        calibrate(device, cases, minutes, QUICK if args.quick else Effort(), observed)
-    except BenchError as problem:
-        print(f"attn_fuse.bench: {problem}", file=sys.stderr)
-        return 2
-    return 0
+        return int(importlib.import_module(COMMANDS[arguments[0]][0]).main(arguments[1:]))
+    except (BenchError, ExplainError, OptionError) as problem:
+        return _refused(str(problem))
 
 
-def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = _Parser(prog="python -m attn_fuse.bench", description=__doc__)
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--calibrate", action="store_true", help="measure this device; the picker uses it from then on")
-    what.add_argument("--show", action="store_true", help="print what the picker has to go by here")
-    what.add_argument("--forget", action="store_true", help="delete what was measured here")
-    parser.add_argument("--device", help="cpu or cuda; cuda where there is one is the default")
-    parser.add_argument(
-        "--minutes",
-        type=float,
-        help=f"at most, but for the first case; {_MINUTES:g}, and {_QUICK_MINUTES:g} with --quick",
-    )
-    parser.add_argument("--quick", action="store_true", help="fewer rounds of each case, and a minute of them")
-    parser.add_argument("--lengths", type=int, nargs="+", help="lengths of the sequences, for other than the usual")
-    parser.add_argument("--heads", type=int, help="number of heads, for another than the usual")
-    args = parser.parse_args(arguments)
-    for name in ("minutes", "heads", "lengths"):
-        value = getattr(args, name)
-        if value is not None and not min(value if isinstance(value, list) else [value]) > 0:
-            raise BenchError(f"--{name} is above 0, not {' '.join(map(str, value)) if name == 'lengths' else value}")
-    return args
-
-
-def _device(name: str | None) -> torch.device:
-    try:
-        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cpu", "cuda"):
-        raise BenchError(f"--device {name}: it is cpu or cuda")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise BenchError(f"--device {name}: torch sees no CUDA device")
-    return device
+def _refused(why: str) -> int:
+    print(f"attn_fuse.bench: {why}", file=sys.stderr)
+    return 2

@@ -63,27 +63,36 @@ def explanation_of(
     inputs: the inputs to name in the explanation. use: calls the compiled model that it is given.
     options: the options of the backend. dynamic: torch.compile's `dynamic`.
     """
-    # A new code object each time: Dynamo keeps what it compiled, and what it learns of shapes, by code object.
-    call = types.FunctionType(_call.__code__.replace(), globals())
     recording: list[bool] = []
 
     def analyzed(graph: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         recording.append(torch.is_grad_enabled())
         return backend.analyze_only(graph, example_inputs, options=options)
 
-    compiled = torch.compile(
-        types.MethodType(call, model),
-        # A new partial each time, so that Dynamo does not reuse an earlier compilation, which would report nothing.
-        backend=functools.partial(analyzed),
-        dynamic=dynamic,
-        **_ISOLATED,
-    )
+    # A new partial each time, so that Dynamo does not reuse an earlier compilation, which would report nothing.
+    compiled = compiled_apart(model, functools.partial(analyzed), dynamic)
     before = left_by_dynamo()
     with collecting() as reports:
         use(compiled)
     left = [text for text, times in left_by_dynamo().items() if times > before.get(text, 0)]
     subject = _subject(model, inputs, any(recording))
     return Explanation(subject, tuple(reports), not_compiled=tuple(functions_left_alone(left)))
+
+
+def compiled_apart(
+    model: Callable[..., Any],
+    backend: str | Callable[..., Any],
+    dynamic: bool = False,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """`model` under torch.compile, apart from all else that is compiled of it, before and after.
+
+    backend: a registered name or a callable. dynamic: as of torch.compile. options: those of the backend.
+    """
+    # A new code object each time: Dynamo keeps what it compiled, and what it learns of shapes, by code object.
+    call = types.FunctionType(_call.__code__.replace(), globals())
+    given: dict[str, Any] = {**_ISOLATED, **({} if options is None else {"options": dict(options)})}
+    return torch.compile(types.MethodType(call, model), backend=backend, dynamic=dynamic, **given)
 
 
 def _call(self: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

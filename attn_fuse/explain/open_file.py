@@ -116,9 +116,10 @@ def _root_and_name(path: Path, tree: ast.Module) -> tuple[Path, str]:
 def _is_below(module: types.ModuleType, roots: Sequence[Path]) -> bool:
     file = getattr(module, "__file__", None)
     places = [file] if file else list(getattr(module, "__path__", ()))
-    library = Path(sys.prefix).resolve()
+    # The environment may lie in the repository, and be a link to another place.
+    libraries = (Path(sys.prefix), Path(sys.prefix).resolve())
     return any(
-        Path(place).is_relative_to(root) and not Path(place).is_relative_to(library)
+        Path(place).is_relative_to(root) and not any(Path(place).is_relative_to(library) for library in libraries)
         for place in places
         for root in roots
     )

@@ -45,8 +45,8 @@ class Subject:
     def __str__(self) -> str:
         return f"{name_of(self.model)}({self.inputs})"
 
-    def call(self, model: Callable[..., Any]) -> None:
-        """Run `model`, the subject's or what was compiled of it, forward and in training backward.
+    def call(self, model: Callable[..., Any]) -> Any:
+        """Run `model`, the subject's or what was compiled of it, forward and in training backward; gives the output.
 
         Raises ExplainError where a training step has no output that needs a gradient.
         """
@@ -54,6 +54,7 @@ class Subject:
             out = model(*self.inputs.args, **self.inputs.kwargs)
             if self.train:
                 _backward(out)
+        return out
 
     def call_as_written(self) -> None:
         """Run the model uncompiled, where Dynamo would log a traceback; raises ExplainError where the model raises."""

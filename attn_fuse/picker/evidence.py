@@ -1,7 +1,7 @@
 """Evidence: measured times of attentions as written and on kernels, from which the picker estimates.
 
 A table holds the rows measured on one device with one version of torch. Shipped tables lie beside this file
-(benchmarks/crossover.py writes them); the user's own, from ``python -m attn_fuse.bench --calibrate``, lie in the
+(benchmarks/crossover.py writes them); the user's own, from ``python -m attn_fuse.bench calibrate``, lie in the
 directory that `cache_dir` gives. Only the ratios of a row's times are used, never the times.
 """
 
@@ -146,7 +146,9 @@ def tables() -> tuple[Table, ...]:
             found.append(read_table(path, own=True))
         except (OSError, ValueError) as problem:
             log.warning(
-                "the calibration in %s is ignored: %s (python -m attn_fuse.bench --forget deletes it)", path, problem
+                "the calibration in %s is ignored: %s (python -m attn_fuse.bench calibrate --forget deletes it)",
+                path,
+                problem,
             )
     return tuple(found)
 

@@ -65,7 +65,7 @@ _WORTH_CHECKING = 0.9
 _UNTRIED = "was not measured on such a device"
 
 _FUSE_ALL_OR_MEASURE = (
-    'options={"pick": "fused"} fuses it all the same; `python -m attn_fuse.bench --calibrate` measures this device'
+    'options={"pick": "fused"} fuses it all the same; `python -m attn_fuse.bench calibrate` measures this device'
 )
 _ALLOW_MORE = "change what the kernels decline, or allow more of them"
 _KEEP_NO_WEIGHTS = 'keep and return no weights, or fuse it all the same with options={"pick": "fused"}'

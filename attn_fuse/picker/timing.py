@@ -62,12 +62,15 @@ def interleaved(
     rounds: int = 30,
     seconds: float = 60.0,
     shortest: float = 0.0,
+    done: Callable[[float], object] = lambda share: None,
 ) -> dict[str, Timing]:
     """The time of each callable. Each round measures all of them in a new order, so that drift hits all alike.
 
     The first call of each does not count. Rounds stop once `seconds` have passed, but not before the third. A round of
-    0.3 s or more during which other programs took a tenth of the cores is run again, at most `rounds` times in all.
-    shortest: min seconds of a measurement, about: a faster callable is repeated, and its time divided.
+    0.3 s or more during which other programs took a tenth of the cores is run again, at most `rounds` times in all and
+    while there is time.
+    shortest: min seconds of a measurement, about: a faster callable is repeated, and its time divided. done: called
+        after each round with the share of the work that is behind it.
     """
     repeats = {}
     for name, call in callables.items():
@@ -75,15 +78,18 @@ def interleaved(
         repeats[name] = max(1, round(shortest / max(_timed(call, 1, device), 1e-9)))
     order, kept, again = list(callables), [], rounds  # type: tuple[list[str], list[dict[str, float]], int]
     shuffle = random.Random(0).shuffle
-    end = time.perf_counter() + seconds
+    begin = time.perf_counter()
+    end = begin + seconds
     while len(kept) < rounds and (time.perf_counter() < end or len(kept) < 3):
         shuffle(order)
         started, load = time.perf_counter(), OtherLoad()
         times = {name: _timed(callables[name], repeats[name], device) for name in order}
-        if again and time.perf_counter() - started > 0.3 and load.share() > 0.1:
+        now = time.perf_counter()
+        if again and now < end and now - started > 0.3 and load.share() > 0.1:
             again -= 1
         else:
             kept.append(times)
+        done(min(1.0, max(len(kept) / rounds, (now - begin) / seconds)))
     return {name: summary([times[name] for times in kept]) for name in callables}
 
 

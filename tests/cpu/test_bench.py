@@ -16,10 +16,11 @@ import torch
 import attn_fuse
 from attn_fuse.backend import attn_fuse as backend
 from attn_fuse.bench import calibrate as calibration
-from attn_fuse.bench import command, measure
+from attn_fuse.bench import calibrate_command, measure
 from attn_fuse.bench.cases import grid
 from attn_fuse.bench.command import main
 from attn_fuse.bench.measure import Observation
+from attn_fuse.errors import BenchError
 from attn_fuse.picker import evidence
 from attn_fuse.picker.case import Case, visible_share
 from attn_fuse.picker.evidence import AS_WRITTEN, Row
@@ -49,8 +50,8 @@ def beside_the_tests(kernels, case, device, effort) -> Observation:
 
 @pytest.mark.slow
 def test_calibrate_show_and_forget(folder: Path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr(command, "observed", beside_the_tests)
-    arguments = "--calibrate --quick --device cpu --lengths 16 --heads 2 --minutes 0.01".split()
+    monkeypatch.setattr(calibrate_command, "observed", beside_the_tests)
+    arguments = "calibrate --quick --device cpu --lengths 16 --heads 2 --minutes 0.01".split()
     assert main(arguments) == 0
     (path,) = folder.glob("calibration_cpu_*.json")
     printed = capsys.readouterr().out
@@ -65,12 +66,12 @@ def test_calibrate_show_and_forget(folder: Path, capsys, monkeypatch) -> None:
     said = site.attention["picked"] if site.fused else site.blocker.reason
     assert f"by measurements here, the nearest at {row.case}" in said
 
-    assert main(["--show", "--device", "cpu"]) == 0
+    assert main(["calibrate", "--show", "--device", "cpu"]) == 0
     printed = capsys.readouterr().out
     assert "measured here with torch" in printed and str(row.case) in printed
-    assert main(["--forget"]) == 0
+    assert main(["calibrate", "--forget"]) == 0
     assert f"deleted {path}" in capsys.readouterr().out and not path.exists()
-    assert main(["--forget"]) == 0
+    assert main(["calibrate", "--forget"]) == 0
     assert "nothing is kept" in capsys.readouterr().out
 
 
@@ -145,7 +146,7 @@ def test_it_stops_when_the_time_is_up_and_says_what_it_does(capsys) -> None:
 
 
 def test_the_usual_time_is_below_ten_minutes() -> None:
-    assert command._MINUTES + calibration.DEADLINE / 60 > 10 > command._MINUTES + 0.5
+    assert calibrate_command._MINUTES + calibration.DEADLINE / 60 > 10 > calibrate_command._MINUTES + 0.5
 
 
 def test_one_process_measures_all_cases_until_one_breaks_it() -> None:
@@ -246,7 +247,7 @@ def test_a_result_farther_from_the_exact_one_than_as_written_is_wrong(off: float
 
 def test_a_place_that_cannot_be_written(folder: Path, capsys) -> None:
     folder.write_text("a file where a directory should be")
-    with pytest.raises(calibration.BenchError, match="cannot write ") as raised:
+    with pytest.raises(BenchError, match="cannot write ") as raised:
         calibration.calibrate(CPU, grid("cpu")[:1], 1.0, measure.QUICK, five)
     assert "\n" not in str(raised.value)
 
@@ -254,15 +255,15 @@ def test_a_place_that_cannot_be_written(folder: Path, capsys) -> None:
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        ("", "one of the arguments --calibrate --show --forget is required"),
-        ("--show --forget", "not allowed with"),
-        ("--show --device tpu", "--device tpu: it is cpu or cuda"),
-        ("--show --device meta", "--device meta: it is cpu or cuda"),
-        ("--calibrate --minutes 0", "--minutes is above 0, not 0"),
-        ("--calibrate --minutes soon", "argument --minutes: invalid float value: 'soon'"),
-        ("--calibrate --lengths 16 -1", "--lengths is above 0, not 16 -1"),
-        ("--calibrate --heads 0", "--heads is above 0, not 0"),
-        ("--calibrate --fast", "unrecognized arguments: --fast"),
+        ("--calibrate", "there is no command '--calibrate'. Did you mean 'calibrate'?"),
+        ("calibrate --show --forget", "not allowed with"),
+        ("calibrate --show --device tpu", "--device tpu: it is cpu or cuda"),
+        ("calibrate --show --device meta", "--device meta: it is cpu or cuda"),
+        ("calibrate --minutes 0", "--minutes is above 0, not 0"),
+        ("calibrate --minutes soon", "argument --minutes: invalid float value: 'soon'"),
+        ("calibrate --lengths 16 -1", "--lengths is above 0, not 16 -1"),
+        ("calibrate --heads 0", "--heads is above 0, not 0"),
+        ("calibrate --fast", "unrecognized arguments: --fast"),
     ],
 )
 def test_errors_are_one_line(arguments: str, words: str, capsys) -> None:
@@ -274,12 +275,12 @@ def test_errors_are_one_line(arguments: str, words: str, capsys) -> None:
 
 def test_no_cuda_device(monkeypatch, capsys) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main(["--calibrate", "--device", "cuda"]) == 2
+    assert main(["calibrate", "--device", "cuda"]) == 2
     assert capsys.readouterr().err == "attn_fuse.bench: --device cuda: torch sees no CUDA device\n"
 
 
 def test_as_a_program() -> None:
-    command = [sys.executable, "-m", "attn_fuse.bench", "--device", "nothing", "--show"]
+    command = [sys.executable, "-m", "attn_fuse.bench", "calibrate", "--device", "nothing", "--show"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False)
     assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1, done.stderr
 

@@ -10,6 +10,7 @@ import torch
 
 import attn_fuse
 from attn_fuse.__main__ import COMMANDS, main
+from attn_fuse.bench import command as bench
 from attn_fuse.explain import info
 from attn_fuse.kernels import KERNELS
 
@@ -26,11 +27,20 @@ def test_an_unknown_command_is_one_line_and_exit_code_2(capsys: pytest.CaptureFi
     assert capsys.readouterr().err == "attn_fuse: there is no command 'explian'. Did you mean 'explain'?\n"
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "command", [*([name] for name in COMMANDS if name != "bench"), *(["bench", name] for name in bench.COMMANDS)]
+)
+def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit:
-        main([command, "--help"])
+        main([*command, "--help"])
     assert exit.value.code == 0 and "usage: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("argv", [["bench"], ["bench", "--help"]])
+def test_the_commands_of_bench_are_listed(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == 0
+    listed = capsys.readouterr().out
+    assert all(f"  {name} " in listed for name in ("model", "sweep", "nanogpt", "calibrate"))
 
 
 def test_a_command_gets_its_arguments(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,198 @@
+"""Compare: whether a way to run a model computes what eager does, up to rounding."""
+
+from __future__ import annotations
+
+import copy
+import math
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from attn_fuse.explain.guess_inputs import Inputs
+from attn_fuse.explain.subject import Subject
+
+# Root mean square of a difference, over that of the expected values. A tensor that is small beside the others, as the
+# gradient of a key's bias, which is 0 but for rounding, is held against a share of the largest of its kind.
+_TOLERANCE, _TOLERANCE_16, _SHARE = 1e-3, 6e-2, 1e-3
+# How much farther from the exact values than eager a way may be, and than two draws of eager's are from each other.
+_ALLOWED = 4.0
+
+
+@dataclass(frozen=True)
+class Results:
+    """What a call gave. outputs, gradients: the floating-point tensors, by name."""
+
+    outputs: Mapping[str, Tensor]
+    gradients: Mapping[str, Tensor]
+
+    def kinds(self) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
+        """The outputs, then the gradients."""
+        return self.outputs, self.gradients
+
+
+@dataclass
+class Reference:
+    """Eager's results, and what they are compared by.
+
+    random: whether two calls of eager differ, as with dropout: then no result is the right one, and a way may differ
+    from eager as much as two such calls, several times over.
+    """
+
+    subject: Subject
+    results: Results
+    again: Results
+    buffers: Mapping[str, Tensor]
+
+    @property
+    def random(self) -> bool:
+        return not self._near(self.again, self.results)
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject = subject
+        self.buffers = {name: x.detach().clone() for name, x in _buffers(subject.model)}
+        self.results = self.of(subject.model)
+        self.again = self.of(subject.model, seed=1)
+        self._exact: Results | bool | None = None
+
+    def of(self, model: Callable[..., Any], seed: int = 0) -> Results:
+        """The results of one call of `model`, the subject's or what was compiled of it, from the first state on."""
+        self.put_back()
+        return _results(self.subject, model, seed)
+
+    def put_back(self) -> None:
+        """Give the buffers that calls have changed their first values, and drop all gradients."""
+        with torch.no_grad():
+            for name, x in _buffers(self.subject.model):
+                # A write, even of the same values, would end the proof of a mask buffer.
+                if name in self.buffers and not torch.equal(x, self.buffers[name]):
+                    x.copy_(self.buffers[name])
+        drop_gradients(self.subject)
+
+    def difference(self, found: Results) -> float:
+        """The max difference of `found` from eager's results, each over the max absolute value of its tensor.
+
+        A tensor that is small beside the others is held against a share of the largest. Infinite where there is a NaN
+        in one of the two, or a tensor is missing.
+        """
+        most = 0.0
+        for ours, theirs in zip(found.kinds(), self.results.kinds(), strict=True):
+            if ours.keys() != theirs.keys():
+                return math.inf
+            largest = max((_largest(x) for x in theirs.values()), default=0.0)
+            for name, expected in theirs.items():
+                if apart := _largest(_difference(ours[name], expected)):
+                    most = max(most, apart / max(_largest(expected), _SHARE * largest, sys.float_info.min))
+        return most
+
+    def agrees(self, found: Results) -> bool:
+        """Whether `found` is near eager's results, or about as near as those to the exact ones."""
+        if not math.isfinite(self.difference(found)):
+            return False
+        if self._near(found, self.results):
+            return True
+        if self.random:
+            return self._as_near(found, self.results, self.again)
+        exact = self._exactly()
+        return exact is not None and self._as_near(found, exact, self.results)
+
+    def _exactly(self) -> Results | None:
+        """The results in float64; None where the model does not run in it."""
+        if self._exact is None:
+            try:
+                self._exact = _results(_in_float64(self.subject), None, 0)
+            except Exception:
+                self._exact = False
+        return self._exact if isinstance(self._exact, Results) else None
+
+    @staticmethod
+    def _near(found: Results, expected: Results) -> bool:
+        for ours, theirs in zip(found.kinds(), expected.kinds(), strict=True):
+            largest = max((_size(x) for x in theirs.values()), default=0.0)
+            for name, right in theirs.items():
+                tolerance = _TOLERANCE if right.dtype.itemsize > 2 else _TOLERANCE_16
+                if not _apart(ours[name], right) <= tolerance * (_size(right) + _SHARE * largest):
+                    return False
+        return True
+
+    @staticmethod
+    def _as_near(found: Results, center: Results, other: Results) -> bool:
+        """Whether `found` is not much farther from `center` than `other` is."""
+        for ours, middle, theirs in zip(found.kinds(), center.kinds(), other.kinds(), strict=True):
+            for name, right in middle.items():
+                allowed = _ALLOWED * _apart(theirs[name], right) + torch.finfo(theirs[name].dtype).eps * _size(right)
+                if not _apart(ours[name], right) <= allowed:
+                    return False
+        return True
+
+
+def drop_gradients(subject: Subject) -> None:
+    """Set the gradients of the subject's parameters and inputs to None."""
+    for _, x in _learned(subject):
+        x.grad = None
+
+
+def _results(subject: Subject, model: Callable[..., Any] | None, seed: int) -> Results:
+    torch.manual_seed(seed)
+    out = subject.call(model or subject.model)
+    outputs = {str(n): x.detach().clone() for n, x in enumerate(_leaves(out))}
+    gradients = {name: x.grad.detach().clone() for name, x in _learned(subject) if x.grad is not None}
+    return Results(outputs, gradients)
+
+
+def _leaves(value: Any) -> list[Tensor]:
+    return [x for x in pytree.tree_leaves(value) if isinstance(x, Tensor) and x.is_floating_point()]
+
+
+def _learned(subject: Subject) -> list[tuple[str, Tensor]]:
+    model = subject.model
+    named = [*model.named_parameters()] if isinstance(model, nn.Module) else []
+    given = _leaves((subject.inputs.args, subject.inputs.kwargs))
+    return [*named, *((f"input {n}", x) for n, x in enumerate(given) if x.is_leaf and x.requires_grad)]
+
+
+def _buffers(model: Callable[..., Any]) -> list[tuple[str, Tensor]]:
+    return [*model.named_buffers()] if isinstance(model, nn.Module) else []
+
+
+def _in_float64(subject: Subject) -> Subject:
+    def wider(x: Any) -> Any:
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            return x
+        return x.detach().double().requires_grad_(x.requires_grad)
+
+    model = subject.model
+    if isinstance(model, nn.Module):
+        model = copy.deepcopy(model).double()
+        model.zero_grad(set_to_none=True)
+    inputs = Inputs(pytree.tree_map(wider, subject.inputs.args), pytree.tree_map(wider, subject.inputs.kwargs))
+    return replace(subject, model=model, inputs=inputs)
+
+
+def _difference(found: Tensor, expected: Tensor) -> Tensor:
+    """The elements of the difference in float64, 0 where both are the same, NaN and infinity included."""
+    if found.shape != expected.shape:
+        return torch.full((1,), math.inf, dtype=torch.float64)
+    a, b = found.double(), expected.double()
+    return torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, a - b)
+
+
+def _largest(x: Tensor) -> float:
+    """The max absolute value, infinite for a NaN."""
+    return float(x.detach().double().abs().nan_to_num(nan=math.inf).max()) if x.numel() else 0.0
+
+
+def _apart(found: Tensor, expected: Tensor) -> float:
+    """The root mean square of the difference."""
+    apart = _difference(found, expected)
+    return float(apart.square().mean().sqrt()) if apart.numel() else 0.0
+
+
+def _size(x: Tensor) -> float:
+    """The root mean square of the finite elements."""
+    finite = x.double()[x.isfinite()]
+    return float(finite.square().mean().sqrt()) if finite.numel() else 0.0

@@ -1,0 +1,109 @@
+"""Flags: what the commands of `python -m attn_fuse.bench` share in how they are called, and in what they write."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from attn_fuse.bench import plot
+from attn_fuse.errors import BenchError
+from attn_fuse.options import kernel_names
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are BenchErrors."""
+
+    def error(self, message: str) -> NoReturn:
+        raise BenchError(message)
+
+
+def add_files(parser: argparse.ArgumentParser, plots: str) -> None:
+    """Add --json, --csv and --plot. plots: what the plot shows."""
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write everything that was measured as JSON")
+    parser.add_argument("--csv", metavar="FILE", type=Path, help="write the table, one measurement a row")
+    parser.add_argument("--plot", metavar="FILE", type=Path, help=f"draw {plots}: a .png or .svg (needs matplotlib)")
+
+
+def check_files(args: argparse.Namespace) -> None:
+    """Raise BenchError where a file of `add_files` cannot be written, before anything is measured."""
+    for flag in ("json", "csv", "plot"):
+        path: Path | None = getattr(args, flag)
+        if path is None:
+            continue
+        if path.is_dir() or not path.parent.is_dir():
+            raise BenchError(f"--{flag} {path}: it cannot be written; name a file in a folder that exists")
+    if args.plot is not None:
+        plot.check(args.plot)
+
+
+def write_json(path: Path, data: Mapping[str, Any]) -> None:
+    """Write `data` to `path`. Raises BenchError where that fails."""
+    _write(path, json.dumps(data, indent=1) + "\n")
+
+
+def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write `rows`, all with the same keys, to `path` below a line of the keys. Raises BenchError where that fails."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]) if rows else [], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    _write(path, text.getvalue())
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as problem:
+        raise BenchError(f"cannot write {path}: {problem.strerror or problem}") from problem
+
+
+def count(text: str) -> int:
+    """A whole number above 0, for `type=` of a flag."""
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+
+
+def duration(text: str) -> float:
+    """A number of seconds above 0, for `type=` of a flag."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if 0 < seconds < math.inf:
+        return seconds
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+
+
+def device_of(name: str | None) -> torch.device:
+    """The device of this name; CUDA where there is one for None. Raises BenchError for one that cannot be used."""
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise BenchError(f"--device {name}: it is cpu or cuda")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise BenchError(f"--device {name}: torch sees no CUDA device")
+    return device
+
+
+def kernels_of(names: Sequence[str] | None, known: Sequence[str]) -> list[str]:
+    """`names`, or all `known` ones. known: the names of the kernels for the device.
+
+    Raises OptionError for a name that no kernel has, BenchError for one that is not known.
+    """
+    if names is None:
+        return list(known)
+    for name in kernel_names(list(names)):
+        if name not in known:
+            raise BenchError(f"--kernels {name}: it does not run on this device; here run {', '.join(known)}")
+    return list(names)

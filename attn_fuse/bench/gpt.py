@@ -1,0 +1,1 @@
+../../examples/nanogpt/model.py
