@@ -12,11 +12,15 @@ is Python's own documentation of its language, which comes with Python.
 from __future__ import annotations
 
 import argparse
+import collections
+import contextlib
 import itertools
+import math
 import os
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -29,8 +33,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-import attn_fuse
-from attn_fuse.report import as_text, headline
+from attn_fuse.bench import plot
+from attn_fuse.errors import BenchError
+from attn_fuse.report import GraphReport, as_text, collecting, headline
 from harness import bytes_in_words, peak_memory, seconds_in_words, synchronize, table
 from model import GPT, GPTConfig
 from model_sdpa import SDPAGPT
@@ -79,6 +84,25 @@ class Text:
         return "".join(self.characters[i] for i in numbers.tolist())
 
 
+class Graphs:
+    """What attn_fuse did with each graph, by what the graph was compiled for."""
+
+    def __init__(self) -> None:
+        self._reports = collections.defaultdict[str, list[GraphReport]](list)
+
+    @contextlib.contextmanager
+    def compiled_for(self, purpose: str) -> Iterator[None]:
+        """A block in which graphs are compiled for `purpose`, as for the training step."""
+        with collecting() as reports:
+            yield
+        self._reports[purpose] += reports
+
+    def named(self) -> Iterator[tuple[str, GraphReport]]:
+        for purpose, reports in self._reports.items():
+            for number, report in enumerate(reports, 1):
+                yield purpose + (f", graph {number} of {len(reports)}" if len(reports) > 1 else ""), report
+
+
 def build(names: list[str], config: GPTConfig, args: argparse.Namespace) -> list[Variant]:
     """The variants, all with the same weights, each compiled in its own way."""
     torch.manual_seed(args.seed)
@@ -93,28 +117,36 @@ def build(names: list[str], config: GPTConfig, args: argparse.Namespace) -> list
     return variants
 
 
-def train(variants: list[Variant], text: Text, args: argparse.Namespace) -> None:
+def train(variants: list[Variant], text: Text, graphs: Graphs, args: argparse.Namespace) -> list[int]:
+    """Train the variants side by side; the numbers of steps after which they were evaluated."""
     draw = torch.Generator().manual_seed(args.seed)
     held_out = [text.batch(text.validation, args.batch, args.block_size, draw) for _ in range(args.eval_batches)]
-    print("The first steps compile; they take a while.", flush=True)
+    print(f"The first {UNTIMED} steps compile; they take a while. The --minutes start after them.", flush=True)
+    with graphs.compiled_for("evaluation"):
+        for variant in variants:
+            evaluate(variant.model, held_out[:1])
     bar = tqdm(range(args.steps), desc="training", unit="step", mininterval=1.0)
-    started = time.perf_counter()
+    started, evaluated = math.inf, []
     for number in bar:
-        slow = time.perf_counter() - started > 60 * args.minutes and number > UNTIMED
-        last = slow or number + 1 == args.steps
+        if number == UNTIMED:
+            started = time.perf_counter()
         inputs, targets = text.batch(text.train, args.batch, args.block_size, draw)
         first = number % len(variants)
-        for variant in variants[first:] + variants[:first]:
-            torch.manual_seed(args.seed + number)  # the same dropout, where the kernels draw alike
-            run_step(variant, number, inputs, targets, args.device)
+        with graphs.compiled_for("training step"):
+            for variant in variants[first:] + variants[:first]:
+                torch.manual_seed(args.seed + number)  # the same dropout, where the kernels draw alike
+                run_step(variant, number, inputs, targets, args.device)
         bar.set_postfix({v.name: f"{v.losses[-1]:.3f}" for v in variants})
-        if last or (number + 1) % args.window == 0:
+        over = time.perf_counter() - started > 60 * args.minutes
+        if over or number + 1 == args.steps or (number + 1) % args.window == 0:
+            evaluated.append(number + 1)
             for variant in variants:
                 variant.validation.append(evaluate(variant.model, held_out))
-        if slow:
+        if over:
             bar.close()
-            print(f"Stopped after {number + 1} steps: the --minutes are over.")
-            return
+            print(f"Stopped after {number + 1} of {args.steps} steps: the --minutes are over.")
+            break
+    return evaluated
 
 
 def run_step(variant: Variant, number: int, inputs: Tensor, targets: Tensor, device: torch.device) -> None:
@@ -159,14 +191,15 @@ def disagreements(variants: list[Variant], window: int) -> list[str]:
     return found
 
 
-def print_results(variants: list[Variant], args: argparse.Namespace) -> None:
+def print_results(variants: list[Variant], evaluated: list[int], args: argparse.Namespace) -> None:
     steps = len(variants[0].losses)
-    starts = range(0, steps, args.window)
-    head = ["training loss, mean of steps", *(f"{s + 1}-{min(s + args.window, steps)}" for s in starts)]
-    curves = [[v.name, *(f"{statistics.fmean(v.losses[s : s + args.window]):.4f}" for s in starts)] for v in variants]
+    window = min(args.window, max(1, steps // 4))  # so that a run cut short shows a curve, too
+    starts = range(0, steps, window)
+    head = ["training loss, mean of steps", *(f"{s + 1}-{min(s + window, steps)}" for s in starts)]
+    curves = [[v.name, *(f"{statistics.fmean(v.losses[s : s + window]):.4f}" for s in starts)] for v in variants]
     print("\n" + table(head, curves))
     curves = [[v.name, *(f"{loss:.4f}" for loss in v.validation)] for v in variants]
-    print("\n" + table(["validation loss after step", *(str(min(s + args.window, steps)) for s in starts)], curves))
+    print("\n" + table(["validation loss after step", *map(str, evaluated)], curves))
     rows = []
     for v in variants:
         apart = max(abs(a - b) for a, b in zip(v.losses, variants[0].losses, strict=True))
@@ -201,20 +234,36 @@ def print_sample(variant: Variant, text: Text, args: argparse.Namespace) -> None
     print(text.decoded(sample[0, : args.prompt]) + "|" + text.decoded(sample[0, args.prompt :]))
 
 
-def print_sites() -> None:
-    for number, report in enumerate(attn_fuse.reports(), 1):
+def print_sites(graphs: Graphs) -> None:
+    for name, report in sorted(graphs.named(), key=lambda named: not named[0].startswith("training step")):
         spent = f"{len(report.sites)} attentions, {report.seconds:.2f} s in its passes"
-        print(f"\nWhat attn_fuse did with graph {number} ({spent}):")
-        if number == 1:
+        print(f"\nWhat attn_fuse did in the {name} ({spent}):")
+        if name.startswith("training step"):
             print(as_text(report))
         else:
             print("\n".join(f"    {site.location}: {headline(site)}" for site in report.sites))
 
 
+def draw_results(path: Path, variants: list[Variant], evaluated: list[int]) -> None:
+    """Losses and times of the steps, and the validation loss, as three panels in a file."""
+    factor, unit = plot.scaled([statistics.median(v.seconds) for v in variants])
+    losses = {v.name: [*enumerate(v.losses, 1)] for v in variants}
+    validation = {v.name: [*zip(evaluated, v.validation, strict=True)] for v in variants}
+    # The steps that compile or are profiled have no time.
+    times = {v.name: [(n, s * factor) for n, s in enumerate(v.seconds, UNTIMED + 1)] for v in variants}
+    panels = [
+        plot.Lines("training loss", "step", "cross entropy", losses),
+        plot.Lines("validation loss", "step", "cross entropy", validation),
+        plot.Lines("time of a step", "step", unit, times),
+    ]
+    plot.lines(path, "a GPT trained side by side", [panels], logarithmic=False)
+    print(f"\nThe plot of losses and times: {path}")
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=240)
-    parser.add_argument("--minutes", type=float, default=4.0, help="stop training after these, wherever it is")
+    parser.add_argument("--minutes", type=float, default=4.0, help="stop training after these, compiling aside")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--width", type=int, default=128)
@@ -228,6 +277,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--sample", type=int, default=300, help="characters to generate; 0 for none")
     parser.add_argument("--prompt", type=int, default=64, help="characters of real text before them")
     parser.add_argument("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--plot", metavar="FILE", type=Path, help="draw losses and times as a .png or .svg")
     parser.add_argument("--variants", nargs="+", choices=BACKENDS, default=list(BACKENDS))
     parser.add_argument(
         "--compile-off", action="store_true", help="run without torch.compile, where there is no compiler"
@@ -235,6 +285,11 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.steps <= UNTIMED:
         parser.error(f"--steps: at least {UNTIMED + 1}")
+    try:
+        if args.plot is not None:
+            plot.check(args.plot)
+    except BenchError as problem:
+        parser.error(str(problem))
     if args.compile_off:
         args.variants = [name for name in args.variants if name not in ("inductor", "attn_fuse")]
     if not args.variants:
@@ -254,11 +309,15 @@ def main() -> int:
         f"torch {torch.__version__} on {args.device}; {len(text.train) + len(text.validation):,} characters of text; "
         f"{parameters:,} parameters; batches of {args.batch} x {args.block_size}"
     )
-    train(variants, text, args)
+    graphs = Graphs()
+    evaluated = train(variants, text, graphs, args)
     if args.sample:
-        print_sample(next((v for v in variants if v.name == "attn_fuse"), variants[0]), text, args)
-    print_sites()
-    print_results(variants, args)
+        with graphs.compiled_for("sampling"):
+            print_sample(next((v for v in variants if v.name == "attn_fuse"), variants[0]), text, args)
+    print_sites(graphs)
+    print_results(variants, evaluated, args)
+    if args.plot is not None:
+        draw_results(args.plot, variants, evaluated)
     found = disagreements(variants, args.window)
     if found:
         print("\nThe loss curves DISAGREE beyond noise:\n" + "\n".join(f"  {line}" for line in found))
