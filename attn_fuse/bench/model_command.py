@@ -182,8 +182,8 @@ def _table(measured: Measured) -> str:
     runs = next((row.timing.runs for row in measured.rows if row.timing), 0)
     said = (
         f"{runs} rounds, the rows in turn. Peak memory: of tensors, above what the model and its inputs take.\n"
-        "Max difference: from eager's outputs and gradients, over the max of the tensor. First call: with compiling, by\n"
-        "torch's caches as they are. A training step: forward and backward, without an optimizer."
+        "Max difference: from eager's outputs and gradients, over the max of the tensor. First call: with compiling,\n"
+        "by torch's caches as they are. A training step: forward and backward, without an optimizer."
     )
     return f"{table(head, lines)}\n{said}"
 

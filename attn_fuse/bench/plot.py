@@ -68,14 +68,17 @@ def bars(path: Path, title: str, rows: Sequence[Sequence[Bars]]) -> None:
 
 def lines(path: Path, title: str, rows: Sequence[Sequence[Lines]], logarithmic: bool = True) -> None:
     """Write a figure of `rows` of panels, below them one legend, to `path`."""
-    figure, axes = _figure(rows, 0)
+    figure, axes = _figure(rows, 0, "row" if logarithmic else "none")
     names = list(dict.fromkeys(name for row in rows for panel in row for name in panel.lines))
     shown: dict[str, Any] = {}
     for axis, panel in _each(axes, rows):
         for name, points in panel.lines.items():
             number = names.index(name)
-            style = {"marker": _MARKERS[number % len(_MARKERS)], "markersize": 5} if logarithmic else {}
-            (shown[name],) = axis.plot(*zip(*points, strict=True), color=_colour(number), linewidth=1.6, **style)
+            # Of lines that coincide, the lower ones are the broader.
+            style: dict[str, Any] = {"linewidth": 1.4 + 1.2 * (len(names) - 1 - number)}
+            if logarithmic:
+                style = {"linewidth": 1.6, "marker": _MARKERS[number % len(_MARKERS)], "markersize": 5}
+            (shown[name],) = axis.plot(*zip(*points, strict=True), color=_colour(number), **style)
         if logarithmic:
             ticks = sorted({x for points in panel.lines.values() for x, _ in points})
             axis.set_xscale("log", base=2)
@@ -91,7 +94,8 @@ def lines(path: Path, title: str, rows: Sequence[Sequence[Lines]], logarithmic: 
     _save(figure, path, title)
 
 
-def _figure(rows: Sequence[Sequence[Any]], count: int) -> tuple[Any, Any]:
+def _figure(rows: Sequence[Sequence[Any]], count: int, shared: str = "none") -> tuple[Any, Any]:
+    """A figure and its axes. count: of the bars in a panel. shared: the panels that share an axis of values."""
     # No pyplot: it would look for a screen.
     from matplotlib.figure import Figure
 
@@ -99,7 +103,7 @@ def _figure(rows: Sequence[Sequence[Any]], count: int) -> tuple[Any, Any]:
     height = max(height, 0.42 * count + 1.2) if count else height
     columns = max(len(row) for row in rows)
     figure = Figure(figsize=(width * columns, height * len(rows) + 0.8), layout="constrained")
-    return figure, figure.subplots(len(rows), columns, squeeze=False)
+    return figure, figure.subplots(len(rows), columns, squeeze=False, sharey=shared)
 
 
 def _each(axes: Any, rows: Sequence[Sequence[Any]]) -> list[tuple[Any, Any]]:

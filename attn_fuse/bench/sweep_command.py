@@ -132,14 +132,12 @@ def _fastest(seen: Swept) -> str:
 
 
 def _notes(found: Sequence[Swept]) -> list[str]:
-    notes = []
+    notes = [f"{seen.case}: left out: {seen.problem}" for seen in found if seen.problem]
     for seen in found:
-        if seen.problem:
-            notes.append(f"{seen.case}: left out: {seen.problem}")
-        if seen.busy:
-            notes.append(f"{_sizes(seen.case)}, mask {seen.case.mask}: {seen.busy}; measure on a quiet machine")
         mode = "training" if seen.case.training else "inference"
         notes += [f"{name}, {mode}, mask {seen.case.mask}: {why}" for name, why in seen.why_not.items()]
+    if busy := [seen.busy for seen in found if seen.busy]:
+        notes.append(f"{len(busy)} of {len(found)} cases beside other load, as {busy[0]}; measure on a quiet machine")
     return notes
 
 

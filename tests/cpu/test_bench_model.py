@@ -1,0 +1,400 @@
+"""`python -m attn_fuse.bench model`: what its tables, files and plots hold, and which rows get no time."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend
+
+from attn_fuse.bench import model as bench_model
+from attn_fuse.bench import model_command, plot, profile, ways
+from attn_fuse.bench.command import main
+from attn_fuse.bench.compare import Reference
+from attn_fuse.bench.measure import kernels_on
+from attn_fuse.bench.model import DIFFERS, Measured, Row, measure
+from attn_fuse.bench.profile import Profile
+from attn_fuse.bench.progress import Progress
+from attn_fuse.bench.ways import EAGER, FUSED, INDUCTOR, PICKED, Held, Way
+from attn_fuse.explain.guess_inputs import Inputs
+from attn_fuse.explain.subject import Subject
+from attn_fuse.picker.timing import Timing
+
+CPU = torch.device("cpu")
+FILE = """
+import torch
+from torch import nn
+
+class Attention(nn.Module):
+    def __init__(self, dim: int = 16):
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(dim, dim) for _ in range(3))
+
+    def forward(self, x):
+        scores = self.query(x) @ self.key(x).transpose(-2, -1) / x.shape[-1] ** 0.5
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        return scores.masked_fill(~mask, float("-inf")).softmax(-1) @ self.value(x)
+"""
+
+
+class Attention(nn.Module):
+    """Two heads of 8, causal. dropout: of the output. calls_sdpa: whether the program calls it itself."""
+
+    def __init__(self, dropout: float = 0.0, calls_sdpa: bool = False) -> None:
+        super().__init__()
+        self.heads = nn.Linear(16, 48)
+        self.dropout, self.calls_sdpa = nn.Dropout(dropout), calls_sdpa
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        split = self.heads(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        query, key, value = split.unbind(0)
+        if self.calls_sdpa:
+            return nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        scores = (query @ key.transpose(-2, -1) / 8**0.5).masked_fill(~mask, -math.inf)
+        return self.dropout(scores.softmax(-1) @ value)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "written.py"
+    path.write_text(FILE)
+    return path
+
+
+def subject(train: bool = False, **how: Any) -> Subject:
+    torch.manual_seed(0)
+    model = Attention(**how).train(train)
+    return Subject(model, Inputs((torch.randn(2, 32, 16),)), train, (), 120.0)
+
+
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without Inductor, whose compiling takes seconds, and with few rounds."""
+    monkeypatch.setattr(bench_model, "_ROUNDS", 3)
+
+    def compiled(self: Way, model: Callable[..., Any]) -> Callable[..., Any]:
+        if self.name == EAGER:
+            return model
+        if self.options is None:
+            return ways.compiled_apart(model, "aot_eager")
+        return ways.compiled_apart(model, ways.attn_fuse, options={**self.options, "inner_backend": "aot_eager"})
+
+    monkeypatch.setattr(Way, "compiled", compiled)
+
+
+def measured(of: Subject, kernels: tuple[str, ...] = ("cpu_flash", "chunked"), operators: bool = False) -> Measured:
+    return measure(of, kernels, 0.05, operators, Progress(1))
+
+
+def test_each_way_is_a_row_or_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    quick(monkeypatch)
+    found = measured(subject(), tuple(kernels_on(CPU)))
+    rows = {name: row for row in found.rows for name in row.names}
+    assert {EAGER, INDUCTOR, PICKED, FUSED, "cpu_flash (SDPA flash)", "chunked", "SDPA math"} <= rows.keys() | {
+        *found.left_out
+    }
+    assert rows[FUSED] is rows["cpu_flash (SDPA flash)"], "one program is measured once"
+    assert rows[EAGER].fused == 0 and rows[EAGER].sites == 1 and rows[EAGER].difference == 0
+    assert rows["chunked"].by_kernel == {"chunked": 1} and rows["chunked"].fused == 1
+    for row in found.rows:
+        assert not row.problem and row.timing is not None and row.timing.runs == 3, row
+        assert row.peak and row.first_call and row.difference is not None and row.difference < 1e-5
+
+
+@pytest.mark.thorough
+def test_a_kernel_that_gives_no_gradients_is_left_out_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    quick(monkeypatch)
+    found = measured(subject(train=True), ("flex", "chunked"))
+    assert found.mode == "training" and found.left_out["flex"].startswith("fuses none of 1: ")
+    assert any("chunked" in row.names and row.timing for row in found.rows)
+
+
+def test_a_wrong_row_is_marked_and_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    quick(monkeypatch)
+    right = Way.compiled
+
+    def wrong(self: Way, model: Callable[..., Any]) -> Callable[..., Any]:
+        run = right(self, model)
+        return (lambda x: run(x) * 1.01) if self.name == "chunked" else run
+
+    monkeypatch.setattr(Way, "compiled", wrong)
+    found = measured(subject())
+    row = found.row("chunked")
+    assert row is not None and row.problem == DIFFERS and row.timing is None and row.peak is None
+    assert row.difference == pytest.approx(0.01, rel=0.01)
+    assert all(other.timing for other in found.rows if other is not row)
+    line = next(line for line in model_command._text(found, 0).splitlines() if line.startswith("chunked "))
+    assert line.split()[1:5] == ["-", "-", "-", "-"]
+    assert f"note: chunked: {DIFFERS}" in model_command._text(found, 0)
+
+
+def test_a_row_that_raises_has_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    quick(monkeypatch)
+    right = Way.compiled
+
+    def fails(x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no kernel\nat all")
+
+    monkeypatch.setattr(Way, "compiled", lambda self, m: fails if self.name == INDUCTOR else right(self, m))
+    row = measured(subject(), ()).row(INDUCTOR)
+    assert row is not None and row.problem == "RuntimeError: no kernel" and row.timing is None
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_results_are_compared_from_the_same_state(train: bool) -> None:
+    # The buffer counts calls: without the first state back, the second call would have another output.
+    class Counts(Attention):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out = super().forward(x)
+            return out * self.calls
+
+    of = subject(train)
+    of = Subject(Counts().train(train), of.inputs, train, (), 120.0)
+    reference = Reference(of)
+    assert not reference.random and reference.difference(reference.of(of.model)) == 0
+    assert bool(reference.results.gradients) == train
+
+
+def test_a_model_that_draws_is_compared_with_two_draws() -> None:
+    of = subject(train=True, dropout=0.5)
+    reference = Reference(of)
+    assert reference.random and reference.agrees(reference.of(of.model, seed=2))
+    assert not reference.agrees(reference.of(lambda x: of.model(x) * 20, seed=2))
+
+
+def test_a_result_nearer_to_float64_than_eager_is_right() -> None:
+    of = subject()
+
+    class Rounds(nn.Module):
+        """Rounds to 16 bits, except in float64."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.weight if x.dtype == torch.float64 else (x * self.weight).bfloat16().float()
+
+    reference = Reference(Subject(Rounds(), of.inputs, False, (), 120.0))
+    exactly = reference.of(lambda x: x.clone())
+    assert reference.difference(exactly) > 1e-3 and reference.agrees(exactly)
+    assert not reference.agrees(reference.of(lambda x: x * 1.1))
+    assert not reference.agrees(reference.of(lambda x: x * math.nan))
+
+
+def test_math_is_torchs_formula() -> None:
+    of = subject()
+    seen: list[str] = []
+
+    def noting(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        monkey.setattr(ways, "compile_with", lambda backend, mode, graph, inputs: graph.forward)
+        run = Held(SDPBackend.MATH)(graph, inputs)
+        seen.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return run
+
+    with pytest.MonkeyPatch.context() as monkey, torch.no_grad():
+        options = {"pick": "fused", "kernels": ["cpu_flash"], "inner_backend": noting}
+        run = ways.compiled_apart(of.model, ways.attn_fuse, options=options)
+        torch.testing.assert_close(run(*of.inputs.args), of.model(*of.inputs.args))
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as record:
+            run(*of.inputs.args)
+    assert any("math_attention" in name for name in seen)
+    names = {event.name for event in record.events()}
+    assert "aten::_scaled_dot_product_attention_math" in names
+    assert not any("flash" in name for name in names)
+
+
+def test_a_programs_own_calls_are_held_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    quick(monkeypatch)
+    found = measured(subject(calls_sdpa=True), ("cpu_flash",))
+    forced = {name: row for row in found.rows for name in row.names}
+    assert forced["SDPA math"].fused == 1 and forced["cpu_flash (SDPA flash)"].fused == 1
+    assert forced["SDPA math"] is not forced["cpu_flash (SDPA flash)"]
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_the_profile_finds_the_attention(train: bool) -> None:
+    class Around(Attention):
+        """The attention, and eight times its work in other products."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out = super().forward(x).sin()
+            for _ in range(8):
+                x = x @ x.new_ones(16, 16)
+            return out.sum() + x.cos().sum()
+
+    of = Subject(Around().train(train), Inputs((torch.randn(2, 64, 16),)), train, (), 120.0)
+    found = profile.as_written(of.model, of.call, CPU)
+    assert found.share is not None and 0 < found.share < 1
+    inside = {"aten::_softmax", "aten::masked_fill_", "aten::tril"}
+    assert inside <= found.operators.keys() and "aten::cos" in found.operators
+    # All that is outside is not in the figure.
+    outside = sum(found.operators.get(name, 0.0) for name in ("aten::cos", "aten::sin", "aten::mm"))
+    assert found.attention is not None and found.attention <= found.seconds - outside + 1e-6
+    if train:
+        assert any("softmax_backward" in name for name in found.operators)
+
+
+def test_the_backward_of_attention_is_in_the_profile() -> None:
+    of = subject(train=True)
+    with_backward = profile.as_written(of.model, of.call, CPU)
+    events = [name for name in with_backward.operators if "SoftmaxBackward0" in name]
+    assert events, with_backward.operators
+    assert with_backward.attention is not None
+    forward = sum(with_backward.operators[name] for name in ("aten::_softmax", "aten::tril"))
+    backward = with_backward.operators["aten::_softmax_backward_data"]
+    assert with_backward.attention >= forward + backward
+
+
+def test_fused_kernels_are_told_by_name() -> None:
+    of = subject()
+    run = ways.compiled_apart(
+        of.model, ways.attn_fuse, options={"pick": "fused", "kernels": ["cpu_flash"], "inner_backend": "aot_eager"}
+    )
+    found = profile.fused(lambda: of.call(run), CPU)
+    assert found.attention and found.share and 0 < found.share < 1
+    assert profile.fused(lambda: of.call(of.model), CPU).attention == 0
+    assert profile.fused(lambda: of.call(run), CPU, told=False).share is None
+
+
+def one(mode: str = "inference") -> Measured:
+    timing = Timing(2e-3, 1.9e-3, 2.2e-3, 9)
+    rows = (
+        Row((EAGER,), 0, 2, {}, 1e-3, 0.0, timing, 5 << 20),
+        Row((INDUCTOR,), 0, 2, {}, 4.0, 1e-7, Timing(1e-3, 0.9e-3, 1.1e-3, 9), 3 << 20),
+        Row((PICKED, FUSED), 2, 2, {"cpu_flash": 2}, 5.0, 2e-7, Timing(0.5e-3, 0.4e-3, 0.7e-3, 9), 1 << 20),
+        Row(("chunked",), 2, 2, {"chunked": 2}, 5.0, 0.5, problem=DIFFERS),
+    )
+    profiles = {
+        EAGER: Profile(3e-3, 1.5e-3, {"aten::bmm": 1e-3}),
+        INDUCTOR: Profile(1.1e-3, None, {"aten::mm": 1e-3}),
+        f"{PICKED} = {FUSED}": Profile(0.6e-3, 0.12e-3, {"aten::mm": 0.3e-3}),
+    }
+    return Measured(mode, "GPT(int64[1, 8]), inference, float32 on cpu", ("said",), rows, {"flex": "why"}, False, 0.5,
+                    profiles)  # fmt: skip
+
+
+def test_the_table_has_what_the_files_have(tmp_path: Path) -> None:
+    text = model_command._text(one(), 5)
+    for words in ("0.50", "0.25", "3.0 MiB", "2 of 2", "2.0e-07", "5.00 s", "note: flex is no row: why",
+                  "note: other programs took 50% of the cores", "50% (1.5 ms)", "20% (120 µs)", "not told apart",
+                  "60% (600 µs)"):  # fmt: skip
+        assert words in text, f"{words} is not in\n{text}"
+    data = json.loads(json.dumps(model_command.as_json([one()])))
+    assert data["machine"]["threads"] == torch.get_num_threads()
+    (found,) = data["measured"]
+    assert [row["timing"] and row["timing"]["median"] for row in found["rows"]] == [2e-3, 1e-3, 0.5e-3, None]
+    assert found["rows"][2]["peak"] == 1 << 20 and found["profiles"][EAGER]["share"] == 0.5
+    path = tmp_path / "rows.csv"
+    model_command.write_csv(path, model_command.as_csv([one(), one("training")]))
+    rows = list(csv.DictReader(path.open()))
+    assert len(rows) == 8 and rows[2]["program"] == f"{PICKED} = {FUSED}" and float(rows[2]["over_inductor"]) == 0.5
+    assert rows[3]["seconds"] == "" and rows[3]["problem"] == DIFFERS and rows[4]["mode"] == "training"
+
+
+@pytest.mark.parametrize("suffix", plot.SUFFIXES)
+def test_a_plot_of_the_rows(suffix: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / f"rows{suffix}"
+    model_command.draw(path, [one(), one("training")])
+    data = path.read_bytes()
+    if suffix == ".svg":
+        assert data.lstrip().startswith(b"<?xml") and b"</svg>" in data
+        return
+    assert data.startswith(b"\x89PNG\r\n") and len(data) > 10_000
+    width, height = (int.from_bytes(data[place : place + 4], "big") for place in (16, 20))
+    assert width == 2 * 4.6 * 120 and height == (2 * 3.4 + 0.8) * 120
+
+
+def test_as_a_command(file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    quick(monkeypatch)
+    folder = file.parent
+    arguments = f"model {file} --length 16 --kernels chunked --seconds 0.02 --profile 3"
+    files = f" --json {folder / 'out.json'} --csv {folder / 'out.csv'}"
+    assert main((arguments + files).split()) == 0
+    captured = capsys.readouterr()
+    assert captured.out.startswith("Attention(float32[1, 16, 16]), inference, float32 on cpu")
+    assert "), training, float32 on cpu" in captured.out and "Traceback" not in captured.err
+    found = json.loads((folder / "out.json").read_text())["measured"]
+    assert [one["mode"] for one in found] == ["inference", "training"]
+    for one_mode in found:
+        for row in one_mode["rows"]:
+            assert row["timing"], row
+            line = next(line for line in captured.out.splitlines() if line.startswith(" = ".join(row["names"]) + " "))
+            assert line
+    assert len(list(csv.DictReader((folder / "out.csv").open()))) == sum(len(m["rows"]) for m in found)
+
+
+def test_interrupted_it_keeps_the_first_mode(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def once(of: Subject, *_: Any) -> Measured:
+        if of.train:
+            raise KeyboardInterrupt
+        return one()
+
+    monkeypatch.setattr(model_command, "measure", once)
+    path = file.parent / "out.json"
+    assert main(["model", str(file), "--length", "16", "--json", str(path)]) == 130
+    captured = capsys.readouterr()
+    assert "interrupted" in captured.err and "median (quartiles)" in captured.out
+    assert [m["mode"] for m in json.loads(path.read_text())["measured"]] == ["inference"]
+
+
+def test_a_model_without_gradients_has_inference_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "frozen.py"
+    frozen = FILE.replace("return scores", "return (scores").replace("@ self.value(x)", "@ self.value(x)).detach()")
+    path.write_text(frozen)
+
+    def once(of: Subject, *_: Any) -> Measured:
+        of.call(of.model)
+        return one()
+
+    monkeypatch.setattr(model_command, "measure", once)
+    assert main(["model", str(path), "--length", "16"]) == 0
+    assert "note: training is left out: --train: no output needs a gradient" in capsys.readouterr().out
+    assert main(["model", str(path), "--length", "16", "--train"]) == 2
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ("", "the following arguments are required: path"),
+        ("nowhere.py", "nowhere.py: no such file"),
+        ("{file} --train --inference", "--train and --inference each ask for one of the two"),
+        ("{file} --seconds 0", "'0' is not a number of seconds above 0"),
+        ("{file} --profile -1", "'-1' is not a whole number, 0 or more"),
+        ("{file} --profile few", "'few' is not a whole number, 0 or more"),
+        ("{file} --length 16 --kernels flash", "attn_fuse has no kernel 'flash'."),
+        ("{file} --length 16 --kernels cudnn", "--kernels cudnn: it does not run on this device"),
+        ("{file} --json /nowhere/out.json", "--json /nowhere/out.json: it cannot be written"),
+        ("{file} --plot bars.pdf", "--plot bars.pdf: it is a .png or .svg"),
+        ("{file} --device tpu", "--device 'tpu' cannot be used"),
+        ("{file} --fast", "unrecognized arguments: --fast"),
+    ],
+)
+def test_errors_are_one_line(arguments: str, words: str, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["model", *arguments.format(file=file).split()]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1, captured.err
+    assert captured.err.startswith("attn_fuse.bench: ") and words in captured.err
+
+
+def test_without_matplotlib_nothing_is_measured(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(model_command, "measure", lambda *_: pytest.fail("it was measured"))
+    assert main(["model", str(file), "--plot", str(file.parent / "bars.png")]) == 2
+    assert capsys.readouterr().err.startswith("attn_fuse.bench: --plot needs matplotlib, which is not installed")
