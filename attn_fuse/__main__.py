@@ -6,8 +6,6 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from attn_fuse.errors import nearest
-
 # By name: the module whose `main` runs the command, and what the command does.
 COMMANDS = {
     "explain": ("attn_fuse.explain.command", "say what becomes of every attention of the model in a Python file"),
@@ -26,6 +24,8 @@ def main(argv: Sequence[str]) -> int:
         print("\n".join(f"  {name:<10}{what}" for name, (_, what) in COMMANDS.items()))
         return 0
     if argv[0] not in COMMANDS:
+        from attn_fuse.errors import nearest  # imports torch, which a command may prepare for
+
         print(f"attn_fuse: there is no command {argv[0]!r}.{nearest(argv[0], COMMANDS)}", file=sys.stderr)
         return 2
     return int(importlib.import_module(COMMANDS[argv[0]][0]).main(argv[1:]))

@@ -7,6 +7,9 @@ import os
 import sys
 from collections.abc import Sequence
 
+# The profiler that measures memory on the CPU warns of every tensor older than itself. torch reads this when imported.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
 from attn_fuse.errors import BenchError, ExplainError, OptionError, nearest
 
 # By name: the module whose `main` runs the command, and what the command does.
@@ -30,8 +33,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if arguments[0] not in COMMANDS:
         return _refused(f"there is no command {arguments[0]!r}.{nearest(arguments[0], COMMANDS)}")
-    # The profiler that measures memory on the CPU warns of every tensor older than itself.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         return int(importlib.import_module(COMMANDS[arguments[0]][0]).main(arguments[1:]))
     except (BenchError, ExplainError, OptionError) as problem:

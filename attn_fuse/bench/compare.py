@@ -35,43 +35,34 @@ class Results:
         return self.outputs, self.gradients
 
 
-@dataclass
 class Reference:
     """Eager's results, and what they are compared by.
 
-    random: whether two calls of eager differ, as with dropout: then no result is the right one, and a way may differ
-    from eager as much as two such calls, several times over.
+    results: of a call. random: whether another call of eager differs, as with dropout: then no result is the right one,
+    and a way may differ from eager as much as two such calls, several times over.
     """
 
-    subject: Subject
-    results: Results
-    again: Results
-    buffers: Mapping[str, Tensor]
-
-    @property
-    def random(self) -> bool:
-        return not self._near(self.again, self.results)
-
     def __init__(self, subject: Subject) -> None:
-        self.subject = subject
-        self.buffers = {name: x.detach().clone() for name, x in _buffers(subject.model)}
+        self._subject = subject
+        self._buffers = {name: x.detach().clone() for name, x in _buffers(subject.model)}
         self.results = self.of(subject.model)
-        self.again = self.of(subject.model, seed=1)
+        self._again = self.of(subject.model, seed=1)
+        self.random = not _near(self._again, self.results)
         self._exact: Results | bool | None = None
 
     def of(self, model: Callable[..., Any], seed: int = 0) -> Results:
         """The results of one call of `model`, the subject's or what was compiled of it, from the first state on."""
         self.put_back()
-        return _results(self.subject, model, seed)
+        return _results(self._subject, model, seed)
 
     def put_back(self) -> None:
         """Give the buffers that calls have changed their first values, and drop all gradients."""
         with torch.no_grad():
-            for name, x in _buffers(self.subject.model):
+            for name, x in _buffers(self._subject.model):
                 # A write, even of the same values, would end the proof of a mask buffer.
-                if name in self.buffers and not torch.equal(x, self.buffers[name]):
-                    x.copy_(self.buffers[name])
-        drop_gradients(self.subject)
+                if name in self._buffers and not torch.equal(x, self._buffers[name]):
+                    x.copy_(self._buffers[name])
+        drop_gradients(self._subject)
 
     def difference(self, found: Results) -> float:
         """The max difference of `found` from eager's results, each over the max absolute value of its tensor.
@@ -93,41 +84,37 @@ class Reference:
         """Whether `found` is near eager's results, or about as near as those to the exact ones."""
         if not math.isfinite(self.difference(found)):
             return False
-        if self._near(found, self.results):
+        if _near(found, self.results):
             return True
         if self.random:
-            return self._as_near(found, self.results, self.again)
+            return _near(found, self.results, self._again, self.results)
         exact = self._exactly()
-        return exact is not None and self._as_near(found, exact, self.results)
+        return exact is not None and _near(found, self.results, self.results, exact)
 
     def _exactly(self) -> Results | None:
         """The results in float64; None where the model does not run in it."""
         if self._exact is None:
             try:
-                self._exact = _results(_in_float64(self.subject), None, 0)
+                self._exact = _results(_in_float64(self._subject), None, 0)
             except Exception:
                 self._exact = False
         return self._exact if isinstance(self._exact, Results) else None
 
-    @staticmethod
-    def _near(found: Results, expected: Results) -> bool:
-        for ours, theirs in zip(found.kinds(), expected.kinds(), strict=True):
-            largest = max((_size(x) for x in theirs.values()), default=0.0)
-            for name, right in theirs.items():
-                tolerance = _TOLERANCE if right.dtype.itemsize > 2 else _TOLERANCE_16
-                if not _apart(ours[name], right) <= tolerance * (_size(right) + _SHARE * largest):
-                    return False
-        return True
 
-    @staticmethod
-    def _as_near(found: Results, center: Results, other: Results) -> bool:
-        """Whether `found` is not much farther from `center` than `other` is."""
-        for ours, middle, theirs in zip(found.kinds(), center.kinds(), other.kinds(), strict=True):
-            for name, right in middle.items():
-                allowed = _ALLOWED * _apart(theirs[name], right) + torch.finfo(theirs[name].dtype).eps * _size(right)
-                if not _apart(ours[name], right) <= allowed:
-                    return False
-        return True
+def _near(found: Results, expected: Results, apart: Results | None = None, center: Results | None = None) -> bool:
+    """Whether each tensor of `found` is near that of `expected`, or not much farther from `center` than `apart` is."""
+    for kind, theirs in enumerate(expected.kinds()):
+        ours, largest = found.kinds()[kind], max((_size(x) for x in theirs.values()), default=0.0)
+        for name, right in theirs.items():
+            tolerance = _TOLERANCE if right.dtype.itemsize > 2 else _TOLERANCE_16
+            if _apart(ours[name], right) <= tolerance * (_size(right) + _SHARE * largest):
+                continue
+            if apart is None or center is None:
+                return False
+            middle = center.kinds()[kind][name]
+            if not _apart(ours[name], middle) <= _ALLOWED * _apart(apart.kinds()[kind][name], middle):
+                return False
+    return True
 
 
 def drop_gradients(subject: Subject) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -59,7 +60,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Measured:
-    """A model in one mode, "inference" or "training".
+    """A model in one mode, "inference" or "training". device: where it runs, as "cpu".
 
     subject: the model and its inputs in words. said: what was made up to run it. left_out: why a way is no row.
     random: whether the model draws random numbers. load: the share of the cores that other programs took meanwhile.
@@ -73,6 +74,7 @@ class Measured:
     left_out: Mapping[str, str]
     random: bool
     load: float
+    device: str = "cpu"
     profiles: Mapping[str, Profile] = field(default_factory=dict)
 
     def row(self, way: str) -> Row | None:
@@ -80,8 +82,12 @@ class Measured:
         return next((row for row in self.rows if way in row.names), None)
 
     def as_json(self) -> dict[str, Any]:
-        """Everything as plain dictionaries and lists."""
-        return {**asdict(self), "profiles": {n: {**asdict(p), "share": p.share} for n, p in self.profiles.items()}}
+        """Everything as plain dictionaries and lists; a difference that is infinite is None, as JSON has none."""
+        rows = [
+            {**asdict(row), "difference": row.difference if row.difference != math.inf else None} for row in self.rows
+        ]
+        profiles = {name: {**asdict(found), "share": found.share} for name, found in self.profiles.items()}
+        return {**asdict(self), "rows": rows, "profiles": profiles}
 
 
 @dataclass(frozen=True)
@@ -125,6 +131,7 @@ def measure(subject: Subject, kernels: Sequence[str], seconds: float, operators:
         left_out=left_out,
         random=reference.random,
         load=load.share(),
+        device=str(device),
         profiles=profiles,
     )
 

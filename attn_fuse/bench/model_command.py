@@ -110,8 +110,7 @@ def _write(args: argparse.Namespace, measured: Sequence[Measured]) -> None:
 
 def as_json(measured: Sequence[Measured]) -> dict[str, Any]:
     """The modes that were measured, below the facts of the machine."""
-    device = torch.device("cuda" if any(" on cuda" in m.subject for m in measured) else "cpu")
-    return {"machine": machine(device), "measured": [m.as_json() for m in measured]}
+    return {"machine": machine(torch.device(measured[0].device)), "measured": [m.as_json() for m in measured]}
 
 
 def as_csv(measured: Sequence[Measured]) -> list[dict[str, Any]]:
@@ -261,5 +260,4 @@ def _wrapped(row: Row) -> str:
 
 def _title(measured: Sequence[Measured]) -> str:
     model = measured[0].subject.partition("), ")[0] + ")"
-    device = torch.device("cuda" if " on cuda" in measured[0].subject else "cpu")
-    return f"{model}\n{this_device(device)}, torch {torch.__version__}"
+    return f"{model}\n{this_device(torch.device(measured[0].device))}, torch {torch.__version__}"

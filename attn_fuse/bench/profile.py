@@ -2,8 +2,8 @@
 
 As written: the graphs that Dynamo captures run operator by operator, uncompiled, and attention is what attn_fuse reads
 as one: from the product of query and key to the product with the value, with what makes the mask, and the backward of
-these operators. Fused: attention is the calls of fused kernels, torch's and ours, and their backward; what Inductor
-compiles around them, as a mask that is made before the call, is not in it.
+these operators; and the program's own calls of fused attention. Fused: attention is the calls of fused kernels, torch's
+and ours, and their backward; what Inductor compiles around them, as a mask that is made before the call, is not in it.
 """
 
 from __future__ import annotations
@@ -69,14 +69,15 @@ def as_written(model: Callable[..., Any], use: Callable[[Callable[..., Any]], An
     labelled = [e for e in events if e.name == _LABEL]
     inside = [child for event in labelled for child in event.cpu_children]
     inside += [e for e in events if e.name.startswith(_BACKWARD) and e.sequence_nr in numbers]
+    # The program's own calls of fused attention are under no label.
+    inside += [e for e in _outermost_fused(events) if not any(p.name == _LABEL for p in _parents(e))]
     return _profile([e for e in events if e.name != _LABEL], inside, device)
 
 
 def fused(call: Callable[[], Any], device: torch.device, told: bool = True) -> Profile:
     """The profile of `call`, of a compiled model. told: whether all of its fused kernels are operators of their own."""
     events = _events(call, device)
-    inside = [e for e in events if _FUSED.match(e.name) and not any(_FUSED.match(p.name) for p in _parents(e))]
-    found = _profile(events, inside, device)
+    found = _profile(events, _outermost_fused(events), device)
     return found if told else Profile(found.seconds, None, found.operators)
 
 
@@ -100,6 +101,10 @@ def _profile(events: Sequence[Any], attention: Iterable[Any], device: torch.devi
         own[name] += (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1e6 / _CALLS
     spent = sum(event.device_time_total if on_gpu else event.cpu_time_total for event in attention) / 1e6 / _CALLS
     return Profile(sum(own.values()), spent, {name: s for name, s in own.most_common() if s > 0})
+
+
+def _outermost_fused(events: Sequence[Any]) -> list[Any]:
+    return [e for e in events if _FUSED.match(e.name) and not any(_FUSED.match(p.name) for p in _parents(e))]
 
 
 def _parents(event: Any) -> Iterable[Any]:
