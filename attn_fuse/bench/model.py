@@ -149,10 +149,10 @@ def _plans(
     left_out: dict[str, str] = {}
     picked = None
     for way in ways:
-        progress.step(f"asking what {way.name} fuses")
         if way.options is None:
             plans[way.name] = _Plan(Row((way.name,)), way)
             continue
+        progress.step(f"asking what {way.name} fuses")
         explanation = explanation_of(subject.model, subject.inputs, subject.call, way.options)
         picked = picked or explanation
         own, others = explanation.already_fused, explanation.fused
