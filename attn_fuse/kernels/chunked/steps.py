@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -174,18 +175,15 @@ def run(steps: Steps, name: str, tensors: Sequence[Tensor], compiles: bool) -> A
     # Besides the tensors, Inductor compiles for the number of threads and for determinism.
     step = (steps, name, torch.get_num_threads(), torch.are_deterministic_algorithms_enabled())
     known = (*step, *((t.dtype, t.device, t.shape, t.stride()) for t in tensors))
-    if known not in _chosen:
-        if len(_chosen) >= _MOST_CHOSEN:
-            _chosen.clear()
+    chosen = _chosen.get(known)
+    if chosen is None:
         kind = (*step, *((t.dtype, t.device, *(min(n, 2) for n in t.shape)) for t in tensors))
-        made = _compiled.setdefault(kind, [])
-        try:
-            _chosen[known] = _choose(getattr(steps, name), tensors, made)
-        except Exception as problem:
-            log.warning("chunked attention runs uncompiled: %s", first_line(problem))
-            made.append(_Compiled(getattr(steps, name), lambda tensors: True))
-            _chosen[known] = made[-1].function
-    return _chosen[known](*tensors)
+        with _one_at_a_time:
+            chosen = _chosen.get(known) or _choose(getattr(steps, name), tensors, _compiled.setdefault(kind, []))
+            if len(_chosen) >= _MOST_CHOSEN:
+                _chosen.clear()
+            _chosen[known] = chosen
+    return chosen(*tensors)
 
 
 @dataclass(frozen=True)
@@ -200,9 +198,20 @@ class _Compiled:
 _compiled: dict[Any, list[_Compiled]] = {}
 _chosen: dict[Any, Callable[..., Any]] = {}
 _MOST_CHOSEN = 1 << 12
+# Threads that run a step for the first time at once compile it once, and tracing is not made for several.
+_one_at_a_time = threading.RLock()
 
 
 def _choose(step: Callable[..., Any], tensors: Sequence[Tensor], made: list[_Compiled]) -> Callable[..., Any]:
+    try:
+        return _compiled_for(step, tensors, made)
+    except Exception as problem:
+        log.warning("chunked attention runs uncompiled: %s", first_line(problem))
+        made.append(_Compiled(step, lambda tensors: True))
+        return step
+
+
+def _compiled_for(step: Callable[..., Any], tensors: Sequence[Tensor], made: list[_Compiled]) -> Callable[..., Any]:
     for known in made:
         if known.takes(tensors):
             return known.function
