@@ -2,13 +2,13 @@
 PYTHON ?=
 python := .venv/bin/python
 PYTEST := $(python) -m pytest
-QUICK := not slow and not gpu and not fuzz and not models
+QUICK := not slow and not gpu and not fuzz and not models and not ecosystem
 
 # A GPU machine may have no network and lack what the tests here need: its own Python, and no set-up.
 gpu_python = PYTHONPATH=. $(or $(PYTHON),$(wildcard $(python)),python3)
 RESULTS ?= build/gpu
 
-.PHONY: help demo test test-thorough slow fuzz test-models test-gpu gpu gpu-cache gpu-results results docs lint types bench recall recall-published evidence regret clean
+.PHONY: help demo test test-thorough slow fuzz test-models test-ecosystem test-gpu gpu gpu-cache gpu-results results docs lint types bench recall recall-published evidence regret clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -29,13 +29,16 @@ test-thorough: .venv/ready-dev ## what CI runs beside them: every kernel on the 
 	OMP_NUM_THREADS=1 $(PYTEST) -m "thorough and $(QUICK)" -n auto --maxprocesses 8 --dist worksteal $(ARGS)
 
 slow: .venv/ready-dev ## the slow tests
-	$(PYTEST) -m "slow and not gpu and not fuzz and not models" $(ARGS)
+	$(PYTEST) -m "slow and not gpu and not fuzz and not models and not ecosystem" $(ARGS)
 
 fuzz: .venv/ready-dev ## random attention programs for FUZZ_SECONDS=900; it prints the FUZZ_SEED that repeats the run
-	$(PYTEST) -m "fuzz and not models" $(ARGS)
+	$(PYTEST) -m "fuzz and not models and not ecosystem" $(ARGS)
 
 test-models: .venv/ready-dev .venv/ready-models ## the tests with the models of transformers, which it installs into .venv
 	$(PYTEST) -m models $(ARGS)
+
+test-ecosystem: .venv/ready-dev .venv/ready-ecosystem ## Trainer, accelerate, Lightning, diffusers, generate, ONNX and more, with attn_fuse; the results are stored
+	OMP_NUM_THREADS=1 .venv/ecosystem/bin/python benchmarks/ecosystem.py $(ARGS)
 
 gpu: ## measure on CUDA in four calls of 28 minutes together, CALL=correct, speed, evidence or models one; into RESULTS=build/gpu
 	$(gpu_python) benchmarks/gpu.py $(or $(CALL),all) --results $(RESULTS) $(ARGS)

@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# Make .venv, with what `make` needs in it: tools/setup.sh demo|dev|models|published. Safe to run again.
-# The published models come in .venv/published, an environment of their own that sees the packages of .venv.
+# Make .venv, with what `make` needs in it: tools/setup.sh demo|dev|models|published|ecosystem. Safe to run again.
+# The published models and the ecosystem come in environments of their own, .venv/published and .venv/ecosystem, which
+# see the packages of .venv.
 #
 # A supported torch that the user's Python already has is used as it is, whatever its build. Otherwise the CPU build is
 # installed; one for a GPU never is, because that is several gigabytes: install it yourself first to use one.
 # PYTHON=/path/to/python chooses the interpreter. NO_DOWNLOAD=1 fails rather than fetch torch.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-extra=${1:?usage: tools/setup.sh demo|dev|models|published}
+extra=${1:?usage: tools/setup.sh demo|dev|models|published|ecosystem}
 torch=2.13.0
 # The version that the kernels' registers and shared memory are held to in the tests; its interpreter wants this numpy.
 triton=3.6.0 numpy='<2.4'
@@ -98,8 +99,8 @@ check_compiler() {
 if ! { [ -x .venv/bin/python ] && runs .venv/bin/python; }; then make_environment; fi
 if ! has_torch .venv/bin/python; then install_torch; fi
 environment=.venv
-if [ "$extra" = published ]; then
-    environment=.venv/published
+if [ "$extra" = published ] || [ "$extra" = ecosystem ]; then
+    environment=.venv/$extra
     [ -x "$environment/bin/python" ] || .venv/bin/python -m venv --without-pip "$environment"
     see_packages_of "$PWD/.venv/bin/python" "$environment"
 fi
