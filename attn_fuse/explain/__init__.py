@@ -22,7 +22,7 @@ from attn_fuse.errors import ExplainError as ExplainError
 from attn_fuse.errors import OptionError as OptionError
 from attn_fuse.errors import nearest as nearest
 from attn_fuse.explain.explanation import Explanation
-from attn_fuse.explain.guess_inputs import Inputs
+from attn_fuse.explain.inputs import Inputs
 from attn_fuse.graph.breaks import functions_left_alone
 from attn_fuse.options import PICKS as PICKS
 from attn_fuse.options import parse_options as parse_options

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import importlib
 import inspect
 import re
 import types
@@ -20,6 +21,7 @@ import torch
 from torch import nn
 
 from attn_fuse.errors import ExplainError
+from attn_fuse.explain.config_files import arguments_in
 from attn_fuse.explain.configs import (
     config_class,
     config_of,
@@ -33,6 +35,7 @@ from attn_fuse.explain.open_file import Say
 from attn_fuse.explain.problems import in_one_line
 from attn_fuse.explain.sizes import DEPTH_NAME, in_words, value_for
 from attn_fuse.explain.snippets import calls_of
+from attn_fuse.explain.stages import staged
 from attn_fuse.explain.stand_ins import MissingPackage
 
 # Parameters above which a model is not built unasked: 4 GB of float32.
@@ -41,6 +44,8 @@ MOST_PARAMETERS = 1_000_000_000
 DEEPEST = 3
 FACTORY = re.compile(r"^(build|make|create|get|new)_|(^|_)(tiny|small|mini|base|s|b|nano|xs)(_|\d|$)", re.I)
 SMALL = re.compile(r"tiny|nano|mini|small|(^|_)(xs|s)(_|$)|base", re.I)
+# Arguments that are a class of layers, and no number of them.
+LAYER_CLASS = re.compile(r"(norm|act|embed|mlp|attn|block)_?layer$")
 LOADS = re.compile(r"load|pretrained|download|checkpoint|weights|main|train|test|eval|demo", re.I)
 
 
@@ -104,7 +109,7 @@ def built(
             continue
         for note in notes:
             say(note)
-        return Built(model, holders)
+        return Built(staged(model), holders)
     missing = next((f for f in failures if isinstance(f, (MissingPackage, TooLarge))), failures[0])
     raise missing
 
@@ -145,6 +150,10 @@ def _ways(cls: type[nn.Module], namespace: Mapping[str, Any]) -> Iterator[_Way]:
     if path.is_file() and needs:
         for snippet in calls_of(cls, namespace, path):
             yield _Way(f"as in {snippet.source}: {_shortened(snippet.text)}", _by_text(snippet.text, snippet.names))
+    if path.is_file() and sized:
+        taken = needs.keys() | defaults_of(cls).keys()
+        if (found := arguments_in(needs.keys(), taken, cls.__name__, path)) is not None:
+            yield _Way(f"as in {found.source}", _by_arguments(cls, found.values))
     factories = _factories(cls, namespace)
     for factory in factories:
         if not without_default(factory):
@@ -156,6 +165,8 @@ def _ways(cls: type[nn.Module], namespace: Mapping[str, Any]) -> Iterator[_Way]:
             yield _Way(None, _by_sizes(factory, needs_of))
     if sized and modules:
         yield direct
+    if any(value is None for value in defaults_of(cls).values()):
+        yield _Way(None, lambda say: _direct(cls, namespace, path, say, with_none=True))
     yield _Way(None, lambda say: _shrunk(cls, namespace, path, say))
 
 
@@ -170,6 +181,10 @@ def _by_text(text: str, names: Mapping[str, Any]) -> Callable[[Say], _Made]:
         return lambda: eval(text, dict(scope)), (_constants(text), *given)
 
     return make
+
+
+def _by_arguments(cls: type[nn.Module], values: Mapping[str, Any]) -> Callable[[Say], _Made]:
+    return lambda say: (lambda: cls(**copy.deepcopy(dict(values))), (values, defaults_of(cls)))
 
 
 def _is_code(value: object) -> bool:
@@ -196,8 +211,10 @@ def _by_sizes(factory: Callable[..., Any], needs: Mapping[str, Any]) -> Callable
 
 def _sizes(function: Callable[..., Any], needs: Mapping[str, Any], name: str) -> dict[str, Any]:
     # A small value for each of `needs`. Raises ExplainError for those whose names say nothing.
-    given = defaults_of(function)
-    values = {key: value_for(key, hint, given) for key, hint in needs.items()}
+    given = {key: value for key, value in defaults_of(function).items() if key not in needs}
+    values: dict[str, Any] = {}
+    for key, hint in needs.items():
+        values[key] = value_for(key, hint, {**given, **values})
     if unknown := [key for key, value in values.items() if value is None]:
         example = ", ".join(f"{key}={'...' if value is None else repr(value)}" for key, value in values.items())
         raise ExplainError(
@@ -212,22 +229,53 @@ def _part(name: str, hint: Any, namespace: Mapping[str, Any]) -> type[nn.Module]
         return hint if hint.__module__.partition(".")[0] != "torch" else None
     wanted = name.replace("_", "").lower()
     classes = (value for value in namespace.values() if isinstance(value, type) and issubclass(value, nn.Module))
-    return next((c for c in classes if c.__name__.lower() == wanted and hint in (None, nn.Module)), None)
+    found = next((c for c in classes if c.__name__.lower() == wanted and hint in (None, nn.Module)), None)
+    return found or (_part_beside(wanted, namespace) if hint in (None, nn.Module) else None)
 
 
-def _direct(cls: type[nn.Module], namespace: Mapping[str, Any], path: Path, say: Say, depth: int = 0) -> _Made:
+def _part_beside(wanted: str, namespace: Mapping[str, Any]) -> type[nn.Module] | None:
+    # The class of that name, in lower case, in a file beside this one.
+    path, package = Path(str(namespace.get("__file__", ""))), str(namespace.get("__package__") or "")
+    for file in sorted(path.parent.glob("*.py")) if path.is_file() else ():
+        text = file.read_text(encoding="utf-8", errors="replace")
+        names = [name for name in re.findall(r"^class (\w+)\(", text, re.M) if name.lower() == wanted]
+        if not names or file == path:
+            continue
+        # A file that cannot be imported holds no part.
+        with contextlib.suppress(Exception):
+            module = importlib.import_module(f"{package}.{file.stem}" if package else file.stem)
+            found = getattr(module, names[0], None)
+            if isinstance(found, type) and issubclass(found, nn.Module):
+                return found
+    return None
+
+
+def _direct(
+    cls: type[nn.Module],
+    namespace: Mapping[str, Any],
+    path: Path,
+    say: Say,
+    depth: int = 0,
+    with_none: bool = False,
+) -> _Made:
+    # with_none: whether arguments whose default is None get a value, too, where their names say one.
     arguments: dict[str, Any] = {}
     parts: dict[str, Callable[[], nn.Module]] = {}
     configs: list[object] = []
     sizes: dict[str, Any] = {}
-    for name, hint in without_default(cls).items():
+    needs = without_default(cls)
+    if with_none:
+        hints, given = hints_of(cls), defaults_of(cls)
+        absent = {n: hints.get(n) for n, value in given.items() if value is None and not LAYER_CLASS.search(n)}
+        needs |= {n: h for n, h in absent.items() if is_config_name(n) or value_for(n, h, given) is not None}
+    for name, hint in needs.items():
         of = config_class(cls, name, hint, namespace)
         part = _part(name, hint, namespace) if value_for(name, hint) is None and depth < DEEPEST else None
         if part is not None and part is not cls:
             parts[name] = _direct(part, namespace, path, say, depth + 1)[0]
             continue
         if of is not None:
-            arguments[name] = config_of(cls, of, say)
+            arguments[name] = config_of(cls, of, path, say)
         elif is_config_name(name):
             arguments[name] = config_without_class(cls, name, namespace, path, say)
         else:

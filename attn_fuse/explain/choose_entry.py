@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
 import inspect
+import itertools
+import os
 import re
 import types
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from torch import nn
 
 from attn_fuse.errors import ExplainError
+from attn_fuse.explain.open_file import repository_of
+from attn_fuse.explain.stages import stages_of
 
 # Classes around a model, or for a special use of it: taken only where there is no other.
 AROUND = re.compile(r"wrapper|trainer|loss|criterion|optimi|lightning|pipeline|scheduler|ema$|distill|superres", re.I)
+ATTENDS = re.compile(r"atte?n|softmax|transformer|einsum|scaled_dot", re.I)
+MOST_FILES, MOST_BYTES, COUNTED = 300, 200_000, 5
 # Classes inside a model.
 INSIDE = re.compile(
     r"(block|layer|attention|attn|mlp|feedforward|ffn|norm|embed(ding|der)?s?|head|pool\w*|linear|projection)\d*d?$",
@@ -31,8 +39,8 @@ def outermost(module: types.ModuleType) -> type[nn.Module]:
 def candidates(module: types.ModuleType) -> list[type[nn.Module]]:
     """The nn.Module classes of the file that no other class uses, the likeliest model first.
 
-    Before all comes the class that uses the most others; among equals, one named as the file or as a model is, one that
-    is not named as a part is, and one with more code.
+    First come those that run an attention. Of these, one named as the file is, one that more of the repository's other
+    files name, one that uses more other classes, and one with more code.
     Raises ExplainError where the file defines no nn.Module class.
     """
     classes = list(dict.fromkeys(value for value in vars(module).values() if _is_module_class(value, module)))
@@ -46,27 +54,63 @@ def candidates(module: types.ModuleType) -> list[type[nn.Module]]:
     # A class that only varies another is a second choice: the plain one is what the file is about.
     bases = {base for cls in outer for base in cls.__mro__[1:] if base in classes}
     outer += [base for base in classes if base in bases and base not in outer and len(reached[base]) > 0]
+    named = _files_that_name([cls.__name__ for cls in outer], module)
     stem = re.sub(r"[^a-z0-9]", "", Path(module.__file__ or "").stem.lower())
 
-    def rank(cls: type[nn.Module]) -> tuple[bool, bool, bool, bool, int, int]:
+    def rank(cls: type[nn.Module]) -> tuple[bool, bool, bool, bool, bool, int, int, int]:
         name = cls.__name__.lower()
         return (
-            "forward" not in vars(cls) and not any("forward" in vars(base) for base in cls.__mro__ if base in classes),
+            not _can_run(cls),
             bool(AROUND.search(name)),
             bool(INSIDE.search(name)),
+            not _attends({cls, *reached[cls]}),
             name.replace("_", "") != stem,
+            -named[cls.__name__],
             -len(reached[cls]),
-            -_length(cls),
+            -len(_source(cls)),
         )
 
     return sorted(outer, key=rank)
 
 
-def _length(cls: type) -> int:
+def _can_run(cls: type[nn.Module]) -> bool:
+    # Whether it has a forward of its own, or methods that take its place.
+    has_forward = any("forward" in vars(base) for base in cls.__mro__ if base.__module__ != nn.Module.__module__)
+    return has_forward or bool(stages_of(cls))
+
+
+def _attends(classes: Iterable[type]) -> bool:
+    # Whether the code of one of the classes names an attention, as one that it imports.
+    return any(ATTENDS.search(_source(cls)) for cls in classes)
+
+
+def _source(cls: type) -> str:
     try:
-        return len(inspect.getsource(cls))
+        return inspect.getsource(cls)
     except (OSError, TypeError):
-        return 0
+        return ""
+
+
+def _files_that_name(names: Sequence[str], module: types.ModuleType) -> Counter[str]:
+    # In how many other files of the repository each of the names stands, up to COUNTED: more say nothing more.
+    counts: Counter[str] = Counter()
+    path = Path(module.__file__ or "")
+    if len(names) < 2:
+        return counts
+    patterns = {name: re.compile(rf"\b{re.escape(name)}\b") for name in names}
+    for file in itertools.islice(_texts(repository_of(path)), MOST_FILES):
+        if file == path:
+            continue
+        with contextlib.suppress(OSError):
+            text = file.read_text(encoding="utf-8", errors="replace") if file.stat().st_size < MOST_BYTES else ""
+            counts.update(name for name, pattern in patterns.items() if name in text and pattern.search(text))
+    return Counter({name: min(count, COUNTED) for name, count in counts.items()})
+
+
+def _texts(root: Path) -> Iterator[Path]:
+    for place, folders, names in os.walk(root):
+        folders[:] = sorted(f for f in folders if not f.startswith(".") and f not in ("node_modules", "site-packages"))
+        yield from (Path(place) / name for name in sorted(names) if name.endswith((".py", ".md", ".yaml", ".yml")))
 
 
 def _is_module_class(value: object, module: types.ModuleType) -> bool:

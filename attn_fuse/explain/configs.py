@@ -5,19 +5,22 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
-import itertools
+import sys
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
 from attn_fuse.errors import ExplainError
+from attn_fuse.explain.config_files import entries_with
+from attn_fuse.explain.no_gpu import on_this_machine
 from attn_fuse.explain.open_file import Say, repository_of
 from attn_fuse.explain.problems import in_one_line
 from attn_fuse.explain.sizes import in_words, value_for
+from attn_fuse.explain.written_options import options_with
 
 CONFIG_NAMES = (
     "config",
@@ -34,21 +37,29 @@ CONFIG_NAMES = (
 )
 # Names of classes, and of values of a file, that hold a config.
 CLASS_NAMES = (*CONFIG_NAMES, "dimensions")
-# How many files of a repository are read for the defaults of its command line.
-MOST_FILES = 200
+# Fewer entries than these say little of a config: what the other files read of it is asked, too.
+FEW = 4
+
+
+class UnknownEntry(ExplainError, AttributeError):
+    """An entry of a config that no source knows; an AttributeError, so that `getattr` with a default gives that."""
 
 
 class SmallConfig(dict[str, Any]):
     """A config whose entries come into being when they are asked for, as an attribute or by key.
 
     options: what a command line of the repository, or a comparison in the model's code, says of an entry; what neither
-    does gets a small value by its name. Asking for what no source knows raises ExplainError.
+    does gets a small value by its name. Asking for what no source knows raises UnknownEntry.
+    given: entries that are there from the start, as a config file has them; a mapping among them is a SmallConfig too.
     """
 
-    def __init__(self, name: str, options: Mapping[str, Any]) -> None:
+    def __init__(self, name: str, options: Mapping[str, Any], given: Mapping[str, Any] | None = None) -> None:
         super().__init__()
         self.__dict__["_name"] = name
         self.__dict__["_options"] = dict(options)
+        for key, value in (given or {}).items():
+            inner = SmallConfig(f"{name}.{key}", {}, value) if type(value) is dict else on_this_machine(key, value)
+            self[key] = inner
 
     def __missing__(self, key: str) -> Any:
         options = self.__dict__["_options"]
@@ -56,7 +67,10 @@ class SmallConfig(dict[str, Any]):
         value = value if value is not None else value_for(key, None, {**options, **self})
         if value is None and key not in options:
             name = self.__dict__["_name"]
-            raise ExplainError(f"{name} is made up of small numbers, and none is known for {name}.{key}")
+            raise UnknownEntry(
+                f"{name} is made up of small numbers, and none is known for {name}.{key}; write a file that sets "
+                f"`model`, and pass it with --setup FILE"
+            )
         self[key] = value
         return value
 
@@ -107,13 +121,19 @@ def config_class(cls: type, name: str, hint: Any, namespace: Mapping[str, Any]) 
     return candidates[0] if candidates else None
 
 
-def config_of(cls: type, config: type, say: Say) -> object:
-    """An object of the class `config`, from its defaults, and from small sizes for fields without one.
+def config_of(cls: type, config: type, path: Path, say: Say) -> object:
+    """An object of the class `config`, from its defaults; fields without one come from a config file, or are small.
 
     Raises ExplainError where a field has neither, or where the class raises.
     """
-    given = defaults_of(config)
-    missing = {name: value_for(name, hint, given) for name, hint in without_default(config).items()}
+    given, needs = defaults_of(config), without_default(config)
+    written = entries_with(needs.keys(), config.__name__, path) if needs else None
+    if written is not None and needs.keys() <= written.values.keys():
+        missing = {name: value for name, value in written.values.items() if name in needs or name in given}
+        say(f"{config.__name__}: {written.source}")
+    else:
+        written = None
+        missing = {name: value_for(name, hint, given) for name, hint in needs.items()}
     if unknown := [name for name, value in missing.items() if value is None]:
         values = ", ".join(f"{name}=..." for name in unknown)
         raise ExplainError(
@@ -128,6 +148,8 @@ def config_of(cls: type, config: type, say: Say) -> object:
             f"pass --entry '{cls.__name__}({config.__name__}(...))'"
         ) from error
     filled = _filled(made)
+    if written is not None:
+        missing = {}
     if missing or filled:
         say(f"sizes by name: {config.__name__}({in_words({**missing, **filled})})")
     return made
@@ -191,39 +213,77 @@ def config_without_class(cls: type, name: str, namespace: Mapping[str, Any], pat
 
     It is a dict or namespace of the file that has the entries that the code reads, else a SmallConfig.
     """
-    needed = _entries_of(cls, name)
+    needed = _entries_of(_tree_of(cls), name)
+    if len(needed) < FEW:
+        needed = needed.union(*(_entries_of(tree, name) for tree in _trees_beside(path)))
     best: tuple[int, object, str] | None = None
-    for key, value in namespace.items():
-        holder = value if isinstance(value, dict) else getattr(value, "__dict__", None)
-        if key.startswith("__") or not isinstance(value, (dict, types.SimpleNamespace)) or not holder:
-            continue
-        found = len(needed & holder.keys())
+    for key, value in _holders(namespace):
+        found = len(needed & _entries(value))
         if found and (best is None or found > best[0]):
             best = (found, value, key)
     if best is not None and best[0] * 2 >= len(needed):
         say(f"{name}: {best[2]}, as the file has it")
         return best[1]
-    options, source = _command_line(needed, path)
+    written = options_with(needed, path)
     compared = _compared(cls, name)
-    if source is not None:
-        say(f"{name}: the defaults of {source}, and small numbers by name for the rest")
+    in_file = entries_with(needed, name, path)
+    if in_file is not None and len(needed & in_file.values.keys()) > written.known:
+        say(f"{name}: {in_file.source}")
+        return SmallConfig(name, {**compared, **written.values}, in_file.values)
+    if written.source is not None:
+        say(f"{name}: the defaults of {written.source}, and small numbers by name for the rest")
     else:
         say(f"{name}: small numbers by name")
-    return SmallConfig(name, {**compared, **options})
+    return SmallConfig(name, {**compared, **written.values})
+
+
+def _holders(namespace: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
+    # Values of the file that hold entries, and those that a table of the file has.
+    for key, value in namespace.items():
+        if key.startswith("__"):
+            continue
+        if _entries(value):
+            yield key, value
+        if isinstance(value, dict):
+            yield from ((f"{key}[{inner!r}]", held) for inner, held in value.items() if _entries(held))
+
+
+def _entries(value: object) -> Set[str]:
+    # The names of what a dict, a namespace or an object with keys, as a ConfigDict, holds.
+    if isinstance(value, types.SimpleNamespace):
+        return vars(value).keys()
+    if not hasattr(type(value), "keys") or not hasattr(type(value), "__getitem__"):
+        return set()
+    return {key for key in dict(cast("Mapping[Any, Any]", value)) if isinstance(key, str)}
+
+
+def _trees_beside(path: Path) -> Iterator[ast.AST]:
+    # The files of the repository that are imported with this one.
+    root = str(repository_of(path))
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__dict__", {}).get("__file__")
+        if isinstance(file, str) and file.startswith(root) and "site-packages" not in file:
+            yield _tree_in(file)
+
+
+def _tree_in(file: str | None) -> ast.AST:
+    try:
+        return ast.parse(Path(file).read_text(encoding="utf-8", errors="replace")) if file else ast.Module([], [])
+    except (OSError, SyntaxError, ValueError):
+        return ast.Module([], [])
 
 
 def _tree_of(cls: type) -> ast.AST:
     try:
-        file = inspect.getsourcefile(cls)
-        return ast.parse(Path(file).read_text(encoding="utf-8", errors="replace")) if file else ast.Module([], [])
-    except (OSError, TypeError, SyntaxError, ValueError):
+        return _tree_in(inspect.getsourcefile(cls))
+    except (OSError, TypeError):
         return ast.Module([], [])
 
 
-def _entries_of(cls: type, name: str) -> set[str]:
-    # The attributes and keys that the file's code reads of a value of this name.
+def _entries_of(tree: ast.AST, name: str) -> set[str]:
+    # The attributes and keys that the code reads of a value of this name.
     entries: set[str] = set()
-    for node in ast.walk(_tree_of(cls)):
+    for node in ast.walk(tree):
         match node:
             case ast.Attribute(ast.Name(holder) | ast.Attribute(_, holder), attribute) if holder == name:
                 entries.add(attribute)
@@ -242,50 +302,3 @@ def _compared(cls: type, name: str) -> dict[str, Any]:
                 if constants and isinstance(constants[0], str):
                     found.setdefault(key, constants[0])
     return found
-
-
-def _command_line(needed: set[str], path: Path) -> tuple[dict[str, Any], str | None]:
-    # The defaults of the command line, among the scripts of the repository, that has most of the entries.
-    best: dict[str, Any] = {}
-    source: str | None = None
-    root = repository_of(path)
-    for file in itertools.islice(_scripts(root, path), MOST_FILES):
-        options = _options_in(file)
-        if len(needed & options.keys()) > len(needed & best.keys()):
-            best, source = options, file.name
-    return (best, source) if best else ({}, None)
-
-
-def _scripts(root: Path, path: Path) -> Iterator[Path]:
-    folders = [path.parent, root, *(p for p in sorted(root.iterdir()) if p.is_dir() and not p.name.startswith("."))]
-    for folder in dict.fromkeys(folders):
-        yield from sorted(folder.glob("*.py"))
-
-
-def _options_in(file: Path) -> dict[str, Any]:
-    try:
-        text = file.read_text(encoding="utf-8", errors="replace")
-        tree = ast.parse(text) if "add_argument" in text else ast.Module([], [])
-    except (OSError, SyntaxError, ValueError):
-        return {}
-    options: dict[str, Any] = {}
-    for node in ast.walk(tree):
-        match node:
-            case ast.Call(ast.Attribute(_, "add_argument"), flags, keywords):
-                names = [f.value for f in flags if isinstance(f, ast.Constant) and isinstance(f.value, str)]
-                given = {k.arg: k.value for k in keywords}
-                named = given.get("dest")
-                key = named.value if isinstance(named, ast.Constant) else max(names, key=len, default="")
-                options[str(key).lstrip("-").replace("-", "_")] = _default(given)
-    options.pop("", None)
-    return options
-
-
-def _default(given: Mapping[str | None, ast.expr]) -> Any:
-    action = given.get("action")
-    if isinstance(action, ast.Constant) and action.value in ("store_true", "store_false"):
-        return action.value == "store_false"
-    try:
-        return ast.literal_eval(given["default"])
-    except (KeyError, ValueError, TypeError, SyntaxError):
-        return None

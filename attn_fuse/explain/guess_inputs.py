@@ -7,46 +7,31 @@ import inspect
 import itertools
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from attn_fuse.errors import ExplainError
-from attn_fuse.explain.configs import CONFIG_NAMES
+from attn_fuse.explain.declared import LONGEST, Sizes
+from attn_fuse.explain.inputs import Inputs, in_python, tensors_in
 from attn_fuse.explain.problems import in_one_line
+from attn_fuse.explain.use_values import Around, values_for
+from attn_fuse.explain.uses import Use, uses_of
 
-LENGTH_NAMES = (
-    "block_size",
-    "n_positions",
-    "max_position_embeddings",
-    "max_seq_len",
-    "max_seq_length",
-    "max_sequence_length",
-    "seq_len",
-    "seq_length",
-    "sequence_length",
-    "context_length",
-    "context_size",
-    "context_len",
-    "n_ctx",
-    "n_text_ctx",
-    "n_tokens",
-    "max_len",
-    "max_length",
-)
-AUDIO_LENGTH_NAMES = ("n_audio_ctx", "audio_ctx")
-PICTURE_NAMES = ("image_size", "img_size", "input_size", "resolution", "input_resolution", "image_resolution")
-
-# Sequence lengths: of a first cheap run, for a model that declares none, and the max that is tried unasked.
-SHORT, USUAL, LONGEST = 8, 64, 1024
+# Sequence lengths: of a first cheap run, and for a model that declares none.
+SHORT, USUAL = 8, 64
 # What torch's errors call for.
 WIDTH_WANTED = re.compile(r"shapes cannot be multiplied \(\d+x\d+ and (\d+)x\d+\)")
 LENGTH_WANTED = re.compile(r"size of tensor a \((\d+)\) must match the size of tensor b \((\d+)\)")
 # How many combinations of guesses are run, how many of one first argument, and for how many seconds.
 MOST_TRIES, MOST_PICKS, TRY_SECONDS = 240, 24, 60.0
+# How many values of an argument its use gives.
+MOST_BY_USE = 4
+# Inputs of fewer numbers than these are a toy's.
+FEW = 64
 
 TOKENS = re.compile(
     r"token|input_ids|^ids?$|idx|text|^src$|^tgt$|^trg$|src_seq|trg_seq|tgt_seq|source|target|caption|inputs?_ids|word|sent"
@@ -58,18 +43,10 @@ LABELS = re.compile(r"^y$|label|class|^cond$")
 LENGTHS = re.compile(r"len(gth)?s?$")
 MARKS = re.compile(r"mark")
 CONTEXTS = re.compile(r"context|cond|memory|encoder_(hidden|out)|enc_out|^enc|cross|prompt|query_embed|pos")
-POSITIONS = re.compile(r"start_pos|^pos$|offset|past_len|^step$|cache_pos")
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """The arguments of a model, by position and by name; as text, their dtypes and shapes."""
-
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        return ", ".join([*map(_in_words, self.args), *(f"{name}={_in_words(v)}" for name, v in self.kwargs.items())])
+CACHES = re.compile(r"^(setup|init|reset|build|create|allocate|make|set)_?\w*cache", re.I)
+# Arguments that change what is computed: left out where they may be.
+LEFT_OUT = re.compile(r"target|label|loss|past|cache|return|output_|states?$|head_mask|grad")
+POSITIONS = re.compile(r"start_pos|input_pos|^pos$|offset|past_len|^step$|cache_pos")
 
 
 def inputs_for(
@@ -78,16 +55,26 @@ def inputs_for(
     targets: bool = False,
     length: int | None = None,
     batch: int = 1,
+    spelled: Iterable[Inputs] = (),
 ) -> Inputs:
     """Inputs that `model` runs on, of the length and the picture size that it or one of `holders` declares.
 
     targets: whether to pass integer targets too, where forward has a parameter for them.
     length, batch: the sequence length, and the batch size, instead of what is declared.
+    spelled: inputs that the repository spells out, tried before any guess where neither was given; those of few numbers
+    come last, since they say little of a model's use.
     Raises ExplainError where no guess runs.
     """
-    sizes = _Sizes.of(model, holders, length, batch)
+    sizes = Sizes.of(model, holders, length, batch)
     trial = _Trial(model, targets, sizes)
-    ran = trial.of_tokens() or trial.of_pictures() or trial.of_floats() or trial.of_all()
+    texts = [
+        (inputs, sum(t.numel() for t in tensors_in([*inputs.args, inputs.kwargs])) < FEW)
+        for inputs in (spelled if length is None and batch == 1 else ())
+    ]
+    ran = _first(trial.on(inputs) for inputs, is_small in texts if not is_small)
+    ran = ran or trial.of_any() or _first(trial.on(inputs) for inputs, is_small in texts if is_small)
+    for attempt in (trial.with_caches, trial.with_optional):
+        ran = ran or (trial.of_any() if attempt() else None)
     if ran is not None:
         return ran.inputs
     tried = f"with {trial.failures[0]}" if trial.failures else "it has no embedding, convolution or linear layer"
@@ -98,33 +85,18 @@ def inputs_for(
 
 
 def _example(trial: _Trial) -> str:
-    # Inputs in Python for the parameters of forward: the user has to change shapes only.
-    first = "torch.randint(100, (1, 64))" if trial.embeddings else "torch.randn(1, 64, 512)"
-    if len(trial.required) < 2:
-        return first
-    return f"dict({', '.join(f'{p.name}={first}' for p in trial.required)})"
-
-
-@dataclass(frozen=True)
-class _Sizes:
-    # What is declared: the length of sequences, of sounds, the side of pictures; and the batch size.
-    length: int | None
-    asked: int | None
-    sound: int | None
-    picture: int | None
-    batch: int
-
-    @classmethod
-    def of(cls, model: nn.Module, holders: Sequence[object], length: int | None, batch: int) -> _Sizes:
-        own = [getattr(model, name) for name in CONFIG_NAMES if hasattr(model, name)]
-        known = [model, *holders, *own]
-        return cls(
-            length or _declared(known, LENGTH_NAMES),
-            length,
-            _declared(known, AUDIO_LENGTH_NAMES),
-            _declared(known, PICTURE_NAMES) or _declared(list(model.modules()), PICTURE_NAMES),
-            batch,
-        )
+    # Inputs in Python for the parameters of forward, as their uses and names say: the user has to change shapes only.
+    written: dict[str, str] = {}
+    like: Tensor | None = None
+    for parameter in trial.required:
+        by_use = next(trial.used(parameter.name, like, USUAL), None)
+        usual = torch.zeros(1, USUAL, dtype=torch.long) if trial.embeddings else torch.zeros(1, USUAL, 512)
+        value = by_use if by_use is not None else usual if like is None else like
+        like = like if like is not None else next(tensors_in(value), None)
+        written[parameter.name] = in_python(value, trial.vocabulary)
+    if not written:
+        return "torch.randn(1, 64, 512)"
+    return next(iter(written.values())) if len(written) == 1 else f"dict({', '.join(map('='.join, written.items()))})"
 
 
 @dataclass(frozen=True)
@@ -137,7 +109,7 @@ class _Ran:
 class _Trial:
     """Runs the model on guesses of its arguments, until one runs."""
 
-    def __init__(self, model: nn.Module, targets: bool, sizes: _Sizes) -> None:
+    def __init__(self, model: nn.Module, targets: bool, sizes: Sizes) -> None:
         self.model = model
         self.sizes = sizes
         self.parameters = list(inspect.signature(model.forward).parameters.values())
@@ -146,7 +118,12 @@ class _Trial:
         # The first is passed even where it has a default; of the others, what has none.
         self.required = [p for i, p in enumerate(named) if (i == 0 or p.default is p.empty) and p.name != self.targets]
         weight = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
+        self.named = named
         self.device, self.dtype = weight.device, weight.dtype
+        self.uses: Mapping[str, Use] = {}
+        # Code that is written in an unforeseen way says nothing.
+        with contextlib.suppress(Exception):
+            self.uses = uses_of(model)
         modules = list(model.modules())
         self.embeddings = [module for module in modules if isinstance(module, nn.Embedding)]
         self.linears = [module for module in modules if isinstance(module, nn.Linear)]
@@ -154,8 +131,87 @@ class _Trial:
         self.failures: list[str] = []
         # Widths and lengths that errors asked for, the last first.
         self.wanted: list[int] = []
-        self.fixed: list[int] = []
+        self.fixed: list[int] = list(sizes.lengths)
         self.tries, self.end = 0, time.monotonic() + TRY_SECONDS
+
+    def of_any(self) -> _Ran | None:
+        """A run on inputs of any kind; where the code says of what kind the first is, that comes first."""
+        use = self.uses.get(self.required[0].name) if self.required else None
+        is_clear = use is not None and (use.keys or use.items or use.is_vectors)
+        if is_clear and (ran := self.of_uses()) is not None:
+            return ran
+        return self.of_tokens() or self.of_pictures() or self.of_floats() or self.of_uses() or self.of_all()
+
+    def of_uses(self) -> _Ran | None:
+        """A run on a first argument as the code of forward uses it."""
+        if not self.required:
+            return None
+        short = _first(self(value) for value in self.used(self.required[0].name, None, SHORT))
+        if short is not None or not self.sizes.lengths:
+            usual = self.sizes.asked or min(self.sizes.length or USUAL, LONGEST)
+            longer = _first(self(value) for value in self.used(self.required[0].name, None, usual)) if short else None
+            return longer or short
+        name = self.required[0].name
+        return _first(self(value) for length in self.sizes.lengths for value in self.used(name, None, length))
+
+    def with_optional(self) -> bool:
+        """Pass arguments, too, whose default is None and that the code uses; whether there are any."""
+        more = [
+            p
+            for p in self.named
+            if p not in self.required
+            and p.default is None
+            and p.name != self.targets
+            and not LEFT_OUT.search(p.name)
+            and (p.name in self.uses or CONTEXTS.search(p.name) or "mask" in p.name)
+        ]
+        self.required = [p for p in self.named if p in self.required or p in more]
+        self.tries, self.end = 0, time.monotonic() + TRY_SECONDS / 2
+        return bool(more)
+
+    def with_caches(self) -> bool:
+        """Set up the model's caches where it has a method for that; whether it has one."""
+        for name, method in inspect.getmembers(type(self.model), inspect.isfunction):
+            if not CACHES.search(name):
+                continue
+            parameters = list(inspect.signature(method).parameters.values())[1:]
+            values = {p.name: self._cache_size(p.name) for p in parameters if p.default is p.empty}
+            try:
+                getattr(self.model, name)(**values)
+            except Exception:  # it needs more than sizes
+                continue
+            self.tries, self.end = 0, time.monotonic() + TRY_SECONDS / 2
+            self.required = [p for p in self.named if p in self.required or POSITIONS.search(p.name)]
+            return True
+        return False
+
+    def _cache_size(self, name: str) -> Any:
+        if "batch" in name:
+            return self.sizes.batch
+        if "dtype" in name or "device" in name:
+            return self.dtype if "dtype" in name else self.device
+        return min(self.sizes.length or USUAL, LONGEST) if re.search(r"len|seq|size|pos", name) else None
+
+    def used(self, name: str, like: Tensor | None, length: int) -> Iterator[Any]:
+        """Values for the argument `name` from its use, beside `like`; none where its use says nothing."""
+        use = self.uses.get(name) or (Use() if "adj" in name else None)
+        if use is None:
+            return
+        norms = [norm.normalized_shape[-1] for norm in self.model.modules() if isinstance(norm, nn.LayerNorm)]
+        for width in dict.fromkeys((*self.wanted[:2], *self.sizes.widths, *norms[:1], *self._narrow(1), USUAL)):
+            around = Around(
+                self.sizes.batch,
+                length,
+                self.sizes.picture or 64,
+                width,
+                self.vocabulary,
+                self.dtype,
+                self.device,
+                like,
+            )
+            yield from values_for(use, name, around)
+            if use.layer is not None:
+                return
 
     def of_tokens(self) -> _Ran | None:
         """A run on tokens, of the length that the embeddings of positions have room for."""
@@ -196,14 +252,12 @@ class _Trial:
 
     def of_all(self) -> _Ran | None:
         """A run on any of the kinds of input that the layers of the model allow, each parameter by itself."""
-        if not self.embeddings and not self.linears and not self.convolutions:
-            return None
         for first in self._firsts():
             if (ran := self(first)) is not None:
                 return ran
         return None
 
-    def __call__(self, first: Tensor) -> _Ran | None:
+    def __call__(self, first: Any) -> _Ran | None:
         """A run on `first` with guesses of the other arguments, started again where an error tells a width."""
         known = -1
         while known < len(self.wanted):
@@ -212,22 +266,28 @@ class _Trial:
                 return ran
         return None
 
-    def _with_first(self, first: Tensor, known: int) -> _Ran | None:
-        for inputs in self._guesses(first.to(self.device)):
+    def on(self, inputs: Inputs) -> _Ran | None:
+        """A run on `inputs`."""
+        try:
+            with torch.no_grad(), _embedded(self.embeddings) as embedded:
+                self.model(*inputs.args, **inputs.kwargs)
+            return _Ran(inputs, embedded)
+        except ExplainError:
+            raise
+        except Exception as error:
+            self.failures.append(f"{inputs}: {in_one_line(error)}")
+            self._learn(str(error))
+        return None
+
+    def _with_first(self, first: Any, known: int) -> _Ran | None:
+        for inputs in self._guesses(first.to(self.device) if isinstance(first, Tensor) else first):
             if len(self.wanted) > known:
                 return None
             if self.tries >= MOST_TRIES or time.monotonic() > self.end:
                 return None
             self.tries += 1
-            try:
-                with torch.no_grad(), _embedded(self.embeddings) as embedded:
-                    self.model(*inputs.args, **inputs.kwargs)
-                return _Ran(inputs, embedded)
-            except ExplainError:
-                raise
-            except Exception as error:
-                self.failures.append(f"{inputs}: {in_one_line(error)}")
-                self._learn(str(error))
+            if (ran := self.on(inputs)) is not None:
+                return ran
         return None
 
     def _learn(self, message: str) -> None:
@@ -240,9 +300,13 @@ class _Trial:
     def _floats(self, *shape: int) -> Tensor:
         return torch.randn((self.sizes.batch, *shape), dtype=self.dtype)
 
+    @property
+    def vocabulary(self) -> int:
+        """The fewest rows that an embedding has; 0 without one."""
+        return min((embedding.num_embeddings for embedding in self.embeddings), default=0)
+
     def _tokens(self, length: int) -> Tensor:
-        vocab = min((embedding.num_embeddings for embedding in self.embeddings), default=2)
-        return torch.arange(length).flip(0).repeat(self.sizes.batch, 1) % vocab
+        return torch.arange(length).flip(0).repeat(self.sizes.batch, 1) % (self.vocabulary or 2)
 
     def _firsts(self) -> Iterator[Tensor]:
         # First arguments of every kind, the likeliest for its name first.
@@ -279,28 +343,46 @@ class _Trial:
 
     def _vectors(self, length: int) -> Iterator[Tensor]:
         norms = [norm.normalized_shape[-1] for norm in self.model.modules() if isinstance(norm, nn.LayerNorm)]
-        widths = dict.fromkeys([*norms[:1], *self.wanted, *(linear.in_features for linear in self.linears[:6])])
+        widths = dict.fromkeys(
+            [*norms[:1], *self.wanted, *self.sizes.widths, *(linear.in_features for linear in self.linears[:6])]
+        )
         for width in widths:
             yield self._floats(length, width)
         for width in widths:
             yield self._floats(width)
             yield self._floats(width, length)
 
-    def _guesses(self, first: Tensor) -> Iterator[Inputs]:
+    def _guesses(self, first: Any) -> Iterator[Inputs]:
         if not self.parameters:
             yield Inputs()
             return
         others = self.required[1:]
-        options = [list(self._options(p, first)) for p in others]
+        like = next(tensors_in(first), torch.empty(0))
+        options = [list(itertools.chain(self._by_use(p, like), self._options(p, like))) for p in others]
         # The likeliest of all parameters together come before any unlikely one.
         picks = itertools.product(*(range(len(values)) for values in options))
         ordered = sorted(itertools.islice(picks, 20000), key=sum)[:MOST_PICKS]
         for pick in ordered:
             values = {p.name: options[i][pick[i]] for i, p in enumerate(others)}
             args = (first, *(values.pop(p.name) for p in others if p.kind is not p.KEYWORD_ONLY))
-            if self.targets is not None and not first.is_floating_point():
-                yield Inputs(args, {**values, self.targets: first.roll(-1)})
+            if self.targets is not None and not like.is_floating_point():
+                yield Inputs(args, {**values, self.targets: like.roll(-1)})
             yield Inputs(args, values)
+
+    def _by_use(self, parameter: inspect.Parameter, first: Tensor) -> Iterator[Any]:
+        # The likeliest values of a further parameter by its use; names say more of times and classes.
+        name = parameter.name.lower()
+        use = self.uses.get(parameter.name) or (Use() if "adj" in name else None)
+        if use is None or (use.layer is None and not use.items and not use.keys and (TIMES.search(name))):
+            return
+        values = self.used(parameter.name, first, first.shape[1] if first.dim() > 1 else SHORT)
+        if parameter.default is None or ("mask" in name and not use.is_truth):
+            yield None
+        yield from itertools.islice(values, MOST_BY_USE)
+        if parameter.default is None and use.rank is None and first.is_floating_point():
+            width = (*self.sizes.widths, *self._narrow(1), *first.shape[-1:])
+            norms = [norm.normalized_shape[-1] for norm in self.model.modules() if isinstance(norm, nn.LayerNorm)]
+            yield torch.randn(SHORT, (*norms, *width)[0], dtype=self.dtype, device=self.device)
 
     def _options(self, parameter: inspect.Parameter, first: Tensor) -> Iterator[Any]:
         # What a further parameter may be given, the likeliest first.
@@ -309,6 +391,8 @@ class _Trial:
         if hint in (bool, "bool"):
             yield False
         elif hint in (int, "int") or POSITIONS.search(name):
+            if hint not in (int, "int") and first.dim() > 1:
+                yield torch.arange(first.shape[1], device=self.device)
             yield 0
         elif hint in (float, "float"):
             yield 0.5
@@ -372,22 +456,3 @@ def _embedded(embeddings: Sequence[nn.Embedding]) -> Iterator[list[tuple[nn.Embe
 
 def _first(runs: Iterator[_Ran | None]) -> _Ran | None:
     return next((ran for ran in runs if ran is not None), None)
-
-
-def _declared(holders: Sequence[object], names: Sequence[str]) -> int | None:
-    # The first positive whole number that one of the holders has under one of the names.
-    for name in names:
-        for holder in holders:
-            value = holder.get(name) if isinstance(holder, Mapping) else getattr(holder, name, None)
-            if isinstance(value, (tuple, list)) and value:
-                value = value[0]
-            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-                return value
-    return None
-
-
-def _in_words(value: object) -> str:
-    if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-    text = repr(value)
-    return text if len(text) <= 40 else type(value).__name__

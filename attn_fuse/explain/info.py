@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attn_fuse.explain import explanation_of
-from attn_fuse.explain.guess_inputs import Inputs
+from attn_fuse.explain.inputs import Inputs
 from attn_fuse.kernels import KERNELS
 from attn_fuse.picker.timing import this_device
 from attn_fuse.report import version

@@ -15,9 +15,12 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from attn_fuse.errors import ExplainError
+from attn_fuse.explain.no_gpu import Sources, on_the_cpu
+from attn_fuse.explain.older import older_names
 from attn_fuse.explain.problems import in_one_line
 from attn_fuse.explain.stand_ins import standing_in
 from attn_fuse.explain.steps import TimeUp, limited
@@ -67,9 +70,13 @@ def imported(path: Path, say: Say = lambda note: None, limit: float = IMPORT_LIM
     sys.path[:] = [*map(str, filter(Path.is_dir, roots)), *kept_path]
     sys.argv = [str(path)]
     try:
-        with open(os.devnull) as nothing, standing_in(roots) as finder:
+        with open(os.devnull) as nothing, standing_in(roots) as finder, older_names(), _without_gpu(roots) as moved:
             sys.stdin = nothing
+            if not torch.cuda.is_available() and on_the_cpu(tree):
+                moved.append(path.name)
             module = _module(path, name, tree, say, limit)
+            if moved:
+                say("no GPU here: what its files put on cuda is on the CPU")
             if finder.names:
                 say(f"not installed, and stood in for: {', '.join(finder.names)}")
             finder.permissive = False
@@ -81,6 +88,21 @@ def imported(path: Path, say: Say = lambda note: None, limit: float = IMPORT_LIM
         new = [other for other in set(sys.modules) - before if other == name or _is_below(sys.modules[other], roots)]
         for other in new:
             sys.modules.pop(other, None)
+
+
+@contextlib.contextmanager
+def _without_gpu(roots: Sequence[Path]) -> Iterator[list[str]]:
+    # Within the block files below `roots` are loaded for the CPU where there is no GPU; the list has what asks for one.
+    moved: list[str] = []
+    if torch.cuda.is_available():
+        yield moved
+        return
+    sources = Sources(roots, lambda: moved.append("cuda"))
+    sys.meta_path.insert(0, sources)
+    try:
+        yield moved
+    finally:
+        sys.meta_path.remove(sources)
 
 
 def repository_of(path: Path) -> Path:

@@ -32,6 +32,8 @@ LENGTH_NAME = (
     r"(max|seq|src|tgt|trg|pred|label|context|ctx|block|sequence|input|out|time).*len|_len(gth)?$|block_size|n_positions|max_pos|_ctx$|n_ctx"
     r"|context_(size|window)|max_position|max_tokens|^length$|seq_size|num_pos|n_position|timesteps|num_frames|^n_seq"
 )
+# What there is a table of: an embedding has a row for each.
+THINGS = r"user|item|movie|product|entity|entitie|relation|speaker|symbol|phoneme|char|token_type"
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,9 @@ def value_for(name: str, hint: Any = None, given: Mapping[str, Any] | None = Non
     name = name.lower().strip("_")
     known = Known.of(given or {})
     if hint is bool or re.match(
-        r"(use|with|is|has|do|enable|return|output|share|tie|learned|pre)_|.*(causal|bias|inverse)$", name
+        r"(use|with|is|has|do|enable|return|share|tie|learned|pre)_|output_(attn|attention|hidden|weight|score|all)"
+        r"|.*(causal|bias|inverse)$",
+        name,
     ):
         return False
     if hint is str and name not in ("device",):
@@ -112,11 +116,16 @@ def _table(known: Known) -> tuple[tuple[str, Any], ...]:
     return (
         (r"^device$", "cpu"),
         (r"dtype", torch.float32),
+        (r"batch_?size$", 1),
+        (r"seed$", 0),
         (r"(pad|bos|eos|sos|unk|cls|sep|mask|ignore).*(idx|id|index|token)|^padding$", 0),
         (r"drop|^p$", 0.0),
         (r"^eps|_eps$|epsilon", 1e-5),
+        (r"^alpha$|^beta$|slope$|momentum|std$|^(init|weight)_(std|scale|range)|initializer_range", 0.1),
+        (r"temperature|^temp$|^tau$|^gamma$|^(softmax_)?scale$", 1.0),
         (r"(ratio|mult|factor|expansion|expand)$", 4),
         (r"vocab|voc_size|n_?um_?tokens|^n_?tokens?$|num_embeddings|dictionary|n?_?words$", VOCABULARY),
+        (rf"^(n|num)_?({THINGS})s?$|^({THINGS})s?_?(n|num|count)$", VOCABULARY),
         (HEAD_NAME, known.head or width // heads),
         (HEADS_NAME, heads),
         (INNER_NAME, 4 * width),
@@ -128,8 +137,9 @@ def _table(known: Known) -> tuple[tuple[str, Any], ...]:
         (LENGTH_NAME, LENGTH),
         (r"(model|base|init|start)_(channels|dim|ch)|^nf$|^ngf$", HEAD),
         (r"in_?(ch|chans|channels?)$|channels?$|in_planes|c_in$", CHANNELS),
-        (r"class|n_?labels|num_?(labels|outputs)|n_out|output_(dim|size)", CLASSES),
-        (r"(enc|dec)_in|c_out|(n|num)_?(vars|features|series|variables)|(input|feature|feat)_?(dim|size)", SERIES),
+        (r"class|n_?labels|num_?(labels|outputs)|n_out|(output|out)_(dim|size)|dim_out(put)?$", CLASSES),
+        (r"(enc|dec)_in|c_out|(n|num)_?(vars|features|series|variables)", SERIES),
+        (r"(input|feature|feat)_?(dim|size)|dim_in(put)?$|^n_?feats?$", SERIES),
         (r"stride", STRIDE),
         (r"kernel", KERNEL),
         (WIDTH_NAME, width),

@@ -20,6 +20,8 @@ MOST_FILES, MOST_CALLS, DEEPEST = 100, 8, 6
 TRIES = re.compile(r"^(main|test|demo|run|example)", re.I)
 # Calls that a value may hold besides those of the file's names.
 HARMLESS = {f.__name__: f for f in (int, float, bool, str, len, range, list, tuple, dict, max, min, round)}
+# Of a call: those by position, those by name.
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,48 @@ def calls_of(cls: type[nn.Module], namespace: Mapping[str, Any], path: Path) -> 
             found += 1
             if found == MOST_CALLS:
                 return
+
+
+def inputs_of(
+    cls: type[nn.Module], namespace: Mapping[str, Any], path: Path
+) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """The arguments, by position and by name, that some text of the repository calls an object of `cls` with."""
+    known = {**HARMLESS, "torch": torch, "nn": nn, **namespace}
+    found = 0
+    for _, tree in _texts(path, cls.__name__):
+        models = set(_names_of(tree, cls.__name__))
+        for node in ast.walk(tree):
+            match node:
+                case ast.Call(ast.Name(called)) if called in models and (node.args or node.keywords):
+                    arguments = _evaluated(node, tree, known)
+                    if arguments is not None:
+                        yield arguments
+                        found += 1
+            if found == MOST_CALLS:
+                return
+
+
+def _names_of(tree: ast.AST, name: str) -> Iterator[str]:
+    # The names that an object of the class, or one moved to a device, is assigned to.
+    for node in ast.walk(tree):
+        match node:
+            case ast.Assign([ast.Name(target)], value) if any(_calls(value, name)):
+                yield target
+
+
+def _evaluated(
+    node: ast.Call, tree: ast.AST, known: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    call = ast.Call(ast.Name("_given", ast.Load()), node.args, node.keywords)
+    names = _values(ast.Tuple([*node.args, *(k.value for k in node.keywords)], ast.Load()), tree, known)
+    if names is None:
+        return None
+    try:
+        text = ast.unparse(ast.fix_missing_locations(call))
+        args, kwargs = eval(text, {**names, "_given": lambda *args, **kwargs: (args, kwargs)})
+    except Exception:  # a value that this text alone does not give
+        return None
+    return (args, kwargs) if any(isinstance(v, torch.Tensor) for v in (*args, *kwargs.values())) else None
 
 
 def _calls(tree: ast.AST, name: str) -> Iterator[ast.Call]:

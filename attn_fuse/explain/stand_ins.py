@@ -11,6 +11,7 @@ import contextlib
 import functools
 import importlib.abc
 import importlib.machinery
+import os
 import sys
 import types
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,20 @@ from typing import Any, NoReturn
 from attn_fuse.errors import ExplainError
 
 OWN = str(Path(__file__).parents[1])
+# How deep in a repository a module is sought that an import names.
+DEEPEST = 3
+# What packages are called on the package index, where that is not what they are imported as.
+ON_INDEX = {
+    "PIL": "pillow",
+    "cv2": "opencv-python",
+    "sklearn": "scikit-learn",
+    "skimage": "scikit-image",
+    "yaml": "pyyaml",
+    "torch_scatter": "torch-scatter",
+    "ml_collections": "ml-collections",
+    "x_transformers": "x-transformers",
+    "rotary_embedding_torch": "rotary-embedding-torch",
+}
 CAUGHT = {"ImportError", "ModuleNotFoundError", "Exception", "BaseException"}
 
 
@@ -47,6 +62,10 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
         if "." in fullname or not self._wanted():
             return None
+        if (folder := _folder_with(fullname, self.roots)) is not None:
+            # A script of the repository puts this folder on the path.
+            sys.path.append(str(folder))
+            return importlib.machinery.PathFinder.find_spec(fullname, [str(folder)])
         self.names.append(top)
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 
@@ -89,6 +108,19 @@ def standing_in(roots: Sequence[Path]) -> Iterator[Finder]:
         if finder.names:
             for name in [name for name, module in list(sys.modules.items()) if _holds_one(module)]:
                 del sys.modules[name]
+
+
+@functools.lru_cache(maxsize=256)
+def _folder_with(name: str, roots: tuple[str, ...]) -> Path | None:
+    # The folder below the roots that has a file, or a package, of the name; the least deep one.
+    found: list[Path] = []
+    for root in roots:
+        for place, folders, files in os.walk(root):
+            depth = len(Path(place).relative_to(root).parts)
+            folders[:] = [f for f in folders if not f.startswith(".") and f != "site-packages" and depth < DEEPEST]
+            if f"{name}.py" in files or (name in folders and (Path(place) / name / "__init__.py").is_file()):
+                found.append(Path(place))
+    return min(found, key=lambda folder: (len(folder.parts), str(folder)), default=None)
 
 
 def _holds_one(module: types.ModuleType) -> bool:
@@ -201,7 +233,9 @@ class _StandIn:
 def refuse(name: str) -> NoReturn:
     """Raise MissingPackage for the use of `name`, a dotted name in a missing package."""
     package = name.partition(".")[0]
-    raise MissingPackage(f"the model uses {name}, and {package} is not installed; install {package}")
+    raise MissingPackage(
+        f"the model uses {name}, and {package} is not installed; install {ON_INDEX.get(package, package)}"
+    )
 
 
 def _base(name: str, stand_in: _StandIn) -> type:

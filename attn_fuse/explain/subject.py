@@ -18,9 +18,11 @@ from attn_fuse.explain import name_of
 from attn_fuse.explain.build import MOST_PARAMETERS, built
 from attn_fuse.explain.choose_entry import candidates
 from attn_fuse.explain.find_file import file_in
-from attn_fuse.explain.guess_inputs import Inputs, inputs_for
+from attn_fuse.explain.guess_inputs import inputs_for
+from attn_fuse.explain.inputs import Inputs
 from attn_fuse.explain.open_file import IMPORT_LIMIT, LEFT_OUT, imported
 from attn_fuse.explain.problems import in_one_line
+from attn_fuse.explain.snippets import inputs_of
 from attn_fuse.explain.steps import LIMIT, step
 
 DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.bfloat16, torch.float16, torch.float64)}
@@ -198,7 +200,9 @@ def _with_inputs(
         if not isinstance(model, nn.Module):
             raise ExplainError(f"no inputs can be guessed for the function {name_of(model)}; pass them with --inputs")
         with step(f"finding inputs for {name_of(model)}", limit, "pass them with --inputs"):
-            guessed = inputs_for(model.eval(), holders, args.train, args.length, args.batch)
+            path = Path(str(namespace.get("__file__", "")))
+            spelled = (Inputs(*one) for one in inputs_of(type(model), namespace, path)) if path.is_file() else ()
+            guessed = inputs_for(model.eval(), holders, args.train, args.length, args.batch, spelled)
         return _Found(model, guessed, is_given=False)
     return _Found(model, _given_inputs(expression, namespace), is_given=True)
 

@@ -3,50 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from attn_fuse.errors import ExplainError
-from attn_fuse.explain.build import TooLarge, built
+from attn_fuse.explain.build import TooLarge
 from attn_fuse.explain.choose_entry import candidates, outermost
 from attn_fuse.explain.find_file import file_in
 from attn_fuse.explain.open_file import imported
 from attn_fuse.explain.sizes import value_for
-
-HEADER = """
-from dataclasses import dataclass
-import torch
-from torch import nn
-"""
-
-Write = Callable[..., Path]
-
-
-@pytest.fixture
-def write(tmp_path: Path) -> Write:
-    """Writes a model file with the usual imports."""
-
-    def _write(source: str, name: str = "model.py") -> Path:
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(HEADER + source)
-        return path
-
-    return _write
+from tests.model_files import Write, model_of, net
 
 
 def outermost_name(path: Path) -> str:
     with imported(path) as module:
         return outermost(module).__name__
-
-
-def model_of(path: Path, notes: list[str] | None = None, **limits: int) -> tuple[Any, tuple[object, ...]]:
-    with imported(path) as module:
-        made = built(outermost(module), vars(module), (notes if notes is not None else []).append, **limits)
-    return made.model, tuple(holder for holder in made.holders if type(holder) is not dict)
 
 
 class TestOutermost:
@@ -144,12 +117,6 @@ class GPTConfig:
     block_size: int = 12
     width: int = 6
 """
-
-
-def net(signature: str, body: str = "pass", name: str = "GPT") -> str:
-    return (
-        f"class {name}(nn.Module):\n    def __init__(self, {signature}):\n        super().__init__()\n        {body}\n"
-    )
 
 
 class TestBuilt:
@@ -287,44 +254,6 @@ class TestParts:
         message = "its constructor needs reader; pass --entry 'Seq2Seq(reader=...)'"
         with pytest.raises(ExplainError, match=re.escape(message)):
             model_of(write(self.PARTS + net("reader", "self.part = Encoder", "Seq2Seq")))
-
-
-class TestConfigsWithoutAClass:
-    BODY = "self.layer = nn.Linear(configs.seq_len, configs.d_model)"
-
-    def test_small_numbers_as_attributes_and_keys(self, write: Write) -> None:
-        notes: list[str] = []
-        model, _ = model_of(write(net("configs", "self.layer = nn.Linear(configs.seq_len, configs['d_model'])")), notes)
-        assert (model.layer.in_features, model.layer.out_features) == (128, 256)
-        assert notes == ["configs: small numbers by name"]
-
-    def test_the_command_line_of_a_script_beside_it(self, write: Write) -> None:
-        write(
-            "import argparse\np = argparse.ArgumentParser()\np.add_argument('--seq_len', type=int, default=24)\n"
-            "p.add_argument('--d-model', default=6)\np.add_argument('--causal', action='store_true')\np.parse_args()\n",
-            "run.py",
-        )
-        notes: list[str] = []
-        model, _ = model_of(write(net("configs", f"assert configs.causal is False; {self.BODY}")), notes)
-        assert (model.layer.in_features, model.layer.out_features) == (24, 6)
-        assert notes == ["configs: the defaults of run.py, and small numbers by name for the rest"]
-
-    def test_a_dict_of_the_file(self, write: Write) -> None:
-        notes: list[str] = []
-        body = "self.layer = nn.Linear(cfg['emb_dim'], 1)"
-        model, _ = model_of(write("GPT_CONFIG = {'emb_dim': 12}\n" + net("cfg", body)), notes)
-        assert model.layer.in_features == 12 and notes == ["cfg: GPT_CONFIG, as the file has it"]
-
-    def test_a_string_that_the_code_compares_it_with(self, write: Write) -> None:
-        body = f"assert configs.task in ('forecast', 'classify'); {self.BODY}"
-        source = net("configs", body).replace("super()", "if configs.task == 'forecast': pass\n        super()")
-        assert model_of(write(source))[0].layer.in_features == 128
-
-    def test_an_entry_that_nothing_tells(self, write: Write) -> None:
-        with pytest.raises(
-            ExplainError, match=r"config is made up of small numbers, and none is known for config\.flavour"
-        ):
-            model_of(write(net("config", "print(config.flavour)")))
 
 
 class TestWays:

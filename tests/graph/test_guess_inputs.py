@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from attn_fuse.errors import ExplainError
-from attn_fuse.explain.guess_inputs import LONGEST, SHORT, USUAL, inputs_for
+from attn_fuse.explain.declared import LONGEST
+from attn_fuse.explain.guess_inputs import SHORT, USUAL, inputs_for
 
 
 class Tokens(nn.Module):

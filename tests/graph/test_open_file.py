@@ -7,7 +7,6 @@ import re
 import sys
 import time
 import types
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,27 +18,7 @@ from attn_fuse.explain.problems import in_one_line
 from attn_fuse.explain.stand_ins import MissingPackage
 from attn_fuse.explain.steps import TimeUp, limited, step
 from attn_fuse.explain.subject import evaluated
-
-HEADER = """
-from dataclasses import dataclass
-import torch
-from torch import nn
-"""
-
-Write = Callable[..., Path]
-
-
-@pytest.fixture
-def write(tmp_path: Path) -> Write:
-    """Writes a model file with the usual imports."""
-
-    def _write(source: str, name: str = "model.py") -> Path:
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(HEADER + source)
-        return path
-
-    return _write
+from tests.model_files import HEADER, Write
 
 
 class TestImported:

@@ -1,0 +1,172 @@
+"""Config files of a repository, YAML, JSON and TOML: which of their mappings has the entries that a model reads."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import itertools
+import json
+import os
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from attn_fuse.explain.open_file import repository_of
+
+MOST_FILES, MOST_BYTES, DEEPEST = 200, 200_000, 4
+PASSED_OVER = {"node_modules", "venv", "env", "site-packages", "__pycache__"}
+SMALL = re.compile(r"default|tiny|nano|small|base|mini", re.I)
+
+
+@dataclass(frozen=True)
+class Entries:
+    """A mapping of a config file.
+
+    source: the file's name, and the key below which the mapping stands there. text: the whole file's.
+    """
+
+    source: str
+    values: Mapping[str, Any]
+    text: str = ""
+
+
+def entries_with(needed: Set[str], name: str, path: Path) -> Entries | None:
+    """The mapping with the most of the entries `needed`, in the config files of the repository that holds `path`.
+
+    name: of the argument that takes the mapping; of equal ones, that whose file or key shares a word with it is taken.
+    None where no mapping has half of them.
+    """
+    words = set(name.lower().split("_"))
+    best: tuple[tuple[int, int, bool], Entries] | None = None
+    for found in _all_entries(path):
+        count = len(needed & found.values.keys())
+        shared = len(words & set(re.split(r"[^a-z]+", found.source.lower())))
+        score = (count, shared, bool(SMALL.search(found.source)))
+        if count and count * 2 >= len(needed) and (best is None or score > best[0]):
+            best = score, found
+    return best[1] if best is not None else None
+
+
+def arguments_in(needed: Set[str], taken: Set[str], name: str, path: Path) -> Entries | None:
+    """The arguments of a constructor that a config file of the repository of `path` spells out, or None.
+
+    needed: those that it must have. taken: those that the constructor takes. name: of the class, which the file names.
+    """
+    for found in _all_entries(path):
+        if needed <= found.values.keys() <= taken and name in found.text:
+            return found
+    return None
+
+
+def _all_entries(path: Path) -> Iterator[Entries]:
+    root = repository_of(path)
+    for file in itertools.islice(_files(root), MOST_FILES):
+        text = _text_of(file)
+        for found in _nested(str(file.relative_to(root)), _parsed(file.suffix, text), 0):
+            yield replace(found, text=text)
+
+
+def _files(root: Path) -> Iterator[Path]:
+    for place, folders, names in os.walk(root):
+        folders[:] = sorted(f for f in folders if f not in PASSED_OVER and not f.startswith("."))
+        yield from (Path(place) / n for n in sorted(names) if n.endswith((".yaml", ".yml", ".json", ".toml")))
+
+
+def _nested(source: str, value: object, depth: int) -> Iterator[Entries]:
+    if not isinstance(value, dict) or depth > DEEPEST:
+        return
+    # What another file or the command line fills in says nothing here.
+    known = {str(k): v for k, v in value.items() if not (isinstance(v, str) and ("${" in v or v == "???"))}
+    yield Entries(source, known)
+    for key, inner in known.items():
+        yield from _nested(f"{source}: {key}" if depth == 0 else f"{source}.{key}", inner, depth + 1)
+
+
+def _text_of(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8", errors="replace") if file.stat().st_size < MOST_BYTES else ""
+    except OSError:
+        return ""
+
+
+def _parsed(suffix: str, text: str) -> object:
+    try:
+        if suffix == ".json":
+            return json.loads(text)
+        return tomllib.loads(text) if suffix == ".toml" else _of_yaml(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _of_yaml(text: str) -> object:
+    try:
+        yaml = importlib.import_module("yaml")
+    except ImportError:
+        return plain_yaml(text)
+    try:
+        return yaml.safe_load(text)
+    except Exception:  # tags and templates
+        return None
+
+
+def plain_yaml(text: str) -> object:
+    """What `text` says in the YAML that configs use, for where PyYAML is missing: mappings, lists, numbers, strings.
+
+    None where it uses more of the language than that.
+    """
+    lines = []
+    for line in text.splitlines():
+        bare = re.sub(r"(^|\s)#.*$", "", line).rstrip()
+        if bare.strip() not in ("", "---"):
+            lines.append((len(bare) - len(bare.lstrip()), bare.strip()))
+    try:
+        value, rest = _block(lines, 0)
+    except (IndexError, RecursionError):
+        return None
+    return value if rest == len(lines) else None
+
+
+def _block(lines: list[tuple[int, str]], start: int) -> tuple[object, int]:
+    # The value of the lines from `start` on that are indented as it is, and the line after them.
+    indent, at = lines[start][0], start
+    if lines[start][1].startswith("- "):
+        items: list[object] = []
+        while at < len(lines) and lines[at][0] == indent and lines[at][1].startswith("- "):
+            inner = lines[at][1][2:].strip()
+            if re.match(r"[\w.-]+\s*:(\s|$)", inner):
+                shifted = [*lines[:at], (indent + 2, inner), *lines[at + 1 :]]
+                item, at = _block(shifted, at)
+            else:
+                item, at = _scalar(inner), at + 1
+            items.append(item)
+        return items, at
+    values: dict[str, object] = {}
+    while at < len(lines) and lines[at][0] == indent:
+        matched = re.match(r"""(["']?)([^"':]+)\1\s*:(?:\s+(.*))?$""", lines[at][1])
+        if matched is None:
+            break
+        key, given = matched[2].strip(), matched[3]
+        at += 1
+        if given:
+            values[key] = _scalar(given)
+        elif at < len(lines) and (lines[at][0] > indent or (lines[at][0] == indent and lines[at][1].startswith("- "))):
+            values[key], at = _block(lines, at)
+        else:
+            values[key] = None
+    return values, at
+
+
+def _scalar(text: str) -> object:
+    words = {"true": True, "false": False, "yes": True, "no": False, "null": None, "~": None, "": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        pass
+    if re.fullmatch(r"\[.*\]", text):
+        return [_scalar(part.strip()) for part in text[1:-1].split(",") if part.strip()]
+    return float(text) if re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", text) else text

@@ -1,0 +1,57 @@
+"""The arguments of a model, and how they are written: as dtypes and shapes, and as Python."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The arguments of a model, by position and by name; as text, their dtypes and shapes."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return ", ".join([*map(_in_words, self.args), *(f"{name}={_in_words(v)}" for name, v in self.kwargs.items())])
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors of a value, those in its lists, tuples and dicts too."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(item)
+
+
+def in_python(value: Any, vocabulary: int) -> str:
+    """An expression for a value of the dtypes and shapes of `value`; whole numbers are below `vocabulary`."""
+    if isinstance(value, Tensor):
+        shape = tuple(value.shape)
+        if value.is_floating_point():
+            return f"torch.randn({', '.join(map(str, shape))})"
+        if value.dtype == torch.bool:
+            return f"torch.zeros({shape}, dtype=torch.bool)"
+        return f"torch.randint({vocabulary or 2}, {shape})"
+    if isinstance(value, list):
+        return f"[{', '.join(in_python(item, vocabulary) for item in value)}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key!r}: {in_python(item, vocabulary)}' for key, item in value.items())}}}"
+    return repr(value)
+
+
+def _in_words(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_in_words, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {_in_words(item)}' for key, item in value.items())}}}"
+    text = repr(value)
+    return text if len(text) <= 40 else type(value).__name__

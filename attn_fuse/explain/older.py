@@ -1,0 +1,58 @@
+"""Names that older code imports, and that the libraries of today no longer have."""
+
+from __future__ import annotations
+
+import collections
+import collections.abc
+import contextlib
+import importlib.util
+import math
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+# torch 1.13 removed it, and models took these names from it.
+SIX = "torch._six"
+OF_SIX: dict[str, Any] = {
+    "container_abcs": collections.abc,
+    "string_classes": (str, bytes),
+    "int_classes": int,
+    "inf": math.inf,
+    "nan": math.nan,
+    "FileNotFoundError": FileNotFoundError,
+    "PY3": True,
+    "PY37": True,
+}
+OF_NUMPY: dict[str, Any] = {"int": int, "float": float, "object": object, "complex": complex, "Inf": math.inf}
+OF_COLLECTIONS = ("Iterable", "Mapping", "MutableMapping", "Sequence", "Callable", "Hashable")
+
+
+@contextlib.contextmanager
+def older_names() -> Iterator[None]:
+    """Within the block what torch, NumPy and collections once had can be imported; what exists stays as it is."""
+    added: list[tuple[types.ModuleType, str]] = []
+
+    def add(module: types.ModuleType, name: str, value: object) -> None:
+        if name not in vars(module):
+            setattr(module, name, value)
+            added.append((module, name))
+
+    for name, value in OF_NUMPY.items():
+        add(np, name, value)
+    for name in OF_COLLECTIONS:
+        add(collections, name, getattr(collections.abc, name))
+    lacks_six = SIX not in sys.modules and importlib.util.find_spec(SIX) is None
+    if lacks_six:
+        six = types.ModuleType(SIX)
+        vars(six).update(OF_SIX)
+        sys.modules[SIX] = six
+    try:
+        yield
+    finally:
+        for module, name in added:
+            delattr(module, name)
+        if lacks_six:
+            sys.modules.pop(SIX, None)

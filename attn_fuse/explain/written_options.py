@@ -1,0 +1,109 @@
+"""What a repository's Python files say of options: defaults of command lines, and modules and classes of settings."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from attn_fuse.explain.no_gpu import on_this_machine
+from attn_fuse.explain.open_file import repository_of
+
+# How many files of a repository are read.
+MOST_FILES = 200
+SETTINGS = re.compile(r"config|cfg|settings|h(yper)?_?param|constants|options|opts|args", re.I)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options that a repository's files spell out.
+
+    source: the file, or file and class, that has the most of the entries that were asked for, or None where none does.
+    values: its options, and under names that it lacks those of the other files. known: how many entries it has.
+    """
+
+    source: str | None
+    values: Mapping[str, Any]
+    known: int
+
+
+def options_with(needed: Set[str], path: Path) -> Options:
+    """The options of the repository of `path`, first those of the file that has the most of the entries `needed`."""
+    sources: list[tuple[int, str, dict[str, Any]]] = []
+    for file in itertools.islice(_scripts(repository_of(path), path), MOST_FILES):
+        for source, options in _options_in(file):
+            sources.append((len(needed & options.keys()), source, options))
+    sources.sort(key=lambda one: -one[0])
+    if not sources:
+        return Options(None, {}, 0)
+    known, source, _ = sources[0]
+    values: dict[str, Any] = {}
+    for _, _, options in reversed(sources):
+        values.update({k: v for k, v in options.items() if v is not None or k not in values})
+    values = {name: on_this_machine(name, value) for name, value in values.items()}
+    return Options(source if known else None, values, known)
+
+
+def _scripts(root: Path, path: Path) -> Iterator[Path]:
+    folders = [path.parent, root, *(p for p in sorted(root.iterdir()) if p.is_dir() and not p.name.startswith("."))]
+    for folder in dict.fromkeys(folders):
+        yield from sorted(folder.glob("*.py"))
+
+
+def _options_in(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    try:
+        text = file.read_text(encoding="utf-8", errors="replace")
+        named = SETTINGS.search(file.stem) is not None
+        tree = ast.parse(text) if "add_argument" in text or named else ast.Module([], [])
+    except (OSError, SyntaxError, ValueError):
+        return
+    if options := _command_line(tree):
+        yield file.name, options
+    if not named:
+        return
+    if options := _assigned(tree.body):
+        yield file.name, options
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and (options := _assigned(node.body)):
+            yield f"{node.name} in {file.name}", options
+
+
+def _command_line(tree: ast.Module) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(ast.Attribute(_, "add_argument"), flags, keywords):
+                names = [f.value for f in flags if isinstance(f, ast.Constant) and isinstance(f.value, str)]
+                given = {k.arg: k.value for k in keywords}
+                named = given.get("dest")
+                key = named.value if isinstance(named, ast.Constant) else max(names, key=len, default="")
+                options[str(key).lstrip("-").replace("-", "_")] = _default(given)
+    options.pop("", None)
+    return options
+
+
+def _default(given: Mapping[str | None, ast.expr]) -> Any:
+    action = given.get("action")
+    if isinstance(action, ast.Constant) and action.value in ("store_true", "store_false"):
+        return action.value == "store_false"
+    try:
+        return ast.literal_eval(given["default"])
+    except (KeyError, ValueError, TypeError, SyntaxError):
+        return None
+
+
+def _assigned(body: list[ast.stmt]) -> dict[str, Any]:
+    # The literals that statements assign to names.
+    values: dict[str, Any] = {}
+    for node in body:
+        match node:
+            case ast.Assign([ast.Name(name)], given) | ast.AnnAssign(ast.Name(name), _, ast.expr() as given):
+                try:
+                    values[name] = ast.literal_eval(given)
+                except (ValueError, TypeError, SyntaxError):
+                    continue
+    return values

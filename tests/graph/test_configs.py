@@ -1,0 +1,172 @@
+"""Configs for a constructor, from what a repository spells out: command lines, Python settings, YAML, JSON and TOML."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from attn_fuse.errors import ExplainError
+from attn_fuse.explain.config_files import plain_yaml
+from attn_fuse.explain.configs import SmallConfig
+from tests.model_files import Write, model_of, net
+
+
+class TestConfigsWithoutAClass:
+    BODY = "self.layer = nn.Linear(configs.seq_len, configs.d_model)"
+
+    def test_small_numbers_as_attributes_and_keys(self, write: Write) -> None:
+        notes: list[str] = []
+        model, _ = model_of(write(net("configs", "self.layer = nn.Linear(configs.seq_len, configs['d_model'])")), notes)
+        assert (model.layer.in_features, model.layer.out_features) == (128, 256)
+        assert notes == ["configs: small numbers by name"]
+
+    def test_the_command_line_of_a_script_beside_it(self, write: Write) -> None:
+        write(
+            "import argparse\np = argparse.ArgumentParser()\np.add_argument('--seq_len', type=int, default=24)\n"
+            "p.add_argument('--d-model', default=6)\np.add_argument('--causal', action='store_true')\np.parse_args()\n",
+            "run.py",
+        )
+        notes: list[str] = []
+        model, _ = model_of(write(net("configs", f"assert configs.causal is False; {self.BODY}")), notes)
+        assert (model.layer.in_features, model.layer.out_features) == (24, 6)
+        assert notes == ["configs: the defaults of run.py, and small numbers by name for the rest"]
+
+    def test_a_dict_of_the_file(self, write: Write) -> None:
+        notes: list[str] = []
+        body = "self.layer = nn.Linear(cfg['emb_dim'], 1)"
+        model, _ = model_of(write("GPT_CONFIG = {'emb_dim': 12}\n" + net("cfg", body)), notes)
+        assert model.layer.in_features == 12 and notes == ["cfg: GPT_CONFIG, as the file has it"]
+
+    def test_a_string_that_the_code_compares_it_with(self, write: Write) -> None:
+        body = f"assert configs.task in ('forecast', 'classify'); {self.BODY}"
+        source = net("configs", body).replace("super()", "if configs.task == 'forecast': pass\n        super()")
+        assert model_of(write(source))[0].layer.in_features == 128
+
+    def test_an_entry_that_nothing_tells(self, write: Write) -> None:
+        with pytest.raises(
+            ExplainError, match=r"config is made up of small numbers, and none is known for config\.flavour"
+        ):
+            model_of(write(net("config", "print(config.flavour)")))
+
+    def test_the_command_lines_of_other_scripts_fill_in(self, write: Write) -> None:
+        script = "import argparse\np = argparse.ArgumentParser()\n"
+        write(script + "p.add_argument('--seq_len', default=24)\np.add_argument('--d_model', default=6)\n", "run.py")
+        write(script + "p.add_argument('--flavour', default=3)\n", "other.py")
+        body = f"assert configs.flavour == 3; {self.BODY}"
+        assert model_of(write(net("configs", body)))[0].layer.in_features == 24
+
+    def test_a_settings_module_and_a_class_of_one(self, write: Write) -> None:
+        write("seq_len = 24\nclass Small:\n    seq_len = 12\n    d_model: int = 6\n", "my_config.py")
+        notes: list[str] = []
+        assert model_of(write(net("configs", self.BODY)), notes)[0].layer.in_features == 12
+        assert notes == ["configs: the defaults of Small in my_config.py, and small numbers by name for the rest"]
+
+    def test_an_object_with_keys_in_a_table_of_the_file(self, write: Write) -> None:
+        source = "class Held(dict):\n    __getattr__ = dict.__getitem__\n"
+        source += "CONFIGS = {'none': 3, 'b16': Held(seq_len=7, d_model=5)}\n"
+        notes: list[str] = []
+        assert model_of(write(source + net("configs", self.BODY)), notes)[0].layer.in_features == 7
+        assert notes == ["configs: CONFIGS['b16'], as the file has it"]
+
+    def test_what_code_asks_for_with_a_default_need_not_be_known(self) -> None:
+        config = SmallConfig("config", {}, {"inner": {"width": 3}})
+        assert getattr(config, "flavour", 5) == 5 and not hasattr(config, "flavour")
+        assert config.inner.width == config["inner"]["width"] == 3 and config.inner.n_layer == 2
+
+    def test_no_gpu_is_asked_for(self, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+        write("device = 'cuda:0'\nuse_cuda = True\n", "config.py")
+        body = "self.seen = (args.device, args.use_cuda)"
+        assert model_of(write(net("args", body)))[0].seen == ("cpu", False)
+
+
+class TestConfigFiles:
+    BODY = "self.layer = nn.Linear(config['width'], config['flavour_of_it'])"
+    YAML = "data:\n  path: x  # where\nmodel:\n  width: 12\n  flavour_of_it: 3\n"
+    TEXTS = (
+        ("conf/small.yaml", YAML),
+        ("conf.json", '{"data": {}, "model": {"width": 12, "flavour_of_it": 3}}'),
+        ("conf.toml", "[data]\n[model]\nwidth = 12\nflavour_of_it = 3\n"),
+    )
+
+    @pytest.mark.parametrize(("name", "text"), TEXTS, ids=[name for name, _ in TEXTS])
+    def test_a_mapping_in_a_file_beside_it(self, write: Write, tmp_path: Path, name: str, text: str) -> None:
+        (tmp_path / "conf").mkdir()
+        (tmp_path / name).write_text(text)
+        notes: list[str] = []
+        model, _ = model_of(write(net("config", self.BODY)), notes)
+        assert (model.layer.in_features, model.layer.out_features) == (12, 3)
+        assert notes == [f"config: {name}: model"]
+
+    def test_of_equal_ones_that_which_is_named_as_the_argument(self, write: Write, tmp_path: Path) -> None:
+        for name, width in (("a", 5), ("of_text", 6)):
+            (tmp_path / f"{name}.json").write_text(f'{{"width": {width}}}')
+        model, _ = model_of(write(net("text_config", "self.layer = nn.Linear(text_config['width'], 1)")))
+        assert model.layer.in_features == 6
+
+    def test_the_fields_of_a_config_class(self, write: Write, tmp_path: Path) -> None:
+        (tmp_path / "a.yaml").write_text("_target_: models.Config\nwidth: 9\nflavour: sweet\nother: 1\n")
+        config = "@dataclass\nclass Config:\n    width: int\n    flavour: str\n"
+        body = "self.layer = nn.Linear(config.width, len(config.flavour))"
+        model, _ = model_of(write(config + net("config: Config", body)))
+        assert (model.layer.in_features, model.layer.out_features) == (9, 5)
+
+    def test_the_arguments_of_the_constructor(self, write: Write, tmp_path: Path) -> None:
+        (tmp_path / "a.yaml").write_text("net:\n  target: models.GPT\n  params:\n    flavour: 4\n    width: 3\n")
+        notes: list[str] = []
+        model, _ = model_of(write(net("flavour, width=1", "self.layer = nn.Linear(flavour, width)")), notes)
+        assert (model.layer.in_features, model.layer.out_features) == (4, 3)
+        assert notes == ["as in a.yaml: net.params"]
+
+    def test_a_file_that_is_no_config_is_passed_over(self, write: Write, tmp_path: Path) -> None:
+        (tmp_path / "a.json").write_text("{ nothing")
+        (tmp_path / "b.yaml").write_text("a: [1\n- b: {{ x }}")
+        (tmp_path / "c.toml").write_text("= 3")
+        with pytest.raises(ExplainError, match=re.escape("none is known for config.flavour_of_it")):
+            model_of(write(net("config", self.BODY)))
+
+
+class TestPlainYaml:
+    def test_what_configs_use(self) -> None:
+        text = """
+# a comment
+name: net   # another
+lr: 1e-4
+on: true
+none:
+sizes: [1, 2, 3]
+words: [a, b]
+inner:
+    deep:
+        x: -1.5
+items:
+- a: 1
+  b: 2
+- 3
+quoted: "a: b"
+"""
+        assert plain_yaml(text) == {
+            "name": "net",
+            "lr": 1e-4,
+            "on": True,
+            "none": None,
+            "sizes": [1, 2, 3],
+            "words": ["a", "b"],
+            "inner": {"deep": {"x": -1.5}},
+            "items": [{"a": 1, "b": 2}, 3],
+            "quoted": "a: b",
+        }
+
+    def test_more_than_that_is_left_alone(self) -> None:
+        assert plain_yaml("a: 1\n  b: 2\nc") is None
+
+    def test_stands_in_where_pyyaml_is_missing(
+        self, write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # An entry of None there is how Python marks a module that cannot be imported.
+        monkeypatch.setitem(sys.modules, "yaml", None)
+        (tmp_path / "a.yaml").write_text(TestConfigFiles.YAML)
+        assert model_of(write(net("config", TestConfigFiles.BODY)))[0].layer.in_features == 12

@@ -1,0 +1,98 @@
+"""Files written for a GPU, for an older torch, or with modules elsewhere in their repository."""
+
+from __future__ import annotations
+
+import ast
+import collections
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from attn_fuse.explain.no_gpu import on_the_cpu
+from attn_fuse.explain.open_file import imported
+from attn_fuse.explain.snippets import inputs_of
+from tests.model_files import Write, model_of, net
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+
+
+def rewritten(source: str) -> str:
+    tree = ast.parse(source)
+    on_the_cpu(tree)
+    return ast.unparse(tree)
+
+
+class TestNoGpu:
+    @pytest.mark.parametrize(
+        ("source", "cpu"),
+        [
+            ("x.cuda(non_blocking=True)", "x.cpu()"),
+            ("x.to('cuda:1')", "x.to('cpu')"),
+            ("torch.device('cuda')", "torch.device('cpu')"),
+            ("torch.zeros(3, device='cuda')", "torch.zeros(3, device='cpu')"),
+            ("torch.cuda.FloatTensor(3)", "torch.FloatTensor(3)"),
+            ("def f(x, device='cuda'):\n    pass", "def f(x, device='cpu'):\n    pass"),
+        ],
+    )
+    def test_what_asks_for_one_asks_for_the_cpu(self, source: str, cpu: str) -> None:
+        assert rewritten(source) == cpu
+
+    @pytest.mark.parametrize(
+        "source",
+        ["x.device.type == 'cuda'", "torch.cuda.is_available()", "torch.autocast('cuda')", "def f(a='cuda'):\n    a"],
+    )
+    def test_what_only_names_one_stays(self, source: str) -> None:
+        assert rewritten(source) == source
+
+    def test_files_of_the_repository_are_loaded_so_and_nothing_is_written(self, write: Write, tmp_path: Path) -> None:
+        write("SIZE = torch.ones(3, device='cuda')\n", "parts.py")
+        path = write("from parts import SIZE\n" + net("", "self.size = SIZE.cuda()"))
+        with imported(path, (notes := []).append) as module:
+            assert module.GPT().size.device.type == "cpu"
+        assert notes == ["no GPU here: what its files put on cuda is on the CPU"]
+        assert not list(tmp_path.rglob("*.pyc")) and "parts" not in sys.modules
+
+
+class TestOlderNames:
+    def test_are_there_while_the_file_is(self, write: Write) -> None:
+        lines = "from torch._six import container_abcs, string_classes, inf\nimport collections\nimport numpy as np\n"
+        body = "assert isinstance([], container_abcs.Iterable) and isinstance((), collections.Sequence)\n"
+        body += "        self.seen = np.float(3), np.int(inf > 3)"
+        assert model_of(write(lines + net("", body)))[0].seen == (3.0, 1)
+        assert not hasattr(collections, "Sequence") and "int" not in vars(np) and "torch._six" not in sys.modules
+
+
+class TestModulesElsewhere:
+    def test_are_found_in_the_repository(self, write: Write, tmp_path: Path) -> None:
+        (tmp_path / "README.md").write_text("")
+        write("WIDTH = 6\n", "src/tools/odd_sizes.py")
+        path = write("from odd_sizes import WIDTH\n" + net("", "self.layer = nn.Linear(WIDTH, 1)"), "src/models/gpt.py")
+        before = list(sys.path)
+        notes: list[str] = []
+        assert model_of(path, notes)[0].layer.in_features == 6 and notes == []
+        assert sys.path == before and "odd_sizes" not in sys.modules
+
+    def test_a_part_in_a_file_beside_it(self, write: Write) -> None:
+        write(net("width=4", "self.layer = nn.Linear(width, 1)", "Encoder"), "encoder.py")
+        model, _ = model_of(write(net("encoder", "self.encoder = encoder")))
+        assert model.encoder.layer.in_features == 4
+
+
+class TestSpelledInputs:
+    def test_of_a_readme(self, write: Write, tmp_path: Path) -> None:
+        text = "```python\nmodel = GPT(width=3)\nsize = 5\nimages = torch.randn(2, size, 3)\n"
+        text += "out = model(images, flag=True)\n```"
+        (tmp_path / "README.md").write_text(text)
+        with imported(write(net("width"))) as module:
+            ((args, kwargs),) = inputs_of(module.GPT, vars(module), Path(str(module.__file__)))
+        assert [list(a.shape) for a in args] == [[2, 5, 3]] and kwargs == {"flag": True}
+
+    def test_what_the_text_does_not_give_is_passed_over(self, write: Write, tmp_path: Path) -> None:
+        (tmp_path / "README.md").write_text("```\nmodel = GPT(3)\nmodel(load('cat.png'))\nmodel(3)\n```")
+        with imported(write(net("width"))) as module:
+            assert list(inputs_of(module.GPT, vars(module), Path(str(module.__file__)))) == []
