@@ -65,6 +65,9 @@ def imported(path: Path, say: Say = lambda note: None, limit: float = IMPORT_LIM
     repository = repository_of(path)
     between = [folder for folder in path.parents if folder.is_relative_to(repository)]
     roots = list(dict.fromkeys((root, repository, repository / "src", *reversed(between))))
+    if _imports_from_beside(tree, path, root):
+        roots.insert(0, path.parent)
+        roots = list(dict.fromkeys(roots))
     before, argv, stdin = set(sys.modules), sys.argv, sys.stdin
     kept_path = list(sys.path)
     sys.path[:] = [*map(str, filter(Path.is_dir, roots)), *kept_path]
@@ -88,6 +91,22 @@ def imported(path: Path, say: Say = lambda note: None, limit: float = IMPORT_LIM
         new = [other for other in set(sys.modules) - before if other == name or _is_below(sys.modules[other], roots)]
         for other in new:
             sys.modules.pop(other, None)
+
+
+def _imports_from_beside(tree: ast.Module, path: Path, root: Path) -> bool:
+    # Whether the file imports, by a bare name, what stands beside it and not in its import root.
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.ImportFrom(str() as module, _, 0):
+                names.add(module.partition(".")[0])
+            case ast.Import(aliases):
+                names.update(alias.name.partition(".")[0] for alias in aliases)
+    return any(_is_in(path.parent, name) and not _is_in(root, name) for name in names)
+
+
+def _is_in(folder: Path, name: str) -> bool:
+    return (folder / f"{name}.py").is_file() or (folder / name / "__init__.py").is_file()
 
 
 @contextlib.contextmanager

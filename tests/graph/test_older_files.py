@@ -77,6 +77,15 @@ class TestModulesElsewhere:
         assert model_of(path, notes)[0].layer.in_features == 6 and notes == []
         assert sys.path == before and "odd_sizes" not in sys.modules
 
+    def test_a_folder_whose_files_import_each_other_comes_first(self, write: Write, tmp_path: Path) -> None:
+        (tmp_path / "README.md").write_text("")
+        write("", "src/net/__init__.py")
+        write("WIDTH = 1\n", "src/tools_of_it.py")
+        write("WIDTH = 6\n", "src/net/tools_of_it.py")
+        write("from tools_of_it import WIDTH\n", "src/net/part_of_it.py")
+        source = "from part_of_it import WIDTH\n" + net("", "self.layer = nn.Linear(WIDTH, 1)")
+        assert model_of(write(source, "src/net/gpt.py"))[0].layer.in_features == 6
+
     def test_a_part_in_a_file_beside_it(self, write: Write) -> None:
         write(net("width=4", "self.layer = nn.Linear(width, 1)", "Encoder"), "encoder.py")
         model, _ = model_of(write(net("encoder", "self.encoder = encoder")))
