@@ -5,14 +5,13 @@ from __future__ import annotations
 import collections
 import collections.abc
 import contextlib
+import importlib
 import importlib.util
 import math
 import sys
 import types
 from collections.abc import Iterator
 from typing import Any
-
-import numpy as np
 
 # torch 1.13 removed it, and models took these names from it.
 SIX = "torch._six"
@@ -40,8 +39,9 @@ def older_names() -> Iterator[None]:
             setattr(module, name, value)
             added.append((module, name))
 
-    for name, value in OF_NUMPY.items():
-        add(np, name, value)
+    if importlib.util.find_spec("numpy") is not None:
+        for name, value in OF_NUMPY.items():
+            add(importlib.import_module("numpy"), name, value)
     for name in OF_COLLECTIONS:
         add(collections, name, getattr(collections.abc, name))
     lacks_six = SIX not in sys.modules and importlib.util.find_spec(SIX) is None
