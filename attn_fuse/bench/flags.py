@@ -34,8 +34,8 @@ def add_files(parser: argparse.ArgumentParser, plots: str) -> None:
 
 def check_files(args: argparse.Namespace) -> None:
     """Raise BenchError where a file of `add_files` cannot be written, before anything is measured."""
-    for flag in ("json", "csv", "plot"):
-        path: Path | None = getattr(args, flag)
+    for flag in ("json", "csv", "plot", "html"):
+        path: Path | None = getattr(args, flag, None)
         if path is None:
             continue
         if path.is_dir() or not path.parent.is_dir():
@@ -46,7 +46,7 @@ def check_files(args: argparse.Namespace) -> None:
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
     """Write `data` to `path`. Raises BenchError where that fails."""
-    _write(path, json.dumps(data, indent=1) + "\n")
+    write_text(path, json.dumps(data, indent=1) + "\n")
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -55,10 +55,11 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     writer = csv.DictWriter(text, list(rows[0]) if rows else [], lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    _write(path, text.getvalue())
+    write_text(path, text.getvalue())
 
 
-def _write(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
+    """Write `text` to `path`. Raises BenchError where that fails."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as problem:

@@ -64,7 +64,7 @@ class Measured:
 
     subject: the model and its inputs in words. said: what was made up to run it. left_out: why a way is no row.
     random: whether the model draws random numbers. load: the share of the cores that other programs took meanwhile.
-    profiles: by the name of a row.
+    profiles: by the name of a row. explanation: what the picker makes of the model.
     """
 
     mode: str
@@ -76,6 +76,7 @@ class Measured:
     load: float
     device: str = "cpu"
     profiles: Mapping[str, Profile] = field(default_factory=dict)
+    explanation: Explanation | None = None
 
     def row(self, way: str) -> Row | None:
         """The row that the way of this name came down to."""
@@ -87,7 +88,7 @@ class Measured:
             {**asdict(row), "difference": row.difference if row.difference != math.inf else None} for row in self.rows
         ]
         profiles = {name: {**asdict(found), "share": found.share} for name, found in self.profiles.items()}
-        return {**asdict(self), "rows": rows, "profiles": profiles}
+        return {**asdict(replace(self, explanation=None)), "rows": rows, "profiles": profiles}
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,7 @@ def measure(subject: Subject, kernels: Sequence[str], seconds: float, operators:
         load=load.share(),
         device=str(device),
         profiles=profiles,
+        explanation=explanation,
     )
 
 

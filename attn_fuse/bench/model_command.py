@@ -12,7 +12,16 @@ from typing import Any
 import torch
 
 from attn_fuse.bench import plot
-from attn_fuse.bench.flags import Parser, add_files, check_files, duration, kernels_of, write_csv, write_json
+from attn_fuse.bench.flags import (
+    Parser,
+    add_files,
+    check_files,
+    duration,
+    kernels_of,
+    write_csv,
+    write_json,
+    write_text,
+)
 from attn_fuse.bench.measure import kernels_on
 from attn_fuse.bench.memory import bytes_in_words
 from attn_fuse.bench.model import Measured, Row, device_of, measure, steps_of
@@ -20,6 +29,7 @@ from attn_fuse.bench.profile import INDUCTORS, Profile
 from attn_fuse.bench.progress import Progress
 from attn_fuse.bench.ways import EAGER, FUSED, INDUCTOR
 from attn_fuse.errors import BenchError, ExplainError, OptionError
+from attn_fuse.explain.page import Figures
 from attn_fuse.explain.problems import in_one_line
 from attn_fuse.explain.subject import add_flags, subject_of
 from attn_fuse.picker.timing import machine, seconds_in_words, table, this_device
@@ -74,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
         help=f"rows of the profile by operator ({_OPERATORS}; 0: no profile)",
     )
     add_files(parser, "bars of time and memory")
+    parser.add_argument("--html", metavar="FILE", type=Path, help="write explain's page, with these tables first on it")
     return parser
 
 
@@ -104,6 +115,8 @@ def _write(args: argparse.Namespace, measured: Sequence[Measured]) -> None:
         write_json(args.json, as_json(measured))
     if args.csv is not None:
         write_csv(args.csv, as_csv(measured))
+    if args.html is not None and measured[0].explanation is not None:
+        write_text(args.html, measured[0].explanation.html([_figures(one) for one in measured]))
     if args.plot is not None:
         draw(args.plot, measured)
 
@@ -160,6 +173,18 @@ def _text(measured: Measured, operators: int) -> str:
 
 
 def _table(measured: Measured) -> str:
+    head, lines, said = _measurements(measured)
+    return f"{table(head, lines)}\n{said}"
+
+
+def _figures(measured: Measured) -> Figures:
+    head, lines, said = _measurements(measured)
+    words = {"inference": "Inference, measured", "training": "A training step, measured"}
+    return Figures(words[measured.mode], ("", *head[1:]), tuple(map(tuple, lines)), said)
+
+
+def _measurements(measured: Measured) -> tuple[list[str], list[list[str]], str]:
+    """The head of the table, its rows, and what its columns mean."""
     head = [
         measured.mode, "median (quartiles)", "/ eager", "/ Inductor", "peak memory", "fused", "max difference",
         "first call",
@@ -184,7 +209,7 @@ def _table(measured: Measured) -> str:
         "Max difference: from eager's outputs and gradients, over the max of the tensor. First call: with compiling,\n"
         "by torch's caches as they are. A training step: forward and backward, without an optimizer."
     )
-    return f"{table(head, lines)}\n{said}"
+    return head, lines, said
 
 
 def _shares(measured: Measured) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from attn_fuse.explain.page import page
+from attn_fuse.explain.page import Figures, page
 from attn_fuse.report import GraphReport, SiteReport, as_json, as_text, bytes_in_words, grouped
 
 
@@ -79,10 +80,10 @@ class Explanation:
             "graphs": [{**as_json(report), **both} for report, both in zip(self.reports, code, strict=True)],
         }
 
-    def html(self) -> str:
-        """The explanation as an HTML page that needs nothing beside itself."""
+    def html(self, figures: Sequence[Figures] = ()) -> str:
+        """The explanation as an HTML page that needs nothing beside itself. figures: tables to stand first on it."""
         summary = "\n".join((self._summary(), *self.said))
-        return page(self.subject, summary, tuple(grouped(self.sites)), self.notes, self.reports)
+        return page(self.subject, summary, tuple(grouped(self.sites)), self.notes, self.reports, figures)
 
     def graphs(self) -> str:
         """The code of each graph, before and after the rewrites."""

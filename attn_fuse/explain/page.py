@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from html import escape
 
 from attn_fuse.attention.picture import ALL, NONE, SOME
@@ -21,13 +22,29 @@ _AROUND = 3
 _SIDE = 224
 
 
+@dataclass(frozen=True)
+class Figures:
+    """A table of what was measured. note: the sentence below it."""
+
+    title: str
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
+
+
 def page(
-    subject: str, summary: str, sites: Sequence[SiteReport], notes: Sequence[str], graphs: Sequence[GraphReport]
+    subject: str,
+    summary: str,
+    sites: Sequence[SiteReport],
+    notes: Sequence[str],
+    graphs: Sequence[GraphReport],
+    figures: Sequence[Figures] = (),
 ) -> str:
-    """The page. sites: those of all graphs, with equal layers merged. graphs: for their code."""
+    """The page. sites: those of all graphs, with equal layers merged. graphs: for their code. figures: stand first."""
     body = [
         f"<h1>{escape(subject)}</h1>",
         *(f"<p class=summary>{escape(line)}</p>" for line in summary.splitlines()),
+        *(part for table in figures for part in _figures(table)),
         *_contents(sites),
         *(part for number, site in enumerate(sites, 1) for part in _site(number, site)),
         *(f"<p class=note>{escape(note)}</p>" for note in notes),
@@ -35,6 +52,14 @@ def page(
     ]
     head = f"<meta charset=utf-8><title>{escape(subject)}</title><style>{_STYLE}</style>"
     return f"<!doctype html>\n<html lang=en><head>{head}</head>\n<body>\n" + "\n".join(body) + "\n</body></html>\n"
+
+
+def _figures(figures: Figures) -> Iterator[str]:
+    yield f"<section><h2>{escape(figures.title)}</h2><table class=figures>"
+    yield f"<tr>{''.join(f'<th>{escape(cell)}' for cell in figures.head)}</tr>"
+    for name, *cells in figures.rows:
+        yield f"<tr><th>{escape(name)}{''.join(f'<td>{escape(cell)}' for cell in cells)}</tr>"
+    yield f"</table><p class=note>{escape(figures.note)}</p></section>"
 
 
 def _contents(sites: Sequence[SiteReport]) -> Iterator[str]:
@@ -146,6 +171,7 @@ pre { margin: 0; }
 section { border: 1px solid var(--line); border-radius: .5rem; padding: 1rem; margin: 1.2rem 0; }
 table { border-collapse: collapse; } th, td { text-align: left; vertical-align: top; padding: .15rem .8rem .15rem 0; }
 th { font-weight: 600; white-space: nowrap; } mark { background: #ffd33d66; color: inherit; display: inline-block; }
+.figures td, .figures tr:first-child th + th { text-align: right; font-variant-numeric: tabular-nums; }
 .summary { font-size: 1.05rem; margin: .2rem 0; } .place { margin: .6rem 0 .2rem; opacity: .75; }
 .because { color: var(--left); font-weight: 600; } .note { opacity: .75; }
 .badge { color: #fff; border-radius: 1rem; padding: .05rem .6rem; font-size: .8rem; white-space: nowrap; }

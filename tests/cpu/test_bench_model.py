@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -340,7 +341,7 @@ def test_as_a_command(file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     quick(monkeypatch)
     folder = file.parent
     arguments = f"model {file} --length 16 --kernels chunked --seconds 0.02 --profile 3"
-    files = f" --json {folder / 'out.json'} --csv {folder / 'out.csv'}"
+    files = f" --json {folder / 'out.json'} --csv {folder / 'out.csv'} --html {folder / 'out.html'}"
     assert main((arguments + files).split()) == 0
     captured = capsys.readouterr()
     assert captured.out.startswith("Attention(float32[1, 16, 16]), inference, float32 on cpu")
@@ -353,6 +354,9 @@ def test_as_a_command(file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
             line = next(line for line in captured.out.splitlines() if line.startswith(" = ".join(row["names"]) + " "))
             assert line
     assert len(list(csv.DictReader((folder / "out.csv").open()))) == sum(len(m["rows"]) for m in found)
+    page = (folder / "out.html").read_text()
+    assert "Inference, measured" in page and "A training step, measured" in page and "<h3>What is computed</h3>" in page
+    assert all(f"<tr><th>{escape(' = '.join(row['names']))}<td>" in page for row in found[0]["rows"])
 
 
 def test_interrupted_it_keeps_the_first_mode(
@@ -400,6 +404,7 @@ def test_a_model_without_gradients_has_inference_alone(
         ("{file} --length 16 --kernels flash", "attn_fuse has no kernel 'flash'."),
         ("{file} --length 16 --kernels cudnn", "--kernels cudnn: it does not run on this device"),
         ("{file} --json /nowhere/out.json", "--json /nowhere/out.json: it cannot be written"),
+        ("{file} --html /nowhere/out.html", "--html /nowhere/out.html: it cannot be written"),
         ("{file} --plot bars.pdf", "--plot bars.pdf: it is a .png or .svg"),
         ("{file} --device tpu", "--device 'tpu' cannot be used"),
         ("{file} --fast", "unrecognized arguments: --fast"),
