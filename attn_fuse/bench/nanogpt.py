@@ -2,7 +2,8 @@
 
 The rows are those of the write-ups on making nanoGPT's training fast: eager, torch.compile, SDPA's formula, efficient
 and flash kernels, and flash beside a vocabulary that is padded to a multiple of 64. The model's code is the same in all
-of them: attn_fuse puts its attention on the kernel.
+of them: attn_fuse puts its attention on the kernel. gpt.py is a link to examples/nanogpt/model.py, and a copy of it in
+an installed package.
 """
 
 from __future__ import annotations

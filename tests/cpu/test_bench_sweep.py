@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from attn_fuse.backend import attn_fuse
-from attn_fuse.bench import measure, nanogpt, nanogpt_command, plot, sweep_command
+from attn_fuse.bench import gpt, measure, nanogpt, nanogpt_command, plot, sweep_command
 from attn_fuse.bench.command import main
 from attn_fuse.bench.measure import Effort
 from attn_fuse.bench.nanogpt import Sizes, Step, Table
@@ -200,6 +200,11 @@ def test_a_gpt_that_computes_another_loss_gets_no_time(monkeypatch: pytest.Monke
     assert [bool(row.timing) for row in table.rows] == [True, False]
     assert table.rows[1].problem.startswith("WRONG: the loss of the first step is ")
     assert "note: attn_fuse, SDPA flash: WRONG" in nanogpt_command.as_text(table, SMALL, CPU)
+
+
+def test_the_gpt_is_the_one_of_the_example() -> None:
+    example = Path(__file__).parents[2] / "examples" / "nanogpt" / "model.py"
+    assert Path(str(gpt.__file__)).read_text() == example.read_text()
 
 
 def test_on_cuda_the_efficient_kernel_has_a_row() -> None:
