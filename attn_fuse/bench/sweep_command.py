@@ -80,9 +80,22 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--head-dims", type=count, nargs="+", metavar="N", default=[64], help="sizes of a head (64)")
     parser.add_argument("--batch", type=count, nargs="+", metavar="N", default=[1], help="batch sizes (1)")
     parser.add_argument("--heads", type=count, metavar="N", default=8, help="number of heads (8)")
-    parser.add_argument("--masks", nargs="+", choices=MASKS, default=["none", "causal"], help="none and causal")
+    parser.add_argument(
+        "--masks",
+        nargs="+",
+        metavar="MASK",
+        choices=MASKS,
+        default=["none", "causal"],
+        help=f"of {', '.join(MASKS)} (none and causal)",
+    )
     parser.add_argument("--window", type=count, metavar="N", help="keys that a window sees (an eighth of the length)")
-    parser.add_argument("--dtype", nargs="+", choices=DTYPES, help="float32 on the CPU, bfloat16 on CUDA")
+    parser.add_argument(
+        "--dtype",
+        nargs="+",
+        metavar="DTYPE",
+        choices=DTYPES,
+        help=f"of {', '.join(DTYPES)} (float32 on the CPU, bfloat16 on CUDA)",
+    )
     parser.add_argument("--training", action="store_true", help="forward and backward, not forward alone")
     parser.add_argument("--both", action="store_true", help="forward alone, and forward and backward")
     parser.add_argument("--kernels", nargs="+", metavar="NAME", help="only these kernels")

@@ -97,6 +97,7 @@ def measured(of: Subject, kernels: tuple[str, ...] = ("cpu_flash", "chunked"), o
     return measure(of, kernels, 0.05, operators, Progress(1))
 
 
+@pytest.mark.thorough
 def test_each_way_is_a_row_or_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     quick(monkeypatch)
     found = measured(subject(), tuple(kernels_on(CPU)))

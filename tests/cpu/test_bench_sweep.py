@@ -164,6 +164,7 @@ def without_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Way, "compiled", compiled)
 
 
+@pytest.mark.thorough
 def test_the_rows_of_a_gpt(monkeypatch: pytest.MonkeyPatch) -> None:
     without_inductor(monkeypatch)
     table = nanogpt.measure(SMALL, CPU, 0.05, Progress(1))
