@@ -68,6 +68,8 @@ def bars(path: Path, title: str, rows: Sequence[Sequence[Bars]]) -> None:
 
 def lines(path: Path, title: str, rows: Sequence[Sequence[Lines]], logarithmic: bool = True) -> None:
     """Write a figure of `rows` of panels, below them one legend, to `path`."""
+    from matplotlib.ticker import LogLocator
+
     figure, axes = _figure(rows, 0, "row" if logarithmic else "none")
     names = list(dict.fromkeys(name for row in rows for panel in row for name in panel.lines))
     shown: dict[str, Any] = {}
@@ -85,6 +87,8 @@ def lines(path: Path, title: str, rows: Sequence[Sequence[Lines]], logarithmic: 
             axis.set_yscale("log")
             axis.set_xticks(ticks, [f"{x:g}" for x in ticks])
             axis.minorticks_off()
+            axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.yaxis.set_major_formatter("{x:g}")
         axis.grid(alpha=0.3)
         axis.set_xlabel(panel.x_label)
         axis.set_ylabel(panel.y_label)
