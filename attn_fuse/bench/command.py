@@ -23,9 +23,14 @@ COMMANDS = {
     "calibrate": ("attn_fuse.bench.calibrate_command", "measure this device for the picker; show or forget that"),
 }
 
+INTERRUPTED = 130
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command that `arguments` name, or list the commands; gives the exit code, 2 after one line on stderr."""
+    """Run the command that `arguments` name, or list the commands; gives the exit code: 2 after one line on stderr.
+
+    130 where the user interrupts it.
+    """
     arguments = sys.argv[1:] if arguments is None else arguments
     if not arguments or arguments[0] in ("-h", "--help"):
         print("usage: python -m attn_fuse.bench COMMAND [--help]\n")
@@ -37,6 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(importlib.import_module(COMMANDS[arguments[0]][0]).main(arguments[1:]))
     except (BenchError, ExplainError, OptionError) as problem:
         return _refused(str(problem))
+    except KeyboardInterrupt:
+        print("\nattn_fuse.bench: interrupted", file=sys.stderr)
+        return INTERRUPTED
 
 
 def _refused(why: str) -> int:

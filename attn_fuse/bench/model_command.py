@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from attn_fuse.bench import plot
+from attn_fuse.bench.command import INTERRUPTED
 from attn_fuse.bench.flags import (
     Parser,
     add_files,
@@ -35,7 +36,6 @@ from attn_fuse.explain.subject import add_flags, subject_of
 from attn_fuse.picker.timing import machine, seconds_in_words, table, this_device
 
 _SECONDS, _OPERATORS = 5.0, 8
-INTERRUPTED = 130
 _COVERS = (
     "eager: from query times key to weights times value, the mask, and their backward, run operator by operator.\n"
     f"fused: calls of fused kernels and their backward; what is made before a call is among {INDUCTORS}.\n"

@@ -23,7 +23,7 @@ from attn_fuse.bench.gpt import GPT, GPTConfig
 from attn_fuse.bench.memory import peak_memory
 from attn_fuse.bench.progress import Progress
 from attn_fuse.bench.ways import EAGER, INDUCTOR, PICKED, Way, sdpa_kernels
-from attn_fuse.errors import named
+from attn_fuse.errors import BenchError, named
 from attn_fuse.picker.case import DTYPES
 from attn_fuse.picker.timing import OtherLoad, Timing, interleaved, synchronize
 from attn_fuse.report import collecting
@@ -107,7 +107,10 @@ def _forced(name: str, kernel: str) -> Way:
 
 
 def measure(sizes: Sizes, device: torch.device, seconds: float, progress: Progress) -> Table:
-    """Measure all rows, in turn. seconds: of timing, max, for each row."""
+    """Measure all rows, in turn. seconds: of timing, max, for each row.
+
+    Raises BenchError where the GPT does not run eager, as where memory is short.
+    """
     load = OtherLoad()
     expected: dict[int, float] = {}
     rows: list[Step] = []
@@ -144,7 +147,10 @@ def steps_of(device: torch.device, sizes: Sizes) -> int:
 
 
 def _first_loss(sizes: Sizes, vocabulary: int, device: torch.device) -> float:
-    return float(_step(Way(EAGER), vocabulary, sizes, device)())
+    try:
+        return float(_step(Way(EAGER), vocabulary, sizes, device)())
+    except RuntimeError as error:
+        raise BenchError(f"the GPT does not run here: {named(error)}; make it smaller, as by --batch 1") from error
 
 
 def _prepared(

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from attn_fuse.bench import plot
+from attn_fuse.bench.command import INTERRUPTED
 from attn_fuse.bench.flags import (
     Parser,
     add_files,
@@ -25,7 +26,6 @@ from attn_fuse.bench.flags import (
     write_json,
 )  # fmt: skip
 from attn_fuse.bench.measure import kernels_on
-from attn_fuse.bench.model_command import INTERRUPTED
 from attn_fuse.bench.progress import Progress
 from attn_fuse.bench.sweep import MASKS, Swept, as_csv, cases, sweep
 from attn_fuse.picker.case import DTYPES, Case

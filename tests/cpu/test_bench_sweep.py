@@ -186,6 +186,27 @@ def test_the_rows_of_a_gpt(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "torch has no efficient kernel on the CPU" in text
 
 
+def test_a_gpt_that_does_not_fit_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("no memory\nis left")
+
+    monkeypatch.setattr(nanogpt, "_step", full)
+    assert main(["nanogpt", "--device", "cpu"]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("attn_fuse.bench: the GPT does not run here: OutOfMemoryError: no memory; make it smaller")
+
+
+def test_an_interrupt_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(nanogpt_command, "measure", interrupted)
+    assert main(["nanogpt", "--device", "cpu"]) == 130
+    assert capsys.readouterr().err.strip() == "attn_fuse.bench: interrupted"
+
+
 def test_a_gpt_that_computes_another_loss_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     without_inductor(monkeypatch)
     right = Way.compiled
