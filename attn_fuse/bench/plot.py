@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from attn_fuse.errors import BenchError
 
@@ -98,7 +98,7 @@ def lines(path: Path, title: str, rows: Sequence[Sequence[Lines]], logarithmic: 
     _save(figure, path, title)
 
 
-def _figure(rows: Sequence[Sequence[Any]], count: int, shared: str = "none") -> tuple[Any, Any]:
+def _figure(rows: Sequence[Sequence[Any]], count: int, shared: Literal["none", "row"] = "none") -> tuple[Any, Any]:
     """A figure and its axes. count: of the bars in a panel. shared: the panels that share an axis of values."""
     # No pyplot: it would look for a screen.
     from matplotlib.figure import Figure
