@@ -58,7 +58,7 @@ def test_every_page_is_linked_from_the_readme() -> None:
 
 
 def test_the_readme_takes_two_screens() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 115
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 
 
 def test_the_api_page_is_what_the_docstrings_say() -> None:
