@@ -73,7 +73,7 @@ bench: .venv/ready-dev ## the benchmarks on the CPU that have no line here; resu
 	$(python) benchmarks/guard.py
 	$(python) benchmarks/left_out.py
 	$(python) benchmarks/common_part.py
-	$(python) -m attn_fuse.bench nanogpt --json benchmarks/results/bench-nanogpt-cpu.json
+	$(python) benchmarks/bench_outputs.py
 
 recall: .venv/ready-dev ## how many spellings of attention are fused, beside Inductor's own
 	$(python) benchmarks/recall.py $(ARGS)

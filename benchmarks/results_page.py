@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from harness import RESULTS, ROOT, bytes_in_words, seconds_in_words
 
-PAGES = (ROOT / "docs" / "results.md", ROOT / "README.md")
+PAGES = (ROOT / "docs" / "results.md", ROOT / "docs" / "bench.md", ROOT / "README.md")
 _BLOCK = re.compile(r"(<!-- result: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 # The code that decides what is fused, and on what.
 MEASURED = (
@@ -176,10 +176,43 @@ def headline() -> str:
     return markdown(["", "time", "peak memory: Inductor, attn_fuse"], rows)
 
 
+def bench_model() -> str:
+    """What `bench model` printed."""
+    return _printed("bench-model-cpu")
+
+
+def bench_sweep() -> str:
+    """What `bench sweep` printed."""
+    return _printed("bench-sweep-cpu")
+
+
+def bench_nanogpt() -> str:
+    """What `bench nanogpt` printed."""
+    return _printed("bench-nanogpt-cpu")
+
+
+def _printed(name: str) -> str:
+    return _signed(f"```\n{stored(name)['printed'].strip()}\n```", name)
+
+
 HEADLINES = (("causal and padding, training", 2048), ("window 256, inference", 4096))
 BLOCKS: Mapping[str, Callable[[], str]] = {
     block.__name__: block
-    for block in (speed, features, choices, calls, compiling, recall, published, repositories, headline, recognised)
+    for block in (
+        speed,
+        features,
+        choices,
+        calls,
+        compiling,
+        recall,
+        published,
+        repositories,
+        headline,
+        recognised,
+        bench_model,
+        bench_sweep,
+        bench_nanogpt,
+    )
 }
 
 
