@@ -12,7 +12,7 @@ import importlib
 import inspect
 import re
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from attn_fuse.explain.configs import (
     config_of,
     config_without_class,
     defaults_of,
+    entry_for,
     hints_of,
     is_config_name,
     without_default,
@@ -37,11 +38,14 @@ from attn_fuse.explain.sizes import DEPTH_NAME, in_words, value_for
 from attn_fuse.explain.snippets import calls_of
 from attn_fuse.explain.stages import staged
 from attn_fuse.explain.stand_ins import MissingPackage
+from attn_fuse.explain.weights import random_weights
 
 # Parameters above which a model is not built unasked: 4 GB of float32.
 MOST_PARAMETERS = 1_000_000_000
 # How many modules deep an argument may be a module that is built of arguments itself.
 DEEPEST = 3
+# How many entries that a config lacks are made up.
+MOST_ENTRIES = 20
 FACTORY = re.compile(r"^(build|make|create|get|new)_|(^|_)(tiny|small|mini|base|s|b|nano|xs)(_|\d|$)", re.I)
 SMALL = re.compile(r"tiny|nano|mini|small|(^|_)(xs|s)(_|$)|base", re.I)
 # Arguments that are a class of layers, and no number of them.
@@ -55,10 +59,11 @@ class TooLarge(ExplainError):
 
 @dataclass(frozen=True)
 class Built:
-    """A model, and what says its sizes: the configs and the arguments that it was built from."""
+    """A model, what says its sizes: the configs and the arguments that it was built from, and what was made up."""
 
     model: nn.Module
     holders: tuple[object, ...]
+    notes: tuple[str, ...] = ()
 
 
 # What builds a model, and what says its sizes.
@@ -85,13 +90,23 @@ def built(
     namespace: the names of the file, among which configs and factories are sought.
     Raises ExplainError where no way works.
     """
+    made = next(all_built(cls, namespace, most))
+    for note in made.notes:
+        say(note)
+    return made
+
+
+def all_built(cls: type[nn.Module], namespace: Mapping[str, Any], most: int = MOST_PARAMETERS) -> Iterator[Built]:
+    """What each way of `built` that works gives, in its order. Raises ExplainError where none does."""
     failures: list[ExplainError] = []
+    works = False
     for way in _ways(cls, namespace):
         notes: list[str] = [way.note] if way.note else []
         try:
-            _refuse_large(way, most, cls.__name__)
-            make, holders = way.make(notes.append)
-            model = make()
+            with random_weights(notes.append):
+                _refuse_large(way, most, cls.__name__)
+                make, holders = way.make(notes.append)
+                model = _with_entries(make, holders, cls, notes.append)
         except ExplainError as error:
             failures.append(error)
             continue
@@ -107,11 +122,31 @@ def built(
         if not isinstance(model, nn.Module):
             failures.append(ExplainError(f"cannot build {cls.__name__}: it comes out as a {type(model).__name__}"))
             continue
-        for note in notes:
-            say(note)
-        return Built(staged(model), holders)
-    missing = next((f for f in failures if isinstance(f, (MissingPackage, TooLarge))), failures[0])
-    raise missing
+        works = True
+        yield Built(staged(model), holders, tuple(dict.fromkeys(notes)))
+    if not works:
+        raise next((f for f in failures if isinstance(f, (MissingPackage, TooLarge))), failures[0])
+
+
+def _with_entries(
+    make: Callable[[], nn.Module], holders: Sequence[object], cls: type[nn.Module], say: Say
+) -> nn.Module:
+    # What `make` gives; a config that lacks what the code reads gets it, by the code's comparisons or by its name.
+    added: dict[str, Any] = {}
+    for _ in range(MOST_ENTRIES):
+        try:
+            model = make()
+        except AttributeError as error:
+            name, value = str(error.name), entry_for(cls, str(error.name))
+            if value is None or name in added or not any(error.obj is holder for holder in holders):
+                raise
+            setattr(error.obj, name, value)
+            added[name] = value
+            continue
+        if added:
+            say(f"entries that the config lacks: {in_words(added)}")
+        return model
+    return make()
 
 
 def parameters_of(model: nn.Module) -> int:

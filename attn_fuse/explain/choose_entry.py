@@ -70,7 +70,15 @@ def candidates(module: types.ModuleType) -> list[type[nn.Module]]:
             -len(_source(cls)),
         )
 
-    return sorted(outer, key=rank)
+    ranked = sorted(outer, key=rank)
+    best = ranked[0]
+    # A part in place of a model that cannot be built would be a report on something else.
+    return [
+        cls
+        for cls in ranked
+        if (INSIDE.search(best.__name__) or not INSIDE.search(cls.__name__))
+        and (_attends({cls, *reached[cls]}) or not _attends({best, *reached[best]}))
+    ]
 
 
 def _can_run(cls: type[nn.Module]) -> bool:

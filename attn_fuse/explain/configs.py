@@ -292,6 +292,16 @@ def _entries_of(tree: ast.AST, name: str) -> set[str]:
     return entries
 
 
+def entry_for(cls: type, key: str) -> Any:
+    """A value for an entry of a config that the code of `cls` reads: one that it is compared with, or a small one."""
+    for node in ast.walk(_tree_of(cls)):
+        match node:
+            case ast.Compare(ast.Attribute(_, attribute), [ast.Eq()], [ast.Constant(str() as value)]):
+                if attribute == key:
+                    return value
+    return value_for(key)
+
+
 def _compared(cls: type, name: str) -> dict[str, Any]:
     # The strings that the code compares an entry with: the first is as good as any.
     found: dict[str, Any] = {}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from attn_fuse.errors import ExplainError, nearest
 from attn_fuse.explain import name_of
-from attn_fuse.explain.build import MOST_PARAMETERS, built
+from attn_fuse.explain.build import MOST_PARAMETERS, all_built, built
 from attn_fuse.explain.choose_entry import candidates
 from attn_fuse.explain.find_file import file_in
 from attn_fuse.explain.guess_inputs import inputs_for
@@ -28,6 +28,8 @@ from attn_fuse.explain.steps import LIMIT, step
 DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.bfloat16, torch.float16, torch.float64)}
 # How many outermost classes are tried before the first one's problem is told.
 MOST_CANDIDATES = 3
+# How many ways to build a class are tried until one runs.
+MOST_WAYS = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,14 +171,12 @@ def _found(
     failures: list[ExplainError] = []
     classes = candidates(module)
     for cls in classes[:MOST_CANDIDATES]:
-        said: list[str] = []
         try:
-            with step(f"building {cls.__name__}", limit, f"build a smaller one with --entry '{cls.__name__}(...)'"):
-                made = built(cls, namespace, said.append, args.parameters)
-            found = _with_inputs(args, made.model, made.holders, namespace, limit)
+            found, built_with = _built_and_run(cls, args, namespace, limit)
         except ExplainError as error:
             failures.append(error)
             continue
+        said = list(built_with)
         if len(classes) > 1:
             others = [other.__name__ for other in classes if other is not cls]
             said.insert(0, f"of several outermost classes, {cls.__name__}; with --entry: {', '.join(others[:4])}")
@@ -185,6 +185,24 @@ def _found(
     left_out = [note for note in notes if note.startswith(LEFT_OUT)]
     if left_out and "NameError" in str(failures[0]):
         raise ExplainError(f"{failures[0]}; {left_out[0]}") from failures[0]
+    raise failures[0]
+
+
+def _built_and_run(
+    cls: type[nn.Module], args: argparse.Namespace, namespace: Mapping[str, Any], limit: float
+) -> tuple[_Found, tuple[str, ...]]:
+    # The first of the ways to build `cls` whose model runs on some inputs, and what was made up for it.
+    ways = all_built(cls, namespace, args.parameters)
+    failures: list[ExplainError] = []
+    for _ in range(MOST_WAYS):
+        with step(f"building {cls.__name__}", limit, f"build a smaller one with --entry '{cls.__name__}(...)'"):
+            made = next(ways, None)
+        if made is None:
+            break
+        try:
+            return _with_inputs(args, made.model, made.holders, namespace, limit), made.notes
+        except ExplainError as error:
+            failures.append(error)
     raise failures[0]
 
 

@@ -1,0 +1,68 @@
+"""Constructors that load weights, configs that lack entries, and models of which only one way of building runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from attn_fuse.explain.choose_entry import candidates
+from attn_fuse.explain.command import main
+from attn_fuse.explain.open_file import imported
+from attn_fuse.explain.weights import random_weights
+from tests.model_files import Write, model_of, net
+
+LOADS = """self.layer = nn.Linear(3, 4)
+        self.load_state_dict({name.removeprefix('module.'): value for name, value in STATE.items()})"""
+
+
+class TestWeights:
+    @pytest.mark.parametrize(
+        "state",
+        [
+            "torch.load('/nowhere/gpt.pth')",
+            "torch.load('/nowhere/gpt.pth', map_location='cpu')['model']['ema']",
+            "torch.hub.load_state_dict_from_url('https://nowhere.invalid/gpt.pth')",
+        ],
+    )
+    def test_that_are_not_there_stay_random(self, write: Write, state: str) -> None:
+        notes: list[str] = []
+        model, _ = model_of(write(net("", LOADS.replace("STATE", state))), notes)
+        assert model.layer.in_features == 3 and notes == ["random weights in place of gpt.pth"]
+
+    def test_that_are_there_are_loaded(self, tmp_path: Path) -> None:
+        given, other = nn.Linear(3, 4), nn.Linear(3, 4)
+        torch.save(given.state_dict(), tmp_path / "gpt.pth")
+        with random_weights(lambda note: None):
+            other.load_state_dict(torch.load(tmp_path / "gpt.pth"))
+            with pytest.raises(RuntimeError, match="Missing key"):
+                other.load_state_dict({})
+        torch.testing.assert_close(given.weight, other.weight)
+
+
+def test_an_entry_that_a_config_lacks(write: Write) -> None:
+    config = "class Config:\n    width = 3\n"
+    body = "assert config.flavour == 'sweet' or config.flavour == 'sour'\n"
+    body += "        self.layer = nn.Linear(config.width, config.n_embd)"
+    notes: list[str] = []
+    model, _ = model_of(write(config + net("config: Config", body)), notes)
+    assert model.layer.out_features == 256
+    assert notes == ["entries that the config lacks: flavour='sweet', n_embd=256"]
+
+
+def test_a_part_does_not_stand_in_for_a_model(write: Write) -> None:
+    source = net("", "self.attention = softmax", "GPT") + "    def forward(self, x): pass\n"
+    for name in ("PatchEmbeddings", "Other"):
+        source += net("", "self.layer = nn.Linear(3, 3)", name) + "    def forward(self, x): return self.layer(x)\n"
+    with imported(write(source)) as module:
+        assert [cls.__name__ for cls in candidates(module)] == ["GPT"]
+
+
+def test_another_way_of_building_where_the_first_does_not_run(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    forward = "    def forward(self, x):\n        return self.layer(self.act(x))\n"
+    body = "self.act, self.layer = act, nn.Linear(3, 3)"
+    source = net("act=None", body) + forward + "def gpt_small():\n    return GPT(nn.ReLU())\n"
+    assert main([str(write(source))]) == 0
+    assert "built by gpt_small()" in capsys.readouterr().out
