@@ -137,9 +137,12 @@ class _Trial:
     def of_any(self) -> _Ran | None:
         """A run on inputs of any kind; where the code says of what kind the first is, that comes first."""
         use = self.uses.get(self.required[0].name) if self.required else None
-        is_clear = use is not None and (use.keys or use.items or use.is_vectors)
+        is_map = use is not None and use.rank == 4 and not self.convolutions
+        is_clear = use is not None and (use.keys or use.items or use.is_vectors or is_map)
         if is_clear and (ran := self.of_uses()) is not None:
             return ran
+        # What was tried so far leaves room for the rest.
+        self.tries = min(self.tries, MOST_TRIES // 2)
         return self.of_tokens() or self.of_pictures() or self.of_floats() or self.of_uses() or self.of_all()
 
     def of_uses(self) -> _Ran | None:

@@ -15,6 +15,7 @@ from attn_fuse.explain.uses import Use
 
 # How many maps a list of feature maps has, and their side.
 LEVELS, SIDE = 4, 8
+TIMES = re.compile(r"^t$|time$|time_?step|sigma|noise_level", re.I)
 TRUTH = re.compile(r"mask|adj", re.I)
 
 
@@ -69,9 +70,11 @@ def values_for(use: Use, name: str, around: Around) -> Iterator[Any]:
         yield from _truths(use, around)
         return
     if use.layer is not None:
-        yield from _for_layer(use, use.layer, around)
+        yield from _for_layer(use, use.layer, name, around)
     elif use.rank is not None:
-        yield from _of_rank(use, around)
+        yield from _of_rank(use.rank, around)
+    elif use.least > 2:
+        yield from _of_rank(use.least, around)
 
 
 def _plain(around: Around) -> Tensor:
@@ -98,7 +101,7 @@ def _truths(use: Use, around: Around) -> Iterator[Tensor]:
         yield torch.zeros(shape, dtype=torch.bool, device=around.device)
 
 
-def _for_layer(use: Use, layer: nn.Module | Tensor, around: Around) -> Iterator[Tensor]:
+def _for_layer(use: Use, layer: nn.Module | Tensor, name: str, around: Around) -> Iterator[Tensor]:
     batch, length = around.batch, around.sequence
     if isinstance(layer, nn.Embedding):
         shapes = [(batch, length), (batch,), (batch, length, 1)]
@@ -108,7 +111,7 @@ def _for_layer(use: Use, layer: nn.Module | Tensor, around: Around) -> Iterator[
         yield from _for_convolution(use, layer, around)
     elif (width := _width_of(layer)) is not None:
         ranks = [use.rank] if use.rank else [rank for rank in (3, 2, 4) if rank >= use.least]
-        if isinstance(layer, Tensor) and not use.rank:
+        if not use.rank and (isinstance(layer, Tensor) or TIMES.search(name)):
             ranks = [2, 3]
         for rank in ranks:
             if rank == 2 and isinstance(layer, Tensor):
@@ -121,7 +124,7 @@ def _for_convolution(use: Use, layer: nn.modules.conv._ConvNd, around: Around) -
     kernel = max(layer.kernel_size)
     if use.rank is not None and use.rank != count + 2:
         return
-    sides = {1: (around.sequence, 8 * kernel), 2: (around.side, 8 * kernel, 32, 64, 224), 3: (around.side,)}[count]
+    sides = {1: (around.sequence, 8 * kernel), 2: (around.side, 8 * kernel, 32, 64), 3: (around.side,)}[count]
     for side in dict.fromkeys(s for s in sides if s >= kernel):
         yield around.floats(around.batch, channels, *((16, side, side) if count == 3 else (side,) * count))
 
@@ -136,23 +139,23 @@ def _width_of(layer: nn.Module | Tensor) -> int | None:
     return found if found is not None or not hasattr(layer, "self_attn") else _width_of(layer.self_attn)
 
 
-def _of_rank(use: Use, around: Around) -> Iterator[Tensor]:
+def _of_rank(rank: int, around: Around) -> Iterator[Tensor]:
     batch, length, width = around.batch, around.sequence, around.width
-    if use.rank == 4:
+    if rank == 4:
         if around.like is None or around.like.dim() != 4:
             yield around.floats(batch, 3, around.side, around.side)
         else:
             yield around.floats(*around.like.shape)
         yield around.floats(batch, width, *around.sides)
         yield around.floats(batch, length, length, width)
-    elif use.rank == 3:
+    elif rank == 3:
         yield around.floats(batch, length, width)
         yield around.floats(batch, width, length)
-    elif use.rank == 2:
+    elif rank == 2:
         if around.vocabulary:
             yield torch.randint(around.vocabulary, (batch, length), device=around.device)
         yield around.floats(length, width)
         yield around.floats(batch, width)
-    elif use.rank == 1:
+    elif rank == 1:
         yield torch.ones(batch, dtype=torch.long, device=around.device)
         yield around.floats(batch)

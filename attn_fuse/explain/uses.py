@@ -49,8 +49,8 @@ class Use:
 
     @property
     def is_vectors(self) -> bool:
-        """Whether it is known to hold floating-point numbers, by the layer that takes it or as a map of features."""
-        return self.rank == 4 or (self.layer is not None and not isinstance(self.layer, nn.Embedding))
+        """Whether it is known to hold floating-point numbers, by the layer that takes it."""
+        return self.layer is not None and not isinstance(self.layer, nn.Embedding)
 
     def also(self, other: Use) -> Use:
         """Both together; of what both say, this one's."""
@@ -135,6 +135,10 @@ class _Reading:
         elif name in self.aliases:
             name, added = self.aliases[name]
             rank = use.rank - added if use.rank is not None else None
+            if added and isinstance(use.layer, nn.Module):
+                # The layer takes more dimensions than the argument has: it says only how many.
+                inner = _rank_at(use.layer)
+                use, rank = replace(use, layer=None), inner - added if inner is not None else rank
             use = replace(use, rank=rank, least=max(use.least - added, 0), names=() if added else use.names)
         else:
             return
@@ -158,7 +162,10 @@ class _Reading:
                 self._block([*body, *orelse])
             case ast.If(test, body, orelse) | ast.While(test, body, orelse):
                 self._expression(test)
+                before = dict(self.aliases)
                 self._block([*body, *orelse])
+                # What a branch binds anew, as padding where it is needed, is the argument still where it is not taken.
+                self.aliases.update(before)
             case ast.With(items, body):
                 for item in items:
                     self._expression(item.context_expr)

@@ -183,6 +183,33 @@ class TestUses:
         use = uses_of(model)["x"]
         assert use.layer is model.first and use.rank is None
 
+    def test_a_branch_that_binds_it_anew_may_not_be_taken(self) -> None:
+        class Padded(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.odd, self.layer = False, nn.Conv2d(4, 8, 2)
+
+            def forward(self, x: Tensor) -> Tensor:
+                if self.odd:
+                    x = nn.functional.pad(x, (0, 1))
+                return self.layer(x)
+
+        model = Padded()
+        assert uses_of(model)["x"].layer is model.layer and inputs_for(model).args[0].shape[1] == 4
+
+    def test_a_layer_that_takes_one_dimension_more(self) -> None:
+        class Sounds(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layer = nn.Conv2d(1, 8, 3)
+
+            def forward(self, inputs: Tensor) -> Tensor:
+                x = inputs.unsqueeze(1)
+                return self.layer(x)
+
+        use = uses_of(Sounds())["inputs"]
+        assert use.layer is None and use.rank == 3
+
     def test_lists_and_dicts(self) -> None:
         srcs, masks = (uses_of(Levels())[name].items for name in ("srcs", "masks"))
         assert srcs is not None and srcs.rank == 4 and masks is not None and masks.is_truth
