@@ -342,7 +342,7 @@ class _Reading:
 
     def _into(self, owner: nn.Module, function: Any, node: ast.Call, layer: nn.Module | None) -> None:
         # What a module, or a method, makes of the arguments that it is handed on.
-        while isinstance(layer, nn.Sequential) and len(layer):
+        while isinstance(layer, nn.Sequential) and type(layer).forward is nn.Sequential.forward and len(layer):
             layer = next((one for one in layer if not isinstance(one, PASSED_OVER)), layer[0])
         if isinstance(layer, PASSED_OVER):
             return

@@ -197,6 +197,22 @@ class TestUses:
         model = Padded()
         assert uses_of(model)["x"].layer is model.layer and inputs_for(model).args[0].shape[1] == 4
 
+    def test_a_sequence_with_a_forward_of_its_own(self) -> None:
+        class Switch(nn.Sequential):
+            def forward(self, x: Tensor, time: Tensor) -> Tensor:  # type: ignore[override]
+                return self[0](x) + self[1](time)
+
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.switch = Switch(nn.Conv2d(4, 8, 1), nn.Linear(6, 1))
+
+            def forward(self, latent: Tensor, time: Tensor) -> Tensor:
+                return self.switch(latent, time)
+
+        uses = uses_of(Net())
+        assert isinstance(uses["latent"].layer, nn.Conv2d) and isinstance(uses["time"].layer, nn.Linear)
+
     def test_a_layer_that_takes_one_dimension_more(self) -> None:
         class Sounds(nn.Module):
             def __init__(self) -> None:
