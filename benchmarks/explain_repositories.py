@@ -1,0 +1,95 @@
+"""How many files of public repositories `python -m attn_fuse.explain FILE` reports on, with no flag but the path.
+
+The list is benchmarks/results/explain_repositories.json: of each file the repository, its commit and what came of it.
+A report counts where the model was built and run, also where it has no attention to fuse; a failure must be one line,
+with exit code 2. Repositories are sought in FOLDER as OWNER+NAME, and cloned there with --clone. Nothing of them is
+installed: what they need and this environment lacks is among the failures. Their code runs: use a machine for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from harness import commit
+
+LIST = Path(__file__).parent / "results" / "explain_repositories.json"
+
+
+def outcome_of(file: Path, limit: float) -> dict[str, Any]:
+    """What explain says of `file` within `limit` seconds: whether it reported, its words, and how long it took."""
+    start = time.monotonic()
+    try:
+        ran = subprocess.run(
+            [sys.executable, "-m", "attn_fuse.explain", str(file)],
+            capture_output=True,
+            text=True,
+            timeout=limit,
+            stdin=subprocess.DEVNULL,
+        )
+    except subprocess.TimeoutExpired:
+        return {"outcome": "hang", "words": f"no answer in {limit:g} s", "seconds": round(limit)}
+    seconds = round(time.monotonic() - start)
+    lines = (ran.stdout if ran.returncode == 0 else ran.stderr).strip().splitlines()
+    if ran.returncode == 0:
+        summary = next((line for line in reversed(lines) if "attention" in line), "")
+        return {"outcome": "report", "words": f"{lines[0]}: {summary}", "seconds": seconds}
+    kind = "refused" if ran.returncode == 2 and "Traceback" not in ran.stderr else "error"
+    return {
+        "outcome": kind,
+        "words": lines[-1].removeprefix("attn_fuse.explain: ") if lines else "",
+        "seconds": seconds,
+    }
+
+
+def clone(repository: str, version: str, folder: Path) -> None:
+    """The repository of GitHub, OWNER/NAME, at a commit, in `folder`. Raises CalledProcessError where git fails."""
+    folder.mkdir(parents=True)
+    for arguments in (
+        ["init", "-q"],
+        ["fetch", "-q", "--depth", "1", f"https://github.com/{repository}", version],
+        ["checkout", "-q", "FETCH_HEAD"],
+    ):
+        subprocess.run(["git", "-C", str(folder), *arguments], check=True)
+
+
+def measured(row: dict[str, Any], folder: Path, limit: float, may_clone: bool) -> dict[str, Any]:
+    """The row of a file with what came of it now."""
+    checkout = folder / row["repository"].replace("/", "+")
+    if not checkout.is_dir() and may_clone:
+        clone(row["repository"], row["commit"], checkout)
+    path = checkout / row["path"]
+    found = outcome_of(path, limit) if path.is_file() else {"outcome": "absent", "words": "not there", "seconds": 0}
+    found["words"] = found["words"].replace(f"{checkout}{os.sep}", "")[:400]
+    print(f"{found['outcome']:8} {found['seconds']:4} s  {row['repository']}/{row['path']}", flush=True)
+    return {**row, **found}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="where the repositories are, or are cloned to")
+    parser.add_argument("--clone", action="store_true", help="clone from GitHub what is not there")
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds for each file (600)")
+    parser.add_argument("--jobs", type=int, default=2, help="how many at once (2)")
+    parser.add_argument("--results", type=Path, default=LIST, help="where the outcomes are written")
+    arguments = parser.parse_args()
+    rows = json.loads(LIST.read_text())["files"]
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        files = list(
+            pool.map(lambda row: measured(row, arguments.folder.resolve(), arguments.limit, arguments.clone), rows)
+        )
+    counts = Counter(row["outcome"] for row in files)
+    arguments.results.write_text(json.dumps({"commit": commit(), "counts": counts, "files": files}, indent=1) + "\n")
+    print(f"{counts['report']} of {len(files)} give a report; {dict(counts)}")
+
+
+if __name__ == "__main__":
+    main()
