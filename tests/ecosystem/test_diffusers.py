@@ -11,6 +11,8 @@ from tests.ecosystem.tiny import FUSED, WHY, all_fused
 
 diffusers = pytest.importorskip("diffusers", reason=f"diffusers {WHY}")
 
+QUICK = FUSED | {"inner_backend": "aot_eager"}
+
 
 def unet() -> tuple[nn.Module, tuple[Tensor, ...]]:
     torch.manual_seed(0)
@@ -52,7 +54,7 @@ def test_inference(make) -> None:
 def test_training() -> None:
     net, inputs = transformer()
     gradients = []
-    for run in (net, torch.compile(net, backend="attn_fuse", options=FUSED)):
+    for run in (net, torch.compile(net, backend="attn_fuse", options=QUICK)):
         net.zero_grad()
         if run is net:
             run(*inputs).sample.square().mean().backward()
@@ -77,7 +79,7 @@ def test_a_pipeline() -> None:
         return sample
 
     wanted = denoised()
-    with attn_fuse.install(FUSED), all_fused(4):
-        net.compile()
+    with all_fused(4):
+        net.compile(backend="attn_fuse", options=QUICK)
         got = denoised()
     torch.testing.assert_close(got, wanted, atol=1e-3, rtol=1e-3)
