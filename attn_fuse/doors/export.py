@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.export import Dim, ExportedProgram
 from torch.fx import Graph, GraphModule, Node
@@ -26,7 +27,7 @@ from attn_fuse.emit.check import Rewritten, without_disagreements
 from attn_fuse.errors import AttnFuseError, OptionError, named
 from attn_fuse.graph.names import value_of
 from attn_fuse.graph.scopes import code_of
-from attn_fuse.kernels.sdpa import CPU_FLASH, CUDA_EFFICIENT, CUDA_FLASH, CUDNN
+from attn_fuse.kernels.sdpa import CPU_FLASH, CUDA_EFFICIENT, CUDA_FLASH, CUDNN, PINNED
 from attn_fuse.options import Fuel, parse_options
 from attn_fuse.report import GraphReport, record
 from attn_fuse.torch_internals import calling_convention_of, storage_of
@@ -34,6 +35,7 @@ from attn_fuse.torch_internals import calling_convention_of, storage_of
 log = logging.getLogger("attn_fuse")
 
 _TORCHS_OWN = tuple(kernel.name for kernel in (CUDNN, CUDA_FLASH, CUDA_EFFICIENT, CPU_FLASH))
+_SDPA = (F.scaled_dot_product_attention, *PINNED.values())
 _SELF = "L['self']."  # as Dynamo begins the name of what a module holds
 _BAKED = "what is proved of %s is part of the program now, and not checked when the program runs"
 
@@ -209,8 +211,33 @@ def _lower(module: GraphModule, rewritten: GraphModule, names: Sequence[str]) ->
         attribute.meta = {k: v for k, v in placeholder.meta.items() if k != "grapharg"}
         placeholder.replace_all_uses_with(attribute)
         graph.erase_node(placeholder)
+    _widen_masks(graph)
     graph.set_codegen(convention)
     module.recompile()
+
+
+def _widen_masks(graph: Graph) -> None:
+    """Give the mask of every kernel's call a row for each query, by a view that takes no memory.
+
+    torch takes one row for all queries, and so does ONNX's Attention; onnxruntime refuses it.
+    """
+    calls = [c for kernel in _SDPA for c in graph.find_nodes(op="call_function", target=kernel)]
+    for call in calls:
+        query, mask = call.args[0], call.kwargs.get("attn_mask")
+        if not isinstance(query, Node) or not isinstance(mask, Node):
+            continue
+        asked, shown = value_of(query), value_of(mask)
+        if not isinstance(asked, torch.Tensor) or not isinstance(shown, torch.Tensor):
+            continue
+        if _is_one(shown.shape[-2]) and not _is_one(asked.shape[-2]):
+            with graph.inserting_before(call):
+                length = graph.call_method("size", (query, -2))
+                wide = graph.call_method("expand", (mask, *[-1] * (shown.ndim - 2), length, -1))
+            call.update_kwarg("attn_mask", wide)
+
+
+def _is_one(size: int | torch.SymInt) -> bool:
+    return isinstance(size, int) and size == 1
 
 
 def _attribute(module: nn.Module, path: str) -> Any:

@@ -144,6 +144,31 @@ def test_keywords_padding_and_a_tree_of_results(dtype: torch.dtype) -> None:
     torch.testing.assert_close(got["hidden"], expected["hidden"], atol=atol, rtol=1e-2)
 
 
+class Padded(nn.Module):
+    """Hides the keys of padding from all queries alike, as BERT does."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = x.unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        scores = q @ k.transpose(-2, -1) / 8**0.5 + (1.0 - mask[:, None, None]) * torch.finfo(x.dtype).min
+        return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize(
+    "dynamic_shapes", [None, {"x": {0: Dim.AUTO, 1: Dim.AUTO}, "mask": {0: Dim.AUTO, 1: Dim.AUTO}}]
+)
+def test_a_mask_has_a_row_for_each_query(dynamic_shapes: Any) -> None:
+    """onnxruntime takes no other."""
+    x, mask = torch.randn(3, 11, 48), torch.ones(3, 11)
+    mask[0, 7:] = 0
+    program = exported(Padded(), (x, mask), dynamic_shapes=dynamic_shapes)
+    (call,) = program.graph.find_nodes(op="call_function", target=torch.ops.aten.scaled_dot_product_attention.default)
+    query, given = call.args[0], call.args[3] if len(call.args) > 3 else call.kwargs["attn_mask"]
+    assert given.meta["val"].shape[-2] == query.meta["val"].shape[-2]
+    for n in (11,) if dynamic_shapes is None else (11, 5):
+        args = (x[:, :n], mask[:, :n])
+        torch.testing.assert_close(program.module()(*args), Padded()(*args))
+
+
 def test_a_decomposed_program_is_fused() -> None:
     model, x = GPT().eval(), torch.randn(2, 24, 32)
     with torch.no_grad():
