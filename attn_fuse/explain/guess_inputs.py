@@ -62,13 +62,13 @@ def inputs_for(
     targets: whether to pass integer targets too, where forward has a parameter for them.
     length, batch: the sequence length, and the batch size, instead of what is declared.
     spelled: inputs that the repository spells out, tried before any guess where neither was given; those of few numbers
-    come last, since they say little of a model's use.
+    come last, since they say little of a model's use, and so do those without the targets that are asked for.
     Raises ExplainError where no guess runs.
     """
     sizes = Sizes.of(model, holders, length, batch)
     trial = _Trial(model, targets, sizes)
     texts = [
-        (inputs, sum(t.numel() for t in tensors_in([*inputs.args, inputs.kwargs])) < FEW)
+        (inputs, trial.targets is not None or sum(t.numel() for t in tensors_in([*inputs.args, inputs.kwargs])) < FEW)
         for inputs in (spelled if length is None and batch == 1 else ())
     ]
     ran = _first(trial.on(inputs) for inputs, is_small in texts if not is_small)

@@ -114,14 +114,35 @@ def _texts(path: Path, name: str) -> Iterator[tuple[str, ast.AST]]:
     for file in sorted({*root.glob("*.md"), *path.parent.glob("*.md")}):
         text = file.read_text(encoding="utf-8", errors="replace")
         for block in re.findall(r"```[^\n]*\n(.*?)```", text, re.S):
-            if name in block:
-                yield from _parsed(file.name, re.sub(r"^(>>> |\.\.\. )", "", block, flags=re.M))
+            for source, tree in _parsed(file.name, re.sub(r"^(>>> |\.\.\. )", "", block, flags=re.M)):
+                if name in block and _imports(tree, name, path, root) is not False:
+                    yield source, tree
     folders = (root, root / "tests", root / "test", root / "examples", path.parent)
     scripts = (file for folder in dict.fromkeys(folders) for file in sorted(folder.glob("*.py")) if file != path)
     for file in itertools.islice(scripts, MOST_FILES):
         text = file.read_text(encoding="utf-8", errors="replace")
         if f"{name}(" in text and f"class {name}(" not in text:
-            yield from _parsed(file.name, text)
+            yield from ((source, tree) for source, tree in _parsed(file.name, text) if _imports(tree, name, path, root))
+
+
+def _imports(tree: ast.AST, name: str, path: Path, root: Path) -> bool | None:
+    """Whether `tree` has the class `name` from the file at `path`; None where it imports none of that name.
+
+    Two files of a repository may each have a class of this name, of other sizes. A package may hand the name on.
+    """
+    below = path.relative_to(root).parts if path.is_relative_to(root) else (path.name,)
+    homes = {path.stem, *below[:-1]}
+    found: bool | None = None
+    for node in ast.walk(tree):
+        match node:
+            case ast.ImportFrom(module, aliases) if any(alias.name in (name, "*") for alias in aliases):
+                is_home = module is None or module.rpartition(".")[2] in homes
+                found = found or (is_home if is_home or any(alias.name == name for alias in aliases) else found)
+            case ast.Import(aliases) if any(alias.name.rpartition(".")[2] in homes for alias in aliases):
+                found = True
+            case ast.ImportFrom(_, aliases) if any(alias.name in homes for alias in aliases):
+                found = True
+    return found
 
 
 def _parsed(source: str, text: str) -> Iterator[tuple[str, ast.Module]]:

@@ -105,3 +105,30 @@ class TestSpelledInputs:
         (tmp_path / "README.md").write_text("```\nmodel = GPT(3)\nmodel(load('cat.png'))\nmodel(3)\n```")
         with imported(write(net("width"))) as module:
             assert list(inputs_of(module.GPT, vars(module), Path(str(module.__file__)))) == []
+
+    @pytest.mark.parametrize(
+        ("imports", "counts"),
+        [
+            ("from net import GPT", True),
+            ("from package.net import GPT", True),
+            ("from package import GPT", True),
+            ("from .net import GPT", True),
+            ("from . import GPT", True),
+            ("from package.net import *", True),
+            ("import package.net as net", True),
+            ("from package import net", True),
+            ("from other import GPT", False),
+            ("from other.models import GPT", False),
+            ("from other import *", False),
+        ],
+    )
+    def test_of_a_script_that_has_the_class_from_this_file(
+        self, imports: str, counts: bool, write: Write, tmp_path: Path
+    ) -> None:
+        write("", "package/__init__.py")
+        (tmp_path / "README.md").write_text("")
+        script = f"import torch\n{imports}\nmodel = GPT(3)\nmodel(torch.randn(2, 5, 3))\n"
+        write(script, "package/run.py")
+        with imported(write(net("width"), "package/net.py")) as module:
+            found = list(inputs_of(module.GPT, vars(module), Path(str(module.__file__))))
+        assert len(found) == counts
