@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from attn_fuse.errors import ExplainError
+from attn_fuse.explain.built_with import value_built_with
 from attn_fuse.explain.config_files import arguments_in
 from attn_fuse.explain.configs import (
     config_class,
@@ -250,6 +251,8 @@ def _sizes(function: Callable[..., Any], needs: Mapping[str, Any], name: str) ->
     values: dict[str, Any] = {}
     for key, hint in needs.items():
         values[key] = value_for(key, hint, {**given, **values})
+        if values[key] is None and isinstance(function, type) and hint in (None, Any, int, float, bool):
+            values[key] = value_built_with(function, key, {**given, **values})
     if unknown := [key for key, value in values.items() if value is None]:
         example = ", ".join(f"{key}={'...' if value is None else repr(value)}" for key, value in values.items())
         raise ExplainError(

@@ -1,0 +1,146 @@
+"""Values for a constructor's arguments whose names say nothing, from what the constructor builds with them.
+
+The code is read, not run: by `nn.Linear(d_input, d_model)` the argument `d_input` is a width, by `range(n)` n is a
+number of layers.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from attn_fuse.explain.sizes import DEPTH, KERNEL, VOCABULARY, Known, value_for
+
+# How many classes deep an argument is followed.
+DEEPEST = 4
+# What the layers of torch take, by position: a word for each.
+_TAKES = {
+    "Linear": ("width", "width"), "LazyLinear": ("width",), "Bilinear": ("width", "width", "width"),
+    "Embedding": ("things", "width"), "EmbeddingBag": ("things", "width"),
+    "LayerNorm": ("width",), "RMSNorm": ("width",), "BatchNorm1d": ("width",), "BatchNorm2d": ("width",),
+    "GroupNorm": ("heads", "width"), "MultiheadAttention": ("width", "heads"),
+    "TransformerEncoderLayer": ("width", "heads", "width"), "TransformerDecoderLayer": ("width", "heads", "width"),
+    "LSTM": ("width", "width", "depth"), "GRU": ("width", "width", "depth"), "RNN": ("width", "width", "depth"),
+    "Conv1d": ("width", "width", "kernel"), "Conv2d": ("width", "width", "kernel"),
+    "Dropout": ("rate",), "Dropout1d": ("rate",), "Dropout2d": ("rate",), "range": ("depth",),
+    "zeros": ("width",) * 4, "ones": ("width",) * 4, "randn": ("width",) * 4, "empty": ("width",) * 4,
+}  # fmt: skip
+_BY_KEYWORD = {
+    "num_embeddings": "things", "embedding_dim": "width", "in_features": "width", "out_features": "width",
+    "normalized_shape": "width", "embed_dim": "width", "num_heads": "heads", "in_channels": "width",
+    "out_channels": "width", "kernel_size": "kernel", "hidden_size": "width", "input_size": "width",
+    "num_layers": "depth", "p": "rate",
+}  # fmt: skip
+
+
+def value_built_with(cls: type, name: str, given: Mapping[str, Any], depth: int = 0) -> Any:
+    """A value for the argument `name` of the constructor of `cls`; None where the code does not say what it is.
+
+    given: the values of other arguments, with which it has to fit.
+    """
+    tree = _constructor(cls)
+    if tree is None:
+        return None
+    known = Known.of(given)
+    values = {
+        "width": known.model_width, "heads": known.head_count, "things": VOCABULARY, "depth": DEPTH, "kernel": KERNEL,
+        "rate": 0.0,
+    }  # fmt: skip
+    for call, place in _calls_with(tree, name):
+        word = _word(call, place)
+        if word is not None:
+            return values[word]
+        inner = _class_of(call, cls)
+        taken = _parameter(inner, place) if inner is not None and depth < DEEPEST else None
+        if inner is not None and taken is not None:
+            found = value_for(taken, None, given)
+            found = found if found is not None else value_built_with(inner, taken, given, depth + 1)
+            if found is not None:
+                return found
+    return False if _only_asked(tree, name) else None
+
+
+def _constructor(cls: type) -> ast.FunctionDef | None:
+    try:
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls.__init__))).body  # type: ignore[misc]
+    except (OSError, TypeError, ValueError, SyntaxError):
+        return None
+    return tree if isinstance(tree, ast.FunctionDef) else None
+
+
+def _is_name(node: ast.AST, name: str) -> bool:
+    match node:
+        case ast.Name(found) | ast.Attribute(ast.Name("self"), found):
+            return found == name
+    return False
+
+
+def _calls_with(tree: ast.AST, name: str) -> Iterator[tuple[ast.Call, int | str]]:
+    """The calls that `name` is given to, alone or in arithmetic, with its place there; `[...] * name` is a range."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(_, positional, by_name):
+                yield from ((node, n) for n, given in enumerate(positional) if _computed_from(given, name))
+                yield from ((node, k.arg) for k in by_name if k.arg is not None and _computed_from(k.value, name))
+            case ast.BinOp(ast.List() | ast.ListComp(), ast.Mult(), count) if _is_name(count, name):
+                yield ast.Call(ast.Name("range"), [count], []), 0
+
+
+def _computed_from(given: ast.AST, name: str) -> bool:
+    match given:
+        case ast.BinOp(left, _, right):
+            return _computed_from(left, name) or _computed_from(right, name)
+        case ast.UnaryOp(_, operand):
+            return _computed_from(operand, name)
+    return _is_name(given, name)
+
+
+def _called(call: ast.Call) -> str:
+    match call.func:
+        case ast.Name(name) | ast.Attribute(_, name):
+            return name
+    return ""
+
+
+def _word(call: ast.Call, place: int | str) -> str | None:
+    takes = _TAKES.get(_called(call))
+    if takes is None:
+        return None
+    if isinstance(place, str):
+        return _BY_KEYWORD.get(place)
+    return takes[place] if place < len(takes) else None
+
+
+def _class_of(call: ast.Call, cls: type) -> type | None:
+    found = vars(sys.modules.get(cls.__module__, object)).get(_called(call))
+    return found if isinstance(found, type) and issubclass(found, nn.Module) and found is not cls else None
+
+
+def _parameter(cls: type, place: int | str) -> str | None:
+    names = [n for n in inspect.signature(cls).parameters if n not in ("args", "kwargs")]
+    if isinstance(place, str):
+        return place if place in names else None
+    return names[place] if place < len(names) else None
+
+
+def _only_asked(tree: ast.AST, name: str) -> bool:
+    """Whether the constructor only asks whether `name` is true."""
+    tests = [node.test for node in ast.walk(tree) if isinstance(node, (ast.If, ast.IfExp))]
+    asked = {id(part) for test in tests for part in ast.walk(test) if _is_name(part, name)}
+    stored = {
+        id(node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and any(_is_name(target, name) for target in node.targets)
+    }
+    uses = [
+        node
+        for node in ast.walk(tree)
+        if _is_name(node, name) and isinstance(getattr(node, "ctx", None), ast.Load) and id(node) not in stored
+    ]
+    return bool(asked) and all(id(node) in asked for node in uses)
