@@ -40,7 +40,8 @@ class Model(nn.Module):
     ("name", "value"),
     [
         ("a", WIDTH), ("b", WIDTH), ("c", VOCABULARY), ("d", DEPTH), ("e", DEPTH), ("f", WIDTH), ("g", KERNEL),
-        ("h", 0.0), ("i", 4), ("j", False), ("k", False), ("m", WIDTH), ("n", 4), ("o", VOCABULARY), ("q", None), ("r", None),
+        ("h", 0.0), ("i", 4), ("j", False), ("k", False), ("m", WIDTH), ("n", 4), ("o", VOCABULARY), ("q", None),
+        ("r", None),
     ],
 )  # fmt: skip
 def test_what_an_argument_is(name: str, value: Any) -> None:
