@@ -114,8 +114,8 @@ def all_built(cls: type[nn.Module], namespace: Mapping[str, Any], most: int = MO
         except Exception as error:
             failures.append(
                 ExplainError(
-                    f"cannot build {cls.__name__}: {in_one_line(error)}; build it yourself: "
-                    f"--entry '{cls.__name__}(...)'"
+                    f"cannot build {cls.__name__}: {in_one_line(error)}; build it with other arguments: "
+                    f"--entry '{_example(cls)}'"
                 )
             )
             failures[-1].__cause__ = error
@@ -127,6 +127,14 @@ def all_built(cls: type[nn.Module], namespace: Mapping[str, Any], most: int = MO
         yield Built(staged(model), holders, tuple(dict.fromkeys(notes)))
     if not works:
         raise next((f for f in failures if isinstance(f, (MissingPackage, TooLarge))), failures[0])
+
+
+def _example(cls: type[nn.Module]) -> str:
+    # A call of `cls` to start from: what it needs by name, else its first defaults; "..." for what is not known.
+    needs, defaults = without_default(cls), defaults_of(cls)
+    values = {name: value_for(name, hint, defaults) for name, hint in needs.items()} or dict([*defaults.items()][:4])
+    known = {name for name, value in values.items() if value is not None or name in defaults}
+    return f"{cls.__name__}({', '.join(f'{n}={v!r}' if n in known else f'{n}=...' for n, v in values.items())})"
 
 
 def _with_entries(

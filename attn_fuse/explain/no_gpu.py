@@ -77,6 +77,10 @@ class _OnTheCpu(ast.NodeTransformer):
             case ast.Attribute(ast.Attribute(ast.Name("torch") as inner, "cuda"), name) if name.endswith("Tensor"):
                 self.changed = True
                 node.value = inner
+            case ast.Attribute(ast.Attribute(ast.Attribute(ast.Name("torch"), "version"), "cuda") as version, _):
+                # None without CUDA, and has no `split`.
+                self.changed = True
+                node.value = ast.copy_location(ast.Constant("0.0"), version)
         return node
 
 

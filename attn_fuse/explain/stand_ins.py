@@ -65,7 +65,8 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if (folder := _folder_with(fullname, self.roots)) is not None:
             # A script of the repository puts this folder on the path.
             sys.path.append(str(folder))
-            return importlib.machinery.PathFinder.find_spec(fullname, [str(folder)])
+            finders = [finder for finder in sys.meta_path if finder is not self]
+            return next(filter(None, (finder.find_spec(fullname, [str(folder)], target) for finder in finders)), None)
         self.names.append(top)
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 

@@ -184,7 +184,7 @@ class TestBuilt:
             model_of(write(source))
 
     def test_a_constructor_that_raises(self, write: Write) -> None:
-        message = r"cannot build GPT: AssertionError: assert config.width == 7 \(model.py:\d+\); build it yourself"
+        message = r"cannot build GPT: AssertionError: assert config.width == 7 \(model.py:\d+\); build it with"
         with pytest.raises(ExplainError, match=message):
             model_of(write(CONFIG + net("config", "assert config.width == 7")))
 

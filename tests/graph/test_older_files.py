@@ -37,6 +37,7 @@ class TestNoGpu:
             ("torch.zeros(3, device='cuda')", "torch.zeros(3, device='cpu')"),
             ("torch.cuda.FloatTensor(3)", "torch.FloatTensor(3)"),
             ("def f(x, device='cuda'):\n    pass", "def f(x, device='cpu'):\n    pass"),
+            ("torch.version.cuda.split('.')", "'0.0'.split('.')"),
         ],
     )
     def test_what_asks_for_one_asks_for_the_cpu(self, source: str, cpu: str) -> None:
@@ -44,10 +45,22 @@ class TestNoGpu:
 
     @pytest.mark.parametrize(
         "source",
-        ["x.device.type == 'cuda'", "torch.cuda.is_available()", "torch.autocast('cuda')", "def f(a='cuda'):\n    a"],
+        [
+            "x.device.type == 'cuda'",
+            "torch.cuda.is_available()",
+            "torch.autocast('cuda')",
+            "torch.version.cuda is None",
+            "def f(a='cuda'):\n    a",
+        ],
     )
     def test_what_only_names_one_stays(self, source: str) -> None:
         assert rewritten(source) == source
+
+    def test_so_are_files_from_elsewhere_in_the_repository(self, write: Write, tmp_path: Path) -> None:
+        (tmp_path / "README.md").write_text("")
+        write("import torch\nMAJOR = int(torch.version.cuda.split('.')[0])\n", "more/versions_of_it.py")
+        with imported(write("from versions_of_it import MAJOR\n" + net(""), "src/net.py")) as module:
+            assert module.MAJOR == 0
 
     def test_files_of_the_repository_are_loaded_so_and_nothing_is_written(self, write: Write, tmp_path: Path) -> None:
         write("SIZE = torch.ones(3, device='cuda')\n", "parts.py")
