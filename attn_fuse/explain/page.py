@@ -171,7 +171,8 @@ pre { margin: 0; }
 section { border: 1px solid var(--line); border-radius: .5rem; padding: 1rem; margin: 1.2rem 0; }
 table { border-collapse: collapse; } th, td { text-align: left; vertical-align: top; padding: .15rem .8rem .15rem 0; }
 th { font-weight: 600; white-space: nowrap; } mark { background: #ffd33d66; color: inherit; display: inline-block; }
-.figures { font-size: .85rem; display: block; overflow-x: auto; } .figures th { white-space: normal; } .figures td { white-space: nowrap; }
+.figures { font-size: .85rem; display: block; overflow-x: auto; }
+.figures th { white-space: normal; } .figures td { white-space: nowrap; }
 .figures td, .figures tr:first-child th + th { text-align: right; font-variant-numeric: tabular-nums; }
 .summary { font-size: 1.05rem; margin: .2rem 0; } .place { margin: .6rem 0 .2rem; opacity: .75; }
 .because { color: var(--left); font-weight: 600; } .note { opacity: .75; }
