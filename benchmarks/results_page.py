@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from harness import RESULTS, ROOT, bytes_in_words, seconds_in_words
 
-PAGES = (ROOT / "docs" / "results.md", ROOT / "docs" / "bench.md", ROOT / "README.md")
+PAGES = (*(ROOT / "docs" / f"{name}.md" for name in ("results", "bench", "decoding")), ROOT / "README.md")
 _BLOCK = re.compile(r"(<!-- result: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 # The code that decides what is fused, and on what.
 MEASURED = (
@@ -160,6 +160,40 @@ def recognised() -> str:
     )
 
 
+def opened() -> str:
+    """explain_repositories.py: on how many files of public repositories explain reports, with nothing but the path."""
+    content = stored("explain_repositories")
+    rows = []
+    for group in dict.fromkeys(row["group"] for row in content["files"]):
+        of = [row for row in content["files"] if row["group"] == group]
+        rows.append([group, f"{sum(row['outcome'] == 'report' for row in of)} of {len(of)}"])
+    rows.append(["all", f"{content['counts']['report']} of {len(content['files'])}"])
+    return _signed(markdown(["files", "explain gives a report"], rows), "explain_repositories")
+
+
+def tools() -> str:
+    """ecosystem.py: the tests that run other projects' tools."""
+    content = stored("ecosystem-cpu")
+    files: dict[str, list[str]] = {}
+    for name, outcome in content["tests"].items():
+        files.setdefault(name.partition(".py")[0].removeprefix("test_"), []).append(outcome)
+    rows = [[name, f"{of.count('passed')} of {len(of)}"] for name, of in sorted(files.items())]
+    versions = ", ".join(f"{tool} {version}" for tool, version in content["versions"].items())
+    return _signed(f"{markdown(['tests of', 'passed'], rows)}\n\n{versions}.", "ecosystem-cpu")
+
+
+def generated() -> str:
+    """generate.py: tokens a second."""
+    content = stored("generate-cpu")
+    rows = []
+    for name, way in content["ways"].items():
+        prompt = seconds_in_words(way["prompt_seconds"]["median"])
+        rows.append([name, f"{way['tokens_per_second']:.0f}", f"{way['decoded_per_second']:.0f}", prompt])
+    sizes = ", ".join(f"{name} {size}" for name, size in content["sizes"].items())
+    table = markdown(["", "tokens a second", "after the prompt", "the prompt"], rows)
+    return _signed(f"{table}\n\n{sizes}.", "generate-cpu")
+
+
 def headline() -> str:
     """The few figures of the README."""
     results, rows = stored("nanogpt-cpu")["results"], []
@@ -209,6 +243,9 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
         repositories,
         headline,
         recognised,
+        opened,
+        tools,
+        generated,
         bench_model,
         bench_sweep,
         bench_nanogpt,
@@ -225,7 +262,7 @@ def _origins(names: Sequence[str]) -> Iterator[str]:
     for name in names:
         content = stored(name)
         head = content.get("machine", {})
-        commits = content.get("commits") or [head.get("commit", content.get("measured", ""))]
+        commits = content.get("commits") or [head.get("commit") or content.get("commit") or content["measured"]]
         rows = content["rows"] if isinstance(content.get("rows"), list) else []
         commits = dict.fromkeys([*commits, *(row["machine"]["commit"] for row in rows if "machine" in row)])
         said = ", ".join(c[:7] + ("+changes" if c.endswith("+changes") else "") for c in commits if c)
