@@ -375,10 +375,11 @@ class _Trial:
             yield Inputs(args, values)
 
     def _by_use(self, parameter: inspect.Parameter, first: Tensor) -> Iterator[Any]:
-        # The likeliest values of a further parameter by its use; names say more of times and classes.
+        # The likeliest values of a further parameter by its use; names say more of times, marks and classes.
         name = parameter.name.lower()
         use = self.uses.get(parameter.name) or (Use() if "adj" in name else None)
-        if use is None or (use.layer is None and not use.items and not use.keys and (TIMES.search(name))):
+        is_named = TIMES.search(name) or MARKS.search(name)
+        if use is None or (use.layer is None and not use.items and not use.keys and is_named):
             return
         values = self.used(parameter.name, first, first.shape[1] if first.dim() > 1 else SHORT)
         if parameter.default is None or ("mask" in name and not use.is_truth):

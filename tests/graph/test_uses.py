@@ -33,6 +33,21 @@ class Decisions(nn.Module):
         return (self.state(states) + self.reward(rewards) + times).view(batch, length, 8)
 
 
+class Marked(nn.Module):
+    """Values and marks of their times, as of hour, weekday, day and month, read one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values = nn.Conv1d(3, 16, 3, padding=1)
+        self.hours, self.days = nn.Embedding(24, 16), nn.Embedding(32, 16)
+        self.out = nn.Linear(16, 7)
+
+    def forward(self, x_enc, x_mark_enc):
+        marks = x_mark_enc.long()
+        x = self.values(x_enc.permute(0, 2, 1)).transpose(1, 2)
+        return self.out(x + self.hours(marks[:, :, 3]) + self.days(marks[:, :, 1]))
+
+
 class Maps(nn.Module):
     """A map of features, its mask, positions of the same shape, and queries without a batch."""
 
@@ -238,6 +253,10 @@ class TestUses:
 class TestInputs:
     def test_each_argument_for_its_own_layer(self) -> None:
         assert shapes(inputs_for(Decisions())) == [[1, 64], [1, 64, 17], [1, 64, 1]]
+
+    def test_marks_of_times_are_as_wide_as_the_code_reads(self) -> None:
+        x, marks = shapes(inputs_for(Marked()))
+        assert x[-1] == 3 and marks[:2] == x[:2] and marks[-1] >= 4
 
     def test_maps_of_features(self) -> None:
         src, mask, queries, positions = shapes(inputs_for(Maps()))
