@@ -85,6 +85,6 @@ def test_every_flag_of_explain_has_a_line() -> None:
 def test_figures_are_those_of_the_stored_results(page: Path) -> None:
     text = page.read_text()
     assert results_page.filled(text) == text, "run `make results`"
-    assert text.count("<!-- result: ") == text.count("<!-- end -->") > 1
+    assert text.count("<!-- result: ") == text.count("<!-- end -->") > 0
     emptied = results_page._BLOCK.sub(lambda found: f"{found[1]}{found[3]}", text)
     assert len(emptied) < len(text) and results_page.filled(emptied) == text
