@@ -231,14 +231,7 @@ def _measured(
 ) -> tuple[list[Row], dict[str, Profile]]:
     """The rows with time and memory, and the profiles."""
     progress.step(f"timing {len(runs)} programs in turn")
-    behind = 0.0
-
-    def done(share: float) -> None:
-        nonlocal behind
-        progress.advance((share - behind) * len(runs))
-        behind = share
-
-    timings = interleaved(runs, device, _ROUNDS, seconds * len(runs), _SHORTEST, done)
+    timings = interleaved(runs, device, _ROUNDS, seconds * len(runs), _SHORTEST, progress.within(len(runs)))
     finished = []
     for row in rows:
         if row.name in runs:

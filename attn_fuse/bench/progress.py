@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from typing import TextIO
 
 # Seconds between two writes of the line on a terminal, and between two lines where stderr is a file.
@@ -29,6 +30,11 @@ class Progress:
         """Count `steps` as done."""
         self._done = min(float(self._steps), self._done + steps)
         self._write()
+
+    def within(self, steps: float) -> Callable[[float], None]:
+        """A function that counts these `steps` in parts: it is called with the share of them that is done by then."""
+        begin = self._done
+        return lambda share: self.advance(begin + share * steps - self._done)
 
     def left(self) -> float | None:
         """Seconds that the rest takes at the pace so far; None while nothing is done."""

@@ -30,6 +30,7 @@ from attn_fuse.torch_internals import FakeTensor, FakeTensorMode, graph_break
 
 # An attention has two products and a softmax, with dropout or a cast between: more graphs are joined for nothing.
 _MOST_PARTS = 4
+# The graphs that continue a part are compiled in its first calls; later ones need not pay for the notes.
 _CALLS_NOTED = 8
 # How Dynamo names a function that it leaves to Python altogether.
 _SKIPPED = re.compile(

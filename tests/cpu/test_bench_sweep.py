@@ -298,3 +298,15 @@ def test_time_is_counted_while_rounds_are_measured() -> None:
     shares: list[float] = []
     interleaved({"a": lambda: None}, CPU, rounds=4, seconds=60, done=shares.append)
     assert shares == [0.25, 0.5, 0.75, 1.0]
+
+
+def test_steps_that_are_counted_in_parts() -> None:
+    out = io.StringIO()
+    with Progress(4, out) as progress:
+        progress.advance()
+        part = progress.within(2)
+        for share, done in ((0.25, 1.5), (0.5, 2.0), (1.0, 3.0)):
+            part(share)
+            assert progress._done == done
+        progress.advance()
+        assert progress._done == 4.0
