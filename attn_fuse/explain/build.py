@@ -8,8 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import importlib
-import inspect
+import functools
 import re
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,18 +20,16 @@ import torch
 from torch import nn
 
 from attn_fuse.errors import ExplainError
-from attn_fuse.explain.built_with import value_built_with
+from attn_fuse.explain.arguments import call_of
 from attn_fuse.explain.config_files import arguments_in
 from attn_fuse.explain.configs import (
     config_class,
-    config_of,
-    config_without_class,
     defaults_of,
     entry_for,
-    hints_of,
     is_config_name,
     without_default,
 )
+from attn_fuse.explain.factories import factories_of
 from attn_fuse.explain.open_file import Say
 from attn_fuse.explain.problems import in_one_line
 from attn_fuse.explain.sizes import DEPTH_NAME, in_words, value_for
@@ -43,15 +40,10 @@ from attn_fuse.explain.weights import random_weights
 
 # Parameters above which a model is not built unasked: 4 GB of float32.
 MOST_PARAMETERS = 1_000_000_000
-# How many modules deep an argument may be a module that is built of arguments itself.
-DEEPEST = 3
 # How many entries that a config lacks are made up.
 MOST_ENTRIES = 20
-FACTORY = re.compile(r"^(build|make|create|get|new)_|(^|_)(tiny|small|mini|base|s|b|nano|xs)(_|\d|$)", re.I)
-SMALL = re.compile(r"tiny|nano|mini|small|(^|_)(xs|s)(_|$)|base", re.I)
-# Arguments that are a class of layers, and no number of them.
-LAYER_CLASS = re.compile(r"(norm|act|embed|mlp|attn|block)_?layer$")
-LOADS = re.compile(r"load|pretrained|download|checkpoint|weights|main|train|test|eval|demo", re.I)
+# What a model that is too large gets in place of its layers, in turn.
+FEWER_LAYERS = (2, 1)
 
 
 class TooLarge(ExplainError):
@@ -188,7 +180,7 @@ def _ways(cls: type[nn.Module], namespace: Mapping[str, Any]) -> Iterator[_Way]:
         name for name in needs if not is_config_name(name) and config_class(cls, name, needs[name], namespace) is None
     ]
     path = Path(str(namespace.get("__file__", "")))
-    direct = _Way(None, lambda say: _direct(cls, namespace, path, say))
+    direct = _Way(None, lambda say: call_of(cls, namespace, path, say))
     if not sized:
         yield direct
     if path.is_file() and needs:
@@ -198,20 +190,21 @@ def _ways(cls: type[nn.Module], namespace: Mapping[str, Any]) -> Iterator[_Way]:
         taken = needs.keys() | defaults_of(cls).keys()
         if (found := arguments_in(needs.keys(), taken, cls.__name__, path)) is not None:
             yield _Way(f"as in {found.source}", _by_arguments(cls, found.values))
-    factories = _factories(cls, namespace)
+    factories = list(factories_of(cls, namespace, path)) if path.is_file() else []
     for factory in factories:
         if not without_default(factory):
-            yield _Way(f"built by {factory.__name__}()", _by_call(factory))
+            yield _Way(f"built by {factory.__name__}()", _by_factory(cls, factory, namespace, path))
     if sized and not modules:
         yield direct
     for factory in factories:
-        if needs_of := without_default(factory):
-            yield _Way(None, _by_sizes(factory, needs_of))
+        if without_default(factory):
+            yield _Way(f"built by {factory.__name__}", _by_factory(cls, factory, namespace, path))
     if sized and modules:
         yield direct
     if any(value is None for value in defaults_of(cls).values()):
-        yield _Way(None, lambda say: _direct(cls, namespace, path, say, with_none=True))
-    yield _Way(None, lambda say: _shrunk(cls, namespace, path, say))
+        yield _Way(None, lambda say: call_of(cls, namespace, path, say, with_none=True))
+    for layers in FEWER_LAYERS:
+        yield _Way(None, functools.partial(_shrunk, cls, namespace, path, layers))
 
 
 def _shortened(text: str) -> str:
@@ -240,118 +233,41 @@ def _constants(text: str) -> dict[str, Any]:
     return {name: int(value) for name, value in re.findall(r"(\w+)\s*=\s*(\d+)\b(?![.\w])", text)}
 
 
-def _by_call(factory: Callable[..., Any]) -> Callable[[Say], _Made]:
-    return lambda say: (factory, (defaults_of(factory),))
-
-
-def _by_sizes(factory: Callable[..., Any], needs: Mapping[str, Any]) -> Callable[[Say], _Made]:
+def _by_factory(
+    cls: type[nn.Module], factory: Callable[..., Any], namespace: Mapping[str, Any], path: Path
+) -> Callable[[Say], _Made]:
     def make(say: Say) -> _Made:
-        values = _sizes(factory, needs, factory.__name__)
-        say(f"sizes by name: {factory.__name__}({in_words(values)})")
-        return lambda: factory(**values), (values, defaults_of(factory))
+        scope = {**namespace, **getattr(factory, "__globals__", {})}
+        build, holders = call_of(factory, scope, path, say)
+
+        def model() -> nn.Module:
+            made = build()
+            several = made if isinstance(made, tuple) else (made,)
+            found: nn.Module = next((one for one in several if _is_a(one, cls)), made)
+            return found
+
+        return model, holders
 
     return make
 
 
-def _sizes(function: Callable[..., Any], needs: Mapping[str, Any], name: str) -> dict[str, Any]:
-    # A small value for each of `needs`. Raises ExplainError for those whose names say nothing.
-    given = {key: value for key, value in defaults_of(function).items() if key not in needs}
-    values: dict[str, Any] = {}
-    for key, hint in needs.items():
-        values[key] = value_for(key, hint, {**given, **values})
-        if values[key] is None and isinstance(function, type) and hint in (None, Any, int, float, bool):
-            values[key] = value_built_with(function, key, {**given, **values})
-    if unknown := [key for key, value in values.items() if value is None]:
-        example = ", ".join(f"{key}={'...' if value is None else repr(value)}" for key, value in values.items())
-        raise ExplainError(
-            f"cannot build {name}: its constructor needs {', '.join(unknown)}; pass --entry '{name}({example})'"
-        )
-    return values
+def _is_a(value: object, cls: type) -> bool:
+    # A file that is imported under two names has two classes.
+    return isinstance(value, cls) or any(base.__qualname__ == cls.__qualname__ for base in type(value).__mro__)
 
 
-def _part(name: str, hint: Any, namespace: Mapping[str, Any]) -> type[nn.Module] | None:
-    # The class of a module that the constructor takes as an argument: `encoder` takes an Encoder.
-    if isinstance(hint, type) and issubclass(hint, nn.Module) and hint is not nn.Module:
-        return hint if hint.__module__.partition(".")[0] != "torch" else None
-    wanted = name.replace("_", "").lower()
-    classes = (value for value in namespace.values() if isinstance(value, type) and issubclass(value, nn.Module))
-    found = next((c for c in classes if c.__name__.lower() == wanted and hint in (None, nn.Module)), None)
-    return found or (_part_beside(wanted, namespace) if hint in (None, nn.Module) else None)
-
-
-def _part_beside(wanted: str, namespace: Mapping[str, Any]) -> type[nn.Module] | None:
-    # The class of that name, in lower case, in a file beside this one.
-    path, package = Path(str(namespace.get("__file__", ""))), str(namespace.get("__package__") or "")
-    for file in sorted(path.parent.glob("*.py")) if path.is_file() else ():
-        text = file.read_text(encoding="utf-8", errors="replace")
-        names = [name for name in re.findall(r"^class (\w+)\(", text, re.M) if name.lower() == wanted]
-        if not names or file == path:
-            continue
-        # A file that cannot be imported holds no part.
-        with contextlib.suppress(Exception):
-            module = importlib.import_module(f"{package}.{file.stem}" if package else file.stem)
-            found = getattr(module, names[0], None)
-            if isinstance(found, type) and issubclass(found, nn.Module):
-                return found
-    return None
-
-
-def _direct(
-    cls: type[nn.Module],
-    namespace: Mapping[str, Any],
-    path: Path,
-    say: Say,
-    depth: int = 0,
-    with_none: bool = False,
-) -> _Made:
-    # with_none: whether arguments whose default is None get a value, too, where their names say one.
-    arguments: dict[str, Any] = {}
-    parts: dict[str, Callable[[], nn.Module]] = {}
-    configs: list[object] = []
-    sizes: dict[str, Any] = {}
-    needs = without_default(cls)
-    if with_none:
-        hints, given = hints_of(cls), defaults_of(cls)
-        absent = {n: hints.get(n) for n, value in given.items() if value is None and not LAYER_CLASS.search(n)}
-        needs |= {n: h for n, h in absent.items() if is_config_name(n) or value_for(n, h, given) is not None}
-    for name, hint in needs.items():
-        of = config_class(cls, name, hint, namespace)
-        part = _part(name, hint, namespace) if value_for(name, hint) is None and depth < DEEPEST else None
-        if part is not None and part is not cls:
-            parts[name] = _direct(part, namespace, path, say, depth + 1)[0]
-            continue
-        if of is not None:
-            arguments[name] = config_of(cls, of, path, say)
-        elif is_config_name(name):
-            arguments[name] = config_without_class(cls, name, namespace, path, say)
-        else:
-            sizes[name] = hint
-            continue
-        configs.append(arguments[name])
-    if sizes:
-        values = _sizes(cls, sizes, cls.__name__)
-        arguments.update(values)
-        say(f"sizes by name: {cls.__name__}({in_words(values)})")
-
-    def make() -> nn.Module:
-        bound = inspect.signature(cls).bind(**arguments, **{name: build() for name, build in parts.items()})
-        return cls(*bound.args, **bound.kwargs)
-
-    return make, (*configs, {**defaults_of(cls), **arguments})
-
-
-def _shrunk(cls: type[nn.Module], namespace: Mapping[str, Any], path: Path, say: Say) -> _Made:
-    # With two layers where a default says more.
+def _shrunk(cls: type[nn.Module], namespace: Mapping[str, Any], path: Path, layers: int, say: Say) -> _Made:
+    # With `layers` layers where a default says more.
     silent: list[str] = []
-    _, holders = _direct(cls, namespace, path, silent.append)
-    fewer = {name: 2 for name, value in defaults_of(cls).items() if _is_depth(name, value)}
+    _, holders = call_of(cls, namespace, path, silent.append)
+    fewer = {name: layers for name, value in defaults_of(cls).items() if _is_depth(name, value)}
     for config in holders:
         if not dataclasses.is_dataclass(config) or isinstance(config, type):
             continue
         for field in dataclasses.fields(config):
             if _is_depth(field.name, getattr(config, field.name, None)):
-                setattr(config, field.name, 2)
-                fewer[field.name] = 2
+                setattr(config, field.name, layers)
+                fewer[field.name] = layers
     if not fewer:
         raise ExplainError(f"cannot build {cls.__name__}: no default says how many layers it has")
     for note in silent:
@@ -365,21 +281,3 @@ def _shrunk(cls: type[nn.Module], namespace: Mapping[str, Any], path: Path, say:
 
 def _is_depth(name: str, value: object) -> bool:
     return re.search(DEPTH_NAME, name.lower()) is not None and isinstance(value, int) and value > 2
-
-
-def _factories(cls: type, namespace: Mapping[str, Any]) -> list[Callable[..., Any]]:
-    # The functions of the file that give a `cls`, by annotation or by a call of it, small ones first.
-    found: list[types.FunctionType] = []
-    for value in namespace.values():
-        if not isinstance(value, types.FunctionType) or value.__module__ != namespace.get("__name__"):
-            continue
-        if LOADS.search(value.__name__) or defaults_of(value).get("pretrained"):
-            continue
-        annotated = hints_of(value).get("return") is cls
-        if annotated or (cls.__name__ in value.__code__.co_names and _is_named_so(value.__name__, cls)):
-            found.append(value)
-    return sorted(found, key=lambda f: (SMALL.search(f.__name__) is None, len(without_default(f))))
-
-
-def _is_named_so(name: str, cls: type) -> bool:
-    return FACTORY.search(name) is not None or cls.__name__.lower() in name.lower()

@@ -7,6 +7,7 @@ number of layers.
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 import sys
 import textwrap
@@ -66,12 +67,37 @@ def value_built_with(cls: type, name: str, given: Mapping[str, Any], depth: int 
     return False if _only_asked(tree, name) else None
 
 
-def _constructor(cls: type) -> ast.FunctionDef | None:
-    try:
-        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls.__init__))).body  # type: ignore[misc]
-    except (OSError, TypeError, ValueError, SyntaxError):
-        return None
-    return tree if isinstance(tree, ast.FunctionDef) else None
+def entries_asked(cls: type, name: str) -> int:
+    """How many entries the constructor of `cls` reads of the sequence that `name` takes; 0 where it takes none.
+
+    It indexes a sequence, sums it, or runs through it; where it writes the name anew, it may make the sequence itself.
+    """
+    tree = _constructor(cls)
+    if tree is None or any(
+        isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Store) for n in ast.walk(tree)
+    ):
+        return 0
+    count = 0
+    for node in ast.walk(tree):
+        match node:
+            case ast.Subscript(held, at) if _is_name(held, name):
+                last = at.value + 1 if isinstance(at, ast.Constant) and isinstance(at.value, int) else DEPTH
+                count = max(count, last, DEPTH)
+            case ast.Call(ast.Name("sum" | "len" | "enumerate" | "zip" | "reversed"), given):
+                count = max(count, DEPTH if any(_is_name(one, name) for one in given) else 0)
+            case ast.For(_, over) | ast.comprehension(_, over) if _is_name(over, name):
+                count = max(count, DEPTH)
+    return count
+
+
+def _constructor(cls: type) -> ast.Module | None:
+    # The constructors of `cls` and of the classes above it, which it may hand its arguments on to.
+    body: list[ast.stmt] = []
+    for base in cls.__mro__:
+        if "__init__" in vars(base) and not base.__module__.startswith(("torch.", "builtins")):
+            with contextlib.suppress(OSError, TypeError, ValueError, SyntaxError):
+                body += ast.parse(textwrap.dedent(inspect.getsource(vars(base)["__init__"]))).body
+    return ast.Module(body, []) if body else None
 
 
 def _is_name(node: ast.AST, name: str) -> bool:

@@ -53,7 +53,7 @@ def candidates(module: types.ModuleType) -> list[type[nn.Module]]:
     outer = [c for c in classes if not any(c in reached[other] and other not in reached[c] for other in classes)]
     # A class that only varies another is a second choice: the plain one is what the file is about.
     bases = {base for cls in outer for base in cls.__mro__[1:] if base in classes}
-    outer += [base for base in classes if base in bases and base not in outer and len(reached[base]) > 0]
+    outer += [base for base in classes if base in bases and base not in outer and (reached[base] or _attends([base]))]
     named = _files_that_name([cls.__name__ for cls in outer], module)
     stem = re.sub(r"[^a-z0-9]", "", Path(module.__file__ or "").stem.lower())
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import inspect
 import sys
+import textwrap
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Set
@@ -20,6 +22,7 @@ from attn_fuse.explain.no_gpu import on_this_machine
 from attn_fuse.explain.open_file import Say, repository_of
 from attn_fuse.explain.problems import in_one_line
 from attn_fuse.explain.sizes import in_words, value_for
+from attn_fuse.explain.snippets import calls_of
 from attn_fuse.explain.written_options import options_with
 
 CONFIG_NAMES = (
@@ -51,19 +54,29 @@ class SmallConfig(dict[str, Any]):
     options: what a command line of the repository, or a comparison in the model's code, says of an entry; what neither
     does gets a small value by its name. Asking for what no source knows raises UnknownEntry.
     given: entries that are there from the start, as a config file has them; a mapping among them is a SmallConfig too.
+    groups: names of entries that hold entries themselves, as DATA does in `cfg.DATA.SIZE`.
     """
 
-    def __init__(self, name: str, options: Mapping[str, Any], given: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        options: Mapping[str, Any],
+        given: Mapping[str, Any] | None = None,
+        groups: Set[str] = frozenset(),
+    ) -> None:
         super().__init__()
         self.__dict__["_name"] = name
         self.__dict__["_options"] = dict(options)
+        self.__dict__["_groups"] = frozenset(groups)
         for key, value in (given or {}).items():
-            inner = SmallConfig(f"{name}.{key}", {}, value) if type(value) is dict else on_this_machine(key, value)
-            self[key] = inner
+            self[key] = self._group(key, value) if type(value) is dict else on_this_machine(key, value)
 
     def __missing__(self, key: str) -> Any:
         options = self.__dict__["_options"]
         value = options.get(key)
+        if isinstance(value, dict) or (value is None and key in self.__dict__["_groups"]):
+            self[key] = self._group(key, None)
+            return self[key]
         value = value if value is not None else value_for(key, None, {**options, **self})
         if value is None and key not in options:
             name = self.__dict__["_name"]
@@ -73,6 +86,11 @@ class SmallConfig(dict[str, Any]):
             )
         self[key] = value
         return value
+
+    def _group(self, key: str, given: Mapping[str, Any] | None) -> SmallConfig:
+        options = self.__dict__["_options"].get(key)
+        own = options if isinstance(options, dict) else {}
+        return SmallConfig(f"{self.__dict__['_name']}.{key}", own, given, self.__dict__["_groups"])
 
     def __getattr__(self, key: str) -> Any:
         if key.startswith("__"):
@@ -92,7 +110,7 @@ def is_config_name(name: str) -> bool:
     return name.lower().endswith(CONFIG_NAMES)
 
 
-def config_class(cls: type, name: str, hint: Any, namespace: Mapping[str, Any]) -> type | None:
+def config_class(cls: Callable[..., Any], name: str, hint: Any, namespace: Mapping[str, Any]) -> type | None:
     """The class whose defaults make the constructor's argument `name`, or None where no class is meant.
 
     Raises ExplainError where several may be.
@@ -121,12 +139,19 @@ def config_class(cls: type, name: str, hint: Any, namespace: Mapping[str, Any]) 
     return candidates[0] if candidates else None
 
 
-def config_of(cls: type, config: type, path: Path, say: Say) -> object:
+def config_of(cls: Callable[..., Any], config: type, path: Path, say: Say) -> object:
     """An object of the class `config`, from its defaults; fields without one come from a config file, or are small.
 
     Raises ExplainError where a field has neither, or where the class raises.
     """
     given, needs = defaults_of(config), without_default(config)
+    if needs and path.is_file():
+        names = vars(sys.modules.get(config.__module__, types))
+        for snippet in calls_of(config, names, path):
+            with contextlib.suppress(Exception):  # a call of an older version of the class
+                called = eval(snippet.text, dict(snippet.names))
+                say(f"{config.__name__}: as in {snippet.source}")
+                return cast("object", called)
     written = entries_with(needs.keys(), config.__name__, path) if needs else None
     if written is not None and needs.keys() <= written.values.keys():
         missing = {name: value for name, value in written.values.items() if name in needs or name in given}
@@ -189,17 +214,55 @@ def without_default(function: Callable[..., Any]) -> dict[str, Any]:
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     try:
-        return list(inspect.signature(function).parameters.values())
+        own = list(inspect.signature(function).parameters.values())
     except (ValueError, TypeError):  # a class written in C has no signature
         return []
+    if isinstance(function, type) and any(p.kind is p.VAR_KEYWORD for p in own):
+        names = {p.name for p in own}
+        handed_on = [p for p in _handed_on(function) if p.name not in names]
+        own = [*own, *(p.replace(kind=p.KEYWORD_ONLY) for p in handed_on if p.kind is not p.VAR_POSITIONAL)]
+    return own
+
+
+def _handed_on(cls: type) -> list[inspect.Parameter]:
+    # The parameters of the constructor above, where that of `cls` hands its own **kwargs on to it.
+    owner = next((base for base in cls.__mro__ if "__init__" in vars(base)), None)
+    above = cls.__mro__[cls.__mro__.index(owner) + 1] if owner not in (None, object) else object
+    if owner is None or above.__module__.startswith("torch.") or above is object:
+        return []
+    for node in ast.walk(_tree_of_function(vars(owner)["__init__"])):
+        match node:
+            case ast.Call(ast.Attribute(_, "__init__"), given, keywords) if any(k.arg is None for k in keywords):
+                parameters = _parameters(above)
+                count = sum(not isinstance(one, ast.Starred) for one in given)
+                named = {keyword.arg for keyword in keywords}
+                return [p for p in parameters[count:] if p.name not in named]
+    return []
+
+
+def _tree_of_function(function: Any) -> ast.AST:
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, ValueError, SyntaxError):
+        return ast.Module([], [])
 
 
 def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
     """The annotations of the arguments of a function or of a class's constructor; none where one cannot be resolved."""
-    try:
-        return typing.get_type_hints(function.__init__ if isinstance(function, type) else function)  # type: ignore[misc]
-    except Exception:  # an annotation that cannot be resolved says nothing
-        return {}
+    made_by = [vars(base)["__init__"] for base in reversed(_bases(function)) if "__init__" in vars(base)]
+    hints: dict[str, Any] = {}
+    for one in made_by if isinstance(function, type) else [function]:
+        # An annotation that cannot be resolved says nothing.
+        with contextlib.suppress(Exception):
+            hints |= typing.get_type_hints(one)
+    return hints
+
+
+def _bases(function: object) -> list[type]:
+    # The classes whose constructors may take the arguments.
+    if not isinstance(function, type):
+        return []
+    return [base for base in function.__mro__ if base is not object and base is not nn.Module]
 
 
 def _is_config_class(value: object) -> typing.TypeGuard[type]:
@@ -208,7 +271,9 @@ def _is_config_class(value: object) -> typing.TypeGuard[type]:
     return dataclasses.is_dataclass(value) or value.__name__.lower().endswith(CLASS_NAMES)
 
 
-def config_without_class(cls: type, name: str, namespace: Mapping[str, Any], path: Path, say: Say) -> object:
+def config_without_class(
+    cls: Callable[..., Any], name: str, namespace: Mapping[str, Any], path: Path, say: Say
+) -> object:
     """A config for the argument `name` of `cls` where no class says what it is.
 
     It is a dict or namespace of the file that has the entries that the code reads, else a SmallConfig.
@@ -226,15 +291,16 @@ def config_without_class(cls: type, name: str, namespace: Mapping[str, Any], pat
         return best[1]
     written = options_with(needed, path)
     compared = _compared(cls, name)
+    groups = _groups_of(_tree_of(cls), name).union(*(_groups_of(tree, name) for tree in _trees_beside(path)))
     in_file = entries_with(needed, name, path)
-    if in_file is not None and len(needed & in_file.values.keys()) > written.known:
+    if in_file is not None and 2 * len(needed & in_file.values.keys()) >= written.known:
         say(f"{name}: {in_file.source}")
-        return SmallConfig(name, {**compared, **written.values}, in_file.values)
+        return SmallConfig(name, {**compared, **written.values}, in_file.values, groups)
     if written.source is not None:
         say(f"{name}: the defaults of {written.source}, and small numbers by name for the rest")
     else:
         say(f"{name}: small numbers by name")
-    return SmallConfig(name, {**compared, **written.values})
+    return SmallConfig(name, {**compared, **written.values}, groups=groups)
 
 
 def _holders(namespace: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
@@ -273,7 +339,7 @@ def _tree_in(file: str | None) -> ast.AST:
         return ast.Module([], [])
 
 
-def _tree_of(cls: type) -> ast.AST:
+def _tree_of(cls: Callable[..., Any]) -> ast.AST:
     try:
         return _tree_in(inspect.getsourcefile(cls))
     except (OSError, TypeError):
@@ -292,7 +358,24 @@ def _entries_of(tree: ast.AST, name: str) -> set[str]:
     return entries
 
 
-def entry_for(cls: type, key: str) -> Any:
+def _groups_of(tree: ast.AST, name: str) -> set[str]:
+    # The entries of a value of this name of which the code reads entries.
+    return {
+        node.value.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute) and _starts_at(node.value, name)
+    }
+
+
+def _starts_at(node: ast.expr, name: str) -> bool:
+    while isinstance(node, ast.Attribute):
+        if node.attr == name:
+            return True
+        node = node.value
+    return isinstance(node, ast.Name) and node.id == name
+
+
+def entry_for(cls: Callable[..., Any], key: str) -> Any:
     """A value for an entry of a config that the code of `cls` reads: one that it is compared with, or a small one."""
     for node in ast.walk(_tree_of(cls)):
         match node:
@@ -302,7 +385,7 @@ def entry_for(cls: type, key: str) -> Any:
     return value_for(key)
 
 
-def _compared(cls: type, name: str) -> dict[str, Any]:
+def _compared(cls: Callable[..., Any], name: str) -> dict[str, Any]:
     # The strings that the code compares an entry with: the first is as good as any.
     found: dict[str, Any] = {}
     for node in ast.walk(_tree_of(cls)):

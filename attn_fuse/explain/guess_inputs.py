@@ -7,6 +7,7 @@ import inspect
 import itertools
 import re
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,9 +26,12 @@ from attn_fuse.explain.uses import Use, uses_of
 SHORT, USUAL = 8, 64
 # What torch's errors call for.
 WIDTH_WANTED = re.compile(r"shapes cannot be multiplied \(\d+x\d+ and (\d+)x\d+\)")
+CHANNELS_WANTED = re.compile(r"expected input\[[\d, ]+\] to have (\d+) channels")
 LENGTH_WANTED = re.compile(r"size of tensor a \((\d+)\) must match the size of tensor b \((\d+)\)")
 # How many combinations of guesses are run, how many of one first argument, and for how many seconds.
 MOST_TRIES, MOST_PICKS, TRY_SECONDS = 240, 24, 60.0
+# How many runs on one first argument may fail alike.
+MOST_ALIKE = 8
 # How many values of an argument its use gives.
 MOST_BY_USE = 4
 # Inputs of fewer numbers than these are a toy's.
@@ -203,7 +207,15 @@ class _Trial:
         if use is None:
             return
         norms = [norm.normalized_shape[-1] for norm in self.model.modules() if isinstance(norm, nn.LayerNorm)]
-        for width in dict.fromkeys((*self.wanted[:2], *self.sizes.widths, *norms[:1], *self._narrow(1), USUAL)):
+        done: set[int] = set()
+        # A failed try may add to what is wanted.
+        while left := [
+            width
+            for width in (*self.wanted[:2], *self.sizes.widths, *norms[:1], *self._narrow(1), USUAL)
+            if width not in done
+        ]:
+            width = left[0]
+            done.add(width)
             around = Around(
                 self.sizes.batch,
                 length,
@@ -214,6 +226,8 @@ class _Trial:
                 self.device,
                 like,
             )
+            if use.layer is not None and width in self.wanted:
+                yield from values_for(Use(rank=use.rank or 3), name, around)
             yield from values_for(use, name, around)
             if use.layer is not None:
                 return
@@ -285,6 +299,7 @@ class _Trial:
         return None
 
     def _with_first(self, first: Any, known: int) -> _Ran | None:
+        alike: Counter[str] = Counter()
         for inputs in self._guesses(first.to(self.device) if isinstance(first, Tensor) else first):
             if len(self.wanted) > known:
                 return None
@@ -293,11 +308,17 @@ class _Trial:
             self.tries += 1
             if (ran := self.on(inputs)) is not None:
                 return ran
+            problem = self.failures[-1].removeprefix(f"{inputs}: ")
+            alike[problem] += 1
+            # The other arguments make no difference.
+            if alike[problem] >= MOST_ALIKE:
+                return None
         return None
 
     def _learn(self, message: str) -> None:
         # What torch says of sizes that do not fit: the width of a weight, the length of learned positions.
-        if (width := WIDTH_WANTED.search(message)) and int(width[1]) not in self.wanted:
+        width = WIDTH_WANTED.search(message) or CHANNELS_WANTED.search(message)
+        if width and int(width[1]) not in self.wanted:
             self.wanted.insert(0, int(width[1]))
         if (sizes := LENGTH_WANTED.search(message)) and int(sizes[2]) not in self.fixed:
             self.fixed.insert(0, int(sizes[2]))

@@ -30,7 +30,7 @@ DEPTH_NAME = (
 )
 LENGTH_NAME = (
     r"(max|seq|src|tgt|trg|pred|label|context|ctx|block|sequence|input|out|time).*len|_len(gth)?$|block_size|n_positions|max_pos|_ctx$|n_ctx"
-    r"|context_(size|window)|max_position|max_tokens|^length$|seq_size|num_pos|n_position|timesteps|num_frames|^n_seq"
+    r"|context_(size|window)|max_position|max_tokens|^length$|seq_size|num_pos|n_position|timesteps?|num_frames|^n_seq"
 )
 # What there is a table of: an embedding has a row for each.
 THINGS = r"user|item|movie|product|entity|entitie|relation|speaker|symbol|phoneme|char|token_type"
@@ -95,7 +95,7 @@ def value_for(name: str, hint: Any = None, given: Mapping[str, Any] | None = Non
     name = name.lower().strip("_")
     known = Known.of(given or {})
     if hint is bool or re.match(
-        r"(use|with|is|has|do|enable|return|share|tie|learned|pre)_|output_(attn|attention|hidden|weight|score|all)"
+        r"(use|with|is|has|do|enable|return|share|tie|learned|pre)_|pretrained$|output_(attn|attention|hidden|weight|score|all)"
         r"|.*(causal|bias|inverse)$",
         name,
     ):
@@ -122,7 +122,7 @@ def _table(known: Known) -> tuple[tuple[str, Any], ...]:
         (r"drop|^p$", 0.0),
         (r"^eps|_eps$|epsilon", 1e-5),
         (r"^alpha$|^beta$|slope$|momentum|std$|^(init|weight)_(std|scale|range)|initializer_range", 0.1),
-        (r"temperature|^temp$|^tau$|^gamma$|^(softmax_)?scale$", 1.0),
+        (r"temperature|^temp$|^tau$|^gamma$|^(softmax_)?scale$|_weight$", 1.0),
         (r"(ratio|mult|factor|expansion|expand)$", 4),
         (r"vocab|voc_size|n_?um_?tokens|^n_?tokens?$|num_embeddings|dictionary|n?_?words$", VOCABULARY),
         (rf"^(n|num)_?({THINGS})s?$|^({THINGS})s?_?(n|num|count)$", VOCABULARY),

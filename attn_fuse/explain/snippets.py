@@ -115,17 +115,19 @@ def _texts(path: Path, name: str) -> Iterator[tuple[str, ast.AST]]:
         text = file.read_text(encoding="utf-8", errors="replace")
         for block in re.findall(r"```[^\n]*\n(.*?)```", text, re.S):
             for source, tree in _parsed(file.name, re.sub(r"^(>>> |\.\.\. )", "", block, flags=re.M)):
-                if name in block and _imports(tree, name, path, root) is not False:
+                if name in block and imports_class(tree, name, path, root) is not False:
                     yield source, tree
     folders = (root, root / "tests", root / "test", root / "examples", path.parent)
     scripts = (file for folder in dict.fromkeys(folders) for file in sorted(folder.glob("*.py")) if file != path)
     for file in itertools.islice(scripts, MOST_FILES):
         text = file.read_text(encoding="utf-8", errors="replace")
         if f"{name}(" in text and f"class {name}(" not in text:
-            yield from ((source, tree) for source, tree in _parsed(file.name, text) if _imports(tree, name, path, root))
+            yield from (
+                (source, tree) for source, tree in _parsed(file.name, text) if imports_class(tree, name, path, root)
+            )
 
 
-def _imports(tree: ast.AST, name: str, path: Path, root: Path) -> bool | None:
+def imports_class(tree: ast.AST, name: str, path: Path, root: Path) -> bool | None:
     """Whether `tree` has the class `name` from the file at `path`; None where it imports none of that name.
 
     Two files of a repository may each have a class of this name, of other sizes. A package may hand the name on.

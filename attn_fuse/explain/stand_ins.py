@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import dataclasses
 import functools
 import importlib.abc
 import importlib.machinery
@@ -42,6 +43,10 @@ class MissingPackage(ExplainError):
     """The model uses a package that is not installed."""
 
 
+class MissingAttribute(MissingPackage, AttributeError):
+    """An attribute that a missing package would bring; an AttributeError, so that `getattr` may have a default."""
+
+
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds a stand-in for every top-level package that a file below `roots` imports and nothing else finds.
 
@@ -58,10 +63,15 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     ) -> importlib.machinery.ModuleSpec | None:
         """The spec of a stand-in, or None where the file may want to know that the package is missing."""
         top = fullname.partition(".")[0]
-        if top in self.names:
+        if top in self.names or fullname.rpartition(".")[0] in self.names:
             return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
-        if "." in fullname or not self._wanted():
+        if not self._wanted():
             return None
+        if "." in fullname:
+            if not self._is_left_out(fullname):
+                return None
+            self.names.append(fullname)
+            return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
         if (folder := _folder_with(fullname, self.roots)) is not None:
             # A script of the repository puts this folder on the path.
             sys.path.append(str(folder))
@@ -75,6 +85,14 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module: types.ModuleType) -> None:
         pass
+
+    def _is_left_out(self, fullname: str) -> bool:
+        # Whether the parent is an empty folder of the user's: a git submodule that was not fetched.
+        parent = sys.modules.get(fullname.rpartition(".")[0])
+        places = [Path(place) for place in getattr(parent, "__path__", ())]
+        return bool(places) and all(
+            str(place).startswith(self.roots) and (not place.is_dir() or not any(place.iterdir())) for place in places
+        )
 
     def _wanted(self) -> bool:
         # Whether a file of the user's imports it, directly or through a library, as torch.utils.tensorboard, and no
@@ -195,6 +213,15 @@ class _StandIn:
 
     __ror__ = __or__
 
+    def _combined(self, *others: object) -> Any:
+        self._use()
+        return _StandIn(self._name, self._finder)
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _combined
+    __floordiv__ = __rfloordiv__ = __pow__ = __rpow__ = __mod__ = __neg__ = __lt__ = __le__ = __gt__ = __ge__ = (
+        _combined
+    )
+
     def __mro_entries__(self, bases: tuple[object, ...]) -> tuple[type, ...]:
         return (_base(self._name, self),)
 
@@ -216,6 +243,10 @@ class _StandIn:
         self._use()
         return 0
 
+    def __index__(self) -> int:
+        self._use()
+        return 1
+
     def __enter__(self) -> Any:
         self._use()
         return self
@@ -231,17 +262,23 @@ class _StandIn:
             refuse(self._name)
 
 
-def refuse(name: str) -> NoReturn:
-    """Raise MissingPackage for the use of `name`, a dotted name in a missing package."""
+def refuse(name: str, kind: type[MissingPackage] = MissingPackage) -> NoReturn:
+    """Raise an error of `kind` for the use of `name`, a dotted name in a missing package."""
     package = name.partition(".")[0]
-    raise MissingPackage(
-        f"the model uses {name}, and {package} is not installed; install {ON_INDEX.get(package, package)}"
-    )
+    raise kind(f"the model uses {name}, and {package} is not installed; install {ON_INDEX.get(package, package)}")
 
 
 def _base(name: str, stand_in: _StandIn) -> type:
     # The class that a class of the file inherits in place of the missing one.
-    def refused(cls: type, *args: object, **kwargs: object) -> object:
+    def made(cls: type, *args: object, **kwargs: object) -> object:
+        # A dataclass has its own constructor and entries.
+        if dataclasses.is_dataclass(cls):
+            return object.__new__(cls)
         refuse(name)
 
-    return type(name.rpartition(".")[2], (), {"__new__": refused, "stands_for": stand_in})
+    def absent(self: object, attribute: str) -> NoReturn:
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+        refuse(f"{name}.{attribute}", MissingAttribute)
+
+    return type(name.rpartition(".")[2], (), {"__new__": made, "__getattr__": absent, "stands_for": stand_in})

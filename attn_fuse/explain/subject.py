@@ -180,6 +180,8 @@ def _found(
         if len(classes) > 1:
             others = [other.__name__ for other in classes if other is not cls]
             said.insert(0, f"of several outermost classes, {cls.__name__}; with --entry: {', '.join(others[:4])}")
+        if failures:
+            said.insert(0, f"in place of {classes[0].__name__}: {failures[0]}")
         notes += said
         return found
     left_out = [note for note in notes if note.startswith(LEFT_OUT)]

@@ -17,12 +17,18 @@ class _Absent(dict[str, Any]):
     def __missing__(self, key: str) -> _Absent:
         return self
 
+    def __delitem__(self, key: str) -> None:
+        pass
+
+    def pop(self, key: str, default: Any = None) -> Any:
+        return self if default is None else default
+
 
 @contextlib.contextmanager
 def random_weights(say: Callable[[str], object]) -> Iterator[None]:
     """Within the block weights that are not on this machine are not loaded; `say` is told of each source once."""
     told: set[str] = set()
-    load, url, into = torch.load, torch.hub.load_state_dict_from_url, nn.Module.load_state_dict
+    load, download, into = torch.load, torch.hub.download_url_to_file, nn.Module.load_state_dict
 
     def absent(source: object) -> _Absent:
         name = str(source).rpartition("/")[2]
@@ -42,10 +48,11 @@ def random_weights(say: Callable[[str], object]) -> Iterator[None]:
         return into(self, state, *args, **kwargs)
 
     torch.load = loads  # type: ignore[assignment]
-    torch.hub.load_state_dict_from_url = lambda address, *args, **kwargs: absent(address)
+    # What it would have downloaded is then a file that is not there.
+    torch.hub.download_url_to_file = lambda *args, **kwargs: None
     nn.Module.load_state_dict = fills  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
-        torch.load, torch.hub.load_state_dict_from_url = load, url
+        torch.load, torch.hub.download_url_to_file = load, download
         nn.Module.load_state_dict = into  # type: ignore[method-assign]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Set
@@ -49,15 +50,16 @@ def options_with(needed: Set[str], path: Path) -> Options:
 
 
 def _scripts(root: Path, path: Path) -> Iterator[Path]:
-    folders = [path.parent, root, *(p for p in sorted(root.iterdir()) if p.is_dir() and not p.name.startswith("."))]
-    for folder in dict.fromkeys(folders):
+    above = [folder for folder in path.parents if folder.is_relative_to(root)]
+    inside = (p for folder in above for p in sorted(folder.iterdir()) if p.is_dir() and not p.name.startswith("."))
+    for folder in dict.fromkeys((path.parent, root, *inside)):
         yield from sorted(folder.glob("*.py"))
 
 
 def _options_in(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         text = file.read_text(encoding="utf-8", errors="replace")
-        named = SETTINGS.search(file.stem) is not None
+        named = SETTINGS.search(file.stem) is not None or SETTINGS.fullmatch(file.parent.name.rstrip("s")) is not None
         tree = ast.parse(text) if "add_argument" in text or named else ast.Module([], [])
     except (OSError, SyntaxError, ValueError):
         return
@@ -102,8 +104,15 @@ def _assigned(body: list[ast.stmt]) -> dict[str, Any]:
     for node in body:
         match node:
             case ast.Assign([ast.Name(name)], given) | ast.AnnAssign(ast.Name(name), _, ast.expr() as given):
-                try:
+                with contextlib.suppress(ValueError, TypeError, SyntaxError):
                     values[name] = ast.literal_eval(given)
-                except (ValueError, TypeError, SyntaxError):
-                    continue
+            case ast.Assign([ast.Attribute() as target], given):
+                # `_C.DATA.SIZE = 224` is the entry SIZE of the entry DATA.
+                *groups, name = ast.unparse(target).split(".")[1:]
+                with contextlib.suppress(ValueError, TypeError, SyntaxError):
+                    value = ast.literal_eval(given)
+                    held = values
+                    for group in groups:
+                        held = held.setdefault(group, {})
+                    held[name] = value
     return values

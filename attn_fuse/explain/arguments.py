@@ -1,0 +1,133 @@
+"""A call of a class or a function, with arguments made for it: configs, parts that are modules, and small sizes."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from attn_fuse.errors import ExplainError
+from attn_fuse.explain.built_with import entries_asked, value_built_with
+from attn_fuse.explain.configs import (
+    config_class,
+    config_of,
+    config_without_class,
+    defaults_of,
+    hints_of,
+    is_config_name,
+    without_default,
+)
+from attn_fuse.explain.open_file import Say
+from attn_fuse.explain.sizes import in_words, value_for
+
+# How many modules deep an argument may be a module that is built of arguments itself.
+DEEPEST = 3
+# Arguments that are a class of layers, and no number of them.
+LAYER_CLASS = re.compile(r"(norm|act|embed|mlp|attn|block)_?layer$")
+
+# A call that is ready to be made, and what says its sizes: the configs and the arguments.
+Call = tuple[Callable[[], Any], tuple[object, ...]]
+
+
+def call_of(
+    function: Callable[..., Any],
+    namespace: Mapping[str, Any],
+    path: Path,
+    say: Say,
+    depth: int = 0,
+    with_none: bool = False,
+) -> Call:
+    """A call of `function`, a class or a function, and what says its sizes. What was made up is said.
+
+    namespace: the names among which classes of configs and parts are sought. path: the file whose repository is asked.
+    depth: of how many modules this one is a part. with_none: whether arguments whose default is None get a value, too,
+    where their names say one.
+    Raises ExplainError where an argument is not known.
+    """
+    arguments: dict[str, Any] = {}
+    parts: dict[str, Callable[[], nn.Module]] = {}
+    configs: list[object] = []
+    sizes: dict[str, Any] = {}
+    needs = without_default(function)
+    if with_none:
+        hints, given = hints_of(function), defaults_of(function)
+        absent = {n: hints.get(n) for n, value in given.items() if value is None and not LAYER_CLASS.search(n)}
+        needs |= {n: h for n, h in absent.items() if is_config_name(n) or value_for(n, h, given) is not None}
+    for name, hint in needs.items():
+        of = config_class(function, name, hint, namespace)
+        part = _part(name, hint, namespace) if value_for(name, hint) is None and depth < DEEPEST else None
+        if part is not None and part is not function:
+            parts[name] = call_of(part, namespace, path, say, depth + 1)[0]
+            continue
+        if of is not None:
+            arguments[name] = config_of(function, of, path, say)
+        elif is_config_name(name):
+            arguments[name] = config_without_class(function, name, namespace, path, say)
+        else:
+            sizes[name] = hint
+            continue
+        configs.append(arguments[name])
+    if sizes:
+        values = _sizes(function, sizes)
+        arguments.update(values)
+        say(f"sizes by name: {function.__name__}({in_words(values)})")
+
+    def make() -> Any:
+        bound = inspect.signature(function).bind(**arguments, **{name: build() for name, build in parts.items()})
+        return function(*bound.args, **bound.kwargs)
+
+    return make, (*configs, {**defaults_of(function), **arguments})
+
+
+def _sizes(function: Callable[..., Any], needs: Mapping[str, Any]) -> dict[str, Any]:
+    # A small value for each of `needs`. Raises ExplainError for those whose names say nothing.
+    name = function.__name__
+    given = {key: value for key, value in defaults_of(function).items() if key not in needs}
+    values: dict[str, Any] = {}
+    for key, hint in needs.items():
+        values[key] = value_for(key, hint, {**given, **values})
+        if values[key] is None and isinstance(function, type) and hint in (None, Any, int, float, bool):
+            values[key] = value_built_with(function, key, {**given, **values})
+        many = entries_asked(function, key) if isinstance(function, type) and hint in (None, Any) else 0
+        if many and type(values[key]) in (int, float):
+            values[key] = (values[key],) * many
+    if unknown := [key for key, value in values.items() if value is None]:
+        example = ", ".join(f"{key}={'...' if value is None else repr(value)}" for key, value in values.items())
+        subject = "its constructor" if isinstance(function, type) else "it"
+        raise ExplainError(
+            f"cannot build {name}: {subject} needs {', '.join(unknown)}; pass --entry '{name}({example})'"
+        )
+    return values
+
+
+def _part(name: str, hint: Any, namespace: Mapping[str, Any]) -> type[nn.Module] | None:
+    # The class of a module that the constructor takes as an argument: `encoder` takes an Encoder.
+    if isinstance(hint, type) and issubclass(hint, nn.Module) and hint is not nn.Module:
+        return hint if hint.__module__.partition(".")[0] != "torch" else None
+    wanted = name.replace("_", "").lower()
+    classes = (value for value in namespace.values() if isinstance(value, type) and issubclass(value, nn.Module))
+    found = next((c for c in classes if c.__name__.lower() == wanted and hint in (None, nn.Module)), None)
+    return found or (_part_beside(wanted, namespace) if hint in (None, nn.Module) else None)
+
+
+def _part_beside(wanted: str, namespace: Mapping[str, Any]) -> type[nn.Module] | None:
+    # The class of that name, in lower case, in a file beside this one.
+    path, package = Path(str(namespace.get("__file__", ""))), str(namespace.get("__package__") or "")
+    for file in sorted(path.parent.glob("*.py")) if path.is_file() else ():
+        text = file.read_text(encoding="utf-8", errors="replace")
+        names = [name for name in re.findall(r"^class (\w+)\(", text, re.M) if name.lower() == wanted]
+        if not names or file == path:
+            continue
+        # A file that cannot be imported holds no part.
+        with contextlib.suppress(Exception):
+            module = importlib.import_module(f"{package}.{file.stem}" if package else file.stem)
+            found = getattr(module, names[0], None)
+            if isinstance(found, type) and issubclass(found, nn.Module):
+                return found
+    return None

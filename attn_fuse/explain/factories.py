@@ -1,0 +1,136 @@
+"""Functions of a repository that give a model: of the model's own file, and of files that import its class.
+
+What a function gives is read from its `return`, not from its name: a call of the class, of a class below it, or of
+another such function.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import inspect
+import itertools
+import re
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping, Set
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from attn_fuse.explain.configs import defaults_of, hints_of, without_default
+from attn_fuse.explain.open_file import repository_of
+from attn_fuse.explain.snippets import imports_class
+
+MOST_FILES, MOST_FACTORIES = 200, 6
+SMALL = re.compile(r"tiny|nano|mini|small|(^|_)(xs|s)(_|\d|$)|base|(^|_)b(_|\d|$)", re.I)
+# Functions that load weights, or train.
+LOADS = re.compile(r"load|download|checkpoint|weights|main|train|test|eval|demo|from_pretrained", re.I)
+
+
+def factories_of(cls: type[nn.Module], namespace: Mapping[str, Any], path: Path) -> Iterator[Callable[..., Any]]:
+    """The functions that give a `cls`: those of its own file, then those of other files, small models first.
+
+    namespace: the names of the file at `path`, which defines `cls`.
+    """
+    functions = [v for v in namespace.values() if _is_of(v, str(namespace.get("__name__")))]
+    found = _giving(cls, functions, {n for n, v in namespace.items() if v is cls})
+    yield from found
+    for module in _importing(cls, path):
+        functions = [v for v in vars(module).values() if _is_of(v, module.__name__)]
+        yield from _giving(cls, functions, {n for n, v in vars(module).items() if v is cls})
+
+
+def _is_of(value: object, module: str) -> bool:
+    return isinstance(value, types.FunctionType) and value.__module__ == module
+
+
+def _giving(cls: type[nn.Module], functions: list[types.FunctionType], names: Set[str]) -> list[Callable[..., Any]]:
+    trees = {function: tree for function in functions if (tree := _tree_of(function)) is not None}
+    giving, known = [f for f in functions if hints_of(f).get("return") is cls], set(names)
+    known |= {function.__name__ for function in giving}
+    while new := [f for f, tree in trees.items() if f not in giving and _gives(tree, known)]:
+        giving += new
+        known |= {function.__name__ for function in new}
+    kept = [f for f in giving if not LOADS.search(f.__name__) and not defaults_of(f).get("pretrained")]
+    kept.sort(key=lambda f: (bool(without_default(f)), SMALL.search(f.__name__) is None, len(without_default(f))))
+    return list(itertools.islice(kept, MOST_FACTORIES))
+
+
+def _tree_of(function: types.FunctionType) -> ast.FunctionDef | None:
+    try:
+        source = inspect.getsource(inspect.unwrap(function))
+        (tree,) = ast.parse(inspect.cleandoc(f"\n{source}") if source[:1].isspace() else source).body
+    except (OSError, TypeError, ValueError, SyntaxError):
+        return None
+    return tree if isinstance(tree, ast.FunctionDef) else None
+
+
+def _gives(tree: ast.FunctionDef, known: Set[str]) -> bool:
+    """Whether a `return` of the function gives what one of the callables named `known` gives, alone or in a tuple."""
+    made = {
+        target.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and _is_call(node.value, known)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Return) or node.value is None:
+            continue
+        values = node.value.elts if isinstance(node.value, ast.Tuple) else [node.value]
+        if any(_is_call(value, known, made) for value in values):
+            return True
+    return False
+
+
+def _is_call(node: ast.expr, known: Set[str], made: Set[str] = frozenset()) -> bool:
+    # Also of a method of what is called, as `Model(...).eval()`, and of a function that is handed the class; and one of
+    # the names `made`, or a method of it.
+    while isinstance(node, ast.Call):
+        match node.func:
+            case ast.Name(name) | ast.Attribute(ast.Name(), name) if name in known:
+                return True
+            case ast.Attribute(inner):
+                node = inner
+            case _:
+                return any(isinstance(a, ast.Name) and a.id in known for a in node.args[:1])
+    return isinstance(node, ast.Name) and node.id in made
+
+
+def _importing(cls: type[nn.Module], path: Path) -> Iterator[types.ModuleType]:
+    # The modules of other files that import the class, those beside it first. One that cannot be imported is left out.
+    root, name = repository_of(path), cls.__name__
+    package = cls.__module__.rpartition(".")[0]
+    top = path.parents[package.count(".") + 1] if package else path.parent
+    around = [path.parent, *(p for p in path.parents if p.is_relative_to(root))]
+    files = (file for folder in dict.fromkeys(around) for file in sorted(folder.glob("*.py")) if file != path)
+    for file in itertools.islice(files, MOST_FILES):
+        text = file.read_text(encoding="utf-8", errors="replace")
+        if not re.search(rf"\b{re.escape(name)}\b", text) or re.search(rf"^class {re.escape(name)}\b", text, re.M):
+            continue
+        with contextlib.suppress(Exception, SystemExit):
+            tree = ast.parse(text)
+            if not _only_defines(tree) or not imports_class(tree, name, path, root):
+                continue
+            below = file.relative_to(top).with_suffix("").parts if file.is_relative_to(top) else (file.stem,)
+            dotted = ".".join(below[:-1] if below[-1] == "__init__" else below)
+            module = sys.modules.get(dotted) or importlib.import_module(dotted)
+            if Path(str(module.__file__)).resolve() == file.resolve():
+                yield module
+
+
+def _only_defines(tree: ast.Module) -> bool:
+    # Whether importing the file runs no program: its loops and calls stand in functions and classes.
+    runs = (ast.For, ast.While, ast.With, ast.Expr)
+    return not any(isinstance(node, runs) and not _is_harmless(node) for node in tree.body)
+
+
+def _is_harmless(node: ast.stmt) -> bool:
+    # A docstring, and a call that sets something up, as of a logger or of the path.
+    return isinstance(node, ast.Expr) and (
+        isinstance(node.value, ast.Constant)
+        or (isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Attribute))
+    )

@@ -1,0 +1,139 @@
+"""Functions that give a model: told by what they return, in the model's own file and in those that import it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attn_fuse.explain.choose_entry import outermost
+from attn_fuse.explain.factories import factories_of
+from attn_fuse.explain.open_file import imported
+from tests.model_files import Write, model_of, net
+
+GPT = net("width, flavour", "self.layer = nn.Linear(width, 1)")
+
+
+@pytest.fixture
+def names(write: Write) -> Iterator[Callable[[str], list[str]]]:
+    """The names of the factories of a file with GPT and more source."""
+
+    def found(source: str) -> list[str]:
+        path = write(GPT + source)
+        with imported(path) as module:
+            return [factory.__name__ for factory in factories_of(outermost(module), vars(module), path)]
+
+    yield found
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "return GPT(3, 'x')",
+        "model = GPT(3, 'x')\n    return model",
+        "model = GPT(3, 'x').eval()\n    return model.float(), 5",
+        "made = other(3)\n    return made",
+        "return wrapped(GPT, 3)",
+    ],
+)
+def test_what_it_returns_makes_a_factory(names: Callable[[str], list[str]], body: str) -> None:
+    helpers = "def other(n):\n    return GPT(n, 'x')\ndef wrapped(kind, *args):\n    return kind(*args, 'x')\n"
+    assert names(f"{helpers}def anything():\n    {body}\n")[0] == "anything"
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        "def run():\n    model = GPT(3, 'x')\n    model(1)\n",
+        "def width_of():\n    return GPT(3, 'x').layer\n",
+        "def build_other():\n    return nn.Linear(3, 3)\n",
+        "def train_gpt():\n    return GPT(3, 'x')\n",
+        "def from_pretrained():\n    return GPT(3, 'x')\n",
+        "def gpt_large(pretrained=True):\n    return GPT(3, 'x')\n",
+    ],
+)
+def test_what_is_none(names: Callable[[str], list[str]], function: str) -> None:
+    assert names(function) == []
+
+
+def test_small_ones_without_arguments_come_first(names: Callable[[str], list[str]]) -> None:
+    source = "".join(f"def {name}:\n    return GPT(1, 'x')\n" for name in ("gpt_xl()", "gpt_b(width)", "gpt_s()"))
+    assert names(source) == ["gpt_s", "gpt_xl", "gpt_b"]
+
+
+def test_of_a_file_that_imports_the_class(write: Write) -> None:
+    write("from model import GPT\ndef make(flavour='x'):\n    return 5, GPT(7, flavour)\n", "zoo.py")
+    notes: list[str] = []
+    assert model_of(write(GPT), notes)[0].layer.in_features == 7 and notes == ["built by make()"]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        "class GPT: pass\ndef make():\n    return GPT()\n",
+        "from elsewhere.thing import GPT\ndef make():\n    return GPT(7, 'x')\n",
+        "from model import GPT\nfor _ in range(3):\n    raise SystemExit\ndef make():\n    return GPT(7, 'x')\n",
+        "from model import GPT\nimport not_there\nnot_there.go\ndef make():\n    return GPT(7, 'x')\n",
+    ],
+)
+def test_another_files_class_of_the_name_and_programs_are_left_alone(write: Write, other: str) -> None:
+    write(other, "zoo.py")
+    path = write(GPT)
+    with imported(path) as module:
+        assert list(factories_of(outermost(module), vars(module), path)) == []
+
+
+def test_its_config_is_found_as_a_constructors_is(write: Write, tmp_path: Path) -> None:
+    (tmp_path / "small.json").write_text('{"MODEL": {"SIZE": {"width": 6}}}')
+    notes: list[str] = []
+    factory = "def get_gpt(config, **kwargs):\n    return GPT(config.MODEL.SIZE.width, 'x', **kwargs)\n"
+    model, _ = model_of(write(GPT + factory), notes)
+    assert model.layer.in_features == 6 and notes == ["built by get_gpt", "config: small.json"]
+
+
+def test_groups_of_settings_that_a_python_file_assigns(write: Write) -> None:
+    write("_C = make()\n_C.MODEL = make()\n_C.MODEL.WIDTH = 6\n_C.MODEL.HEAD.TOP = 5\n", "config/defaults.py")
+    body = "self.layer = nn.Linear(cfg.MODEL.WIDTH, cfg.MODEL.HEAD.TOP)\n        self.more = cfg.DATA.NUM_LAYERS"
+    model: Any = model_of(write(net("cfg", body)))[0]
+    assert (model.layer.in_features, model.layer.out_features, model.more) == (6, 5, 2)
+
+
+def test_what_a_constructor_hands_on_to_the_one_above(write: Write) -> None:
+    base = net("width, depth", "self.width, self.depth = width, depth", "Base")
+    over = "class GPT(Base):\n    def __init__(self, d_model, **kwargs):\n"
+    over += "        super().__init__(width=2 * d_model, **kwargs)\n"
+    model: Any = model_of(write(base + over))[0]
+    assert (model.width, model.depth) == (512, 2)
+
+
+def test_sequences_where_the_constructor_reads_entries(write: Write) -> None:
+    body = "self.width = sum(n_layers) + dims[2]\n        self.side = img_size[0]"
+    source = net("n_layers, dims, img_size", body).replace("super()", "img_size = (img_size, 1)\n        super()")
+    model: Any = model_of(write(source))[0]
+    assert (model.width, model.side) == (2 + 2 + 256, 64)
+
+
+def test_a_config_as_another_file_calls_it(write: Write) -> None:
+    config = "@dataclass\nclass Params:\n    flavour: str\n    width: int\n"
+    write("from model import Params\nKINDS = {'dev': dict(params=Params(flavour='x', width=6))}\n", "util.py")
+    notes: list[str] = []
+    model, _ = model_of(write(config + net("params: Params", "self.layer = nn.Linear(params.width, 1)")), notes)
+    assert model.layer.in_features == 6 and notes == ["Params: as in util.py"]
+
+
+class TestStandIns:
+    def test_a_dataclass_that_inherits_one(self, write: Write) -> None:
+        source = "from not_installed import Serializable\n@dataclass\nclass Config(Serializable):\n    width: int = 6\n"
+        body = "self.layer = nn.Linear(config.width, 1)\n        self.found = getattr(config, 'depth', 3)"
+        model: Any = model_of(write(source + net("config: Config", body)))[0]
+        assert model.layer.in_features == 6 and model.found == 3
+
+    def test_a_submodule_of_git_that_was_not_fetched(self, write: Write, tmp_path: Path) -> None:
+        (tmp_path / "third_party" / "midi").mkdir(parents=True)
+        source = "from third_party.midi.notes import RANGE\nLAST = RANGE + 1\n"
+        notes: list[str] = []
+        with imported(write(source + net("width", "pass")), notes.append):
+            pass
+        assert notes == ["not installed, and stood in for: third_party.midi.notes"]
