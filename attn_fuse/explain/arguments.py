@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
 import inspect
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -42,26 +44,28 @@ def call_of(
     say: Say,
     depth: int = 0,
     with_none: bool = False,
+    given: Mapping[str, Any] = MappingProxyType({}),
 ) -> Call:
     """A call of `function`, a class or a function, and what says its sizes. What was made up is said.
 
     namespace: the names among which classes of configs and parts are sought. path: the file whose repository is asked.
     depth: of how many modules this one is a part. with_none: whether arguments whose default is None get a value, too,
-    where their names say one.
+    where their names say one. given: arguments that are known.
     Raises ExplainError where an argument is not known.
     """
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, Any] = copy.deepcopy(dict(given))
     parts: dict[str, Callable[[], nn.Module]] = {}
     configs: list[object] = []
     sizes: dict[str, Any] = {}
     needs = without_default(function)
     if with_none:
-        hints, given = hints_of(function), defaults_of(function)
-        absent = {n: hints.get(n) for n, value in given.items() if value is None and not LAYER_CLASS.search(n)}
-        needs |= {n: h for n, h in absent.items() if is_config_name(n) or value_for(n, h, given) is not None}
-    for name, hint in needs.items():
+        hints, defaults = hints_of(function), defaults_of(function)
+        absent = {n: hints.get(n) for n, value in defaults.items() if value is None and not LAYER_CLASS.search(n)}
+        needs |= {n: h for n, h in absent.items() if is_config_name(n) or value_for(n, h, defaults) is not None}
+    for name, hint in ((name, hint) for name, hint in needs.items() if name not in arguments):
         of = config_class(function, name, hint, namespace)
-        part = _part(name, hint, namespace) if value_for(name, hint) is None and depth < DEEPEST else None
+        is_part = (isinstance(hint, type) and issubclass(hint, nn.Module)) or value_for(name, hint) is None
+        part = _part(name, hint, namespace) if is_part and depth < DEEPEST else None
         if part is not None and part is not function:
             parts[name] = call_of(part, namespace, path, say, depth + 1)[0]
             continue
@@ -74,7 +78,7 @@ def call_of(
             continue
         configs.append(arguments[name])
     if sizes:
-        values = _sizes(function, sizes)
+        values = _sizes(function, sizes, given)
         arguments.update(values)
         say(f"sizes by name: {function.__name__}({in_words(values)})")
 
@@ -85,10 +89,12 @@ def call_of(
     return make, (*configs, {**defaults_of(function), **arguments})
 
 
-def _sizes(function: Callable[..., Any], needs: Mapping[str, Any]) -> dict[str, Any]:
-    # A small value for each of `needs`. Raises ExplainError for those whose names say nothing.
+def _sizes(
+    function: Callable[..., Any], needs: Mapping[str, Any], others: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, Any]:
+    # A small value for each of `needs` beside the `others`. Raises ExplainError for those whose names say nothing.
     name = function.__name__
-    given = {key: value for key, value in defaults_of(function).items() if key not in needs}
+    given = {**{key: value for key, value in defaults_of(function).items() if key not in needs}, **others}
     values: dict[str, Any] = {}
     for key, hint in needs.items():
         values[key] = value_for(key, hint, {**given, **values})

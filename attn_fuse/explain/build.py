@@ -9,6 +9,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import inspect
 import re
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -183,13 +184,15 @@ def _ways(cls: type[nn.Module], namespace: Mapping[str, Any]) -> Iterator[_Way]:
     direct = _Way(None, lambda say: call_of(cls, namespace, path, say))
     if not sized:
         yield direct
-    if path.is_file() and needs:
+    if path.is_file():
         for snippet in calls_of(cls, namespace, path):
             yield _Way(f"as in {snippet.source}: {_shortened(snippet.text)}", _by_text(snippet.text, snippet.names))
     if path.is_file() and sized:
-        taken = needs.keys() | defaults_of(cls).keys()
+        is_open = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(cls).parameters.values())
+        taken = None if is_open else needs.keys() | defaults_of(cls).keys()
         if (found := arguments_in(needs.keys(), taken, cls.__name__, path)) is not None:
-            yield _Way(f"as in {found.source}", _by_arguments(cls, found.values))
+            given = found.values
+            yield _Way(f"as in {found.source}", lambda say: call_of(cls, namespace, path, say, given=given))
     factories = list(factories_of(cls, namespace, path)) if path.is_file() else []
     for factory in factories:
         if not without_default(factory):
@@ -218,10 +221,6 @@ def _by_text(text: str, names: Mapping[str, Any]) -> Callable[[Say], _Made]:
         return lambda: eval(text, dict(scope)), (_constants(text), *given)
 
     return make
-
-
-def _by_arguments(cls: type[nn.Module], values: Mapping[str, Any]) -> Callable[[Say], _Made]:
-    return lambda say: (lambda: cls(**copy.deepcopy(dict(values))), (values, defaults_of(cls)))
 
 
 def _is_code(value: object) -> bool:

@@ -56,6 +56,7 @@ def candidates(module: types.ModuleType) -> list[type[nn.Module]]:
     outer += [base for base in classes if base in bases and base not in outer and (reached[base] or _attends([base]))]
     named = _files_that_name([cls.__name__ for cls in outer], module)
     stem = re.sub(r"[^a-z0-9]", "", Path(module.__file__ or "").stem.lower())
+    stem = re.sub(r"(py)?torch$|^model(ing|s)?|(?<=.)model(s|ing)?$", "", stem) or stem
 
     def rank(cls: type[nn.Module]) -> tuple[bool, bool, bool, bool, bool, int, int, int]:
         name = cls.__name__.lower()

@@ -17,6 +17,8 @@ from typing import Any
 from attn_fuse.explain.open_file import repository_of
 
 MOST_FILES, MOST_BYTES, DEEPEST = 200, 200_000, 4
+# Fewer arguments than these, in a file that does not name the class, may be another's.
+FEW = 3
 PASSED_OVER = {"node_modules", "venv", "env", "site-packages", "__pycache__"}
 SMALL = re.compile(r"default|tiny|nano|small|base|mini", re.I)
 
@@ -50,15 +52,23 @@ def entries_with(needed: Set[str], name: str, path: Path) -> Entries | None:
     return best[1] if best is not None else None
 
 
-def arguments_in(needed: Set[str], taken: Set[str], name: str, path: Path) -> Entries | None:
+def arguments_in(needed: Set[str], taken: Set[str] | None, name: str, path: Path) -> Entries | None:
     """The arguments of a constructor that a config file of the repository of `path` spells out, or None.
 
-    needed: those that it must have. taken: those that the constructor takes. name: of the class, which the file names.
+    needed: those that have no default. taken: those that the constructor takes, or None for any. name: of the class.
+    A file that names the class and has all that is needed comes first, then that with the most,
+    at least half of it and FEW.
     """
+    best: Entries | None = None
+    most = max(FEW, (len(needed) + 1) // 2) - 1
     for found in _all_entries(path):
-        if needed <= found.values.keys() <= taken and name in found.text:
+        if taken is not None and not found.values.keys() <= taken:
+            continue
+        if needed <= found.values.keys() and name in found.text:
             return found
-    return None
+        if (count := len(needed & found.values.keys())) > most:
+            best, most = found, count
+    return best
 
 
 def _all_entries(path: Path) -> Iterator[Entries]:

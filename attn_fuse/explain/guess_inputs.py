@@ -31,7 +31,7 @@ LENGTH_WANTED = re.compile(r"size of tensor a \((\d+)\) must match the size of t
 # How many combinations of guesses are run, how many of one first argument, and for how many seconds.
 MOST_TRIES, MOST_PICKS, TRY_SECONDS = 240, 24, 60.0
 # How many runs on one first argument may fail alike.
-MOST_ALIKE = 8
+MOST_ALIKE = 16
 # How many values of an argument its use gives.
 MOST_BY_USE = 4
 # Inputs of fewer numbers than these are a toy's.

@@ -64,7 +64,9 @@ def imported(path: Path, say: Say = lambda note: None, limit: float = IMPORT_LIM
     root, name = _root_and_name(path, tree)
     repository = repository_of(path)
     between = [folder for folder in path.parents if folder.is_relative_to(repository)]
-    roots = list(dict.fromkeys((root, repository, repository / "src", *reversed(between))))
+    # An example has its own README, and imports the package around it.
+    around = [folder for folder in list(repository.parents)[:FARTHEST_ROOT] if _is_project(folder)]
+    roots = list(dict.fromkeys((root, repository, repository / "src", *reversed(between), *around)))
     if _imports_from_beside(tree, path, root):
         roots.insert(0, path.parent)
         roots = list(dict.fromkeys(roots))
@@ -132,6 +134,10 @@ def repository_of(path: Path) -> Path:
     return path.parent
 
 
+def _is_project(folder: Path) -> bool:
+    return any((folder / sign).exists() for sign in (".git", "setup.py", "pyproject.toml"))
+
+
 def _parsed(path: Path) -> ast.Module:
     try:
         return ast.parse(path.read_bytes(), str(path))
@@ -189,7 +195,7 @@ def _is_whole(module: types.ModuleType, path: Path) -> bool:
 
 
 def _import_packages(name: str, path: Path, limit: float) -> None:
-    # Imports the packages above `name`; one whose __init__ raises becomes a package with nothing in it.
+    # Imports the packages above `name`; one whose __init__ raises has what the statements define that do not.
     *packages, _ = name.split(".")
     folder = path.parents[len(packages) - 1] if packages else path.parent
     for depth in range(1, len(packages) + 1):
@@ -205,8 +211,17 @@ def _import_packages(name: str, path: Path, limit: float) -> None:
         if loaded is not None and _place_of(loaded) not in (None, place):
             raise ExplainError(f"{path} cannot be imported: {loaded} is imported as {package} already")
         if loaded is None:
-            bare = sys.modules[package] = types.ModuleType(package)
-            bare.__path__ = [str(place)]
+            partial = sys.modules[package] = types.ModuleType(package)
+            partial.__path__, partial.__package__ = [str(place)], package
+            _run_init(partial, place / "__init__.py", limit)
+
+
+def _run_init(package: types.ModuleType, path: Path, limit: float) -> None:
+    if not path.is_file():
+        return
+    package.__file__ = str(path)
+    with contextlib.suppress(ExplainError):
+        _executed(package, path, _parsed(path), limit)
 
 
 def _place_of(package: types.ModuleType) -> Path | None:
@@ -215,6 +230,19 @@ def _place_of(package: types.ModuleType) -> Path | None:
 
 
 def _run(module: types.ModuleType, path: Path, tree: ast.Module, say: Say, limit: float) -> None:
+    left_out, first = _executed(module, path, tree, limit)
+    if first is None:
+        return
+    if not any(_is_model(value, module) for value in vars(module).values()):
+        sys.modules.pop(module.__name__, None)
+        raise ExplainError(f"{path} cannot be imported: {_why(first, limit)}") from first
+    say(f"{LEFT_OUT} {path.name}: {', '.join(left_out[:3])}" + (", ..." if len(left_out) > 3 else ""))
+
+
+def _executed(
+    module: types.ModuleType, path: Path, tree: ast.Module, limit: float
+) -> tuple[list[str], BaseException | None]:
+    """Run the file's statements in `module`, without those that raise: these in words, and what the first raised."""
     flags = 0
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and node.module == "__future__":
@@ -239,12 +267,7 @@ def _run(module: types.ModuleType, path: Path, tree: ast.Module, say: Say, limit
             if not isinstance(statement, (ast.Import, ast.ImportFrom, ast.ClassDef, ast.FunctionDef)):
                 # What follows a program that failed belongs to that program, but for what it defines.
                 remaining = [s for s in remaining if _defines(s)]
-    if first is None:
-        return
-    if not any(_is_model(value, module) for value in vars(module).values()):
-        sys.modules.pop(module.__name__, None)
-        raise ExplainError(f"{path} cannot be imported: {_why(first, limit)}") from first
-    say(f"{LEFT_OUT} {path.name}: {', '.join(left_out[:3])}" + (", ..." if len(left_out) > 3 else ""))
+    return left_out, first
 
 
 def _is_model(value: object, module: types.ModuleType) -> bool:

@@ -30,7 +30,7 @@ DEPTH_NAME = (
 )
 LENGTH_NAME = (
     r"(max|seq|src|tgt|trg|pred|label|context|ctx|block|sequence|input|out|time).*len|_len(gth)?$|block_size|n_positions|max_pos|_ctx$|n_ctx"
-    r"|context_(size|window)|max_position|max_tokens|^length$|seq_size|num_pos|n_position|timesteps?|num_frames|^n_seq"
+    r"|context_(size|window)|(segment|chunk)_size|max_position|max_tokens|^length$|seq_size|num_pos|n_position|timesteps?|num_frames|^n_seq"
 )
 # What there is a table of: an embedding has a row for each.
 THINGS = r"user|item|movie|product|entity|entitie|relation|speaker|symbol|phoneme|char|token_type"

@@ -49,6 +49,9 @@ def calls_of(cls: type[nn.Module], namespace: Mapping[str, Any], path: Path) -> 
             if names is None or not (node.args or node.keywords):
                 continue
             node.func = ast.Name(cls.__name__, ast.Load())
+            for keyword in node.keywords:
+                if keyword.arg == "pretrained":  # the weights change nothing here
+                    keyword.value = ast.Constant(False)
             yield Snippet(ast.unparse(node), source, {cls.__name__: cls, **names})
             found += 1
             if found == MOST_CALLS:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import time
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -169,8 +170,10 @@ def _found(
             model, holders = _model(expression, entry, namespace, notes, args.parameters)
         return _with_inputs(args, model, holders, namespace, limit)
     failures: list[ExplainError] = []
-    classes = candidates(module)
+    classes, start = candidates(module), time.monotonic()
     for cls in classes[:MOST_CANDIDATES]:
+        if failures and time.monotonic() - start > limit / 2:
+            break
         try:
             found, built_with = _built_and_run(cls, args, namespace, limit)
         except ExplainError as error:
@@ -196,7 +199,10 @@ def _built_and_run(
     # The first of the ways to build `cls` whose model runs on some inputs, and what was made up for it.
     ways = all_built(cls, namespace, args.parameters)
     failures: list[ExplainError] = []
+    start = time.monotonic()
     for _ in range(MOST_WAYS):
+        if failures and time.monotonic() - start > limit / 2:
+            break
         with step(f"building {cls.__name__}", limit, f"build a smaller one with --entry '{cls.__name__}(...)'"):
             made = next(ways, None)
         if made is None:
