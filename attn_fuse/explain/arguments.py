@@ -7,6 +7,7 @@ import copy
 import importlib
 import inspect
 import re
+import typing
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -60,11 +61,15 @@ def call_of(
     needs = without_default(function)
     if with_none:
         hints, defaults = hints_of(function), defaults_of(function)
-        absent = {n: hints.get(n) for n, value in defaults.items() if value is None and not LAYER_CLASS.search(n)}
+        absent = {
+            n: hints.get(n)
+            for n, value in defaults.items()
+            if value is None and not LAYER_CLASS.search(n) and not _is_module(hints.get(n))
+        }
         needs |= {n: h for n, h in absent.items() if is_config_name(n) or value_for(n, h, defaults) is not None}
     for name, hint in ((name, hint) for name, hint in needs.items() if name not in arguments):
         of = config_class(function, name, hint, namespace)
-        is_part = (isinstance(hint, type) and issubclass(hint, nn.Module)) or value_for(name, hint) is None
+        is_part = _is_module(hint) or value_for(name, hint) is None
         part = _part(name, hint, namespace) if is_part and depth < DEEPEST else None
         if part is not None and part is not function:
             parts[name] = call_of(part, namespace, path, say, depth + 1)[0]
@@ -87,6 +92,11 @@ def call_of(
         return function(*bound.args, **bound.kwargs)
 
     return make, (*configs, {**defaults_of(function), **arguments})
+
+
+def _is_module(hint: object) -> bool:
+    options = typing.get_args(hint) or (hint,)
+    return any(isinstance(option, type) and issubclass(option, nn.Module) for option in options)
 
 
 def _sizes(
@@ -115,7 +125,7 @@ def _sizes(
 def _part(name: str, hint: Any, namespace: Mapping[str, Any]) -> type[nn.Module] | None:
     # The class of a module that the constructor takes as an argument: `encoder` takes an Encoder.
     if isinstance(hint, type) and issubclass(hint, nn.Module) and hint is not nn.Module:
-        return hint if hint.__module__.partition(".")[0] != "torch" else None
+        return hint if hint.__module__.partition(".")[0] != "torch" or hint is nn.Embedding else None
     wanted = name.replace("_", "").lower()
     classes = (value for value in namespace.values() if isinstance(value, type) and issubclass(value, nn.Module))
     found = next((c for c in classes if c.__name__.lower() == wanted and hint in (None, nn.Module)), None)

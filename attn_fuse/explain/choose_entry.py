@@ -19,6 +19,7 @@ from torch import nn
 from attn_fuse.errors import ExplainError
 from attn_fuse.explain.open_file import repository_of
 from attn_fuse.explain.stages import stages_of
+from attn_fuse.explain.stand_ins import refuse
 
 # Classes around a model, or for a special use of it: taken only where there is no other.
 AROUND = re.compile(r"wrapper|trainer|loss|criterion|optimi|lightning|pipeline|scheduler|ema$|distill|superres", re.I)
@@ -45,6 +46,9 @@ def candidates(module: types.ModuleType) -> list[type[nn.Module]]:
     """
     classes = list(dict.fromkeys(value for value in vars(module).values() if _is_module_class(value, module)))
     if not classes:
+        for value in vars(module).values():
+            if isinstance(value, type) and hasattr(value, "stands_for") and value.__module__ == module.__name__:
+                refuse(repr(value.stands_for).strip("<>").partition(",")[0])
         raise ExplainError(
             f"{module.__file__}: it defines no nn.Module class; pass --entry EXPR, which gives a model or a function"
         )

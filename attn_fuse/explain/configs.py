@@ -107,7 +107,8 @@ class SmallConfig(dict[str, Any]):
 
 def is_config_name(name: str) -> bool:
     """Whether an argument of this name is a config."""
-    return name.lower().endswith(CONFIG_NAMES)
+    name = name.lower().strip("_")
+    return name.endswith(CONFIG_NAMES) or name in ("hp", "hps")
 
 
 def config_class(cls: Callable[..., Any], name: str, hint: Any, namespace: Mapping[str, Any]) -> type | None:
@@ -225,15 +226,20 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def _handed_on(cls: type) -> list[inspect.Parameter]:
-    # The parameters of the constructor above, where that of `cls` hands its own **kwargs on to it.
-    owner = next((base for base in cls.__mro__ if "__init__" in vars(base)), None)
-    above = cls.__mro__[cls.__mro__.index(owner) + 1] if owner not in (None, object) else object
-    if owner is None or above.__module__.startswith("torch.") or above is object:
+    # The parameters of the constructor above, or of a module's, that the constructor of `cls` hands its **kwargs on to.
+    owner = next((base for base in cls.__mro__ if isinstance(vars(base).get("__init__"), types.FunctionType)), None)
+    if owner is None or owner.__module__.startswith("torch."):
         return []
+    above = cls.__mro__[cls.__mro__.index(owner) + 1]
+    names = vars(owner)["__init__"].__globals__
     for node in ast.walk(_tree_of_function(vars(owner)["__init__"])):
         match node:
-            case ast.Call(ast.Attribute(_, "__init__"), given, keywords) if any(k.arg is None for k in keywords):
-                parameters = _parameters(above)
+            case ast.Call(called, given, keywords) if any(k.arg is None for k in keywords):
+                is_above = isinstance(called, ast.Attribute) and called.attr == "__init__"
+                inner = names.get(called.id) if isinstance(called, ast.Name) else None
+                if not is_above and not (isinstance(inner, type) and issubclass(inner, nn.Module)):
+                    continue
+                parameters = _parameters(inner if isinstance(inner, type) else above)
                 count = sum(not isinstance(one, ast.Starred) for one in given)
                 named = {keyword.arg for keyword in keywords}
                 return [p for p in parameters[count:] if p.name not in named]

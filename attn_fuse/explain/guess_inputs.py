@@ -19,6 +19,7 @@ from attn_fuse.errors import ExplainError
 from attn_fuse.explain.declared import LONGEST, Sizes
 from attn_fuse.explain.inputs import Inputs, in_python, tensors_in
 from attn_fuse.explain.problems import in_one_line
+from attn_fuse.explain.steps import TimeUp, limited
 from attn_fuse.explain.use_values import Around, values_for
 from attn_fuse.explain.uses import Use, uses_of
 
@@ -30,6 +31,8 @@ CHANNELS_WANTED = re.compile(r"expected input\[[\d, ]+\] to have (\d+) channels"
 LENGTH_WANTED = re.compile(r"size of tensor a \((\d+)\) must match the size of tensor b \((\d+)\)")
 # How many combinations of guesses are run, how many of one first argument, and for how many seconds.
 MOST_TRIES, MOST_PICKS, TRY_SECONDS = 240, 24, 60.0
+# Seconds of one run.
+RUN_SECONDS = 30.0
 # How many runs on one first argument may fail alike.
 MOST_ALIKE = 16
 # How many values of an argument its use gives.
@@ -288,11 +291,13 @@ class _Trial:
     def on(self, inputs: Inputs) -> _Ran | None:
         """A run on `inputs`."""
         try:
-            with torch.no_grad(), _embedded(self.embeddings) as embedded:
+            with limited(RUN_SECONDS), torch.no_grad(), _embedded(self.embeddings) as embedded:
                 self.model(*inputs.args, **inputs.kwargs)
             return _Ran(inputs, embedded)
         except ExplainError:
             raise
+        except TimeUp:
+            self.failures.append(f"{inputs}: more than {RUN_SECONDS:g} s")
         except Exception as error:
             self.failures.append(f"{inputs}: {in_one_line(error)}")
             self._learn(str(error))

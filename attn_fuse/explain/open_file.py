@@ -79,7 +79,8 @@ def imported(path: Path, say: Say = lambda note: None, limit: float = IMPORT_LIM
             sys.stdin = nothing
             if not torch.cuda.is_available() and on_the_cpu(tree):
                 moved.append(path.name)
-            module = _module(path, name, tree, say, limit)
+            with _same_folder_after():
+                module = _module(path, name, tree, say, limit)
             if moved:
                 say("no GPU here: what its files put on cuda is on the CPU")
             if finder.names:
@@ -162,7 +163,10 @@ def _root_and_name(path: Path, tree: ast.Module) -> tuple[Path, str]:
 
 def _is_below(module: types.ModuleType, roots: Sequence[Path]) -> bool:
     file = getattr(module, "__file__", None)
-    places = [file] if file else list(getattr(module, "__path__", ()))
+    try:
+        places = [file] if file else list(getattr(module, "__path__", ()))
+    except KeyError:  # a namespace package whose parent held a stand-in and is gone
+        return True
     # The environment may lie in the repository, and be a link to another place.
     libraries = (Path(sys.prefix), Path(sys.prefix).resolve())
     return any(
@@ -248,9 +252,9 @@ def _executed(
         if isinstance(node, ast.ImportFrom) and node.module == "__future__":
             for alias in node.names:
                 flags |= getattr(__future__, alias.name).compiler_flag
-    remaining: list[ast.stmt] = list(tree.body)
-    left_out: list[str] = []
-    first: BaseException | None = None
+    left_out = [f"line {s.lineno} (it trains)" for s in tree.body if _trains(s)]
+    remaining: list[ast.stmt] = [s for s in tree.body if not _trains(s)]
+    first: BaseException | None = TimeUp() if left_out else None
     while remaining:
         code = compile(ast.Module(remaining, []), str(path), "exec", flags, dont_inherit=True)
         try:
@@ -258,16 +262,50 @@ def _executed(
                 exec(code, vars(module))
             break
         except (Exception, SystemExit, TimeUp) as error:
-            first = first or error
             line = _line_of(error, path)
             index = next((i for i, s in enumerate(remaining) if line <= (s.end_lineno or s.lineno)), len(remaining) - 1)
             statement = remaining[index]
+            if isinstance(error, FileNotFoundError) and _moved_to_its_files(error, path):
+                remaining = remaining[index:]
+                continue
+            first = first or error
             left_out.append(f"line {statement.lineno} ({_in_words(error, limit)})")
             remaining = remaining[index + 1 :]
             if not isinstance(statement, (ast.Import, ast.ImportFrom, ast.ClassDef, ast.FunctionDef)):
                 # What follows a program that failed belongs to that program, but for what it defines.
                 remaining = [s for s in remaining if _defines(s)]
     return left_out, first
+
+
+def _trains(statement: ast.stmt) -> bool:
+    """Whether it is a loop with a backward pass, which a script runs for hours."""
+    return isinstance(statement, (ast.For, ast.While)) and any(
+        isinstance(node, ast.Attribute) and node.attr == "backward" for node in ast.walk(statement)
+    )
+
+
+def _moved_to_its_files(error: FileNotFoundError, path: Path) -> bool:
+    """Go to the folder above `path` that has the file that was not found; whether there is one.
+
+    A script is run in its own folder, or in its repository's.
+    """
+    wanted = Path(str(error.filename))
+    if error.filename is None or wanted.is_absolute():
+        return False
+    for folder in (folder for folder in path.parents if folder.is_relative_to(repository_of(path))):
+        if (folder / wanted).exists() and folder != Path.cwd():
+            os.chdir(folder)
+            return True
+    return False
+
+
+@contextlib.contextmanager
+def _same_folder_after() -> Iterator[None]:
+    folder = Path.cwd()
+    try:
+        yield
+    finally:
+        os.chdir(folder)
 
 
 def _is_model(value: object, module: types.ModuleType) -> bool:

@@ -6,6 +6,7 @@ import contextlib
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from types import FrameType
 
@@ -23,7 +24,8 @@ class TimeUp(BaseException):
 def limited(seconds: float) -> Iterator[None]:
     """Raise TimeUp in the block after `seconds`, and once more each second where the block's own code catches it.
 
-    Outside the main thread, and on a system without alarms, there is no limit.
+    A limit within another ends no later than that one. Outside the main thread, and on a system without alarms, there
+    is no limit.
     """
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield
@@ -32,12 +34,14 @@ def limited(seconds: float) -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> None:
         raise TimeUp
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
+    before, start = signal.signal(signal.SIGALRM, stop), time.monotonic()
+    left, _ = signal.getitimer(signal.ITIMER_REAL)
+    signal.setitimer(signal.ITIMER_REAL, min(seconds, left) if left else seconds, 1.0)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        passed = time.monotonic() - start
+        signal.setitimer(signal.ITIMER_REAL, max(left - passed, 0.001) if left else 0.0, 1.0)
         signal.signal(signal.SIGALRM, before)
 
 

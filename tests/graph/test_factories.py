@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 from attn_fuse.explain.choose_entry import outermost
 from attn_fuse.explain.factories import factories_of
@@ -137,3 +138,31 @@ class TestStandIns:
         with imported(write(source + net("width", "pass")), notes.append):
             pass
         assert notes == ["not installed, and stood in for: third_party.midi.notes"]
+
+
+def test_what_a_constructor_hands_on_to_a_module_of_the_file(write: Write) -> None:
+    inner = net("width, depth", "self.width, self.depth = width, depth", "Blocks")
+    over = "class GPT(nn.Module):\n    def __init__(self, d_model, **kwargs):\n        super().__init__()\n"
+    model: Any = model_of(write(inner + over + "        self.blocks = Blocks(d_model, **kwargs)\n"))[0]
+    assert (model.blocks.width, model.blocks.depth) == (256, 2)
+
+
+def test_a_config_file_with_a_part_of_the_arguments(write: Write, tmp_path: Path) -> None:
+    (tmp_path / "base.json").write_text('{"model": {"rates": [8, 2], "sizes": [3, 7], "flavour": "1"}}')
+    notes: list[str] = []
+    model: Any = model_of(
+        write(net("rates, sizes, flavour, n_layers", "self.seen = (rates, flavour, n_layers)")), notes
+    )[0]
+    assert model.seen == ([8, 2], "1", 2)
+    assert notes == ["as in base.json: model", "sizes by name: GPT(n_layers=2)"]
+
+
+def test_an_embedding_as_an_argument(write: Write) -> None:
+    model: Any = model_of(write(net("words: nn.Embedding, d_model=32", "self.words = words")))[0]
+    assert isinstance(model.words, nn.Embedding)
+
+
+def test_a_readmes_call_without_its_weights(write: Write, tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("```\nmodel = GPT('b16', pretrained=True)\n```\n")
+    model: Any = model_of(write(net("kind, pretrained", "self.seen = (kind, pretrained)")))[0]
+    assert model.seen == ("b16", False)

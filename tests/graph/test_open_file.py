@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import re
 import sys
@@ -13,6 +14,7 @@ import pytest
 
 from attn_fuse.errors import ExplainError
 from attn_fuse.explain.build import built
+from attn_fuse.explain.choose_entry import outermost
 from attn_fuse.explain.open_file import imported, repository_of
 from attn_fuse.explain.problems import in_one_line
 from attn_fuse.explain.stand_ins import MissingPackage
@@ -187,6 +189,13 @@ class TestStandIns:
             assert module.HAS is False
         assert notes == []
 
+    def test_classes_that_all_inherit_one(self, write: Write) -> None:
+        source = "from no_such_package.models import PreTrained\nclass Tagger(PreTrained): pass\n"
+        with imported(write(source + "class Net(nn.Module): pass\n")) as module:
+            del module.Net
+            with pytest.raises(MissingPackage, match=r"the model uses no_such_package\.models\.PreTrained, and"):
+                outermost(module)
+
     def test_no_submodule_of_an_installed_package(self, write: Write) -> None:
         with pytest.raises(ExplainError, match=r"No module named 'torch\.no_such_part'"):
             imported(write("import torch.no_such_part\n")).__enter__()
@@ -214,6 +223,24 @@ class TestPrograms:
         with imported(path, notes.append, limit=0.3) as module:
             assert module.Net.__name__ == "Net"
         assert notes == ["left out of model.py: line 6 (it runs more than 0.3 s)"]
+
+    def test_a_loop_with_a_backward_pass_is_not_even_begun(self, write: Write) -> None:
+        notes: list[str] = []
+        source = "class Net(nn.Module): pass\nfor step in range(10**12):\n    loss = Net()(step)\n    loss.backward()\n"
+        with imported(write(source + "size = 3\n"), notes.append) as module:
+            assert module.size == 3 and not hasattr(module, "step")
+        assert notes == ["left out of model.py: line 6 (it trains)"]
+
+    def test_a_file_beside_the_script(self, write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "words.txt").write_text("abc")
+        (tmp_path / "README.md").touch()
+        (tmp_path / "elsewhere").mkdir()
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        notes: list[str] = []
+        source = "class Net(nn.Module): pass\ntext = open('words.txt').read()\nsize = len(text)\n"
+        with imported(write(source, "nets/model.py"), notes.append) as module:
+            assert module.size == 3 and Path.cwd() == tmp_path / "elsewhere"
+        assert notes == []
 
     def test_a_script_without_a_class_that_trains(self, write: Write) -> None:
         with pytest.raises(
@@ -254,6 +281,16 @@ class TestSteps:
         with pytest.raises(ExplainError, match=re.escape(message)), step("building GPT", 0.1, "build less"):
             while True:
                 pass
+
+    @pytest.mark.parametrize("inner", [0.05, 30.0])
+    def test_a_limit_within_another(self, inner: float) -> None:
+        start = time.monotonic()
+        with pytest.raises(TimeUp), limited(0.3):
+            with contextlib.suppress(TimeUp), limited(inner):
+                while True:
+                    time.sleep(0.01)
+            while time.monotonic() - start < 20:
+                time.sleep(0.01)
 
     def test_no_alarm_is_left(self) -> None:
         with limited(0.1):
