@@ -182,14 +182,17 @@ def config_of(cls: Callable[..., Any], config: type, path: Path, say: Say) -> ob
 
 
 def _filled(config: Any) -> dict[str, Any]:
-    # Sets the vocabulary that a config leaves open by -1, as LLaMA's does, and gives what it set.
+    # Sets the numbers that a config leaves open, and gives what it set: a vocabulary of -1, as in LLaMA's, and `n: int`
+    # with the default None, as in makemore's.
     filled: dict[str, Any] = {}
     if not dataclasses.is_dataclass(config):
         return filled
     for field in dataclasses.fields(config):
         value = getattr(config, field.name, None)
-        if isinstance(value, int) and not isinstance(value, bool) and value == -1 and "vocab" in field.name:
-            with_value = value_for(field.name)
+        is_open = value == -1 and "vocab" in field.name and not isinstance(value, bool)
+        is_open = is_open or (value is None and field.type in (int, "int"))
+        with_value = value_for(field.name) if is_open else None
+        if with_value is not None:
             try:
                 setattr(config, field.name, with_value)
             except AttributeError:  # frozen

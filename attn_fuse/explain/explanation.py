@@ -100,7 +100,10 @@ class Explanation:
         count = len(self.reports)
         graphs = f" in {count} graphs" if count > 1 else ""
         if not self.sites:
-            return f"no attention found{graphs}: there is no softmax between two products"
+            why = "there is no softmax between two products"
+            if self.not_compiled:
+                return f"no attention found{graphs}: {why} outside of the functions that are left as written"
+            return f"no attention found{graphs}: {why}"
         attentions = f"{len(self.sites)} attention{'s' if len(self.sites) > 1 else ''}"
         summary = f"{attentions}{graphs}: {self.fused} fused, {self.left_as_written} left as written"
         if self.already_fused:

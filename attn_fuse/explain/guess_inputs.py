@@ -28,6 +28,7 @@ SHORT, USUAL = 8, 64
 # What torch's errors call for.
 WIDTH_WANTED = re.compile(r"shapes cannot be multiplied \(\d+x\d+ and (\d+)x\d+\)")
 CHANNELS_WANTED = re.compile(r"expected input\[[\d, ]+\] to have (\d+) channels")
+MATCH_WANTED = re.compile(r"Expected size (\d+) but got size (\d+) for tensor")
 LENGTH_WANTED = re.compile(r"size of tensor a \((\d+)\) must match the size of tensor b \((\d+)\)")
 # How many combinations of guesses are run, how many of one first argument, and for how many seconds.
 MOST_TRIES, MOST_PICKS, TRY_SECONDS = 240, 24, 60.0
@@ -322,9 +323,10 @@ class _Trial:
 
     def _learn(self, message: str) -> None:
         # What torch says of sizes that do not fit: the width of a weight, the length of learned positions.
-        width = WIDTH_WANTED.search(message) or CHANNELS_WANTED.search(message)
-        if width and int(width[1]) not in self.wanted:
-            self.wanted.insert(0, int(width[1]))
+        for pattern in (WIDTH_WANTED, CHANNELS_WANTED, MATCH_WANTED):
+            for text in ((found := pattern.search(message)) and found.groups()) or ():
+                if int(text) not in self.wanted:
+                    self.wanted.insert(0, int(text))
         if (sizes := LENGTH_WANTED.search(message)) and int(sizes[2]) not in self.fixed:
             self.fixed.insert(0, int(sizes[2]))
 

@@ -124,6 +124,14 @@ def test_a_config_as_another_file_calls_it(write: Write) -> None:
     assert model.layer.in_features == 6 and notes == ["Params: as in util.py"]
 
 
+def test_a_config_that_leaves_its_whole_numbers_open(write: Write) -> None:
+    config = "@dataclass\nclass Config:\n    block_size: int = None\n    name: str = None\n    n_embd2: int = 24\n"
+    notes: list[str] = []
+    body = "self.seen = (config.block_size, config.name)"
+    assert model_of(write(config + net("config", body)), notes)[0].seen == (128, None)
+    assert notes == ["sizes by name: Config(block_size=128)"]
+
+
 class TestStandIns:
     def test_a_dataclass_that_inherits_one(self, write: Write) -> None:
         source = "from not_installed import Serializable\n@dataclass\nclass Config(Serializable):\n    width: int = 6\n"

@@ -218,3 +218,25 @@ class TestOtherArguments:
     @pytest.mark.parametrize("model", [Tokens(positions=5000), Floats()])
     def test_a_length_and_a_batch_that_the_user_asks_for(self, model: nn.Module) -> None:
         assert inputs_for(model, length=1500, batch=3).args[0].shape[:2] == (3, 1500)
+
+
+class Matched(nn.Module):
+    """Concatenates its input with rows of a width that nothing declares; Conv takes channels instead."""
+
+    def __init__(self, by_channels: bool) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.zeros(1, 2, 7))
+        self.layer = nn.Conv1d(7, 3, 1) if by_channels else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        _, _, _ = x.shape
+        copy = x.clone()
+        if isinstance(self.layer, nn.Conv1d):
+            return self.layer(copy.permute(0, 2, 1))
+        return torch.cat([self.rows, copy], dim=1)
+
+
+@pytest.mark.parametrize("by_channels", [False, True])
+def test_a_width_that_an_error_tells(by_channels: bool) -> None:
+    (x,) = inputs_for(Matched(by_channels)).args
+    assert x.shape[-1] == 7
