@@ -28,6 +28,9 @@ MEASURED = (
     "site.py",
 )  # fmt: skip
 
+# Results on explain's own stages.
+EXPLAIN = {"explain_repositories": ("explain",)}
+
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table, its first column to the left."""
@@ -164,11 +167,22 @@ def opened() -> str:
     """explain_repositories.py: on how many files of public repositories explain reports, with nothing but the path."""
     content = stored("explain_repositories")
     rows = []
-    for group in dict.fromkeys(row["group"] for row in content["files"]):
-        of = [row for row in content["files"] if row["group"] == group]
-        rows.append([group, f"{sum(row['outcome'] == 'report' for row in of)} of {len(of)}"])
-    rows.append(["all", f"{content['counts']['report']} of {len(content['files'])}"])
-    return _signed(markdown(["files", "explain gives a report"], rows), "explain_repositories")
+    groups = [*dict.fromkeys(row["group"] for row in content["files"]), "all"]
+    for group in groups:
+        of = [row for row in content["files"] if group in ("all", row["group"])]
+        counts = (sum(row[which] == "report" for row in of) for which in ("outcome", "torch_alone"))
+        rows.append([group, *(f"{count} of {len(of)}" for count in counts)])
+    return _signed(markdown(["files", "a report", "with torch alone"], rows), "explain_repositories")
+
+
+def walked() -> str:
+    """walk.py: what a new user's first commands take."""
+    rows = []
+    for step in stored("walk-cpu")["steps"]:
+        said = step["said"] if len(step["said"]) < 120 else f"{step['said'][:117]}..."
+        rows.append([f"`{step['command']}`", f"{step['seconds']:.1f} s", said if step["status"] == 0 else "failed"])
+    text = markdown(["", "", "its last line"], rows).replace("| --- | --: | --: |", "| --- | --: | --- |")
+    return _signed(text, "walk-cpu")
 
 
 def tools() -> str:
@@ -244,6 +258,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
         headline,
         recognised,
         opened,
+        walked,
         tools,
         generated,
         bench_model,
@@ -279,10 +294,11 @@ def filled(text: str) -> str:
 def outdated() -> Iterator[str]:
     """A line for each result whose commit is older than a change of the code that it measures."""
     for path in sorted(RESULTS.glob("*.json")):
-        commit = json.loads(path.read_text()).get("machine", {}).get("commit", "")
+        content = json.loads(path.read_text())
+        commit = content.get("machine", content).get("commit", "")
         if not commit:
             continue
-        paths = [f"attn_fuse/{part}" for part in MEASURED]
+        paths = [f"attn_fuse/{part}" for part in EXPLAIN.get(path.stem, MEASURED)]
         command = ["git", "log", "--oneline", f"{commit.partition('+')[0]}..HEAD", "--", *paths]
         since = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         if since.returncode or since.stdout:
