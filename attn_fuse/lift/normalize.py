@@ -20,7 +20,14 @@ from attn_fuse.graph.memory import call
 from attn_fuse.graph.modes import autocast_of
 from attn_fuse.graph.names import DROPOUT, FUSED, elements, op_name, requires_grad, tensors_of, value_of
 from attn_fuse.graph.region import Region
-from attn_fuse.torch_internals import FakeTensorMode, decompositions, functionalized, make_fx, on_fake_tensors
+from attn_fuse.torch_internals import (
+    DataDependentOutputException,
+    FakeTensorMode,
+    decompositions,
+    functionalized,
+    make_fx,
+    on_fake_tensors,
+)
 
 _ORIGIN = "attn_fuse_origin"
 
@@ -121,7 +128,18 @@ def _run(node: Node, env: dict[Node, Any], probabilities: list[float | Node]) ->
     args, kwargs = map_arg(node.args, env.__getitem__), map_arg(node.kwargs, env.__getitem__)
     if op_name(node) in FUSED:
         return _as_written_out(node, probabilities, *args, **kwargs)
-    return call(node, args, kwargs)
+    try:
+        return call(node, args, kwargs)
+    except DataDependentOutputException:
+        # Torch reads the number in a tensor, as `x.reshape(n, torch.div(32, 4, rounding_mode="floor"))` asks it to.
+        args, kwargs = (map_arg(given, lambda one: _number_in(one, env)) for given in (node.args, node.kwargs))
+        return call(node, args, kwargs)
+
+
+def _number_in(node: Node, env: dict[Node, Any]) -> Any:
+    """The number that `node` holds, where the graph was captured with one and no input; else its value in `env`."""
+    constant = getattr(value_of(node), "constant", None)
+    return env[node] if constant is None or constant.dim() else constant.item()
 
 
 def _as_written_out(

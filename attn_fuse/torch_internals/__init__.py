@@ -5,6 +5,7 @@ Tried on torch 2.11.0, 2.13.0 and 2.15.0, on CPU.
 
 from __future__ import annotations
 
+from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx as make_fx

@@ -327,3 +327,34 @@ def test_scores_used_by_two() -> None:
 def test_scores_held_against_what_is_made_of_them() -> None:
     outcome = check(threshold_of_the_scores, *tensors(*SHAPE), inner="aot_eager")
     assert not any(site.fused for site in outcome.sites), str(outcome)
+
+
+def sizes_by_division(q, k, v):
+    """The width of a head as a tensor, as GCViT takes it: torch reads the number in it where a shape is asked for."""
+    width = torch.div(H * D, H, rounding_mode="floor")
+    q, k, v = (t.reshape(B, T, H, width).transpose(1, 2) for t in (q, k, v))
+    return (q @ k.mT * width**-0.5).softmax(-1) @ v
+
+
+def sizes_by_two_divisions(q, k, v):
+    width = torch.div(H * D, H, rounding_mode="floor")
+    twice = q.reshape(B, T, H, width).transpose(1, 2)
+    width = 2 * width
+    q, k, v = (t.reshape(B, T, H // 2, width).transpose(1, 2) for t in (q, k, v))
+    return (q @ k.mT * width**-0.5).softmax(-1) @ v + twice.sum()
+
+
+@pytest.mark.parametrize("program", [sizes_by_division, sizes_by_two_divisions])
+def test_sizes_by_division(program: Program) -> None:
+    assert_fused(program, *tensors(B, T, H * D), inner="aot_eager")
+
+
+def sizes_by_division_of_a_size(q, k, v):
+    width = torch.div(q.shape[-1], H, rounding_mode="floor")
+    q, k, v = (t.reshape(B, T, H, width).transpose(1, 2) for t in (q, k, v))
+    return (q @ k.mT * width**-0.5).softmax(-1) @ v
+
+
+def test_sizes_by_division_of_a_size_that_changes() -> None:
+    more = [tensors(B, T, H * D * n) for n in (2, 3)]
+    check(sizes_by_division_of_a_size, *tensors(B, T, H * D), inner="aot_eager", more=more)
