@@ -94,6 +94,8 @@ def inputs_for(
 
 def _example(trial: _Trial) -> str:
     # Inputs in Python for the parameters of forward, as their uses and names say: the user has to change shapes only.
+    # What an error said of one argument is no width of the others.
+    trial.wanted.clear()
     written: dict[str, str] = {}
     like: Tensor | None = None
     for parameter in trial.required:

@@ -65,7 +65,7 @@ def test_small_ones_without_arguments_come_first(names: Callable[[str], list[str
 
 
 def test_of_a_file_that_imports_the_class(write: Write) -> None:
-    write("from model import GPT\ndef make(flavour='x'):\n    return 5, GPT(7, flavour)\n", "zoo.py")
+    write("from model import GPT\ndef make(flavour='x'):\n    return 5, GPT(7, flavour)\n", "makes_models.py")
     notes: list[str] = []
     assert model_of(write(GPT), notes)[0].layer.in_features == 7 and notes == ["built by make()"]
 
@@ -80,7 +80,7 @@ def test_of_a_file_that_imports_the_class(write: Write) -> None:
     ],
 )
 def test_another_files_class_of_the_name_and_programs_are_left_alone(write: Write, other: str) -> None:
-    write(other, "zoo.py")
+    write(other, "makes_models.py")
     path = write(GPT)
     with imported(path) as module:
         assert list(factories_of(outermost(module), vars(module), path)) == []
