@@ -24,18 +24,30 @@ from attn_fuse.explain.configs import (
     defaults_of,
     hints_of,
     is_config_name,
+    is_read_as_config,
     without_default,
 )
 from attn_fuse.explain.open_file import Say
-from attn_fuse.explain.sizes import in_words, value_for
+from attn_fuse.explain.sizes import WIDTH, in_words, value_for
 
 # How many modules deep an argument may be a module that is built of arguments itself.
 DEEPEST = 3
 # Arguments that are a class of layers, and no number of them.
 LAYER_CLASS = re.compile(r"(norm|act|embed|mlp|attn|block)_?layer$")
 
+# Arguments whose names say nothing get one of these in turn, by their annotation.
+_GUESSES: dict[Any, tuple[Any, ...]] = {
+    int: (2, 8, WIDTH, 1, 4), float: (0.1, 1.0, 0.0, 0.5, 2.0), bool: (False, True, False, True, False),
+    None: (2, 8, False, WIDTH, 0.1),
+}  # fmt: skip
+GUESSES = len(_GUESSES[None])
+
 # A call that is ready to be made, and what says its sizes: the configs and the arguments.
 Call = tuple[Callable[[], Any], tuple[object, ...]]
+
+
+class UnknownArgument(ExplainError):
+    """An argument has no default, and nothing says what it is."""
 
 
 def call_of(
@@ -46,16 +58,19 @@ def call_of(
     depth: int = 0,
     with_none: bool = False,
     given: Mapping[str, Any] = MappingProxyType({}),
+    given_parts: Mapping[str, Callable[[], Any]] = MappingProxyType({}),
+    guess: int | None = None,
 ) -> Call:
     """A call of `function`, a class or a function, and what says its sizes. What was made up is said.
 
     namespace: the names among which classes of configs and parts are sought. path: the file whose repository is asked.
     depth: of how many modules this one is a part. with_none: whether arguments whose default is None get a value, too,
-    where their names say one. given: arguments that are known.
-    Raises ExplainError where an argument is not known.
+    where their names say one. given: arguments that are known; given_parts: those that are built with each call.
+    guess: which guess, below GUESSES, an argument gets whose name says nothing; None for none.
+    Raises UnknownArgument where an argument is not known.
     """
     arguments: dict[str, Any] = copy.deepcopy(dict(given))
-    parts: dict[str, Callable[[], nn.Module]] = {}
+    parts: dict[str, Callable[[], Any]] = dict(given_parts)
     configs: list[object] = []
     sizes: dict[str, Any] = {}
     needs = without_default(function)
@@ -67,7 +82,7 @@ def call_of(
             if value is None and not LAYER_CLASS.search(n) and not _is_module(hints.get(n))
         }
         needs |= {n: h for n, h in absent.items() if is_config_name(n) or value_for(n, h, defaults) is not None}
-    for name, hint in ((name, hint) for name, hint in needs.items() if name not in arguments):
+    for name, hint in ((name, hint) for name, hint in needs.items() if name not in {*arguments, *parts}):
         of = config_class(function, name, hint, namespace)
         is_part = _is_module(hint) or value_for(name, hint) is None
         part = _part(name, hint, namespace) if is_part and depth < DEEPEST else None
@@ -76,16 +91,22 @@ def call_of(
             continue
         if of is not None:
             arguments[name] = config_of(function, of, path, say)
-        elif is_config_name(name):
-            arguments[name] = config_without_class(function, name, namespace, path, say)
+        elif is_config_name(name) or (
+            hint in (None, Any) and value_for(name) is None and is_read_as_config(function, name)
+        ):
+            entry = None if guess is None else _GUESSES[int][guess]
+            arguments[name] = config_without_class(function, name, namespace, path, say, entry)
         else:
             sizes[name] = hint
             continue
         configs.append(arguments[name])
     if sizes:
-        values = _sizes(function, sizes, given)
-        arguments.update(values)
-        say(f"sizes by name: {function.__name__}({in_words(values)})")
+        values, guessed = _sizes(function, sizes, given, guess)
+        arguments.update(values, **guessed)
+        if values:
+            say(f"sizes by name: {function.__name__}({in_words(values)})")
+        if guessed:
+            say(f"guesses, for names that say nothing: {function.__name__}({in_words(guessed)})")
 
     def make() -> Any:
         bound = inspect.signature(function).bind(**arguments, **{name: build() for name, build in parts.items()})
@@ -100,9 +121,10 @@ def _is_module(hint: object) -> bool:
 
 
 def _sizes(
-    function: Callable[..., Any], needs: Mapping[str, Any], others: Mapping[str, Any] = MappingProxyType({})
-) -> dict[str, Any]:
-    # A small value for each of `needs` beside the `others`. Raises ExplainError for those whose names say nothing.
+    function: Callable[..., Any], needs: Mapping[str, Any], others: Mapping[str, Any], guess: int | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    # A small value for each of `needs` beside the `others`: those by name or use, and the guesses for the rest. Raises
+    # UnknownArgument without one.
     name = function.__name__
     given = {**{key: value for key, value in defaults_of(function).items() if key not in needs}, **others}
     values: dict[str, Any] = {}
@@ -110,16 +132,28 @@ def _sizes(
         values[key] = value_for(key, hint, {**given, **values})
         if values[key] is None and isinstance(function, type) and hint in (None, Any, int, float, bool):
             values[key] = value_built_with(function, key, {**given, **values})
-        many = entries_asked(function, key) if isinstance(function, type) and hint in (None, Any) else 0
-        if many and type(values[key]) in (int, float):
-            values[key] = (values[key],) * many
-    if unknown := [key for key, value in values.items() if value is None]:
+        values[key] = _in_sequence(function, key, hint, values[key])
+    unknown = [key for key, value in values.items() if value is None]
+    guesses: dict[str, Any] = {}
+    if guess is not None:
+        kinds = {key: needs[key] if needs[key] in _GUESSES else None for key in unknown if needs[key] is not str}
+        guesses = {key: _in_sequence(function, key, needs[key], _GUESSES[kind][guess]) for key, kind in kinds.items()}
+        unknown = [key for key in unknown if key not in guesses]
+    if unknown:
         example = ", ".join(f"{key}={'...' if value is None else repr(value)}" for key, value in values.items())
         subject = "its constructor" if isinstance(function, type) else "it"
-        raise ExplainError(
+        raise UnknownArgument(
             f"cannot build {name}: {subject} needs {', '.join(unknown)}; pass --entry '{name}({example})'"
         )
-    return values
+    return {key: value for key, value in values.items() if value is not None}, guesses
+
+
+def _in_sequence(function: Callable[..., Any], name: str, hint: Any, value: Any) -> Any:
+    # A number, or where the constructor reads a sequence of them, as many as it reads.
+    if type(value) not in (int, float) or not isinstance(function, type) or hint not in (None, Any):
+        return value
+    many = entries_asked(function, name)
+    return (value,) * many if many else value
 
 
 def _part(name: str, hint: Any, namespace: Mapping[str, Any]) -> type[nn.Module] | None:

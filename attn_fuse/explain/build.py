@@ -12,6 +12,7 @@ import functools
 import inspect
 import re
 import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +20,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.parameter import is_lazy
 
 from attn_fuse.errors import ExplainError
-from attn_fuse.explain.arguments import call_of
+from attn_fuse.explain.arguments import GUESSES, UnknownArgument, call_of
 from attn_fuse.explain.config_files import arguments_in
 from attn_fuse.explain.configs import (
+    UnknownEntry,
     config_class,
     defaults_of,
     entry_for,
@@ -31,12 +35,13 @@ from attn_fuse.explain.configs import (
     without_default,
 )
 from attn_fuse.explain.factories import factories_of
-from attn_fuse.explain.open_file import Say
+from attn_fuse.explain.open_file import Say, moved_to_its_files, same_folder_after
 from attn_fuse.explain.problems import in_one_line
 from attn_fuse.explain.sizes import DEPTH_NAME, in_words, value_for
-from attn_fuse.explain.snippets import calls_of
+from attn_fuse.explain.snippets import calls_of, parts_of_calls
 from attn_fuse.explain.stages import staged
 from attn_fuse.explain.stand_ins import MissingPackage
+from attn_fuse.explain.targets import targets_of
 from attn_fuse.explain.weights import random_weights
 
 # Parameters above which a model is not built unasked: 4 GB of float32.
@@ -78,8 +83,10 @@ def built(
     most: int = MOST_PARAMETERS,
 ) -> Built:
     """An instance of `cls` of at most `most` parameters, built in the first of these ways that works: from its defaults
-    and those of its config; as a text of its repository spells it out; by a factory without arguments; from small sizes
-    by name; by a factory from small sizes; from its defaults with fewer layers. `say` is told of all but the first.
+    and those of its config; as a text of its repository spells it out; as a config that names it says; by a factory
+    without arguments; from small sizes by name; by a factory from small sizes; from its defaults with fewer layers;
+    with what a text spells out of it; with plain guesses for arguments whose names say nothing. `say` is told of all
+    but the first.
 
     namespace: the names of the file, among which configs and factories are sought.
     Raises ExplainError where no way works.
@@ -94,13 +101,16 @@ def all_built(cls: type[nn.Module], namespace: Mapping[str, Any], most: int = MO
     """What each way of `built` that works gives, in its order. Raises ExplainError where none does."""
     failures: list[ExplainError] = []
     works = False
-    for way in _ways(cls, namespace):
+    for way in _ways(cls, namespace, failures):
         notes: list[str] = [way.note] if way.note else []
         try:
-            with random_weights(notes.append):
-                _refuse_large(way, most, cls.__name__)
-                make, holders = way.make(notes.append)
-                model = _with_entries(make, holders, cls, notes.append)
+            with random_weights(notes.append), same_folder_after():
+                try:
+                    model, holders = _made(way, cls, most, notes.append)
+                except FileNotFoundError as error:
+                    if not moved_to_its_files(error, Path(str(namespace.get("__file__", "")))):
+                        raise
+                    model, holders = _made(way, cls, most, notes.append)
         except ExplainError as error:
             failures.append(error)
             continue
@@ -120,6 +130,14 @@ def all_built(cls: type[nn.Module], namespace: Mapping[str, Any], most: int = MO
         yield Built(staged(model), holders, tuple(dict.fromkeys(notes)))
     if not works:
         raise next((f for f in failures if isinstance(f, (MissingPackage, TooLarge))), failures[0])
+
+
+def _made(way: _Way, cls: type[nn.Module], most: int, say: Say) -> tuple[nn.Module, tuple[object, ...]]:
+    # The model that a way gives, and what says its sizes. Raises TooLarge above `most` parameters.
+    _refuse_large(way, most, cls.__name__)
+    make, holders = way.make(say)
+    with _at_most(most, cls.__name__):
+        return _with_entries(make, holders, cls, say), holders
 
 
 def _example(cls: type[nn.Module]) -> str:
@@ -167,6 +185,33 @@ def _refuse_large(way: _Way, most: int, name: str) -> None:
         raise _too_large(name, count, most)
 
 
+@contextlib.contextmanager
+def _at_most(most: int, name: str) -> Iterator[None]:
+    # Raises TooLarge as soon as the modules that are made within the block hold more than `most` parameters: a model
+    # that cannot be built on the meta device must not take all memory.
+    held: dict[int, weakref.ref[nn.Parameter]] = {}
+    count = 0
+
+    def registered(module: nn.Module, key: str, parameter: nn.Parameter | None) -> None:
+        nonlocal count
+        known = held.get(id(parameter))
+        if parameter is None or is_lazy(parameter) or (known is not None and known() is parameter):
+            return
+        held[id(parameter)] = weakref.ref(parameter)
+        count += parameter.numel()
+        if count > most:
+            # Some of them may be gone by now.
+            count = sum(one.numel() for reference in held.values() if (one := reference()) is not None)
+        if count > most:
+            raise _too_large(name, count, most)
+
+    hook = register_module_parameter_registration_hook(registered)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
 def _too_large(name: str, count: int, most: int) -> TooLarge:
     return TooLarge(
         f"{name} has {count:.3g} parameters, more than {most:.3g}; build a smaller one with "
@@ -174,7 +219,8 @@ def _too_large(name: str, count: int, most: int) -> TooLarge:
     )
 
 
-def _ways(cls: type[nn.Module], namespace: Mapping[str, Any]) -> Iterator[_Way]:
+def _ways(cls: type[nn.Module], namespace: Mapping[str, Any], failures: Sequence[ExplainError]) -> Iterator[_Way]:
+    # The ways in their order; the last ones only where one of the others has failed for want of an argument.
     needs = without_default(cls)
     modules = [name for name, hint in needs.items() if isinstance(hint, type) and issubclass(hint, nn.Module)]
     sized = [
@@ -187,6 +233,8 @@ def _ways(cls: type[nn.Module], namespace: Mapping[str, Any]) -> Iterator[_Way]:
     if path.is_file():
         for snippet in calls_of(cls, namespace, path):
             yield _Way(f"as in {snippet.source}: {_shortened(snippet.text)}", _by_text(snippet.text, snippet.names))
+    for target in targets_of(cls, path) if path.is_file() else ():
+        yield _Way(f"as in {target.source}", functools.partial(target.call, namespace, path))
     if path.is_file() and sized:
         is_open = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(cls).parameters.values())
         taken = None if is_open else needs.keys() | defaults_of(cls).keys()
@@ -206,8 +254,27 @@ def _ways(cls: type[nn.Module], namespace: Mapping[str, Any]) -> Iterator[_Way]:
         yield direct
     if any(value is None for value in defaults_of(cls).values()):
         yield _Way(None, lambda say: call_of(cls, namespace, path, say, with_none=True))
-    for layers in FEWER_LAYERS:
-        yield _Way(None, functools.partial(_shrunk, cls, namespace, path, layers))
+    if any(isinstance(failure, TooLarge) for failure in failures):
+        for layers in FEWER_LAYERS:
+            yield _Way(None, functools.partial(_shrunk, cls, namespace, path, layers))
+    if not any(isinstance(failure, (UnknownArgument, UnknownEntry)) for failure in failures):
+        return
+    for source, given in parts_of_calls(cls, namespace, path) if path.is_file() else ():
+        words = f"{', '.join(given)} as in {source}"
+        yield _Way(words, functools.partial(_by_parts, cls, namespace, path, given, None))
+    for guess in range(GUESSES):
+        yield _Way(None, functools.partial(_by_parts, cls, namespace, path, {}, guess))
+
+
+def _by_parts(
+    cls: type[nn.Module],
+    namespace: Mapping[str, Any],
+    path: Path,
+    given: Mapping[str, Any],
+    guess: int | None,
+    say: Say,
+) -> _Made:
+    return call_of(cls, namespace, path, say, given=given, guess=guess)
 
 
 def _shortened(text: str) -> str:

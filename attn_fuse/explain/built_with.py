@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import inspect
+import re
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping
@@ -16,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from attn_fuse.explain.sizes import DEPTH, KERNEL, VOCABULARY, Known, value_for
+from attn_fuse.explain.sizes import DEPTH, KERNEL, OUTPUT_NAME, VOCABULARY, Known, value_for
 
 # How many classes deep an argument is followed.
 DEEPEST = 4
@@ -60,17 +61,20 @@ def value_built_with(cls: type, name: str, given: Mapping[str, Any], depth: int 
         inner = _class_of(call, cls)
         taken = _parameter(inner, place) if inner is not None and depth < DEEPEST else None
         if inner is not None and taken is not None:
-            found = value_for(taken, None, given)
+            # An inner module's output is no model's.
+            is_width = re.search(OUTPUT_NAME, taken.lower()) is not None
+            found = known.model_width if is_width else value_for(taken, None, given)
             found = found if found is not None else value_built_with(inner, taken, given, depth + 1)
             if found is not None:
                 return found
     return False if _only_asked(tree, name) else None
 
 
-def entries_asked(cls: type, name: str) -> int:
+def entries_asked(cls: type, name: str, depth: int = 0) -> int:
     """How many entries the constructor of `cls` reads of the sequence that `name` takes; 0 where it takes none.
 
-    It indexes a sequence, sums it, or runs through it; where it writes the name anew, it may make the sequence itself.
+    It indexes a sequence, sums it, takes it apart, runs through it, or hands it on to a module that does. Where it
+    writes the name anew, it may make the sequence itself.
     """
     tree = _constructor(cls)
     if tree is None or any(
@@ -87,7 +91,17 @@ def entries_asked(cls: type, name: str) -> int:
                 count = max(count, DEPTH if any(_is_name(one, name) for one in given) else 0)
             case ast.For(_, over) | ast.comprehension(_, over) if _is_name(over, name):
                 count = max(count, DEPTH)
-    return count
+            case ast.Assign([ast.Tuple(parts)], held) if _is_name(held, name):
+                count = max(count, len(parts))
+    if count or depth >= DEEPEST:
+        return count
+    for call, place in _calls_with(tree, name):
+        handed = call.args[place] if isinstance(place, int) else next(k.value for k in call.keywords if k.arg == place)
+        inner = _class_of(call, cls) if _is_name(handed, name) else None
+        taken = _parameter(inner, place) if inner is not None else None
+        if inner is not None and taken is not None and (count := entries_asked(inner, taken, depth + 1)):
+            return count
+    return 0
 
 
 def _constructor(cls: type) -> ast.Module | None:

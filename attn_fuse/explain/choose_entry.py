@@ -47,8 +47,8 @@ def candidates(module: types.ModuleType) -> list[type[nn.Module]]:
     classes = list(dict.fromkeys(value for value in vars(module).values() if _is_module_class(value, module)))
     if not classes:
         for value in vars(module).values():
-            if isinstance(value, type) and hasattr(value, "stands_for") and value.__module__ == module.__name__:
-                refuse(repr(value.stands_for).strip("<>").partition(",")[0])
+            if isinstance(value, type) and value.__module__ == module.__name__:
+                refuse(value)
         raise ExplainError(
             f"{module.__file__}: it defines no nn.Module class; pass --entry EXPR, which gives a model or a function"
         )

@@ -71,11 +71,17 @@ def arguments_in(needed: Set[str], taken: Set[str] | None, name: str, path: Path
     return best
 
 
-def _all_entries(path: Path) -> Iterator[Entries]:
+def documents_of(path: Path) -> Iterator[tuple[str, object, str]]:
+    """The config files of the repository that holds `path`: the name of each, what it says, and its text."""
     root = repository_of(path)
     for file in itertools.islice(_files(root), MOST_FILES):
         text = _text_of(file)
-        for found in _nested(str(file.relative_to(root)), _parsed(file.suffix, text), 0):
+        yield str(file.relative_to(root)), _parsed(file.suffix, text), text
+
+
+def _all_entries(path: Path) -> Iterator[Entries]:
+    for source, document, text in documents_of(path):
+        for found in _nested(source, document, 0):
             yield replace(found, text=text)
 
 

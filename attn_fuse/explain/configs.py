@@ -55,6 +55,7 @@ class SmallConfig(dict[str, Any]):
     does gets a small value by its name. Asking for what no source knows raises UnknownEntry.
     given: entries that are there from the start, as a config file has them; a mapping among them is a SmallConfig too.
     groups: names of entries that hold entries themselves, as DATA does in `cfg.DATA.SIZE`.
+    guess: the value of what no source knows, or None to raise there.
     """
 
     def __init__(
@@ -63,8 +64,10 @@ class SmallConfig(dict[str, Any]):
         options: Mapping[str, Any],
         given: Mapping[str, Any] | None = None,
         groups: Set[str] = frozenset(),
+        guess: Any = None,
     ) -> None:
         super().__init__()
+        self.__dict__["_guess"] = guess
         self.__dict__["_name"] = name
         self.__dict__["_options"] = dict(options)
         self.__dict__["_groups"] = frozenset(groups)
@@ -78,6 +81,7 @@ class SmallConfig(dict[str, Any]):
             self[key] = self._group(key, None)
             return self[key]
         value = value if value is not None else value_for(key, None, {**options, **self})
+        value = value if value is not None or key in options else self.__dict__["_guess"]
         if value is None and key not in options:
             name = self.__dict__["_name"]
             raise UnknownEntry(
@@ -90,7 +94,8 @@ class SmallConfig(dict[str, Any]):
     def _group(self, key: str, given: Mapping[str, Any] | None) -> SmallConfig:
         options = self.__dict__["_options"].get(key)
         own = options if isinstance(options, dict) else {}
-        return SmallConfig(f"{self.__dict__['_name']}.{key}", own, given, self.__dict__["_groups"])
+        held = self.__dict__
+        return SmallConfig(f"{held['_name']}.{key}", own, given, held["_groups"], held["_guess"])
 
     def __getattr__(self, key: str) -> Any:
         if key.startswith("__"):
@@ -281,11 +286,12 @@ def _is_config_class(value: object) -> typing.TypeGuard[type]:
 
 
 def config_without_class(
-    cls: Callable[..., Any], name: str, namespace: Mapping[str, Any], path: Path, say: Say
+    cls: Callable[..., Any], name: str, namespace: Mapping[str, Any], path: Path, say: Say, guess: Any = None
 ) -> object:
     """A config for the argument `name` of `cls` where no class says what it is.
 
-    It is a dict or namespace of the file that has the entries that the code reads, else a SmallConfig.
+    It is a dict or namespace of the file that has the entries that the code reads, else a SmallConfig. guess: what its
+    entries are that no source knows; None for none.
     """
     needed = _entries_of(_tree_of(cls), name)
     if len(needed) < FEW:
@@ -304,12 +310,29 @@ def config_without_class(
     in_file = entries_with(needed, name, path)
     if in_file is not None and 2 * len(needed & in_file.values.keys()) >= written.known:
         say(f"{name}: {in_file.source}")
-        return SmallConfig(name, {**compared, **written.values}, in_file.values, groups)
+        return SmallConfig(name, {**compared, **written.values}, in_file.values, groups, guess)
     if written.source is not None:
         say(f"{name}: the defaults of {written.source}, and small numbers by name for the rest")
     else:
         say(f"{name}: small numbers by name")
-    return SmallConfig(name, {**compared, **written.values}, groups=groups)
+    if guess is not None:
+        say(f"{name}: a guess, {guess!r}, for entries whose names say nothing")
+    return SmallConfig(name, {**compared, **written.values}, groups=groups, guess=guess)
+
+
+def is_read_as_config(cls: Callable[..., Any], name: str) -> bool:
+    """Whether the constructor of `cls` reads attributes of the argument `name`, as a vocabulary's size of a tokenizer.
+
+    Not where it calls one: small numbers cannot be called.
+    """
+    made_by = vars(cls).get("__init__") if isinstance(cls, type) else None
+    tree = _tree_of_function(made_by) if made_by is not None else ast.Module([], [])
+    called = {
+        node.func.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _starts_at(node.func, name)
+    }
+    return bool(_entries_of(tree, name)) and not called
 
 
 def _holders(namespace: Mapping[str, Any]) -> Iterator[tuple[str, object]]:

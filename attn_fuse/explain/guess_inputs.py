@@ -16,6 +16,18 @@ import torch
 from torch import Tensor, nn
 
 from attn_fuse.errors import ExplainError
+from attn_fuse.explain.argument_names import (
+    CACHES,
+    CONTEXTS,
+    LABELS,
+    LEFT_OUT,
+    LENGTHS,
+    MARKS,
+    POSITIONS,
+    SOUNDS,
+    TIMES,
+    TOKENS,
+)
 from attn_fuse.explain.declared import LONGEST, Sizes
 from attn_fuse.explain.inputs import Inputs, in_python, tensors_in
 from attn_fuse.explain.problems import in_one_line
@@ -30,31 +42,18 @@ WIDTH_WANTED = re.compile(r"shapes cannot be multiplied \(\d+x\d+ and (\d+)x\d+\
 CHANNELS_WANTED = re.compile(r"expected input\[[\d, ]+\] to have (\d+) channels")
 MATCH_WANTED = re.compile(r"Expected size (\d+) but got size (\d+) for tensor")
 LENGTH_WANTED = re.compile(r"size of tensor a \((\d+)\) must match the size of tensor b \((\d+)\)")
+# Sides of pictures, in the order in which they are tried.
+SIDES = (64, 224, 32, 256, 128)
 # How many combinations of guesses are run, how many of one first argument, and for how many seconds.
 MOST_TRIES, MOST_PICKS, TRY_SECONDS = 240, 24, 60.0
 # Seconds of one run.
 RUN_SECONDS = 30.0
-# How many runs on one first argument may fail alike.
-MOST_ALIKE = 16
+# How many runs on one first argument may fail alike: beside one other argument, and beside more.
+MOST_ALIKE = (4, 16)
 # How many values of an argument its use gives.
 MOST_BY_USE = 4
 # Inputs of fewer numbers than these are a toy's.
 FEW = 64
-
-TOKENS = re.compile(
-    r"token|input_ids|^ids?$|idx|text|^src$|^tgt$|^trg$|src_seq|trg_seq|tgt_seq|source|target|caption|inputs?_ids|word|sent"
-)
-PICTURES = re.compile(r"image|img|pixel|picture|frame|photo|latent|sample")
-SOUNDS = re.compile(r"mel|audio|wav|spec|speech|sound")
-TIMES = re.compile(r"^t$|^ts$|time_?steps?$|^time$|^steps?$|noise_level|sigma|^times$|timestep")
-LABELS = re.compile(r"^y$|label|class|^cond$")
-LENGTHS = re.compile(r"len(gth)?s?$")
-MARKS = re.compile(r"mark")
-CONTEXTS = re.compile(r"context|cond|memory|encoder_(hidden|out)|enc_out|^enc|cross|prompt|query_embed|pos")
-CACHES = re.compile(r"^(setup|init|reset|build|create|allocate|make|set)_?\w*cache", re.I)
-# Arguments that change what is computed: left out where they may be.
-LEFT_OUT = re.compile(r"target|label|loss|past|cache|return|output_|states?$|head_mask|grad")
-POSITIONS = re.compile(r"start_pos|input_pos|^pos$|offset|past_len|^step$|cache_pos")
 
 
 def inputs_for(
@@ -147,7 +146,7 @@ class _Trial:
     def of_any(self) -> _Ran | None:
         """A run on inputs of any kind; where the code says of what kind the first is, that comes first."""
         use = self.uses.get(self.required[0].name) if self.required else None
-        is_map = use is not None and use.rank == 4 and not self.convolutions
+        is_map = use is not None and (use.rank == 5 or (use.rank == 4 and not self.convolutions))
         is_clear = use is not None and (use.keys or use.items or use.is_vectors or is_map)
         if is_clear and (ran := self.of_uses()) is not None:
             return ran
@@ -159,15 +158,17 @@ class _Trial:
         """A run on a first argument as the code of forward uses it."""
         if not self.required:
             return None
-        short = _first(self(value) for value in self.used(self.required[0].name, None, SHORT))
+        short = _first(self(value) for value in _different(self.used(self.required[0].name, None, SHORT)))
         if short is not None and any(t.dim() > 3 for t in tensors_in(short.inputs.args[:1])):
             return short  # a map has no length
-        if short is not None or not self.sizes.lengths:
+        if short is not None or not self.fixed:
             usual = self.sizes.asked or min(self.sizes.length or USUAL, LONGEST)
             longer = _first(self(value) for value in self.used(self.required[0].name, None, usual)) if short else None
             return longer or short
         name = self.required[0].name
-        return _first(self(value) for length in self.sizes.lengths for value in self.used(name, None, length))
+        # Lengths that an error of the short run told are among them.
+        values = (value for length in tuple(self.fixed) for value in self.used(name, None, length))
+        return _first(self(value) for value in _different(values))
 
     def with_optional(self) -> bool:
         """Pass arguments, too, whose default is None and that the code uses; whether there are any."""
@@ -226,6 +227,7 @@ class _Trial:
                 self.sizes.batch,
                 length,
                 self.sizes.picture or 64,
+                next((convolution.in_channels for convolution in self.convolutions), 3),
                 width,
                 self.vocabulary,
                 self.dtype,
@@ -248,6 +250,8 @@ class _Trial:
         batch = self.sizes.batch
         probe = _first(self(self._tokens(size)) for size in lengths)
         probe = probe or _first(self(self._tokens(size)) for size in tuple(self.fixed) if size > 1)
+        # A decoder with a cache may take one token at a time.
+        probe = probe or self(self._tokens(1))
         if probe is None:
             return None
         tokens = probe.inputs.args[0] if probe.inputs.args else torch.empty(0)
@@ -264,7 +268,7 @@ class _Trial:
         convolution = next((module for module in self.convolutions), None)
         if not isinstance(convolution, nn.Conv2d):
             return None
-        sides = (self.sizes.picture,) if self.sizes.picture else (64, 224, 32)
+        sides = dict.fromkeys(filter(None, (self.sizes.picture, *SIDES)))
         return _first(self(self._floats(convolution.in_channels, side, side)) for side in sides)
 
     def of_floats(self) -> _Ran | None:
@@ -319,7 +323,7 @@ class _Trial:
             problem = self.failures[-1].removeprefix(f"{inputs}: ")
             alike[problem] += 1
             # The other arguments make no difference.
-            if alike[problem] >= MOST_ALIKE:
+            if alike[problem] >= MOST_ALIKE[len(self.required) > 2]:
                 return None
         return None
 
@@ -488,6 +492,16 @@ def _embedded(embeddings: Sequence[nn.Embedding]) -> Iterator[list[tuple[nn.Embe
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _different(values: Iterator[Any]) -> Iterator[Any]:
+    # The values without those of the dtypes and shapes of one before.
+    seen: set[str] = set()
+    for value in values:
+        words = str(Inputs((value,)))
+        if words not in seen:
+            seen.add(words)
+            yield value
 
 
 def _first(runs: Iterator[_Ran | None]) -> _Ran | None:

@@ -79,12 +79,14 @@ def imported(path: Path, say: Say = lambda note: None, limit: float = IMPORT_LIM
             sys.stdin = nothing
             if not torch.cuda.is_available() and on_the_cpu(tree):
                 moved.append(path.name)
-            with _same_folder_after():
+            with same_folder_after():
                 module = _module(path, name, tree, say, limit)
             if moved:
                 say("no GPU here: what its files put on cuda is on the CPU")
-            if finder.names:
-                say(f"not installed, and stood in for: {', '.join(finder.names)}")
+            if absent := [name for name in finder.names if name not in finder.broken]:
+                say(f"not installed, and stood in for: {', '.join(absent)}")
+            for package, raised in finder.broken.items():
+                say(f"stood in for {package}, whose import raises {raised}")
             finder.permissive = False
             yield module
     finally:
@@ -265,7 +267,7 @@ def _executed(
             line = _line_of(error, path)
             index = next((i for i, s in enumerate(remaining) if line <= (s.end_lineno or s.lineno)), len(remaining) - 1)
             statement = remaining[index]
-            if isinstance(error, FileNotFoundError) and _moved_to_its_files(error, path):
+            if isinstance(error, FileNotFoundError) and moved_to_its_files(error, path):
                 remaining = remaining[index:]
                 continue
             first = first or error
@@ -284,7 +286,7 @@ def _trains(statement: ast.stmt) -> bool:
     )
 
 
-def _moved_to_its_files(error: FileNotFoundError, path: Path) -> bool:
+def moved_to_its_files(error: FileNotFoundError, path: Path) -> bool:
     """Go to the folder above `path` that has the file that was not found; whether there is one.
 
     A script is run in its own folder, or in its repository's.
@@ -300,7 +302,8 @@ def _moved_to_its_files(error: FileNotFoundError, path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _same_folder_after() -> Iterator[None]:
+def same_folder_after() -> Iterator[None]:
+    """The folder that the program runs in is the same after the block as before it."""
     folder = Path.cwd()
     try:
         yield

@@ -32,6 +32,9 @@ LENGTH_NAME = (
     r"(max|seq|src|tgt|trg|pred|label|context|ctx|block|sequence|input|out|time).*len|_len(gth)?$|block_size|n_positions|max_pos|_ctx$|n_ctx"
     r"|context_(size|window)|(segment|chunk)_size|max_position|max_tokens|^length$|seq_size|num_pos|n_position|timesteps?|num_frames|^n_seq"
 )
+OUTPUT_NAME = r"class|n_?cls$|n_?labels|num_?(labels|outputs)|n_out|(output|out)_(dim|size)|dim_out(put)?$"
+SERIES_NAME = r"(enc|dec)_in|c_out|(n|num)_?(vars|features|series|variables)"
+INPUT_NAME = r"(input|feature|feat)_?(dim|size)|dim_in(put)?$|^n_?feats?$"
 # What there is a table of: an embedding has a row for each.
 THINGS = r"user|item|movie|product|entity|entitie|relation|speaker|symbol|phoneme|char|token_type"
 
@@ -55,7 +58,8 @@ class Known:
             return values[0] if values else None
 
         head = found(HEAD_NAME)
-        others = {name: v for name, v in given.items() if not re.search(f"{HEAD_NAME}|{INNER_NAME}", name.lower())}
+        inside = f"{HEAD_NAME}|{INNER_NAME}|{OUTPUT_NAME}|{SERIES_NAME}|{INPUT_NAME}"
+        others = {name: v for name, v in given.items() if not re.search(inside, name.lower())}
         widths = [v for name, v in others.items() if _is_count(v) and re.search(WIDTH_NAME, name.lower())]
         heads = [v for name, v in given.items() if _is_count(v) and re.search(HEADS_NAME, name.lower())]
         return cls(
@@ -137,9 +141,9 @@ def _table(known: Known) -> tuple[tuple[str, Any], ...]:
         (LENGTH_NAME, LENGTH),
         (r"(model|base|init|start)_(channels|dim|ch)|^nf$|^ngf$", HEAD),
         (r"in_?(ch|chans|channels?)$|channels?$|in_planes|c_in$", CHANNELS),
-        (r"class|n_?labels|num_?(labels|outputs)|n_out|(output|out)_(dim|size)|dim_out(put)?$", CLASSES),
-        (r"(enc|dec)_in|c_out|(n|num)_?(vars|features|series|variables)", SERIES),
-        (r"(input|feature|feat)_?(dim|size)|dim_in(put)?$|^n_?feats?$", SERIES),
+        (OUTPUT_NAME, CLASSES),
+        (SERIES_NAME, SERIES),
+        (INPUT_NAME, SERIES),
         (r"stride", STRIDE),
         (r"kernel", KERNEL),
         (WIDTH_NAME, width),

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ast
+import builtins
+import importlib
+import inspect
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+import types
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,12 +18,18 @@ import torch
 from torch import nn
 
 from attn_fuse.explain.open_file import repository_of
+from attn_fuse.explain.steps import TimeUp, limited
 
 MOST_FILES, MOST_CALLS, DEEPEST = 100, 8, 6
 # Functions that try a model out.
 TRIES = re.compile(r"^(main|test|demo|run|example)", re.I)
 # Calls that a value may hold besides those of the file's names.
 HARMLESS = {f.__name__: f for f in (int, float, bool, str, len, range, list, tuple, dict, max, min, round)}
+# Seconds of evaluating an argument.
+EVALUATED = 5.0
+# Builtin functions that do more than compute, and parts of libraries that read and write files.
+REACHES_OUT = {"open", "exec", "eval", "input", "__import__", "compile", "breakpoint", "print"}
+FILES = re.compile(r"load|save|hub|download|file|open|dump|memmap|distributed|multiprocessing")
 # Of a call: those by position, those by name.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -56,6 +66,110 @@ def calls_of(cls: type[nn.Module], namespace: Mapping[str, Any], path: Path) -> 
             found += 1
             if found == MOST_CALLS:
                 return
+
+
+def parts_of_calls(
+    cls: type[nn.Module], namespace: Mapping[str, Any], path: Path
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Of the calls of `cls` that a text spells out in part only: the file, and the arguments that it does, by name.
+
+    An argument may call what the text imports from the repository, where that only computes.
+    """
+    known = {**HARMLESS, "torch": torch, "nn": nn, **namespace}
+    found = 0
+    for source, tree in _texts(path, cls.__name__):
+        for node in _calls(tree, cls.__name__):
+            values: dict[str, Any] = {}
+            for name, given in _by_parameter(cls, node):
+                used = {n.id for n in ast.walk(given) if isinstance(n, ast.Name)}
+                value = _value_of(given, tree, {**known, **_computing(used, tree, path)})
+                if value is not None:
+                    values[name] = value
+            if values:
+                yield source, values
+                found += 1
+            if found == MOST_CALLS:
+                return
+
+
+def _by_parameter(cls: type, node: ast.Call) -> Iterator[tuple[str, ast.expr]]:
+    # The arguments of a call by the constructor's names.
+    try:
+        names = [name for name, p in inspect.signature(cls).parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    except (TypeError, ValueError):
+        return
+    yield from zip(names, itertools.takewhile(lambda a: not isinstance(a, ast.Starred), node.args), strict=False)
+    yield from ((k.arg, k.value) for k in node.keywords if k.arg in names and k.arg is not None)
+
+
+def _value_of(node: ast.expr, tree: ast.AST, known: Mapping[str, Any]) -> Any:
+    # The value of an expression of the text; None where the text alone does not give it.
+    try:
+        with limited(EVALUATED):
+            names = _values(node, tree, known)
+            return None if names is None else eval(ast.unparse(node), dict(names))
+    except (Exception, TimeUp):
+        return None
+
+
+def _computing(names: set[str], tree: ast.AST, path: Path) -> dict[str, Any]:
+    """The functions that `tree` imports from its repository and that the values behind `names` call, by name.
+
+    Only those that compute: whose code, and that of what they call, names nothing that reaches out.
+    """
+    asked = set(names)
+    for _ in range(DEEPEST):
+        assigned = (given for name in asked for given in _assigned(tree, name))
+        asked |= {n.id for given in assigned for n in ast.walk(given) if isinstance(n, ast.Name)}
+    found: dict[str, Any] = {}
+    for node in ast.walk(tree):
+        match node:
+            case ast.ImportFrom(str() as module, aliases, 0):
+                stands_for = {alias.asname or alias.name: alias.name for alias in aliases}
+                wanted = asked if "*" in stands_for else asked & stands_for.keys()
+                if not wanted or not _is_in_repository(module, path):
+                    continue
+                try:
+                    loaded = importlib.import_module(module)
+                except Exception:  # what cannot be imported gives no value
+                    continue
+                for name in wanted - found.keys():
+                    value = getattr(loaded, stands_for.get(name, name), None)
+                    if isinstance(value, types.FunctionType) and only_computes(value):
+                        found[name] = value
+    return found
+
+
+def _is_in_repository(module: str, path: Path) -> bool:
+    below = Path(*module.split("."))
+    return any((folder / below).with_suffix(".py").is_file() for folder in (path.parent, repository_of(path)))
+
+
+def only_computes(function: Callable[..., Any], seen: frozenset[object] = frozenset()) -> bool:
+    """Whether the code of `function` names nothing but torch, NumPy, math, harmless builtins and functions alike."""
+    if function in seen:
+        return True
+    if not isinstance(function, types.FunctionType):
+        return False
+    codes, names, attributes = [function.__code__], set[str](), set[str]()
+    while codes:
+        code = codes.pop()
+        codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+        names |= set(code.co_names) & (function.__globals__.keys() | vars(builtins).keys())
+        attributes |= set(code.co_names)
+    if any(FILES.search(attribute) for attribute in attributes):
+        return False
+    for name in names:
+        value = function.__globals__.get(name, getattr(builtins, name, None))
+        if isinstance(value, types.FunctionType) and value.__module__ == function.__module__:
+            if not only_computes(value, seen | {function}):
+                return False
+        elif isinstance(value, types.ModuleType):
+            if value.__name__.partition(".")[0] not in ("torch", "math", "numpy"):
+                return False
+        elif name in REACHES_OUT and name not in function.__globals__:
+            return False
+    return True
 
 
 def inputs_of(

@@ -1,4 +1,4 @@
-"""Stand-ins for packages that a model's file imports and that are not installed.
+"""Stand-ins for packages that a model's file imports and that are not installed, or whose import raises.
 
 While files are imported a stand-in takes part in everything: it has every attribute, it can be called, subclassed and
 used as a decorator, which then gives back what it decorates. Afterwards each use is an error that names the package.
@@ -19,7 +19,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
+
 from attn_fuse.errors import ExplainError
+from attn_fuse.explain.problems import in_one_line
 
 OWN = str(Path(__file__).parents[1])
 # How deep in a repository a module is sought that an import names.
@@ -37,6 +40,8 @@ ON_INDEX = {
     "rotary_embedding_torch": "rotary-embedding-torch",
 }
 CAUGHT = {"ImportError", "ModuleNotFoundError", "Exception", "BaseException"}
+# Packages that nothing can stand in for.
+KEPT = {"torch", "attn_fuse"}
 
 
 class MissingPackage(ExplainError):
@@ -50,12 +55,14 @@ class MissingAttribute(MissingPackage, AttributeError):
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds a stand-in for every top-level package that a file below `roots` imports and nothing else finds.
 
-    names: the packages stood in for. permissive: whether their use is still allowed.
+    names: the packages stood in for. broken: those of them that are installed, with what their import raises.
+    permissive: whether their use is still allowed.
     """
 
     def __init__(self, roots: Sequence[Path]) -> None:
         self.roots = tuple(str(root) for root in roots)
         self.names: list[str] = []
+        self.broken: dict[str, str] = {}
         self.permissive = True
 
     def find_spec(
@@ -65,7 +72,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         top = fullname.partition(".")[0]
         if top in self.names or fullname.rpartition(".")[0] in self.names:
             return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
-        if not self._wanted():
+        if not self.wanted():
             return None
         if "." in fullname:
             if not self._is_left_out(fullname):
@@ -94,12 +101,17 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             str(place).startswith(self.roots) and (not place.is_dir() or not any(place.iterdir())) for place in places
         )
 
-    def _wanted(self) -> bool:
-        # Whether a file of the user's imports it, directly or through a library, as torch.utils.tensorboard, and no
-        # importer catches the failure: `try: import x` must fail.
+    def wanted(self) -> bool:
+        """Whether a file of the user's imports what the caller's caller looks for, and no importer catches the failure.
+
+        It may import it through a library, as torch.utils.tensorboard; `try: import x` must fail.
+        """
         frame, is_users = sys._getframe(2), False
         while frame is not None:
             file = frame.f_code.co_filename
+            if file == __file__:
+                frame = frame.f_back  # type: ignore[assignment]
+                continue
             if frame.f_code.co_name == "find_spec" and frame.f_globals.get("__name__") == "importlib.util":
                 return False
             if file.startswith(OWN):
@@ -112,6 +124,61 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return is_users
 
 
+class _Guard(importlib.abc.MetaPathFinder):
+    # Finds installed packages as the finders after it do. One whose import raises, as that of a compiled package does
+    # that was built for another torch, is as one that is not installed: `finder` stands in for it, or an importer that
+    # can do without it gets an ImportError.
+
+    def __init__(self, finder: Finder) -> None:
+        self.finder = finder
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        top = fullname.partition(".")[0]
+        if path is not None or top in sys.stdlib_module_names or top in KEPT:
+            return None
+        others = [other for other in sys.meta_path if other is not self and other is not self.finder]
+        spec = next(filter(None, (other.find_spec(fullname, path, target) for other in others)), None)
+        if spec is None or spec.loader is None or str(spec.origin).startswith(self.finder.roots):
+            return None
+        self._guard(spec.loader, fullname)
+        return spec
+
+    def _guard(self, loader: Any, name: str) -> None:
+        create, run = loader.create_module, loader.exec_module
+
+        def creates(spec: importlib.machinery.ModuleSpec) -> types.ModuleType | None:
+            try:
+                made: types.ModuleType | None = create(spec)
+            except Exception as error:
+                if not self.finder.wanted():
+                    raise ImportError(f"importing {name} raises {in_one_line(error)}") from error
+                return self._stood_in(name, error)
+            return made
+
+        def runs(module: types.ModuleType) -> None:
+            if isinstance(module, _StandInModule):
+                return
+            try:
+                run(module)
+            except Exception as error:
+                if not self.finder.wanted():
+                    raise ImportError(f"importing {name} raises {in_one_line(error)}") from error
+                for loaded in [n for n in sys.modules if n.partition(".")[0] == name]:
+                    del sys.modules[loaded]
+                sys.modules[name] = self._stood_in(name, error)
+
+        loader.create_module, loader.exec_module = creates, runs
+
+    def _stood_in(self, name: str, error: Exception) -> types.ModuleType:
+        self.finder.names.append(name)
+        self.finder.broken[name] = in_one_line(error)
+        made = _StandInModule(name, self.finder)
+        made.__spec__ = importlib.machinery.ModuleSpec(name, self.finder, is_package=True)
+        return made
+
+
 @contextlib.contextmanager
 def standing_in(roots: Sequence[Path]) -> Iterator[Finder]:
     """Stand-ins for what files below `roots` import within the block.
@@ -119,10 +186,13 @@ def standing_in(roots: Sequence[Path]) -> Iterator[Finder]:
     At its end they leave `sys.modules`, and so do the modules that hold one.
     """
     finder = Finder(roots)
+    guard = _Guard(finder)
+    sys.meta_path.insert(0, guard)
     sys.meta_path.append(finder)
     try:
         yield finder
     finally:
+        sys.meta_path.remove(guard)
         sys.meta_path.remove(finder)
         if finder.names:
             for name in [name for name, module in list(sys.modules.items()) if _holds_one(module)]:
@@ -259,13 +329,27 @@ class _StandIn:
 
     def _use(self) -> None:
         if not self._finder.permissive:
-            refuse(self._name)
+            _refuse(self)
 
 
-def refuse(name: str, kind: type[MissingPackage] = MissingPackage) -> NoReturn:
-    """Raise an error of `kind` for the use of `name`, a dotted name in a missing package."""
+def refuse(cls: type) -> None:
+    """Raise MissingPackage where a class of a missing package stands in place of `cls`."""
+    stand_in = getattr(cls, "stands_for", None)
+    if isinstance(stand_in, _StandIn):
+        _refuse(stand_in)
+
+
+def _refuse(stand_in: _StandIn, attribute: str = "", kind: type[MissingPackage] = MissingPackage) -> NoReturn:
+    name = stand_in._name + attribute
     package = name.partition(".")[0]
-    raise kind(f"the model uses {name}, and {package} is not installed; install {ON_INDEX.get(package, package)}")
+    on_index = ON_INDEX.get(package, package)
+    raised = stand_in._finder.broken.get(package)
+    if raised is not None:
+        raise kind(
+            f"the model uses {name}, and importing {package} raises {raised}; install a {on_index} that fits "
+            f"torch {torch.__version__}"
+        )
+    raise kind(f"the model uses {name}, and {package} is not installed; install {on_index}")
 
 
 def _base(name: str, stand_in: _StandIn) -> type:
@@ -274,11 +358,11 @@ def _base(name: str, stand_in: _StandIn) -> type:
         # A dataclass has its own constructor and entries.
         if dataclasses.is_dataclass(cls):
             return object.__new__(cls)
-        refuse(name)
+        _refuse(stand_in)
 
     def absent(self: object, attribute: str) -> NoReturn:
         if attribute.startswith("__"):
             raise AttributeError(attribute)
-        refuse(f"{name}.{attribute}", MissingAttribute)
+        _refuse(stand_in, f".{attribute}", MissingAttribute)
 
     return type(name.rpartition(".")[2], (), {"__new__": made, "__getattr__": absent, "stands_for": stand_in})

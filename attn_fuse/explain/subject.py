@@ -24,6 +24,7 @@ from attn_fuse.explain.inputs import Inputs
 from attn_fuse.explain.open_file import IMPORT_LIMIT, LEFT_OUT, imported
 from attn_fuse.explain.problems import in_one_line
 from attn_fuse.explain.snippets import inputs_of
+from attn_fuse.explain.stand_ins import MissingPackage
 from attn_fuse.explain.steps import LIMIT, step
 
 DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.bfloat16, torch.float16, torch.float64)}
@@ -171,7 +172,10 @@ def _found(
         return _with_inputs(args, model, holders, namespace, limit)
     failures: list[ExplainError] = []
     classes, start = candidates(module), time.monotonic()
-    for cls in classes[:MOST_CANDIDATES]:
+    for cls in classes:
+        # A class that needs a package says nothing of the others.
+        if sum(not isinstance(failure, MissingPackage) for failure in failures) >= MOST_CANDIDATES:
+            break
         if failures and time.monotonic() - start > limit / 2:
             break
         try:

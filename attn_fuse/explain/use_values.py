@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,24 +12,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attn_fuse.explain.sizes import value_for
 from attn_fuse.explain.uses import Use
 
 # How many maps a list of feature maps has, and their side.
 LEVELS, SIDE = 4, 8
 TIMES = re.compile(r"^t$|time$|time_?step|sigma|noise_level", re.I)
 TRUTH = re.compile(r"mask|adj", re.I)
+# Attributes of dicts that tensors lack.
+OF_DICTS = {"items", "keys", "values"}
 
 
 @dataclass(frozen=True)
 class Around:
     """What the values have to fit: sizes in elements.
 
-    side: of a picture. width: of the model's vectors. like: another argument, whose length and sides are taken.
+    side, channels: of a picture. width: of the model's vectors. like: another argument, whose length and sides are
+    taken.
     """
 
     batch: int
     length: int
     side: int
+    channels: int
     width: int
     vocabulary: int
     dtype: torch.dtype
@@ -71,10 +77,23 @@ def values_for(use: Use, name: str, around: Around) -> Iterator[Any]:
         return
     if use.layer is not None:
         yield from _for_layer(use, use.layer, name, around)
+    elif attributes := use.attributes - OF_DICTS:
+        values = {attribute: value_for(attribute) for attribute in attributes}
+        yield types.SimpleNamespace(**{n: value if value is not None else 0 for n, value in values.items()})
+    elif use.rank == 5:
+        yield from _clips(use.names, around)
     elif use.rank is not None:
         yield from _of_rank(use.rank, around)
     elif use.least > 2:
         yield from _of_rank(use.least, around)
+
+
+def _clips(names: tuple[str, ...], around: Around) -> Iterator[Tensor]:
+    # Pictures in a row: their channels stand before the number of pictures or after it, as the code calls them.
+    batch, frames, side = around.batch, around.length, around.side
+    are_first = len(names) == 5 and names[1].startswith("c")
+    shapes = [(batch, frames, around.channels, side, side), (batch, around.channels, frames, side, side)]
+    yield from (around.floats(*shape) for shape in (reversed(shapes) if are_first else shapes))
 
 
 def _plain(around: Around) -> Tensor:

@@ -16,7 +16,8 @@ Write = Callable[[str], str]
 
 ERRORS = {
     "a constructor that needs arguments": (
-        "from torch import nn\nclass Net(nn.Module):\n    def __init__(self, flavour):\n        super().__init__()\n",
+        "from torch import nn\nclass Net(nn.Module):\n"
+        "    def __init__(self, flavour: str):\n        super().__init__()\n",
         [],
         "cannot build Net: its constructor needs flavour; pass --entry 'Net(flavour=...)'",
     ),

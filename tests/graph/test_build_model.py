@@ -168,7 +168,7 @@ class TestBuilt:
     def test_an_argument_without_default(self, write: Write) -> None:
         message = "its constructor needs flavour, kind; pass --entry 'GPT(flavour=..., width=256, kind=...)'"
         with pytest.raises(ExplainError, match=re.escape(message)):
-            model_of(write(CONFIG + net("flavour, width: int, kind, config, depth=2")))
+            model_of(write(CONFIG + net("flavour: str, width: int, kind, config, depth=2")))
 
     def test_a_config_without_defaults(self, write: Write) -> None:
         message = "GPTConfig has no default for flavour, kind; pass --entry 'GPT(GPTConfig(flavour=..., kind=...))'"
@@ -253,7 +253,7 @@ class TestParts:
     def test_one_that_no_class_is_named_after(self, write: Write) -> None:
         message = "its constructor needs reader; pass --entry 'Seq2Seq(reader=...)'"
         with pytest.raises(ExplainError, match=re.escape(message)):
-            model_of(write(self.PARTS + net("reader", "self.part = Encoder", "Seq2Seq")))
+            model_of(write(self.PARTS + net("reader", "self.part = Encoder(reader(3), 2)", "Seq2Seq")))
 
 
 class TestWays:

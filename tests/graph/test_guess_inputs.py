@@ -70,6 +70,14 @@ class TestInputs:
         model = Tokens(positions=SHORT)
         assert inputs_for(model, [types.SimpleNamespace(block_size=100)]).args[0].shape == (1, SHORT)
 
+    def test_one_token_where_a_model_takes_no_more(self) -> None:
+        class Decoder(Tokens):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                assert x.shape[1] == 1
+                return super().forward(x)
+
+        assert inputs_for(Decoder()).args[0].shape == (1, 1)
+
     def test_a_model_of_one_length_only(self) -> None:
         class Fixed(Floats):
             def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -89,6 +89,40 @@ class Levels(nn.Module):
         return self.norm(torch.cat(flat, 1)).mean(1) + width
 
 
+class Clip(nn.Module):
+    """Pictures in a row, of one number of them only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch, self.time = nn.Conv2d(4, 8, 4, 4), nn.Parameter(torch.zeros(6, 1))
+
+    def added(self, frames: Tensor, count: int) -> Tensor:
+        return self.patch(frames).reshape(-1, count, 2048) + self.time
+
+
+class FramesFirst(Clip):
+    def forward(self, x: Tensor) -> Tensor:
+        b, f, c, h, w = x.shape
+        return self.added(x.reshape(b * f, c, h, w), f)
+
+
+class ChannelsFirst(Clip):
+    def forward(self, x: Tensor) -> Tensor:
+        b, c, t, h, w = x.shape
+        return self.added(x.transpose(1, 2).reshape(b * t, c, h, w), t)
+
+
+class Reader(nn.Module):
+    """Takes what is no tensor: an object with numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(30, 8)
+
+    def forward(self, tokenizer, ids: Tensor) -> Tensor:
+        return self.table(ids) * (ids != tokenizer.pad_id)[..., None]
+
+
 class Graph(nn.Module):
     """Weights without layers, and an adjacency."""
 
@@ -271,6 +305,14 @@ class TestInputs:
     def test_weights_without_layers(self) -> None:
         x, adjacency = inputs_for(Graph()).args
         assert x.shape[1] == 5 and adjacency.shape == (len(x), len(x)) and len(x) > 1
+
+    @pytest.mark.parametrize(("model", "shape"), [(FramesFirst, [1, 6, 4, 64, 64]), (ChannelsFirst, [1, 4, 6, 64, 64])])
+    def test_pictures_in_a_row(self, model: type[Clip], shape: list[int]) -> None:
+        assert shapes(inputs_for(model())) == [shape]
+
+    def test_an_object_whose_attributes_are_read(self) -> None:
+        reader, ids = inputs_for(Reader()).args
+        assert reader.pad_id == 0 and ids.dtype == torch.long
 
     def test_what_a_docstring_says(self) -> None:
         assert inputs_for(Noted()).args[0].dim() == 4

@@ -1,0 +1,86 @@
+"""Packages that are installed and whose import raises, as that of one that was compiled for another torch."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from attn_fuse.explain.open_file import imported
+from attn_fuse.explain.stand_ins import MissingPackage
+from tests.model_files import Write
+
+RAISES = "import operator\nfrom broken_package import inner\nraise RuntimeError('operator x::y does not exist')\n"
+NET = "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+
+
+@pytest.fixture(autouse=True)
+def installed(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of libraries: broken_package, whose import raises, and whole_package, which imports it."""
+    site = tmp_path_factory.mktemp("libraries")
+    for name, source in {
+        "broken_package/__init__.py": RAISES,
+        "broken_package/inner.py": "",
+        "whole_package/__init__.py": "import broken_package.shapes as shapes\nSIZE = 3\n",
+        "careful_package/__init__.py": "try:\n    import broken_package\nexcept ImportError:\n    SIZE = 4\n",
+    }.items():
+        (site / name).parent.mkdir(exist_ok=True)
+        (site / name).write_text(source)
+    monkeypatch.syspath_prepend(site)
+    return site
+
+
+def gone() -> bool:
+    return not any(name.partition(".")[0].endswith("_package") for name in sys.modules)
+
+
+def test_one_that_the_model_never_uses(write: Write) -> None:
+    notes: list[str] = []
+    source = (
+        f"import broken_package\nfrom broken_package.layers import Mlp\n{NET}        self.layer = nn.Linear(3, 3)\n"
+    )
+    with imported(write(source), notes.append) as module:
+        assert module.Net().layer.in_features == 3
+    assert len(notes) == 1 and notes[0].startswith(
+        "stood in for broken_package, whose import raises RuntimeError: operator x::y does not exist (__init__.py:3)"
+    )
+    assert gone()
+
+
+def test_one_that_the_model_uses(write: Write) -> None:
+    message = (
+        r"the model uses broken_package\.layers\.Mlp, and importing broken_package raises RuntimeError: operator x::y "
+        r"does not exist .*; install a broken_package that fits torch \d"
+    )
+    source = f"from broken_package.layers import Mlp\n{NET}        self.layer = Mlp()\n"
+    with imported(write(source)) as module, pytest.raises(MissingPackage, match=message):
+        module.Net()
+
+
+def test_a_library_that_needs_it_works_as_far_as_it_can(write: Write) -> None:
+    with imported(write("from whole_package import SIZE\n")) as module:
+        assert module.SIZE == 3
+    assert gone()
+
+
+def test_who_can_do_without_it_is_told(write: Write) -> None:
+    notes: list[str] = []
+    with imported(write("from careful_package import SIZE\n"), notes.append) as module:
+        assert module.SIZE == 4
+    assert notes == []
+
+
+def test_a_compiled_module_that_does_not_load(write: Write, installed: Path) -> None:
+    (installed / "compiled_package.so").write_bytes(b"no library")
+    notes: list[str] = []
+    with imported(write("import compiled_package\nSIZE = 5\n"), notes.append) as module:
+        assert module.SIZE == 5
+    assert notes[0].startswith("stood in for compiled_package, whose import raises ImportError")
+
+
+def test_outside_the_block_it_raises_as_it_did(write: Write) -> None:
+    with imported(write("import broken_package\n")):
+        pass
+    with pytest.raises(RuntimeError, match="does not exist"):
+        __import__("broken_package")
