@@ -58,11 +58,15 @@ class TooLarge(ExplainError):
 
 @dataclass(frozen=True)
 class Built:
-    """A model, what says its sizes: the configs and the arguments that it was built from, and what was made up."""
+    """A model, what says its sizes: the configs and the arguments that it was built from, and what was made up.
+
+    doubt: what is missing, where plain guesses stand in for it: the problem to tell of a model that then does not run.
+    """
 
     model: nn.Module
     holders: tuple[object, ...]
     notes: tuple[str, ...] = ()
+    doubt: ExplainError | None = None
 
 
 # What builds a model, and what says its sizes.
@@ -71,9 +75,10 @@ _Made = tuple[Callable[[], nn.Module], tuple[object, ...]]
 
 @dataclass(frozen=True)
 class _Way:
-    # A way to build a model: what to say of it, and what builds it from a sink for notes.
+    # A way to build a model: what to say of it, what builds it from a sink for notes, and whether it guesses.
     note: str | None
     make: Callable[[Say], _Made]
+    guesses: bool = False
 
 
 def built(
@@ -127,7 +132,8 @@ def all_built(cls: type[nn.Module], namespace: Mapping[str, Any], most: int = MO
             failures.append(ExplainError(f"cannot build {cls.__name__}: it comes out as a {type(model).__name__}"))
             continue
         works = True
-        yield Built(staged(model), holders, tuple(dict.fromkeys(notes)))
+        doubt = next(filter(_lacks_a_value, failures), None) if way.guesses else None
+        yield Built(staged(model), holders, tuple(dict.fromkeys(notes)), doubt)
     if not works:
         raise next((f for f in failures if isinstance(f, (MissingPackage, TooLarge))), failures[0])
 
@@ -257,13 +263,17 @@ def _ways(cls: type[nn.Module], namespace: Mapping[str, Any], failures: Sequence
     if any(isinstance(failure, TooLarge) for failure in failures):
         for layers in FEWER_LAYERS:
             yield _Way(None, functools.partial(_shrunk, cls, namespace, path, layers))
-    if not any(isinstance(failure, (UnknownArgument, UnknownEntry)) for failure in failures):
+    if not any(map(_lacks_a_value, failures)):
         return
     for source, given in parts_of_calls(cls, namespace, path) if path.is_file() else ():
         words = f"{', '.join(given)} as in {source}"
         yield _Way(words, functools.partial(_by_parts, cls, namespace, path, given, None))
     for guess in range(GUESSES):
-        yield _Way(None, functools.partial(_by_parts, cls, namespace, path, {}, guess))
+        yield _Way(None, functools.partial(_by_parts, cls, namespace, path, {}, guess), guesses=True)
+
+
+def _lacks_a_value(failure: ExplainError) -> bool:
+    return isinstance(failure, (UnknownArgument, UnknownEntry))
 
 
 def _by_parts(

@@ -9,6 +9,7 @@ import inspect
 import itertools
 import os
 import re
+import sys
 import types
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -77,13 +78,31 @@ def candidates(module: types.ModuleType) -> list[type[nn.Module]]:
 
     ranked = sorted(outer, key=rank)
     best = ranked[0]
-    # A part in place of a model that cannot be built would be a report on something else.
+    # A part in place of a model would be a report on something else: see `parts`.
     return [
         cls
         for cls in ranked
         if (INSIDE.search(best.__name__) or not INSIDE.search(cls.__name__))
         and (_attends({cls, *reached[cls]}) or not _attends({best, *reached[best]}))
     ]
+
+
+def parts(module: types.ModuleType) -> list[type[nn.Module]]:
+    """The classes that attend and that `candidates` leaves out, for where no whole model runs: the largest first.
+
+    Those of the file, and those of its repository that it imports.
+    """
+    root = str(repository_of(Path(module.__file__ or "")))
+    held = dict.fromkeys(value for value in vars(module).values() if isinstance(value, type))
+    whole = candidates(module)
+    found: list[tuple[int, int, type[nn.Module]]] = []
+    for cls in held:
+        home = sys.modules.get(cls.__module__)
+        if not issubclass(cls, nn.Module) or cls in whole or home is None or not _can_run(cls):
+            continue
+        if str(getattr(home, "__file__", None)).startswith(root) and _attends([cls]):
+            found.append((len(_reachable(cls, home)), len(_source(cls)), cls))
+    return [cls for _, _, cls in sorted(found, key=lambda one: one[:2], reverse=True)]
 
 
 def _can_run(cls: type[nn.Module]) -> bool:

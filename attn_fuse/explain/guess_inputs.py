@@ -48,8 +48,8 @@ SIDES = (64, 224, 32, 256, 128)
 MOST_TRIES, MOST_PICKS, TRY_SECONDS = 240, 24, 60.0
 # Seconds of one run.
 RUN_SECONDS = 30.0
-# How many runs on one first argument may fail alike: beside one other argument, and beside more.
-MOST_ALIKE = (4, 16)
+# How many runs on one first argument may fail alike.
+MOST_ALIKE = 16
 # How many values of an argument its use gives.
 MOST_BY_USE = 4
 # Inputs of fewer numbers than these are a toy's.
@@ -138,9 +138,9 @@ class _Trial:
         self.linears = [module for module in modules if isinstance(module, nn.Linear)]
         self.convolutions = [module for module in modules if isinstance(module, nn.modules.conv._ConvNd)]
         self.failures: list[str] = []
-        # Widths and lengths that errors asked for, the last first.
+        # Widths that errors asked for, the last first; and lengths, the first first, as the likeliest guess came first.
         self.wanted: list[int] = []
-        self.fixed: list[int] = list(sizes.lengths)
+        self.told: list[int] = []
         self.tries, self.end = 0, time.monotonic() + TRY_SECONDS
 
     def of_any(self) -> _Ran | None:
@@ -167,7 +167,7 @@ class _Trial:
             return longer or short
         name = self.required[0].name
         # Lengths that an error of the short run told are among them.
-        values = (value for length in tuple(self.fixed) for value in self.used(name, None, length))
+        values = (value for length in self.fixed for value in self.used(name, None, length))
         return _first(self(value) for value in _different(values))
 
     def with_optional(self) -> bool:
@@ -249,7 +249,7 @@ class _Trial:
         lengths = dict.fromkeys((min(SHORT, declared or SHORT), min(declared or USUAL, self.sizes.asked or LONGEST)))
         batch = self.sizes.batch
         probe = _first(self(self._tokens(size)) for size in lengths)
-        probe = probe or _first(self(self._tokens(size)) for size in tuple(self.fixed) if size > 1)
+        probe = probe or _first(self(self._tokens(size)) for size in self.fixed if size > 1)
         # A decoder with a cache may take one token at a time.
         probe = probe or self(self._tokens(1))
         if probe is None:
@@ -323,7 +323,7 @@ class _Trial:
             problem = self.failures[-1].removeprefix(f"{inputs}: ")
             alike[problem] += 1
             # The other arguments make no difference.
-            if alike[problem] >= MOST_ALIKE[len(self.required) > 2]:
+            if alike[problem] >= MOST_ALIKE:
                 return None
         return None
 
@@ -333,8 +333,13 @@ class _Trial:
             for text in ((found := pattern.search(message)) and found.groups()) or ():
                 if int(text) not in self.wanted:
                     self.wanted.insert(0, int(text))
-        if (sizes := LENGTH_WANTED.search(message)) and int(sizes[2]) not in self.fixed:
-            self.fixed.insert(0, int(sizes[2]))
+        if (sizes := LENGTH_WANTED.search(message)) and int(sizes[2]) not in self.told:
+            self.told.append(int(sizes[2]))
+
+    @property
+    def fixed(self) -> tuple[int, ...]:
+        """Lengths that errors asked for, then those that are declared."""
+        return tuple(dict.fromkeys((*self.told, *self.sizes.lengths)))
 
     def _floats(self, *shape: int) -> Tensor:
         return torch.randn((self.sizes.batch, *shape), dtype=self.dtype)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 VOCABULARY, WIDTH, HEAD, LENGTH, DEPTH, CLASSES, CHANNELS, PICTURE, PATCH = 1000, 256, 64, 128, 2, 10, 3, 64, 16
 SERIES, MELS, STRIDE, KERNEL = 7, 80, 8, 3
@@ -119,6 +120,9 @@ def _table(known: Known) -> tuple[tuple[str, Any], ...]:
     patch = known.patch or next(n for n in (PATCH, 14, 8, 7, 4, 2, 1) if picture % n == 0)
     return (
         (r"^device$", "cpu"),
+        (r"^norm_(layer|class|cls)$", nn.LayerNorm),
+        (r"^act(ivation)?_(layer|class|cls)$", nn.GELU),
+        (r"(layer|block|depth|stage).*(idx|id|index|number)$", 0),
         (r"dtype", torch.float32),
         (r"batch_?size$", 1),
         (r"seed$", 0),
@@ -152,4 +156,5 @@ def _table(known: Known) -> tuple[tuple[str, Any], ...]:
 
 def in_words(values: Mapping[str, object]) -> str:
     """The values by name, with commas between, as one writes arguments."""
-    return ", ".join(f"{name}={value!r}" for name, value in values.items())
+    said = {name: value.__name__ if isinstance(value, type) else repr(value) for name, value in values.items()}
+    return ", ".join(f"{name}={value}" for name, value in said.items())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import sys
 import time
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from attn_fuse.errors import ExplainError, nearest
 from attn_fuse.explain import name_of
 from attn_fuse.explain.build import MOST_PARAMETERS, all_built, built
-from attn_fuse.explain.choose_entry import candidates
+from attn_fuse.explain.choose_entry import candidates, parts
 from attn_fuse.explain.find_file import file_in
 from attn_fuse.explain.guess_inputs import inputs_for
 from attn_fuse.explain.inputs import Inputs
@@ -30,6 +31,10 @@ from attn_fuse.explain.steps import LIMIT, step
 DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.bfloat16, torch.float16, torch.float64)}
 # How many outermost classes are tried before the first one's problem is told.
 MOST_CANDIDATES = 3
+# How many classes inside a model are tried where the model itself is not built or does not run.
+MOST_PARTS = 4
+# How the note on such a class begins.
+OF_A_PART = "of a part only,"
 # How many ways to build a class are tried until one runs.
 MOST_WAYS = 3
 
@@ -192,9 +197,17 @@ def _found(
         notes += said
         return found
     left_out = [note for note in notes if note.startswith(LEFT_OUT)]
-    if left_out and "NameError" in str(failures[0]):
-        raise ExplainError(f"{failures[0]}; {left_out[0]}") from failures[0]
-    raise failures[0]
+    problem = failures[0]
+    if left_out and "NameError" in str(problem):
+        problem = ExplainError(f"{problem}; {left_out[0]}")
+    for cls in parts(module)[:MOST_PARTS] if time.monotonic() - start < limit else ():
+        try:
+            found, built_with = _built_and_run(cls, args, vars(sys.modules[cls.__module__]), limit / 2)
+        except ExplainError:
+            continue
+        notes += [f"{OF_A_PART} {cls.__name__}, since of the whole: {problem}", *built_with]
+        return found
+    raise problem
 
 
 def _built_and_run(
@@ -214,7 +227,7 @@ def _built_and_run(
         try:
             return _with_inputs(args, made.model, made.holders, namespace, limit), made.notes
         except ExplainError as error:
-            failures.append(error)
+            failures.append(made.doubt or error)
     raise failures[0]
 
 

@@ -57,3 +57,41 @@ def test_what_plain_inductor_cached_is_not_taken(tmp_path) -> None:
     assert ours["error"] < 1e-5 and not ours["aot"].get("autograd_cache_hit")
     again = run(tmp_path, "look_alike", "plain")
     assert again["aot"].get("autograd_cache_hit") == 1 and again["error"] == plain["error"]
+
+
+COLD_THREADS = """
+import json, sys, threading, torch
+from torch._dynamo.utils import counters
+from attn_fuse.report import collecting
+
+def attention(q):
+    hidden = torch.ones(q.shape[-2], q.shape[-2]).triu(1) == 1
+    return torch.nn.functional.gelu(((q @ q.mT) / 4).masked_fill(hidden, float("-inf")).softmax(-1) @ q)
+
+q = torch.linspace(-2, 2, 2 * 4 * 16 * 16).sin().view(2, 4, 16, 16)
+compiled = torch.compile(attention, backend="attn_fuse", options={"pick": "fused"})
+together, errors = threading.Barrier(4), []
+
+def run():
+    together.wait()
+    errors.append((compiled(q) - attention(q)).abs().max().item())
+
+with collecting() as graphs:
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads: thread.start()
+    for thread in threads: thread.join()
+fused = [site.fused for graph in graphs for site in graph.sites]
+print(json.dumps({"aot": counters["aot_autograd"], "fused": fused, "errors": errors}))
+"""
+
+
+def test_cold_threads_compile_kernels_once(tmp_path) -> None:
+    """Dynamo has each thread compile its code; the first alone has Inductor compile kernels."""
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, "-c", COLD_THREADS], env=environment, capture_output=True, text=True, check=True
+    )
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found["errors"]) == 4 and max(found["errors"]) < 1e-5 and all(found["fused"])
+    assert found["aot"]["autograd_cache_miss"] == 1
+    assert found["aot"].get("autograd_cache_hit", 0) == len(found["fused"]) - 1
