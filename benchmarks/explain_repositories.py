@@ -3,8 +3,9 @@
 The list is benchmarks/results/explain_repositories.json: of each file the repository, its commit and what came of it.
 A report counts where the model was built and run, also where it has no attention to fuse; one of a part of the model
 ("of a part only" in it) is counted apart. A failure must be one line, with exit code 2. --torch-alone: the outcomes are
-those without the packages of the extra `explain`, and stand beside the others. Repositories are sought in FOLDER as OWNER+NAME, and cloned there with --clone. Nothing of them is
-installed: what they need and this environment lacks is among the failures. Their code runs: use a machine for it.
+those without the packages of the extra `explain`, and stand beside the others. Repositories are sought in FOLDER as
+OWNER+NAME, and cloned there with --clone. Nothing of them is installed: what they need and this environment lacks is
+among the failures. Their code runs: use a machine for it.
 """
 
 from __future__ import annotations

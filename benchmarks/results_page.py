@@ -187,6 +187,18 @@ def walked() -> str:
     return _signed(text, "walk-cpu")
 
 
+def cold_threads() -> str:
+    """cold_threads.py: what each thread adds that calls a model for the first time beside others."""
+    content = stored("cold-threads-cpu")
+    first, added, sizes = content["first_seconds"], content["added_by_a_thread"], content["sizes"]
+    said = " and ".join(f"{added[name]:.2f} under {name} (the first: {first[name]:.0f} s)" for name in first)
+    text = (
+        f"{sizes['threads']} threads call {sizes['layers']} layers of GPT-2's size, {sizes['length']} tokens, for the "
+        f"first time at once. Of the first one's seconds,\neach further one adds {said}."
+    )
+    return _signed(text, "cold-threads-cpu")
+
+
 def tools() -> str:
     """ecosystem.py: the tests that run other projects' tools."""
     content = stored("ecosystem-cpu")
@@ -261,6 +273,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
         recognised,
         opened,
         walked,
+        cold_threads,
         tools,
         generated,
         bench_model,

@@ -22,7 +22,7 @@ from torch import nn
 
 from attn_fuse.explain.configs import defaults_of, hints_of, without_default
 from attn_fuse.explain.open_file import repository_of
-from attn_fuse.explain.snippets import imports_class
+from attn_fuse.explain.snippets import imports_class, only_defines
 
 MOST_FILES, MOST_FACTORIES = 200, 6
 SMALL = re.compile(r"tiny|nano|mini|small|(^|_)(xs|s)(_|\d|$)|base|(^|_)b(_|\d|$)", re.I)
@@ -113,24 +113,10 @@ def _importing(cls: type[nn.Module], path: Path) -> Iterator[types.ModuleType]:
             continue
         with contextlib.suppress(Exception, SystemExit):
             tree = ast.parse(text)
-            if not _only_defines(tree) or not imports_class(tree, name, path, root):
+            if not only_defines(tree) or not imports_class(tree, name, path, root):
                 continue
             below = file.relative_to(top).with_suffix("").parts if file.is_relative_to(top) else (file.stem,)
             dotted = ".".join(below[:-1] if below[-1] == "__init__" else below)
             module = sys.modules.get(dotted) or importlib.import_module(dotted)
             if Path(str(module.__file__)).resolve() == file.resolve():
                 yield module
-
-
-def _only_defines(tree: ast.Module) -> bool:
-    # Whether importing the file runs no program: its loops and calls stand in functions and classes.
-    runs = (ast.For, ast.While, ast.With, ast.Expr)
-    return not any(isinstance(node, runs) and not _is_harmless(node) for node in tree.body)
-
-
-def _is_harmless(node: ast.stmt) -> bool:
-    # A docstring, and a call that sets something up, as of a logger or of the path.
-    return isinstance(node, ast.Expr) and (
-        isinstance(node.value, ast.Constant)
-        or (isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Attribute))
-    )

@@ -127,7 +127,7 @@ def _computing(names: set[str], tree: ast.AST, path: Path) -> dict[str, Any]:
             case ast.ImportFrom(str() as module, aliases, 0):
                 stands_for = {alias.asname or alias.name: alias.name for alias in aliases}
                 wanted = asked if "*" in stands_for else asked & stands_for.keys()
-                if not wanted or not _is_in_repository(module, path):
+                if not wanted or not _defines_in_repository(module, path):
                     continue
                 try:
                     loaded = importlib.import_module(module)
@@ -140,9 +140,28 @@ def _computing(names: set[str], tree: ast.AST, path: Path) -> dict[str, Any]:
     return found
 
 
-def _is_in_repository(module: str, path: Path) -> bool:
-    below = Path(*module.split("."))
-    return any((folder / below).with_suffix(".py").is_file() for folder in (path.parent, repository_of(path)))
+def _defines_in_repository(module: str, path: Path) -> bool:
+    # Whether it is a file of the repository whose import runs no program.
+    files = ((folder / Path(*module.split("."))).with_suffix(".py") for folder in (path.parent, repository_of(path)))
+    file = next(filter(Path.is_file, files), None)
+    try:
+        return file is not None and only_defines(ast.parse(file.read_text(encoding="utf-8", errors="replace")))
+    except (SyntaxError, ValueError):
+        return False
+
+
+def only_defines(tree: ast.Module) -> bool:
+    """Whether importing a file runs no program: its loops and calls stand in functions and classes."""
+    runs = (ast.For, ast.While, ast.With, ast.Expr)
+    return not any(isinstance(node, runs) and not _is_harmless(node) for node in tree.body)
+
+
+def _is_harmless(node: ast.stmt) -> bool:
+    # A docstring, and a call that sets something up, as of a logger or of the path.
+    return isinstance(node, ast.Expr) and (
+        isinstance(node.value, ast.Constant)
+        or (isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Attribute))
+    )
 
 
 def only_computes(function: Callable[..., Any], seen: frozenset[object] = frozenset()) -> bool:
