@@ -2,10 +2,9 @@
 
 The list is benchmarks/results/explain_repositories.json: of each file the repository, its commit and what came of it.
 A report counts where the model was built and run, also where it has no attention to fuse; one of a part of the model
-("of a part only" in it) is counted apart. A failure must be one line, with exit code 2. --torch-alone: the outcomes are
-those without the packages of the extra `explain`, and stand beside the others. Repositories are sought in FOLDER as
-OWNER+NAME, and cloned there with --clone. Nothing of them is installed: what they need and this environment lacks is
-among the failures. Their code runs: use a machine for it.
+("of a part only" in it) is counted apart. A failure must be one line, with exit code 2. Repositories are sought in
+FOLDER as OWNER+NAME, and cloned there with --clone. Nothing of them is installed: what they need and this environment,
+which has the packages of the extra `explain`, lacks is among the failures. Their code runs: use a machine for it.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from typing import Any
 from attn_fuse.explain.subject import OF_A_PART
 from harness import commit
 
+NOTE = "with the packages of the extra explain: einops, ml-collections, PyYAML, timm, transformers"
 LIST = Path(__file__).parent / "results" / "explain_repositories.json"
 
 
@@ -83,21 +83,15 @@ def main() -> None:
     parser.add_argument("--clone", action="store_true", help="clone from GitHub what is not there")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds for each file (600)")
     parser.add_argument("--jobs", type=int, default=2, help="how many at once (2)")
-    parser.add_argument("--torch-alone", action="store_true", help="keep what is stored, and add these outcomes")
     parser.add_argument("--results", type=Path, default=LIST, help="where the outcomes are written")
     arguments = parser.parse_args()
-    content = json.loads(LIST.read_text())
-    rows = content["files"]
+    rows = json.loads(LIST.read_text())["files"]
     with ThreadPoolExecutor(arguments.jobs) as pool:
         files = list(
             pool.map(lambda row: measured(row, arguments.folder.resolve(), arguments.limit, arguments.clone), rows)
         )
     counts = Counter(row["outcome"] for row in files)
-    if arguments.torch_alone:
-        files = [{**row, "torch_alone": found["outcome"]} for row, found in zip(rows, files, strict=True)]
-        content |= {"counts_torch_alone": counts, "files": files}
-    else:
-        content |= {"commit": commit(), "counts": counts, "files": files}
+    content = {"commit": commit(), "note": NOTE, "counts": counts, "files": files}
     arguments.results.write_text(json.dumps(content, indent=1) + "\n")
     print(f"{counts['report']} of {len(files)} give a report; {dict(counts)}")
 

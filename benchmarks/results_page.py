@@ -170,11 +170,9 @@ def opened() -> str:
     groups = [*dict.fromkeys(row["group"] for row in content["files"]), "all"]
     for group in groups:
         of = [row for row in content["files"] if group in ("all", row["group"])]
-        whole, alone = (sum(row[which] == "report" for row in of) for which in ("outcome", "torch_alone"))
-        parts = sum(row["outcome"] == "part" for row in of)
-        rows.append([group, f"{whole} of {len(of)}", str(parts), f"{alone} of {len(of)}"])
-    head = ["files", "a report", "of a part", "a report, with torch alone"]
-    return _signed(markdown(head, rows), "explain_repositories")
+        counts = [sum(row["outcome"] == outcome for row in of) for outcome in ("report", "part")]
+        rows.append([group, f"{counts[0]} of {len(of)}", str(counts[1])])
+    return _signed(markdown(["files", "a report", "of a part"], rows), "explain_repositories")
 
 
 def walked() -> str:

@@ -260,10 +260,13 @@ def _ways(cls: type[nn.Module], namespace: Mapping[str, Any], failures: Sequence
         yield direct
     if any(value is None for value in defaults_of(cls).values()):
         yield _Way(None, lambda say: call_of(cls, namespace, path, say, with_none=True))
-    if any(isinstance(failure, TooLarge) for failure in failures):
-        for layers in FEWER_LAYERS:
-            yield _Way(None, functools.partial(_shrunk, cls, namespace, path, layers))
-    if not any(map(_lacks_a_value, failures)):
+    is_large = any(isinstance(failure, TooLarge) for failure in failures)
+    why = "since its defaults are too large" if is_large else "since it does not run with its defaults"
+    fewer = [_Way(None, functools.partial(_shrunk, cls, namespace, path, n, why)) for n in FEWER_LAYERS]
+    lacks = any(map(_lacks_a_value, failures))
+    if is_large or not lacks:
+        yield from fewer
+    if not lacks:
         return
     for source, given in parts_of_calls(cls, namespace, path) if path.is_file() else ():
         words = f"{', '.join(given)} as in {source}"
@@ -332,8 +335,8 @@ def _is_a(value: object, cls: type) -> bool:
     return isinstance(value, cls) or any(base.__qualname__ == cls.__qualname__ for base in type(value).__mro__)
 
 
-def _shrunk(cls: type[nn.Module], namespace: Mapping[str, Any], path: Path, layers: int, say: Say) -> _Made:
-    # With `layers` layers where a default says more.
+def _shrunk(cls: type[nn.Module], namespace: Mapping[str, Any], path: Path, layers: int, why: str, say: Say) -> _Made:
+    # With `layers` layers where a default says more. why: to say of it.
     silent: list[str] = []
     _, holders = call_of(cls, namespace, path, silent.append)
     fewer = {name: layers for name, value in defaults_of(cls).items() if _is_depth(name, value)}
@@ -348,7 +351,7 @@ def _shrunk(cls: type[nn.Module], namespace: Mapping[str, Any], path: Path, laye
         raise ExplainError(f"cannot build {cls.__name__}: no default says how many layers it has")
     for note in silent:
         say(note)
-    say(f"fewer layers, since its defaults are too large: {in_words(fewer)}")
+    say(f"fewer layers, {why}: {in_words(fewer)}")
     own = {name: value for name, value in fewer.items() if name in defaults_of(cls)}
     given = holders[-1]
     arguments = {k: v for k, v in given.items() if k in without_default(cls)} if isinstance(given, dict) else {}

@@ -70,7 +70,7 @@ def inputs_for(
     length, batch: the sequence length, and the batch size, instead of what is declared.
     spelled: inputs that the repository spells out, tried before any guess where neither was given; those of few numbers
     come last, since they say little of a model's use, and so do those without the targets that are asked for.
-    Raises ExplainError where no guess runs.
+    Raises ExplainError where no guess runs. One that runs for RUN_SECONDS without an error counts where no other runs.
     """
     sizes = Sizes.of(model, holders, length, batch)
     trial = _Trial(model, targets, sizes)
@@ -84,6 +84,8 @@ def inputs_for(
         ran = ran or (trial.of_any() if attempt() else None)
     if ran is not None:
         return ran.inputs
+    if trial.slow is not None:
+        return trial.slow
     tried = f"with {trial.failures[0]}" if trial.failures else "it has no embedding, convolution or linear layer"
     raise ExplainError(
         f"no inputs found that {type(model).__name__} runs on ({tried}); "
@@ -138,6 +140,7 @@ class _Trial:
         self.linears = [module for module in modules if isinstance(module, nn.Linear)]
         self.convolutions = [module for module in modules if isinstance(module, nn.modules.conv._ConvNd)]
         self.failures: list[str] = []
+        self.slow: Inputs | None = None
         # Widths that errors asked for, the last first; and lengths, the first first, as the likeliest guess came first.
         self.wanted: list[int] = []
         self.told: list[int] = []
@@ -305,6 +308,8 @@ class _Trial:
             raise
         except TimeUp:
             self.failures.append(f"{inputs}: more than {RUN_SECONDS:g} s")
+            # What runs that long without an error most likely runs to the end: the only one to take where none does.
+            self.slow = self.slow or inputs
         except Exception as error:
             self.failures.append(f"{inputs}: {in_one_line(error)}")
             self._learn(str(error))

@@ -23,6 +23,25 @@ from attn_fuse.torch_internals import flex_runs_on_cpu
 from tests.explain_sources import GPT, LOOK_ALIKE, PLAIN
 
 Write = Callable[[str], str]
+WHOLE_AND_PART = """
+import torch
+from torch import nn
+
+class SelfAttention(nn.Module):
+    def __init__(self, width=32):
+        super().__init__()
+        self.qkv = nn.Linear(width, 3 * width)
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return (q @ k.mT / 4).softmax(-1) @ v
+
+class Model(nn.Module):
+    def __init__(self, flavour: str):
+        super().__init__()
+        self.inner = SelfAttention()
+    def forward(self, x):
+        return self.inner(x)
+"""
 
 
 class Attention(nn.Module):
@@ -206,6 +225,21 @@ class TestCommandLine:
         write(GPT)
         assert main([str(tmp_path)]) == 0
         assert capsys.readouterr().out.startswith("GPT(int64[1, 32])")
+
+    def test_a_part_where_the_whole_cannot_be_built(self, write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main([write(WHOLE_AND_PART)]) == 0
+        subject, note, *_ = capsys.readouterr().out.splitlines()
+        assert subject.startswith("SelfAttention(float32[1, 64, 32])")
+        assert note == (
+            "  of a part only, SelfAttention, since of the whole: cannot build Model: its constructor needs flavour; "
+            "pass --entry 'Model(flavour=...)'"
+        )
+
+    def test_no_part_that_does_not_attend(self, write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main([write(WHOLE_AND_PART.replace("SelfAttention", "Mixing").replace("softmax(-1)", "relu()"))]) == 2
+        assert capsys.readouterr().err.startswith(
+            "attn_fuse.explain: cannot build Model: its constructor needs flavour"
+        )
 
     def test_a_trained_function(self, write: Write, capsys: pytest.CaptureFixture[str]) -> None:
         inputs = "(torch.randn(1, 2, 8, 4, requires_grad=True),) * 3"

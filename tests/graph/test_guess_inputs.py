@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import types
 from typing import Any
 
@@ -77,6 +78,19 @@ class TestInputs:
                 return super().forward(x)
 
         assert inputs_for(Decoder()).args[0].shape == (1, 1)
+
+    def test_what_runs_long_without_an_error_is_taken_where_nothing_else_runs(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        class Slow(Floats):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                if x.shape[1] == SHORT:
+                    raise ValueError("too short")
+                while True:
+                    time.sleep(0.01)
+
+        monkeypatch.setattr("attn_fuse.explain.guess_inputs.RUN_SECONDS", 0.05)
+        assert inputs_for(Slow()).args[0].shape == (1, USUAL, 6)
 
     def test_a_model_of_one_length_only(self) -> None:
         class Fixed(Floats):
