@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import time
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -71,10 +72,10 @@ def explanation_of(
 
     # A new partial each time, so that Dynamo does not reuse an earlier compilation, which would report nothing.
     compiled = compiled_apart(model, functools.partial(analyzed), dynamic)
-    before = left_by_dynamo()
+    started = time.time()
     with collecting() as reports:
         use(compiled)
-    left = [text for text, times in left_by_dynamo().items() if times > before.get(text, 0)]
+    left = left_by_dynamo(started)
     subject = _subject(model, inputs, any(recording))
     return Explanation(subject, tuple(reports), not_compiled=tuple(functions_left_alone(left)))
 

@@ -26,16 +26,12 @@ from attn_fuse.graph.region import Region, Site, find_sites
 from attn_fuse.graph.scopes import copied, scopes
 from attn_fuse.graph.walk import is_product
 from attn_fuse.report import Location
-from attn_fuse.torch_internals import FakeTensor, FakeTensorMode, graph_break
+from attn_fuse.torch_internals import FakeTensor, FakeTensorMode, LeftFunction, graph_break
 
 # An attention has two products and a softmax, with dropout or a cast between: more graphs are joined for nothing.
 _MOST_PARTS = 4
 # The graphs that continue a part are compiled in its first calls; later ones need not pay for the notes.
 _CALLS_NOTED = 8
-# How Dynamo names a function that it leaves to Python altogether.
-_SKIPPED = re.compile(
-    r"graph break in loop\n.*frame skipped: (?P<name>\S+) \((?P<file>.+) line (?P<line>\d+)\)", re.DOTALL
-)
 
 
 @dataclass(frozen=True)
@@ -116,19 +112,17 @@ def _in_one_line(reason: str) -> str:
     return ": ".join(part.strip().rstrip(".:") for part in (what, why[1] if why else "") if part.strip())
 
 
-def functions_left_alone(said: Iterable[str]) -> Iterator[str]:
-    """A sentence on each function that Dynamo runs as written, since a break stands in a loop of it.
-
-    said: what Dynamo said when it gave up tracing, whole.
-    """
-    for text in said:
-        function = _SKIPPED.search(text)
-        if function is not None:
-            where = Location(function["file"], int(function["line"]), "", "")
-            yield (
-                f"torch.compile leaves the function {function['name']} ({where}) as written, with any attention in it: "
-                f"a graph break in a loop. {_in_one_line(text)}. Move what breaks out of the loop."
-            )
+def functions_left_alone(left: Iterable[LeftFunction]) -> Iterator[str]:
+    """A sentence on each function that Dynamo runs as written."""
+    for function in left:
+        where = Location(function.file, function.line, "", "")
+        at = Location(function.at_file, function.at_line, "", "")
+        why = _in_one_line(function.reason)
+        yield (
+            f"torch.compile leaves the function {function.name} ({where}) as written, with any attention in it: it "
+            f"cannot go on after the graph break at {at}, as in a loop or a generator. {why}. "
+            f"Move what breaks out of it."
+        )
 
 
 def remembering(compiled: Callable[..., Any], part: Part) -> Callable[..., Any]:

@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx as make_fx
 from torch.utils._sympy.functions import FloorDiv as FloorDiv
 from torch.utils._sympy.functions import Mod as Mod
 
+from attn_fuse.torch_internals.dynamo import LeftFunction as LeftFunction
 from attn_fuse.torch_internals.dynamo import PassesThroughDynamo as PassesThroughDynamo
 from attn_fuse.torch_internals.dynamo import apart_from_dynamo as apart_from_dynamo
 from attn_fuse.torch_internals.dynamo import calling_convention_of as calling_convention_of

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch._dynamo.exc import ShortenTraceback
-from torch._dynamo.utils import counters
+from torch._dynamo.utils import get_compilation_metrics
 from torch._logging import trace_structured
 
 # Dynamo wraps an exception of a backend in BackendCompilerFailed, except for this family.
@@ -42,9 +43,39 @@ def graph_break(graph: torch.fx.GraphModule) -> tuple[str, str] | None:
     return str(ended.reason), "".join(traceback.format_list(ended.user_stack))
 
 
-def left_by_dynamo() -> dict[str, int]:
-    """How often Dynamo gave up tracing in this process, by what it said each time."""
-    return dict(counters["unimplemented"])
+@dataclass(frozen=True)
+class LeftFunction:
+    """A function that Dynamo runs as written, since it cannot go on after a break in it, as in a loop or a generator.
+
+    name, file, line: where it is defined. reason: what Dynamo says of the break, whole; at_file, at_line: its place.
+    """
+
+    name: str
+    file: str
+    line: int
+    reason: str
+    at_file: str
+    at_line: int
+
+
+def left_by_dynamo(since: float) -> tuple[LeftFunction, ...]:
+    """The functions that Dynamo left as written since a time, in seconds of `time.time`.
+
+    Dynamo keeps its records of the last 64 compilations.
+    """
+    left = [
+        LeftFunction(
+            record.co_name or "",
+            record.co_filename or "",
+            record.co_firstlineno or 0,
+            record.fail_reason,
+            record.fail_user_frame_filename or record.co_filename or "",
+            record.fail_user_frame_lineno or record.co_firstlineno or 0,
+        )
+        for record in get_compilation_metrics()
+        if (record.start_time_us or 0) >= since * 1e6 and record.fail_type is not None and record.fail_reason
+    ]
+    return tuple(dict.fromkeys(left))
 
 
 @contextlib.contextmanager
