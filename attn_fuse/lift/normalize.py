@@ -137,9 +137,14 @@ def _run(node: Node, env: dict[Node, Any], probabilities: list[float | Node]) ->
 
 
 def _number_in(node: Node, env: dict[Node, Any]) -> Any:
-    """The number that `node` holds, where the graph was captured with one and no input; else its value in `env`."""
+    """The whole number that `node` holds, where the graph was captured with one and no input; else its value in `env`.
+
+    Other numbers stay tensors, whose dtypes decide in what precision is computed.
+    """
     constant = getattr(value_of(node), "constant", None)
-    return env[node] if constant is None or constant.dim() else constant.item()
+    if constant is None or constant.dim() or constant.is_floating_point() or constant.is_complex():
+        return env[node]
+    return constant.item()
 
 
 def _as_written_out(
