@@ -40,6 +40,12 @@ ON_INDEX = {
     "rotary_embedding_torch": "rotary-embedding-torch",
 }
 CAUGHT = {"ImportError", "ModuleNotFoundError", "Exception", "BaseException"}
+# Loaders that each belong to one module.
+OF_ONE_FILE = (
+    importlib.machinery.SourceFileLoader,
+    importlib.machinery.SourcelessFileLoader,
+    importlib.machinery.ExtensionFileLoader,
+)
 # Packages that nothing can stand in for.
 KEPT = {"torch", "attn_fuse"}
 
@@ -140,7 +146,8 @@ class _Guard(importlib.abc.MetaPathFinder):
             return None
         others = [other for other in sys.meta_path if other is not self and other is not self.finder]
         spec = next(filter(None, (other.find_spec(fullname, path, target) for other in others)), None)
-        if spec is None or spec.loader is None or str(spec.origin).startswith(self.finder.roots):
+        # Other loaders may be shared by several modules, and must not change.
+        if spec is None or not isinstance(spec.loader, OF_ONE_FILE) or str(spec.origin).startswith(self.finder.roots):
             return None
         self._guard(spec.loader, fullname)
         return spec

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.abc
+import importlib.machinery
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -77,6 +80,22 @@ def test_a_compiled_module_that_does_not_load(write: Write, installed: Path) -> 
     with imported(write("import compiled_package\nSIZE = 5\n"), notes.append) as module:
         assert module.SIZE == 5
     assert notes[0].startswith("stood in for compiled_package, whose import raises ImportError")
+
+
+def test_a_loader_that_several_modules_share_stays_as_it_is(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Shared(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+        def find_spec(self, name: str, path: object, target: object = None) -> importlib.machinery.ModuleSpec | None:
+            return importlib.machinery.ModuleSpec(name, self) if name == "shared_package" else None
+
+        def exec_module(self, module: types.ModuleType) -> None:
+            module.SIZE = 6  # type: ignore[attr-defined]
+
+    shared = Shared()
+    monkeypatch.setattr(sys, "meta_path", [shared, *sys.meta_path])
+    with imported(write("from shared_package import SIZE\n")) as module:
+        assert module.SIZE == 6
+    assert not vars(shared)
+    sys.modules.pop("shared_package")
 
 
 def test_outside_the_block_it_raises_as_it_did(write: Write) -> None:
