@@ -187,6 +187,19 @@ class TestFeatures:
 
         on_flex(program, *tensors(1, 2, 200, 25, dtype=dtype), torch.rand(2).to(dtype))
 
+    @pytest.mark.parametrize("head_dim", [8, 16])
+    @pytest.mark.parametrize("kv_len", [8, 136])
+    def test_few_dimensions_in_vectors_of_8(self, head_dim: int, kv_len: int) -> None:
+        """With AVX2, torch's form for the last keys would write over the maxima of the softmax."""
+
+        def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return torch.tanh(scores(q, k)).softmax(-1) @ v
+
+        (q,), (k, v) = tensors(1, 2, 40, head_dim, count=1), tensors(1, 2, kv_len, head_dim, count=2)
+        with torch._inductor.config.patch({"cpp.simdlen": 256}):
+            on_flex(program, q, k, v)
+            on_flex(program, q[:, :, :1], k, v)
+
     def test_queries_that_see_no_key(self) -> None:
         def guarded(q, k, v, lengths):
             hidden = torch.arange(k.shape[2]) >= lengths.view(-1, 1, 1, 1)

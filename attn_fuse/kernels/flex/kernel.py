@@ -46,6 +46,10 @@ BLOCKS = (128, 128)
 # For one query, torch's C++ template has a second form, which it takes where the keys of a block divide 128. This form
 # gives 0 for scores far below 0 where some of the keys are hidden.
 ONE_QUERY_BLOCKS = (128, 256)
+# Below this head_dim, torch's C++ template multiplies the keys after the last multiple of 16 by a form for 16 keys, if
+# their number and head_dim fit into whole vectors of less than 16 floats (AVX2, NEON). This form reads beyond the keys,
+# and it writes over the maxima of the softmax (torch 2.11 to 2.15).
+_CPU_LEAST_HEAD_DIM = 24
 # The tables of a BlockMask, in the order of `flex_blocks`.
 _TABLES = tuple(f"{kind}_{what}" for kind in ("kv", "full_kv", "q", "full_q") for what in ("num_blocks", "indices"))
 _NOT_DIFFERENTIATED = "gives no gradient to what a function of the scores reads before torch 2.15"
@@ -108,7 +112,11 @@ def emit(call: Call) -> Node:
         facts.device,
         seen.program.dumps(),
     )
-    operands = [call.query(scaled=False), call.key(), call.value()]
+    query, key, value = call.query(scaled=False), call.key(), call.value()
+    if on_cpu and facts.head_dim < _CPU_LEAST_HEAD_DIM:
+        zeros = [0, _CPU_LEAST_HEAD_DIM - facts.head_dim]
+        query, key = (call.node(torch.nn.functional.pad, x, zeros) for x in (query, key))
+    operands = [query, key, value]
     inputs = [score.inputs[n] for part in parts for n in part.inputs]
     if on_cpu and facts.compiled and any(map(_has_symbolic_size, inputs)):
         # The C++ template names sizes that it does not declare (torch 2.11 to 2.15).
