@@ -8,7 +8,7 @@ import importlib
 import inspect
 import re
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -28,7 +28,7 @@ from attn_fuse.explain.configs import (
     without_default,
 )
 from attn_fuse.explain.open_file import Say
-from attn_fuse.explain.sizes import WIDTH, in_words, value_for
+from attn_fuse.explain.sizes import DEPTH, WIDTH, in_words, value_for
 
 # How many modules deep an argument may be a module that is built of arguments itself.
 DEEPEST = 3
@@ -41,6 +41,7 @@ _GUESSES: dict[Any, tuple[Any, ...]] = {
     None: (2, 8, False, WIDTH, 0.1),
 }  # fmt: skip
 GUESSES = len(_GUESSES[None])
+_SEQUENCES = (tuple, list, Sequence)
 
 # A call that is ready to be made, and what says its sizes: the configs and the arguments.
 Call = tuple[Callable[[], Any], tuple[object, ...]]
@@ -149,10 +150,15 @@ def _sizes(
 
 
 def _in_sequence(function: Callable[..., Any], name: str, hint: Any, value: Any) -> Any:
-    # A number, or where the constructor reads a sequence of them, as many as it reads.
-    if type(value) not in (int, float) or not isinstance(function, type) or hint not in (None, Any):
+    # A number, or where the annotation or the constructor takes a sequence of them, as many as it says or reads.
+    if type(value) not in (int, float):
         return value
-    many = entries_asked(function, name)
+    asked = entries_asked(function, name) if isinstance(function, type) else 0
+    if typing.get_origin(hint) in _SEQUENCES:
+        entries = typing.get_args(hint)
+        many = len(entries) if typing.get_origin(hint) is tuple and ... not in entries else asked or DEPTH
+        return [value] * many if typing.get_origin(hint) is list else (value,) * many
+    many = asked if hint in (None, Any) else 0
     return (value,) * many if many else value
 
 

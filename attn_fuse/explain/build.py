@@ -35,6 +35,7 @@ from attn_fuse.explain.configs import (
     without_default,
 )
 from attn_fuse.explain.factories import factories_of
+from attn_fuse.explain.older import imported_part
 from attn_fuse.explain.open_file import Say, moved_to_its_files, same_folder_after
 from attn_fuse.explain.problems import in_one_line
 from attn_fuse.explain.sizes import DEPTH_NAME, in_words, value_for
@@ -112,8 +113,8 @@ def all_built(cls: type[nn.Module], namespace: Mapping[str, Any], most: int = MO
             with random_weights(notes.append), same_folder_after():
                 try:
                     model, holders = _made(way, cls, most, notes.append)
-                except FileNotFoundError as error:
-                    if not moved_to_its_files(error, Path(str(namespace.get("__file__", "")))):
+                except (FileNotFoundError, AttributeError) as error:
+                    if not _mended(error, Path(str(namespace.get("__file__", "")))):
                         raise
                     model, holders = _made(way, cls, most, notes.append)
         except ExplainError as error:
@@ -277,6 +278,11 @@ def _ways(cls: type[nn.Module], namespace: Mapping[str, Any], failures: Sequence
 
 def _lacks_a_value(failure: ExplainError) -> bool:
     return isinstance(failure, (UnknownArgument, UnknownEntry))
+
+
+def _mended(error: FileNotFoundError | AttributeError, path: Path) -> bool:
+    # Whether what raised it while a model was built need not do so again.
+    return moved_to_its_files(error, path) if isinstance(error, FileNotFoundError) else imported_part(error)
 
 
 def _by_parts(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dis
 import functools
@@ -10,6 +11,7 @@ import itertools
 import os
 import re
 import sys
+import textwrap
 import types
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,13 +20,14 @@ from pathlib import Path
 from torch import nn
 
 from attn_fuse.errors import ExplainError
+from attn_fuse.explain.factories import factories_in
 from attn_fuse.explain.open_file import repository_of
 from attn_fuse.explain.stages import stages_of
 from attn_fuse.explain.stand_ins import refuse
 
 # Classes around a model, or for a special use of it: taken only where there is no other.
 AROUND = re.compile(r"wrapper|trainer|loss|criterion|optimi|lightning|pipeline|scheduler|ema$|distill|superres", re.I)
-ATTENDS = re.compile(r"atte?n|softmax|transformer|einsum|scaled_dot", re.I)
+ATTENDS = re.compile(r"(?<!fl)atte?n|softmax|transformer(?!_dim)|einsum|scaled_dot", re.I)
 MOST_FILES, MOST_BYTES, COUNTED = 300, 200_000, 5
 # Classes inside a model.
 INSIDE = re.compile(
@@ -43,9 +46,12 @@ def candidates(module: types.ModuleType) -> list[type[nn.Module]]:
 
     First come those that run an attention. Of these, one named as the file is, one that more of the repository's other
     files name, one that uses more other classes, and one with more code.
-    Raises ExplainError where the file defines no nn.Module class.
+    Where the file has none, those that it imports from its repository and that one of its functions gives.
+    Raises ExplainError where there is none of these, either.
     """
     classes = list(dict.fromkeys(value for value in vars(module).values() if _is_module_class(value, module)))
+    # A file of factories only: what they build.
+    classes = classes or [cls for cls in _imported_by(module) if factories_in(cls, vars(module))]
     if not classes:
         for value in vars(module).values():
             if isinstance(value, type) and value.__module__ == module.__name__:
@@ -92,17 +98,20 @@ def parts(module: types.ModuleType) -> list[type[nn.Module]]:
 
     Those of the file, and those of its repository that it imports.
     """
-    root = str(repository_of(Path(module.__file__ or "")))
-    held = dict.fromkeys(value for value in vars(module).values() if isinstance(value, type))
     whole = candidates(module)
     found: list[tuple[int, int, type[nn.Module]]] = []
-    for cls in held:
-        home = sys.modules.get(cls.__module__)
-        if not issubclass(cls, nn.Module) or cls in whole or home is None or not _can_run(cls):
-            continue
-        if str(getattr(home, "__file__", None)).startswith(root) and _attends([cls]):
-            found.append((len(_reachable(cls, home)), len(_source(cls)), cls))
+    for cls in _imported_by(module):
+        if cls not in whole and _can_run(cls) and ATTENDS.search(_code(cls)):
+            found.append((len(_reachable(cls, sys.modules[cls.__module__])), len(_source(cls)), cls))
     return [cls for _, _, cls in sorted(found, key=lambda one: one[:2], reverse=True)]
+
+
+def _imported_by(module: types.ModuleType) -> list[type[nn.Module]]:
+    # The module classes among the names of the file that it or a file of its repository defines.
+    root = str(repository_of(Path(module.__file__ or "")))
+    held = dict.fromkeys(value for value in vars(module).values() if isinstance(value, type))
+    files = {cls: str(getattr(sys.modules.get(cls.__module__), "__file__", None)) for cls in held}
+    return [cls for cls, file in files.items() if issubclass(cls, nn.Module) and file.startswith(root)]
 
 
 def _can_run(cls: type[nn.Module]) -> bool:
@@ -114,6 +123,22 @@ def _can_run(cls: type[nn.Module]) -> bool:
 def _attends(classes: Iterable[type]) -> bool:
     # Whether the code of one of the classes names an attention, as one that it imports.
     return any(ATTENDS.search(_source(cls)) for cls in classes)
+
+
+def _code(cls: type) -> str:
+    # The statements of the class, without its name, comments and docstrings, which may speak of the whole model.
+    try:
+        tree = ast.parse(textwrap.dedent(_source(cls)))
+    except SyntaxError:
+        return ""
+    for node in ast.walk(tree):
+        match node:
+            case (
+                ast.ClassDef(body=[ast.Expr(ast.Constant(str())), *rest])
+                | ast.FunctionDef(body=[ast.Expr(ast.Constant(str())), *rest])
+            ):
+                node.body = rest
+    return "\n".join(ast.unparse(statement) for held in tree.body for statement in getattr(held, "body", ()))
 
 
 def _source(cls: type) -> str:

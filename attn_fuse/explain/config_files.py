@@ -1,8 +1,9 @@
-"""Config files of a repository, YAML, JSON and TOML: which of their mappings has the entries that a model reads."""
+"""Config files of a repository, YAML, JSON, TOML and Python: which of their mappings has the entries a model reads."""
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib
 import itertools
 import json
@@ -20,6 +21,8 @@ MOST_FILES, MOST_BYTES, DEEPEST = 200, 200_000, 4
 # Fewer arguments than these, in a file that does not name the class, may be another's.
 FEW = 3
 PASSED_OVER = {"node_modules", "venv", "env", "site-packages", "__pycache__"}
+SUFFIXES = (".yaml", ".yml", ".json", ".toml")
+SETTINGS = re.compile(r"config|cfg|settings|param|options", re.I)
 SMALL = re.compile(r"default|tiny|nano|small|base|mini", re.I)
 
 
@@ -88,7 +91,8 @@ def _all_entries(path: Path) -> Iterator[Entries]:
 def _files(root: Path) -> Iterator[Path]:
     for place, folders, names in os.walk(root):
         folders[:] = sorted(f for f in folders if f not in PASSED_OVER and not f.startswith("."))
-        yield from (Path(place) / n for n in sorted(names) if n.endswith((".yaml", ".yml", ".json", ".toml")))
+        yield from (Path(place) / n for n in sorted(names) if n.endswith(SUFFIXES))
+        yield from (Path(place) / n for n in sorted(names) if n.endswith(".py") and SETTINGS.search(n))
 
 
 def _nested(source: str, value: object, depth: int) -> Iterator[Entries]:
@@ -112,9 +116,25 @@ def _parsed(suffix: str, text: str) -> object:
     try:
         if suffix == ".json":
             return json.loads(text)
+        if suffix == ".py":
+            return _of_python(text)
         return tomllib.loads(text) if suffix == ".toml" else _of_yaml(text)
-    except (ValueError, RecursionError):
+    except (ValueError, SyntaxError, RecursionError):
         return None
+
+
+def _of_python(text: str) -> dict[str, object]:
+    # The dicts that a file of settings spells out, by the names that it gives them.
+    found: dict[str, object] = {}
+    for node in ast.parse(text).body:
+        match node:
+            case ast.Assign([ast.Name(name)], ast.Dict() as written):
+                with contextlib.suppress(ValueError, TypeError):
+                    found[name] = ast.literal_eval(written)
+            case ast.Assign([ast.Name(name)], ast.Call(ast.Name("dict"), [], given)):
+                with contextlib.suppress(ValueError, TypeError):
+                    found[name] = {k.arg: ast.literal_eval(k.value) for k in given if k.arg is not None}
+    return found
 
 
 def _of_yaml(text: str) -> object:

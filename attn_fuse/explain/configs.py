@@ -305,7 +305,9 @@ def config_without_class(
         say(f"{name}: {best[2]}, as the file has it")
         return best[1]
     written = options_with(needed, path)
-    compared = _compared(cls, name)
+    compared: dict[str, Any] = {}
+    for tree in (*_trees_beside(path), _tree_of(cls)):
+        compared |= _asked_by_conditions(tree, name)
     groups = _groups_of(_tree_of(cls), name).union(*(_groups_of(tree, name) for tree in _trees_beside(path)))
     in_file = entries_with(needed, name, path)
     if in_file is not None and 2 * len(needed & in_file.values.keys()) >= written.known:
@@ -417,13 +419,54 @@ def entry_for(cls: Callable[..., Any], key: str) -> Any:
     return value_for(key)
 
 
-def _compared(cls: Callable[..., Any], name: str) -> dict[str, Any]:
-    # The strings that the code compares an entry with: the first is as good as any.
-    found: dict[str, Any] = {}
-    for node in ast.walk(_tree_of(cls)):
+def _asked_by_conditions(tree: ast.AST, name: str) -> dict[str, Any]:
+    # Values that suit the conditions of the code: of an entry that it compares with strings the first, which is as good
+    # as any; False for one that it only tests. An entry may be kept as an attribute of the module first.
+    kept: dict[str, str] = {}
+    for node in ast.walk(tree):
         match node:
-            case ast.Compare(ast.Attribute(ast.Name(holder), key), [ast.Eq() | ast.In()], [against]) if holder == name:
+            case ast.Assign([ast.Attribute(ast.Name("self"), attribute)], given) if key := _entry_read(given, name):
+                kept[attribute] = key
+    texts: dict[str, Any] = {}
+    reads: dict[str, list[bool]] = {}
+    tests = {id(test) for node in ast.walk(tree) for test in _conditions(node)}
+    handed_on = {
+        id(node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute)
+    }
+    for node in ast.walk(tree):
+        key = _entry_read(node, name)
+        if key is not None and not (id(node) in handed_on and key in kept.values()):
+            reads.setdefault(key, []).append(id(node) in tests)
+        match node:
+            case ast.Attribute(ast.Name("self"), attribute, ast.Load()) if attribute in kept:
+                reads.setdefault(kept[attribute], []).append(id(node) in tests)
+            case ast.Compare(left, [ast.Eq() | ast.In()], [against]):
+                key = _entry_read(left, name) or kept.get(left.attr if isinstance(left, ast.Attribute) else "")
                 constants = [n.value for n in ast.walk(against) if isinstance(n, ast.Constant)]
-                if constants and isinstance(constants[0], str):
-                    found.setdefault(key, constants[0])
-    return found
+                if key is not None and constants and isinstance(constants[0], str):
+                    texts.setdefault(key, constants[0])
+    return {key: False for key, every in reads.items() if all(every)} | texts
+
+
+def _conditions(node: ast.AST) -> Iterator[ast.expr]:
+    # The operands of a condition that are tested for truth.
+    waiting = [node.test] if isinstance(node, (ast.If, ast.IfExp, ast.While)) else []
+    while waiting:
+        match waiting.pop():
+            case ast.BoolOp(_, values):
+                waiting += values
+            case ast.UnaryOp(ast.Not(), operand):
+                waiting.append(operand)
+            case test:
+                yield test
+
+
+def _entry_read(node: ast.AST, name: str) -> str | None:
+    match node:
+        case ast.Attribute(ast.Name(holder), key, ast.Load()) if holder == name:
+            return key
+        case ast.Subscript(ast.Name(holder), ast.Constant(str(key)), ast.Load()) if holder == name:
+            return key
+    return None

@@ -35,12 +35,16 @@ def factories_of(cls: type[nn.Module], namespace: Mapping[str, Any], path: Path)
 
     namespace: the names of the file at `path`, which defines `cls`.
     """
-    functions = [v for v in namespace.values() if _is_of(v, str(namespace.get("__name__")))]
-    found = _giving(cls, functions, {n for n, v in namespace.items() if v is cls})
-    yield from found
+    yield from factories_in(cls, namespace)
     for module in _importing(cls, path):
         functions = [v for v in vars(module).values() if _is_of(v, module.__name__)]
         yield from _giving(cls, functions, {n for n, v in vars(module).items() if v is cls})
+
+
+def factories_in(cls: type[nn.Module], namespace: Mapping[str, Any]) -> list[Callable[..., Any]]:
+    """The functions that give a `cls` among the definitions of the file whose names are `namespace`."""
+    functions = [v for v in namespace.values() if _is_of(v, str(namespace.get("__name__")))]
+    return _giving(cls, functions, {n for n, v in namespace.items() if v is cls})
 
 
 def _is_of(value: object, module: str) -> bool:

@@ -29,6 +29,20 @@ OF_NUMPY: dict[str, Any] = {"int": int, "float": float, "object": object, "compl
 OF_COLLECTIONS = ("Iterable", "Mapping", "MutableMapping", "Sequence", "Callable", "Hashable")
 
 
+def imported_part(error: AttributeError) -> bool:
+    """Import the module below a package that the package lacks as a name; whether there is one.
+
+    An older version of the package imported it.
+    """
+    if not isinstance(error.obj, types.ModuleType) or not hasattr(error.obj, "__path__"):
+        return False
+    try:
+        importlib.import_module(f"{error.obj.__name__}.{error.name}")
+    except Exception:  # it may be missing, or not run on this machine
+        return False
+    return str(error.name) in vars(error.obj)
+
+
 @contextlib.contextmanager
 def older_names() -> Iterator[None]:
     """Within the block what torch, NumPy and collections once had can be imported; what exists stays as it is."""

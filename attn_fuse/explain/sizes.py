@@ -144,6 +144,7 @@ def _table(known: Known) -> tuple[tuple[str, Any], ...]:
         (r"n_?mels?|mel_(bins|dim)", MELS),
         (LENGTH_NAME, LENGTH),
         (r"(model|base|init|start)_(channels|dim|ch)|^nf$|^ngf$", HEAD),
+        (r"(embed\w*|hidden|feat\w*)_(channels|ch)$", width),
         (r"in_?(ch|chans|channels?)$|channels?$|in_planes|c_in$", CHANNELS),
         (OUTPUT_NAME, CLASSES),
         (SERIES_NAME, SERIES),

@@ -244,8 +244,18 @@ def _with_inputs(
             raise ExplainError(f"no inputs can be guessed for the function {name_of(model)}; pass them with --inputs")
         with step(f"finding inputs for {name_of(model)}", limit, "pass them with --inputs"):
             path = Path(str(namespace.get("__file__", "")))
-            spelled = (Inputs(*one) for one in inputs_of(type(model), namespace, path)) if path.is_file() else ()
-            guessed = inputs_for(model.eval(), holders, args.train, args.length, args.batch, spelled)
+            asked = (holders, args.train, args.length, args.batch)
+
+            def spelled() -> Iterator[Inputs]:
+                yield from (Inputs(*one) for one in (inputs_of(type(model), namespace, path) if path.is_file() else ()))
+
+            try:
+                guessed = inputs_for(model.eval(), *asked, spelled())
+            except ExplainError:
+                # Weights of several dtypes wait for a script that sets a default dtype.
+                if len({weight.dtype for weight in model.parameters() if weight.is_floating_point()}) < 2:
+                    raise
+                guessed = inputs_for(model.float(), *asked, spelled())
         return _Found(model, guessed, is_given=False)
     return _Found(model, _given_inputs(expression, namespace), is_given=True)
 

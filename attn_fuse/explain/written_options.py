@@ -70,8 +70,33 @@ def _options_in(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     if options := _assigned(tree.body):
         yield file.name, options
     for node in tree.body:
-        if isinstance(node, ast.ClassDef) and (options := _assigned(node.body)):
+        if isinstance(node, ast.ClassDef) and (options := {**_assigned(node.body), **_of_constructor(node)}):
             yield f"{node.name} in {file.name}", options
+
+
+def _of_constructor(cls: ast.ClassDef) -> dict[str, Any]:
+    # What `__init__` sets to a literal, or to the default of a keyword: `self.depth = kwargs.pop("layers", 12)`.
+    values: dict[str, Any] = {}
+    for function in cls.body:
+        if not isinstance(function, ast.FunctionDef) or function.name != "__init__":
+            continue
+        named = [*function.args.posonlyargs, *function.args.args][-len(function.args.defaults) :]
+        defaults = dict(zip((a.arg for a in named), function.args.defaults, strict=False))
+        keywords = zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True)
+        defaults |= {a.arg: given for a, given in keywords if given is not None}
+        for node in ast.walk(function):
+            match node:
+                case ast.Assign([ast.Attribute(ast.Name("self"), name)], given) | ast.AnnAssign(
+                    ast.Attribute(ast.Name("self"), name), _, ast.expr() as given
+                ):
+                    match given:
+                        case ast.Call(ast.Attribute(_, "pop" | "get"), [_, default]):
+                            given = default
+                        case ast.Name(argument) if argument in defaults:
+                            given = defaults[argument]
+                    with contextlib.suppress(ValueError, TypeError, SyntaxError):
+                        values.setdefault(name, ast.literal_eval(given))
+    return values
 
 
 def _command_line(tree: ast.Module) -> dict[str, Any]:

@@ -235,11 +235,20 @@ class TestCommandLine:
             "pass --entry 'Model(flavour=...)'"
         )
 
-    def test_no_part_that_does_not_attend(self, write: Write, capsys: pytest.CaptureFixture[str]) -> None:
-        assert main([write(WHOLE_AND_PART.replace("SelfAttention", "Mixing").replace("softmax(-1)", "relu()"))]) == 2
+    @pytest.mark.parametrize("attends", ["relu()", "relu().flatten(2).view(x.shape)  # no softmax"])
+    def test_no_part_that_does_not_attend(self, attends: str, write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+        other = WHOLE_AND_PART.replace("SelfAttention", "Mixing").replace("softmax(-1)", attends)
+        assert main([write(other)]) == 2
         assert capsys.readouterr().err.startswith(
             "attn_fuse.explain: cannot build Model: its constructor needs flavour"
         )
+
+    def test_weights_of_several_dtypes(self, write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+        model = "torch.nn.Sequential(torch.nn.Linear(8, 8).bfloat16(), torch.nn.Linear(8, 8))"
+        source = "class Mixed(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        source += f"        self.of = {model}\n    def forward(self, x):\n        return self.of(x)\n"
+        assert main([write(f"import torch\nfrom torch import nn\n{source}")]) == 0
+        assert capsys.readouterr().out.startswith("Mixed(float32[1, ")
 
     def test_a_trained_function(self, write: Write, capsys: pytest.CaptureFixture[str]) -> None:
         inputs = "(torch.randn(1, 2, 8, 4, requires_grad=True),) * 3"

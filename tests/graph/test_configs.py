@@ -1,4 +1,4 @@
-"""Configs for a constructor, from what a repository spells out: command lines, Python settings, YAML, JSON and TOML."""
+"""Configs for a constructor, from what a repository spells out: command lines, Python settings, YAML, JSON, TOML."""
 
 from __future__ import annotations
 
@@ -45,6 +45,46 @@ class TestConfigsWithoutAClass:
         source = net("configs", body).replace("super()", "if configs.task == 'forecast': pass\n        super()")
         assert model_of(write(source))[0].layer.in_features == 128
 
+    @pytest.mark.parametrize(
+        "condition",
+        [
+            "if configs.flavour: raise RuntimeError",
+            "if not (configs.flavour or False) and configs['flavour']: raise RuntimeError",
+            "self.kept = configs.flavour\n        if self.kept: raise RuntimeError",
+        ],
+    )
+    def test_an_entry_that_the_code_only_tests_is_off(self, write: Write, condition: str) -> None:
+        model, _ = model_of(write(net("configs", f"{condition}\n        {self.BODY}")))
+        assert model.layer.in_features == 128
+
+    @pytest.mark.parametrize(
+        "use", ["len(configs.flavour)", "self.kept = configs.flavour", "self.kept(configs.flavour)"]
+    )
+    def test_one_that_it_uses_otherwise_too_is_not_known(self, write: Write, use: str) -> None:
+        body = (
+            f"if configs.flavour: raise RuntimeError\n        {use}\n        self.layer = nn.Linear(len(self.kept), 1)"
+        )
+        with pytest.raises(ExplainError, match=r"none is known for configs\.flavour"):
+            model_of(write(net("configs", body)))
+
+    def test_a_string_that_an_attribute_with_the_entry_is_compared_with(self, write: Write) -> None:
+        body = (
+            "self.task = configs['task']\n        if self.task != 'forecast': assert self.task == 'b' or self.task[0]"
+        )
+        source = net("configs", f"{body}\n        {self.BODY}")
+        assert model_of(write(source))[0].task == "b"
+
+    def test_what_the_constructor_of_a_settings_class_sets(self, write: Write) -> None:
+        write(
+            "class Small:\n    def __init__(self, width=6, *, flavour=4, **kwargs):\n"
+            "        self.seq_len = kwargs.pop('seq_len', 12)\n        self.d_model = width\n"
+            "        self.flavour: int = flavour\n        self.path = find()\n",
+            "my_config.py",
+        )
+        body = f"{self.BODY}\n        assert configs.flavour == 4"
+        model, _ = model_of(write(net("configs", body)))
+        assert (model.layer.in_features, model.layer.out_features) == (12, 6)
+
     def test_an_entry_that_nothing_tells(self, write: Write) -> None:
         with pytest.raises(
             ExplainError, match=r"config is made up of small numbers, and none is known for config\.flavour"
@@ -90,6 +130,8 @@ class TestConfigFiles:
         ("conf/small.yaml", YAML),
         ("conf.json", '{"data": {}, "model": {"width": 12, "flavour_of_it": 3}}'),
         ("conf.toml", "[data]\n[model]\nwidth = 12\nflavour_of_it = 3\n"),
+        ("my_config.py", "other = run()\nmodel = {'width': 12, 'flavour_of_it': 3}\n"),
+        ("conf/params.py", "model = dict(width=12, flavour_of_it=3)\n"),
     )
 
     @pytest.mark.parametrize(("name", "text"), TEXTS, ids=[name for name, _ in TEXTS])
@@ -127,6 +169,20 @@ class TestConfigFiles:
         (tmp_path / "c.toml").write_text("= 3")
         with pytest.raises(ExplainError, match=re.escape("none is known for config.flavour_of_it")):
             model_of(write(net("config", "len(config['flavour_of_it'])")))
+
+
+class TestSequences:
+    @pytest.mark.parametrize(
+        ("hint", "given"),
+        [("tuple[int, int, int]", "(2, 2, 2)"), ("tuple[int, ...]", "(2, 2)"), ("list[int]", "[2, 2]"), ("int", "2")],
+    )
+    def test_an_annotation_says_how_many(self, write: Write, hint: str, given: str) -> None:
+        body = "self.depths = depths\n        self.layer = nn.Linear(1, 1)"
+        assert repr(model_of(write(net(f"depths: {hint}", body)))[0].depths) == given
+
+    def test_a_constructor_that_reads_more(self, write: Write) -> None:
+        body = "self.layer = nn.Linear(depths[2], 1)"
+        assert model_of(write(net("depths: tuple[int, ...]", body)))[0].layer.in_features == 2
 
 
 class TestPlainYaml:

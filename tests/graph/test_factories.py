@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from torch import nn
 
+from attn_fuse.errors import ExplainError
 from attn_fuse.explain.choose_entry import outermost
 from attn_fuse.explain.factories import factories_of
 from attn_fuse.explain.open_file import imported
@@ -174,3 +175,13 @@ def test_a_readmes_call_without_its_weights(write: Write, tmp_path: Path) -> Non
     (tmp_path / "README.md").write_text("```\nmodel = GPT('b16', pretrained=True)\n```\n")
     model: Any = model_of(write(net("kind, pretrained", "self.seen = (kind, pretrained)")))[0]
     assert model.seen == ("b16", False)
+
+
+def test_a_file_of_factories_is_about_what_they_give(write: Write, tmp_path: Path) -> None:
+    write(GPT, "parts.py")
+    source = "from parts import GPT\ndef anything():\n    return GPT(3, 'x')\n"
+    with imported(write(source)) as module:
+        assert outermost(module).__name__ == "GPT"
+    source = "from parts import GPT\ndef train():\n    GPT(3, 'x')\n"
+    with imported(write(source, "other.py")) as module, pytest.raises(ExplainError, match=r"it defines no nn\.Module"):
+        outermost(module)

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from attn_fuse.errors import ExplainError
 from attn_fuse.explain.no_gpu import on_the_cpu
 from attn_fuse.explain.open_file import imported
 from attn_fuse.explain.snippets import inputs_of
@@ -25,6 +26,22 @@ def rewritten(source: str) -> str:
     tree = ast.parse(source)
     on_the_cpu(tree)
     return ast.unparse(tree)
+
+
+class TestPartsOfPackages:
+    """Modules that an older version of their package imported."""
+
+    def test_a_constructor_reads_one(self, write: Write) -> None:
+        write("", "older_package/__init__.py")
+        write("WIDTH = 3", "older_package/layers.py")
+        source = "import older_package\n" + net("width=1", "self.layer = nn.Linear(older_package.layers.WIDTH, 1)")
+        assert model_of(write(source))[0].layer.in_features == 3
+
+    def test_one_that_there_is_not(self, write: Write) -> None:
+        write("", "other_package/__init__.py")
+        source = "import other_package\n" + net("width=1", "self.layer = nn.Linear(other_package.layers.WIDTH, 1)")
+        with pytest.raises(ExplainError, match="module 'other_package' has no attribute 'layers'"):
+            model_of(write(source))
 
 
 class TestNoGpu:
