@@ -2,7 +2,7 @@
 
 The list is benchmarks/results/explain_repositories.json: of each file the repository, its commit and what came of it.
 A report counts where the model was built and run, also where it has no attention to fuse; one of a part of the model
-("of a part only" in it) is counted apart. A failure must be one line, with exit code 2. Repositories are sought in
+("of a part only" in it) is counted apart. A failure must be one line, with exit code 2. Each row has the commit that it was measured at. Repositories are sought in
 FOLDER as OWNER+NAME, and cloned there with --clone. Nothing of them is installed: what they need and this environment,
 which has the packages of the extra `explain`, lacks is among the failures. Their code runs: use a machine for it.
 """
@@ -83,15 +83,23 @@ def main() -> None:
     parser.add_argument("--clone", action="store_true", help="clone from GitHub what is not there")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds for each file (600)")
     parser.add_argument("--jobs", type=int, default=2, help="how many at once (2)")
+    parser.add_argument("--only", default="", help="a word of the group or path of the files to measure (all)")
     parser.add_argument("--results", type=Path, default=LIST, help="where the outcomes are written")
     arguments = parser.parse_args()
-    rows = json.loads(LIST.read_text())["files"]
+    before = json.loads(LIST.read_text())
+    now = commit()
+
+    def row_of(row: dict[str, Any]) -> dict[str, Any]:
+        if arguments.only not in f"{row['group']} {row['repository']}/{row['path']}":
+            return {"measured": before["commit"], **row}
+        found = measured(row, arguments.folder.resolve(), arguments.limit, arguments.clone)
+        return {**found, "measured": now}
+
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        files = list(
-            pool.map(lambda row: measured(row, arguments.folder.resolve(), arguments.limit, arguments.clone), rows)
-        )
+        files = list(pool.map(row_of, before["files"]))
     counts = Counter(row["outcome"] for row in files)
-    content = {"commit": commit(), "note": NOTE, "counts": counts, "files": files}
+    commits = len({row["measured"] for row in files})
+    content = {"commit": now, "commits": commits, "note": NOTE, "counts": counts, "files": files}
     arguments.results.write_text(json.dumps(content, indent=1) + "\n")
     print(f"{counts['report']} of {len(files)} give a report; {dict(counts)}")
 
