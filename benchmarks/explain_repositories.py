@@ -2,9 +2,10 @@
 
 The list is benchmarks/results/explain_repositories.json: of each file the repository, its commit and what came of it.
 A report counts where the model was built and run, also where it has no attention to fuse; one of a part of the model
-("of a part only" in it) is counted apart. A failure must be one line, with exit code 2. Each row has the commit that it was measured at. Repositories are sought in
-FOLDER as OWNER+NAME, and cloned there with --clone. Nothing of them is installed: what they need and this environment,
-which has the packages of the extra `explain`, lacks is among the failures. Their code runs: use a machine for it.
+("of a part only" in it) is counted apart. A failure must be one line, with exit code 2. Each row has the commit that it
+was measured at. Repositories are sought in FOLDER as OWNER+NAME, and cloned there with --clone. Nothing of them is
+installed: what they need and this environment, which has the packages of the extra `explain`, lacks is among the
+failures. Their code runs: use a machine for it.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def main() -> None:
     with ThreadPoolExecutor(arguments.jobs) as pool:
         files = list(pool.map(row_of, before["files"]))
     counts = Counter(row["outcome"] for row in files)
-    commits = len({row["measured"] for row in files})
+    commits = sorted({row["measured"] for row in files})
     content = {"commit": now, "commits": commits, "note": NOTE, "counts": counts, "files": files}
     arguments.results.write_text(json.dumps(content, indent=1) + "\n")
     print(f"{counts['report']} of {len(files)} give a report; {dict(counts)}")

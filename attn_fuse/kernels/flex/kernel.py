@@ -48,7 +48,7 @@ BLOCKS = (128, 128)
 ONE_QUERY_BLOCKS = (128, 256)
 # Below this head_dim, torch's C++ template multiplies the keys after the last multiple of 16 by a form for 16 keys, if
 # their number and head_dim fit into whole vectors of less than 16 floats (AVX2, NEON). This form reads beyond the keys,
-# and it writes over the maxima of the softmax (torch 2.11 to 2.15).
+# and it writes over the maxima of the softmax (torch 2.13).
 _CPU_LEAST_HEAD_DIM = 24
 # The tables of a BlockMask, in the order of `flex_blocks`.
 _TABLES = tuple(f"{kind}_{what}" for kind in ("kv", "full_kv", "q", "full_q") for what in ("num_blocks", "indices"))
