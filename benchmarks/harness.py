@@ -30,10 +30,13 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The commit checked out, with "+changes" where the package differs from it; "uncommitted" without one."""
+    """The commit checked out, with "+changes" where the code differs from it; "uncommitted" without one.
+
+    Results that were stored since are no code.
+    """
+    code = ("attn_fuse", "benchmarks", "examples", ":!benchmarks/results")
     try:
-        head = _git("rev-parse", "HEAD")
-        return head + ("+changes" if _git("status", "--porcelain", "attn_fuse", "benchmarks", "examples") else "")
+        return _git("rev-parse", "HEAD") + ("+changes" if _git("status", "--porcelain", *code) else "")
     except (OSError, subprocess.CalledProcessError):
         return "uncommitted"
 

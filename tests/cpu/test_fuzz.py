@@ -24,7 +24,7 @@ from tests.fuzz.write import write
 
 pytestmark = pytest.mark.thorough
 
-EXAMPLES = 300
+EXAMPLES = 200
 PUBLISHED = 100
 # Of the attentions that were not mutated. The others are written in place, or are in the list that `make fuzz` prints.
 LEAST_FUSED = 0.9
