@@ -36,6 +36,8 @@ INPUT_WIDTH_NAME = (
     r"enc_in|data_dim|^c_in$|in(put)?_(dim|feat|channels)|dim_in|n_?feats?$|feature_dim|n(um)?_(vars|features)"
     r"|^z_?dim$|latent_dim|noise_dim|^nz$"
 )
+# Sequence lengths: of a first cheap run, and for a model that declares none.
+SHORT, USUAL = 8, 64
 # The max length that is tried unasked, and how many further sizes are.
 LONGEST, MOST_NUMBERS = 1024, 4
 

@@ -19,24 +19,21 @@ from attn_fuse.errors import ExplainError
 from attn_fuse.explain.argument_names import (
     CACHES,
     CONTEXTS,
-    LABELS,
     LEFT_OUT,
-    LENGTHS,
     MARKS,
     POSITIONS,
     SOUNDS,
     TIMES,
     TOKENS,
+    values_by_name,
 )
-from attn_fuse.explain.declared import LONGEST, Sizes
+from attn_fuse.explain.declared import LONGEST, SHORT, USUAL, Sizes
 from attn_fuse.explain.inputs import Inputs, in_python, tensors_in
 from attn_fuse.explain.problems import in_one_line
 from attn_fuse.explain.steps import TimeUp, limited
 from attn_fuse.explain.use_values import Around, values_for
 from attn_fuse.explain.uses import Use, uses_of
 
-# Sequence lengths: of a first cheap run, and for a model that declares none.
-SHORT, USUAL = 8, 64
 # What torch's errors call for.
 WIDTH_WANTED = re.compile(r"shapes cannot be multiplied \(\d+x\d+ and (\d+)x\d+\)")
 CHANNELS_WANTED = re.compile(r"expected input\[[\d, ]+\] to have (\d+) channels")
@@ -221,7 +218,7 @@ class _Trial:
         # A failed try may add to what is wanted.
         while left := [
             width
-            for width in (*self.wanted[:2], *self.sizes.widths, *norms[:1], *self._narrow(1), USUAL)
+            for width in (*self.wanted[:2], *self.sizes.widths, *norms[:1], *self.narrow(1), USUAL)
             if width not in done
         ]:
             width = left[0]
@@ -251,10 +248,10 @@ class _Trial:
         # Descending tokens: a model makes no such positions or token types of its own, so we know its token embeddings.
         lengths = dict.fromkeys((min(SHORT, declared or SHORT), min(declared or USUAL, self.sizes.asked or LONGEST)))
         batch = self.sizes.batch
-        probe = _first(self(self._tokens(size)) for size in lengths)
-        probe = probe or _first(self(self._tokens(size)) for size in self.fixed if size > 1)
+        probe = _first(self(self.tokens(size)) for size in lengths)
+        probe = probe or _first(self(self.tokens(size)) for size in self.fixed if size > 1)
         # A decoder with a cache may take one token at a time.
-        probe = probe or self(self._tokens(1))
+        probe = probe or self(self.tokens(1))
         if probe is None:
             return None
         tokens = probe.inputs.args[0] if probe.inputs.args else torch.empty(0)
@@ -354,7 +351,7 @@ class _Trial:
         """The fewest rows that an embedding has; 0 without one."""
         return min((embedding.num_embeddings for embedding in self.embeddings), default=0)
 
-    def _tokens(self, length: int) -> Tensor:
+    def tokens(self, length: int) -> Tensor:
         return torch.arange(length).flip(0).repeat(self.sizes.batch, 1) % (self.vocabulary or 2)
 
     def _firsts(self) -> Iterator[Tensor]:
@@ -363,7 +360,7 @@ class _Trial:
         length = self.sizes.asked or min(self.sizes.length or USUAL, LONGEST)
         kinds: list[Iterator[Tensor]] = [self._sounds(), self._volumes(), self._vectors(length)]
         if self.embeddings:
-            kinds.insert(0 if TOKENS.search(name) else 2, iter([self._tokens(length)]))
+            kinds.insert(0 if TOKENS.search(name) else 2, iter([self.tokens(length)]))
         if SOUNDS.search(name) or any(isinstance(c, nn.Conv1d) for c in self.convolutions[:1]):
             kinds.insert(0, self._sounds())
         yield from itertools.chain.from_iterable(kinds)
@@ -407,7 +404,7 @@ class _Trial:
             return
         others = self.required[1:]
         like = next(tensors_in(first), torch.empty(0))
-        options = [list(itertools.chain(self._by_use(p, like), self._options(p, like))) for p in others]
+        options = [list(itertools.chain(self._by_use(p, like), values_by_name(p, like, self))) for p in others]
         # The likeliest of all parameters together come before any unlikely one.
         picks = itertools.product(*(range(len(values)) for values in options))
         ordered = sorted(itertools.islice(picks, 20000), key=sum)[:MOST_PICKS]
@@ -430,65 +427,15 @@ class _Trial:
             yield None
         yield from itertools.islice(values, MOST_BY_USE)
         if parameter.default is None and use.rank is None and first.is_floating_point():
-            width = (*self.sizes.widths, *self._narrow(1), *first.shape[-1:])
+            width = (*self.sizes.widths, *self.narrow(1), *first.shape[-1:])
             norms = [norm.normalized_shape[-1] for norm in self.model.modules() if isinstance(norm, nn.LayerNorm)]
             yield torch.randn(SHORT, (*norms, *width)[0], dtype=self.dtype, device=self.device)
 
-    def _options(self, parameter: inspect.Parameter, first: Tensor) -> Iterator[Any]:
-        # What a further parameter may be given, the likeliest first.
-        name, batch = parameter.name.lower(), first.shape[0] if first.dim() else 1
-        hint = parameter.annotation
-        if hint in (bool, "bool"):
-            yield False
-        elif hint in (int, "int") or POSITIONS.search(name):
-            if hint not in (int, "int") and first.dim() > 1:
-                yield torch.arange(first.shape[1], device=self.device)
-            yield 0
-        elif hint in (float, "float"):
-            yield 0.5
-        elif re.search(r"mask.*pos|positions?$|_index$|indices", name) and not first.is_floating_point():
-            yield first.clamp(max=first.shape[-1] - 1)
-            yield None
-        elif "mask" in name:
-            yield None
-            if first.dim() > 1:
-                length = first.shape[1]
-                for shape in ((length, length), (1, length), (batch, 1, length), (batch, 1, 1, length)):
-                    yield torch.ones(shape, device=self.device)
-        elif LENGTHS.search(name):
-            yield torch.full((batch,), first.shape[1] if first.dim() > 1 else 1, device=self.device)
-            yield first
-        elif TIMES.search(name):
-            yield torch.ones(batch, dtype=torch.long, device=self.device)
-            yield torch.ones(batch, dtype=self.dtype, device=self.device)
-            yield from (torch.ones(batch, width, dtype=self.dtype, device=self.device) for width in self._narrow(3))
-            yield first
-        elif LABELS.search(name) and first.is_floating_point():
-            yield torch.zeros(batch, dtype=torch.long, device=self.device)
-            yield first
-            yield from self._contexts(batch)
-        elif MARKS.search(name):
-            yield None
-            yield from (torch.zeros(*first.shape[:2], n, dtype=self.dtype, device=self.device) for n in (4, 5, 3, 6))
-        elif (TOKENS.search(name) or "text" in name) and first.is_floating_point() and self.embeddings:
-            yield self._tokens(min(self.sizes.length or USUAL, LONGEST)).to(self.device)
-            yield from (first, self._tokens(SHORT).to(self.device))
-        elif CONTEXTS.search(name) and first.is_floating_point():
-            yield first
-            yield from self._contexts(batch)
-            yield None
-        else:
-            yield first
-            if first.is_floating_point() and self.embeddings:
-                yield self._tokens(first.shape[1] if first.dim() == 3 else SHORT).to(self.device)
-            if not first.is_floating_point():
-                yield from self._contexts(batch)
-
-    def _narrow(self, most: int) -> list[int]:
+    def narrow(self, most: int) -> list[int]:
         return list(dict.fromkeys([*self.wanted, *(linear.in_features for linear in self.linears)]))[:most]
 
-    def _contexts(self, batch: int) -> Iterator[Tensor]:
-        for width in self._narrow(6):
+    def contexts(self, batch: int) -> Iterator[Tensor]:
+        for width in self.narrow(6):
             yield torch.randn(batch, USUAL, width, dtype=self.dtype, device=self.device)
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from attn_fuse.errors import ExplainError
-from attn_fuse.explain.declared import LONGEST
-from attn_fuse.explain.guess_inputs import SHORT, USUAL, inputs_for
+from attn_fuse.explain.declared import LONGEST, SHORT, USUAL
+from attn_fuse.explain.guess_inputs import inputs_for
 
 
 class Tokens(nn.Module):
@@ -155,6 +155,21 @@ class TestInputs:
         inputs = inputs_for(Decoder())
         assert [type(value) for value in inputs.args] == [torch.Tensor, torch.Tensor, int, torch.Tensor]
         assert inputs.kwargs == {"scale": 0}
+
+    @pytest.mark.parametrize("hint", [Any, int])
+    def test_the_longest_length_is_a_number(self, hint: Any) -> None:
+        class Padded(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layer = nn.Linear(6, 6)
+
+            def forward(self, x: torch.Tensor, src_lens: torch.Tensor, max_src_len: Any) -> torch.Tensor:
+                hidden = torch.arange(0, max_src_len)[None] >= src_lens[:, None]
+                return self.layer(x.masked_fill(hidden[..., None], 0))
+
+        Padded.forward.__annotations__["max_src_len"] = hint
+        x, lengths, longest = inputs_for(Padded()).args
+        assert lengths.tolist() == [x.shape[1]] and longest == x.shape[1]
 
     def test_a_forward_of_no_arguments(self) -> None:
         class Alone(Floats):
