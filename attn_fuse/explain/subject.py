@@ -126,6 +126,7 @@ def subject_of(args: argparse.Namespace) -> Iterator[Subject]:
     with imported(path, notes.append, args.time_limit or IMPORT_LIMIT) as module:
         namespace = _with_setup(args.setup, vars(module), limit)
         found = _found(args, module, namespace, notes, limit)
+        notes += found.notes
         model, inputs = found.model, found.inputs
         if isinstance(model, nn.Module):
             model = model.to(device=device, dtype=dtype).train(args.train)
@@ -139,10 +140,11 @@ def subject_of(args: argparse.Namespace) -> Iterator[Subject]:
 
 @dataclasses.dataclass(frozen=True)
 class _Found:
-    # is_given: whether the user gave the inputs.
+    # is_given: whether the user gave the inputs. notes: what was changed so that they run.
     model: Callable[..., Any]
     inputs: Inputs
     is_given: bool
+    notes: tuple[str, ...] = ()
 
 
 def _with_setup(setup: Path | None, namespace: Mapping[str, Any], limit: float) -> Mapping[str, Any]:
@@ -256,6 +258,7 @@ def _with_inputs(
                 if len({weight.dtype for weight in model.parameters() if weight.is_floating_point()}) < 2:
                     raise
                 guessed = inputs_for(model.float(), *asked, spelled())
+                return _Found(model, guessed, False, ("weights of several dtypes, all made float32",))
         return _Found(model, guessed, is_given=False)
     return _Found(model, _given_inputs(expression, namespace), is_given=True)
 

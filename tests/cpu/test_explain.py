@@ -248,7 +248,8 @@ class TestCommandLine:
         source = "class Mixed(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
         source += f"        self.of = {model}\n    def forward(self, x):\n        return self.of(x)\n"
         assert main([write(f"import torch\nfrom torch import nn\n{source}")]) == 0
-        assert capsys.readouterr().out.startswith("Mixed(float32[1, ")
+        subject, note, *_ = capsys.readouterr().out.splitlines()
+        assert subject.startswith("Mixed(float32[1, ") and note == "  weights of several dtypes, all made float32"
 
     def test_a_trained_function(self, write: Write, capsys: pytest.CaptureFixture[str]) -> None:
         inputs = "(torch.randn(1, 2, 8, 4, requires_grad=True),) * 3"
