@@ -75,7 +75,12 @@ def imported(path: Path, say: Say = lambda note: None, limit: float = IMPORT_LIM
     sys.path[:] = [*map(str, filter(Path.is_dir, roots)), *kept_path]
     sys.argv = [str(path)]
     try:
-        with open(os.devnull) as nothing, standing_in(roots) as finder, older_names(), _without_gpu(roots) as moved:
+        with (
+            open(os.devnull) as nothing,
+            standing_in(roots, say) as finder,
+            older_names(),
+            _without_gpu(roots) as moved,
+        ):
             sys.stdin = nothing
             if not torch.cuda.is_available() and on_the_cpu(tree):
                 moved.append(path.name)

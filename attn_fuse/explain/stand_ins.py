@@ -1,7 +1,8 @@
 """Stand-ins for packages that a model's file imports and that are not installed, or whose import raises.
 
 While files are imported a stand-in takes part in everything: it has every attribute, it can be called, subclassed and
-used as a decorator, which then gives back what it decorates. Afterwards each use is an error that names the package.
+used as a decorator, which then gives back what it decorates. Afterwards each use is an error that names the package,
+but for a layer that torch has too.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import importlib.machinery
 import os
 import sys
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,6 +24,7 @@ import torch
 
 from attn_fuse.errors import ExplainError
 from attn_fuse.explain.problems import in_one_line
+from attn_fuse.explain.torch_layers import of_one_process, same_layer
 
 OWN = str(Path(__file__).parents[1])
 # How deep in a repository a module is sought that an import names.
@@ -62,11 +64,12 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds a stand-in for every top-level package that a file below `roots` imports and nothing else finds.
 
     names: the packages stood in for. broken: those of them that are installed, with what their import raises.
-    permissive: whether their use is still allowed.
+    permissive: whether their use is still allowed. say: is told, once each, what torch's own layers stand in for.
     """
 
-    def __init__(self, roots: Sequence[Path]) -> None:
+    def __init__(self, roots: Sequence[Path], say: Callable[[str], object] = lambda note: None) -> None:
         self.roots = tuple(str(root) for root in roots)
+        self.say = functools.lru_cache(maxsize=None)(say)
         self.names: list[str] = []
         self.broken: dict[str, str] = {}
         self.permissive = True
@@ -187,12 +190,12 @@ class _Guard(importlib.abc.MetaPathFinder):
 
 
 @contextlib.contextmanager
-def standing_in(roots: Sequence[Path]) -> Iterator[Finder]:
-    """Stand-ins for what files below `roots` import within the block.
+def standing_in(roots: Sequence[Path], say: Callable[[str], object] = lambda note: None) -> Iterator[Finder]:
+    """Stand-ins for what files below `roots` import within the block; `say` is told of those that torch's layers are.
 
     At its end they leave `sys.modules`, and so do the modules that hold one.
     """
-    finder = Finder(roots)
+    finder = Finder(roots, say)
     guard = _Guard(finder)
     sys.meta_path.insert(0, guard)
     sys.meta_path.append(finder)
@@ -276,7 +279,8 @@ class _StandIn:
         return _StandIn(f"{self._name}.{name}", self._finder)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._use()
+        if not self._finder.permissive:
+            return self._in_torch(*args, **kwargs)
         if len(args) == 1 and not kwargs and isinstance(args[0], (type, types.FunctionType, staticmethod, classmethod)):
             return args[0]
         return _StandIn(self._name, self._finder)
@@ -299,8 +303,26 @@ class _StandIn:
         _combined
     )
 
+    def _in_torch(self, *args: Any, **kwargs: Any) -> Any:
+        # What torch has in place of a missing layer, or of a question on processes.
+        name = self._name.rpartition(".")[2]
+        layer, answer = same_layer(name), of_one_process(name)
+        if layer is not None:
+            with contextlib.suppress(TypeError):
+                made = layer(*args, **kwargs)
+                self._finder.say(_said(self._name, f"nn.{layer.__name__}"))
+                return made
+        elif answer is not None:
+            self._finder.say(_said(self._name, f"{answer}, for one process"))
+            return answer
+        return _refuse(self)
+
     def __mro_entries__(self, bases: tuple[object, ...]) -> tuple[type, ...]:
-        return (_base(self._name, self),)
+        layer = same_layer(self._name.rpartition(".")[2])
+        if layer is None:
+            return (_base(self._name, self),)
+        self._finder.say(_said(self._name, f"nn.{layer.__name__}"))
+        return (layer,)
 
     def __instancecheck__(self, value: object) -> bool:
         return False
@@ -344,6 +366,11 @@ def refuse(cls: type) -> None:
     stand_in = getattr(cls, "stands_for", None)
     if isinstance(stand_in, _StandIn):
         _refuse(stand_in)
+
+
+def _said(name: str, in_place: str) -> str:
+    package, _, rest = name.partition(".")
+    return f"in place of {package}'s {rest.rpartition('.')[2]}: {in_place}"
 
 
 def _refuse(stand_in: _StandIn, attribute: str = "", kind: type[MissingPackage] = MissingPackage) -> NoReturn:

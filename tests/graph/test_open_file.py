@@ -11,6 +11,7 @@ import types
 from pathlib import Path
 
 import pytest
+import torch
 
 from attn_fuse.errors import ExplainError
 from attn_fuse.explain.build import built
@@ -188,6 +189,43 @@ class TestStandIns:
         with imported(write(ask), notes.append) as module:
             assert module.HAS is False
         assert notes == []
+
+    def test_layers_that_torch_has_too(self, write: Write) -> None:
+        notes: list[str] = []
+        path = write(
+            "from no_such_layers import ColumnParallelLinear, FusedLayerNorm, world\n"
+            "class Norm(FusedLayerNorm): pass\n"
+            "def build():\n"
+            "    wide = ColumnParallelLinear(4, 6 // world.get_model_parallel_world_size(), gather_output=False)\n"
+            "    return nn.Sequential(wide, Norm(6))\n"
+        )
+        with imported(path, notes.append) as module:
+            wide, norm = module.build()
+        assert (wide.in_features, wide.out_features, norm.normalized_shape) == (4, 6, (6,))
+        assert isinstance(wide, torch.nn.Linear) and isinstance(norm, torch.nn.LayerNorm)
+        assert notes == [
+            "in place of no_such_layers's FusedLayerNorm: nn.LayerNorm",
+            "not installed, and stood in for: no_such_layers",
+            "in place of no_such_layers's get_model_parallel_world_size: 1, for one process",
+            "in place of no_such_layers's ColumnParallelLinear: nn.Linear",
+        ]
+
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "RotaryEmbedding", "PatchEmbedding", "ParallelMultiheadAttention", "MultiheadAttention", "FusedTransformer",
+            "DistributedDataParallel", "Linear8bit", "Fused", "GroupedLinear", "frank", "get_rank_of_a_matrix",
+        ],
+    )  # fmt: skip
+    def test_names_that_say_something_else(self, write: Write, name: str) -> None:
+        path = write(f"import no_such_layers\ndef build(): return no_such_layers.{name}(8, 8)\n")
+        with imported(path) as module, pytest.raises(MissingPackage, match=f"uses no_such_layers.{name}"):
+            module.build()
+
+    def test_a_layer_that_needs_what_is_not_passed(self, write: Write) -> None:
+        path = write("import no_such_layers\ndef build(): return no_such_layers.FusedLinear(dim=8)\n")
+        with imported(path) as module, pytest.raises(MissingPackage, match=r"uses no_such_layers.FusedLinear"):
+            module.build()
 
     def test_classes_that_all_inherit_one(self, write: Write) -> None:
         source = "from no_such_package.models import PreTrained\nclass Tagger(PreTrained): pass\n"

@@ -1,0 +1,57 @@
+"""What torch has in place of the fused and parallel layers of packages that are not installed.
+
+Packages such as apex and fairscale bring torch's own layers with another implementation: for one process
+`ColumnParallelLinear` computes what `nn.Linear` computes. Their names say so, in words on how and not on what.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+# Words on how a layer is computed.
+ON_HOW = {
+    "Column", "Efficient", "Fast", "Fp8", "Fused", "Memory", "Mixed", "Model", "Parallel", "Row", "Tensor", "Triton",
+    "Vocab",
+}  # fmt: skip
+# What is never stood in for: a report on it would be on torch's code, and not on the model's.
+SUBJECTS = ("Attention", "Transformer", "Parallel")
+WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z][a-z0-9]*")
+# What functions that ask for a process among many give for a single one.
+OF_ONE_PROCESS = {"world_size": 1, "rank": 0}
+
+
+def same_layer(name: str) -> type[nn.Module] | None:
+    """The layer of torch.nn that a class called `name` computes, as a class that takes further keyword arguments.
+
+    None where the name says anything beside how the layer is computed, and for attention.
+    """
+    words = WORD.findall(name)
+    if "".join(words) != name:
+        return None
+    while words and words[0] in ON_HOW:
+        words.pop(0)
+    of_torch = "".join(words)
+    layer = getattr(nn, of_torch, None)
+    if not isinstance(layer, type) or not issubclass(layer, nn.Module) or any(s in of_torch for s in SUBJECTS):
+        return None
+    return None if layer.forward is nn.Module.forward else _tolerant(layer)
+
+
+def of_one_process(name: str) -> int | None:
+    """What a function called `name` gives where there is a single process, as `get_model_parallel_world_size`."""
+    return next((value for word, value in OF_ONE_PROCESS.items() if re.fullmatch(rf"(get_)?(\w+_)?{word}", name)), None)
+
+
+def _tolerant(layer: type[nn.Module]) -> type[nn.Module]:
+    constructor: Callable[..., None] = layer.__init__
+    known = inspect.signature(constructor).parameters
+
+    def construct(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        constructor(self, *args, **{name: value for name, value in kwargs.items() if name in known})
+
+    return type(layer.__name__, (layer,), {"__init__": construct})
