@@ -21,7 +21,7 @@ from torch import nn
 
 from attn_fuse.errors import ExplainError
 from attn_fuse.explain.factories import factories_in
-from attn_fuse.explain.open_file import repository_of
+from attn_fuse.explain.roots import repository_of
 from attn_fuse.explain.stages import stages_of
 from attn_fuse.explain.stand_ins import refuse
 

@@ -10,19 +10,19 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from attn_fuse.explain.open_file import repository_of
+from attn_fuse.explain.roots import repository_of
 
 MOST_FILES, MOST_BYTES, DEEPEST = 200, 200_000, 4
 # Fewer arguments than these, in a file that does not name the class, may be another's.
 FEW = 3
 PASSED_OVER = {"node_modules", "venv", "env", "site-packages", "__pycache__"}
 SUFFIXES = (".yaml", ".yml", ".json", ".toml")
-SETTINGS = re.compile(r"config|cfg|settings|param|options", re.I)
+SETTINGS = re.compile(r"config|cfg|settings|param|options|defaults", re.I)
 SMALL = re.compile(r"default|tiny|nano|small|base|mini", re.I)
 
 
@@ -42,17 +42,39 @@ def entries_with(needed: Set[str], name: str, path: Path) -> Entries | None:
     """The mapping with the most of the entries `needed`, in the config files of the repository that holds `path`.
 
     name: of the argument that takes the mapping; of equal ones, that whose file or key shares a word with it is taken.
+    Entries that a Python file sets are defaults, and a file that sets some of the same anew is laid over them.
     None where no mapping has half of them.
     """
     words = set(name.lower().split("_"))
     best: tuple[tuple[int, int, bool], Entries] | None = None
-    for found in _all_entries(path):
+    every = list(_all_entries(path))
+    for found in every:
         count = len(needed & found.values.keys())
         shared = len(words & set(re.split(r"[^a-z]+", found.source.lower())))
         score = (count, shared, bool(SMALL.search(found.source)))
         if count and count * 2 >= len(needed) and (best is None or score > best[0]):
             best = score, found
-    return best[1] if best is not None else None
+    return _with_file_over(best[1], every, needed) if best is not None else None
+
+
+def _with_file_over(defaults: Entries, every: Sequence[Entries], needed: Set[str]) -> Entries:
+    if ".py: " not in defaults.source:
+        return defaults
+    over = [
+        e
+        for e in every
+        if e.source.endswith(SUFFIXES) and needed & e.values.keys() and e.values.keys() <= defaults.values.keys()
+    ]
+    if not over:
+        return defaults
+    first = max(over, key=lambda e: (len(needed & e.values.keys()), bool(SMALL.search(e.source))))
+    source = f"{defaults.source}, and {first.source} over it"
+    return Entries(source, _laid_over(defaults.values, first.values), first.text)
+
+
+def _laid_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    both = {k: _laid_over(below[k], v) for k, v in above.items() if isinstance(v, dict) and type(below.get(k)) is dict}
+    return {**below, **above, **both}
 
 
 def arguments_in(needed: Set[str], taken: Set[str] | None, name: str, path: Path) -> Entries | None:
@@ -124,17 +146,44 @@ def _parsed(suffix: str, text: str) -> object:
 
 
 def _of_python(text: str) -> dict[str, object]:
-    # The dicts that a file of settings spells out, by the names that it gives them.
+    # The dicts that a file of settings spells out, by the names that it, or its functions, give them.
+    tree = ast.parse(text)
+    found = _spelled_out(tree.body, set())
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            held = _spelled_out(node.body, {argument.arg for argument in node.args.args})
+            found |= {node.name if len(held) == 1 else f"{node.name}.{name}": value for name, value in held.items()}
+    return found
+
+
+def _spelled_out(body: Sequence[ast.stmt], holders: set[str]) -> dict[str, object]:
+    # The dicts that statements spell out, by name. holders: names that have entries already; so do those that get what
+    # a call gives, as in `_C = CfgNode()`, of which entries are set one by one.
     found: dict[str, object] = {}
-    for node in ast.parse(text).body:
+    for node in body:
         match node:
             case ast.Assign([ast.Name(name)], ast.Dict() as written):
                 with contextlib.suppress(ValueError, TypeError):
                     found[name] = ast.literal_eval(written)
-            case ast.Assign([ast.Name(name)], ast.Call(ast.Name("dict"), [], given)):
+            case ast.Assign([ast.Name(name)], ast.Call(_, [], given)):
+                holders.add(name)
                 with contextlib.suppress(ValueError, TypeError):
-                    found[name] = {k.arg: ast.literal_eval(k.value) for k in given if k.arg is not None}
+                    if given:
+                        found[name] = {k.arg: ast.literal_eval(k.value) for k in given if k.arg is not None}
+            case ast.Assign([ast.Attribute() as target], value):
+                name, *keys = ast.unparse(target).split(".")
+                if name in holders and all(key.isidentifier() for key in keys):
+                    with contextlib.suppress(ValueError, TypeError):
+                        is_group = isinstance(value, ast.Call) and not value.args and not value.keywords
+                        _set(found, [name, *keys], {} if is_group else ast.literal_eval(value))
     return found
+
+
+def _set(held: dict[str, Any], keys: Sequence[str], value: object) -> None:
+    # Raises TypeError where an entry on the way holds no entries.
+    for key in keys[:-1]:
+        held = held.setdefault(key, {})
+    held[keys[-1]] = value
 
 
 def _of_yaml(text: str) -> object:

@@ -19,8 +19,9 @@ from torch import nn
 from attn_fuse.errors import ExplainError
 from attn_fuse.explain.config_files import entries_with
 from attn_fuse.explain.no_gpu import on_this_machine
-from attn_fuse.explain.open_file import Say, repository_of
+from attn_fuse.explain.open_file import Say
 from attn_fuse.explain.problems import in_one_line
+from attn_fuse.explain.roots import repository_of
 from attn_fuse.explain.sizes import in_words, value_for
 from attn_fuse.explain.snippets import calls_of
 from attn_fuse.explain.written_options import options_with
@@ -119,8 +120,11 @@ def is_config_name(name: str) -> bool:
 def config_class(cls: Callable[..., Any], name: str, hint: Any, namespace: Mapping[str, Any]) -> type | None:
     """The class whose defaults make the constructor's argument `name`, or None where no class is meant.
 
-    Raises ExplainError where several may be.
+    A class of the style of Hugging Face's says it as `config_class`. Raises ExplainError where several may be.
     """
+    said = getattr(cls, "config_class", None)
+    if is_config_name(name) and isinstance(said, type):
+        return said
     if hint is not None:
         options = [option for option in typing.get_args(hint) or (hint,) if isinstance(option, type)]
         named = is_config_name(name)

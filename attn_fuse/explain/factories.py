@@ -21,7 +21,7 @@ from typing import Any
 from torch import nn
 
 from attn_fuse.explain.configs import defaults_of, hints_of, without_default
-from attn_fuse.explain.open_file import repository_of
+from attn_fuse.explain.roots import repository_of
 from attn_fuse.explain.snippets import imports_class, only_defines
 
 MOST_FILES, MOST_FACTORIES = 200, 6

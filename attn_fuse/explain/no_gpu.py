@@ -6,13 +6,14 @@ import ast
 import importlib.abc
 import importlib.machinery
 import re
-import sys
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from attn_fuse.explain.roots import is_users
 
 CUDA = re.compile(r"^cuda(:\d+)?$")
 MOVES = ("to", "device", "set_default_device", "full", "zeros", "ones")
@@ -97,8 +98,7 @@ class Sources(importlib.abc.MetaPathFinder):
         spec = importlib.machinery.PathFinder.find_spec(fullname, path)
         if spec is None or spec.origin is None or not isinstance(spec.loader, importlib.machinery.SourceFileLoader):
             return None
-        origin, library = Path(spec.origin), Path(sys.prefix).resolve()
-        if not any(origin.is_relative_to(root) for root in self.roots) or origin.is_relative_to(library):
+        if not is_users(spec.origin, self.roots):
             return None
         spec.loader = _Loader(fullname, spec.origin, self.changed)
         return spec

@@ -22,23 +22,12 @@ from attn_fuse.errors import ExplainError
 from attn_fuse.explain.no_gpu import Sources, on_the_cpu
 from attn_fuse.explain.older import older_names
 from attn_fuse.explain.problems import in_one_line
+from attn_fuse.explain.roots import is_users, projects_around, repository_of
 from attn_fuse.explain.stand_ins import standing_in
 from attn_fuse.explain.steps import TimeUp, limited
 
 # Seconds that importing a file may take unless the user says otherwise: a script that trains shows itself by then.
 IMPORT_LIMIT = 60.0
-ROOT_SIGNS = (
-    ".git",
-    "setup.py",
-    "pyproject.toml",
-    "setup.cfg",
-    "requirements.txt",
-    "README.md",
-    "README.rst",
-    "README",
-)
-# How far above a file its repository's root may be.
-FARTHEST_ROOT = 5
 
 # How the note on statements that were left out begins.
 LEFT_OUT = "left out of"
@@ -65,7 +54,7 @@ def imported(path: Path, say: Say = lambda note: None, limit: float = IMPORT_LIM
     repository = repository_of(path)
     between = [folder for folder in path.parents if folder.is_relative_to(repository)]
     # An example has its own README, and imports the package around it.
-    around = [folder for folder in list(repository.parents)[:FARTHEST_ROOT] if _is_project(folder)]
+    around = projects_around(repository)
     roots = list(dict.fromkeys((root, repository, repository / "src", *reversed(between), *around)))
     if _imports_from_beside(tree, path, root):
         roots.insert(0, path.parent)
@@ -134,18 +123,6 @@ def _without_gpu(roots: Sequence[Path]) -> Iterator[list[str]]:
         sys.meta_path.remove(sources)
 
 
-def repository_of(path: Path) -> Path:
-    """The root of the repository that holds `path`: the nearest folder above with a sign of one, else its own."""
-    for folder in list(path.parents)[:FARTHEST_ROOT]:
-        if any((folder / sign).exists() for sign in ROOT_SIGNS) and not (folder / "__init__.py").exists():
-            return folder
-    return path.parent
-
-
-def _is_project(folder: Path) -> bool:
-    return any((folder / sign).exists() for sign in (".git", "setup.py", "pyproject.toml"))
-
-
 def _parsed(path: Path) -> ast.Module:
     try:
         return ast.parse(path.read_bytes(), str(path))
@@ -174,13 +151,7 @@ def _is_below(module: types.ModuleType, roots: Sequence[Path]) -> bool:
         places = [file] if file else list(getattr(module, "__path__", ()))
     except KeyError:  # a namespace package whose parent held a stand-in and is gone
         return True
-    # The environment may lie in the repository, and be a link to another place.
-    libraries = (Path(sys.prefix), Path(sys.prefix).resolve())
-    return any(
-        Path(place).is_relative_to(root) and not any(Path(place).is_relative_to(library) for library in libraries)
-        for place in places
-        for root in roots
-    )
+    return any(is_users(place, roots) for place in places)
 
 
 def _module(path: Path, name: str, tree: ast.Module, say: Say, limit: float) -> types.ModuleType:

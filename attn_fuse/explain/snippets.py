@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from attn_fuse.explain.open_file import repository_of
+from attn_fuse.explain.roots import repository_of
 from attn_fuse.explain.steps import TimeUp, limited
 
 MOST_FILES, MOST_CALLS, DEEPEST = 100, 8, 6

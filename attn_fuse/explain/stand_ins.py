@@ -24,6 +24,7 @@ import torch
 
 from attn_fuse.errors import ExplainError
 from attn_fuse.explain.problems import in_one_line
+from attn_fuse.explain.roots import is_users
 from attn_fuse.explain.torch_layers import of_one_process, same_layer
 
 OWN = str(Path(__file__).parents[1])
@@ -68,7 +69,8 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """
 
     def __init__(self, roots: Sequence[Path], say: Callable[[str], object] = lambda note: None) -> None:
-        self.roots = tuple(str(root) for root in roots)
+        self.roots = tuple(roots)
+        self.is_users = functools.lru_cache(maxsize=4096)(lambda place: is_users(place, roots))
         self.say = functools.lru_cache(maxsize=None)(say)
         self.names: list[str] = []
         self.broken: dict[str, str] = {}
@@ -107,15 +109,17 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         parent = sys.modules.get(fullname.rpartition(".")[0])
         places = [Path(place) for place in getattr(parent, "__path__", ())]
         return bool(places) and all(
-            str(place).startswith(self.roots) and (not place.is_dir() or not any(place.iterdir())) for place in places
+            self.is_users(place) and (not place.is_dir() or not any(place.iterdir())) for place in places
         )
 
-    def wanted(self) -> bool:
+    def wanted(self, is_installed: bool = False) -> bool:
         """Whether a file of the user's imports what the caller's caller looks for, and no importer catches the failure.
 
-        It may import it through a library, as torch.utils.tensorboard; `try: import x` must fail.
+        It may import it through a library, as torch.utils.tensorboard; `try: import x` must fail. is_installed: the
+        package is there, and its import raises. A library that asked whether it is there counts on it, so that of the
+        library's files only that which imports it can have a way without.
         """
-        frame, is_users = sys._getframe(2), False
+        frame, is_users, is_nearest = sys._getframe(2), False, True
         while frame is not None:
             file = frame.f_code.co_filename
             if file == __file__:
@@ -126,9 +130,12 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             if file.startswith(OWN):
                 break
             if not file.startswith("<frozen"):
-                is_users = is_users or file.startswith(self.roots)
-                if (not is_users and not self.permissive) or frame.f_lineno in _lines_that_may_fail(file):
+                is_users = is_users or self.is_users(file)
+                counts = not is_installed or is_nearest or self.is_users(file)
+                is_caught = counts and frame.f_lineno in _lines_that_may_fail(file)
+                if (not is_users and not self.permissive) or is_caught:
                     return False
+                is_nearest = False
             frame = frame.f_back  # type: ignore[assignment]
         return is_users
 
@@ -150,7 +157,7 @@ class _Guard(importlib.abc.MetaPathFinder):
         others = [other for other in sys.meta_path if other is not self and other is not self.finder]
         spec = next(filter(None, (other.find_spec(fullname, path, target) for other in others)), None)
         # Other loaders may be shared by several modules, and must not change.
-        if spec is None or not isinstance(spec.loader, OF_ONE_FILE) or str(spec.origin).startswith(self.finder.roots):
+        if spec is None or not isinstance(spec.loader, OF_ONE_FILE) or self.finder.is_users(str(spec.origin)):
             return None
         self._guard(spec.loader, fullname)
         return spec
@@ -162,7 +169,7 @@ class _Guard(importlib.abc.MetaPathFinder):
             try:
                 made: types.ModuleType | None = create(spec)
             except Exception as error:
-                if not self.finder.wanted():
+                if not self.finder.wanted(is_installed=True):
                     raise ImportError(f"importing {name} raises {in_one_line(error)}") from error
                 return self._stood_in(name, error)
             return made
@@ -173,7 +180,7 @@ class _Guard(importlib.abc.MetaPathFinder):
             try:
                 run(module)
             except Exception as error:
-                if not self.finder.wanted():
+                if not self.finder.wanted(is_installed=True):
                     raise ImportError(f"importing {name} raises {in_one_line(error)}") from error
                 for loaded in [n for n in sys.modules if n.partition(".")[0] == name]:
                     del sys.modules[loaded]
@@ -210,7 +217,7 @@ def standing_in(roots: Sequence[Path], say: Callable[[str], object] = lambda not
 
 
 @functools.lru_cache(maxsize=256)
-def _folder_with(name: str, roots: tuple[str, ...]) -> Path | None:
+def _folder_with(name: str, roots: tuple[Path, ...]) -> Path | None:
     # The folder below the roots that has a file, or a package, of the name; the least deep one.
     found: list[Path] = []
     for root in roots:
@@ -245,6 +252,8 @@ def _lines_that_may_fail(file: str) -> frozenset[int]:
 
 
 def _catches_imports(handler: ast.ExceptHandler) -> bool:
+    if isinstance(handler.body[-1], ast.Raise):
+        return False
     return handler.type is None or any(
         isinstance(node, ast.Name) and node.id in CAUGHT for node in ast.walk(handler.type)
     )

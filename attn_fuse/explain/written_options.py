@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from attn_fuse.explain.no_gpu import on_this_machine
-from attn_fuse.explain.open_file import repository_of
+from attn_fuse.explain.roots import repository_of
 
 # How many files of a repository are read.
 MOST_FILES = 200

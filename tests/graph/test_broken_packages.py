@@ -26,6 +26,12 @@ def installed(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
         "broken_package/__init__.py": RAISES,
         "broken_package/inner.py": "",
         "whole_package/__init__.py": "import broken_package.shapes as shapes\nSIZE = 3\n",
+        "lazy_package/__init__.py": (
+            "import importlib\ndef __getattr__(name):\n    if name == 'SIZE':\n        try:\n"
+            "            return importlib.import_module('lazy_package.inner').SIZE\n"
+            "        except Exception:\n            pass\n    raise AttributeError(name)\n"
+        ),
+        "lazy_package/inner.py": "import broken_package\nSIZE = 5\n",
         "careful_package/__init__.py": "try:\n    import broken_package\nexcept ImportError:\n    SIZE = 4\n",
     }.items():
         (site / name).parent.mkdir(exist_ok=True)
@@ -65,6 +71,23 @@ def test_a_library_that_needs_it_works_as_far_as_it_can(write: Write) -> None:
     with imported(write("from whole_package import SIZE\n")) as module:
         assert module.SIZE == 3
     assert gone()
+
+
+def test_a_library_that_loads_its_parts_when_they_are_asked_for(write: Write) -> None:
+    notes: list[str] = []
+    with imported(write("from lazy_package import SIZE\n"), notes.append) as module:
+        assert module.SIZE == 5
+    assert notes[0].startswith("stood in for broken_package") and "lazy_package.inner" not in sys.modules
+
+
+def test_an_environment_inside_of_the_repository(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write("import broken_package_of_here\nSIZE = 6\n")
+    site = path.parent / ".venv" / "lib" / "site-packages"
+    site.mkdir(parents=True)
+    (site / "broken_package_of_here.py").write_text("raise RuntimeError('no such operator')\n")
+    monkeypatch.syspath_prepend(site)
+    with imported(path) as module:
+        assert module.SIZE == 6
 
 
 def test_who_can_do_without_it_is_told(write: Write) -> None:

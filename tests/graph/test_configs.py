@@ -132,6 +132,7 @@ class TestConfigFiles:
         ("conf.toml", "[data]\n[model]\nwidth = 12\nflavour_of_it = 3\n"),
         ("my_config.py", "other = run()\nmodel = {'width': 12, 'flavour_of_it': 3}\n"),
         ("conf/params.py", "model = dict(width=12, flavour_of_it=3)\n"),
+        ("conf/defaults.py", "model = CfgNode()\nmodel.width = 12\nmodel.flavour_of_it = 3\nmodel.seen = run()\n"),
     )
 
     @pytest.mark.parametrize(("name", "text"), TEXTS, ids=[name for name, _ in TEXTS])
@@ -142,6 +143,32 @@ class TestConfigFiles:
         model, _ = model_of(write(net("config", self.BODY)), notes)
         assert (model.layer.in_features, model.layer.out_features) == (12, 3)
         assert notes == [f"config: {name}: model"]
+
+    GROUPS = "self.layer = nn.Linear(cfg.MODEL.WIDTH, cfg.MODEL.FLAVOUR_OF_IT * len(cfg.STEPS))"
+    DEFAULTS = "_C = CN()\n_C.MODEL = CN()\n_C.MODEL.WIDTH = None\n_C.MODEL.FLAVOUR_OF_IT = 3\n_C.STEPS = [1, 2]\n"
+
+    def test_groups_that_a_python_file_sets_and_a_file_over_it(self, write: Write, tmp_path: Path) -> None:
+        (tmp_path / "my_config.py").write_text(self.DEFAULTS)
+        (tmp_path / "of_nothing.yaml").write_text("MODEL:\n  WIDTH: 7\nOTHER: 3\n")
+        (tmp_path / "tiny.yaml").write_text("MODEL:\n  WIDTH: 5\n")
+        notes: list[str] = []
+        model, _ = model_of(write(net("cfg", self.GROUPS)), notes)
+        assert (model.layer.in_features, model.layer.out_features) == (5, 6)
+        assert notes == ["cfg: my_config.py: _C, and tiny.yaml over it"]
+
+    def test_groups_that_a_function_of_a_python_file_sets(self, write: Write, tmp_path: Path) -> None:
+        body = self.DEFAULTS.replace("None", "9").replace("\n", "\n    ").replace("_C", "c")
+        (tmp_path / "my_config.py").write_text(f"import torch\ntorch.seen = 3\ndef tiny():\n    {body}return c\n")
+        notes: list[str] = []
+        model, _ = model_of(write(net("cfg", self.GROUPS)), notes)
+        assert model.layer.in_features == 9 and notes == ["cfg: my_config.py: tiny"]
+
+    def test_the_class_of_the_config_is_an_attribute(self, write: Write) -> None:
+        config = "class Other:\n    pass\nclass Sizes:\n    def __init__(self, width=4): self.width = width\n"
+        source = net("config", "self.layer = nn.Linear(config.width, 2)").replace(
+            ":\n", ":\n    config_class = Sizes\n", 1
+        )
+        assert model_of(write(config + source))[0].layer.in_features == 4
 
     def test_of_equal_ones_that_which_is_named_as_the_argument(self, write: Write, tmp_path: Path) -> None:
         for name, width in (("a", 5), ("of_text", 6)):

@@ -1,0 +1,43 @@
+"""Where a user's files lie: the repository of a file, and what below it belongs to libraries."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT_SIGNS = (
+    ".git",
+    "setup.py",
+    "pyproject.toml",
+    "setup.cfg",
+    "requirements.txt",
+    "README.md",
+    "README.rst",
+    "README",
+)
+# How far above a file its repository's root may be.
+FARTHEST_ROOT = 5
+
+
+def repository_of(path: Path) -> Path:
+    """The root of the repository that holds `path`: the nearest folder above with a sign of one, else its own."""
+    for folder in list(path.parents)[:FARTHEST_ROOT]:
+        if any((folder / sign).exists() for sign in ROOT_SIGNS) and not (folder / "__init__.py").exists():
+            return folder
+    return path.parent
+
+
+def projects_around(repository: Path) -> list[Path]:
+    """The folders above a repository's root that are a project of their own, as that of which it is an example."""
+    signs = (".git", "setup.py", "pyproject.toml")
+    return [f for f in list(repository.parents)[:FARTHEST_ROOT] if any((f / sign).exists() for sign in signs)]
+
+
+def is_users(place: str | Path, roots: Sequence[Path]) -> bool:
+    """Whether a file or folder is below one of the roots, and not in an environment, which may lie there, too."""
+    path = Path(place)
+    if "site-packages" in path.parts or not any(path.is_relative_to(root) for root in roots):
+        return False
+    # The environment may be a link to another place.
+    return not any(path.is_relative_to(library) for library in (Path(sys.prefix), Path(sys.prefix).resolve()))
