@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -24,11 +26,33 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _keep_a_share(config, items)
     if "fuzz" in (config.getoption("-m") or ""):
         return
     for item in items:
         if item.get_closest_marker("fuzz"):
             item.add_marker(pytest.mark.skip(reason="a long random run: ask for it with -m fuzz"))
+
+
+def _keep_a_share(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # With SHARE=2/3 in the environment every third case of each test, from the second: CI's commits take turns.
+    asked = os.environ.get("SHARE", "1/1")
+    first, _, of = asked.partition("/")
+    if not (first.isdecimal() and of.isdecimal() and 1 <= int(first) <= int(of)):
+        raise pytest.UsageError(f"SHARE={asked!r} is no share; pass one such as 2/3")
+    seen: Counter[str] = Counter()
+    kept: list[pytest.Item] = []
+    left: list[pytest.Item] = []
+    counts = Counter(item.nodeid.partition("[")[0] for item in items)
+    for item in items:
+        name = item.nodeid.partition("[")[0]
+        seen[name] += 1
+        # A test of a few cases has them all.
+        in_share = counts[name] <= int(of) or seen[name] % int(of) == int(first) % int(of)
+        (kept if in_share else left).append(item)
+    if left:
+        config.hook.pytest_deselected(items=left)
+        items[:] = kept
 
 
 @pytest.fixture(autouse=True)
