@@ -120,9 +120,9 @@ def is_config_name(name: str) -> bool:
 def config_class(cls: Callable[..., Any], name: str, hint: Any, namespace: Mapping[str, Any]) -> type | None:
     """The class whose defaults make the constructor's argument `name`, or None where no class is meant.
 
-    A class of the style of Hugging Face's says it as `config_class`. Raises ExplainError where several may be.
+    A model says it as `config_class`, as Hugging Face's do, or checks it. Raises ExplainError where several may be.
     """
-    said = getattr(cls, "config_class", None)
+    said = getattr(cls, "config_class", None) or _checked_class(cls, name)
     if is_config_name(name) and isinstance(said, type):
         return said
     if hint is not None:
@@ -147,6 +147,20 @@ def config_class(cls: Callable[..., Any], name: str, hint: Any, namespace: Mappi
             f"pass --entry '{cls.__name__}({names[0]}())'"
         )
     return candidates[0] if candidates else None
+
+
+def _checked_class(cls: Callable[..., Any], name: str) -> type | None:
+    # The class of which a constructor, or one that it inherits, wants its argument to be an instance.
+    for base in _bases(cls):
+        made_by = vars(base).get("__init__")
+        if not isinstance(made_by, types.FunctionType) or made_by.__module__.startswith("torch."):
+            continue
+        for node in ast.walk(_tree_of_function(made_by)):
+            match node:
+                case ast.Call(ast.Name("isinstance"), [ast.Name(given), ast.Name(wanted)]) if given == name:
+                    found = made_by.__globals__.get(wanted)
+                    return found if isinstance(found, type) else None
+    return None
 
 
 def config_of(cls: Callable[..., Any], config: type, path: Path, say: Say) -> object:

@@ -297,8 +297,10 @@ class _Trial:
 
     def on(self, inputs: Inputs) -> _Ran | None:
         """A run on `inputs`."""
+        # A model that compiles parts of itself is not compiled for a guess.
+        eager = torch.compiler.set_stance("force_eager")
         try:
-            with limited(RUN_SECONDS), torch.no_grad(), _embedded(self.embeddings) as embedded:
+            with limited(RUN_SECONDS), torch.no_grad(), eager, _embedded(self.embeddings) as embedded:
                 self.model(*inputs.args, **inputs.kwargs)
             return _Ran(inputs, embedded)
         except ExplainError:

@@ -10,8 +10,11 @@ import importlib.util
 import math
 import sys
 import types
+import typing
 from collections.abc import Iterator
 from typing import Any
+
+import torch
 
 # torch 1.13 removed it, and models took these names from it.
 SIX = "torch._six"
@@ -26,6 +29,9 @@ OF_SIX: dict[str, Any] = {
     "PY37": True,
 }
 OF_NUMPY: dict[str, Any] = {"int": int, "float": float, "object": object, "complex": complex, "Inf": math.inf}
+# torch 1.9 removed it, and DETR's descendants copied torch's attention, which used it.
+OF_LINEAR: dict[str, Any] = {"_LinearWithBias": torch.nn.Linear}
+OF_TYPING = ("List", "Optional", "Tuple", "Union")
 OF_COLLECTIONS = ("Iterable", "Mapping", "MutableMapping", "Sequence", "Callable", "Hashable")
 
 
@@ -56,6 +62,11 @@ def older_names() -> Iterator[None]:
     if importlib.util.find_spec("numpy") is not None:
         for name, value in OF_NUMPY.items():
             add(importlib.import_module("numpy"), name, value)
+    for name, value in OF_LINEAR.items():
+        add(torch.nn.modules.linear, name, value)
+    # Modules of torch once had these of typing, and files import them from there.
+    for name in OF_TYPING:
+        add(torch.nn.modules.conv, name, getattr(typing, name))
     for name in OF_COLLECTIONS:
         add(collections, name, getattr(collections.abc, name))
     lacks_six = SIX not in sys.modules and importlib.util.find_spec(SIX) is None

@@ -170,6 +170,18 @@ class TestConfigFiles:
         )
         assert model_of(write(config + source))[0].layer.in_features == 4
 
+    def test_the_class_of_the_config_is_checked_in_a_base(self, write: Write) -> None:
+        config = "class OtherConfig:\n    pass\nclass Sizes:\n    def __init__(self, width=4): self.width = width\n"
+        base = (
+            "class Base(nn.Module):\n    def __init__(self, config):\n        super().__init__()\n"
+            "        assert isinstance(config, Sizes)\n"
+        )
+        net = (
+            "class Net(Base):\n    def __init__(self, config):\n        super().__init__(config)\n"
+            "        self.layer = nn.Linear(config.width, 2)\n    def forward(self, x): return self.layer(x)\n"
+        )
+        assert model_of(write(config + base + net))[0].layer.in_features == 4
+
     def test_of_equal_ones_that_which_is_named_as_the_argument(self, write: Write, tmp_path: Path) -> None:
         for name, width in (("a", 5), ("of_text", 6)):
             (tmp_path / f"{name}.json").write_text(f'{{"width": {width}}}')

@@ -44,7 +44,30 @@ class Config:
     block_size = 20
 
 
+class Compiled(Floats):
+    """Compiles a part of itself, and counts how often that is done."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+        def backend(graph: torch.fx.GraphModule, inputs: object) -> Any:
+            self.count += 1
+            return graph.forward
+
+        self.part = torch.compile(torch.sin, backend=backend)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.part(self.layer(x))
+
+
 class TestInputs:
+    def test_a_model_that_compiles_itself_is_not_compiled_for_a_guess(self) -> None:
+        model = Compiled()
+        assert inputs_for(model).args[0].shape[-1] == 6 and model.count == 0
+        model(torch.randn(1, 6))
+        assert model.count == 1
+
     def test_tokens_as_long_as_the_config_says(self) -> None:
         (ids,) = inputs_for(Tokens(), [Config()]).args
         assert ids.dtype == torch.int64 and ids.shape == (1, 20) and int(ids.max()) < 11

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from attn_fuse.errors import ExplainError
 from attn_fuse.explain.no_gpu import on_the_cpu
@@ -42,6 +43,13 @@ class TestPartsOfPackages:
         source = "import other_package\n" + net("width=1", "self.layer = nn.Linear(other_package.layers.WIDTH, 1)")
         with pytest.raises(ExplainError, match="module 'other_package' has no attribute 'layers'"):
             model_of(write(source))
+
+
+class TestNamesOfTorch:
+    def test_what_its_modules_had(self, write: Write) -> None:
+        source = "from torch.nn.modules.linear import _LinearWithBias as L\nfrom torch.nn.modules.conv import Union\n"
+        assert model_of(write(source + net("width=3", "self.layer = L(width, 1)")))[0].layer.in_features == 3
+        assert not hasattr(torch.nn.modules.linear, "_LinearWithBias")
 
 
 class TestNoGpu:
