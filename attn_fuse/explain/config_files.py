@@ -174,8 +174,7 @@ def _spelled_out(body: Sequence[ast.stmt], holders: set[str]) -> dict[str, objec
                 name, *keys = ast.unparse(target).split(".")
                 if name in holders and all(key.isidentifier() for key in keys):
                     with contextlib.suppress(ValueError, TypeError):
-                        is_group = isinstance(value, ast.Call) and not value.args and not value.keywords
-                        _set(found, [name, *keys], {} if is_group else ast.literal_eval(value))
+                        _set(found, [name, *keys], ast.literal_eval(value))
     return found
 
 

@@ -150,16 +150,25 @@ def config_class(cls: Callable[..., Any], name: str, hint: Any, namespace: Mappi
 
 
 def _checked_class(cls: Callable[..., Any], name: str) -> type | None:
-    # The class of which a constructor, or one that it inherits, wants its argument to be an instance.
+    # The class of which a constructor, or one that it inherits, demands that its argument be an instance.
     for base in _bases(cls):
         made_by = vars(base).get("__init__")
         if not isinstance(made_by, types.FunctionType) or made_by.__module__.startswith("torch."):
             continue
         for node in ast.walk(_tree_of_function(made_by)):
             match node:
-                case ast.Call(ast.Name("isinstance"), [ast.Name(given), ast.Name(wanted)]) if given == name:
-                    found = made_by.__globals__.get(wanted)
-                    return found if isinstance(found, type) else None
+                case ast.Assert(demanded) | ast.If(ast.UnaryOp(ast.Not(), demanded), [ast.Raise(), *_]):
+                    wanted = _class_in(demanded, name)
+                    found = made_by.__globals__.get(wanted) if wanted else None
+                    if isinstance(found, type):
+                        return found
+    return None
+
+
+def _class_in(test: ast.expr, name: str) -> str | None:
+    match test:
+        case ast.Call(ast.Name("isinstance"), [ast.Name(given), ast.Name(wanted)]) if given == name:
+            return wanted
     return None
 
 

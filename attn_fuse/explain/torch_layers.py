@@ -21,8 +21,9 @@ ON_HOW = {
 # What is never stood in for: a report on it would be on torch's code, and not on the model's.
 SUBJECTS = ("Attention", "Transformer", "Parallel")
 WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z][a-z0-9]*")
-# What functions that ask for a process among many give for a single one.
+# What functions that ask for a process among many give for a single one, and the words for the group that they ask of.
 OF_ONE_PROCESS = {"world_size": 1, "rank": 0}
+GROUPS = "context|data|expert|global|local|model|parallel|pipeline|sequence|tensor"
 
 
 def same_layer(name: str) -> type[nn.Module] | None:
@@ -44,7 +45,8 @@ def same_layer(name: str) -> type[nn.Module] | None:
 
 def of_one_process(name: str) -> int | None:
     """What a function called `name` gives where there is a single process, as `get_model_parallel_world_size`."""
-    return next((value for word, value in OF_ONE_PROCESS.items() if re.fullmatch(rf"(get_)?(\w+_)?{word}", name)), None)
+    asked = re.fullmatch(rf"(?:get_)?(?:(?:{GROUPS})_)*(world_size|rank)", name)
+    return OF_ONE_PROCESS[asked[1]] if asked else None
 
 
 def _tolerant(layer: type[nn.Module]) -> type[nn.Module]:

@@ -170,11 +170,22 @@ class TestConfigFiles:
         )
         assert model_of(write(config + source))[0].layer.in_features == 4
 
-    def test_the_class_of_the_config_is_checked_in_a_base(self, write: Write) -> None:
+    def test_a_class_that_a_constructor_only_asks_about_is_not_demanded(self, write: Write) -> None:
+        other = "class Mapped:\n    def __init__(self, content): pass\n"
+        body = "self.layer = nn.Linear(config.d_model if not isinstance(config, Mapped) else 1, 2)"
+        asks = "if not isinstance(config, Mapped):\n            config = config\n        "
+        source = other + net("config", asks + body)
+        assert model_of(write(source))[0].layer.in_features == 256
+
+    @pytest.mark.parametrize(
+        "demand",
+        ["assert isinstance(config, Sizes)", "if not isinstance(config, Sizes):\n            raise ValueError"],
+        ids=["assert", "raise"],
+    )
+    def test_the_class_of_the_config_is_checked_in_a_base(self, write: Write, demand: str) -> None:
         config = "class OtherConfig:\n    pass\nclass Sizes:\n    def __init__(self, width=4): self.width = width\n"
         base = (
-            "class Base(nn.Module):\n    def __init__(self, config):\n        super().__init__()\n"
-            "        assert isinstance(config, Sizes)\n"
+            f"class Base(nn.Module):\n    def __init__(self, config):\n        super().__init__()\n        {demand}\n"
         )
         net = (
             "class Net(Base):\n    def __init__(self, config):\n        super().__init__(config)\n"

@@ -216,6 +216,7 @@ class TestStandIns:
         [
             "RotaryEmbedding", "PatchEmbedding", "ParallelMultiheadAttention", "MultiheadAttention", "FusedTransformer",
             "DistributedDataParallel", "Linear8bit", "Fused", "GroupedLinear", "frank", "get_rank_of_a_matrix",
+            "matrix_rank", "get_lora_rank",
         ],
     )  # fmt: skip
     def test_names_that_say_something_else(self, write: Write, name: str) -> None:
