@@ -84,14 +84,14 @@ def main() -> None:
     parser.add_argument("--clone", action="store_true", help="clone from GitHub what is not there")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds for each file (600)")
     parser.add_argument("--jobs", type=int, default=2, help="how many at once (2)")
-    parser.add_argument("--only", default="", help="a word of the group or path of the files to measure (all)")
+    parser.add_argument("--only", default="", help="a word of the group, outcome or path of the files to measure (all)")
     parser.add_argument("--results", type=Path, default=LIST, help="where the outcomes are written")
     arguments = parser.parse_args()
     before = json.loads(LIST.read_text())
     now = commit()
 
     def row_of(row: dict[str, Any]) -> dict[str, Any]:
-        if arguments.only not in f"{row['group']} {row['repository']}/{row['path']}":
+        if arguments.only not in f"{row['group']} {row['outcome']} {row['repository']}/{row['path']}":
             return {"measured": before["commit"], **row}
         found = measured(row, arguments.folder.resolve(), arguments.limit, arguments.clone)
         return {**found, "measured": now}
