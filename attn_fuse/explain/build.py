@@ -35,9 +35,10 @@ from attn_fuse.explain.configs import (
     without_default,
 )
 from attn_fuse.explain.factories import factories_of
-from attn_fuse.explain.older import imported_part
+from attn_fuse.explain.older import imported_part, without_argument
 from attn_fuse.explain.open_file import Say, moved_to_its_files, same_folder_after
 from attn_fuse.explain.problems import in_one_line
+from attn_fuse.explain.roots import is_users, repository_of
 from attn_fuse.explain.sizes import DEPTH_NAME, in_words, value_for
 from attn_fuse.explain.snippets import calls_of, parts_of_calls
 from attn_fuse.explain.stages import staged
@@ -47,6 +48,8 @@ from attn_fuse.explain.weights import random_weights
 
 # Parameters above which a model is not built unasked: 4 GB of float32.
 MOST_PARAMETERS = 1_000_000_000
+# How many problems of a build that older code has with the libraries of today are mended.
+MOST_MENDS = 4
 # How many entries that a config lacks are made up.
 MOST_ENTRIES = 20
 # What a model that is too large gets in place of its layers, in turn.
@@ -111,12 +114,7 @@ def all_built(cls: type[nn.Module], namespace: Mapping[str, Any], most: int = MO
         notes: list[str] = [way.note] if way.note else []
         try:
             with random_weights(notes.append), same_folder_after():
-                try:
-                    model, holders = _made(way, cls, most, notes.append)
-                except (FileNotFoundError, AttributeError) as error:
-                    if not _mended(error, Path(str(namespace.get("__file__", "")))):
-                        raise
-                    model, holders = _made(way, cls, most, notes.append)
+                model, holders = _mended(way, cls, most, notes.append, Path(str(namespace.get("__file__", ""))))
         except ExplainError as error:
             failures.append(error)
             continue
@@ -280,9 +278,23 @@ def _lacks_a_value(failure: ExplainError) -> bool:
     return isinstance(failure, (UnknownArgument, UnknownEntry))
 
 
-def _mended(error: FileNotFoundError | AttributeError, path: Path) -> bool:
-    # Whether what raised it while a model was built need not do so again.
-    return moved_to_its_files(error, path) if isinstance(error, FileNotFoundError) else imported_part(error)
+def _mended(way: _Way, cls: type[nn.Module], most: int, say: Say, path: Path) -> tuple[nn.Module, tuple[object, ...]]:
+    # What `_made` gives. It is called again where what it raised while the model was built need not be raised again.
+    is_own = functools.partial(is_users, roots=(repository_of(path),))
+    with contextlib.ExitStack() as mends:
+        for _ in range(MOST_MENDS):
+            try:
+                return _made(way, cls, most, say)
+            except FileNotFoundError as error:
+                if not moved_to_its_files(error, path):
+                    raise
+            except AttributeError as error:
+                if not imported_part(error):
+                    raise
+            except TypeError as error:
+                if not mends.enter_context(without_argument(error, is_own, say)):
+                    raise
+        return _made(way, cls, most, say)
 
 
 def _by_parts(

@@ -125,7 +125,7 @@ def config_class(cls: Callable[..., Any], name: str, hint: Any, namespace: Mappi
     said = getattr(cls, "config_class", None) or _checked_class(cls, name)
     if is_config_name(name) and isinstance(said, type):
         return said
-    if hint is not None:
+    if hint not in (None, Any):
         options = [option for option in typing.get_args(hint) or (hint,) if isinstance(option, type)]
         named = is_config_name(name)
         return next((o for o in options if _is_config_class(o) or (named and o.__module__ != "builtins")), None)
@@ -293,9 +293,12 @@ def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
     made_by = [vars(base)["__init__"] for base in reversed(_bases(function)) if "__init__" in vars(base)]
     hints: dict[str, Any] = {}
     for one in made_by if isinstance(function, type) else [function]:
-        # An annotation that cannot be resolved says nothing.
+        # An annotation that cannot be resolved says nothing; nor does that of a base's `*args` of an argument `args`.
         with contextlib.suppress(Exception):
-            hints |= typing.get_type_hints(one)
+            kinds = {p.name: p.kind for p in inspect.signature(one).parameters.values()}
+            said = typing.get_type_hints(one)
+            several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+            hints |= {name: hint for name, hint in said.items() if kinds.get(name) not in several}
     return hints
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
+import math
 import re
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,7 @@ from attn_fuse.explain.argument_names import (
 from attn_fuse.explain.declared import LONGEST, SHORT, USUAL, Sizes
 from attn_fuse.explain.inputs import Inputs, in_python, tensors_in
 from attn_fuse.explain.problems import in_one_line
+from attn_fuse.explain.repaired import repaired
 from attn_fuse.explain.steps import TimeUp, limited
 from attn_fuse.explain.use_values import Around, values_for
 from attn_fuse.explain.uses import Use, uses_of
@@ -47,6 +49,8 @@ MOST_TRIES, MOST_PICKS, TRY_SECONDS = 240, 24, 60.0
 RUN_SECONDS = 30.0
 # How many runs on one first argument may fail alike.
 MOST_ALIKE = 16
+# How many inputs are tried that differ from those before them by what an error asked for, in how many steps.
+MOST_REPAIRS, REPAIR_STEPS = 60, 4
 # How many values of an argument its use gives.
 MOST_BY_USE = 4
 # Inputs of fewer numbers than these are a toy's.
@@ -67,7 +71,7 @@ def inputs_for(
     length, batch: the sequence length, and the batch size, instead of what is declared.
     spelled: inputs that the repository spells out, tried before any guess where neither was given; those of few numbers
     come last, since they say little of a model's use, and so do those without the targets that are asked for.
-    Raises ExplainError where no guess runs. One that runs for RUN_SECONDS without an error counts where no other runs.
+    Raises ExplainError where no guess runs. One that takes more than RUN_SECONDS is run to its end where no other runs.
     """
     sizes = Sizes.of(model, holders, length, batch)
     trial = _Trial(model, targets, sizes)
@@ -77,12 +81,13 @@ def inputs_for(
     ]
     ran = _first(trial.on(inputs) for inputs, is_small in texts if not is_small)
     ran = ran or trial.of_any() or _first(trial.on(inputs) for inputs, is_small in texts if is_small)
+    ran = ran or trial.of_repairs()
     for attempt in (trial.with_caches, trial.with_optional):
-        ran = ran or (trial.of_any() if attempt() else None)
+        ran = ran or ((trial.of_any() or trial.of_repairs()) if attempt() else None)
+    if ran is None and trial.slow is not None:
+        ran = trial.on(trial.slow, math.inf)
     if ran is not None:
         return ran.inputs
-    if trial.slow is not None:
-        return trial.slow
     tried = f"with {trial.failures[0]}" if trial.failures else "it has no embedding, convolution or linear layer"
     raise ExplainError(
         f"no inputs found that {type(model).__name__} runs on ({tried}); "
@@ -137,6 +142,8 @@ class _Trial:
         self.linears = [module for module in modules if isinstance(module, nn.Linear)]
         self.convolutions = [module for module in modules if isinstance(module, nn.modules.conv._ConvNd)]
         self.failures: list[str] = []
+        # One of the inputs that raised each of the errors.
+        self.raised: dict[str, Inputs] = {}
         self.slow: Inputs | None = None
         # Widths that errors asked for, the last first; and lengths, the first first, as the likeliest guess came first.
         self.wanted: list[int] = []
@@ -169,6 +176,26 @@ class _Trial:
         # Lengths that an error of the short run told are among them.
         values = (value for length in self.fixed for value in self.used(name, None, length))
         return _first(self(value) for value in _different(values))
+
+    def of_repairs(self) -> _Ran | None:
+        """A run on inputs that failed before, with other sizes, as the errors ask for."""
+        waiting = deque((inputs, message, 0) for message, inputs in self.raised.items())
+        self.end = time.monotonic() + TRY_SECONDS / 2
+        tried: set[str] = set()
+        while waiting:
+            inputs, message, steps = waiting.popleft()
+            for other in repaired(inputs, message) if steps < REPAIR_STEPS else ():
+                if str(other) in tried:
+                    continue
+                if len(tried) >= MOST_REPAIRS or time.monotonic() > self.end:
+                    return None
+                tried.add(str(other))
+                known = len(self.raised)
+                if (ran := self.on(other)) is not None:
+                    return ran
+                # Another error is a step on, to go on from first; the same one is none.
+                waiting.extendleft((given, words, steps + 1) for words, given in [*self.raised.items()][known:])
+        return None
 
     def with_optional(self) -> bool:
         """Pass arguments, too, whose default is None and that the code uses; whether there are any."""
@@ -295,12 +322,12 @@ class _Trial:
                 return ran
         return None
 
-    def on(self, inputs: Inputs) -> _Ran | None:
-        """A run on `inputs`."""
+    def on(self, inputs: Inputs, seconds: float = RUN_SECONDS) -> _Ran | None:
+        """A run on `inputs` of at most that many seconds."""
         # A model that compiles parts of itself is not compiled for a guess.
         eager = torch.compiler.set_stance("force_eager")
         try:
-            with limited(RUN_SECONDS), torch.no_grad(), eager, _embedded(self.embeddings) as embedded:
+            with limited(seconds), torch.no_grad(), eager, _embedded(self.embeddings) as embedded:
                 self.model(*inputs.args, **inputs.kwargs)
             return _Ran(inputs, embedded)
         except ExplainError:
@@ -311,6 +338,7 @@ class _Trial:
             self.slow = self.slow or inputs
         except Exception as error:
             self.failures.append(f"{inputs}: {in_one_line(error)}")
+            self.raised.setdefault(in_one_line(error), inputs)
             self._learn(str(error))
         return None
 

@@ -1,17 +1,22 @@
-"""Names that older code imports, and that the libraries of today no longer have."""
+"""Names, modules and arguments that older code uses, and that the libraries of today no longer have."""
 
 from __future__ import annotations
 
 import collections
 import collections.abc
 import contextlib
+import functools
 import importlib
 import importlib.util
+import inspect
 import math
+import os
+import re
 import sys
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +37,7 @@ OF_NUMPY: dict[str, Any] = {"int": int, "float": float, "object": object, "compl
 # torch 1.9 removed it, and DETR's descendants copied torch's attention, which used it.
 OF_LINEAR: dict[str, Any] = {"_LinearWithBias": torch.nn.Linear}
 OF_TYPING = ("List", "Optional", "Tuple", "Union")
+UNEXPECTED = re.compile(r"([\w.]+)\.__init__\(\) got an unexpected keyword argument '(\w+)'")
 OF_COLLECTIONS = ("Iterable", "Mapping", "MutableMapping", "Sequence", "Callable", "Hashable")
 
 
@@ -81,3 +87,72 @@ def older_names() -> Iterator[None]:
             delattr(module, name)
         if lacks_six:
             sys.modules.pop(SIX, None)
+
+
+def moved_module(name: str) -> str | None:
+    """Where an installed package now has the module that it once had as `name`; None where that is not clear.
+
+    A module that moved keeps its own name, or hides it behind an underscore. Of several the one below a folder of the
+    same name is meant.
+    """
+    top, *parts = name.split(".")
+    package = sys.modules.get(top)
+    scores: dict[str, int] = {}
+    for root in map(Path, getattr(package, "__path__", ())):
+        for place, folders, files in os.walk(root):
+            folders[:] = [folder for folder in folders if (Path(place) / folder / "__init__.py").is_file()]
+            below = Path(place).relative_to(root).parts
+            for file in files:
+                if file.endswith(".py") and file[:-3].lstrip("_") == parts[-1].lstrip("_"):
+                    scores[".".join((top, *below, file[:-3]))] = _common_end((*below, parts[-1]), parts)
+    best = [found for found, score in scores.items() if score == max(scores.values())]
+    return best[0] if len(best) == 1 and best[0] != name else None
+
+
+def _common_end(one: tuple[str, ...], other: list[str]) -> int:
+    equal = (a == b for a, b in zip(reversed(one), reversed(other), strict=False))
+    return next((i for i, same in enumerate(equal) if not same), min(len(one), len(other)))
+
+
+@contextlib.contextmanager
+def without_argument(error: TypeError, is_users: Callable[[str], bool], say: Callable[[str], object]) -> Iterator[bool]:
+    """Within the block the library's class of `error` may be built with the argument that it does not know, if it is off.
+
+    An older version of the class had the argument, and None, 0 or False left out what it was for. `say` is told. Gives
+    whether `error` is of such an argument; another value of it still raises.
+    """
+    found = UNEXPECTED.search(str(error))
+    cls = _class_called(error, found[1]) if found else None
+    if found is None or cls is None or is_users(str(getattr(sys.modules.get(cls.__module__), "__file__", ""))):
+        yield False
+        return
+    built, argument, has_own = cls.__init__, found[2], "__init__" in vars(cls)
+
+    @functools.wraps(built)
+    def builds(self: Any, *args: Any, **kwargs: Any) -> None:
+        if argument in kwargs and (kwargs[argument] is None or kwargs[argument] in (0, False)):
+            value = kwargs.pop(argument)
+            say(f"{cls.__module__.partition('.')[0]}'s {cls.__name__} has no {argument} any more: {value} left out")
+        built(self, *args, **kwargs)
+
+    setattr(cls, "__init__", builds)  # noqa: B010
+    try:
+        yield True
+    finally:
+        if has_own:
+            setattr(cls, "__init__", built)  # noqa: B010
+        else:
+            del cls.__init__
+
+
+def _class_called(error: TypeError, name: str) -> type | None:
+    # The class of that qualified name among what the code that raised `error` can see.
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None:
+        return None
+    seen = {**trace.tb_frame.f_globals, **trace.tb_frame.f_locals}
+    inside = [inside for value in seen.values() if isinstance(value, types.ModuleType) for inside in vars(value).values()]
+    values = (value.func if isinstance(value, functools.partial) else value for value in [*seen.values(), *inside])
+    return next((v for v in values if inspect.isclass(v) and v.__qualname__ == name), None)

@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 import torch
 
 from attn_fuse.errors import ExplainError
+from attn_fuse.explain.older import moved_module
 from attn_fuse.explain.problems import in_one_line
 from attn_fuse.explain.roots import is_users
 from attn_fuse.explain.torch_layers import of_one_process, same_layer
@@ -87,7 +88,8 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             return None
         if "." in fullname:
             if not self._is_left_out(fullname):
-                return None
+                moved = moved_module(fullname)
+                return importlib.machinery.ModuleSpec(fullname, _Moved(moved)) if moved else None
             self.names.append(fullname)
             return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
         if (folder := _folder_with(fullname, self.roots)) is not None:
@@ -138,6 +140,17 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
                 is_nearest = False
             frame = frame.f_back  # type: ignore[assignment]
         return is_users
+
+
+class _Moved(importlib.abc.Loader):
+    # Loads a module under the name that it had in an older version of its package.
+
+    def __init__(self, now: str) -> None:
+        self.now = now
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        names = vars(importlib.import_module(self.now))
+        vars(module).update({name: value for name, value in names.items() if not name.startswith("__")})
 
 
 class _Guard(importlib.abc.MetaPathFinder):
