@@ -50,6 +50,10 @@ from attn_fuse.explain.weights import random_weights
 MOST_PARAMETERS = 1_000_000_000
 # How many problems of a build that older code has with the libraries of today are mended.
 MOST_MENDS = 4
+TAKES_SEVERAL = re.compile(
+    r"'int' object is not (subscriptable|iterable)|object of type 'int' has no len|cannot unpack non-iterable int"
+    r"|argument after \* must be an iterable, not int"
+)
 # How many entries that a config lacks are made up.
 MOST_ENTRIES = 20
 # What a model that is too large gets in place of its layers, in turn.
@@ -93,7 +97,8 @@ def built(
 ) -> Built:
     """An instance of `cls` of at most `most` parameters, built in the first of these ways that works: from its defaults
     and those of its config; as a text of its repository spells it out; as a config that names it says; by a factory
-    without arguments; from small sizes by name; by a factory from small sizes; from its defaults with fewer layers;
+    without arguments; from small sizes by name, and pairs of them; by a factory from small sizes; from its defaults
+    with fewer layers;
     with what a text spells out of it; with plain guesses for arguments whose names say nothing. `say` is told of all
     but the first.
 
@@ -259,6 +264,7 @@ def _ways(cls: type[nn.Module], namespace: Mapping[str, Any], failures: Sequence
         yield direct
     if any(value is None for value in defaults_of(cls).values()):
         yield _Way(None, lambda say: call_of(cls, namespace, path, say, with_none=True))
+    yield from _with_pairs(cls, namespace, path, {name: needs[name] for name in sized}, failures)
     is_large = any(isinstance(failure, TooLarge) for failure in failures)
     why = "since its defaults are too large" if is_large else "since it does not run with its defaults"
     fewer = [_Way(None, functools.partial(_shrunk, cls, namespace, path, n, why)) for n in FEWER_LAYERS]
@@ -272,6 +278,38 @@ def _ways(cls: type[nn.Module], namespace: Mapping[str, Any], failures: Sequence
         yield _Way(words, functools.partial(_by_parts, cls, namespace, path, given, None))
     for guess in range(GUESSES):
         yield _Way(None, functools.partial(_by_parts, cls, namespace, path, {}, guess), guesses=True)
+    yield from _with_pairs(cls, namespace, path, {name: needs[name] for name in sized}, failures, guess=0)
+
+
+def _with_pairs(
+    cls: type[nn.Module],
+    namespace: Mapping[str, Any],
+    path: Path,
+    needs: Mapping[str, Any],
+    failures: Sequence[ExplainError],
+    guess: int | None = None,
+) -> Iterator[_Way]:
+    # The class with a pair in place of a number, where its code took a number for a sequence: of each argument in turn,
+    # and with those of the arguments before that led to another error.
+    def is_of_a_number(failure: ExplainError) -> bool:
+        return isinstance(failure.__cause__, TypeError) and TAKES_SEVERAL.search(str(failure.__cause__)) is not None
+
+    given: dict[str, Any] = {}
+    problem = next(filter(is_of_a_number, failures), None)
+    for name, hint in needs.items() if problem is not None else ():
+        value = value_for(name, hint, defaults_of(cls))
+        if type(value) is not int:
+            continue
+        pairs = {**given, name: (value, value)}
+        yield _Way(
+            f"pairs, where its code takes several: {in_words(pairs)}",
+            functools.partial(_by_parts, cls, namespace, path, pairs, guess),
+            guesses=guess is not None,
+        )
+        if str(failures[-1]) != str(problem):
+            given, problem = pairs, failures[-1]
+            if not is_of_a_number(problem):
+                return
 
 
 def _lacks_a_value(failure: ExplainError) -> bool:

@@ -20,7 +20,7 @@ from pathlib import Path
 from torch import nn
 
 from attn_fuse.errors import ExplainError
-from attn_fuse.explain.factories import factories_in
+from attn_fuse.explain.factories import chains_in, factories_in
 from attn_fuse.explain.roots import repository_of
 from attn_fuse.explain.stages import stages_of
 from attn_fuse.explain.stand_ins import refuse
@@ -46,7 +46,8 @@ def candidates(module: types.ModuleType) -> list[type[nn.Module]]:
 
     First come those that run an attention. Of these, one named as the file is, one that more of the repository's other
     files name, one that uses more other classes, and one with more code.
-    Where the file has none, those that it imports from its repository and that one of its functions gives.
+    Where the file has none, those that it imports from its repository and that one of its functions gives. A function
+    that gives an `nn.Sequential` of the file's classes is as a class.
     Raises ExplainError where there is none of these, either.
     """
     classes = list(dict.fromkeys(value for value in vars(module).values() if _is_module_class(value, module)))
@@ -59,6 +60,7 @@ def candidates(module: types.ModuleType) -> list[type[nn.Module]]:
         raise ExplainError(
             f"{module.__file__}: it defines no nn.Module class; pass --entry EXPR, which gives a model or a function"
         )
+    classes += [chain for chain in chains_in(module) if _attends(_reachable(chain, module))]
     reached = {cls: _reachable(cls, module).intersection(classes) - {cls} for cls in classes}
     # Two classes that use each other are both outermost: neither is a part of the other.
     outer = [c for c in classes if not any(c in reached[other] and other not in reached[c] for other in classes)]

@@ -6,8 +6,10 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import logging
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from attn_fuse.errors import ExplainError, OptionError
@@ -76,6 +78,18 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+@contextlib.contextmanager
+def _without_logs() -> Iterator[None]:
+    # Dynamo logs a traceback of an operator that raises, which the one line of our error says; TORCH_LOGS asks for it.
+    before = logging.root.manager.disable
+    if "TORCH_LOGS" not in os.environ:
+        logging.disable(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
 def _explain_path(args: argparse.Namespace) -> Explanation:
     options = {"pick": args.pick, "kernels": args.kernels and [name.strip() for name in args.kernels.split(",")]}
     options = {name: value for name, value in options.items() if value is not None}
@@ -83,7 +97,8 @@ def _explain_path(args: argparse.Namespace) -> Explanation:
     with subject_of(args) as subject:
         model, inputs = subject.model, subject.inputs
         try:
-            with step(f"compiling {name_of(model)}", COMPILING * subject.limit, "pass a smaller model with --entry"):
+            advice = "pass a smaller model with --entry"
+            with _without_logs(), step(f"compiling {name_of(model)}", COMPILING * subject.limit, advice):
                 explanation = explanation_of(model, inputs, subject.call, options, args.dynamic)
         except (ExplainError, OptionError):
             raise

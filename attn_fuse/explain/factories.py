@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import importlib
 import inspect
 import itertools
@@ -45,6 +46,40 @@ def factories_in(cls: type[nn.Module], namespace: Mapping[str, Any]) -> list[Cal
     """The functions that give a `cls` among the definitions of the file whose names are `namespace`."""
     functions = [v for v in namespace.values() if _is_of(v, str(namespace.get("__name__")))]
     return _giving(cls, functions, {n for n, v in namespace.items() if v is cls})
+
+
+def chains_in(module: types.ModuleType) -> list[type[nn.Module]]:
+    """What functions of a file give as an `nn.Sequential`, as classes with the function's name and arguments.
+
+    A function that another definition of the file uses gives a part of a model, and is left out.
+    """
+    functions = [v for v in vars(module).values() if _is_of(v, module.__name__) and not LOADS.search(v.__name__)]
+    trees = {function: tree for function in functions if (tree := _tree_of(function)) is not None}
+    giving = [function for function, tree in trees.items() if _gives(tree, {"Sequential"})]
+    if not giving:
+        return []
+    file = ast.parse(Path(str(module.__file__)).read_bytes())
+    definitions = [node for node in file.body if isinstance(node, (ast.ClassDef, ast.FunctionDef))]
+    used = {
+        inner.id
+        for node in definitions
+        for inner in ast.walk(node)
+        if isinstance(inner, ast.Name) and inner.id != node.name
+    }
+    return [_as_class(function) for function in giving if function.__name__ not in used]
+
+
+def _as_class(function: types.FunctionType) -> type[nn.Module]:
+    # A class whose call is that of the function; what comes out is no object of it.
+    @functools.wraps(function)
+    def new(cls: type, *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    @functools.wraps(function)
+    def init(self: object, *args: Any, **kwargs: Any) -> None: ...
+
+    names = {"__new__": new, "__init__": init, "__module__": function.__module__, "__doc__": function.__doc__}
+    return type(function.__name__, (nn.Sequential,), {**names, "__signature__": inspect.signature(function)})
 
 
 def _is_of(value: object, module: str) -> bool:

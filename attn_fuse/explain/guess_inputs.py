@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
-import math
 import re
 import time
 from collections import Counter, deque
@@ -71,7 +70,7 @@ def inputs_for(
     length, batch: the sequence length, and the batch size, instead of what is declared.
     spelled: inputs that the repository spells out, tried before any guess where neither was given; those of few numbers
     come last, since they say little of a model's use, and so do those without the targets that are asked for.
-    Raises ExplainError where no guess runs. One that takes more than RUN_SECONDS is run to its end where no other runs.
+    Raises ExplainError where no guess runs. One that runs for RUN_SECONDS without an error counts where no other runs.
     """
     sizes = Sizes.of(model, holders, length, batch)
     trial = _Trial(model, targets, sizes)
@@ -84,10 +83,10 @@ def inputs_for(
     ran = ran or trial.of_repairs()
     for attempt in (trial.with_caches, trial.with_optional):
         ran = ran or ((trial.of_any() or trial.of_repairs()) if attempt() else None)
-    if ran is None and trial.slow is not None:
-        ran = trial.on(trial.slow, math.inf)
     if ran is not None:
         return ran.inputs
+    if trial.slow is not None:
+        return trial.slow
     tried = f"with {trial.failures[0]}" if trial.failures else "it has no embedding, convolution or linear layer"
     raise ExplainError(
         f"no inputs found that {type(model).__name__} runs on ({tried}); "
@@ -322,12 +321,12 @@ class _Trial:
                 return ran
         return None
 
-    def on(self, inputs: Inputs, seconds: float = RUN_SECONDS) -> _Ran | None:
-        """A run on `inputs` of at most that many seconds."""
+    def on(self, inputs: Inputs) -> _Ran | None:
+        """A run on `inputs`."""
         # A model that compiles parts of itself is not compiled for a guess.
         eager = torch.compiler.set_stance("force_eager")
         try:
-            with limited(seconds), torch.no_grad(), eager, _embedded(self.embeddings) as embedded:
+            with limited(RUN_SECONDS), torch.no_grad(), eager, _embedded(self.embeddings) as embedded:
                 self.model(*inputs.args, **inputs.kwargs)
             return _Ran(inputs, embedded)
         except ExplainError:

@@ -9,6 +9,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import itertools
 import math
 import os
 import re
@@ -102,9 +103,9 @@ def moved_module(name: str) -> str | None:
         for place, folders, files in os.walk(root):
             folders[:] = [folder for folder in folders if (Path(place) / folder / "__init__.py").is_file()]
             below = Path(place).relative_to(root).parts
-            for file in files:
-                if file.endswith(".py") and file[:-3].lstrip("_") == parts[-1].lstrip("_"):
-                    scores[".".join((top, *below, file[:-3]))] = _common_end((*below, parts[-1]), parts)
+            for found in (*folders, *(file[:-3] for file in files if file.endswith(".py"))):
+                if found.lstrip("_") == parts[-1].lstrip("_"):
+                    scores[".".join((top, *below, found))] = _common_end((*below, parts[-1]), parts)
     best = [found for found, score in scores.items() if score == max(scores.values())]
     return best[0] if len(best) == 1 and best[0] != name else None
 
@@ -116,7 +117,7 @@ def _common_end(one: tuple[str, ...], other: list[str]) -> int:
 
 @contextlib.contextmanager
 def without_argument(error: TypeError, is_users: Callable[[str], bool], say: Callable[[str], object]) -> Iterator[bool]:
-    """Within the block the library's class of `error` may be built with the argument that it does not know, if it is off.
+    """Within the block a library's class may be built with the argument that `error` says it lacks, if that is off.
 
     An older version of the class had the argument, and None, 0 or False left out what it was for. `say` is told. Gives
     whether `error` is of such an argument; another value of it still raises.
@@ -126,7 +127,7 @@ def without_argument(error: TypeError, is_users: Callable[[str], bool], say: Cal
     if found is None or cls is None or is_users(str(getattr(sys.modules.get(cls.__module__), "__file__", ""))):
         yield False
         return
-    built, argument, has_own = cls.__init__, found[2], "__init__" in vars(cls)
+    built, argument, has_own = getattr(cls, "__init__"), found[2], "__init__" in vars(cls)  # noqa: B009
 
     @functools.wraps(built)
     def builds(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -142,7 +143,7 @@ def without_argument(error: TypeError, is_users: Callable[[str], bool], say: Cal
         if has_own:
             setattr(cls, "__init__", built)  # noqa: B010
         else:
-            del cls.__init__
+            delattr(cls, "__init__")
 
 
 def _class_called(error: TypeError, name: str) -> type | None:
@@ -153,6 +154,7 @@ def _class_called(error: TypeError, name: str) -> type | None:
     if trace is None:
         return None
     seen = {**trace.tb_frame.f_globals, **trace.tb_frame.f_locals}
-    inside = [inside for value in seen.values() if isinstance(value, types.ModuleType) for inside in vars(value).values()]
-    values = (value.func if isinstance(value, functools.partial) else value for value in [*seen.values(), *inside])
+    modules = [value for value in seen.values() if isinstance(value, types.ModuleType)]
+    seen_inside = itertools.chain.from_iterable(vars(module).values() for module in modules)
+    values = (v.func if isinstance(v, functools.partial) else v for v in (*seen.values(), *seen_inside))
     return next((v for v in values if inspect.isclass(v) and v.__qualname__ == name), None)

@@ -43,30 +43,34 @@ def repaired(inputs: Inputs, message: str) -> Iterator[Inputs]:
     32 becomes one of 8, or of 16 where a model counts the places of a square. So may one that differs by a constant,
     as by the tokens that a model adds. `message`: of an error; one that speaks of no sizes gives nothing.
     """
-    arguments = {**dict(enumerate(inputs.args)), **inputs.kwargs}
-    tensors = {key: value for key, value in arguments.items() if isinstance(value, Tensor) and 0 < value.dim() < 6}
-    seen: set[tuple[object, ...]] = set()
-    for key, tensor in tensors.items() if (found := UNPACKED.search(message)) else ():
-        if (shape := _of_rank(tuple(tensor.shape), int(found[1]))) is not None:
-            yield _with(inputs, key, _of_shape(tensor, shape))
-    for key, tensor in tensors.items() if (found := RESHAPED.search(message)) else ():
-        block = math.prod(map(int, found[1].split(",")))
+    seen: set[str] = set()
+    places: list[int | str] = [*range(len(inputs.args)), *inputs.kwargs]
+    for key, value in zip(places, [*inputs.args, *inputs.kwargs.values()], strict=True):
+        for shape in _shapes(value, message) if isinstance(value, Tensor) and 0 < value.dim() < 6 else ():
+            if max(shape) <= LARGEST and math.prod(shape) <= MOST_NUMBERS:
+                made = _with(inputs, key, _of_shape(value, shape))
+                if str(made) not in seen:
+                    seen.add(str(made))
+                    yield made
+
+
+def _shapes(tensor: Tensor, message: str) -> Iterator[tuple[int, ...]]:
+    shape = tuple(tensor.shape)
+    if found := UNPACKED.search(message):
+        yield from _of_rank(shape, int(found[1]))
+    if (found := RESHAPED.search(message)) and tensor.numel() == int(found[2]):
         # Of each number the model makes a whole block.
-        if tensor.numel() == int(found[2]) <= MOST_NUMBERS // block:
-            yield _with(inputs, key, torch.randn(*tensor.shape, block, device=tensor.device))
+        yield (*shape, math.prod(int(size) for size in found[1].split(",")))
     for has, wants in _sizes_in(message):
-        for key, tensor in tensors.items():
-            for shape in _fitting(tuple(tensor.shape), has, wants):
-                if (key, shape) not in seen and max(shape) <= LARGEST and math.prod(shape) <= MOST_NUMBERS:
-                    seen.add((key, shape))
-                    yield _with(inputs, key, _of_shape(tensor, shape))
+        yield from _fitting(shape, has, wants)
 
 
-def _of_rank(shape: tuple[int, ...], rank: int) -> tuple[int, ...] | None:
+def _of_rank(shape: tuple[int, ...], rank: int) -> Iterator[tuple[int, ...]]:
     # Without the dimension after the batch, or with one more there.
     if len(shape) == rank + 1:
-        return (shape[0], *shape[2:])
-    return (shape[0], NEW, *shape[1:]) if len(shape) == rank - 1 else None
+        yield (shape[0], *shape[2:])
+    if len(shape) == rank - 1:
+        yield (shape[0], NEW, *shape[1:])
 
 
 def _sizes_in(message: str) -> Iterator[tuple[int, int]]:

@@ -89,7 +89,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if "." in fullname:
             if not self._is_left_out(fullname):
                 moved = moved_module(fullname)
-                return importlib.machinery.ModuleSpec(fullname, _Moved(moved)) if moved else None
+                return importlib.machinery.ModuleSpec(fullname, _Moved(moved), is_package=True) if moved else None
             self.names.append(fullname)
             return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
         if (folder := _folder_with(fullname, self.roots)) is not None:

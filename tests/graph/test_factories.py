@@ -185,3 +185,72 @@ def test_a_file_of_factories_is_about_what_they_give(write: Write, tmp_path: Pat
     source = "from parts import GPT\ndef train():\n    GPT(3, 'x')\n"
     with imported(write(source, "other.py")) as module, pytest.raises(ExplainError, match=r"it defines no nn\.Module"):
         outermost(module)
+
+
+BLOCK = """
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+    def forward(self, x):
+        return (x @ x.mT).softmax(-1) @ self.layer(x)
+"""
+
+
+class TestChains:
+    """Functions that give an `nn.Sequential` of the file's modules."""
+
+    def test_one_is_the_files_model(self, write: Write, tmp_path: Path) -> None:
+        (tmp_path / "README.md").write_text(
+            "```python\nfrom model import Net\nnet = Net(tokens=50, width=12, n=3)\n```"
+        )
+        source = "def Net(tokens: int, width: int, n=2):\n    net = nn.Sequential(nn.Embedding(tokens, width), "
+        notes: list[str] = []
+        model, _ = model_of(write(BLOCK + source + "*[Block(width) for _ in range(n)])\n    return net\n"), notes)
+        assert type(model) is nn.Sequential and len(model) == 4 and model[0].num_embeddings == 50
+        assert notes == ["as in README.md: Net(tokens=50, width=12, n=3)"]
+
+    def test_its_sizes_by_name(self, write: Write) -> None:
+        source = BLOCK + "def Net(*, dim: int, depth):\n    return nn.Sequential(*[Block(dim) for _ in range(depth)])\n"
+        model, _ = model_of(write(source))
+        assert [block.layer.in_features for block in model] == [256, 256]
+
+    @pytest.mark.parametrize(
+        "source",
+        [
+            "def Block2(width):\n    return nn.Sequential(Block(width))\n"
+            + net("width=3", "self.b = Block2(width)", "Net"),
+            "def load_net():\n    return nn.Sequential(Block(3))\n",
+            "def linear():\n    return nn.Sequential(nn.Linear(3, 3))\n",
+        ],
+    )
+    def test_what_is_none(self, write: Write, source: str) -> None:
+        with imported(write(BLOCK + source)) as module:
+            assert outermost(module).__name__ in ("Block", "Net")
+
+
+class TestPairs:
+    """Numbers by name that the code takes for several."""
+
+    INNER = net("sizes", "self.layer = nn.Linear(sizes[0], sizes[1])", "Inner")
+
+    def test_a_pair_that_goes_through_an_attribute(self, write: Write) -> None:
+        notes: list[str] = []
+        source = self.INNER + net("size", "self.inner = Inner(size)", "Middle")
+        source += net("depth, resolution", "self.size = resolution; self.inner = Middle(self.size).inner")
+        assert model_of(write(source), notes)[0].inner.layer.weight.shape == (64, 64)
+        assert "pairs, where its code takes several: resolution=(64, 64)" in notes
+
+    def test_two_of_them(self, write: Write) -> None:
+        source = self.INNER + net("resolution, dim", "self.inner, self.other = Inner(dim), Inner(resolution)")
+        model, _ = model_of(write(source))
+        assert model.inner.layer.weight.shape == (256, 256) and model.other.layer.weight.shape == (64, 64)
+
+    def test_beside_a_name_that_says_nothing(self, write: Write) -> None:
+        source = self.INNER + net("resolution, quux", "self.inner = Inner(resolution); self.q = nn.Linear(quux, 1)")
+        assert model_of(write(source))[0].inner.layer.weight.shape == (64, 64)
+
+    def test_another_error_is_told(self, write: Write) -> None:
+        source = self.INNER + net("dim", "self.inner = Inner(5)")
+        with pytest.raises(ExplainError, match="'int' object is not subscriptable"):
+            model_of(write(source))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import collections
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -43,6 +44,104 @@ class TestPartsOfPackages:
         source = "import other_package\n" + net("width=1", "self.layer = nn.Linear(other_package.layers.WIDTH, 1)")
         with pytest.raises(ExplainError, match="module 'other_package' has no attribute 'layers'"):
             model_of(write(source))
+
+
+LAYER = """
+from torch import nn
+class Layer(nn.Linear):
+    def __init__(self, width, bias=True):
+        super().__init__(width, 1, bias=bias)
+"""
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Writes a file of a library that is installed beside the repository, not in it."""
+    place = tmp_path / "site-packages"
+
+    def writes(name: str, source: str = "") -> None:
+        file = place / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(source)
+
+    monkeypatch.syspath_prepend(place)
+    yield writes
+    for name in [name for name in sys.modules if name.partition(".")[0] == "library_of_today"]:
+        del sys.modules[name]
+
+
+class TestLibrariesOfToday:
+    """Arguments and modules that an older version of a library had."""
+
+    @pytest.mark.parametrize("value", ["None", "0", "0.", "False"])
+    def test_an_argument_that_is_off_is_left_out(self, write: Write, library: Callable[..., None], value: str) -> None:
+        library("library_of_today/__init__.py", LAYER)
+        notes: list[str] = []
+        body = f"self.layer = Layer(width, drop={value}, scale=None)"
+        model, _ = model_of(write("from library_of_today import Layer\n" + net("width=3", body)), notes)
+        assert model.layer.in_features == 3
+        said = "library_of_today's Layer has no {} any more: {} left out"
+        assert notes == [said.format("drop", float(value) if "." in value else value), said.format("scale", None)]
+
+    def test_in_a_partial_and_in_a_module(self, write: Write, library: Callable[..., None]) -> None:
+        library("library_of_today/__init__.py", LAYER)
+        source = "import functools\nimport library_of_today\n"
+        body = "self.one = library_of_today.Layer(width, drop=0)\n"
+        body += "        self.layer = functools.partial(library_of_today.Layer, drop=0)(width)"
+        assert model_of(write(source + net("width=3", body)))[0].layer.in_features == 3
+        import library_of_today
+
+        with pytest.raises(TypeError, match="unexpected keyword argument 'drop'"):
+            library_of_today.Layer(3, drop=0)
+
+    def test_one_that_is_on_is_not(self, write: Write, library: Callable[..., None]) -> None:
+        library("library_of_today/__init__.py", LAYER)
+        source = "from library_of_today import Layer\n" + net("width=3", "self.layer = Layer(width, drop=0.1)")
+        with pytest.raises(ExplainError, match="unexpected keyword argument 'drop'"):
+            model_of(write(source))
+
+    def test_the_users_own_class_is_wrong(self, write: Write) -> None:
+        source = net("width", "self.weight = width", "Layer") + net("width=3", "self.layer = Layer(width, drop=0)")
+        with pytest.raises(ExplainError, match="unexpected keyword argument 'drop'"):
+            model_of(write(source))
+
+    @pytest.mark.parametrize("now", ["layers/helpers.py", "models/_helpers.py", "layers/_helpers.py"])
+    def test_a_module_that_moved(self, write: Write, library: Callable[..., None], now: str) -> None:
+        for package in ("", "models/", "models/layers/", "layers/"):
+            library(f"library_of_today/{package}__init__.py")
+        library(f"library_of_today/{now}", "WIDTH = 3")
+        source = "from library_of_today.models.layers.helpers import WIDTH\n"
+        assert (
+            model_of(write(source + net("width=WIDTH", "self.layer = nn.Linear(width, 1)")))[0].layer.in_features == 3
+        )
+
+    def test_one_of_two_below_the_folder_of_its_name(self, write: Write, library: Callable[..., None]) -> None:
+        for package in ("", "models/", "layers/"):
+            library(f"library_of_today/{package}__init__.py")
+        library("library_of_today/layers/helpers.py", "WIDTH = 3")
+        library("library_of_today/models/_helpers.py", "WIDTH = 4")
+        source = "from library_of_today.models.layers.helpers import WIDTH\n"
+        assert (
+            model_of(write(source + net("width=WIDTH", "self.layer = nn.Linear(width, 1)")))[0].layer.in_features == 3
+        )
+
+    def test_which_is_meant_may_be_unclear(self, write: Write, library: Callable[..., None]) -> None:
+        for package in ("", "models/", "layers/"):
+            library(f"library_of_today/{package}__init__.py")
+            library(f"library_of_today/{package}_helpers.py", "WIDTH = 3")
+        with (
+            pytest.raises(ExplainError, match=r"No module named 'library_of_today\.blocks'"),
+            imported(write("from library_of_today.blocks.helpers import WIDTH\n")),
+        ):
+            pass
+
+    def test_a_file_that_can_do_without_does(self, write: Write, library: Callable[..., None]) -> None:
+        library("library_of_today/__init__.py")
+        library("library_of_today/_helpers.py", "WIDTH = 3")
+        source = "try:\n    from library_of_today.helpers import WIDTH\nexcept ImportError:\n    WIDTH = 5\n"
+        assert (
+            model_of(write(source + net("width=WIDTH", "self.layer = nn.Linear(width, 1)")))[0].layer.in_features == 5
+        )
 
 
 class TestNamesOfTorch:

@@ -1,0 +1,120 @@
+"""Inputs of other sizes, as errors ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from attn_fuse.errors import ExplainError
+from attn_fuse.explain.guess_inputs import inputs_for
+from attn_fuse.explain.inputs import Inputs
+from attn_fuse.explain.repaired import MOST_NUMBERS, repaired
+
+Call = Callable[..., Any]
+
+
+def leads_to(program: Call, inputs: Inputs, steps: int = 3) -> bool:
+    """Whether the program runs on `inputs`, or on some that its errors lead to."""
+    try:
+        program(*inputs.args, **inputs.kwargs)
+    except Exception as error:
+        return steps > 0 and any(leads_to(program, other, steps - 1) for other in repaired(inputs, str(error)))
+    return True
+
+
+@pytest.mark.parametrize(
+    ("program", "shape"),
+    [
+        (nn.Linear(7, 3), (1, 8, 256)),
+        (nn.Conv1d(7, 3, 1), (1, 3, 16)),
+        (nn.Conv2d(7, 3, 1), (1, 3, 16, 16)),
+        (nn.LayerNorm(7), (1, 8, 256)),
+        (nn.LSTM(7, 3, batch_first=True), (1, 8, 256)),
+        (nn.BatchNorm1d(7), (2, 3, 16)),
+        (nn.MultiheadAttention(8, 2, batch_first=True), (1, 8, 256)),
+        (lambda x: x + torch.zeros(1, 12, 256), (1, 8, 256)),
+        (lambda x: torch.cat([torch.zeros(1, 2, 7), x], 1), (1, 8, 256)),
+        (lambda x: x.new_zeros(x.shape[0], 8, 7).expand(-1, -1, 7).copy_(x), (1, 8, 256)),
+        # Frames of 9 samples, which a linear layer takes.
+        (lambda x: nn.Linear(90, 2)(x.unfold(1, 9, 9).flatten(1)), (1, 27)),
+        # Learned positions of a picture's 16 patches, with one more token or none.
+        (lambda x: x.unfold(2, 8, 8).unfold(3, 8, 8).flatten(2, 3)[:, 0] + torch.zeros(1, 16, 8, 8), (1, 3, 64, 64)),
+        (lambda x: torch.cat([x[:, 0, ::8, ::8].flatten(1), x[:, 0, :1, 0]], 1) + torch.zeros(1, 17), (1, 3, 64, 64)),
+        # A latent, not a picture: 16 channels, 8 x 8 places.
+        (lambda x: nn.Linear(16, 2)(x.flatten(2).mT) + torch.zeros(1, 64, 2), (1, 3, 64, 64)),
+        (lambda x: [None for batch, length, width in [x.shape]], (1, 3, 64, 64)),
+        (lambda x: [None for batch, time, channels, height, width in [x.shape]], (1, 3, 64, 64)),
+        # Whole pictures stored flat.
+        (lambda x: x.reshape(-1, 4, 9, 9), (1, 8)),
+    ],
+)  # fmt: skip
+def test_what_an_error_asks_for_runs(program: Call, shape: tuple[int, ...]) -> None:
+    call = (lambda x: program(x, x, x)) if isinstance(program, nn.MultiheadAttention) else program
+    first = Inputs((torch.randn(shape),))
+    with pytest.raises((RuntimeError, ValueError, AssertionError)):
+        call(*first.args)
+    assert leads_to(call, first)
+
+
+def test_any_argument_by_position_or_name() -> None:
+    def program(x: Tensor, *, context: Tensor) -> Tensor:
+        return x + context
+
+    found = [str(i) for i in repaired(Inputs((torch.zeros(1, 8),), {"context": torch.zeros(1, 6)}), _error(program))]
+    assert "float32[1, 6], context=float32[1, 6]" in found
+    assert "float32[1, 8], context=float32[1, 8]" in found
+
+
+def test_whole_numbers_stay_in_their_range() -> None:
+    given = Inputs((torch.tensor([[5, 7, 9]]),))
+    message = "The size of tensor a (3) must match the size of tensor b (8) at non-singleton dimension 1"
+    (x,) = next(repaired(given, message)).args
+    assert x.shape == (1, 8) and {*x.flatten().tolist()} == {5, 7, 9}
+
+
+@pytest.mark.parametrize("message", ["", "KeyError: 'x'", "index 3 is out of bounds for dimension 0 with size 3"])
+def test_an_error_of_no_sizes_gives_nothing(message: str) -> None:
+    assert list(repaired(Inputs((torch.zeros(1, 8),)), message)) == []
+
+
+def test_nothing_takes_all_memory() -> None:
+    message = "The size of tensor a (2) must match the size of tensor b (4096) at non-singleton dimension 1"
+    given = Inputs((torch.zeros(2, 2, 2, 2),))
+    sizes = [value.numel() for inputs in repaired(given, message) for value in inputs.args]
+    assert sizes and max(sizes) <= MOST_NUMBERS
+
+
+def _error(program: Call) -> str:
+    with pytest.raises(RuntimeError) as raised:
+        program(torch.zeros(1, 8), context=torch.zeros(1, 6))
+    return str(raised.value)
+
+
+class Latent(nn.Module):
+    """Takes [batch, 5, 6, 6], of which only errors tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.places = nn.Linear(5, 2), nn.Parameter(torch.zeros(1, 36, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, c, h, w = x.shape
+        return self.layer(x.reshape(b, c, h * w).permute(0, 2, 1)) + self.places
+
+
+def test_inputs_of_a_model_of_which_only_errors_tell() -> None:
+    assert inputs_for(Latent()).args[0].shape == (1, 5, 6, 6)
+
+
+class Never(Latent):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) @ torch.zeros(x.shape[-1] + 3, 3)
+
+
+def test_one_that_runs_on_nothing_is_refused() -> None:
+    with pytest.raises(ExplainError, match="no inputs found that Never runs on"):
+        inputs_for(Never())
