@@ -24,7 +24,10 @@ from typing import Any
 from attn_fuse.explain.subject import OF_A_PART
 from harness import commit
 
-NOTE = "with the packages of the extra explain: einops, ml-collections, PyYAML, timm, transformers"
+NOTE = (
+    "with the packages of the extra explain: diffusers, einops, hyper-connections, ml-collections, pytorch-lightning, "
+    "PyYAML, rotary-embedding-torch, scipy, timm, transformers, x-transformers"
+)
 LIST = Path(__file__).parent / "results" / "explain_repositories.json"
 
 

@@ -27,6 +27,13 @@ EQUAL = re.compile(
     r"|expanded size of the tensor \((\d+)\) must match the existing size \((\d+)\)"
 )
 UNPACKED = re.compile(r"(?:not enough|too many) values to unpack \(expected (\d)")
+TO_FLOATS = re.compile(
+    r"mixed dtype|same dtype|not implemented for '(Long|Int)'|Input type \(long int\)|scalar type Long but found Float"
+)
+TO_WHOLE = re.compile(
+    r"'indices' to have one of the following scalar types|must be long, int, byte or bool|of type LongTensor"
+    r"|Expected dtype int(64|32/int64)"
+)
 RESHAPED = re.compile(r"shape '\[-1, ([\d, ]+)\]' is invalid for input of size (\d+)")
 # How large a side, and how many numbers of an argument, may be that an error asks for.
 LARGEST, MOST_NUMBERS = 4096, 1 << 22
@@ -37,15 +44,19 @@ NEW = 8
 
 
 def repaired(inputs: Inputs, message: str) -> Iterator[Inputs]:
-    """The inputs with another size, or another rank, of one argument, such that what `message` complains of would fit.
+    """The inputs with another size, rank or dtype of one argument, such that what `message` complains of would fit.
 
     A size of an argument that is n times another may have come of it: where 12 was wanted and 48 was there, a side of
     32 becomes one of 8, or of 16 where a model counts the places of a square. So may one that differs by a constant,
     as by the tokens that a model adds. `message`: of an error; one that speaks of no sizes gives nothing.
     """
     seen: set[str] = set()
+    to = torch.float32 if TO_FLOATS.search(message) else torch.long if TO_WHOLE.search(message) else None
     places: list[int | str] = [*range(len(inputs.args)), *inputs.kwargs]
     for key, value in zip(places, [*inputs.args, *inputs.kwargs.values()], strict=True):
+        if isinstance(value, Tensor) and to is not None and value.is_floating_point() != to.is_floating_point:
+            shapes = (value.shape, value.shape[:-1])
+            yield from (_with(inputs, key, _numbers(shape, to, value.device)) for shape in shapes if shape)
         for shape in _shapes(value, message) if isinstance(value, Tensor) and 0 < value.dim() < 6 else ():
             if max(shape) <= LARGEST and math.prod(shape) <= MOST_NUMBERS:
                 made = _with(inputs, key, _of_shape(value, shape))
@@ -120,6 +131,12 @@ def _sides(side: int, has: int, wants: int) -> Iterator[int]:
 
 def _changed(shape: tuple[int, ...], new: dict[int, int]) -> tuple[int, ...]:
     return tuple(new.get(dim, new.get(dim - len(shape), size)) for dim, size in enumerate(shape))
+
+
+def _numbers(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    # Whole numbers are 0 or 1, which every table has a row for.
+    is_whole = not dtype.is_floating_point
+    return torch.randint(2, shape, device=device) if is_whole else torch.randn(shape, dtype=dtype, device=device)
 
 
 def _of_shape(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:

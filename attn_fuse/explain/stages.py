@@ -12,15 +12,23 @@ from torch import nn
 
 # The order in which such methods run, and the names of what they hand on.
 ORDER = ("embed", "encode", "encoder", "decode", "decoder", "project", "generate_logits", "classify", "head")
+OF_TRAINING = re.compile(r"loss|train|backward", re.I)
 HANDED_ON = re.compile(r"^x$|enc.*out|memory|context|hidden|latent|^z$|^h$|features", re.I)
 
 
 def stages_of(cls: type) -> tuple[str, ...]:
-    """The methods of `cls` that run one after the other in place of a forward, in order; none where it has one."""
+    """The methods of `cls` that run one after the other in place of a forward, in order; none where it has one.
+
+    One that is called `forward_...` stands for all.
+    """
     own = {n: v for base in cls.__mro__ if base.__module__ != nn.Module.__module__ for n, v in vars(base).items()}
     if "forward" in own:
         return ()
-    found = tuple(name for name in ORDER if isinstance(own.get(name), types.FunctionType))
+    methods = [name for name, value in own.items() if isinstance(value, types.FunctionType)]
+    if named := [name for name in methods if name.startswith("forward")]:
+        # Of several the one that infers: a loss needs targets.
+        return (min(named, key=lambda name: bool(OF_TRAINING.search(name))),)
+    found = tuple(name for name in ORDER if name in methods)
     return found if "encode" in found or "decode" in found else ()
 
 

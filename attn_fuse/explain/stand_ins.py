@@ -14,6 +14,7 @@ import functools
 import importlib.abc
 import importlib.machinery
 import os
+import re
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -107,12 +108,11 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
     def _is_left_out(self, fullname: str) -> bool:
-        # Whether the parent is an empty folder of the user's: a git submodule that was not fetched.
+        # Whether the parent is a folder of the user's without it: of a git submodule that was not fetched, or of files
+        # that are to be copied into a package.
         parent = sys.modules.get(fullname.rpartition(".")[0])
-        places = [Path(place) for place in getattr(parent, "__path__", ())]
-        return bool(places) and all(
-            self.is_users(place) and (not place.is_dir() or not any(place.iterdir())) for place in places
-        )
+        places = list(getattr(parent, "__path__", ()))
+        return bool(places) and all(map(self.is_users, places))
 
     def wanted(self, is_installed: bool = False) -> bool:
         """Whether a file of the user's imports what the caller's caller looks for, and no importer catches the failure.
@@ -340,10 +340,12 @@ class _StandIn:
         return _refuse(self)
 
     def __mro_entries__(self, bases: tuple[object, ...]) -> tuple[type, ...]:
-        layer = same_layer(self._name.rpartition(".")[2])
+        name = self._name.rpartition(".")[2]
+        # A plain Module may be that of another framework, as flax's.
+        layer = same_layer(name) or (_Module if re.fullmatch(r"\w+Module", name) else None)
         if layer is None:
             return (_base(self._name, self),)
-        self._finder.say(_said(self._name, f"nn.{layer.__name__}"))
+        self._finder.say(_said(self._name, "nn.Module" if layer is _Module else f"nn.{layer.__name__}"))
         return (layer,)
 
     def __instancecheck__(self, value: object) -> bool:
@@ -406,6 +408,13 @@ def _refuse(stand_in: _StandIn, attribute: str = "", kind: type[MissingPackage] 
             f"torch {torch.__version__}"
         )
     raise kind(f"the model uses {name}, and {package} is not installed; install {on_index}")
+
+
+class _Module(torch.nn.Module):
+    # nn.Module in place of a framework's, as BaseModule or LightningModule, which adds to it what training needs.
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__()
 
 
 def _base(name: str, stand_in: _StandIn) -> type:

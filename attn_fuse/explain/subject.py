@@ -129,7 +129,8 @@ def subject_of(args: argparse.Namespace) -> Iterator[Subject]:
         notes += found.notes
         model, inputs = found.model, found.inputs
         if isinstance(model, nn.Module):
-            model = model.to(device=device, dtype=dtype).train(args.train)
+            model.to(device=device, dtype=dtype)
+            model.train(args.train)
         inputs = Inputs(_moved(inputs.args, device, dtype), _moved(inputs.kwargs, device, dtype))
         subject = Subject(model, inputs, args.train, tuple(notes), limit)
         if found.is_given or device or dtype:
@@ -246,13 +247,14 @@ def _with_inputs(
             raise ExplainError(f"no inputs can be guessed for the function {name_of(model)}; pass them with --inputs")
         with step(f"finding inputs for {name_of(model)}", limit, "pass them with --inputs"):
             path = Path(str(namespace.get("__file__", "")))
+            model.eval()  # what it gives may be nothing, where a model overrides `train`
             asked = (holders, args.train, args.length, args.batch)
 
             def spelled() -> Iterator[Inputs]:
                 yield from (Inputs(*one) for one in (inputs_of(type(model), namespace, path) if path.is_file() else ()))
 
             try:
-                guessed = inputs_for(model.eval(), *asked, spelled())
+                guessed = inputs_for(model, *asked, spelled())
             except ExplainError:
                 # Weights of several dtypes wait for a script that sets a default dtype.
                 if len({weight.dtype for weight in model.parameters() if weight.is_floating_point()}) < 2:

@@ -135,7 +135,9 @@ def _for_layer(use: Use, layer: nn.Module | Tensor, name: str, around: Around) -
         for rank in ranks:
             if rank == 2 and isinstance(layer, Tensor):
                 yield around.floats(length, width)
-            yield around.floats(*{1: (), 2: (batch,), 3: (batch, length), 4: (batch, *around.sides)}[rank], width)
+            before = {1: (), 2: (batch,), 3: (batch, length), 4: (batch, *around.sides)}.get(rank)
+            if before is not None:
+                yield around.floats(*before, width)
 
 
 def _for_convolution(use: Use, layer: nn.modules.conv._ConvNd, around: Around) -> Iterator[Tensor]:

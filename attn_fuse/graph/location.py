@@ -56,7 +56,7 @@ def _module_path(node: Node) -> str:
     if not own:
         return ""
     path = re.sub(r"^[LG](?=\[)", "", str(own[-1][0]))
-    path = re.sub(r"\._modules(?=\[)", "", path)
+    path = re.sub(r"\._modules(?=\[)|\.__dict__\['_modules'\]", "", path)
     path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path)
     names = [name for name in path.split(".") if name]
     return ".".join(names[1:] if names[:1] == ["self"] else names)

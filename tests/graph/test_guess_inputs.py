@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import time
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch import nn
 from attn_fuse.errors import ExplainError
 from attn_fuse.explain.declared import LONGEST, SHORT, USUAL
 from attn_fuse.explain.guess_inputs import inputs_for
+from attn_fuse.explain.subject import add_flags, subject_of
 
 
 class Tokens(nn.Module):
@@ -300,3 +303,16 @@ class Matched(nn.Module):
 def test_a_width_that_an_error_tells(by_channels: bool) -> None:
     (x,) = inputs_for(Matched(by_channels)).args
     assert x.shape[-1] == 7
+
+
+def test_a_model_whose_train_gives_nothing(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(
+        "from torch import nn\nclass Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.layer = nn.Linear(6, 6)\n    def forward(self, x):\n        return self.layer(x)\n"
+        "    def train(self, mode=True):\n        super().train(mode)\n"
+    )
+    for flags in ([], ["--train"]):
+        args = argparse.ArgumentParser()
+        add_flags(args)
+        with subject_of(args.parse_args([str(tmp_path / "model.py"), *flags])) as subject:
+            assert subject.model.training == bool(flags)

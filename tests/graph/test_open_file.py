@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from attn_fuse.errors import ExplainError
 from attn_fuse.explain.build import built
@@ -22,7 +23,7 @@ from attn_fuse.explain.roots import repository_of
 from attn_fuse.explain.stand_ins import MissingPackage
 from attn_fuse.explain.steps import TimeUp, limited, step
 from attn_fuse.explain.subject import evaluated
-from tests.model_files import HEADER, Write
+from tests.model_files import HEADER, Write, net
 
 
 class TestImported:
@@ -175,6 +176,24 @@ class TestStandIns:
         path = write("import no_such_package as p\nclass Net(p.Module):\n    def __init__(self, x): pass\n")
         with imported(path) as module, pytest.raises(MissingPackage, match=r"uses no_such_package\.Module"):
             module.Net(3)
+
+    def test_a_module_of_a_missing_framework(self, write: Write) -> None:
+        layer = net("width", "self.layer = nn.Linear(width, 1)").replace("nn.Module", "BaseModule")
+        source = "from no_such_package import BaseModule\n" + layer.replace("__init__()", "__init__(init_cfg=None)")
+        notes: list[str] = []
+        with imported(write(source), notes.append) as module:
+            assert module.GPT(3).layer.in_features == 3 and isinstance(module.GPT(3), nn.Module)
+        assert "in place of no_such_package's BaseModule: nn.Module" in notes
+
+    def test_a_file_of_the_users_package_that_is_not_there(self, write: Write) -> None:
+        write("", "part_of_a_package/__init__.py")
+        source = "from part_of_a_package.utils.registry import REGISTRY\n@REGISTRY.register()\n"
+        notes: list[str] = []
+        with imported(write(source + net("width", "self.width = width")), notes.append) as module:
+            assert module.GPT(3).width == 3
+            with pytest.raises(MissingPackage, match=r"part_of_a_package\.utils\.registry\.REGISTRY"):
+                module.REGISTRY.get("x")
+        assert notes == ["not installed, and stood in for: part_of_a_package.utils"]
 
     @pytest.mark.parametrize(
         "ask",

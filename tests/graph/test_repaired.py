@@ -76,6 +76,27 @@ def test_whole_numbers_stay_in_their_range() -> None:
     assert x.shape == (1, 8) and {*x.flatten().tolist()} == {5, 7, 9}
 
 
+@pytest.mark.parametrize(
+    ("program", "given"),
+    [
+        (nn.Embedding(5, 3), torch.randn(1, 8)),
+        (nn.Embedding(5, 3), torch.randn(1, 8, 3)),
+        (lambda x: nn.functional.one_hot(x, 3), torch.randn(1, 8)),
+        (nn.Linear(8, 3), torch.zeros(1, 8, dtype=torch.long)),
+        (nn.LayerNorm(8), torch.zeros(1, 8, dtype=torch.long)),
+        (nn.Conv1d(3, 3, 1), torch.zeros(1, 3, 4, dtype=torch.long)),
+        (lambda x: torch.bmm(x, torch.randn(1, 8, 3)), torch.zeros(1, 8, 8, dtype=torch.long)),
+        (lambda x: x.softmax(-1), torch.zeros(1, 8, dtype=torch.long)),
+        (lambda x: torch.zeros(5)[x], torch.randn(3)),
+        (lambda x: torch.zeros(1, 5).gather(1, x), torch.randn(1, 3)),
+    ],
+)
+def test_another_dtype(program: Call, given: Tensor) -> None:
+    with pytest.raises(RuntimeError):
+        program(given)
+    assert leads_to(program, Inputs((given,)))
+
+
 @pytest.mark.parametrize("message", ["", "KeyError: 'x'", "index 3 is out of bounds for dimension 0 with size 3"])
 def test_an_error_of_no_sizes_gives_nothing(message: str) -> None:
     assert list(repaired(Inputs((torch.zeros(1, 8),)), message)) == []

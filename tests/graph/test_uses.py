@@ -355,6 +355,21 @@ class TestStaged:
             model.model.project(model.model.decode(model.model.encode(src, None), None, tgt, None)),
         )
 
+    def test_one_that_infers_among_several_forwards(self) -> None:
+        class Model(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.time = nn.Embedding(50, 8)
+
+            def forward_loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+                raise AssertionError
+
+            def forward_inference(self, tokens: Tensor, start: int) -> Tensor:
+                return self.time(tokens)
+
+        (tokens, start) = inputs_for(staged(Model())).args
+        assert tokens.dim() == 2 and start == 0
+
     def test_a_model_with_a_forward_stays(self) -> None:
         model = Decisions()
         assert staged(model) is model
