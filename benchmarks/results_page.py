@@ -11,6 +11,7 @@ import json
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -170,9 +171,14 @@ def opened() -> str:
     groups = [*dict.fromkeys(row["group"] for row in content["files"]), "all"]
     for group in groups:
         of = [row for row in content["files"] if group in ("all", row["group"])]
-        counts = [sum(row["outcome"] == outcome for row in of) for outcome in ("report", "part")]
-        rows.append([group, f"{counts[0]} of {len(of)}", str(counts[1])])
-    return _signed(markdown(["files", "a report", "of a part"], rows), "explain_repositories")
+        is_told = all("new" in row for row in of)
+        cells = []
+        for key in ("new", "outcome"):
+            counts = Counter(row.get(key) for row in of)
+            cells += [str(counts["report"]), str(counts["part"])] if key == "outcome" or is_told else ["", ""]
+        rows.append([group, str(len(of)), *cells])
+    heads = ["sample", "files", "a report, when it was new", "of a part", "a report, now", "of a part"]
+    return _signed(markdown(heads, rows), "explain_repositories")
 
 
 def walked() -> str:

@@ -35,6 +35,9 @@ DEEPEST = 3
 # Arguments that are a class of layers, and no number of them.
 LAYER_CLASS = re.compile(r"(norm|act|embed|mlp|attn|block)_?layer$")
 
+# Parts that are told by the last word of their class, as a MeshedDecoder is a decoder.
+PART_KIND = re.compile(r"encoder|decoder|backbone|generator")
+
 # Arguments whose names say nothing get one of these in turn, by their annotation.
 _GUESSES: dict[Any, tuple[Any, ...]] = {
     int: (2, 8, WIDTH, 1, 4), float: (0.1, 1.0, 0.0, 0.5, 2.0), bool: (False, True, False, True, False),
@@ -167,17 +170,24 @@ def _part(name: str, hint: Any, namespace: Mapping[str, Any]) -> type[nn.Module]
     if isinstance(hint, type) and issubclass(hint, nn.Module) and hint is not nn.Module:
         return hint if hint.__module__.partition(".")[0] != "torch" or hint is nn.Embedding else None
     wanted = name.replace("_", "").lower()
-    classes = (value for value in namespace.values() if isinstance(value, type) and issubclass(value, nn.Module))
-    found = next((c for c in classes if c.__name__.lower() == wanted and hint in (None, nn.Module)), None)
-    return found or (_part_beside(wanted, namespace) if hint in (None, nn.Module) else None)
+    if hint not in (None, nn.Module):
+        return None
+    classes = [value for value in namespace.values() if isinstance(value, type) and issubclass(value, nn.Module)]
+    exact = re.compile(re.escape(wanted))
+    kinds = [exact, re.compile(rf".*{exact.pattern}")] if PART_KIND.fullmatch(wanted) else [exact]
+    for kind in kinds:
+        found = next((c for c in classes if kind.fullmatch(c.__name__.lower())), None) or _part_beside(kind, namespace)
+        if found is not None:
+            return found
+    return None
 
 
-def _part_beside(wanted: str, namespace: Mapping[str, Any]) -> type[nn.Module] | None:
-    # The class of that name, in lower case, in a file beside this one.
+def _part_beside(kind: re.Pattern[str], namespace: Mapping[str, Any]) -> type[nn.Module] | None:
+    # The first class of such a name, in lower case, in a file beside this one.
     path, package = Path(str(namespace.get("__file__", ""))), str(namespace.get("__package__") or "")
     for file in sorted(path.parent.glob("*.py")) if path.is_file() else ():
         text = file.read_text(encoding="utf-8", errors="replace")
-        names = [name for name in re.findall(r"^class (\w+)\(", text, re.M) if name.lower() == wanted]
+        names = [name for name in re.findall(r"^class (\w+)\(", text, re.M) if kind.fullmatch(name.lower())]
         if not names or file == path:
             continue
         # A file that cannot be imported holds no part.

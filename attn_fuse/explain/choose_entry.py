@@ -20,6 +20,7 @@ from pathlib import Path
 from torch import nn
 
 from attn_fuse.errors import ExplainError
+from attn_fuse.explain.arguments import PART_KIND
 from attn_fuse.explain.factories import chains_in, factories_in
 from attn_fuse.explain.roots import repository_of
 from attn_fuse.explain.stages import stages_of
@@ -204,9 +205,11 @@ def _named_by(value: object, module: types.ModuleType) -> Iterator[object]:
     elif isinstance(value, types.FunctionType):
         if value.__globals__ is vars(module):
             if value.__name__ == "__init__":
-                # A constructor that is handed an encoder uses the class Encoder.
+                # A constructor that is handed an encoder uses the class Encoder, or MeshedEncoder.
                 taken = {name.replace("_", "") for name in inspect.signature(value).parameters} - {"self"}
-                yield from (v for v in vars(module).values() if isinstance(v, type) and v.__name__.lower() in taken)
+                kinds = tuple(filter(PART_KIND.fullmatch, taken))
+                held = (v for v in vars(module).values() if isinstance(v, type))
+                yield from (v for v in held if (name := v.__name__.lower()) in taken or name.endswith(kinds))
             yield from (vars(module)[name] for name in _global_names(value.__code__) if name in vars(module))
     elif isinstance(value, property):
         yield value.fget

@@ -39,6 +39,8 @@ OF_NUMPY: dict[str, Any] = {"int": int, "float": float, "object": object, "compl
 OF_LINEAR: dict[str, Any] = {"_LinearWithBias": torch.nn.Linear}
 OF_TYPING = ("List", "Optional", "Tuple", "Union")
 UNEXPECTED = re.compile(r"([\w.]+)\.__init__\(\) got an unexpected keyword argument '(\w+)'")
+# What timm calls, or once called, the record of where a model's pretrained weights are.
+OF_WEIGHTS = re.compile(r"(default|pretrained)_cfg(_overlay)?|cache_dir")
 OF_COLLECTIONS = ("Iterable", "Mapping", "MutableMapping", "Sequence", "Callable", "Hashable")
 
 
@@ -117,21 +119,28 @@ def _common_end(one: tuple[str, ...], other: list[str]) -> int:
 
 @contextlib.contextmanager
 def without_argument(error: TypeError, is_users: Callable[[str], bool], say: Callable[[str], object]) -> Iterator[bool]:
-    """Within the block a library's class may be built with the argument that `error` says it lacks, if that is off.
+    """Within the block a class may be built with the argument that `error` says it lacks, if that makes no difference.
 
-    An older version of the class had the argument, and None, 0 or False left out what it was for. `say` is told. Gives
-    whether `error` is of such an argument; another value of it still raises.
+    An older version of a library's class had the argument, and None, 0 or False left out what it was for; another value
+    of it still raises. What only says of pretrained weights where they are, a library hands on to a user's class, too.
+    `say` is told. Gives whether `error` is of such an argument.
     """
     found = UNEXPECTED.search(str(error))
     cls = _class_called(error, found[1]) if found else None
-    if found is None or cls is None or is_users(str(getattr(sys.modules.get(cls.__module__), "__file__", ""))):
+    if found is None or cls is None:
+        yield False
+        return
+    of_weights = OF_WEIGHTS.fullmatch(found[2]) is not None
+    if not of_weights and is_users(str(getattr(sys.modules.get(cls.__module__), "__file__", ""))):
         yield False
         return
     built, argument, has_own = getattr(cls, "__init__"), found[2], "__init__" in vars(cls)  # noqa: B009
 
     @functools.wraps(built)
     def builds(self: Any, *args: Any, **kwargs: Any) -> None:
-        if argument in kwargs and (kwargs[argument] is None or kwargs[argument] in (0, False)):
+        if of_weights:
+            kwargs.pop(argument, None)
+        elif argument in kwargs and (kwargs[argument] is None or kwargs[argument] in (0, False)):
             value = kwargs.pop(argument)
             say(f"{cls.__module__.partition('.')[0]}'s {cls.__name__} has no {argument} any more: {value} left out")
         built(self, *args, **kwargs)

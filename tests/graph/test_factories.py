@@ -187,6 +187,16 @@ def test_a_file_of_factories_is_about_what_they_give(write: Write, tmp_path: Pat
         outermost(module)
 
 
+@pytest.mark.parametrize("place", ["model.py", "encoders.py"])
+def test_a_part_by_the_last_word_of_its_class(write: Write, place: str) -> None:
+    parts = net("width", "self.layer = nn.Linear(width, 1)", "MeshedEncoder") + net("width", "pass", "EncoderLayer")
+    whole = net("encoder", "self.encoder = encoder", "Whole")
+    if place != "model.py":
+        write(parts, place)
+    model, _ = model_of(write(whole + (parts if place == "model.py" else "")))
+    assert type(model.encoder).__name__ == "MeshedEncoder"
+
+
 BLOCK = """
 class Block(nn.Module):
     def __init__(self, width):

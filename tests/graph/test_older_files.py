@@ -100,6 +100,15 @@ class TestLibrariesOfToday:
         with pytest.raises(ExplainError, match="unexpected keyword argument 'drop'"):
             model_of(write(source))
 
+    @pytest.mark.parametrize("argument", ["default_cfg", "pretrained_cfg"])
+    def test_a_record_of_weights_that_the_library_hands_on(
+        self, write: Write, library: Callable[..., None], argument: str
+    ) -> None:
+        library("library_of_today/__init__.py", "def build(kind, **kwargs):\n    return kind(**kwargs)\n")
+        source = "from library_of_today import build\n" + net("width", "self.layer = nn.Linear(width, 1)")
+        source += f"def tiny():\n    return build(GPT, width=3, {argument}=dict(url='x'))\n"
+        assert model_of(write(source))[0].layer.in_features == 3
+
     def test_the_users_own_class_is_wrong(self, write: Write) -> None:
         source = net("width", "self.weight = width", "Layer") + net("width=3", "self.layer = Layer(width, drop=0)")
         with pytest.raises(ExplainError, match="unexpected keyword argument 'drop'"):
