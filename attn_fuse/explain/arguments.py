@@ -21,13 +21,11 @@ from attn_fuse.explain.configs import (
     config_class,
     config_of,
     config_without_class,
-    defaults_of,
-    hints_of,
     is_config_name,
     is_read_as_config,
-    without_default,
 )
 from attn_fuse.explain.open_file import Say
+from attn_fuse.explain.signatures import defaults_of, hints_of, without_default
 from attn_fuse.explain.sizes import DEPTH, WIDTH, in_words, value_for
 
 # How many modules deep an argument may be a module that is built of arguments itself.

@@ -29,16 +29,15 @@ from attn_fuse.explain.config_files import arguments_in
 from attn_fuse.explain.configs import (
     UnknownEntry,
     config_class,
-    defaults_of,
     entry_for,
     is_config_name,
-    without_default,
 )
 from attn_fuse.explain.factories import factories_of
 from attn_fuse.explain.older import imported_part, without_argument
 from attn_fuse.explain.open_file import Say, moved_to_its_files, same_folder_after
 from attn_fuse.explain.problems import in_one_line
 from attn_fuse.explain.roots import is_users, repository_of
+from attn_fuse.explain.signatures import defaults_of, without_default
 from attn_fuse.explain.sizes import DEPTH_NAME, in_words, value_for
 from attn_fuse.explain.snippets import calls_of, parts_of_calls
 from attn_fuse.explain.stages import staged

@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import inspect
 import sys
-import textwrap
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Set
@@ -22,6 +21,7 @@ from attn_fuse.explain.no_gpu import on_this_machine
 from attn_fuse.explain.open_file import Say
 from attn_fuse.explain.problems import in_one_line
 from attn_fuse.explain.roots import repository_of
+from attn_fuse.explain.signatures import bases_of, defaults_of, tree_of_function, without_default
 from attn_fuse.explain.sizes import in_words, value_for
 from attn_fuse.explain.snippets import calls_of
 from attn_fuse.explain.written_options import options_with
@@ -151,11 +151,11 @@ def config_class(cls: Callable[..., Any], name: str, hint: Any, namespace: Mappi
 
 def _checked_class(cls: Callable[..., Any], name: str) -> type | None:
     # The class of which a constructor, or one that it inherits, demands that its argument be an instance.
-    for base in _bases(cls):
+    for base in bases_of(cls):
         made_by = vars(base).get("__init__")
         if not isinstance(made_by, types.FunctionType) or made_by.__module__.startswith("torch."):
             continue
-        for node in ast.walk(_tree_of_function(made_by)):
+        for node in ast.walk(tree_of_function(made_by)):
             match node:
                 case ast.Assert(demanded) | ast.If(ast.UnaryOp(ast.Not(), demanded), [ast.Raise(), *_]):
                     wanted = _class_in(demanded, name)
@@ -233,82 +233,6 @@ def _filled(config: Any) -> dict[str, Any]:
     return filled
 
 
-def defaults_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """The defaults of the arguments of `function`, by name."""
-    return {p.name: p.default for p in _parameters(function) if p.default is not p.empty}
-
-
-def without_default(function: Callable[..., Any]) -> dict[str, Any]:
-    """The arguments of `function` that have no default, by name, with their annotation or None."""
-    hints = hints_of(function)
-    return {
-        p.name: hints.get(p.name)
-        for p in _parameters(function)
-        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    }
-
-
-def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    try:
-        own = list(inspect.signature(function).parameters.values())
-    except (ValueError, TypeError):  # a class written in C has no signature
-        return []
-    if isinstance(function, type) and any(p.kind is p.VAR_KEYWORD for p in own):
-        names = {p.name for p in own}
-        handed_on = [p for p in _handed_on(function) if p.name not in names]
-        own = [*own, *(p.replace(kind=p.KEYWORD_ONLY) for p in handed_on if p.kind is not p.VAR_POSITIONAL)]
-    return own
-
-
-def _handed_on(cls: type) -> list[inspect.Parameter]:
-    # The parameters of the constructor above, or of a module's, that the constructor of `cls` hands its **kwargs on to.
-    owner = next((base for base in cls.__mro__ if isinstance(vars(base).get("__init__"), types.FunctionType)), None)
-    if owner is None or owner.__module__.startswith("torch."):
-        return []
-    above = cls.__mro__[cls.__mro__.index(owner) + 1]
-    names = vars(owner)["__init__"].__globals__
-    for node in ast.walk(_tree_of_function(vars(owner)["__init__"])):
-        match node:
-            case ast.Call(called, given, keywords) if any(k.arg is None for k in keywords):
-                is_above = isinstance(called, ast.Attribute) and called.attr == "__init__"
-                inner = names.get(called.id) if isinstance(called, ast.Name) else None
-                if not is_above and not (isinstance(inner, type) and issubclass(inner, nn.Module)):
-                    continue
-                parameters = _parameters(inner if isinstance(inner, type) else above)
-                count = sum(not isinstance(one, ast.Starred) for one in given)
-                named = {keyword.arg for keyword in keywords}
-                return [p for p in parameters[count:] if p.name not in named]
-    return []
-
-
-def _tree_of_function(function: Any) -> ast.AST:
-    try:
-        return ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, TypeError, ValueError, SyntaxError):
-        return ast.Module([], [])
-
-
-def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """The annotations of the arguments of a function or of a class's constructor; none where one cannot be resolved."""
-    made_by = [vars(base)["__init__"] for base in reversed(_bases(function)) if "__init__" in vars(base)]
-    hints: dict[str, Any] = {}
-    for one in made_by if isinstance(function, type) else [function]:
-        # An annotation that cannot be resolved says nothing; nor does that of a base's `*args` of an argument `args`.
-        with contextlib.suppress(Exception):
-            kinds = {p.name: p.kind for p in inspect.signature(one).parameters.values()}
-            said = typing.get_type_hints(one)
-            several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-            hints |= {name: hint for name, hint in said.items() if kinds.get(name) not in several}
-    return hints
-
-
-def _bases(function: object) -> list[type]:
-    # The classes whose constructors may take the arguments.
-    if not isinstance(function, type):
-        return []
-    return [base for base in function.__mro__ if base is not object and base is not nn.Module]
-
-
 def _is_config_class(value: object) -> typing.TypeGuard[type]:
     if not isinstance(value, type) or issubclass(value, nn.Module) or value.__module__ == "builtins":
         return False
@@ -358,7 +282,7 @@ def is_read_as_config(cls: Callable[..., Any], name: str) -> bool:
     Not where it calls one: small numbers cannot be called.
     """
     made_by = vars(cls).get("__init__") if isinstance(cls, type) else None
-    tree = _tree_of_function(made_by) if made_by is not None else ast.Module([], [])
+    tree = tree_of_function(made_by) if made_by is not None else ast.Module([], [])
     called = {
         node.func.attr
         for node in ast.walk(tree)

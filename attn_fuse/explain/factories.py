@@ -21,8 +21,8 @@ from typing import Any
 
 from torch import nn
 
-from attn_fuse.explain.configs import defaults_of, hints_of, without_default
 from attn_fuse.explain.roots import repository_of
+from attn_fuse.explain.signatures import defaults_of, hints_of, without_default
 from attn_fuse.explain.snippets import imports_class, only_defines
 
 MOST_FILES, MOST_FACTORIES = 200, 6

@@ -184,7 +184,8 @@ class _Trial:
         while waiting:
             inputs, message, steps = waiting.popleft()
             for other in repaired(inputs, message) if steps < REPAIR_STEPS else ():
-                if str(other) in tried:
+                sizes = {size for t in tensors_in([*other.args, other.kwargs]) for size in t.shape}
+                if str(other) in tried or (self.sizes.asked and self.sizes.asked not in sizes):
                     continue
                 if len(tried) >= MOST_REPAIRS or time.monotonic() > self.end:
                     return None

@@ -58,7 +58,7 @@ def repaired(inputs: Inputs, message: str) -> Iterator[Inputs]:
             shapes = (value.shape, value.shape[:-1])
             yield from (_with(inputs, key, _numbers(shape, to, value.device)) for shape in shapes if shape)
         for shape in _shapes(value, message) if isinstance(value, Tensor) and 0 < value.dim() < 6 else ():
-            if max(shape) <= LARGEST and math.prod(shape) <= MOST_NUMBERS:
+            if min(shape) > 0 and max(shape) <= LARGEST and math.prod(shape) <= MOST_NUMBERS:
                 made = _with(inputs, key, _of_shape(value, shape))
                 if str(made) not in seen:
                     seen.add(str(made))

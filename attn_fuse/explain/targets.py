@@ -13,8 +13,8 @@ from typing import Any
 from attn_fuse.errors import ExplainError
 from attn_fuse.explain.arguments import Call, call_of
 from attn_fuse.explain.config_files import documents_of
-from attn_fuse.explain.configs import defaults_of, without_default
 from attn_fuse.explain.open_file import Say
+from attn_fuse.explain.signatures import defaults_of, without_default
 
 # The key that names a class or a function, and the one below which its arguments stand, where it has one.
 SPELLINGS = (("_target_", None), ("target", "params"), ("class_path", "init_args"))

@@ -109,6 +109,11 @@ def test_nothing_takes_all_memory() -> None:
     assert sizes and max(sizes) <= MOST_NUMBERS
 
 
+def test_nothing_is_empty() -> None:
+    message = "The size of tensor a (8) must match the size of tensor b (0) at non-singleton dimension 1"
+    assert all(value.numel() for inputs in repaired(Inputs((torch.zeros(1, 8),)), message) for value in inputs.args)
+
+
 def _error(program: Call) -> str:
     with pytest.raises(RuntimeError) as raised:
         program(torch.zeros(1, 8), context=torch.zeros(1, 6))
@@ -129,6 +134,11 @@ class Latent(nn.Module):
 
 def test_inputs_of_a_model_of_which_only_errors_tell() -> None:
     assert inputs_for(Latent()).args[0].shape == (1, 5, 6, 6)
+
+
+def test_the_length_that_the_user_asks_for_stays() -> None:
+    with pytest.raises(ExplainError, match="no inputs found"):
+        inputs_for(Latent(), length=37)
 
 
 class Never(Latent):
