@@ -177,7 +177,11 @@ def as_text(report: GraphReport, expressions: bool = False, plain: bool = False)
         lines += [styled(f"[{number}] {site.location}", _BOLD), *wrapped(site.location.code, 4)]
         heading = _HEADINGS[site.status] + (f" on {site.kernel}" if site.kernel else "")
         lines += [styled(line, _COLOURS[site.status]) for line in wrapped(heading, 4)]
-        lines += [line for name, value in site.attention.items() for line in wrapped(f"{name + ':':<12}{value}", 6)]
+        for name, value in site.attention.items():
+            # How long the kernel takes stands apart from where that was measured.
+            fact, _, measured = value.partition(", by measurements ")
+            lines += wrapped(f"{name + ':':<12}{fact}", 6)
+            lines += wrapped(f"{'':<12}by measurements {measured}", 6) if measured else []
         if expressions and site.expression:
             lines += [line for part in site.expression.splitlines() for line in wrapped(part, 6)]
         if site.score_bytes:
