@@ -16,7 +16,7 @@ from attn_fuse.errors import ExplainError, OptionError
 from attn_fuse.explain import explanation_of, name_of
 from attn_fuse.explain.explanation import Explanation
 from attn_fuse.explain.problems import in_one_line
-from attn_fuse.explain.steps import step
+from attn_fuse.explain.steps import TimeUp, step
 from attn_fuse.explain.subject import add_flags, subject_of
 from attn_fuse.options import PICKS, parse_options
 
@@ -33,6 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             explanation = _explain_path(args)
     except (ExplainError, OptionError) as error:
         return _refused(str(error))
+    except TimeUp:
+        return _refused(f"{args.path}: it takes too long; give more with --time-limit")
     except (Exception, SystemExit) as error:
         return _refused(
             f"{args.path}: {in_one_line(error)}; name the class with --entry and its arguments with --inputs"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import sys
 import threading
@@ -14,6 +15,8 @@ from attn_fuse.errors import ExplainError
 
 # Seconds: after how many a step says that it still runs, and how many it may take unless the user says otherwise.
 QUIET, LIMIT = 10.0, 120.0
+# Seconds that code may take to clean up when its time is up.
+CLEANING_UP = 10.0
 
 
 class TimeUp(BaseException):
@@ -31,14 +34,24 @@ def limited(seconds: float) -> Iterator[None]:
         yield
         return
 
+    ended, fired = False, math.inf
+
     def stop(number: int, frame: FrameType | None) -> None:
-        raise TimeUp
+        nonlocal fired
+        fired = min(fired, now := time.monotonic())
+        # While the first one is on its way up, another would break what cleans up behind it.
+        is_on_its_way = isinstance(sys.exc_info()[1], TimeUp) and now - fired < CLEANING_UP
+        if not ended and not is_on_its_way:
+            raise TimeUp
 
     before, start = signal.signal(signal.SIGALRM, stop), time.monotonic()
     left, _ = signal.getitimer(signal.ITIMER_REAL)
     signal.setitimer(signal.ITIMER_REAL, min(seconds, left) if left else seconds, 1.0)
     try:
-        yield
+        try:
+            yield
+        finally:
+            ended = True
     finally:
         passed = time.monotonic() - start
         signal.setitimer(signal.ITIMER_REAL, max(left - passed, 0.001) if left else 0.0, 1.0)

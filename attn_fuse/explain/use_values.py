@@ -17,6 +17,8 @@ from attn_fuse.explain.uses import Use
 
 # How many maps a list of feature maps has, and their side.
 LEVELS, SIDE = 4, 8
+# How many numbers a guess may hold.
+MOST_NUMBERS = 1 << 26
 TIMES = re.compile(r"^t$|time$|time_?step|sigma|noise_level", re.I)
 TRUTH = re.compile(r"mask|adj", re.I)
 # Attributes of dicts that tensors lack.
@@ -168,7 +170,8 @@ def _of_rank(rank: int, around: Around) -> Iterator[Tensor]:
         else:
             yield around.floats(*around.like.shape)
         yield around.floats(batch, width, *around.sides)
-        yield around.floats(batch, length, length, width)
+        if batch * length**2 * width <= MOST_NUMBERS:
+            yield around.floats(batch, length, length, width)
     elif rank == 3:
         yield around.floats(batch, length, width)
         yield around.floats(batch, width, length)

@@ -326,6 +326,27 @@ class TestPrograms:
 
 
 class TestSteps:
+    def test_what_cleans_up_is_left_alone(self) -> None:
+        done = []
+        with pytest.raises(TimeUp), limited(0.1):
+            try:
+                while True:
+                    time.sleep(0.01)
+            finally:
+                time.sleep(1.5)  # the next alarm comes after a second
+                done.append("cleaned up")
+        assert done == ["cleaned up"]
+
+    def test_a_handler_that_goes_on_is_stopped(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("attn_fuse.explain.steps.CLEANING_UP", 0.5)
+        with pytest.raises(TimeUp), limited(0.1):
+            try:
+                while True:
+                    time.sleep(0.01)
+            except TimeUp:
+                while True:
+                    time.sleep(0.01)
+
     def test_a_limit_strikes_again_where_it_is_caught(self) -> None:
         with pytest.raises(TimeUp), limited(0.1):
             try:

@@ -13,7 +13,8 @@ from attn_fuse.errors import ExplainError
 from attn_fuse.explain.guess_inputs import inputs_for
 from attn_fuse.explain.inputs import Inputs
 from attn_fuse.explain.stages import staged
-from attn_fuse.explain.uses import uses_of
+from attn_fuse.explain.use_values import MOST_NUMBERS, Around, values_for
+from attn_fuse.explain.uses import Use, uses_of
 
 
 def shapes(inputs: Inputs) -> list[object]:
@@ -373,3 +374,9 @@ class TestStaged:
     def test_a_model_with_a_forward_stays(self) -> None:
         model = Decisions()
         assert staged(model) is model
+
+
+def test_no_guess_takes_all_memory() -> None:
+    around = Around(1, 4096, 64, 3, 512, 100, torch.float32, torch.device("cpu"))
+    for rank in (1, 2, 3, 4, 5):
+        assert all(value.numel() <= MOST_NUMBERS for value in values_for(Use(rank=rank), "x", around))
