@@ -67,7 +67,8 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds a stand-in for every top-level package that a file below `roots` imports and nothing else finds.
 
     names: the packages stood in for. broken: those of them that are installed, with what their import raises.
-    permissive: whether their use is still allowed. say: is told, once each, what torch's own layers stand in for.
+    permissive: whether their use is still allowed. say: is told, once each, what torch's own layers stand in for, and
+    which modules have moved.
     """
 
     def __init__(self, roots: Sequence[Path], say: Callable[[str], object] = lambda note: None) -> None:
@@ -90,7 +91,10 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if "." in fullname:
             if not self._is_left_out(fullname):
                 moved = moved_module(fullname)
-                return importlib.machinery.ModuleSpec(fullname, _Moved(moved), is_package=True) if moved else None
+                if moved is None:
+                    return None
+                self.say(f"{fullname} is {moved} by now")
+                return importlib.machinery.ModuleSpec(fullname, _Moved(moved), is_package=True)
             self.names.append(fullname)
             return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
         if (folder := _folder_with(fullname, self.roots)) is not None:

@@ -119,10 +119,11 @@ class TestLibrariesOfToday:
         for package in ("", "models/", "models/layers/", "layers/"):
             library(f"library_of_today/{package}__init__.py")
         library(f"library_of_today/{now}", "WIDTH = 3")
-        source = "from library_of_today.models.layers.helpers import WIDTH\n"
-        assert (
-            model_of(write(source + net("width=WIDTH", "self.layer = nn.Linear(width, 1)")))[0].layer.in_features == 3
-        )
+        notes: list[str] = []
+        with imported(write("from library_of_today.models.layers.helpers import WIDTH\n"), notes.append) as module:
+            assert module.WIDTH == 3
+        dotted = now.removesuffix(".py").replace("/", ".")
+        assert notes == [f"library_of_today.models.layers.helpers is library_of_today.{dotted} by now"]
 
     def test_one_of_two_below_the_folder_of_its_name(self, write: Write, library: Callable[..., None]) -> None:
         for package in ("", "models/", "layers/"):
