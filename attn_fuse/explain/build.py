@@ -49,6 +49,7 @@ from attn_fuse.explain.weights import random_weights
 MOST_PARAMETERS = 1_000_000_000
 # How many problems of a build that older code has with the libraries of today are mended.
 MOST_MENDS = 4
+# What Python says of code that takes a number for a sequence.
 TAKES_SEVERAL = re.compile(
     r"'int' object is not (subscriptable|iterable)|object of type 'int' has no len|cannot unpack non-iterable int"
     r"|argument after \* must be an iterable, not int"
@@ -97,9 +98,8 @@ def built(
     """An instance of `cls` of at most `most` parameters, built in the first of these ways that works: from its defaults
     and those of its config; as a text of its repository spells it out; as a config that names it says; by a factory
     without arguments; from small sizes by name, and pairs of them; by a factory from small sizes; from its defaults
-    with fewer layers;
-    with what a text spells out of it; with plain guesses for arguments whose names say nothing. `say` is told of all
-    but the first.
+    with fewer layers; with what a text spells out of it; with plain guesses for arguments whose names say nothing.
+    `say` is told of all but the first.
 
     namespace: the names of the file, among which configs and factories are sought.
     Raises ExplainError where no way works.

@@ -140,7 +140,7 @@ def without_argument(error: TypeError, is_users: Callable[[str], bool], say: Cal
     def builds(self: Any, *args: Any, **kwargs: Any) -> None:
         if of_weights:
             kwargs.pop(argument, None)
-        elif argument in kwargs and (kwargs[argument] is None or kwargs[argument] in (0, False)):
+        elif argument in kwargs and _is_off(kwargs[argument]):
             value = kwargs.pop(argument)
             say(f"{cls.__module__.partition('.')[0]}'s {cls.__name__} has no {argument} any more: {value} left out")
         built(self, *args, **kwargs)
@@ -153,6 +153,10 @@ def without_argument(error: TypeError, is_users: Callable[[str], bool], say: Cal
             setattr(cls, "__init__", built)  # noqa: B010
         else:
             delattr(cls, "__init__")
+
+
+def _is_off(value: object) -> bool:
+    return value is None or (isinstance(value, (bool, int, float)) and value == 0)
 
 
 def _class_called(error: TypeError, name: str) -> type | None:

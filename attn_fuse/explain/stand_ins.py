@@ -112,8 +112,8 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
     def _is_left_out(self, fullname: str) -> bool:
-        # Whether the parent is a folder of the user's without it: of a git submodule that was not fetched, or of files
-        # that are to be copied into a package.
+        # Whether a package of the user's lacks the module: a git submodule was not fetched, or the files are to be
+        # copied into an installed package.
         parent = sys.modules.get(fullname.rpartition(".")[0])
         places = list(getattr(parent, "__path__", ()))
         return bool(places) and all(map(self.is_users, places))

@@ -27,6 +27,7 @@ class TimeUp(BaseException):
 def limited(seconds: float) -> Iterator[None]:
     """Raise TimeUp in the block after `seconds`, and once more each second where the block's own code catches it.
 
+    Code that handles TimeUp has CLEANING_UP seconds before the next one.
     A limit within another ends no later than that one. Outside the main thread, and on a system without alarms, there
     is no limit.
     """

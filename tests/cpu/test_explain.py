@@ -65,6 +65,13 @@ class Layers(nn.Module):
         return x
 
 
+class Named(Layers):
+    """Hands on what it lacks, as wrappers do: Dynamo then reads its modules through `__dict__`."""
+
+    def __getattr__(self, name: str) -> object:
+        return super().__getattr__(name)
+
+
 def site(module: str = "", **changes: object) -> SiteReport:
     values: dict[str, object] = {
         "location": Location("model.py", 7, "att = att.softmax(-1)", module),
@@ -131,6 +138,16 @@ class TestText:
     def test_summary_names_what_was_fused_already(self) -> None:
         summary = str(explanation(site(), site(status="already fused", score_bytes=0)))
         assert "2 attentions: 1 fused, 0 left as written, 1 fused already in the program" in summary
+
+    def test_where_a_kernel_was_measured_is_a_line_of_its_own(self) -> None:
+        picked = {"picked": "0.41 of the time as written, by measurements here, the nearest at causal"}
+        text = str(explanation(site(attention=picked)))
+        assert "      picked:     0.41 of the time as written\n" in text
+        assert "\n                  by measurements here, the nearest at causal\n" in text
+
+    def test_a_model_with_its_own_getattr(self) -> None:
+        found = explain(Named(2), torch.randn(1, 8, 16))
+        assert [site.location.module for site in found.sites] == ["h.0", "h.1"]
 
     def test_several_graphs(self) -> None:
         one = GraphReport((site("h.0.attn"),), 0.0, ("a note",))

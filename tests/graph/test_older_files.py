@@ -94,9 +94,10 @@ class TestLibrariesOfToday:
         with pytest.raises(TypeError, match="unexpected keyword argument 'drop'"):
             library_of_today.Layer(3, drop=0)
 
-    def test_one_that_is_on_is_not(self, write: Write, library: Callable[..., None]) -> None:
+    @pytest.mark.parametrize("value", ["0.1", "True", "''", "torch.zeros(2)"])
+    def test_one_that_is_on_is_not(self, write: Write, library: Callable[..., None], value: str) -> None:
         library("library_of_today/__init__.py", LAYER)
-        source = "from library_of_today import Layer\n" + net("width=3", "self.layer = Layer(width, drop=0.1)")
+        source = "from library_of_today import Layer\n" + net("width=3", f"self.layer = Layer(width, drop={value})")
         with pytest.raises(ExplainError, match="unexpected keyword argument 'drop'"):
             model_of(write(source))
 
