@@ -26,7 +26,7 @@ from attn_fuse.explain.configs import (
 )
 from attn_fuse.explain.open_file import Say
 from attn_fuse.explain.signatures import defaults_of, hints_of, without_default
-from attn_fuse.explain.sizes import DEPTH, WIDTH, in_words, value_for
+from attn_fuse.explain.sizes import DEPTH, WIDTH, in_words, may_be_none, value_for
 
 # How many modules deep an argument may be a module that is built of arguments itself.
 DEEPEST = 3
@@ -92,9 +92,11 @@ def call_of(
             parts[name] = call_of(part, namespace, path, say, depth + 1)[0]
             continue
         if of is not None:
-            arguments[name] = config_of(function, of, path, say)
+            arguments[name] = config_of(
+                function, of, path, say, with_none, None if guess is None else _GUESSES[int][guess]
+            )
         elif is_config_name(name) or (
-            hint in (None, Any) and value_for(name) is None and is_read_as_config(function, name)
+            hint in (None, Any) and (value_for(name) is None or len(name) == 1) and is_read_as_config(function, name)
         ):
             entry = None if guess is None else _GUESSES[int][guess]
             arguments[name] = config_without_class(function, name, namespace, path, say, entry)
@@ -139,7 +141,10 @@ def _sizes(
     guesses: dict[str, Any] = {}
     if guess is not None:
         kinds = {key: needs[key] if needs[key] in _GUESSES else None for key in unknown if needs[key] is not str}
-        guesses = {key: _in_sequence(function, key, needs[key], _GUESSES[kind][guess]) for key, kind in kinds.items()}
+        guesses = {
+            key: None if may_be_none(needs[key]) else _in_sequence(function, key, needs[key], _GUESSES[kind][guess])
+            for key, kind in kinds.items()
+        }
         unknown = [key for key in unknown if key not in guesses]
     if unknown:
         example = ", ".join(f"{key}={'...' if value is None else repr(value)}" for key, value in values.items())

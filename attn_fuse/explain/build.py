@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import functools
 import inspect
 import re
@@ -261,7 +260,8 @@ def _ways(cls: type[nn.Module], namespace: Mapping[str, Any], failures: Sequence
             yield _Way(f"built by {factory.__name__}", _by_factory(cls, factory, namespace, path))
     if sized and modules:
         yield direct
-    if any(value is None for value in defaults_of(cls).values()):
+    takes_none = any("NoneType" in str(failure) for failure in failures)
+    if takes_none or any(value is None for value in defaults_of(cls).values()):
         yield _Way(None, lambda say: call_of(cls, namespace, path, say, with_none=True))
     yield from _with_pairs(cls, namespace, path, {name: needs[name] for name in sized}, failures)
     is_large = any(isinstance(failure, TooLarge) for failure in failures)
@@ -396,12 +396,12 @@ def _shrunk(cls: type[nn.Module], namespace: Mapping[str, Any], path: Path, laye
     _, holders = call_of(cls, namespace, path, silent.append)
     fewer = {name: layers for name, value in defaults_of(cls).items() if _is_depth(name, value)}
     for config in holders:
-        if not dataclasses.is_dataclass(config) or isinstance(config, type):
+        if isinstance(config, (type, Mapping)) or not hasattr(config, "__dict__"):
             continue
-        for field in dataclasses.fields(config):
-            if _is_depth(field.name, getattr(config, field.name, None)):
-                setattr(config, field.name, layers)
-                fewer[field.name] = layers
+        for name, value in [*vars(config).items()]:
+            if _is_depth(name, value):
+                setattr(config, name, layers)
+                fewer[name] = layers
     if not fewer:
         raise ExplainError(f"cannot build {cls.__name__}: no default says how many layers it has")
     for note in silent:

@@ -22,7 +22,7 @@ from attn_fuse.explain.open_file import Say
 from attn_fuse.explain.problems import in_one_line
 from attn_fuse.explain.roots import repository_of
 from attn_fuse.explain.signatures import bases_of, defaults_of, tree_of_function, without_default
-from attn_fuse.explain.sizes import in_words, value_for
+from attn_fuse.explain.sizes import in_words, may_be_none, value_for
 from attn_fuse.explain.snippets import calls_of
 from attn_fuse.explain.written_options import options_with
 
@@ -126,7 +126,9 @@ def config_class(cls: Callable[..., Any], name: str, hint: Any, namespace: Mappi
     if is_config_name(name) and isinstance(said, type):
         return said
     if hint not in (None, Any):
-        options = [option for option in typing.get_args(hint) or (hint,) if isinstance(option, type)]
+        is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+        several = typing.get_args(hint) if is_union else (hint,)
+        options = [option for option in several if isinstance(option, type) and option is not Any]
         named = is_config_name(name)
         return next((o for o in options if _is_config_class(o) or (named and o.__module__ != "builtins")), None)
     if not is_config_name(name):
@@ -172,10 +174,14 @@ def _class_in(test: ast.expr, name: str) -> str | None:
     return None
 
 
-def config_of(cls: Callable[..., Any], config: type, path: Path, say: Say) -> object:
+def config_of(
+    cls: Callable[..., Any], config: type, path: Path, say: Say, with_none: bool = False, guess: Any = None
+) -> object:
     """An object of the class `config`, from its defaults; fields without one come from a config file, or are small.
 
-    Raises ExplainError where a field has neither, or where the class raises.
+    with_none: whether fields that may be None, as they are by default, get a value by name, too. guess: the value of a
+    field of which no source knows; None for none.
+    Raises UnknownEntry where a field has none, and ExplainError where the class raises.
     """
     given, needs = defaults_of(config), without_default(config)
     if needs and path.is_file():
@@ -192,9 +198,15 @@ def config_of(cls: Callable[..., Any], config: type, path: Path, say: Say) -> ob
     else:
         written = None
         missing = {name: value_for(name, hint, given) for name, hint in needs.items()}
-    if unknown := [name for name, value in missing.items() if value is None]:
+    unknown = [name for name, value in missing.items() if value is None]
+    if unknown and guess is not None:
+        hints = {name: needs.get(name) for name in unknown if needs.get(name) not in (str, "str")}
+        guesses = {name: None if may_be_none(hint) else guess for name, hint in hints.items()}
+        say(f"guesses, for names that say nothing: {config.__name__}({in_words(guesses)})")
+        missing, unknown = {**missing, **guesses}, [name for name in unknown if name not in guesses]
+    if unknown:
         values = ", ".join(f"{name}=..." for name in unknown)
-        raise ExplainError(
+        raise UnknownEntry(
             f"cannot build {cls.__name__}: {config.__name__} has no default for {', '.join(unknown)}; "
             f"pass --entry '{cls.__name__}({config.__name__}({values}))'"
         )
@@ -205,7 +217,7 @@ def config_of(cls: Callable[..., Any], config: type, path: Path, say: Say) -> ob
             f"cannot build {cls.__name__}: {config.__name__}() raises {in_one_line(error)}; "
             f"pass --entry '{cls.__name__}({config.__name__}(...))'"
         ) from error
-    filled = _filled(made)
+    made, filled = _filled(made, with_none)
     if written is not None:
         missing = {}
     if missing or filled:
@@ -213,24 +225,27 @@ def config_of(cls: Callable[..., Any], config: type, path: Path, say: Say) -> ob
     return made
 
 
-def _filled(config: Any) -> dict[str, Any]:
-    # Sets the numbers that a config leaves open, and gives what it set: a vocabulary of -1, as in LLaMA's, and `n: int`
-    # with the default None, as in makemore's.
+def _filled(config: Any, with_none: bool) -> tuple[Any, dict[str, Any]]:
+    # The config with the numbers that it leaves open, and those: a vocabulary of -1, as in LLaMA's, and `n: int` with
+    # the default None, as in makemore's; with_none: what may be None, too.
+    is_tuple = isinstance(config, tuple) and hasattr(config, "_fields")
+    if not is_tuple and not dataclasses.is_dataclass(config):
+        return config, {}
     filled: dict[str, Any] = {}
-    if not dataclasses.is_dataclass(config):
-        return filled
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name, None)
-        is_open = value == -1 and "vocab" in field.name and not isinstance(value, bool)
-        is_open = is_open or (value is None and field.type in (int, "int"))
-        with_value = value_for(field.name) if is_open else None
-        if with_value is not None:
+    for name, hint in vars(type(config)).get("__annotations__", {}).items():
+        value = getattr(config, name, None)
+        is_open = value == -1 and "vocab" in name and not isinstance(value, bool)
+        is_open = is_open or (value is None and (hint in (int, "int") or (with_none and "int" in str(hint))))
+        with_value = value_for(name) if is_open else None
+        if with_value is None:
+            continue
+        if not is_tuple:
             try:
-                setattr(config, field.name, with_value)
+                setattr(config, name, with_value)
             except AttributeError:  # frozen
                 continue
-            filled[field.name] = with_value
-    return filled
+        filled[name] = with_value
+    return config._replace(**filled) if is_tuple else config, filled
 
 
 def _is_config_class(value: object) -> typing.TypeGuard[type]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import itertools
 import re
 import time
-from collections import Counter, deque
+import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +19,6 @@ from torch import Tensor, nn
 
 from attn_fuse.errors import ExplainError
 from attn_fuse.explain.argument_names import (
-    CACHES,
     CONTEXTS,
     LEFT_OUT,
     MARKS,
@@ -27,10 +28,13 @@ from attn_fuse.explain.argument_names import (
     TOKENS,
     values_by_name,
 )
+from attn_fuse.explain.asked import Asked, asked_by
 from attn_fuse.explain.declared import LONGEST, SHORT, USUAL, Sizes
 from attn_fuse.explain.inputs import Inputs, in_python, tensors_in
 from attn_fuse.explain.problems import in_one_line
-from attn_fuse.explain.repaired import repaired
+from attn_fuse.explain.repaired import repaired, with_named
+from attn_fuse.explain.repairs import Calls, Failed, first_that_runs
+from attn_fuse.explain.set_up import set_up
 from attn_fuse.explain.steps import TimeUp, limited
 from attn_fuse.explain.use_values import Around, values_for
 from attn_fuse.explain.uses import Use, uses_of
@@ -48,8 +52,6 @@ MOST_TRIES, MOST_PICKS, TRY_SECONDS = 240, 24, 60.0
 RUN_SECONDS = 30.0
 # How many runs on one first argument may fail alike.
 MOST_ALIKE = 16
-# How many inputs are tried that differ from those before them by what an error asked for, in how many steps.
-MOST_REPAIRS, REPAIR_STEPS = 60, 4
 # How many values of an argument its use gives.
 MOST_BY_USE = 4
 # Inputs of fewer numbers than these are a toy's.
@@ -81,7 +83,7 @@ def inputs_for(
     ran = _first(trial.on(inputs) for inputs, is_small in texts if not is_small)
     ran = ran or trial.of_any() or _first(trial.on(inputs) for inputs, is_small in texts if is_small)
     ran = ran or trial.of_repairs()
-    for attempt in (trial.with_caches, trial.with_optional):
+    for attempt in (trial.with_set_up, trial.with_optional):
         ran = ran or ((trial.of_any() or trial.of_repairs()) if attempt() else None)
     if ran is not None:
         return ran.inputs
@@ -133,16 +135,17 @@ class _Trial:
         self.named = named
         self.device, self.dtype = weight.device, weight.dtype
         self.uses: Mapping[str, Use] = {}
-        # Code that is written in an unforeseen way says nothing.
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # code that is written in an unforeseen way
             self.uses = uses_of(model)
         modules = list(model.modules())
         self.embeddings = [module for module in modules if isinstance(module, nn.Embedding)]
         self.linears = [module for module in modules if isinstance(module, nn.Linear)]
         self.convolutions = [module for module in modules if isinstance(module, nn.modules.conv._ConvNd)]
         self.failures: list[str] = []
-        # One of the inputs that raised each of the errors.
-        self.raised: dict[str, Inputs] = {}
+        # Of each error the inputs that came furthest; and those tried since.
+        self.raised: dict[str, Failed] = {}
+        self.repairs: set[str] = set()
+        self.failed: Failed | None = None
         self.slow: Inputs | None = None
         # Widths that errors asked for, the last first; and lengths, the first first, as the likeliest guess came first.
         self.wanted: list[int] = []
@@ -178,24 +181,33 @@ class _Trial:
 
     def of_repairs(self) -> _Ran | None:
         """A run on inputs that failed before, with other sizes, as the errors ask for."""
-        waiting = deque((inputs, message, 0) for message, inputs in self.raised.items())
         self.end = time.monotonic() + TRY_SECONDS / 2
-        tried: set[str] = set()
-        while waiting:
-            inputs, message, steps = waiting.popleft()
-            for other in repaired(inputs, message) if steps < REPAIR_STEPS else ():
-                sizes = {size for t in tensors_in([*other.args, other.kwargs]) for size in t.shape}
-                if str(other) in tried or (self.sizes.asked and self.sizes.asked not in sizes):
-                    continue
-                if len(tried) >= MOST_REPAIRS or time.monotonic() > self.end:
-                    return None
-                tried.add(str(other))
-                known = len(self.raised)
-                if (ran := self.on(other)) is not None:
-                    return ran
-                # Another error is a step on, to go on from first; the same one is none.
-                waiting.extendleft((given, words, steps + 1) for words, given in [*self.raised.items()][known:])
-        return None
+        found: _Ran | None = first_that_runs([*self.raised.values()], self._repaired, self._others, self.end)
+        return found
+
+    def _repaired(self, inputs: Inputs) -> _Ran | Failed | None:
+        sizes = {size for t in tensors_in([*inputs.args, inputs.kwargs]) for size in t.shape}
+        if str(inputs) in self.repairs or (self.sizes.asked and self.sizes.asked not in sizes):
+            return None
+        self.repairs.add(str(inputs))
+        self.failed = None
+        return self.on(inputs) or self.failed
+
+    def _others(self, failed: Failed) -> Iterator[Inputs]:
+        yield from repaired(failed.inputs, failed.asked, [p.name for p in self.named])
+        values_of = functools.partial(self._values_of, failed.inputs, failed.asked)
+        yield from with_named(failed.inputs, failed.asked, self.parameters, values_of)
+
+    def _values_of(self, inputs: Inputs, asked: Asked, parameter: inspect.Parameter) -> Iterator[Any]:
+        # Values for an argument that an error names: by its use and its name, and like the others.
+        if asked.number:
+            yield from (1, 2)
+            return
+        others = [*tensors_in([*inputs.args, inputs.kwargs])]
+        like = others[0] if others else torch.empty(0)
+        by_name = values_by_name(parameter, like, self)
+        yield from itertools.islice(itertools.chain(self._by_use(parameter, like), by_name), MOST_BY_USE)
+        yield from (torch.randn(t.shape, device=t.device) for t in others if t.dim() != like.dim())
 
     def with_optional(self) -> bool:
         """Pass arguments, too, whose default is None and that the code uses; whether there are any."""
@@ -212,28 +224,17 @@ class _Trial:
         self.tries, self.end = 0, time.monotonic() + TRY_SECONDS / 2
         return bool(more)
 
-    def with_caches(self) -> bool:
-        """Set up the model's caches where it has a method for that; whether it has one."""
-        for name, method in inspect.getmembers(type(self.model), inspect.isfunction):
-            if not CACHES.search(name):
-                continue
-            parameters = list(inspect.signature(method).parameters.values())[1:]
-            values = {p.name: self._cache_size(p.name) for p in parameters if p.default is p.empty}
-            try:
-                getattr(self.model, name)(**values)
-            except Exception:  # it needs more than sizes
-                continue
-            self.tries, self.end = 0, time.monotonic() + TRY_SECONDS / 2
-            self.required = [p for p in self.named if p in self.required or POSITIONS.search(p.name)]
-            return True
-        return False
-
-    def _cache_size(self, name: str) -> Any:
-        if "batch" in name:
-            return self.sizes.batch
-        if "dtype" in name or "device" in name:
-            return self.dtype if "dtype" in name else self.device
-        return min(self.sizes.length or USUAL, LONGEST) if re.search(r"len|seq|size|pos", name) else None
+    def with_set_up(self) -> bool:
+        """Call what sets up the model's caches, and what its forward lacks; whether there is such a method."""
+        lacks = {name for failed in self.raised.values() for name in failed.asked.lacks}
+        if not set_up(self.model, lacks, self.sizes, self.dtype, self.device):
+            return False
+        self.tries, self.end = 0, time.monotonic() + TRY_SECONDS / 2
+        self.required = [p for p in self.named if p in self.required or POSITIONS.search(p.name)]
+        # What failed for want of it may run now.
+        self.raised.clear()
+        self.repairs.clear()
+        return True
 
     def used(self, name: str, like: Tensor | None, length: int) -> Iterator[Any]:
         """Values for the argument `name` from its use, beside `like`; none where its use says nothing."""
@@ -325,9 +326,10 @@ class _Trial:
     def on(self, inputs: Inputs) -> _Ran | None:
         """A run on `inputs`."""
         # A model that compiles parts of itself is not compiled for a guess.
-        eager = torch.compiler.set_stance("force_eager")
+        eager, calls = torch.compiler.set_stance("force_eager"), Calls()
+        quiet = warnings.catch_warnings(action="ignore")
         try:
-            with limited(RUN_SECONDS), torch.no_grad(), eager, _embedded(self.embeddings) as embedded:
+            with quiet, limited(RUN_SECONDS), torch.no_grad(), eager, calls, _embedded(self.embeddings) as embedded:
                 self.model(*inputs.args, **inputs.kwargs)
             return _Ran(inputs, embedded)
         except ExplainError:
@@ -337,8 +339,11 @@ class _Trial:
             # What runs that long without an error most likely runs to the end: the only one to take where none does.
             self.slow = self.slow or inputs
         except Exception as error:
-            self.failures.append(f"{inputs}: {in_one_line(error)}")
-            self.raised.setdefault(in_one_line(error), inputs)
+            words = in_one_line(error)
+            self.failures.append(f"{inputs}: {words}")
+            self.failed = Failed(inputs, asked_by(error), calls.count)
+            if words not in self.raised or self.raised[words].reached < calls.count:
+                self.raised[words] = self.failed
             self._learn(str(error))
         return None
 

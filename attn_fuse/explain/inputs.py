@@ -39,6 +39,8 @@ def in_python(value: Any, vocabulary: int) -> str:
         if value.dtype == torch.bool:
             return f"torch.zeros({shape}, dtype=torch.bool)"
         return f"torch.randint({vocabulary or 2}, {shape})"
+    if _is_array(value):
+        return f"{in_python(torch.from_numpy(value), vocabulary)}.numpy()"
     if isinstance(value, list):
         return f"[{', '.join(in_python(item, vocabulary) for item in value)}]"
     if isinstance(value, dict):
@@ -49,9 +51,16 @@ def in_python(value: Any, vocabulary: int) -> str:
 def _in_words(value: object) -> str:
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if _is_array(value):
+        return f"numpy {_in_words(torch.from_numpy(value))}"
     if isinstance(value, list):
         return f"[{', '.join(map(_in_words, value))}]"
     if isinstance(value, dict):
         return f"{{{', '.join(f'{key}: {_in_words(item)}' for key, item in value.items())}}}"
     text = repr(value)
     return text if len(text) <= 40 else type(value).__name__
+
+
+def _is_array(value: object) -> bool:
+    # NumPy may be absent.
+    return type(value).__module__ == "numpy" and type(value).__name__ == "ndarray"

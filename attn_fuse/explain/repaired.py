@@ -2,117 +2,163 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
-import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from attn_fuse.explain.asked import Asked
 from attn_fuse.explain.inputs import Inputs
 
-# The size that there is, and the size that is wanted, in the words of torch's errors; of two that have to be equal,
-# either may be wrong.
-WANTED = re.compile(
-    r"shapes cannot be multiplied \(\d+x(?P<has>\d+) and (?P<wants>\d+)x\d+\)"
-    r"|to have (?P<wants1>\d+) channels, but got (?P<has1>\d+) channels"
-    r"|expected input with shape \[\*, (?P<wants2>\d+)\], but got input of size\[[\d, ]*?(?P<has2>\d+)\]"
-    r"|input.size\(-1\) must be equal to input_size\. Expected (?P<wants3>\d+), got (?P<has3>\d+)"
-    r"|running_mean should contain (?P<has4>\d+) elements not (?P<wants4>\d+)"
-    r"|expecting embedding dimension of (?P<wants5>\d+), but got (?P<has5>\d+)"
-)
-EQUAL = re.compile(
-    r"size of tensor a \((\d+)\) must match the size of tensor b \((\d+)\)"
-    r"|Expected size (\d+) but got size (\d+) for tensor"
-    r"|expanded size of the tensor \((\d+)\) must match the existing size \((\d+)\)"
-)
-UNPACKED = re.compile(r"(?:not enough|too many) values to unpack \(expected (\d)")
-TO_FLOATS = re.compile(
-    r"mixed dtype|same dtype|not implemented for '(Long|Int)'|Input type \(long int\)|scalar type Long but found Float"
-)
-TO_WHOLE = re.compile(
-    r"'indices' to have one of the following scalar types|must be long, int, byte or bool|of type LongTensor"
-    r"|Expected dtype int(64|32/int64)"
-)
-RESHAPED = re.compile(r"shape '\[-1, ([\d, ]+)\]' is invalid for input of size (\d+)")
 # How large a side, and how many numbers of an argument, may be that an error asks for.
-LARGEST, MOST_NUMBERS = 4096, 1 << 22
+LARGEST, MOST_NUMBERS = 1 << 16, 1 << 22
 # Sides of the patches of a picture that a model may count.
 PATCHES = (1, 2, 4, 8, 14, 16, 32)
 # Size of a dimension that is put in.
 NEW = 8
+# How many values of a dict serve as one for an entry that it lacks.
+MOST_ALIKE = 3
+
+# Where a tensor is: the number or the name of the argument, then the keys within it.
+_Place = tuple[Any, ...]
+_Shape = tuple[int, ...]
 
 
-def repaired(inputs: Inputs, message: str) -> Iterator[Inputs]:
-    """The inputs with another size, rank or dtype of one argument, such that what `message` complains of would fit.
+def repaired(inputs: Inputs, asked: Asked, names: Sequence[str] = ()) -> Iterator[Inputs]:
+    """The inputs with another size, rank or dtype of a tensor, or of all that are alike, such that what an error asks
+    for would fit; also of the tensors in lists and dicts.
 
-    A size of an argument that is n times another may have come of it: where 12 was wanted and 48 was there, a side of
+    A size of a tensor that is n times another may have come of it: where 12 was wanted and 48 was there, a side of
     32 becomes one of 8, or of 16 where a model counts the places of a square. So may one that differs by a constant,
-    as by the tokens that a model adds. `message`: of an error; one that speaks of no sizes gives nothing.
+    as by the tokens that a model adds. Tensors that the failing code names come first, and such as `image0` and
+    `image1` together. An error that asks for nothing gives nothing. names: of the arguments by position.
     """
-    seen: set[str] = set()
-    to = torch.float32 if TO_FLOATS.search(message) else torch.long if TO_WHOLE.search(message) else None
-    places: list[int | str] = [*range(len(inputs.args)), *inputs.kwargs]
-    for key, value in zip(places, [*inputs.args, *inputs.kwargs.values()], strict=True):
-        if isinstance(value, Tensor) and to is not None and value.is_floating_point() != to.is_floating_point:
-            shapes = (value.shape, value.shape[:-1])
-            yield from (_with(inputs, key, _numbers(shape, to, value.device)) for shape in shapes if shape)
-        for shape in _shapes(value, message) if isinstance(value, Tensor) and 0 < value.dim() < 6 else ():
-            if min(shape) > 0 and max(shape) <= LARGEST and math.prod(shape) <= MOST_NUMBERS:
-                made = _with(inputs, key, _of_shape(value, shape))
-                if str(made) not in seen:
-                    seen.add(str(made))
-                    yield made
+    seen = {str(inputs)}
+    for made in _made(inputs, asked, names):
+        if str(made) not in seen:
+            seen.add(str(made))
+            yield made
 
 
-def _shapes(tensor: Tensor, message: str) -> Iterator[tuple[int, ...]]:
+def _made(inputs: Inputs, asked: Asked, names: Sequence[str]) -> Iterator[Inputs]:
+    tensors = dict(_tensors(inputs))
+    if asked.key is not None:
+        yield from _with_entry(inputs, asked.key)
+    if asked.arrays:
+        yield _with(inputs, {place: t.cpu().numpy() for place, t in tensors.items() if not t.is_floating_point()})
+    if asked.dtype is not None:
+        for place, tensor in tensors.items():
+            if tensor.is_floating_point() != asked.dtype.is_floating_point:
+                others: tuple[_Shape, ...] = (
+                    tensor.shape,
+                    (*tensor.shape, NEW),
+                    tensor.shape[: max(tensor.dim() - 1, 2)],
+                )
+                yield from (_with(inputs, {place: _numbers(s, asked.dtype, tensor.device)}) for s in others)
+    together = [*_together(tensors, asked, names)]
+    for change in _changes(asked):
+        shapes = {place: [s for s in change(tensor) if _is_possible(s)] for place, tensor in tensors.items()}
+        for places in together:
+            found = {place: shapes[place] for place in places if shapes[place]}
+            for pick in range(max(map(len, found.values()), default=0)):
+                picked = {place: several[min(pick, len(several) - 1)] for place, several in found.items()}
+                yield _with(inputs, {place: _of_shape(tensors[place], shape) for place, shape in picked.items()})
+
+
+def _together(tensors: Mapping[_Place, Tensor], asked: Asked, names: Sequence[str]) -> Iterator[list[_Place]]:
+    # Tensors to change together: those that the failing code names, then each, then all.
+    def words(place: _Place) -> list[str]:
+        first = names[place[0]] if place[0] in range(len(names)) else place[0]
+        return [str(word) for word in (first, *place[1:])]
+
+    kinds: dict[tuple[str, ...], list[_Place]] = {}
+    for place in tensors:
+        kinds.setdefault(tuple(word.rstrip("0123456789") for word in words(place)), []).append(place)
+    near = [place for place in tensors if words(place)[-1] in asked.near]
+    groups = [places for places in kinds.values() if len(places) > 1]
+    yield from (places for places in groups if any(place in near for place in places))
+    yield from ([place] for place in near)
+    yield from ([place] for place in tensors if place not in near)
+    yield from (places for places in groups if not any(place in near for place in places))
+    yield [*tensors]
+
+
+def _is_possible(shape: _Shape) -> bool:
+    return all(0 < size <= LARGEST for size in shape) and math.prod(shape) <= MOST_NUMBERS
+
+
+def _changes(asked: Asked) -> Iterator[Callable[[Tensor], Iterator[_Shape]]]:
+    # Functions that give the shapes that a tensor may need: the likeliest first.
+    if asked.is_rank_unequal:
+        yield from (functools.partial(_of_another_rank, more) for more in (-1, 1))
+    if asked.index_rank:
+        yield _as_index
+    yield from (functools.partial(_of_rank, has, wants) for has, wants in asked.ranks)
+    yield from (functools.partial(_of_blocks, numbers, block) for numbers, block in asked.blocks)
+    sizes = [(has, wants) for has, wants in asked.sizes if has not in (0, wants)]
+    for change in (_equal, _fitting):
+        yield from (functools.partial(change, has, wants) for has, wants in sizes)
+
+
+def _of_another_rank(more: int, tensor: Tensor) -> Iterator[_Shape]:
+    yield from _of_rank(None, max(tensor.dim() + more, 2), tensor)
+
+
+def _of_blocks(numbers: int, block: int, tensor: Tensor) -> Iterator[_Shape]:
+    # Of each number the model makes a whole block.
+    if tensor.numel() == numbers:
+        yield (*tensor.shape, block)
+
+
+def _as_index(tensor: Tensor) -> Iterator[_Shape]:
+    if not tensor.is_floating_point() and tensor.dim():
+        yield (*tensor.shape, 1)
+        yield (*tensor.shape, 1, 1)
+
+
+def _of_rank(has: int | None, wants: int, tensor: Tensor) -> Iterator[_Shape]:
+    # With further dimensions after the batch or at the end, or without such.
     shape = tuple(tensor.shape)
-    if found := UNPACKED.search(message):
-        yield from _of_rank(shape, int(found[1]))
-    if (found := RESHAPED.search(message)) and tensor.numel() == int(found[2]):
-        # Of each number the model makes a whole block.
-        yield (*shape, math.prod(int(size) for size in found[1].split(",")))
-    for has, wants in _sizes_in(message):
-        yield from _fitting(shape, has, wants)
-
-
-def _of_rank(shape: tuple[int, ...], rank: int) -> Iterator[tuple[int, ...]]:
-    # Without the dimension after the batch, or with one more there.
-    if len(shape) == rank + 1:
-        yield (shape[0], *shape[2:])
-    if len(shape) == rank - 1:
-        yield (shape[0], NEW, *shape[1:])
-
-
-def _sizes_in(message: str) -> Iterator[tuple[int, int]]:
-    if found := WANTED.search(message):
-        groups = found.groupdict()
-        yield (
-            next(int(v) for n, v in groups.items() if v and n.startswith("has")),
-            next(int(v) for n, v in groups.items() if v and n.startswith("wants")),
-        )
-    elif found := EQUAL.search(message):
-        one, other = (int(v) for v in found.groups() if v)
-        yield one, other
-        yield other, one
-
-
-def _fitting(shape: tuple[int, ...], has: int, wants: int) -> Iterator[tuple[int, ...]]:
-    # The shapes that may have `wants` where the model made `has` of this one; the batch stays as it is.
-    if has in (0, wants):
+    if has not in (None, len(shape)) or not shape or (has is None and abs(wants - len(shape)) != 1):
         return
-    last = range(len(shape) - 1, 0, -1) if len(shape) > 1 else [0]
-    is_square = len(shape) >= 4 and shape[-1] == shape[-2]
-    for dim in last:
+    if (more := wants - len(shape)) > 0:
+        yield (shape[0], *(NEW,) * more, *shape[1:])
+        yield (*shape, *(NEW,) * more)
+        yield (*shape, *(1,) * more)
+    elif wants > 0:
+        yield (shape[0], *shape[1 - more :])
+        yield shape[:more]
+
+
+def _dims(shape: _Shape) -> list[int]:
+    # Those that may have another size: all but the batch.
+    return list(range(len(shape) - 1, 0, -1)) if 1 < len(shape) < 6 else [0] if len(shape) == 1 else []
+
+
+def _equal(has: int, wants: int, tensor: Tensor) -> Iterator[_Shape]:
+    shape = tuple(tensor.shape)
+    for dim in _dims(shape):
         if shape[dim] == has:
             yield _changed(shape, {dim: wants})
-    for dim in last:
-        if shape[dim] * wants % has == 0:
+    if len(same := [dim for dim in _dims(shape) if shape[dim] == has]) > 1:
+        yield _changed(shape, dict.fromkeys(same, wants))
+
+
+def _fitting(has: int, wants: int, tensor: Tensor) -> Iterator[_Shape]:
+    # The shapes that may have `wants` where the model made `has` of this one; the batch stays as it is.
+    shape = tuple(tensor.shape)
+    dims = _dims(shape)
+    for dim in dims:
+        if shape[dim] * wants % has == 0 and shape[dim] != has:
             yield _changed(shape, {dim: shape[dim] * wants // has})
-    if is_square:
+    if len(shape) >= 4 and shape[-1] == shape[-2]:
         for side in _sides(shape[-1], has, wants):
             yield _changed(shape, {-1: side, -2: side})
-    for dim in last:
+    for dim in dims:
         if shape[dim] != has and shape[dim] + wants - has > 0:
             yield _changed(shape, {dim: shape[dim] + wants - has})
 
@@ -129,17 +175,21 @@ def _sides(side: int, has: int, wants: int) -> Iterator[int]:
         yield side * wants // has
 
 
-def _changed(shape: tuple[int, ...], new: dict[int, int]) -> tuple[int, ...]:
+def _changed(shape: _Shape, new: dict[int, int]) -> _Shape:
     return tuple(new.get(dim, new.get(dim - len(shape), size)) for dim, size in enumerate(shape))
 
 
-def _numbers(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _numbers(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     # Whole numbers are 0 or 1, which every table has a row for.
     is_whole = not dtype.is_floating_point
-    return torch.randint(2, shape, device=device) if is_whole else torch.randn(shape, dtype=dtype, device=device)
+    return (
+        torch.randint(2, tuple(shape), device=device)
+        if is_whole
+        else torch.randn(tuple(shape), dtype=dtype, device=device)
+    )
 
 
-def _of_shape(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+def _of_shape(tensor: Tensor, shape: _Shape) -> Tensor:
     # Numbers of the kind that `tensor` holds.
     if tensor.is_floating_point():
         return torch.randn(shape, dtype=tensor.dtype, device=tensor.device)
@@ -147,7 +197,67 @@ def _of_shape(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     return tensor.flatten()[picked].reshape(shape)
 
 
-def _with(inputs: Inputs, key: int | str, value: Tensor) -> Inputs:
-    if isinstance(key, str):
-        return Inputs(inputs.args, {**inputs.kwargs, key: value})
-    return Inputs((*inputs.args[:key], value, *inputs.args[key + 1 :]), inputs.kwargs)
+def _tensors(inputs: Inputs) -> Iterator[tuple[_Place, Tensor]]:
+    def within(value: Any, place: _Place) -> Iterator[tuple[_Place, Tensor]]:
+        if isinstance(value, Tensor):
+            yield place, value
+        elif isinstance(value, (list, tuple, dict)):
+            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+                yield from within(item, (*place, key))
+
+    yield from within([*inputs.args], ())
+    yield from within(inputs.kwargs, ())
+
+
+def _with(inputs: Inputs, values: dict[_Place, Any]) -> Inputs:
+    # The inputs with other values at these places; arguments by position have numbers, those by name have names.
+    def within(value: Any, place: _Place) -> Any:
+        if place in values:
+            return values[place]
+        if isinstance(value, dict):
+            return {key: within(item, (*place, key)) for key, item in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)(within(item, (*place, key)) for key, item in enumerate(value))
+        return value
+
+    return Inputs(tuple(within([*inputs.args], ())), within(inputs.kwargs, ()))
+
+
+def _with_entry(inputs: Inputs, key: str) -> Iterator[Inputs]:
+    # With one more entry in each dict of tensors, like one of its others, or a number for each of their rows.
+    def within(value: Any, place: _Place) -> Iterator[tuple[_Place, dict[Any, Any]]]:
+        if isinstance(value, dict) and place and key not in value:
+            yield place, value
+        for inner, item in value.items() if isinstance(value, dict) else enumerate(value):
+            if isinstance(item, (list, tuple, dict)):
+                yield from within(item, (*place, inner))
+
+    for place, held in [*within([*inputs.args], ()), *within(inputs.kwargs, ())]:
+        tensors = [value for value in held.values() if isinstance(value, Tensor)]
+        shapes = dict.fromkeys(
+            shape for t in tensors[::-1] for shape in (tuple(t.shape), tuple(t.shape[:-1])) if len(shape) > 1
+        )
+        for shape in [*shapes][:MOST_ALIKE]:
+            yield _with(inputs, {place: {**held, key: _of_shape(tensors[0], shape)}})
+
+
+def with_named(
+    inputs: Inputs, asked: Asked, parameters: Sequence[inspect.Parameter], values_of: Callable[..., Iterator[Any]]
+) -> Iterator[Inputs]:
+    """The inputs with arguments that are None or left out, and that an error names, as in "guidance is needed".
+
+    All of them together come first, then each. parameters: those of forward; where it takes any keywords, names that
+    the error speaks of count, too. values_of: values for a parameter, the likeliest first.
+    """
+    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    given = {**dict(zip((p.name for p in named), inputs.args, strict=False)), **inputs.kwargs}
+    if len(named) < len(parameters):
+        handed_on = sorted(asked.absent & asked.words - {p.name for p in named})
+        named += [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in handed_on]
+    wanted = [p for p in named if p.name in asked.words | asked.absent and given.get(p.name) is None]
+    values = {p.name: [value for value in values_of(p) if value is not None] for p in wanted}
+    for names in ([*values], *([name] for name in values if len(values) > 1)):
+        for pick in range(max((len(values[name]) for name in names), default=0)):
+            chosen = {name: values[name][pick] for name in names if pick < len(values[name])}
+            args = [chosen.pop(p.name, value) for p, value in zip(named, inputs.args, strict=False)]
+            yield Inputs((*args, *inputs.args[len(args) :]), {**inputs.kwargs, **chosen})

@@ -74,6 +74,9 @@ def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
     """The annotations of the arguments of a function or of a class's constructor; none where one cannot be resolved."""
     made_by = [vars(base)["__init__"] for base in reversed(bases_of(function)) if "__init__" in vars(base)]
     hints: dict[str, Any] = {}
+    if isinstance(function, type) and issubclass(function, tuple):
+        with contextlib.suppress(Exception):
+            return typing.get_type_hints(function)
     for one in made_by if isinstance(function, type) else [function]:
         # An annotation that cannot be resolved says nothing; nor does that of a base's `*args` of an argument `args`.
         with contextlib.suppress(Exception):

@@ -5,9 +5,11 @@ A name that says nothing has no value here; whoever asks then says that it is mi
 
 from __future__ import annotations
 
+import enum
 import math
 import re
-from collections.abc import Mapping
+import typing
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,6 +99,8 @@ def value_for(name: str, hint: Any = None, given: Mapping[str, Any] | None = Non
 
     hint: its annotation, if any. given: the values beside it, with which it has to fit.
     """
+    if (choices := _choices(hint)) is not None:
+        return choices
     name = name.lower().strip("_")
     known = Known.of(given or {})
     if hint is bool or re.match(
@@ -105,11 +109,29 @@ def value_for(name: str, hint: Any = None, given: Mapping[str, Any] | None = Non
         name,
     ):
         return False
-    if hint is str and name not in ("device",):
-        return None
+    if hint is str and name != "device":
+        return "relu" if re.search(r"^(hidden_)?act(ivation)?(_(fn|func|function|name|type))?$", name) else None
     for pattern, value in _table(known):
         if re.search(pattern, name):
             return float(value) if hint is float and isinstance(value, int) else value
+    return None
+
+
+def may_be_none(hint: Any) -> bool:
+    """Whether an annotation allows None."""
+    return type(None) in typing.get_args(hint)
+
+
+def _choices(hint: Any) -> Any:
+    # The first of the values that an annotation lists, or all of them for a sequence of such; None where it lists none.
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return next(iter(hint), None)
+    options = typing.get_args(hint)
+    if typing.get_origin(hint) is typing.Literal:
+        return options[0]
+    is_sequence = typing.get_origin(hint) in (tuple, list, Sequence)
+    if is_sequence and options and isinstance(options[0], type) and issubclass(options[0], enum.Enum):
+        return tuple(options[0])
     return None
 
 

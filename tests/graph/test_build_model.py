@@ -236,6 +236,61 @@ class TestSizes:
         body = "self.layer = nn.Embedding(args.vocab_size, args.dim)"
         assert model_of(write(config + net("args: ModelArgs", body)))[0].layer.num_embeddings == 1000
 
+    def test_a_named_tuple_that_leaves_one_open(self, write: Write) -> None:
+        config = (
+            "from typing import NamedTuple\nclass Config(NamedTuple):\n    vocab_size: int = None\n    dim: int = 8\n"
+        )
+        body = "self.layer = nn.Embedding(cfg.vocab_size, cfg.dim)"
+        assert model_of(write(config + net("cfg: Config", body)))[0].layer.num_embeddings == 1000
+
+    def test_fields_that_may_be_none_and_are_not(self, write: Write) -> None:
+        config = (
+            "@dataclass\nclass Args:\n    dim: int = 8\n    n_heads: int | None = None\n    top: int | None = None\n"
+        )
+        body = "assert args.top is None; self.layer = nn.Linear(args.dim // args.n_heads, 1)"
+        assert model_of(write(config + net("args: Args", body)))[0].layer.in_features == 8 // 4
+
+    def test_fields_of_choices_and_a_guess(self, write: Write) -> None:
+        config = """
+import enum
+from typing import Literal, NamedTuple
+class Kind(enum.Enum):
+    RECURRENT = 1
+    ATTENTION = 2
+class Config(NamedTuple):
+    width: int
+    kinds: tuple[Kind, ...]
+    norm: Literal["rms", "layer"]
+    cap: float
+    window: int | None
+"""
+        body = """assert [kind.name for kind in config.kinds] == ["RECURRENT", "ATTENTION"] and config.norm == "rms"
+        assert config.cap > 0 and config.window is None
+        self.layer = nn.Linear(config.width, 1)"""
+        notes: list[str] = []
+        assert model_of(write(config + net("config: Config", body)), notes)[0].layer.in_features == 256
+        assert any("guesses, for names that say nothing: Config(cap=2, window=None)" in note for note in notes)
+
+    def test_a_config_that_is_annotated_as_a_dict(self, write: Write) -> None:
+        text = "from typing import Any\n" + net("config: dict[str, Any]", 'self.layer = nn.Linear(config["dim"], 1)')
+        assert model_of(write(text))[0].layer.in_features == 256
+
+    def test_one_letter_of_which_attributes_are_read(self, write: Write) -> None:
+        assert model_of(write(net("c", "self.layer = nn.Linear(c.hidden_size, c.n_heads)")))[0].layer.out_features == 4
+
+    def test_an_activation_by_name(self) -> None:
+        assert value_for("activation", str) == value_for("act_fn", str) == "relu" and value_for("kind", str) is None
+
+    def test_fewer_layers_of_a_config_of_any_class(self, write: Write) -> None:
+        config = """
+class Settings:
+    def __init__(self, n_layer=30, n_embd=64):
+        self.n_layer, self.n_embd = n_layer, n_embd
+"""
+        body = "self.h = nn.ModuleList(nn.Linear(config.n_embd, config.n_embd) for _ in range(config.n_layer))"
+        model, _ = model_of(write(config + net("config: Settings", body)), most=20_000)
+        assert len(model.h) == 2
+
 
 class TestParts:
     """Constructors that take other modules of the file."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from attn_fuse.errors import ExplainError
+from attn_fuse.explain.asked import asked_by
 from attn_fuse.explain.guess_inputs import inputs_for
 from attn_fuse.explain.inputs import Inputs
 from attn_fuse.explain.repaired import MOST_NUMBERS, repaired
@@ -22,7 +23,7 @@ def leads_to(program: Call, inputs: Inputs, steps: int = 3) -> bool:
     try:
         program(*inputs.args, **inputs.kwargs)
     except Exception as error:
-        return steps > 0 and any(leads_to(program, other, steps - 1) for other in repaired(inputs, str(error)))
+        return steps > 0 and any(leads_to(program, other, steps - 1) for other in repaired(inputs, asked_by(error)))
     return True
 
 
@@ -64,7 +65,8 @@ def test_any_argument_by_position_or_name() -> None:
     def program(x: Tensor, *, context: Tensor) -> Tensor:
         return x + context
 
-    found = [str(i) for i in repaired(Inputs((torch.zeros(1, 8),), {"context": torch.zeros(1, 6)}), _error(program))]
+    given = Inputs((torch.zeros(1, 8),), {"context": torch.zeros(1, 6)})
+    found = [str(inputs) for inputs in repaired(given, asked_by(_error(program)))]
     assert "float32[1, 6], context=float32[1, 6]" in found
     assert "float32[1, 8], context=float32[1, 8]" in found
 
@@ -72,7 +74,7 @@ def test_any_argument_by_position_or_name() -> None:
 def test_whole_numbers_stay_in_their_range() -> None:
     given = Inputs((torch.tensor([[5, 7, 9]]),))
     message = "The size of tensor a (3) must match the size of tensor b (8) at non-singleton dimension 1"
-    (x,) = next(repaired(given, message)).args
+    (x,) = next(repaired(given, asked_by(RuntimeError(message)))).args
     assert x.shape == (1, 8) and {*x.flatten().tolist()} == {5, 7, 9}
 
 
@@ -97,27 +99,28 @@ def test_another_dtype(program: Call, given: Tensor) -> None:
     assert leads_to(program, Inputs((given,)))
 
 
-@pytest.mark.parametrize("message", ["", "KeyError: 'x'", "index 3 is out of bounds for dimension 0 with size 3"])
+@pytest.mark.parametrize("message", ["", "it does not work", "index 3 is out of bounds for dimension 0 with size 3"])
 def test_an_error_of_no_sizes_gives_nothing(message: str) -> None:
-    assert list(repaired(Inputs((torch.zeros(1, 8),)), message)) == []
+    assert list(repaired(Inputs((torch.zeros(1, 8),)), asked_by(RuntimeError(message)))) == []
 
 
 def test_nothing_takes_all_memory() -> None:
     message = "The size of tensor a (2) must match the size of tensor b (4096) at non-singleton dimension 1"
     given = Inputs((torch.zeros(2, 2, 2, 2),))
-    sizes = [value.numel() for inputs in repaired(given, message) for value in inputs.args]
+    sizes = [value.numel() for inputs in repaired(given, asked_by(RuntimeError(message))) for value in inputs.args]
     assert sizes and max(sizes) <= MOST_NUMBERS
 
 
 def test_nothing_is_empty() -> None:
     message = "The size of tensor a (8) must match the size of tensor b (0) at non-singleton dimension 1"
-    assert all(value.numel() for inputs in repaired(Inputs((torch.zeros(1, 8),)), message) for value in inputs.args)
+    found = [*repaired(Inputs((torch.zeros(1, 8),)), asked_by(RuntimeError(message)))]
+    assert all(value.numel() for inputs in found for value in inputs.args)
 
 
-def _error(program: Call) -> str:
+def _error(program: Call) -> Exception:
     with pytest.raises(RuntimeError) as raised:
         program(torch.zeros(1, 8), context=torch.zeros(1, 6))
-    return str(raised.value)
+    return raised.value
 
 
 class Latent(nn.Module):

@@ -1,0 +1,260 @@
+"""What errors ask of inputs, and the search that follows them from step to step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from attn_fuse.errors import ExplainError
+from attn_fuse.explain.asked import Asked, asked_by
+from attn_fuse.explain.guess_inputs import inputs_for
+from attn_fuse.explain.repairs import STEPS
+
+Program = Callable[[Tensor], Any]
+
+
+def asked(program: Program, x: Any) -> Asked:
+    with pytest.raises(Exception) as raised:
+        program(x)
+    return asked_by(raised.value)
+
+
+class Wide:
+    width = 16
+
+
+def asserts_width(x: Tensor) -> None:
+    assert x.shape[-1] == Wide.width, "wrong"
+
+
+def asserts_both(x: Tensor) -> None:
+    n, width = x.shape
+    assert (
+        n == 2  #
+        and width == Wide.width
+    )
+
+
+def raises_for_width(x: Tensor) -> None:
+    width = x.size(1)
+    if width != Wide.width:
+        raise ValueError(f"no width of {width}")
+
+
+def asserts_multiple(x: Tensor) -> None:
+    assert x.shape[1] % Wide.width == 0
+
+
+def raises_for_remainder(x: Tensor) -> None:
+    if x.shape[1] % Wide.width:
+        raise ValueError("no multiple")
+
+
+def asserts_at_most(x: Tensor) -> None:
+    assert x.shape[1] <= Wide.width
+
+
+def asserts_shape(x: Tensor) -> None:
+    assert x.shape == (2, 16)
+
+
+def asserts_one_of(x: Tensor) -> None:
+    assert x.shape[1] in (16, 32)
+
+
+def torch_asserts(x: Tensor) -> None:
+    torch._assert(x.shape[1] == Wide.width, "wrong")
+
+
+@pytest.mark.parametrize(
+    ("program", "pair"),
+    [
+        (asserts_width, (21, 16)),
+        (asserts_both, (21, 16)),
+        (raises_for_width, (21, 16)),
+        (asserts_multiple, (21, 32)),
+        (raises_for_remainder, (21, 32)),
+        (asserts_at_most, (21, 16)),
+        (asserts_shape, (21, 16)),
+        (asserts_one_of, (21, 16)),
+        (asserts_one_of, (21, 32)),
+        (torch_asserts, (21, 16)),
+        (lambda x: x @ torch.zeros(16, 3), (21, 16)),
+    ],
+)
+def test_sizes_that_the_code_compares(program: Program, pair: tuple[int, int]) -> None:
+    assert pair in asked(program, torch.zeros(2, 21)).sizes
+
+
+def asserts_a_call(x: Tensor) -> None:
+    assert Counted()(x) == 16
+
+
+class Counted:
+    calls = 0
+
+    def __call__(self, x: Tensor) -> int:
+        Counted.calls += 1
+        return x.shape[1]
+
+
+def test_nothing_but_sizes_is_computed_again() -> None:
+    assert asked(asserts_a_call, torch.zeros(2, 21)).sizes == ()
+    assert Counted.calls == 1
+
+
+def asserts_rank(x: Tensor) -> None:
+    assert x.dim() == 4
+
+
+@pytest.mark.parametrize(
+    ("program", "pair"),
+    [
+        (asserts_rank, (2, 4)),
+        (lambda x: x.permute(0, 2, 1), (2, 3)),
+        (lambda x: x[:, :, 0], (2, 3)),
+        (lambda x: x.size(2), (2, 3)),
+        (lambda x: [None for a, b, c in [x.shape]], (None, 3)),
+    ],
+)
+def test_ranks(program: Program, pair: tuple[int | None, int]) -> None:
+    assert pair in asked(program, torch.zeros(2, 21)).ranks
+
+
+def test_names_that_are_none() -> None:
+    def program(x: Tensor, memory: Tensor | None = None, other: Tensor | None = None) -> Tensor:
+        return x + memory.sum()  # type: ignore[union-attr]
+
+    found = asked(program, torch.zeros(2))
+    assert "memory" in found.absent and "other" not in found.absent
+
+
+class Pair(nn.Module):
+    """Takes a dict of points in the plane, features [batch, 16, n] and scores [batch, n], each twice: a matcher of two
+    pictures. Only errors tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.mix = nn.Conv1d(3, 16, 1), nn.Conv1d(16, 16, 1)
+
+    def encode(self, points: Tensor, scores: Tensor, shape: torch.Size) -> Tensor:
+        _, _, height, width = shape
+        points = points - points.new_tensor([[height, width]])
+        return self.encoder(torch.cat([points.transpose(1, 2), scores.unsqueeze(1)], 1))
+
+    def forward(self, data: dict[str, Tensor]) -> Tensor:
+        a = data["features0"] + self.encode(data["points0"], data["scores0"], data["picture0"].shape)
+        b = data["features1"] + self.encode(data["points1"], data["scores1"], data["picture1"].shape)
+        return self.mix(a).mT @ self.mix(b)
+
+
+def test_a_dict_of_tensors_of_many_shapes() -> None:
+    (data,) = inputs_for(Pair()).args
+    assert data["points0"].shape[2] == 2 and data["features1"].shape[1] == 16 and data["picture0"].dim() == 4
+    assert Pair()(data).dim() == 3
+
+
+class Guided(nn.Module):
+    """Wants one of its optional arguments, which its error names, and a number in place of None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, strength: Tensor | None = None, splits: int | None = None) -> Tensor:
+        if strength is None:
+            raise ValueError("no strength was given")
+        if splits > 1:  # type: ignore[operator]
+            x = torch.cat(x.chunk(splits))
+        return self.layer(x) * strength.mean()
+
+
+def test_optional_arguments_that_an_error_names() -> None:
+    found = inputs_for(Guided())
+    assert {"strength", "splits"} <= found.kwargs.keys()
+    assert Guided()(*found.args, **found.kwargs).shape[-1] == 16
+
+
+class Arrays(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.items = nn.Embedding(20, 8)
+
+    def forward(self, items: Any) -> Tensor:
+        kept = items.astype(int) * (items != 0)
+        return self.items(torch.from_numpy(kept))
+
+
+def test_arrays_of_numpy() -> None:
+    found = inputs_for(Arrays())
+    assert type(found.args[0]).__name__ == "ndarray" and str(found).startswith("numpy int64[")
+
+
+class Entries(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 8)
+
+    def rest(self, nodes: dict[str, Tensor], names: tuple[str, ...] = ("demand",)) -> Tensor:
+        return torch.cat([nodes["places"], *(nodes[name][:, :, None] for name in names)], -1)
+
+    def forward(self, nodes: dict[str, Tensor]) -> Tensor:
+        assert nodes["places"].shape[-1] == 2
+        return self.layer(self.rest(nodes))
+
+
+def test_an_entry_that_a_dict_lacks() -> None:
+    (nodes,) = inputs_for(Entries()).args
+    assert nodes["demand"].shape == nodes["places"].shape[:2]
+
+
+class Tuned(nn.Module):
+    """Runs only after a method has set what its forward reads."""
+
+    def __init__(self, is_none: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        if is_none:
+            self.extra = None
+
+    def finetune(self, count: int = 4) -> None:
+        self.extra = nn.Parameter(torch.zeros(1, count, 8))
+
+    def forget(self) -> None:
+        raise AssertionError("nothing asks for this")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(torch.cat([x, self.extra + 0.0], 1))  # type: ignore[list-item, operator]
+
+
+@pytest.mark.parametrize("is_none", [False, True])
+def test_a_method_that_sets_what_forward_lacks(is_none: bool) -> None:
+    model = Tuned(is_none)
+    found = inputs_for(model)
+    assert model(*found.args).shape[-1] == 8 and model.extra is not None
+
+
+class Endless(nn.Module):
+    """Wants another width each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.count = nn.Linear(8, 8), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        for _ in range(self.count):
+            x = x + 0.0
+        assert x.shape[-1] == 9 + self.count
+        return x
+
+
+def test_a_search_ends() -> None:
+    model = Endless()
+    with pytest.raises(ExplainError, match="no inputs found that Endless runs on"):
+        inputs_for(model)
+    assert model.count < 2000 and STEPS < 20
