@@ -26,6 +26,7 @@ WANTED = re.compile(
     r"|expected input with shape \[\*, (?P<wants2>\d+)\], but got input of size\[[\d, ]*?(?P<has2>\d+)\]"
     r"|input.size\(-1\) must be equal to input_size\. Expected (?P<wants3>\d+), got (?P<has3>\d+)"
     r"|running_mean should contain (?P<has4>\d+) elements not (?P<wants4>\d+)"
+    r"|\w+ \((?P<has6>\d+)\) must be divisible by \w+ \((?P<wants6>\d+)\)"
     r"|expecting embedding dimension of (?P<wants5>\d+), but got (?P<has5>\d+)"
 )
 EQUAL = re.compile(

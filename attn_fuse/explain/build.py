@@ -24,6 +24,7 @@ from torch.nn.parameter import is_lazy
 
 from attn_fuse.errors import ExplainError
 from attn_fuse.explain.arguments import GUESSES, UnknownArgument, call_of
+from attn_fuse.explain.asked import asked_by
 from attn_fuse.explain.config_files import arguments_in
 from attn_fuse.explain.configs import (
     UnknownEntry,
@@ -53,6 +54,8 @@ TAKES_SEVERAL = re.compile(
     r"'int' object is not (subscriptable|iterable)|object of type 'int' has no len|cannot unpack non-iterable int"
     r"|argument after \* must be an iterable, not int"
 )
+# How many arguments are changed as errors ask.
+MOST_SIZES = 12
 # How many entries that a config lacks are made up.
 MOST_ENTRIES = 20
 # What a model that is too large gets in place of its layers, in turn.
@@ -263,7 +266,7 @@ def _ways(cls: type[nn.Module], namespace: Mapping[str, Any], failures: Sequence
     takes_none = any("NoneType" in str(failure) for failure in failures)
     if takes_none or any(value is None for value in defaults_of(cls).values()):
         yield _Way(None, lambda say: call_of(cls, namespace, path, say, with_none=True))
-    yield from _with_pairs(cls, namespace, path, {name: needs[name] for name in sized}, failures)
+    yield from _with_other_sizes(cls, namespace, path, {name: needs[name] for name in sized}, failures)
     is_large = any(isinstance(failure, TooLarge) for failure in failures)
     why = "since its defaults are too large" if is_large else "since it does not run with its defaults"
     fewer = [_Way(None, functools.partial(_shrunk, cls, namespace, path, n, why)) for n in FEWER_LAYERS]
@@ -277,10 +280,10 @@ def _ways(cls: type[nn.Module], namespace: Mapping[str, Any], failures: Sequence
         yield _Way(words, functools.partial(_by_parts, cls, namespace, path, given, None))
     for guess in range(GUESSES):
         yield _Way(None, functools.partial(_by_parts, cls, namespace, path, {}, guess), guesses=True)
-    yield from _with_pairs(cls, namespace, path, {name: needs[name] for name in sized}, failures, guess=0)
+    yield from _with_other_sizes(cls, namespace, path, {name: needs[name] for name in sized}, failures, guess=0)
 
 
-def _with_pairs(
+def _with_other_sizes(
     cls: type[nn.Module],
     namespace: Mapping[str, Any],
     path: Path,
@@ -288,27 +291,41 @@ def _with_pairs(
     failures: Sequence[ExplainError],
     guess: int | None = None,
 ) -> Iterator[_Way]:
-    # The class with a pair in place of a number, where its code took a number for a sequence: of each argument in turn,
-    # and with those of the arguments before that led to another error.
-    def is_of_a_number(failure: ExplainError) -> bool:
-        return isinstance(failure.__cause__, TypeError) and TAKES_SEVERAL.search(str(failure.__cause__)) is not None
+    # The class with one argument after another as its error asks: a pair where its code took a number for a sequence,
+    # or a size that fits. What leads to another error is kept.
+    def candidates(problem: ExplainError, given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        if problem.__cause__ is None:
+            return
+        defaults, asked = defaults_of(cls), asked_by(problem.__cause__)
+        values = {name: value_for(name, hint, defaults) for name, hint in needs.items()}
+        sizes = {name: value for name, value in {**values, **defaults, **given}.items() if type(value) is int}
+        # What the failing code names comes first.
+        sizes = dict(sorted(sizes.items(), key=lambda item: item[0] not in asked.near))
+        if isinstance(problem.__cause__, TypeError) and TAKES_SEVERAL.search(str(problem.__cause__)):
+            yield from ((name, (size, size)) for name, size in sizes.items() if name in needs or name in given)
+        else:
+            absent = [name for name in sorted(asked.absent) if name in defaults and name not in given]
+            yield from ((name, value) for name in absent if (value := value_for(name)) is not None)
+            for has, wants in asked.sizes:
+                yield from ((name, wants) for name, size in sizes.items() if size == has and wants > 0)
+                scaled = {name: size * wants // has for name, size in sizes.items() if has and size * wants % has == 0}
+                yield from ((name, size) for name, size in scaled.items() if size not in (0, sizes[name], wants))
 
     given: dict[str, Any] = {}
-    problem = next(filter(is_of_a_number, failures), None)
-    for name, hint in needs.items() if problem is not None else ():
-        value = value_for(name, hint, defaults_of(cls))
-        if type(value) is not int:
-            continue
-        pairs = {**given, name: (value, value)}
-        yield _Way(
-            f"pairs, where its code takes several: {in_words(pairs)}",
-            functools.partial(_by_parts, cls, namespace, path, pairs, guess),
-            guesses=guess is not None,
-        )
-        if str(failures[-1]) != str(problem):
-            given, problem = pairs, failures[-1]
-            if not is_of_a_number(problem):
+    for problem in [failure for failure in failures if next(candidates(failure, given), None) is not None][:1]:
+        left = candidates(problem, given)
+        for _ in range(MOST_SIZES):
+            name, value = next(left, ("", None))
+            if not name:
                 return
+            yield _Way(
+                f"sizes that its errors ask for: {in_words({**given, name: value})}",
+                functools.partial(_by_parts, cls, namespace, path, {**given, name: value}, guess),
+                guesses=guess is not None,
+            )
+            if str(failures[-1]) != str(problem):
+                given[name], problem = value, failures[-1]
+                left = candidates(problem, given)
 
 
 def _lacks_a_value(failure: ExplainError) -> bool:

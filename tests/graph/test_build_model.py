@@ -281,6 +281,19 @@ class Config(NamedTuple):
     def test_an_activation_by_name(self) -> None:
         assert value_for("activation", str) == value_for("act_fn", str) == "relu" and value_for("kind", str) is None
 
+    def test_sizes_that_its_errors_ask_for(self, write: Write) -> None:
+        body = """self.norm = nn.GroupNorm(32, in_channels)
+        self.layers = nn.ModuleList(nn.Linear(context_dim[i], heads) for i in range(2))
+        assert in_channels // heads == 16"""
+        notes: list[str] = []
+        model, _ = model_of(write(net("in_channels, heads, context_dim=None", body)), notes)
+        assert model.norm.num_channels == 64 and model.layers[1].in_features == 256
+        assert any(re.search(r"sizes that its errors ask for: .*in_channels=64", note) for note in notes)
+
+    def test_sizes_that_nothing_mends(self, write: Write) -> None:
+        with pytest.raises(ExplainError, match=r"cannot build GPT: ValueError: num_channels \(3\) must be divisible"):
+            model_of(write(net("in_channels", "nn.GroupNorm(32, 3 + 0 * in_channels)")))
+
     def test_fewer_layers_of_a_config_of_any_class(self, write: Write) -> None:
         config = """
 class Settings:
