@@ -144,12 +144,14 @@ def _entries() -> list[Any]:
 
 
 def repositories() -> str:
-    """Sites of repositories that were not in anybody's mind when the code was written."""
-    content = stored("published_repositories")
-    total, count = content["total"], len(content["repositories"])
-    said = " and ".join(f"{part['fused']} of {part['sites']} sites are fused in {mode}" for mode, part in total.items())
-    text = f"In {count} public repositories that the project chose, {said},\nnone wrong."
-    return _signed(text, "published_repositories")
+    """Sites of models that explain opens in public repositories."""
+    content = stored("repositories-cpu")
+    head = ["", "models", "sites", "fused", "wrong", "too long or died"]
+    rows = [
+        [mode, *(str(part[key]) for key in ("models", "sites", "fused", "wrong", "failed"))]
+        for mode, part in content["total"].items()
+    ]
+    return _signed(markdown(head, rows), "repositories-cpu")
 
 
 def recognised() -> str:

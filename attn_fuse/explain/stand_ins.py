@@ -76,6 +76,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self.is_users = functools.lru_cache(maxsize=4096)(lambda place: is_users(place, roots))
         self.say = functools.lru_cache(maxsize=None)(say)
         self.names: list[str] = []
+        self.defined: list[str] = []
         self.broken: dict[str, str] = {}
         self.permissive = True
 
@@ -89,7 +90,12 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if not self.wanted():
             return None
         if "." in fullname:
-            if not self._is_left_out(fullname):
+            places = self._users_places(fullname)
+            name = fullname.rpartition(".")[2]
+            if (file := next(filter(None, (_file_that_defines(name, place) for place in places)), None)) is not None:
+                self.defined.append(fullname)
+                return importlib.machinery.ModuleSpec(fullname, _Defined(file.stem))
+            if not places:
                 moved = moved_module(fullname)
                 if moved is None:
                     return None
@@ -111,12 +117,12 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module: types.ModuleType) -> None:
         pass
 
-    def _is_left_out(self, fullname: str) -> bool:
-        # Whether a package of the user's lacks the module: a git submodule was not fetched, or the files are to be
-        # copied into an installed package.
+    def _users_places(self, fullname: str) -> list[Path]:
+        # The folders of the user's package that lacks the module: a git submodule was not fetched, the files are to be
+        # copied into an installed package, or the folder itself was on the path.
         parent = sys.modules.get(fullname.rpartition(".")[0])
         places = list(getattr(parent, "__path__", ()))
-        return bool(places) and all(map(self.is_users, places))
+        return [Path(place) for place in places] if all(map(self.is_users, places)) else []
 
     def wanted(self, is_installed: bool = False) -> bool:
         """Whether a file of the user's imports what the caller's caller looks for, and no importer catches the failure.
@@ -155,6 +161,18 @@ class _Moved(importlib.abc.Loader):
     def exec_module(self, module: types.ModuleType) -> None:
         names = vars(importlib.import_module(self.now))
         vars(module).update({name: value for name, value in names.items() if not name.startswith("__")})
+
+
+class _Defined(importlib.abc.Loader):
+    # Loads what a module of the package defines: `from utils import f`, where the folder utils, which holds the file
+    # that defines f, was on the path.
+
+    def __init__(self, module: str) -> None:
+        self.module = module
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        package, _, name = module.__name__.rpartition(".")
+        sys.modules[module.__name__] = getattr(importlib.import_module(f"{package}.{self.module}"), name)
 
 
 class _Guard(importlib.abc.MetaPathFinder):
@@ -228,9 +246,18 @@ def standing_in(roots: Sequence[Path], say: Callable[[str], object] = lambda not
     finally:
         sys.meta_path.remove(guard)
         sys.meta_path.remove(finder)
+        for name in finder.defined:
+            sys.modules.pop(name, None)
         if finder.names:
             for name in [name for name, module in list(sys.modules.items()) if _holds_one(module)]:
                 del sys.modules[name]
+
+
+def _file_that_defines(name: str, folder: Path) -> Path | None:
+    # The first file in a folder that defines a name at its top.
+    pattern = re.compile(rf"^(def|class)\s+{re.escape(name)}\b|^{re.escape(name)}\s*=", re.M)
+    files = sorted(file for file in folder.glob("*.py") if file.name != "__init__.py")
+    return next((file for file in files if pattern.search(file.read_text(encoding="utf-8", errors="replace"))), None)
 
 
 @functools.lru_cache(maxsize=256)

@@ -185,6 +185,15 @@ class TestStandIns:
             assert module.GPT(3).layer.in_features == 3 and isinstance(module.GPT(3), nn.Module)
         assert "in place of no_such_package's BaseModule: nn.Module" in notes
 
+    def test_a_name_that_a_file_of_the_package_defines(self, write: Write, tmp_path: Path) -> None:
+        (tmp_path / ".git").mkdir()
+        write("", "src/tools/__init__.py")
+        write("def widen(n):\n    return 2 * n\nSTEP = 3\n", "src/tools/tools.py")
+        path = write("from tools import widen, STEP\n" + net("", "self.n = widen(STEP)"), "src/nets/model.py")
+        with imported(path) as module:
+            assert module.GPT().n == 6
+        assert not any(name.startswith("tools.") for name in sys.modules)
+
     def test_a_file_of_the_users_package_that_is_not_there(self, write: Write) -> None:
         write("", "part_of_a_package/__init__.py")
         source = "from part_of_a_package.utils.registry import REGISTRY\n@REGISTRY.register()\n"
