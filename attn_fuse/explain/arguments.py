@@ -62,6 +62,7 @@ def call_of(
     given: Mapping[str, Any] = MappingProxyType({}),
     given_parts: Mapping[str, Callable[[], Any]] = MappingProxyType({}),
     guess: int | None = None,
+    config_rank: int = 0,
 ) -> Call:
     """A call of `function`, a class or a function, and what says its sizes. What was made up is said.
 
@@ -69,7 +70,8 @@ def call_of(
     depth: of how many modules this one is a part. with_none: whether arguments whose default is None get a value, too,
     where their names say one. given: arguments that are known; given_parts: those that are built with each call.
     guess: which guess, below GUESSES, an argument gets whose name says nothing; None for none.
-    Raises UnknownArgument where an argument is not known.
+    config_rank: which of the file's values a config without a class is, 0 for the one that fits best.
+    Raises UnknownArgument where an argument is not known, and ExplainError where there is no config of that rank.
     """
     arguments: dict[str, Any] = copy.deepcopy(dict(given))
     parts: dict[str, Callable[[], Any]] = dict(given_parts)
@@ -99,11 +101,13 @@ def call_of(
             hint in (None, Any) and (value_for(name) is None or len(name) == 1) and is_read_as_config(function, name)
         ):
             entry = None if guess is None else _GUESSES[int][guess]
-            arguments[name] = config_without_class(function, name, namespace, path, say, entry)
+            arguments[name] = config_without_class(function, name, namespace, path, say, entry, config_rank)
         else:
             sizes[name] = hint
             continue
         configs.append(arguments[name])
+    if config_rank and not configs:
+        raise ExplainError(f"cannot build {function.__name__}: it takes no config")
     if sizes:
         values, guessed = _sizes(function, sizes, given, guess)
         arguments.update(values, **guessed)

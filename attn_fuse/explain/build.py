@@ -54,6 +54,8 @@ TAKES_SEVERAL = re.compile(
     r"'int' object is not (subscriptable|iterable)|object of type 'int' has no len|cannot unpack non-iterable int"
     r"|argument after \* must be an iterable, not int"
 )
+# How many configs of a file are tried.
+MOST_CONFIGS = 4
 # How many arguments are changed as errors ask.
 MOST_SIZES = 12
 # How many entries that a config lacks are made up.
@@ -266,6 +268,8 @@ def _ways(cls: type[nn.Module], namespace: Mapping[str, Any], failures: Sequence
     takes_none = any("NoneType" in str(failure) for failure in failures)
     if takes_none or any(value is None for value in defaults_of(cls).values()):
         yield _Way(None, lambda say: call_of(cls, namespace, path, say, with_none=True))
+    for rank in range(1, MOST_CONFIGS) if path.is_file() else ():
+        yield _Way(None, functools.partial(_by_parts, cls, namespace, path, {}, None, config_rank=rank))
     yield from _with_other_sizes(cls, namespace, path, {name: needs[name] for name in sized}, failures)
     is_large = any(isinstance(failure, TooLarge) for failure in failures)
     why = "since its defaults are too large" if is_large else "since it does not run with its defaults"
@@ -358,8 +362,9 @@ def _by_parts(
     given: Mapping[str, Any],
     guess: int | None,
     say: Say,
+    config_rank: int = 0,
 ) -> _Made:
-    return call_of(cls, namespace, path, say, given=given, guess=guess)
+    return call_of(cls, namespace, path, say, given=given, guess=guess, config_rank=config_rank)
 
 
 def _shortened(text: str) -> str:

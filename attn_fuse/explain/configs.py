@@ -255,33 +255,40 @@ def _is_config_class(value: object) -> typing.TypeGuard[type]:
 
 
 def config_without_class(
-    cls: Callable[..., Any], name: str, namespace: Mapping[str, Any], path: Path, say: Say, guess: Any = None
+    cls: Callable[..., Any],
+    name: str,
+    namespace: Mapping[str, Any],
+    path: Path,
+    say: Say,
+    guess: Any = None,
+    rank: int = 0,
 ) -> object:
     """A config for the argument `name` of `cls` where no class says what it is.
 
     It is a dict or namespace of the file that has the entries that the code reads, else a SmallConfig. guess: what its
-    entries are that no source knows; None for none.
+    entries are that no source knows; None for none. rank: which one of the file, 0 for the one that has most of them.
+    Raises ExplainError where the file has none of that rank above 0.
     """
     needed = _entries_of(_tree_of(cls), name)
     if len(needed) < FEW:
         needed = needed.union(*(_entries_of(tree, name) for tree in _trees_beside(path)))
-    best: tuple[int, object, str] | None = None
-    for key, value in _holders(namespace):
-        found = len(needed & _entries(value))
-        if found and (best is None or found > best[0]):
-            best = (found, value, key)
-    if best is not None and best[0] * 2 >= len(needed):
-        say(f"{name}: {best[2]}, as the file has it")
-        return best[1]
+    counted = [(len(needed & _entries(value)), value, key) for key, value in _holders(namespace)]
+    in_file = [one for one in sorted(counted, key=lambda one: -one[0]) if one[0] and one[0] * 2 >= len(needed)]
+    if rank < len(in_file):
+        _, value, key = in_file[rank]
+        say(f"{name}: {key}, as the file has it")
+        return value
+    if rank:
+        raise ExplainError(f"cannot build {cls.__name__}: its file has {len(in_file)} values for {name}")
     written = options_with(needed, path)
     compared: dict[str, Any] = {}
     for tree in (*_trees_beside(path), _tree_of(cls)):
         compared |= _asked_by_conditions(tree, name)
     groups = _groups_of(_tree_of(cls), name).union(*(_groups_of(tree, name) for tree in _trees_beside(path)))
-    in_file = entries_with(needed, name, path)
-    if in_file is not None and 2 * len(needed & in_file.values.keys()) >= written.known:
-        say(f"{name}: {in_file.source}")
-        return SmallConfig(name, {**compared, **written.values}, in_file.values, groups, guess)
+    beside = entries_with(needed, name, path)
+    if beside is not None and 2 * len(needed & beside.values.keys()) >= written.known:
+        say(f"{name}: {beside.source}")
+        return SmallConfig(name, {**compared, **written.values}, beside.values, groups, guess)
     if written.source is not None:
         say(f"{name}: the defaults of {written.source}, and small numbers by name for the rest")
     else:

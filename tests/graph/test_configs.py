@@ -40,6 +40,13 @@ class TestConfigsWithoutAClass:
         model, _ = model_of(write("GPT_CONFIG = {'emb_dim': 12}\n" + net("cfg", body)), notes)
         assert model.layer.in_features == 12 and notes == ["cfg: GPT_CONFIG, as the file has it"]
 
+    def test_another_dict_of_the_file_where_the_first_does_not_do(self, write: Write) -> None:
+        tables = "CONFIGS = {'large': dict(dim=64, grid=0), 'small': dict(dim=8, grid=2), 'plain': dict(dim=4)}\n"
+        body = 'self.layer = nn.Linear(config["dim"], 8 // config["grid"])'
+        notes: list[str] = []
+        model, _ = model_of(write(tables + net("config", body)), notes)
+        assert model.layer.in_features == 8 and "config: CONFIGS['small'], as the file has it" in notes
+
     def test_a_string_that_the_code_compares_it_with(self, write: Write) -> None:
         body = f"assert configs.task in ('forecast', 'classify'); {self.BODY}"
         source = net("configs", body).replace("super()", "if configs.task == 'forecast': pass\n        super()")
