@@ -44,6 +44,7 @@ from attn_fuse.explain.stages import staged
 from attn_fuse.explain.stand_ins import MissingPackage
 from attn_fuse.explain.targets import targets_of
 from attn_fuse.explain.weights import random_weights
+from attn_fuse.explain.written_options import options_with
 
 # Parameters above which a model is not built unasked: 4 GB of float32.
 MOST_PARAMETERS = 1_000_000_000
@@ -145,12 +146,12 @@ def all_built(cls: type[nn.Module], namespace: Mapping[str, Any], most: int = MO
         raise next((f for f in failures if isinstance(f, (MissingPackage, TooLarge))), failures[0])
 
 
-def _made(way: _Way, cls: type[nn.Module], most: int, say: Say) -> tuple[nn.Module, tuple[object, ...]]:
+def _made(way: _Way, cls: type[nn.Module], most: int, say: Say, path: Path) -> tuple[nn.Module, tuple[object, ...]]:
     # The model that a way gives, and what says its sizes. Raises TooLarge above `most` parameters.
     _refuse_large(way, most, cls.__name__)
     make, holders = way.make(say)
     with _at_most(most, cls.__name__):
-        return _with_entries(make, holders, cls, say), holders
+        return _with_entries(make, holders, cls, say, path), holders
 
 
 def _example(cls: type[nn.Module]) -> str:
@@ -162,15 +163,18 @@ def _example(cls: type[nn.Module]) -> str:
 
 
 def _with_entries(
-    make: Callable[[], nn.Module], holders: Sequence[object], cls: type[nn.Module], say: Say
+    make: Callable[[], nn.Module], holders: Sequence[object], cls: type[nn.Module], say: Say, path: Path
 ) -> nn.Module:
-    # What `make` gives; a config that lacks what the code reads gets it, by the code's comparisons or by its name.
+    # What `make` gives; a config that lacks what the code reads gets it: by the code's comparisons, by its name, or as
+    # a command line of the repository has it.
     added: dict[str, Any] = {}
     for _ in range(MOST_ENTRIES):
         try:
             model = make()
         except AttributeError as error:
-            name, value = str(error.name), entry_for(cls, str(error.name))
+            name = str(error.name)
+            value = entry_for(cls, name)
+            value = options_with({name}, path).values.get(name) if value is None and path.is_file() else value
             if value is None or name in added or not any(error.obj is holder for holder in holders):
                 raise
             setattr(error.obj, name, value)
@@ -342,7 +346,7 @@ def _mended(way: _Way, cls: type[nn.Module], most: int, say: Say, path: Path) ->
     with contextlib.ExitStack() as mends:
         for _ in range(MOST_MENDS):
             try:
-                return _made(way, cls, most, say)
+                return _made(way, cls, most, say, path)
             except FileNotFoundError as error:
                 if not moved_to_its_files(error, path):
                     raise
@@ -352,7 +356,7 @@ def _mended(way: _Way, cls: type[nn.Module], most: int, say: Say, path: Path) ->
             except TypeError as error:
                 if not mends.enter_context(without_argument(error, is_own, say)):
                     raise
-        return _made(way, cls, most, say)
+        return _made(way, cls, most, say, path)
 
 
 def _by_parts(

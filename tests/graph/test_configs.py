@@ -47,6 +47,18 @@ class TestConfigsWithoutAClass:
         model, _ = model_of(write(tables + net("config", body)), notes)
         assert model.layer.in_features == 8 and "config: CONFIGS['small'], as the file has it" in notes
 
+    def test_an_entry_that_a_script_sets(self, write: Write) -> None:
+        write(
+            "import argparse\nparser = argparse.ArgumentParser()\n"
+            "parser.add_argument('--n_skip', type=int, default=3)\nparser.add_argument('--lr', default=1.0)\n",
+            "train.py",
+        )
+        tables = "import types\nCONFIGS = {'small': types.SimpleNamespace(dim=8)}\n"
+        body = "self.layer = nn.Linear(config.dim, config.n_skip)"
+        notes: list[str] = []
+        model, _ = model_of(write(tables + net("config", body)), notes)
+        assert model.layer.out_features == 3 and "entries that the config lacks: n_skip=3" in notes
+
     def test_a_string_that_the_code_compares_it_with(self, write: Write) -> None:
         body = f"assert configs.task in ('forecast', 'classify'); {self.BODY}"
         source = net("configs", body).replace("super()", "if configs.task == 'forecast': pass\n        super()")
