@@ -30,7 +30,7 @@ from attn_fuse.explain.argument_names import (
 )
 from attn_fuse.explain.asked import Asked, asked_by
 from attn_fuse.explain.declared import LONGEST, SHORT, USUAL, Sizes
-from attn_fuse.explain.inputs import Inputs, in_python, tensors_in
+from attn_fuse.explain.inputs import Inputs, different, in_python, tensors_in
 from attn_fuse.explain.problems import in_one_line
 from attn_fuse.explain.repaired import repaired, with_named
 from attn_fuse.explain.repairs import Calls, Failed, first_that_runs
@@ -145,6 +145,7 @@ class _Trial:
         # Of each error the inputs that came furthest; and those tried since.
         self.raised: dict[str, Failed] = {}
         self.repairs: set[str] = set()
+        self.left = TRY_SECONDS / 2
         self.failed: Failed | None = None
         self.slow: Inputs | None = None
         # Widths that errors asked for, the last first; and lengths, the first first, as the likeliest guess came first.
@@ -167,7 +168,7 @@ class _Trial:
         """A run on a first argument as the code of forward uses it."""
         if not self.required:
             return None
-        short = _first(self(value) for value in _different(self.used(self.required[0].name, None, SHORT)))
+        short = _first(self(value) for value in different(self.used(self.required[0].name, None, SHORT)))
         if short is not None and any(t.dim() > 3 for t in tensors_in(short.inputs.args[:1])):
             return short  # a map has no length
         if short is not None or not self.fixed:
@@ -177,12 +178,14 @@ class _Trial:
         name = self.required[0].name
         # Lengths that an error of the short run told are among them.
         values = (value for length in self.fixed for value in self.used(name, None, length))
-        return _first(self(value) for value in _different(values))
+        return _first(self(value) for value in different(values))
 
     def of_repairs(self) -> _Ran | None:
         """A run on inputs that failed before, with other sizes, as the errors ask for."""
-        self.end = time.monotonic() + TRY_SECONDS / 2
-        found: _Ran | None = first_that_runs([*self.raised.values()], self._repaired, self._others, self.end)
+        start = time.monotonic()
+        end = start + self.left
+        found: _Ran | None = first_that_runs([*self.raised.values()], self._repaired, self._others, end)
+        self.left -= time.monotonic() - start
         return found
 
     def _repaired(self, inputs: Inputs) -> _Ran | Failed | None:
@@ -190,8 +193,10 @@ class _Trial:
         if str(inputs) in self.repairs or (self.sizes.asked and self.sizes.asked not in sizes):
             return None
         self.repairs.add(str(inputs))
-        self.failed = None
-        return self.on(inputs) or self.failed
+        self.failed, slow = None, self.slow
+        ran = self.on(inputs)
+        self.slow = slow  # inputs of another size that run for long may yet raise
+        return ran or self.failed
 
     def _others(self, failed: Failed) -> Iterator[Inputs]:
         yield from repaired(failed.inputs, failed.asked, [p.name for p in self.named])
@@ -484,16 +489,6 @@ def _embedded(embeddings: Sequence[nn.Embedding]) -> Iterator[list[tuple[nn.Embe
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _different(values: Iterator[Any]) -> Iterator[Any]:
-    # The values without those of the dtypes and shapes of one before.
-    seen: set[str] = set()
-    for value in values:
-        words = str(Inputs((value,)))
-        if words not in seen:
-            seen.add(words)
-            yield value
 
 
 def _first(runs: Iterator[_Ran | None]) -> _Ran | None:

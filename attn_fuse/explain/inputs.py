@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,16 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (list, tuple, dict)):
         for item in value.values() if isinstance(value, dict) else value:
             yield from tensors_in(item)
+
+
+def different(values: Iterable[Any]) -> Iterator[Any]:
+    """The values without those of the dtypes and shapes of one before."""
+    seen: set[str] = set()
+    for value in values:
+        words = str(Inputs((value,)))
+        if words not in seen:
+            seen.add(words)
+            yield value
 
 
 def in_python(value: Any, vocabulary: int) -> str:

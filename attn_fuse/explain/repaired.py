@@ -15,7 +15,7 @@ from attn_fuse.explain.asked import Asked
 from attn_fuse.explain.inputs import Inputs
 
 # How large a side, and how many numbers of an argument, may be that an error asks for.
-LARGEST, MOST_NUMBERS = 1 << 16, 1 << 22
+LARGEST, MOST_NUMBERS = 1 << 12, 1 << 22
 # Sides of the patches of a picture that a model may count.
 PATCHES = (1, 2, 4, 8, 14, 16, 32)
 # Size of a dimension that is put in.
@@ -61,7 +61,7 @@ def _made(inputs: Inputs, asked: Asked, names: Sequence[str]) -> Iterator[Inputs
                 yield from (_with(inputs, {place: _numbers(s, asked.dtype, tensor.device)}) for s in others)
     together = [*_together(tensors, asked, names)]
     for change in _changes(asked):
-        shapes = {place: [s for s in change(tensor) if _is_possible(s)] for place, tensor in tensors.items()}
+        shapes = {place: [s for s in change(tensor) if _is_possible(s, asked)] for place, tensor in tensors.items()}
         for places in together:
             found = {place: shapes[place] for place in places if shapes[place]}
             for pick in range(max(map(len, found.values()), default=0)):
@@ -87,8 +87,10 @@ def _together(tensors: Mapping[_Place, Tensor], asked: Asked, names: Sequence[st
     yield [*tensors]
 
 
-def _is_possible(shape: _Shape) -> bool:
-    return all(0 < size <= LARGEST for size in shape) and math.prod(shape) <= MOST_NUMBERS
+def _is_possible(shape: _Shape, asked: Asked) -> bool:
+    # A long sequence takes all memory: the model may attend to it. A block that the model asks for is no length.
+    blocks = [block for _, block in asked.blocks]
+    return all(0 < size <= LARGEST or size in blocks for size in shape) and math.prod(shape) <= MOST_NUMBERS
 
 
 def _changes(asked: Asked) -> Iterator[Callable[[Tensor], Iterator[_Shape]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from attn_fuse.errors import ExplainError
+from attn_fuse.explain import guess_inputs
 from attn_fuse.explain.asked import asked_by
 from attn_fuse.explain.guess_inputs import inputs_for
 from attn_fuse.explain.inputs import Inputs
@@ -109,6 +111,31 @@ def test_nothing_takes_all_memory() -> None:
     given = Inputs((torch.zeros(2, 2, 2, 2),))
     sizes = [value.numel() for inputs in repaired(given, asked_by(RuntimeError(message))) for value in inputs.args]
     assert sizes and max(sizes) <= MOST_NUMBERS
+
+
+def test_no_length_takes_all_memory() -> None:
+    message = "The size of tensor a (8) must match the size of tensor b (60000) at non-singleton dimension 1"
+    assert not [*repaired(Inputs((torch.zeros(1, 8),)), asked_by(RuntimeError(message)))]
+
+
+class Slow(nn.Module):
+    """Takes long on what its error asks for, and then raises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[-1] == 31:
+            time.sleep(5)
+        assert x.shape[-1] == 31
+        raise ValueError("for another reason")
+
+
+def test_what_runs_long_and_may_yet_raise_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guess_inputs, "RUN_SECONDS", 0.2)
+    with pytest.raises(ExplainError, match="no inputs found that Slow runs on"):
+        inputs_for(Slow())
 
 
 def test_nothing_is_empty() -> None:
