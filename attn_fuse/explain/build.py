@@ -326,8 +326,9 @@ def _with_other_sizes(
             name, value = next(left, ("", None))
             if not name:
                 return
+            why = "pairs, where its code takes several" if type(value) is tuple else "sizes that its errors ask for"
             yield _Way(
-                f"sizes that its errors ask for: {in_words({**given, name: value})}",
+                f"{why}: {in_words({**given, name: value})}",
                 functools.partial(_by_parts, cls, namespace, path, {**given, name: value}, guess),
                 guesses=guess is not None,
             )

@@ -187,12 +187,12 @@ class TestStandIns:
 
     def test_a_name_that_a_file_of_the_package_defines(self, write: Write, tmp_path: Path) -> None:
         (tmp_path / ".git").mkdir()
-        write("", "src/tools/__init__.py")
-        write("def widen(n):\n    return 2 * n\nSTEP = 3\n", "src/tools/tools.py")
-        path = write("from tools import widen, STEP\n" + net("", "self.n = widen(STEP)"), "src/nets/model.py")
+        write("", "src/gadgets/__init__.py")
+        write("def widen(n):\n    return 2 * n\nSTEP = 3\n", "src/gadgets/gadgets.py")
+        path = write("from gadgets import widen, STEP\n" + net("", "self.n = widen(STEP)"), "src/nets/model.py")
         with imported(path) as module:
             assert module.GPT().n == 6
-        assert not any(name.startswith("tools.") for name in sys.modules)
+        assert not any(name.startswith("gadgets.") for name in sys.modules)
 
     def test_a_file_of_the_users_package_that_is_not_there(self, write: Write) -> None:
         write("", "part_of_a_package/__init__.py")

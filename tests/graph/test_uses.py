@@ -299,7 +299,8 @@ class TestInputs:
         assert isinstance(queries, list) and queries[1] == 16
 
     def test_lists_and_what_an_assert_asks_for(self) -> None:
-        srcs, masks, queries = inputs_for(Levels()).args
+        found = inputs_for(Levels())
+        srcs, masks, queries = (*found.args, *found.kwargs.values())
         assert [list(s.shape) for s in srcs] == [[1, 16, 8, 8]] * 4
         assert all(m.dtype == torch.bool for m in masks) and queries.shape[1] == 16
 
