@@ -8,7 +8,6 @@ import inspect
 import itertools
 import re
 import time
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,7 +34,7 @@ from attn_fuse.explain.problems import in_one_line
 from attn_fuse.explain.repaired import repaired, with_named
 from attn_fuse.explain.repairs import Calls, Failed, first_that_runs
 from attn_fuse.explain.set_up import set_up
-from attn_fuse.explain.steps import TimeUp, limited
+from attn_fuse.explain.steps import TimeUp, trying
 from attn_fuse.explain.use_values import Around, values_for
 from attn_fuse.explain.uses import Use, uses_of
 
@@ -48,8 +47,8 @@ LENGTH_WANTED = re.compile(r"size of tensor a \((\d+)\) must match the size of t
 SIDES = (64, 224, 32, 256, 128)
 # How many combinations of guesses are run, how many of one first argument, and for how many seconds.
 MOST_TRIES, MOST_PICKS, TRY_SECONDS = 240, 24, 60.0
-# Seconds of one run.
-RUN_SECONDS = 30.0
+# Seconds of one run, and how many bytes it may take.
+RUN_SECONDS, RUN_BYTES = 30.0, 6 << 30
 # How many runs on one first argument may fail alike.
 MOST_ALIKE = 16
 # How many values of an argument its use gives.
@@ -330,11 +329,9 @@ class _Trial:
 
     def on(self, inputs: Inputs) -> _Ran | None:
         """A run on `inputs`."""
-        # A model that compiles parts of itself is not compiled for a guess.
-        eager, calls = torch.compiler.set_stance("force_eager"), Calls()
-        quiet = warnings.catch_warnings(action="ignore")
+        calls = Calls()
         try:
-            with quiet, limited(RUN_SECONDS), torch.no_grad(), eager, calls, _embedded(self.embeddings) as embedded:
+            with trying(RUN_SECONDS, RUN_BYTES), calls, _embedded(self.embeddings) as embedded:
                 self.model(*inputs.args, **inputs.kwargs)
             return _Ran(inputs, embedded)
         except ExplainError:

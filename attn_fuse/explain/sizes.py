@@ -19,7 +19,9 @@ from torch import nn
 VOCABULARY, WIDTH, HEAD, LENGTH, DEPTH, CLASSES, CHANNELS, PICTURE, PATCH = 1000, 256, 64, 128, 2, 10, 3, 64, 16
 SERIES, MELS, STRIDE, KERNEL = 7, 80, 8, 3
 
-HEADS_NAME = r"(^|_)(n_?|num_?|attn_|attention_)?(kv_|query_|q_|key_value_)?heads?(_num)?$|^h$|nheads?$|n_?head(s|$)"
+HEADS_NAME = (
+    r"(^|_)(n_?|num_?|attn_|attention_)?(kv_|query_|q_|key_value_)?heads?(_num|_count)?$|^h$|nheads?$|n_?head(s|$)"
+)
 HEAD_NAME = r"head_?(dim|size|channels|width)|dim_?(per_)?head|d_head|^d_?[kvq]$|^dim_[kvq]$|^d_qk$"
 WIDTH_NAME = (
     r"d_?model|n_embd|emb(ed)?(ding)?s?_?(dim|size)|^emb(ed)?$|hidden|width|(^|_)dims?$|model_?(dim|size)|state$"

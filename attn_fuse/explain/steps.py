@@ -8,8 +8,12 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
+
+import torch
 
 from attn_fuse.errors import ExplainError
 
@@ -57,6 +61,36 @@ def limited(seconds: float) -> Iterator[None]:
         passed = time.monotonic() - start
         signal.setitimer(signal.ITIMER_REAL, max(left - passed, 0.001) if left else 0.0, 1.0)
         signal.signal(signal.SIGALRM, before)
+
+
+@contextlib.contextmanager
+def within_memory(more: int) -> Iterator[None]:
+    """Within the block the process may take `more` bytes beyond what it has; then torch raises a RuntimeError.
+
+    Where the system does not say how much there is, as outside of Linux, there is no limit.
+    """
+    try:
+        import resource
+
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        before, hard = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + more, hard))
+    except (ImportError, OSError, ValueError):
+        yield
+        return
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (before, hard))
+
+
+@contextlib.contextmanager
+def trying(seconds: float, more: int) -> Iterator[None]:
+    """A run of a model that may fail, without gradients or warnings, of at most `seconds` and `more` bytes."""
+    # A model that compiles parts of itself is not compiled for a guess.
+    eager = torch.compiler.set_stance("force_eager")
+    with warnings.catch_warnings(action="ignore"), within_memory(more), limited(seconds), torch.no_grad(), eager:
+        yield
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from attn_fuse.explain.open_file import imported
 from attn_fuse.explain.problems import in_one_line
 from attn_fuse.explain.roots import repository_of
 from attn_fuse.explain.stand_ins import MissingPackage
-from attn_fuse.explain.steps import TimeUp, limited, step
+from attn_fuse.explain.steps import TimeUp, limited, step, within_memory
 from attn_fuse.explain.subject import evaluated
 from tests.model_files import HEADER, Write, net
 
@@ -407,3 +407,11 @@ class TestEvaluated:
 def test_an_error_in_one_line() -> None:
     assert in_one_line(ValueError("first\nsecond")) == "ValueError: first"
     assert in_one_line(KeyError()) == "KeyError"
+
+
+def test_a_run_within_memory() -> None:
+    with within_memory(1 << 30):
+        assert torch.ones(1 << 20).sum() == 1 << 20
+        with pytest.raises(RuntimeError, match="memory"):
+            torch.ones(1 << 29)
+    assert torch.ones(1 << 29, dtype=torch.int8).numel() == 1 << 29
