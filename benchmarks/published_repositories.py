@@ -2,8 +2,8 @@
 
 python benchmarks/published_repositories.py FOLDER
 
-The files are those of benchmarks/explain_repositories.py that give a report there, of FOLDER the repositories that are
-in it, checked out as OWNER+NAME. explain builds the model and finds its inputs, as for a user; then it is measured as
+The files are those of benchmarks/explain_repositories.py that give a report, in the repositories that FOLDER has,
+checked out as OWNER+NAME. explain builds the model and finds its inputs, as for a user; then it is measured as
 benchmarks/published.py does: sites that eager runs, those of them that no longer run unfused with `pick="fused"`, and
 the distance of outputs, gradients and what is written from eager. Parameters that are all 0, as a last layer's often
 are, get small random values, so that what comes before them counts.
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import functools
 import importlib
 import json
 import os
@@ -95,7 +96,7 @@ def measure(folder: Path, only: str, rows: Path) -> None:
             continue
         start = time.perf_counter()
         try:
-            found = forked(lambda: rows_of(name, path), SECONDS)  # noqa: B023
+            found = forked(functools.partial(rows_of, name, path), SECONDS)
         except (TooLongError, DiedError) as problem:
             found = [Row("repositories", name, "inference", failed=str(problem))]
         with rows.open("a") as out:

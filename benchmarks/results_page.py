@@ -151,7 +151,9 @@ def repositories() -> str:
         [mode, *(str(part[key]) for key in ("models", "sites", "fused", "wrong", "failed"))]
         for mode, part in content["total"].items()
     ]
-    return _signed(markdown(head, rows), "repositories-cpu")
+    files = len({row["case"] for row in content["rows"]})
+    table = f"{files} files are measured so far, not all that give a report.\n\n{markdown(head, rows)}"
+    return _signed(table, "repositories-cpu")
 
 
 def recognised() -> str:

@@ -97,6 +97,7 @@ def call_of(
             arguments[name] = config_of(
                 function, of, path, say, with_none, None if guess is None else _GUESSES[int][guess]
             )
+        # One letter says less than the attributes that the constructor reads.
         elif is_config_name(name) or (
             hint in (None, Any) and (value_for(name) is None or len(name) == 1) and is_read_as_config(function, name)
         ):

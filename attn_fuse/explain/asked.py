@@ -58,9 +58,9 @@ NUMBERS = re.compile(r"'NoneType' and '(int|float)'|'(int|float)' and 'NoneType'
 # What a comparison of a size may be made of: nothing that computes for long or writes.
 _PLAIN = (
     ast.Name, ast.Attribute, ast.Subscript, ast.Constant, ast.BinOp, ast.UnaryOp, ast.Tuple, ast.List, ast.Slice,
-    ast.operator, ast.unaryop, ast.expr_context, ast.Call,
+    ast.operator, ast.unaryop, ast.expr_context,
 )  # fmt: skip
-_CALLS = {"len", "int", "tuple", "list", "size", "dim", "ndimension", "max", "min"}
+_FUNCTIONS, _METHODS = {"len", "int", "tuple", "list", "max", "min"}, {"size", "dim", "ndimension", "numel"}
 _INVERSE: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Lt: ast.GtE, ast.GtE: ast.Lt, ast.Gt: ast.LtE, ast.LtE: ast.Gt,
     ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is,
@@ -297,9 +297,12 @@ def _is_size(value: object) -> bool:
 def _value(node: ast.expr, frame: FrameType) -> Any:
     # The value that a plain expression has in a frame. Raises ValueError for one that is not plain.
     for inner in ast.walk(node):
-        name = inner.func if isinstance(inner, ast.Call) else None
-        called = name.id if isinstance(name, ast.Name) else name.attr if isinstance(name, ast.Attribute) else ""
-        if not isinstance(inner, _PLAIN) or (name is not None and called not in _CALLS):
+        match inner:
+            case ast.Call(ast.Name(name)) if name in _FUNCTIONS:
+                continue
+            case ast.Call(ast.Attribute(attr=name)) if name in _METHODS:
+                continue
+        if isinstance(inner, ast.Call) or not isinstance(inner, _PLAIN):
             raise ValueError(ast.unparse(node))
     names: Mapping[str, Any] = {**frame.f_globals, **frame.f_locals}
     return eval(compile(ast.fix_missing_locations(ast.Expression(node)), "<a comparison>", "eval"), dict(names))

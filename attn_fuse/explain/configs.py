@@ -232,7 +232,8 @@ def _filled(config: Any, with_none: bool) -> tuple[Any, dict[str, Any]]:
     if not is_tuple and not dataclasses.is_dataclass(config):
         return config, {}
     filled: dict[str, Any] = {}
-    for name, hint in vars(type(config)).get("__annotations__", {}).items():
+    hints = type(config).__annotations__ if is_tuple else {one.name: one.type for one in dataclasses.fields(config)}
+    for name, hint in hints.items():
         value = getattr(config, name, None)
         is_open = value == -1 and "vocab" in name and not isinstance(value, bool)
         is_open = is_open or (value is None and (hint in (int, "int") or (with_none and "int" in str(hint))))

@@ -15,6 +15,10 @@ from attn_fuse.explain.argument_names import CACHES
 from attn_fuse.explain.declared import LONGEST, USUAL, Sizes
 from attn_fuse.explain.signatures import hints_of, tree_of_function, without_default
 from attn_fuse.explain.sizes import value_for
+from attn_fuse.explain.steps import TimeUp, trying
+
+# What a method may take.
+SECONDS, BYTES = 30.0, 6 << 30
 
 
 def set_up(model: nn.Module, lacks: Set[str], sizes: Sizes, dtype: torch.dtype, device: torch.device) -> bool:
@@ -34,8 +38,9 @@ def set_up(model: nn.Module, lacks: Set[str], sizes: Sizes, dtype: torch.dtype, 
             values = {argument: _value(argument, sizes, dtype, device) for argument in needed}
             values = {a: value_for(a, hints.get(a)) if value is None else value for a, value in values.items()}
             try:
-                getattr(module, name)(**values)
-            except Exception:  # it needs more than sizes
+                with trying(SECONDS, BYTES):
+                    getattr(module, name)(**values)
+            except (Exception, TimeUp):  # it needs more than sizes, or does more than to set up
                 continue
             ran = True
     return ran

@@ -94,6 +94,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             name = fullname.rpartition(".")[2]
             if (file := next(filter(None, (_file_that_defines(name, place) for place in places)), None)) is not None:
                 self.defined.append(fullname)
+                self.say(f"{fullname} is what {file.name} defines")
                 return importlib.machinery.ModuleSpec(fullname, _Defined(file.stem))
             if not places:
                 moved = moved_module(fullname)

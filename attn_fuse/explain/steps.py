@@ -74,7 +74,9 @@ def within_memory(more: int) -> Iterator[None]:
 
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         before, hard = resource.getrlimit(resource.RLIMIT_AS)
-        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + more, hard))
+        most = pages * resource.getpagesize() + more
+        # A limit that the user has set stays.
+        resource.setrlimit(resource.RLIMIT_AS, (most if before == resource.RLIM_INFINITY else min(most, before), hard))
     except (ImportError, OSError, ValueError):
         yield
         return

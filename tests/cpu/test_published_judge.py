@@ -31,7 +31,7 @@ class Attention(nn.Module):
             return out.tanh()
         if self.bound is None:
             self.bound = out.detach() * (1 - MARGIN)
-        return torch.relu(out - self.bound.to(out)) * 1e6
+        return out + torch.relu(out - self.bound.to(out))
 
 
 def setting(is_kinked: bool) -> measure.Setting:
@@ -67,6 +67,34 @@ def test_a_relu_that_another_rounding_switches_is_no_mistake(monkeypatch: pytest
 @pytest.mark.parametrize("is_kinked", [False, True])
 def test_another_scale_is_a_mistake(monkeypatch: pytest.MonkeyPatch, is_kinked: bool) -> None:
     row = judged(monkeypatch, is_kinked, lambda model: lambda x: model(x * 1.05))
+    assert row.wrong and not row.kinked
+
+
+class Chosen(nn.Module):
+    """Which of two outputs it gives turns on a rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = nn.Linear(16, 16)
+        self.bound: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.softmax(x @ x.mT, -1) @ (self.value(x) + 4)
+        if self.bound is None:
+            self.bound = out.detach() * (1 - MARGIN)
+        return torch.where(out > self.bound.to(out), out, -out)
+
+
+def test_outputs_that_are_far_are_not_excused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build() -> Any:
+        torch.manual_seed(0)
+        model, x = Chosen(), torch.randn(2, 32, 16)
+        model.double()(x.double())
+        return model.float(), (x,), {}
+
+    monkeypatch.setattr(measure, "ours", lambda inner: rounded)
+    nothing = measure.Result([], {}, {})
+    row = measure.compared(measure.Row("p", "c", "training"), measure.Setting(build, "training"), nothing, nothing)
     assert row.wrong and not row.kinked
 
 

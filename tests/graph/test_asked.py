@@ -107,6 +107,23 @@ def test_nothing_but_sizes_is_computed_again() -> None:
     assert Counted.calls == 1
 
 
+class Doubles:
+    calls = 0
+
+    def max(self) -> int:
+        Doubles.calls += 1
+        return 16
+
+
+def asserts_a_method(x: Tensor) -> None:
+    assert x.shape[1] == Doubles().max()
+
+
+def test_no_method_of_the_model_is_called_again() -> None:
+    assert asked(asserts_a_method, torch.zeros(2, 21)).sizes == ()
+    assert Doubles.calls == 1
+
+
 def asserts_rank(x: Tensor) -> None:
     assert x.dim() == 4
 

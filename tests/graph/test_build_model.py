@@ -237,6 +237,13 @@ class TestSizes:
         body = "self.layer = nn.Embedding(args.vocab_size, args.dim)"
         assert model_of(write(config + net("args: ModelArgs", body)))[0].layer.num_embeddings == 1000
 
+    def test_an_inherited_field_that_is_open(self, write: Write) -> None:
+        config = (
+            "@dataclass\nclass Base:\n    vocab_size: int = -1\n@dataclass\nclass ModelArgs(Base):\n    dim: int = 8\n"
+        )
+        body = "self.layer = nn.Embedding(args.vocab_size, args.dim)"
+        assert model_of(write(config + net("args: ModelArgs", body)))[0].layer.num_embeddings == 1000
+
     def test_a_named_tuple_that_leaves_one_open(self, write: Write) -> None:
         config = (
             "from typing import NamedTuple\nclass Config(NamedTuple):\n    vocab_size: int = None\n    dim: int = 8\n"
