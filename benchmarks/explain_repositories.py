@@ -48,8 +48,9 @@ def outcome_of(file: Path, limit: float) -> dict[str, Any]:
     lines = (ran.stdout if ran.returncode == 0 else ran.stderr).strip().splitlines()
     if ran.returncode == 0:
         summary = next((line for line in reversed(lines) if "attention" in line), "")
-        is_part = any(line.strip().startswith(OF_A_PART) for line in lines)
-        return {"outcome": "part" if is_part else "report", "words": f"{lines[0]}: {summary}", "seconds": seconds}
+        of_part = next((line.strip() for line in lines if line.strip().startswith(OF_A_PART)), None)
+        found = {"outcome": "part" if of_part else "report", "words": f"{lines[0]}: {summary}", "seconds": seconds}
+        return {**found, "why": of_part} if of_part else found
     kind = "refused" if ran.returncode == 2 and "Traceback" not in ran.stderr else "error"
     return {
         "outcome": kind,
@@ -78,7 +79,7 @@ def measured(row: dict[str, Any], folder: Path, limit: float, may_clone: bool) -
     found = outcome_of(path, limit) if path.is_file() else {"outcome": "absent", "words": "not there", "seconds": 0}
     found["words"] = found["words"].replace(f"{checkout}{os.sep}", "")[:400]
     print(f"{found['outcome']:8} {found['seconds']:4} s  {row['repository']}/{row['path']}", flush=True)
-    return {**row, **found}
+    return {**{name: value for name, value in row.items() if name != "why"}, **found}
 
 
 def main() -> None:

@@ -139,7 +139,7 @@ def _sizes(
     values: dict[str, Any] = {}
     for key, hint in needs.items():
         values[key] = value_for(key, hint, {**given, **values})
-        if values[key] is None and isinstance(function, type) and hint in (None, Any, int, float, bool):
+        if values[key] is None and isinstance(function, type) and hint in (None, Any, int, float, bool, str):
             values[key] = value_built_with(function, key, {**given, **values})
         values[key] = _in_sequence(function, key, hint, values[key])
     unknown = [key for key, value in values.items() if value is None]

@@ -9,7 +9,7 @@ import linecache
 import re
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -18,43 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
-# The size that there is, and the size that is wanted, in the words of torch's errors; of two that have to be equal,
-# either may be wrong.
-WANTED = re.compile(
-    r"shapes cannot be multiplied \(\d+x(?P<has>\d+) and (?P<wants>\d+)x\d+\)"
-    r"|to have (?P<wants1>\d+) channels, but got (?P<has1>\d+) channels"
-    r"|expected input with shape \[\*, (?P<wants2>\d+)\], but got input of size\[[\d, ]*?(?P<has2>\d+)\]"
-    r"|input.size\(-1\) must be equal to input_size\. Expected (?P<wants3>\d+), got (?P<has3>\d+)"
-    r"|running_mean should contain (?P<has4>\d+) elements not (?P<wants4>\d+)"
-    r"|\w+ \((?P<has6>\d+)\) must be divisible by \w+ \((?P<wants6>\d+)\)"
-    r"|expecting embedding dimension of (?P<wants5>\d+), but got (?P<has5>\d+)"
-)
-EQUAL = re.compile(
-    r"size of tensor a \((\d+)\) must match the size of tensor b \((\d+)\)"
-    r"|Expected size (\d+) but got size (\d+) for tensor"
-    r"|expanded size of the tensor \((\d+)\) must match the existing size \((\d+)\)"
-)
-# The rank that there is, and the one that is wanted; a rank that an index or a dimension goes beyond is one too few.
-RANKS = re.compile(
-    r"input\.dim\(\) = (?P<has>\d+) is not equal to len\(dims\) = (?P<wants>\d+)"
-    r"|[Ee]xpected (?P<wants1>\d+)(?: or more)? dims\. Received (?P<has1>\d+)-dim"
-)
-TOO_FEW = re.compile(
-    r"too many indices for tensor of dimension (\d)|Dimension out of range \(expected to be in range of \[-(\d), \d\]"
-)
-UNPACKED = re.compile(r"(?:not enough|too many) values to unpack \(expected (\d)")
-UNEQUAL_RANKS = re.compile(r"Tensors must have same number of dimensions: got \d and \d")
-INDEX_RANK = re.compile(r"Index tensor must have the same number of dimensions as (?:input|self) tensor")
-TO_FLOATS = re.compile(
-    r"mixed dtype|same dtype|not implemented for '(Long|Int)'|Input type \(long int\)|scalar type Long but found Float"
-)
-TO_WHOLE = re.compile(
-    r"'indices' to have one of the following scalar types|must be long, int, byte or bool|of type LongTensor"
-    r"|Expected dtype int(64|32/int64)"
-)
-RESHAPED = re.compile(r"shape '\[-1, ([\d, ]+)\]' is invalid for input of size (\d+)")
-ARRAYS = re.compile(r"'numpy\.ndarray' and 'Tensor'|expected np\.ndarray|has no attribute 'astype'")
-NUMBERS = re.compile(r"'NoneType' and '(int|float)'|'(int|float)' and 'NoneType'")
+from attn_fuse.explain.messages import Said, said_in
+
+# How many texts are told of that a name may be.
+MOST_CHOICES = 6
 # What a comparison of a size may be made of: nothing that computes for long or writes.
 _PLAIN = (
     ast.Name, ast.Attribute, ast.Subscript, ast.Constant, ast.BinOp, ast.UnaryOp, ast.Tuple, ast.List, ast.Slice,
@@ -68,98 +35,61 @@ _INVERSE: dict[type[ast.cmpop], type[ast.cmpop]] = {
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What an error asks of the inputs.
+class Asked(Said):
+    """What an error asks of the inputs, or of the arguments that a model is built from.
 
-    sizes: pairs of a size that there is, or that came of one, and one that is wanted.
-    ranks: pairs of ranks likewise; the first is None where any may be wrong.
-    is_rank_unequal: whether two ranks that came of them differ.
-    blocks: pairs of a count of numbers and a block that the model makes of each.
-    dtype: the kind of numbers that is wanted.
+    sizes, ranks: also those of the comparisons in the model's code that came out false.
     key: an entry that a dict lacks.
-    index_rank: whether whole numbers lack a dimension.
-    arrays: whether NumPy's arrays are wanted.
     words: those of the message.
     absent: names that are None and that the message or the lines that led there speak of.
     near: the names and the keys at those lines.
-    number: whether a number is wanted in place of None.
     lacks: attributes of the model that are not set there.
+    choices: names in the failing code that it compares with texts or looks up in a dict, their values, and the texts
+    or the keys.
     kind: the message without sizes.
+    lines: those of the model's code at which the error was raised, the outermost function's first: of two errors of the
+    same function the one with the greater lines came further.
     """
 
-    sizes: tuple[tuple[int, int], ...] = ()
-    ranks: tuple[tuple[int | None, int], ...] = ()
-    is_rank_unequal: bool = False
-    blocks: tuple[tuple[int, int], ...] = ()
-    dtype: torch.dtype | None = None
     key: str | None = None
-    index_rank: bool = False
-    arrays: bool = False
     words: frozenset[str] = frozenset()
     absent: frozenset[str] = frozenset()
     near: frozenset[str] = frozenset()
-    number: bool = False
     lacks: frozenset[str] = frozenset()
+    choices: tuple[tuple[str, Any, tuple[str, ...]], ...] = ()
     kind: str = ""
+    lines: tuple[int, ...] = ()
 
 
+@warnings.catch_warnings(action="ignore")  # of what is computed again
 def asked_by(error: BaseException) -> Asked:
     """What `error`, which a model raised on some inputs, asks of them: by its message, and by the comparison of sizes
     that the model's own code found false, as in `assert width == self.width`."""
     message = str(error)
-    sizes = [*_sizes_in(message)]
-    ranks: list[tuple[int | None, int]] = [*_ranks_in(message)]
+    said = said_in(message)
+    sizes, ranks = [*said.sizes], [*said.ranks]
     frames = _frames(error.__traceback__)
     for has, wants, is_rank in _compared(*frames[-1]) if frames else ():
         (ranks if is_rank else sizes).append((has, wants))
-    reshaped = RESHAPED.search(message)
+    if isinstance(error, IndexError) and frames:
+        sizes += _entries_counted(frames)
     words = frozenset(re.findall(r"[A-Za-z_]\w*", message))
     near = frozenset(name for frame, line in frames for name in _named(frame.f_code.co_filename, line))
     return Asked(
-        tuple(dict.fromkeys(pair for pair in sizes if pair[0] != pair[1])),
-        tuple(dict.fromkeys(ranks)),
-        UNEQUAL_RANKS.search(message) is not None,
-        ((int(reshaped[2]), _product(reshaped[1])),) if reshaped else (),
-        torch.float32 if TO_FLOATS.search(message) else torch.long if TO_WHOLE.search(message) else None,
-        str(error.args[0]) if isinstance(error, KeyError) and error.args else None,
-        INDEX_RANK.search(message) is not None,
-        ARRAYS.search(message) is not None,
-        words,
-        frozenset(name for frame, _ in frames for name in _absent(frame) if name in words | near),
-        near,
-        NUMBERS.search(message) is not None,
-        _lacks(error, *frames[-1]) if frames else frozenset(),
-        re.sub(r"\(\d+\)|\d\d+", "", message),
+        **{
+            **vars(said),
+            "sizes": tuple(dict.fromkeys(pair for pair in sizes if pair[0] != pair[1])),
+            "ranks": tuple(dict.fromkeys(ranks)),
+        },
+        key=str(error.args[0]) if isinstance(error, KeyError) and error.args else None,
+        words=words,
+        absent=frozenset(name for frame, _ in frames for name in _absent(frame) if name in words | near),
+        near=near,
+        lacks=_lacks(error, *frames[-1]) if frames else frozenset(),
+        choices=tuple(_choices(*frames[-1])) if frames else (),
+        kind=re.sub(r"\(\d+\)|\d\d+", "", message),
+        lines=tuple(line for _, line in frames),
     )
-
-
-def _product(sizes: str) -> int:
-    return functools.reduce(lambda a, b: a * b, map(int, sizes.split(",")))
-
-
-def _sizes_in(message: str) -> Iterator[tuple[int, int]]:
-    if found := WANTED.search(message):
-        yield _has_and_wants(found)
-    elif found := EQUAL.search(message):
-        one, other = (int(v) for v in found.groups() if v)
-        yield one, other
-        yield other, one
-
-
-def _has_and_wants(found: re.Match[str]) -> tuple[int, int]:
-    groups = found.groupdict()
-    has = next(int(v) for n, v in groups.items() if v and n.startswith("has"))
-    return has, next(int(v) for n, v in groups.items() if v and n.startswith("wants"))
-
-
-def _ranks_in(message: str) -> Iterator[tuple[int | None, int]]:
-    if found := UNPACKED.search(message):
-        yield None, int(found[1])
-    elif found := TOO_FEW.search(message):
-        rank = int(found[1] or found[2])
-        yield rank, rank + 1
-    elif found := RANKS.search(message):
-        yield _has_and_wants(found)
 
 
 def _compared(frame: FrameType, line: int) -> Iterator[tuple[int, int, bool]]:
@@ -168,8 +98,23 @@ def _compared(frame: FrameType, line: int) -> Iterator[tuple[int, int, bool]]:
     for test, holds in _tests(frame.f_code.co_filename, line):
         for left, operator, right in _needed(test, holds):
             # Whatever the model's own attributes raise says nothing.
-            with contextlib.suppress(Exception), warnings.catch_warnings(action="ignore"):
+            with contextlib.suppress(Exception):
                 yield from [*_pairs(left, operator, right, frame)]
+
+
+def _entries_counted(frames: Sequence[tuple[FrameType, int]]) -> Iterator[tuple[int, int]]:
+    # Of a list that an index goes beyond: the counts near it that are greater than its length, and that.
+    frame, line = frames[-1]
+    counts = {count for near, _ in frames[-2:] for count in near.f_locals.values() if _is_size(count)}
+    for node in _subscripts_at(frame.f_code.co_filename, line):
+        with contextlib.suppress(Exception):
+            held = _value(node.value, frame)
+            if isinstance(held, (list, tuple, nn.ModuleList)):
+                yield from ((count, len(held)) for count in sorted(counts) if count > len(held) > 0)
+
+
+def _line(node: ast.stmt) -> int:
+    return node.lineno
 
 
 def _absent(frame: FrameType) -> set[str]:
@@ -181,7 +126,7 @@ def _lacks(error: BaseException, frame: FrameType, line: int) -> frozenset[str]:
     if isinstance(error, AttributeError) and isinstance(error.obj, nn.Module):
         return frozenset({str(error.name)})
     owner = frame.f_locals.get("self")
-    inner = max(_statements(frame.f_code.co_filename, line), key=lambda node: node.lineno, default=ast.Pass())
+    inner = max(_statements(frame.f_code.co_filename, line), key=_line, default=ast.Pass())
     read = {
         node.attr for node in ast.walk(inner) if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self"
     }
@@ -189,9 +134,55 @@ def _lacks(error: BaseException, frame: FrameType, line: int) -> frozenset[str]:
     return frozenset(name for name in read if getattr(owner, name, owner) is None) if is_module else frozenset()
 
 
+def _choices(frame: FrameType, line: int) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
+    # What the function, up to the line that failed, compares with texts; and what it looks up there in a dict.
+    file, options = frame.f_code.co_filename, dict[str, list[str]]()
+    nodes: dict[str, ast.expr] = {}
+    for node in ast.walk(_function_at(file, frame.f_code.co_firstlineno)):
+        match node:
+            case ast.Compare(left, [ast.Eq() | ast.NotEq() | ast.In() | ast.NotIn()], [right]) if node.lineno <= line:
+                texts = [one.value for one in ast.walk(right) if isinstance(one, ast.Constant)]
+                options.setdefault(ast.unparse(left), []).extend(text for text in texts if isinstance(text, str))
+                nodes[ast.unparse(left)] = left
+    for node in _subscripts_at(file, line):
+        with contextlib.suppress(Exception):
+            table = _value(node.value, frame)
+            keys = [key for key in table if isinstance(key, str)] if isinstance(table, dict) else []
+            options.setdefault(ast.unparse(node.slice), []).extend(keys)
+            nodes[ast.unparse(node.slice)] = node.slice
+    for text, several in options.items():
+        with contextlib.suppress(Exception):
+            if several and (name := _last_name(nodes[text])):
+                yield name, _value(nodes[text], frame), tuple(dict.fromkeys(several))[:MOST_CHOICES]
+
+
+def _subscripts_at(file: str, line: int) -> Iterator[ast.Subscript]:
+    # What the statement at a line takes of values that have a name.
+    for node in ast.walk(max(_statements(file, line), key=_line, default=ast.Pass())):
+        if isinstance(node, ast.Subscript) and isinstance(node.value, (ast.Name, ast.Attribute)):
+            yield node
+
+
+def _last_name(node: ast.expr) -> str | None:
+    match node:
+        case ast.Name(name) | ast.Attribute(_, name) | ast.Subscript(_, ast.Constant(str(name))):
+            return name
+    return None
+
+
+def _function_at(file: str, line: int) -> ast.AST:
+    # The function whose code begins at a line, that of its first decorator.
+    for node in ast.walk(_tree("".join(linecache.getlines(file)))):
+        if isinstance(node, ast.FunctionDef):
+            first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
+            if first == line:
+                return node
+    return ast.Module([], [])
+
+
 def _named(file: str, line: int) -> Iterator[str]:
     # The names and the keys in the statement at a line.
-    inner = max(_statements(file, line), key=lambda node: node.lineno, default=None)
+    inner = max(_statements(file, line), key=_line, default=None)
     for node in ast.walk(inner) if inner is not None else ():
         if node is inner or line <= getattr(node, "lineno", line):
             match node:

@@ -10,12 +10,13 @@ import copy
 import functools
 import inspect
 import re
+import time
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -35,7 +36,9 @@ from attn_fuse.explain.configs import (
 from attn_fuse.explain.factories import factories_of
 from attn_fuse.explain.older import imported_part, without_argument
 from attn_fuse.explain.open_file import Say, moved_to_its_files, same_folder_after
+from attn_fuse.explain.other_arguments import Arguments, other_arguments
 from attn_fuse.explain.problems import in_one_line
+from attn_fuse.explain.repairs import Failed, searched
 from attn_fuse.explain.roots import is_users, repository_of
 from attn_fuse.explain.signatures import defaults_of, without_default
 from attn_fuse.explain.sizes import DEPTH_NAME, in_words, value_for
@@ -50,15 +53,10 @@ from attn_fuse.explain.written_options import options_with
 MOST_PARAMETERS = 1_000_000_000
 # How many problems of a build that older code has with the libraries of today are mended.
 MOST_MENDS = 4
-# What Python says of code that takes a number for a sequence.
-TAKES_SEVERAL = re.compile(
-    r"'int' object is not (subscriptable|iterable)|object of type 'int' has no len|cannot unpack non-iterable int"
-    r"|argument after \* must be an iterable, not int"
-)
 # How many configs of a file are tried.
 MOST_CONFIGS = 4
-# How many arguments are changed as errors ask.
-MOST_SIZES = 12
+# How many changes of the arguments that failed are tried as errors ask, and for how many seconds.
+MOST_CHANGES, SEARCH_SECONDS = 32, 20.0
 # How many entries that a config lacks are made up.
 MOST_ENTRIES = 20
 # What a model that is too large gets in place of its layers, in turn.
@@ -74,12 +72,16 @@ class Built:
     """A model, what says its sizes: the configs and the arguments that it was built from, and what was made up.
 
     doubt: what is missing, where plain guesses stand in for it: the problem to tell of a model that then does not run.
+    again: builds the model from other arguments, and may raise whatever its class does; None where a text or a factory
+    built it. arguments: those that it was built from.
     """
 
     model: nn.Module
     holders: tuple[object, ...]
     notes: tuple[str, ...] = ()
     doubt: ExplainError | None = None
+    again: Callable[[Arguments], Built] | None = None
+    arguments: Arguments = field(default_factory=Arguments)
 
 
 # What builds a model, and what says its sizes.
@@ -88,10 +90,11 @@ _Made = tuple[Callable[[], nn.Module], tuple[object, ...]]
 
 @dataclass(frozen=True)
 class _Way:
-    # A way to build a model: what to say of it, what builds it from a sink for notes, and whether it guesses.
+    # A way to build a model: what to say of it, what builds it from a sink for notes, and the arguments of its class,
+    # where it calls that.
     note: str | None
     make: Callable[[Say], _Made]
-    guesses: bool = False
+    arguments: Arguments | None = None
 
 
 def built(
@@ -102,7 +105,7 @@ def built(
 ) -> Built:
     """An instance of `cls` of at most `most` parameters, built in the first of these ways that works: from its defaults
     and those of its config; as a text of its repository spells it out; as a config that names it says; by a factory
-    without arguments; from small sizes by name, and pairs of them; by a factory from small sizes; from its defaults
+    without arguments; from small sizes by name, and as the errors ask; by a factory from small sizes; from its defaults
     with fewer layers; with what a text spells out of it; with plain guesses for arguments whose names say nothing.
     `say` is told of all but the first.
 
@@ -119,11 +122,14 @@ def all_built(cls: type[nn.Module], namespace: Mapping[str, Any], most: int = MO
     """What each way of `built` that works gives, in its order. Raises ExplainError where none does."""
     failures: list[ExplainError] = []
     works = False
+    path = Path(str(namespace.get("__file__", "")))
+
+    def again(arguments: Arguments) -> Built:
+        return _built_by(_Attempt(cls, namespace, path, arguments).way(), cls, most, path, again)
+
     for way in _ways(cls, namespace, failures):
-        notes: list[str] = [way.note] if way.note else []
         try:
-            with random_weights(notes.append), same_folder_after():
-                model, holders = _mended(way, cls, most, notes.append, Path(str(namespace.get("__file__", ""))))
+            made = _built_by(way, cls, most, path, again)
         except ExplainError as error:
             failures.append(error)
             continue
@@ -136,14 +142,23 @@ def all_built(cls: type[nn.Module], namespace: Mapping[str, Any], most: int = MO
             )
             failures[-1].__cause__ = error
             continue
-        if not isinstance(model, nn.Module):
-            failures.append(ExplainError(f"cannot build {cls.__name__}: it comes out as a {type(model).__name__}"))
-            continue
         works = True
-        doubt = next(filter(_lacks_a_value, failures), None) if way.guesses else None
-        yield Built(staged(model), holders, tuple(dict.fromkeys(notes)), doubt)
+        guesses = way.arguments is not None and way.arguments.guess is not None
+        yield replace(made, doubt=next(filter(_lacks_a_value, failures), None) if guesses else None)
     if not works:
         raise next((f for f in failures if isinstance(f, (MissingPackage, TooLarge))), failures[0])
+
+
+def _built_by(way: _Way, cls: type[nn.Module], most: int, path: Path, again: Callable[[Arguments], Built]) -> Built:
+    notes: list[str] = [way.note] if way.note else []
+    with random_weights(notes.append), same_folder_after():
+        model, holders = _mended(way, cls, most, notes.append, path)
+    if not isinstance(model, nn.Module):
+        raise ExplainError(f"cannot build {cls.__name__}: it comes out as a {type(model).__name__}")
+    said = tuple(dict.fromkeys(notes))
+    if way.arguments is None:
+        return Built(staged(model), holders, said)
+    return Built(staged(model), holders, said, again=again, arguments=way.arguments)
 
 
 def _made(way: _Way, cls: type[nn.Module], most: int, say: Say, path: Path) -> tuple[nn.Module, tuple[object, ...]]:
@@ -244,7 +259,7 @@ def _ways(cls: type[nn.Module], namespace: Mapping[str, Any], failures: Sequence
         name for name in needs if not is_config_name(name) and config_class(cls, name, needs[name], namespace) is None
     ]
     path = Path(str(namespace.get("__file__", "")))
-    direct = _Way(None, lambda say: call_of(cls, namespace, path, say))
+    direct = _Attempt(cls, namespace, path, Arguments()).way()
     if not sized:
         yield direct
     if path.is_file():
@@ -273,8 +288,8 @@ def _ways(cls: type[nn.Module], namespace: Mapping[str, Any], failures: Sequence
     if takes_none or any(value is None for value in defaults_of(cls).values()):
         yield _Way(None, lambda say: call_of(cls, namespace, path, say, with_none=True))
     for rank in range(1, MOST_CONFIGS) if path.is_file() else ():
-        yield _Way(None, functools.partial(_by_parts, cls, namespace, path, {}, None, config_rank=rank))
-    yield from _with_other_sizes(cls, namespace, path, {name: needs[name] for name in sized}, failures)
+        yield _Attempt(cls, namespace, path, Arguments(), rank).way()
+    yield from _as_errors_ask(cls, namespace, path, [_Attempt(cls, namespace, path, Arguments())], failures)
     is_large = any(isinstance(failure, TooLarge) for failure in failures)
     why = "since its defaults are too large" if is_large else "since it does not run with its defaults"
     fewer = [_Way(None, functools.partial(_shrunk, cls, namespace, path, n, why)) for n in FEWER_LAYERS]
@@ -285,56 +300,64 @@ def _ways(cls: type[nn.Module], namespace: Mapping[str, Any], failures: Sequence
         return
     for source, given in parts_of_calls(cls, namespace, path) if path.is_file() else ():
         words = f"{', '.join(given)} as in {source}"
-        yield _Way(words, functools.partial(_by_parts, cls, namespace, path, given, None))
-    for guess in range(GUESSES):
-        yield _Way(None, functools.partial(_by_parts, cls, namespace, path, {}, guess), guesses=True)
-    yield from _with_other_sizes(cls, namespace, path, {name: needs[name] for name in sized}, failures, guess=0)
+        yield _Way(words, _Attempt(cls, namespace, path, Arguments(given)).make)
+    guessed = [_Attempt(cls, namespace, path, Arguments(guess=guess)) for guess in range(GUESSES)]
+    yield from _as_errors_ask(cls, namespace, path, guessed, failures)
 
 
-def _with_other_sizes(
+class _Attempt:
+    # A build of a class from some arguments; `holders` is what the last call of `make` built from.
+
+    def __init__(
+        self, cls: type[nn.Module], namespace: Mapping[str, Any], path: Path, arguments: Arguments, rank: int = 0
+    ) -> None:
+        self.arguments, self.holders = arguments, cast("tuple[object, ...]", ())
+        self._call = functools.partial(
+            call_of, cls, namespace, path, given=arguments.given, guess=arguments.guess, config_rank=rank
+        )
+
+    def make(self, say: Say) -> _Made:
+        make, self.holders = self._call(say=say)
+        self.arguments.with_entries(self.holders[:-1])
+        return make, self.holders
+
+    def way(self) -> _Way:
+        changed = self.arguments.changed
+        return _Way(f"as its errors ask: {in_words(changed)}" if changed else None, self.make, self.arguments)
+
+
+def _as_errors_ask(
     cls: type[nn.Module],
     namespace: Mapping[str, Any],
     path: Path,
-    needs: Mapping[str, Any],
+    attempts: Sequence[_Attempt],
     failures: Sequence[ExplainError],
-    guess: int | None = None,
 ) -> Iterator[_Way]:
-    # The class with one argument after another as its error asks: a pair where its code took a number for a sequence,
-    # or a size that fits. What leads to another error is kept.
-    def candidates(problem: ExplainError, given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-        if problem.__cause__ is None:
-            return
-        defaults, asked = defaults_of(cls), asked_by(problem.__cause__)
-        values = {name: value_for(name, hint, defaults) for name, hint in needs.items()}
-        sizes = {name: value for name, value in {**values, **defaults, **given}.items() if type(value) is int}
-        # What the failing code names comes first.
-        sizes = dict(sorted(sizes.items(), key=lambda item: item[0] not in asked.near))
-        if isinstance(problem.__cause__, TypeError) and TAKES_SEVERAL.search(str(problem.__cause__)):
-            yield from ((name, (size, size)) for name, size in sizes.items() if name in needs or name in given)
-        else:
-            absent = [name for name in sorted(asked.absent) if name in defaults and name not in given]
-            yield from ((name, value) for name in absent if (value := value_for(name)) is not None)
-            for has, wants in asked.sizes:
-                yield from ((name, wants) for name, size in sizes.items() if size == has and wants > 0)
-                scaled = {name: size * wants // has for name, size in sizes.items() if has and size * wants % has == 0}
-                yield from ((name, size) for name, size in scaled.items() if size not in (0, sizes[name], wants))
+    # The class with one argument after another as its errors ask, from what came furthest; first the attempts as such.
+    def others(failed: Failed[_Attempt]) -> Iterator[_Attempt]:
+        attempt, asked = failed.tried, failed.asked
+        for arguments in other_arguments(attempt.arguments, asked, attempt.holders):
+            yield _Attempt(cls, namespace, path, arguments)
 
-    given: dict[str, Any] = {}
-    for problem in [failure for failure in failures if next(candidates(failure, given), None) is not None][:1]:
-        left = candidates(problem, given)
-        for _ in range(MOST_SIZES):
-            name, value = next(left, ("", None))
-            if not name:
-                return
-            why = "pairs, where its code takes several" if type(value) is tuple else "sizes that its errors ask for"
-            yield _Way(
-                f"{why}: {in_words({**given, name: value})}",
-                functools.partial(_by_parts, cls, namespace, path, {**given, name: value}, guess),
-                guesses=guess is not None,
-            )
-            if str(failures[-1]) != str(problem):
-                given[name], problem = value, failures[-1]
-                left = candidates(problem, given)
+    def tried(attempt: _Attempt) -> Generator[_Way, None, Failed[_Attempt] | None]:
+        count = len(failures)
+        yield attempt.way()
+        error = failures[-1].__cause__ if len(failures) > count else None
+        asked = None if error is None else asked_by(error)
+        return None if asked is None else Failed(attempt, asked, asked.lines)
+
+    starts = []
+    for attempt in attempts:
+        starts.append((yield from tried(attempt)))
+    end = time.monotonic() + SEARCH_SECONDS
+    search = searched([start for start in starts if start is not None], others, end, MOST_CHANGES)
+    candidate = next(search, None)
+    while candidate is not None:
+        failed = yield from tried(candidate)
+        try:
+            candidate = search.send(failed)
+        except StopIteration:
+            return
 
 
 def _lacks_a_value(failure: ExplainError) -> bool:
@@ -358,18 +381,6 @@ def _mended(way: _Way, cls: type[nn.Module], most: int, say: Say, path: Path) ->
                 if not mends.enter_context(without_argument(error, is_own, say)):
                     raise
         return _made(way, cls, most, say, path)
-
-
-def _by_parts(
-    cls: type[nn.Module],
-    namespace: Mapping[str, Any],
-    path: Path,
-    given: Mapping[str, Any],
-    guess: int | None,
-    say: Say,
-    config_rank: int = 0,
-) -> _Made:
-    return call_of(cls, namespace, path, say, given=given, guess=guess, config_rank=config_rank)
 
 
 def _shortened(text: str) -> str:

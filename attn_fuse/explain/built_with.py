@@ -12,11 +12,13 @@ import inspect
 import re
 import sys
 import textwrap
+import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
 
+from attn_fuse.explain.signatures import bases_of, tree_of_function
 from attn_fuse.explain.sizes import DEPTH, KERNEL, OUTPUT_NAME, VOCABULARY, Known, value_for
 
 # How many classes deep an argument is followed.
@@ -49,6 +51,8 @@ def value_built_with(cls: type, name: str, given: Mapping[str, Any], depth: int 
     tree = _constructor(cls)
     if tree is None:
         return None
+    if (text := _compared_with(cls, name)) is not None:
+        return text
     known = Known.of(given)
     values = {
         "width": known.model_width, "heads": known.head_count, "things": VOCABULARY, "depth": DEPTH, "kernel": KERNEL,
@@ -102,6 +106,20 @@ def entries_asked(cls: type, name: str, depth: int = 0) -> int:
         if inner is not None and taken is not None and (count := entries_asked(inner, taken, depth + 1)):
             return count
     return 0
+
+
+def _compared_with(cls: type, name: str) -> str | None:
+    # The first text that the methods of `cls` compare the argument, or the attribute of its name, with.
+    for base in bases_of(cls):
+        methods = vars(base).values() if not base.__module__.startswith("torch.") else ()
+        for tree in map(tree_of_function, (one for one in methods if isinstance(one, types.FunctionType))):
+            for node in ast.walk(tree):
+                match node:
+                    case ast.Compare(left, [ast.Eq() | ast.In() | ast.NotIn()], [right]) if _is_name(left, name):
+                        texts = [one.value for one in ast.walk(right) if isinstance(one, ast.Constant)]
+                        if texts and isinstance(texts[0], str):
+                            return texts[0]
+    return None
 
 
 def _constructor(cls: type) -> ast.Module | None:

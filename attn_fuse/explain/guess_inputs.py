@@ -6,7 +6,6 @@ import contextlib
 import functools
 import inspect
 import itertools
-import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -38,11 +37,6 @@ from attn_fuse.explain.steps import TimeUp, trying
 from attn_fuse.explain.use_values import Around, values_for
 from attn_fuse.explain.uses import Use, uses_of
 
-# What torch's errors call for.
-WIDTH_WANTED = re.compile(r"shapes cannot be multiplied \(\d+x\d+ and (\d+)x\d+\)")
-CHANNELS_WANTED = re.compile(r"expected input\[[\d, ]+\] to have (\d+) channels")
-MATCH_WANTED = re.compile(r"Expected size (\d+) but got size (\d+) for tensor")
-LENGTH_WANTED = re.compile(r"size of tensor a \((\d+)\) must match the size of tensor b \((\d+)\)")
 # Sides of pictures, in the order in which they are tried.
 SIDES = (64, 224, 32, 256, 128)
 # How many combinations of guesses are run, how many of one first argument, and for how many seconds.
@@ -55,6 +49,14 @@ MOST_ALIKE = 16
 MOST_BY_USE = 4
 # Inputs of fewer numbers than these are a toy's.
 FEW = 64
+
+
+class NoInputs(ExplainError):
+    """No inputs run on a model; `failed` are those that came furthest, by the error that they raised."""
+
+    def __init__(self, message: str, failed: tuple[Failed[Inputs], ...]) -> None:
+        super().__init__(message)
+        self.failed = failed
 
 
 def inputs_for(
@@ -71,10 +73,9 @@ def inputs_for(
     length, batch: the sequence length, and the batch size, instead of what is declared.
     spelled: inputs that the repository spells out, tried before any guess where neither was given; those of few numbers
     come last, since they say little of a model's use, and so do those without the targets that are asked for.
-    Raises ExplainError where no guess runs. One that runs for RUN_SECONDS without an error counts where no other runs.
+    Raises NoInputs where no guess runs. One that runs for RUN_SECONDS without an error counts where no other runs.
     """
-    sizes = Sizes.of(model, holders, length, batch)
-    trial = _Trial(model, targets, sizes)
+    trial = trial_of(model, holders, targets, length, batch)
     texts = [
         (inputs, trial.targets is not None or sum(t.numel() for t in tensors_in([*inputs.args, inputs.kwargs])) < FEW)
         for inputs in (spelled if length is None and batch == 1 else ())
@@ -89,13 +90,19 @@ def inputs_for(
     if trial.slow is not None:
         return trial.slow
     tried = f"with {trial.failures[0]}" if trial.failures else "it has no embedding, convolution or linear layer"
-    raise ExplainError(
+    raise NoInputs(
         f"no inputs found that {type(model).__name__} runs on ({tried}); "
-        f"pass them with --inputs, as in --inputs '{_example(trial)}'"
+        f"pass them with --inputs, as in --inputs '{_example(trial)}'",
+        tuple(trial.raised.values()),
     )
 
 
-def _example(trial: _Trial) -> str:
+def trial_of(model: nn.Module, holders: Sequence[object], targets: bool, length: int | None, batch: int) -> Trial:
+    """What runs `model` on inputs; the arguments are those of `inputs_for`."""
+    return Trial(model, targets, Sizes.of(model, holders, length, batch))
+
+
+def _example(trial: Trial) -> str:
     # Inputs in Python for the parameters of forward, as their uses and names say: the user has to change shapes only.
     # What an error said of one argument is no width of the others.
     trial.wanted.clear()
@@ -119,8 +126,11 @@ class _Ran:
     embedded: list[tuple[nn.Embedding, Tensor]]
 
 
-class _Trial:
-    """Runs the model on guesses of its arguments, until one runs."""
+class Trial:
+    """Runs the model on guesses of its arguments, until one runs.
+
+    failed: the last that raised.
+    """
 
     def __init__(self, model: nn.Module, targets: bool, sizes: Sizes) -> None:
         self.model = model
@@ -142,10 +152,10 @@ class _Trial:
         self.convolutions = [module for module in modules if isinstance(module, nn.modules.conv._ConvNd)]
         self.failures: list[str] = []
         # Of each error the inputs that came furthest; and those tried since.
-        self.raised: dict[str, Failed] = {}
+        self.raised: dict[str, Failed[Inputs]] = {}
         self.repairs: set[str] = set()
         self.left = TRY_SECONDS / 2
-        self.failed: Failed | None = None
+        self.failed: Failed[Inputs] | None = None
         self.slow: Inputs | None = None
         # Widths that errors asked for, the last first; and lengths, the first first, as the likeliest guess came first.
         self.wanted: list[int] = []
@@ -183,11 +193,11 @@ class _Trial:
         """A run on inputs that failed before, with other sizes, as the errors ask for."""
         start = time.monotonic()
         end = start + self.left
-        found: _Ran | None = first_that_runs([*self.raised.values()], self._repaired, self._others, end)
+        found: _Ran | None = first_that_runs([*self.raised.values()], self._repaired, self.others, end)
         self.left -= time.monotonic() - start
         return found
 
-    def _repaired(self, inputs: Inputs) -> _Ran | Failed | None:
+    def _repaired(self, inputs: Inputs) -> _Ran | Failed[Inputs] | None:
         sizes = {size for t in tensors_in([*inputs.args, inputs.kwargs]) for size in t.shape}
         if str(inputs) in self.repairs or (self.sizes.asked and self.sizes.asked not in sizes):
             return None
@@ -197,10 +207,11 @@ class _Trial:
         self.slow = slow  # inputs of another size that run for long may yet raise
         return ran or self.failed
 
-    def _others(self, failed: Failed) -> Iterator[Inputs]:
-        yield from repaired(failed.inputs, failed.asked, [p.name for p in self.named])
-        values_of = functools.partial(self._values_of, failed.inputs, failed.asked)
-        yield from with_named(failed.inputs, failed.asked, self.parameters, values_of)
+    def others(self, failed: Failed[Inputs]) -> Iterator[Inputs]:
+        """Inputs with what the error of some asks for."""
+        yield from repaired(failed.tried, failed.asked, [p.name for p in self.named])
+        values_of = functools.partial(self._values_of, failed.tried, failed.asked)
+        yield from with_named(failed.tried, failed.asked, self.parameters, values_of)
 
     def _values_of(self, inputs: Inputs, asked: Asked, parameter: inspect.Parameter) -> Iterator[Any]:
         # Values for an argument that an error names: by its use and its name, and like the others.
@@ -341,12 +352,13 @@ class _Trial:
             # What runs that long without an error most likely runs to the end: the only one to take where none does.
             self.slow = self.slow or inputs
         except Exception as error:
-            words = in_one_line(error)
+            words, asked = in_one_line(error), asked_by(error)
             self.failures.append(f"{inputs}: {words}")
-            self.failed = Failed(inputs, asked_by(error), calls.count)
+            self.failed = Failed(inputs, asked, calls.count)
+            self.wanted[:0] = [width for width in asked.widths[::-1] if width not in self.wanted]
+            self.told += [length for length in asked.lengths if length not in self.told]
             if words not in self.raised or self.raised[words].reached < calls.count:
                 self.raised[words] = self.failed
-            self._learn(str(error))
         return None
 
     def _with_first(self, first: Any, known: int) -> _Ran | None:
@@ -365,15 +377,6 @@ class _Trial:
             if alike[problem] >= MOST_ALIKE:
                 return None
         return None
-
-    def _learn(self, message: str) -> None:
-        # What torch says of sizes that do not fit: the width of a weight, the length of learned positions.
-        for pattern in (WIDTH_WANTED, CHANNELS_WANTED, MATCH_WANTED):
-            for text in ((found := pattern.search(message)) and found.groups()) or ():
-                if int(text) not in self.wanted:
-                    self.wanted.insert(0, int(text))
-        if (sizes := LENGTH_WANTED.search(message)) and int(sizes[2]) not in self.told:
-            self.told.append(int(sizes[2]))
 
     @property
     def fixed(self) -> tuple[int, ...]:
@@ -401,6 +404,9 @@ class _Trial:
         if SOUNDS.search(name) or any(isinstance(c, nn.Conv1d) for c in self.convolutions[:1]):
             kinds.insert(0, self._sounds())
         yield from itertools.chain.from_iterable(kinds)
+        # For a model of own layers only: its errors tell the rest.
+        if any(True for _ in self.model.parameters()):
+            yield self._floats(SHORT, USUAL)
 
     def _sounds(self) -> Iterator[Tensor]:
         for convolution in self.convolutions[:2]:

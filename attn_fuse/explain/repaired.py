@@ -18,8 +18,8 @@ from attn_fuse.explain.inputs import Inputs
 LARGEST, MOST_NUMBERS = 1 << 12, 1 << 22
 # Sides of the patches of a picture that a model may count.
 PATCHES = (1, 2, 4, 8, 14, 16, 32)
-# Size of a dimension that is put in.
-NEW = 8
+# Size of a dimension that is put in, and of the sides of a map.
+NEW, SIDE = 8, 64
 # How many values of a dict serve as one for an entry that it lacks.
 MOST_ALIKE = 3
 
@@ -50,16 +50,23 @@ def _made(inputs: Inputs, asked: Asked, names: Sequence[str]) -> Iterator[Inputs
         yield from _with_entry(inputs, asked.key)
     if asked.arrays:
         yield _with(inputs, {place: t.cpu().numpy() for place, t in tensors.items() if not t.is_floating_point()})
-    if asked.dtype is not None:
-        for place, tensor in tensors.items():
-            if tensor.is_floating_point() != asked.dtype.is_floating_point:
-                others: tuple[_Shape, ...] = (
-                    tensor.shape,
-                    (*tensor.shape, NEW),
-                    tensor.shape[: max(tensor.dim() - 1, 2)],
-                )
-                yield from (_with(inputs, {place: _numbers(s, asked.dtype, tensor.device)}) for s in others)
     together = [*_together(tensors, asked, names)]
+    if asked.scalar:
+        near = [places[0] for places in together if len(places) == 1]
+        yield from (_with(inputs, {place: number}) for place in near for number in _numbers_like(tensors[place]))
+    if asked.small:
+        whole = [place for place, tensor in tensors.items() if not tensor.is_floating_point()]
+        yield from (_with(inputs, {p: torch.zeros_like(tensors[p]) for p in places}) for places in (whole, *zip(whole)))
+    if asked.dtype is not None:
+        of_other = {p: t for p, t in tensors.items() if t.is_floating_point() != asked.dtype.is_floating_point}
+        for places in together:
+            for shaped in (_same, _with_one_more, _with_one_less):
+                new = {
+                    p: _numbers(shaped(of_other[p].shape), asked.dtype, of_other[p].device)
+                    for p in places
+                    if p in of_other
+                }
+                yield _with(inputs, new)
     for change in _changes(asked):
         shapes = {place: [s for s in change(tensor) if _is_possible(s, asked)] for place, tensor in tensors.items()}
         for places in together:
@@ -67,6 +74,22 @@ def _made(inputs: Inputs, asked: Asked, names: Sequence[str]) -> Iterator[Inputs
             for pick in range(max(map(len, found.values()), default=0)):
                 picked = {place: several[min(pick, len(several) - 1)] for place, several in found.items()}
                 yield _with(inputs, {place: _of_shape(tensors[place], shape) for place, shape in picked.items()})
+
+
+def _numbers_like(tensor: Tensor) -> list[int]:
+    return list(dict.fromkeys((1, *tensor.shape[1:2])))
+
+
+def _same(shape: _Shape) -> _Shape:
+    return shape
+
+
+def _with_one_more(shape: _Shape) -> _Shape:
+    return (*shape, NEW)
+
+
+def _with_one_less(shape: _Shape) -> _Shape:
+    return shape[: max(len(shape) - 1, 2)]
 
 
 def _together(tensors: Mapping[_Place, Tensor], asked: Asked, names: Sequence[str]) -> Iterator[list[_Place]]:
@@ -99,6 +122,8 @@ def _changes(asked: Asked) -> Iterator[Callable[[Tensor], Iterator[_Shape]]]:
         yield from (functools.partial(_of_another_rank, more) for more in (-1, 1))
     if asked.index_rank:
         yield _as_index
+    if asked.map is not None:
+        yield functools.partial(_as_map, *asked.map)
     yield from (functools.partial(_of_rank, has, wants) for has, wants in asked.ranks)
     yield from (functools.partial(_of_blocks, numbers, block) for numbers, block in asked.blocks)
     sizes = [(has, wants) for has, wants in asked.sizes if has not in (0, wants)]
@@ -120,6 +145,11 @@ def _as_index(tensor: Tensor) -> Iterator[_Shape]:
     if not tensor.is_floating_point() and tensor.dim():
         yield (*tensor.shape, 1)
         yield (*tensor.shape, 1, 1)
+
+
+def _as_map(channels: int, dims: int, tensor: Tensor) -> Iterator[_Shape]:
+    if tensor.is_floating_point() and 1 < tensor.dim() <= dims + 2:
+        yield (tensor.shape[0], channels, *(SIDE,) * dims)
 
 
 def _of_rank(has: int | None, wants: int, tensor: Tensor) -> Iterator[_Shape]:
@@ -182,6 +212,8 @@ def _changed(shape: _Shape, new: dict[int, int]) -> _Shape:
 
 
 def _numbers(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if dtype is torch.bool:
+        return torch.ones(tuple(shape), dtype=dtype, device=device)
     # Whole numbers are 0 or 1, which every table has a row for.
     is_whole = not dtype.is_floating_point
     return (
@@ -246,7 +278,8 @@ def _with_entry(inputs: Inputs, key: str) -> Iterator[Inputs]:
 def with_named(
     inputs: Inputs, asked: Asked, parameters: Sequence[inspect.Parameter], values_of: Callable[..., Iterator[Any]]
 ) -> Iterator[Inputs]:
-    """The inputs with arguments that are None or left out, and that an error names, as in "guidance is needed".
+    """The inputs with arguments that are None or left out, and that an error names, as in "guidance is needed"; where
+    something is None that has no such name, with those that are given as None.
 
     All of them together come first, then each. parameters: those of forward; where it takes any keywords, names that
     the error speaks of count, too. values_of: values for a parameter, the likeliest first.
@@ -256,7 +289,10 @@ def with_named(
     if len(named) < len(parameters):
         handed_on = sorted(asked.absent & asked.words - {p.name for p in named})
         named += [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in handed_on]
-    wanted = [p for p in named if p.name in asked.words | asked.absent and given.get(p.name) is None]
+    unset = [p for p in named if given.get(p.name) is None]
+    # What is None further within may have another name here.
+    handed = [p for p in unset if p.name in given] if asked.none else []
+    wanted = [p for p in unset if p.name in asked.words | asked.absent] or handed
     values = {p.name: [value for value in values_of(p) if value is not None] for p in wanted}
     for names in ([*values], *([name] for name in values if len(values) > 1)):
         for pick in range(max((len(values[name]) for name in names), default=0)):

@@ -1,28 +1,33 @@
-"""A search from inputs that failed to inputs that run: what an error asks for is changed, step by step."""
+"""A search from what failed to what works: what an error asks for is changed, step by step."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from torch.overrides import TorchFunctionMode
 
 from attn_fuse.explain.asked import Asked
-from attn_fuse.explain.inputs import Inputs
 
-# How many inputs are tried of a start, how many at least of a step on, and in how many steps.
+# How many candidates are tried of a start, how many at least of a step on, and in how many steps.
 MOST_TRIES, FEWEST_TRIES, STEPS = 160, 16, 10
+
+T = TypeVar("T")
+Ran = TypeVar("Ran")
 
 
 @dataclass(frozen=True)
-class Failed:
-    """Inputs on which a model raised an error, what that asks of them, and after how many calls of torch it came."""
+class Failed(Generic[T]):
+    """A candidate that raised an error, what the error asks for, and how far the candidate came before.
 
-    inputs: Inputs
+    reached: greater for what came further, as the number of calls of torch.
+    """
+
+    tried: T
     asked: Asked
-    reached: int
+    reached: Any
 
 
 class Calls(TorchFunctionMode):
@@ -35,40 +40,56 @@ class Calls(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def first_that_runs(
-    starts: Iterable[Failed],
-    attempt: Callable[[Inputs], Any | Failed | None],
-    others: Callable[[Failed], Iterator[Inputs]],
-    end: float,
-) -> Any | None:
-    """What `attempt` gives for the first inputs that run; None where none do.
+def searched(
+    starts: Iterable[Failed[T]], others: Callable[[Failed[T]], Iterator[T]], end: float, most: int = MOST_TRIES
+) -> Generator[T, Failed[T] | None, None]:
+    """Candidates to try; it is sent how each failed, None for what was tried before.
 
-    starts: inputs that failed; those that came furthest are gone on from first. attempt: runs the model; gives Failed
-    where it raised, and None for what was tried before. others: further inputs, as the error of some asks for.
-    end: by time.monotonic(), in seconds.
+    starts: what failed; those that came furthest are gone on from first. others: further candidates, as the error of
+    one asks for. end: by time.monotonic(), in seconds. most: how many are tried of a start.
     """
-    for start in sorted(starts, key=lambda failed: -failed.reached):
+    for start in sorted(starts, key=lambda failed: failed.reached, reverse=True):
         # What comes further is a step on, to go on from at once, for half of the tries that are left.
-        steps = [(start, others(start), MOST_TRIES)]
+        steps = [(start, others(start), most)]
         tries = 0
         while steps and time.monotonic() < end:
-            before, further, most = steps[-1]
-            inputs = next(further, None) if tries < most else None
-            if inputs is None:
+            before, further, last = steps[-1]
+            candidate = next(further, None) if tries < last else None
+            if candidate is None:
                 steps.pop()
                 continue
-            found = attempt(inputs)
-            if found is None:
+            failed = yield candidate
+            if failed is None:
                 continue
-            if not isinstance(found, Failed):
-                return found
             tries += 1
-            # At the same call another dimension may not fit.
-            known = {failed.asked.kind for failed, _, _ in steps if failed.reached >= found.reached}
-            is_on = found.reached > before.reached or (
-                found.reached == before.reached and found.asked.kind not in known
+            # At the same place another size may not fit.
+            known = {step.asked.kind for step, _, _ in steps if step.reached >= failed.reached}
+            is_on = failed.reached > before.reached or (
+                failed.reached == before.reached and failed.asked.kind not in known
             )
             if is_on and len(steps) < STEPS:
-                deeper = min(tries + max((most - tries) // 2, FEWEST_TRIES), MOST_TRIES)
-                steps.append((found, others(found), deeper))
+                deeper = min(tries + max((last - tries) // 2, FEWEST_TRIES), most)
+                steps.append((failed, others(failed), deeper))
+
+
+def first_that_runs(
+    starts: Iterable[Failed[T]],
+    attempt: Callable[[T], Ran | Failed[T] | None],
+    others: Callable[[Failed[T]], Iterator[T]],
+    end: float,
+) -> Ran | None:
+    """What `attempt` gives for the first candidate of `searched` that runs; None where none does.
+
+    attempt: gives Failed where the candidate raised, and None for what was tried before.
+    """
+    search = searched(starts, others, end)
+    candidate = next(search, None)
+    while candidate is not None:
+        found = attempt(candidate)
+        if found is not None and not isinstance(found, Failed):
+            return found
+        try:
+            candidate = search.send(found)
+        except StopIteration:
+            break
     return None

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 VOCABULARY, WIDTH, HEAD, LENGTH, DEPTH, CLASSES, CHANNELS, PICTURE, PATCH = 1000, 256, 64, 128, 2, 10, 3, 64, 16
-SERIES, MELS, STRIDE, KERNEL = 7, 80, 8, 3
+SERIES, MELS, STRIDE, KERNEL, WINDOW = 7, 80, 8, 3, 8
 
 HEADS_NAME = (
     r"(^|_)(n_?|num_?|attn_|attention_)?(kv_|query_|q_|key_value_)?heads?(_num|_count)?$|^h$|nheads?$|n_?head(s|$)"
@@ -166,6 +166,8 @@ def _table(known: Known) -> tuple[tuple[str, Any], ...]:
         (r"(img|image)_?(size|resolution|dim|height|width|h|w)|resolution|input_size", picture),
         (r"patch_?(size|len|length|height|width)?$|^patch", patch),
         (r"n_?mels?|mel_(bins|dim)", MELS),
+        (r"window_?(size|len)?$", WINDOW),
+        (r"soft_?cap", 30.0),
         (LENGTH_NAME, LENGTH),
         (r"(model|base|init|start)_(channels|dim|ch)|^nf$|^ngf$", HEAD),
         (r"(embed\w*|hidden|feat\w*)_(channels|ch)$", width),

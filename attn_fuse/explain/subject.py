@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import sys
 import time
 import types
@@ -17,10 +18,11 @@ from torch import Tensor, nn
 
 from attn_fuse.errors import ExplainError, nearest
 from attn_fuse.explain import name_of
-from attn_fuse.explain.build import MOST_PARAMETERS, all_built, built
+from attn_fuse.explain.both import both_for
+from attn_fuse.explain.build import MOST_PARAMETERS, Built, all_built, built
 from attn_fuse.explain.choose_entry import candidates, parts
 from attn_fuse.explain.find_file import file_in
-from attn_fuse.explain.guess_inputs import inputs_for
+from attn_fuse.explain.guess_inputs import NoInputs, Trial, inputs_for, trial_of
 from attn_fuse.explain.inputs import Inputs
 from attn_fuse.explain.open_file import IMPORT_LIMIT, LEFT_OUT, imported
 from attn_fuse.explain.problems import in_one_line
@@ -219,6 +221,7 @@ def _built_and_run(
     # The first of the ways to build `cls` whose model runs on some inputs, and what was made up for it.
     ways = all_built(cls, namespace, args.parameters)
     failures: list[ExplainError] = []
+    left: list[tuple[Built, NoInputs]] = []
     start = time.monotonic()
     for _ in range(MOST_WAYS):
         if failures and time.monotonic() - start > limit / 2:
@@ -231,7 +234,22 @@ def _built_and_run(
             return _with_inputs(args, made.model, made.holders, namespace, limit), made.notes
         except ExplainError as error:
             failures.append(made.doubt or error)
+            if isinstance(error, NoInputs):
+                left.append((made, error))
+    for made, error in left:
+        if time.monotonic() - start > limit:
+            break
+        with step(f"finding arguments and inputs for {cls.__name__}", limit / 2, "pass them with --entry and --inputs"):
+            both = both_for(made, error.failed, functools.partial(_trial_of, args))
+        if both is not None:
+            made, inputs = both
+            return _Found(made.model, inputs, is_given=False), made.notes
     raise failures[0]
+
+
+def _trial_of(args: argparse.Namespace, made: Built) -> Trial:
+    made.model.eval()
+    return trial_of(made.model, made.holders, args.train, args.length, args.batch)
 
 
 def _with_inputs(

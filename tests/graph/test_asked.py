@@ -142,6 +142,47 @@ def test_ranks(program: Program, pair: tuple[int | None, int]) -> None:
     assert pair in asked(program, torch.zeros(2, 21)).ranks
 
 
+class Axes:
+    sizes = (2, 3, 4)
+
+
+def reads_each(x: Tensor) -> list[int]:
+    count = x.shape[-1]
+    return [Axes.sizes[i] for i in range(count)]
+
+
+def test_a_list_that_an_index_goes_beyond() -> None:
+    assert (21, 3) in asked(reads_each, torch.zeros(2, 21)).sizes
+
+
+def test_a_convolution_on_what_is_no_map() -> None:
+    assert asked(lambda x: torch.conv2d(x, torch.zeros(8, 3, 3, 3)), torch.zeros(1, 21, 7)).map == (3, 2)
+
+
+def test_rows_that_a_table_lacks() -> None:
+    table = nn.Embedding(4, 8)
+    assert asked(table, torch.tensor([[7]])).small and not asked(table, torch.zeros(1)).small
+
+
+def knows_texts(way: str) -> None:
+    if way == "sum":
+        return
+    if way not in ("mean", "max"):
+        raise ValueError(f"{way} is no way")
+
+
+def test_texts_that_the_code_knows() -> None:
+    assert asked(knows_texts, "?").choices == (("way", "?", ("sum", "mean", "max")),)
+
+
+def test_what_came_further_has_greater_lines() -> None:
+    def program(x: Tensor) -> Tensor:
+        x = x.view(4, 4)
+        return x @ torch.zeros(3, 3)
+
+    assert asked(program, torch.zeros(3)).lines < asked(program, torch.zeros(16)).lines
+
+
 def test_names_that_are_none() -> None:
     def program(x: Tensor, memory: Tensor | None = None, other: Tensor | None = None) -> Tensor:
         return x + memory.sum()  # type: ignore[union-attr]
@@ -194,6 +235,57 @@ def test_optional_arguments_that_an_error_names() -> None:
     found = inputs_for(Guided())
     assert {"strength", "splits"} <= found.kwargs.keys()
     assert Guided()(*found.args, **found.kwargs).shape[-1] == 16
+
+
+class Renamed(nn.Module):
+    """Wants an argument that has another name where it is missed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def inner(self, x: Tensor, hidden: Tensor | None) -> Tensor:
+        return x * hidden.dim()  # type: ignore[union-attr]
+
+    def forward(self, x: Tensor, text_attention_mask: Tensor | None = None) -> Tensor:
+        return self.inner(self.layer(x), text_attention_mask)
+
+
+def test_an_argument_that_has_another_name_where_it_is_missed() -> None:
+    found = inputs_for(Renamed())
+    assert Renamed()(*found.args, **found.kwargs).shape[-1] == 16
+
+
+class Tables(nn.Module):
+    """Takes tokens, and kinds of which there are few."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.kinds = nn.Embedding(50, 16), nn.Embedding(2, 16)
+
+    def forward(self, tokens: Tensor, types: Tensor) -> Tensor:
+        return self.tokens(tokens) + self.kinds(types)
+
+
+def test_whole_numbers_for_a_small_table() -> None:
+    tokens, types = inputs_for(Tables()).args
+    assert tokens.dim() == types.dim() == 2 and types.max() < 2
+
+
+class OwnConvolution(nn.Module):
+    """A picture model whose convolutions are none of torch's classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 3, 3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.conv2d(x, self.weight).flatten(2).mT.softmax(-1)
+
+
+def test_a_picture_for_a_convolution_of_no_class() -> None:
+    (x,) = inputs_for(OwnConvolution()).args
+    assert x.dim() == 4 and x.shape[1] == 3
 
 
 class Arrays(nn.Module):

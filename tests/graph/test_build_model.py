@@ -184,9 +184,9 @@ class TestBuilt:
             model_of(write(source))
 
     def test_a_constructor_that_raises(self, write: Write) -> None:
-        message = r"cannot build GPT: AssertionError: assert config.width == 7 \(model.py:\d+\); build it with"
+        message = r"cannot build GPT: AssertionError: assert config.width < 0 \(model.py:\d+\); build it with"
         with pytest.raises(ExplainError, match=message):
-            model_of(write(CONFIG + net("config", "assert config.width == 7")))
+            model_of(write(CONFIG + net("config", "assert config.width < 0")))
 
 
 class TestSizes:
@@ -270,14 +270,14 @@ class Config(NamedTuple):
     kinds: tuple[Kind, ...]
     norm: Literal["rms", "layer"]
     cap: float
-    window: int | None
+    span: int | None
 """
         body = """assert [kind.name for kind in config.kinds] == ["RECURRENT", "ATTENTION"] and config.norm == "rms"
-        assert config.cap > 0 and config.window is None
+        assert config.cap > 0 and config.span is None
         self.layer = nn.Linear(config.width, 1)"""
         notes: list[str] = []
         assert model_of(write(config + net("config: Config", body)), notes)[0].layer.in_features == 256
-        assert any("guesses, for names that say nothing: Config(cap=2, window=None)" in note for note in notes)
+        assert any("guesses, for names that say nothing: Config(cap=2, span=None)" in note for note in notes)
 
     def test_a_config_that_is_annotated_as_a_dict(self, write: Write) -> None:
         text = "from typing import Any\n" + net("config: dict[str, Any]", 'self.layer = nn.Linear(config["dim"], 1)')
@@ -296,7 +296,7 @@ class Config(NamedTuple):
         notes: list[str] = []
         model, _ = model_of(write(net("in_channels, heads, context_dim=None", body)), notes)
         assert model.norm.num_channels == 64 and model.layers[1].in_features == 256
-        assert any(re.search(r"sizes that its errors ask for: .*in_channels=64", note) for note in notes)
+        assert any(re.search(r"as its errors ask: .*in_channels=64", note) for note in notes)
 
     def test_sizes_that_nothing_mends(self, write: Write) -> None:
         with pytest.raises(ExplainError, match=r"cannot build GPT: ValueError: num_channels \(3\) must be divisible"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import time
 import types
 from pathlib import Path
@@ -15,7 +14,7 @@ from torch import nn
 from attn_fuse.errors import ExplainError
 from attn_fuse.explain.declared import LONGEST, SHORT, USUAL
 from attn_fuse.explain.guess_inputs import inputs_for
-from attn_fuse.explain.subject import add_flags, subject_of
+from tests.subjects import found_in
 
 
 class Tokens(nn.Module):
@@ -312,7 +311,4 @@ def test_a_model_whose_train_gives_nothing(tmp_path: Path) -> None:
         "    def train(self, mode=True):\n        super().train(mode)\n"
     )
     for flags in ([], ["--train"]):
-        args = argparse.ArgumentParser()
-        add_flags(args)
-        with subject_of(args.parse_args([str(tmp_path / "model.py"), *flags])) as subject:
-            assert subject.model.training == bool(flags)
+        assert found_in(tmp_path / "model.py", *flags).model.training == bool(flags)

@@ -101,7 +101,7 @@ def test_another_dtype(program: Call, given: Tensor) -> None:
     assert leads_to(program, Inputs((given,)))
 
 
-@pytest.mark.parametrize("message", ["", "it does not work", "index 3 is out of bounds for dimension 0 with size 3"])
+@pytest.mark.parametrize("message", ["", "it does not work", "division by zero"])
 def test_an_error_of_no_sizes_gives_nothing(message: str) -> None:
     assert list(repaired(Inputs((torch.zeros(1, 8),)), asked_by(RuntimeError(message)))) == []
 

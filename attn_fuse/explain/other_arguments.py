@@ -1,0 +1,100 @@
+"""Arguments of a constructor and entries of its configs, changed as an error asks that it raised on some."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from attn_fuse.explain.asked import Asked
+from attn_fuse.explain.sizes import value_for
+
+# How long a sequence may become.
+LONGEST = 64
+_NOTHING: Mapping[str, Any] = {}
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What a constructor is called with in place of what is made up for it.
+
+    given: arguments by name. entries: those of its configs. guess: which guess an argument gets of which no name says
+    anything; None for none.
+    """
+
+    given: Mapping[str, Any] = field(default_factory=dict)
+    entries: Mapping[str, Any] = field(default_factory=dict)
+    guess: int | None = None
+
+    @property
+    def changed(self) -> dict[str, Any]:
+        """All that is changed, by name."""
+        return {**self.given, **self.entries}
+
+    def with_entries(self, configs: Sequence[object]) -> None:
+        """Write the entries into those of `configs` that have them."""
+        for config in configs:
+            for name, value in self.entries.items():
+                if isinstance(config, dict) and (name in config or hasattr(config, name)):
+                    config[name] = value
+                elif not isinstance(config, dict) and hasattr(config, name):
+                    object.__setattr__(config, name, value)
+
+
+def other_arguments(tried: Arguments, asked: Asked, holders: Sequence[object]) -> Iterator[Arguments]:
+    """The arguments with another value of one, or of several alike, such that what an error asks for would fit.
+
+    holders: what the constructor was called with: its configs, then its arguments and defaults. Names that the failing
+    code reads come first.
+    """
+    *configs, arguments = holders or ({},)
+    given = dict(arguments) if isinstance(arguments, dict) else {}
+    entries = {name: value for config in configs for name, value in _entries(config).items()}
+    values = {**entries, **given}
+    values = dict(sorted(values.items(), key=lambda item: item[0] not in asked.near | asked.words))
+
+    def changed(new: Mapping[str, Any]) -> Arguments:
+        own = {name: value for name, value in new.items() if name in given}
+        held = {name: value for name, value in new.items() if name not in given}
+        return replace(tried, given={**tried.given, **own}, entries={**tried.entries, **held})
+
+    seen = {str(tried)}
+    for new in _changes(values, asked):
+        made = changed(new)
+        if str(made) not in seen:
+            seen.add(str(made))
+            yield made
+
+
+def _entries(config: object) -> Mapping[str, Any]:
+    if isinstance(config, Mapping):
+        return {str(name): value for name, value in config.items()}
+    return vars(config) if hasattr(config, "__dict__") and not isinstance(config, type) else _NOTHING
+
+
+def _changes(values: Mapping[str, Any], asked: Asked) -> Iterator[dict[str, Any]]:
+    numbers = {name: value for name, value in values.items() if type(value) is int}
+    for name, has, options in asked.choices:
+        alike = [one for one, value in values.items() if one == name or (value is not None and _is_same(value, has))]
+        yield from ({one: option} for one in alike for option in options if not _is_same(values[one], option))
+    if asked.several:
+        near = [name for name in numbers if name in asked.near]
+        yield from ({name: (numbers[name],) * 2} for name in numbers)
+        if len(near) > 1:
+            yield {name: (numbers[name],) * 2 for name in near}
+        return
+    absent = [name for name, value in values.items() if value is None and name in asked.absent | asked.words]
+    yield from ({name: value} for name in absent if (value := value_for(name)) is not None)
+    for has, wants in (pair for pair in asked.sizes if pair[1] > 0):
+        yield from ({name: wants} for name, size in numbers.items() if size == has)
+        if has:
+            scaled = {name: size * wants // has for name, size in numbers.items() if size * wants % has == 0}
+            yield from ({name: size} for name, size in scaled.items() if size not in (0, numbers[name], wants))
+        for name, value in values.items():
+            if type(value) in (tuple, list) and value and name in asked.near and len(value) + wants - has > 0:
+                count = min(len(value) + wants - has, LONGEST)
+                yield {name: type(value)([*value, *(value[-1],) * count][:count])}
+
+
+def _is_same(one: object, other: object) -> bool:
+    return type(one) is type(other) and isinstance(one, (str, int)) and one == other

@@ -1,0 +1,82 @@
+"""Arguments of models changed as errors ask: while the model is built, and when it runs."""
+
+from __future__ import annotations
+
+import pytest
+
+from attn_fuse.errors import ExplainError
+from attn_fuse.explain.asked import Asked
+from attn_fuse.explain.other_arguments import Arguments, other_arguments
+from tests.model_files import Write, model_of, net
+from tests.subjects import found_in
+
+
+class TestWhileBuilt:
+    def test_two_sequences_of_different_lengths(self, write: Write) -> None:
+        body = """assert depth == len(heads) == len(features) - 1, "lengths"
+        self.layers = nn.ModuleList(nn.Linear(features[i], features[i + 1] * heads[i]) for i in range(depth))"""
+        model, _ = model_of(write(net("depth, heads, features", body)))
+        assert len(model.layers) == 2
+
+    def test_a_text_that_the_code_knows(self, write: Write) -> None:
+        body = """self.kind = kind
+        if self.kind == "scaled": self.layer = nn.Linear(8, 8)
+        elif self.kind == "average": self.layer = nn.Identity()
+        else: raise ValueError(kind)"""
+        assert model_of(write(net("kind", body)))[0].kind == "scaled"
+
+    def test_a_text_that_a_function_knows(self, write: Write) -> None:
+        text = """
+def layer(way):
+    if way not in ("wide", "narrow"):
+        raise NotImplementedError(way)
+    return nn.Linear(8, 16)
+"""
+        assert model_of(write(text + net("kind", "self.layer = layer(kind)")))[0].layer.out_features == 16
+
+    def test_a_key_of_a_table(self, write: Write) -> None:
+        table = 'LAYERS = {"gelu": nn.GELU, "silu": nn.SiLU}\n'
+        model, _ = model_of(write(table + net("config", 'self.act = LAYERS[config["act_fn"]]()')))
+        assert type(model.act).__name__ in ("GELU", "SiLU")
+
+    def test_an_entry_of_a_config(self, write: Write) -> None:
+        config = "@dataclass\nclass Config:\n    width: int\n    n_heads: int = 48\n"
+        body = """assert config.width % config.n_heads == 0
+        self.layer = nn.Linear(config.width, config.n_heads)"""
+        model, _ = model_of(write(config + net("config: Config", body)))
+        assert model.layer.in_features % model.layer.out_features == 0
+
+    def test_what_none_of_the_changes_mends(self, write: Write) -> None:
+        with pytest.raises(ExplainError, match="cannot build GPT: ValueError: no kind"):
+            model_of(write(net("width, depth", 'raise ValueError("no kind")')))
+
+
+def test_no_change_is_made_twice() -> None:
+    asked = Asked(sizes=((4, 8), (4, 8)), near=frozenset({"heads"}))
+    found = [*other_arguments(Arguments(), asked, ({"heads": 4, "width": 6},))]
+    assert [one.given for one in found] == [{"heads": 8}, {"width": 12}]
+
+
+ENCODER_AND_DECODER = """
+class Encoder(nn.Module):
+    def __init__(self, d_model, n_layers):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(d_model, d_model) for _ in range(n_layers))
+    def forward(self, x):
+        return torch.stack([layer(x) for layer in self.layers], 1)
+
+class Net(nn.Module):
+    def __init__(self, d_model, n_layers):
+        super().__init__()
+        self.encoder = Encoder(d_model, n_layers)
+        self.out = nn.Linear(d_model, d_model)
+    def forward(self, x):
+        levels = self.encoder(x)
+        return self.out(levels[:, 0] + levels[:, 1] + levels[:, 2]).softmax(-1)
+"""
+
+
+def test_arguments_that_only_a_run_shows_to_be_wrong(write: Write) -> None:
+    found = found_in(write(ENCODER_AND_DECODER))
+    assert len(found.model.encoder.layers) == 3
+    assert any("as its errors ask: n_layers=3" in note for note in found.said)
