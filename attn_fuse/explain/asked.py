@@ -61,10 +61,14 @@ class Asked(Said):
     lines: tuple[int, ...] = ()
 
 
-@warnings.catch_warnings(action="ignore")  # of what is computed again
 def asked_by(error: BaseException) -> Asked:
     """What `error`, which a model raised on some inputs, asks of them: by its message, and by the comparison of sizes
     that the model's own code found false, as in `assert width == self.width`."""
+    with warnings.catch_warnings(action="ignore"):  # of what is computed again
+        return _asked_by(error)
+
+
+def _asked_by(error: BaseException) -> Asked:
     message = str(error)
     said = said_in(message)
     sizes, ranks = [*said.sizes], [*said.ranks]
