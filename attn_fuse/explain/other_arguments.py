@@ -75,7 +75,7 @@ def _entries(config: object) -> Mapping[str, Any]:
 def _changes(values: Mapping[str, Any], asked: Asked) -> Iterator[dict[str, Any]]:
     numbers = {name: value for name, value in values.items() if type(value) is int}
     for name, has, options in asked.choices:
-        alike = [one for one, value in values.items() if one == name or (value is not None and _is_same(value, has))]
+        alike = [one for one, value in values.items() if one == name or _may_be(one, value, has)]
         yield from ({one: option} for one in alike for option in options if not _is_same(values[one], option))
     if asked.several:
         near = [name for name in numbers if name in asked.near]
@@ -94,6 +94,11 @@ def _changes(values: Mapping[str, Any], asked: Asked) -> Iterator[dict[str, Any]
             if type(value) in (tuple, list) and value and name in asked.near and len(value) + wants - has > 0:
                 count = min(len(value) + wants - has, LONGEST)
                 yield {name: type(value)([*value, *(value[-1],) * count][:count])}
+
+
+def _may_be(name: str, value: Any, has: Any) -> bool:
+    # Whether an argument may be what has another name further within: a text is, a number only where it was guessed.
+    return _is_same(value, has) and (isinstance(value, str) or value_for(name) is None)
 
 
 def _is_same(one: object, other: object) -> bool:
