@@ -25,8 +25,8 @@ from attn_fuse.explain.subject import OF_A_PART
 from harness import commit
 
 NOTE = (
-    "with the packages of the extra explain: diffusers, einops, hyper-connections, ml-collections, pytorch-lightning, "
-    "PyYAML, rotary-embedding-torch, scipy, timm, transformers, x-transformers"
+    "with the packages of the extra explain: diffusers, einops, einops-exts, hyper-connections, ml-collections, "
+    "pytorch-lightning, PyYAML, rotary-embedding-torch, scipy, timm, transformers, x-transformers"
 )
 LIST = Path(__file__).parent / "results" / "explain_repositories.json"
 

@@ -69,6 +69,8 @@ def values_by_name(parameter: inspect.Parameter, first: Tensor, makes: Makes) ->
         yield None
     elif "mask" in name:
         yield None
+        if first.dim() == 4:
+            yield torch.zeros(batch, *first.shape[2:], dtype=torch.bool, device=makes.device)
         if first.dim() > 1:
             length = first.shape[1]
             for shape in ((length, length), (1, length), (batch, 1, length), (batch, 1, 1, length)):

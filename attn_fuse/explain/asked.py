@@ -13,13 +13,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
 
 from attn_fuse.explain.messages import Said, said_in
 
+DIVISIBLE = re.compile(r"(\w+) (?:must|should|has to|needs to) be (?:evenly )?divisible by (?:the )?(\w+)")
 # How many texts are told of that a name may be.
 MOST_CHOICES = 6
 # What a comparison of a size may be made of: nothing that computes for long or writes.
@@ -77,6 +78,7 @@ def _asked_by(error: BaseException) -> Asked:
         (ranks if is_rank else sizes).append((has, wants))
     if isinstance(error, IndexError) and frames:
         sizes += _entries_counted(frames)
+    sizes += _divided(error)
     words = frozenset(re.findall(r"[A-Za-z_]\w*", message))
     near = frozenset(name for frame, line in frames for name in _named(frame.f_code.co_filename, line))
     return Asked(
@@ -104,6 +106,18 @@ def _compared(frame: FrameType, line: int) -> Iterator[tuple[int, int, bool]]:
             # Whatever the model's own attributes raise says nothing.
             with contextlib.suppress(Exception):
                 yield from [*_pairs(left, operator, right, frame)]
+
+
+def _divided(error: BaseException) -> Iterator[tuple[int, int]]:
+    # Of "a must be divisible by b", the names of whole numbers where it was raised: the next multiple, and a divisor.
+    frame = next(reversed([frame for frame, _ in traceback.walk_tb(error.__traceback__)]), None)
+    found = DIVISIBLE.search(str(error))
+    held = frame.f_locals if frame is not None else {}
+    values = {**getattr(held.get("self"), "__dict__", {}), **held}
+    size, by = (values.get(name, 0) for name in found.groups()) if found else (0, 0)
+    if _is_size(size) and _is_size(by) and size > 0 < by and size % by:
+        yield size, -(-size // by) * by
+        yield by, next(n for n in range(min(by, size), 0, -1) if size % n == 0)
 
 
 def _entries_counted(frames: Sequence[tuple[FrameType, int]]) -> Iterator[tuple[int, int]]:
@@ -285,7 +299,7 @@ def _differing(one: Any, other: Any) -> Iterator[tuple[int, int]]:
         yield from ((a, b) for a, b in zip(one, other, strict=True) if a != b and _is_size(a) and _is_size(b))
 
 
-def _is_size(value: object) -> bool:
+def _is_size(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 

@@ -416,6 +416,9 @@ def _by_factory(
             made = build()
             several = made if isinstance(made, tuple) else (made,)
             found: nn.Module = next((one for one in several if _is_a(one, cls)), made)
+            if isinstance(found, nn.Module) and not any(_is_a(one, cls) for one in found.modules()):
+                # A factory may build one of several by its options.
+                raise ExplainError(f"{factory.__name__} builds a {type(found).__name__}")
             return found
 
         return model, holders

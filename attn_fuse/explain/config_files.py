@@ -54,20 +54,23 @@ def entries_with(needed: Set[str], name: str, path: Path) -> Entries | None:
         score = (count, shared, bool(SMALL.search(found.source)))
         if count and count * 2 >= len(needed) and (best is None or score > best[0]):
             best = score, found
-    return _with_file_over(best[1], every, needed) if best is not None else None
+    return _with_file_over(best[1], every, needed, path.stem) if best is not None else None
 
 
-def _with_file_over(defaults: Entries, every: Sequence[Entries], needed: Set[str]) -> Entries:
-    if ".py: " not in defaults.source:
+def _with_file_over(defaults: Entries, every: Sequence[Entries], needed: Set[str], model: str) -> Entries:
+    # model: the name of its file, which that of its settings may have, too.
+    file, python, _ = defaults.source.partition(".py: ")
+    if not python:
         return defaults
     over = [
         e
         for e in every
-        if e.source.endswith(SUFFIXES) and needed & e.values.keys() and e.values.keys() <= defaults.values.keys()
+        if e.source.endswith(SUFFIXES) or (".py: " in e.source and not e.source.startswith(f"{file}.py"))
+        if needed & e.values.keys() and e.values.keys() <= defaults.values.keys()
     ]
     if not over:
         return defaults
-    first = max(over, key=lambda e: (len(needed & e.values.keys()), bool(SMALL.search(e.source))))
+    first = max(over, key=lambda e: (model in e.source, len(needed & e.values.keys()), bool(SMALL.search(e.source))))
     source = f"{defaults.source}, and {first.source} over it"
     return Entries(source, _laid_over(defaults.values, first.values), first.text)
 
@@ -114,7 +117,10 @@ def _files(root: Path) -> Iterator[Path]:
     for place, folders, names in os.walk(root):
         folders[:] = sorted(f for f in folders if f not in PASSED_OVER and not f.startswith("."))
         yield from (Path(place) / n for n in sorted(names) if n.endswith(SUFFIXES))
-        yield from (Path(place) / n for n in sorted(names) if n.endswith(".py") and SETTINGS.search(n))
+        is_of_settings = SETTINGS.search(str(Path(place).relative_to(root))) is not None
+        yield from (
+            Path(place) / n for n in sorted(names) if n.endswith(".py") and (is_of_settings or SETTINGS.search(n))
+        )
 
 
 def _nested(source: str, value: object, depth: int) -> Iterator[Entries]:
@@ -158,9 +164,19 @@ def _of_python(text: str) -> dict[str, object]:
 
 def _spelled_out(body: Sequence[ast.stmt], holders: set[str]) -> dict[str, object]:
     # The dicts that statements spell out, by name. holders: names that have entries already; so do those that get what
-    # a call gives, as in `_C = CfgNode()`, of which entries are set one by one.
+    # a call gives, as in `_C = CfgNode()`, of which entries are set one by one. A name may be short for an entry, as in
+    # `model = config.model = CfgNode()`.
     found: dict[str, object] = {}
+    short: dict[str, list[str]] = {}
     for node in body:
+        match node:
+            case ast.Assign(targets, ast.Call(_, [], []) | ast.Attribute()):
+                value = node.value
+                entries = [ast.unparse(t).split(".") for t in (*targets, value) if isinstance(t, ast.Attribute)]
+                entry = next((keys for keys in entries if keys[0] in holders), None)
+                if entry is not None:
+                    short |= {target.id: entry for target in targets if isinstance(target, ast.Name)}
+                    continue
         match node:
             case ast.Assign([ast.Name(name)], ast.Dict() as written):
                 with contextlib.suppress(ValueError, TypeError):
@@ -172,6 +188,7 @@ def _spelled_out(body: Sequence[ast.stmt], holders: set[str]) -> dict[str, objec
                         found[name] = {k.arg: ast.literal_eval(k.value) for k in given if k.arg is not None}
             case ast.Assign([ast.Attribute() as target], value):
                 name, *keys = ast.unparse(target).split(".")
+                name, *keys = *short.get(name, [name]), *keys
                 if name in holders and all(key.isidentifier() for key in keys):
                     with contextlib.suppress(ValueError, TypeError):
                         _set(found, [name, *keys], ast.literal_eval(value))

@@ -374,7 +374,11 @@ def _groups_of(tree: ast.AST, name: str) -> set[str]:
     return {
         node.value.attr
         for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute) and _starts_at(node.value, name)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Attribute)
+        and _starts_at(node.value, name)
+        # A text has methods.
+        and not hasattr(str, node.attr)
     }
 
 

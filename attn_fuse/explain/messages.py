@@ -28,6 +28,7 @@ class Said:
     arrays: whether NumPy's arrays are wanted.
     none: whether something is None that must not be. number: whether a number is wanted in place of it.
     several: whether a sequence is wanted in place of a whole number.
+    missing: the arguments that a function was called without.
     """
 
     sizes: tuple[tuple[int, int], ...] = ()
@@ -45,6 +46,7 @@ class Said:
     none: bool = False
     number: bool = False
     several: bool = False
+    missing: tuple[str, ...] = ()
 
 
 def _any_of(*texts: str) -> tuple[re.Pattern[str], ...]:
@@ -130,6 +132,7 @@ _SEVERAL = re.compile(
     r"'int' object is not (subscriptable|iterable)|object of type 'int' has no len|cannot unpack non-iterable int"
     r"|argument after \* must be an iterable, not int"
 )
+_MISSING = re.compile(r"missing \d+ required positional arguments?: (.*)")
 
 
 def said_in(message: str) -> Said:
@@ -153,6 +156,7 @@ def said_in(message: str) -> Said:
         "NoneType" in message,
         _NUMBERS.search(message) is not None,
         _SEVERAL.search(message) is not None,
+        tuple(re.findall(r"'(\w+)'", missing[1])) if (missing := _MISSING.search(message)) else (),
     )
 
 

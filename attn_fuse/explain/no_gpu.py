@@ -30,7 +30,8 @@ def on_this_machine(name: str, value: Any) -> Any:
 
 
 def on_the_cpu(tree: ast.Module) -> bool:
-    """Rewrite `tree` such that `.cuda()`, `device="cuda"` and `torch.cuda.FloatTensor` mean the CPU; whether any was.
+    """Rewrite `tree` such that `.cuda()`, `device="cuda"`, `torch.cuda.FloatTensor` and `.get_device()` mean the CPU;
+    whether any was.
 
     What only asks for the device, as `x.device.type == "cuda"`, stays.
     """
@@ -53,6 +54,10 @@ class _OnTheCpu(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
         match node.func:
+            case ast.Attribute(tensor, "get_device") if not node.args and not node.keywords:
+                # A number, -1 on the CPU, with which nothing can be moved.
+                self.changed = True
+                return ast.copy_location(ast.Attribute(tensor, "device", ast.Load()), node)
             case ast.Attribute(_, "cuda"):
                 self.changed = True
                 node.func.attr, node.args, node.keywords = "cpu", [], []

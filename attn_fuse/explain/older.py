@@ -5,6 +5,8 @@ from __future__ import annotations
 import collections
 import collections.abc
 import contextlib
+import copy
+import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -22,6 +24,7 @@ from typing import Any
 
 import torch
 
+DATACLASS = dataclasses.dataclass
 # torch 1.13 removed it, and models took these names from it.
 SIX = "torch._six"
 OF_SIX: dict[str, Any] = {
@@ -58,9 +61,23 @@ def imported_part(error: AttributeError) -> bool:
     return str(error.name) in vars(error.obj)
 
 
+def _dataclass(cls: Any = None, /, **options: Any) -> Any:
+    # Before Python 3.11 a field's default could be an object of another dataclass.
+    def decorated(one: type) -> Any:
+        for name in inspect.get_annotations(one):
+            default = vars(one).get(name)
+            if dataclasses.is_dataclass(default) and not isinstance(default, type) and type(default).__hash__ is None:
+                made = functools.partial(copy.deepcopy, default)
+                setattr(one, name, dataclasses.field(default_factory=made))
+        return DATACLASS(one, **options)
+
+    return decorated if cls is None else decorated(cls)
+
+
 @contextlib.contextmanager
 def older_names() -> Iterator[None]:
-    """Within the block what torch, NumPy and collections once had can be imported; what exists stays as it is."""
+    """Within the block what torch, NumPy, collections and dataclasses once had can be imported; what exists stays as it
+    is."""
     added: list[tuple[types.ModuleType, str]] = []
 
     def add(module: types.ModuleType, name: str, value: object) -> None:
@@ -83,9 +100,11 @@ def older_names() -> Iterator[None]:
         six = types.ModuleType(SIX)
         vars(six).update(OF_SIX)
         sys.modules[SIX] = six
+    dataclasses.dataclass = _dataclass
     try:
         yield
     finally:
+        dataclasses.dataclass = DATACLASS
         for module, name in added:
             delattr(module, name)
         if lacks_six:

@@ -13,6 +13,7 @@ import os
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -33,6 +34,13 @@ IMPORT_LIMIT = 60.0
 LEFT_OUT = "left out of"
 
 Say = Callable[[str], object]
+
+
+@dataclass(frozen=True)
+class _Run:
+    # How files are run: in how many seconds each, and what may supply a name that an import lacks.
+    limit: float
+    supplies: Callable[[ImportError], bool]
 
 
 @contextlib.contextmanager
@@ -74,7 +82,7 @@ def imported(path: Path, say: Say = lambda note: None, limit: float = IMPORT_LIM
             if not torch.cuda.is_available() and on_the_cpu(tree):
                 moved.append(path.name)
             with same_folder_after():
-                module = _module(path, name, tree, say, limit)
+                module = _module(path, name, tree, say, _Run(limit, finder.supplies))
             if moved:
                 say("no GPU here: what its files put on cuda is on the CPU")
             if absent := [name for name in finder.names if name not in finder.broken]:
@@ -154,17 +162,17 @@ def _is_below(module: types.ModuleType, roots: Sequence[Path]) -> bool:
     return any(is_users(place, roots) for place in places)
 
 
-def _module(path: Path, name: str, tree: ast.Module, say: Say, limit: float) -> types.ModuleType:
+def _module(path: Path, name: str, tree: ast.Module, say: Say, run: _Run) -> types.ModuleType:
     known = sys.modules.get(name)
     if known is not None:
         file = getattr(known, "__file__", None) or "another module"
         raise ExplainError(f"{path} cannot be imported: {file} is imported as {name} already")
-    _import_packages(name, path, limit)
+    _import_packages(name, path, run)
     if name in sys.modules and _is_whole(sys.modules[name], path):
         return sys.modules[name]
     module = sys.modules[name] = types.ModuleType(name)
     module.__file__, module.__package__ = str(path), name.rpartition(".")[0]
-    _run(module, path, tree, say, limit)
+    _run(module, path, tree, say, run)
     _define_what_main_assigns(module, tree, say)
     return module
 
@@ -176,7 +184,7 @@ def _is_whole(module: types.ModuleType, path: Path) -> bool:
     return source is not None and Path(source).resolve() == path and not getattr(spec, "_initializing", False)
 
 
-def _import_packages(name: str, path: Path, limit: float) -> None:
+def _import_packages(name: str, path: Path, run: _Run) -> None:
     # Imports the packages above `name`; one whose __init__ raises has what the statements define that do not.
     *packages, _ = name.split(".")
     folder = path.parents[len(packages) - 1] if packages else path.parent
@@ -184,7 +192,7 @@ def _import_packages(name: str, path: Path, limit: float) -> None:
         package, place = ".".join(packages[:depth]), folder
         folder = folder / packages[depth] if depth < len(packages) else folder
         try:
-            with limited(limit):
+            with limited(run.limit):
                 if _place_of(importlib.import_module(package)) == place:
                     continue
         except (Exception, SystemExit, TimeUp):
@@ -195,15 +203,15 @@ def _import_packages(name: str, path: Path, limit: float) -> None:
         if loaded is None:
             partial = sys.modules[package] = types.ModuleType(package)
             partial.__path__, partial.__package__ = [str(place)], package
-            _run_init(partial, place / "__init__.py", limit)
+            _run_init(partial, place / "__init__.py", run)
 
 
-def _run_init(package: types.ModuleType, path: Path, limit: float) -> None:
+def _run_init(package: types.ModuleType, path: Path, run: _Run) -> None:
     if not path.is_file():
         return
     package.__file__ = str(path)
     with contextlib.suppress(ExplainError):
-        _executed(package, path, _parsed(path), limit)
+        _executed(package, path, _parsed(path), run)
 
 
 def _place_of(package: types.ModuleType) -> Path | None:
@@ -211,18 +219,18 @@ def _place_of(package: types.ModuleType) -> Path | None:
     return Path(places[0]).resolve() if places else None
 
 
-def _run(module: types.ModuleType, path: Path, tree: ast.Module, say: Say, limit: float) -> None:
-    left_out, first = _executed(module, path, tree, limit)
+def _run(module: types.ModuleType, path: Path, tree: ast.Module, say: Say, run: _Run) -> None:
+    left_out, first = _executed(module, path, tree, run)
     if first is None:
         return
     if not any(_is_model(value, module) for value in vars(module).values()):
         sys.modules.pop(module.__name__, None)
-        raise ExplainError(f"{path} cannot be imported: {_why(first, limit)}") from first
+        raise ExplainError(f"{path} cannot be imported: {_why(first, run.limit)}") from first
     say(f"{LEFT_OUT} {path.name}: {', '.join(left_out[:3])}" + (", ..." if len(left_out) > 3 else ""))
 
 
 def _executed(
-    module: types.ModuleType, path: Path, tree: ast.Module, limit: float
+    module: types.ModuleType, path: Path, tree: ast.Module, run: _Run
 ) -> tuple[list[str], BaseException | None]:
     """Run the file's statements in `module`, without those that raise: these in words, and what the first raised."""
     flags = 0
@@ -236,7 +244,7 @@ def _executed(
     while remaining:
         code = compile(ast.Module(remaining, []), str(path), "exec", flags, dont_inherit=True)
         try:
-            with limited(limit):
+            with limited(run.limit):
                 exec(code, vars(module))
             break
         except (Exception, SystemExit, TimeUp) as error:
@@ -246,8 +254,11 @@ def _executed(
             if isinstance(error, FileNotFoundError) and moved_to_its_files(error, path):
                 remaining = remaining[index:]
                 continue
+            if isinstance(error, ImportError) and run.supplies(error):
+                remaining = remaining[index:]
+                continue
             first = first or error
-            left_out.append(f"line {statement.lineno} ({_in_words(error, limit)})")
+            left_out.append(f"line {statement.lineno} ({_in_words(error, run.limit)})")
             remaining = remaining[index + 1 :]
             if not isinstance(statement, (ast.Import, ast.ImportFrom, ast.ClassDef, ast.FunctionDef)):
                 # What follows a program that failed belongs to that program, but for what it defines.

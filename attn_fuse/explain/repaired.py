@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -18,8 +19,8 @@ from attn_fuse.explain.inputs import Inputs
 LARGEST, MOST_NUMBERS = 1 << 12, 1 << 22
 # Sides of the patches of a picture that a model may count.
 PATCHES = (1, 2, 4, 8, 14, 16, 32)
-# Size of a dimension that is put in, and of the sides of a map.
-NEW, SIDE = 8, 64
+# Size of a dimension that is put in, usually and to large tensors, and of the sides of a map.
+NEW, FEW, SIDE = 8, 2, 64
 # How many values of a dict serve as one for an entry that it lacks.
 MOST_ALIKE = 3
 
@@ -158,8 +159,10 @@ def _of_rank(has: int | None, wants: int, tensor: Tensor) -> Iterator[_Shape]:
     if has not in (None, len(shape)) or not shape or (has is None and abs(wants - len(shape)) != 1):
         return
     if (more := wants - len(shape)) > 0:
-        yield (shape[0], *(NEW,) * more, *shape[1:])
-        yield (*shape, *(NEW,) * more)
+        # Eight pictures may be too many.
+        new = NEW if math.prod(shape) * NEW**more <= MOST_NUMBERS else FEW
+        yield (shape[0], *(new,) * more, *shape[1:])
+        yield (*shape, *(new,) * more)
         yield (*shape, *(1,) * more)
     elif wants > 0:
         yield (shape[0], *shape[1 - more :])
@@ -279,12 +282,19 @@ def with_named(
     inputs: Inputs, asked: Asked, parameters: Sequence[inspect.Parameter], values_of: Callable[..., Iterator[Any]]
 ) -> Iterator[Inputs]:
     """The inputs with arguments that are None or left out, and that an error names, as in "guidance is needed"; where
-    something is None that has no such name, with those that are given as None.
+    something is None that has no such name, with those that are given as None. Also with what a function lacks that
+    forward hands its arguments on to.
 
     All of them together come first, then each. parameters: those of forward; where it takes any keywords, names that
     the error speaks of count, too. values_of: values for a parameter, the likeliest first.
     """
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if asked.missing and any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        wants = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in asked.missing]
+        several = [list(itertools.islice((v for v in values_of(p) if v is not None), MOST_ALIKE)) for p in wants]
+        for pick in range(max(map(len, several))):
+            more = (values[min(pick, len(values) - 1)] for values in several if values)
+            yield Inputs((*inputs.args, *more), inputs.kwargs)
     given = {**dict(zip((p.name for p in named), inputs.args, strict=False)), **inputs.kwargs}
     if len(named) < len(parameters):
         handed_on = sorted(asked.absent & asked.words - {p.name for p in named})

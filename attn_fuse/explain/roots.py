@@ -21,9 +21,13 @@ FARTHEST_ROOT = 5
 
 
 def repository_of(path: Path) -> Path:
-    """The root of the repository that holds `path`: the nearest folder above with a sign of one, else its own."""
+    """The root of the repository that holds `path`: the nearest folder above with a sign of one, else its own.
+
+    A folder of a package, which may have a README, too, is none.
+    """
     for folder in list(path.parents)[:FARTHEST_ROOT]:
-        if any((folder / sign).exists() for sign in ROOT_SIGNS) and not (folder / "__init__.py").exists():
+        is_in_package = any((one / "__init__.py").exists() for one in (folder, folder.parent))
+        if any((folder / sign).exists() for sign in ROOT_SIGNS) and not is_in_package:
             return folder
     return path.parent
 

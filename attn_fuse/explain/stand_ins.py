@@ -51,6 +51,7 @@ OF_ONE_FILE = (
     importlib.machinery.SourcelessFileLoader,
     importlib.machinery.ExtensionFileLoader,
 )
+LACKS = re.compile(r"cannot import name '(\w+)' from '([\w.]+)'")
 # Packages that nothing can stand in for.
 KEPT = {"torch", "attn_fuse"}
 
@@ -77,6 +78,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self.say = functools.lru_cache(maxsize=None)(say)
         self.names: list[str] = []
         self.defined: list[str] = []
+        self.lacking: list[tuple[types.ModuleType, str]] = []
         self.broken: dict[str, str] = {}
         self.permissive = True
 
@@ -111,6 +113,28 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             return next(filter(None, (finder.find_spec(fullname, [str(folder)], target) for finder in finders)), None)
         self.names.append(top)
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+
+    def supplies(self, error: ImportError) -> bool:
+        """Give an installed module the name that an import found it to lack; whether it could.
+
+        It is what a loaded module of the same package has by that name, where that is one value, else a stand-in.
+        """
+        found = LACKS.search(str(error))
+        module = sys.modules.get(found[2]) if found else None
+        top = found[2].partition(".")[0] if found else ""
+        file = getattr(module, "__file__", None)
+        if found is None or module is None or file is None or self.is_users(file) or found[1] in vars(module):
+            return False
+        loaded = [other for name, other in sys.modules.items() if name.partition(".")[0] == top]
+        values = {id(v): v for other in loaded if (v := vars(other).get(found[1])) is not None and callable(v)}
+        if len(values) == 1:
+            self.say(f"{found[2]}.{found[1]} is in another module by now")
+            setattr(module, found[1], *values.values())
+        else:
+            self.say(f"{top} has no {found[2]}.{found[1]} any more: stood in for")
+            setattr(module, found[1], _StandIn(f"{found[2]}.{found[1]}", self))
+        self.lacking.append((module, found[1]))
+        return True
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
         return _StandInModule(spec.name, self)
@@ -249,6 +273,8 @@ def standing_in(roots: Sequence[Path], say: Callable[[str], object] = lambda not
         sys.meta_path.remove(finder)
         for name in finder.defined:
             sys.modules.pop(name, None)
+        for module, name in finder.lacking:
+            delattr(module, name)
         if finder.names:
             for name in [name for name, module in list(sys.modules.items()) if _holds_one(module)]:
                 del sys.modules[name]
@@ -439,7 +465,14 @@ def _refuse(stand_in: _StandIn, attribute: str = "", kind: type[MissingPackage] 
             f"the model uses {name}, and importing {package} raises {raised}; install a {on_index} that fits "
             f"torch {torch.__version__}"
         )
+    if package not in stand_in._finder.names and not stand_in._finder.is_users(_file_of(package)):
+        raise kind(f"the model uses {name}, which {package} no longer has; install a {on_index} that has it")
     raise kind(f"the model uses {name}, and {package} is not installed; install {on_index}")
+
+
+def _file_of(package: str) -> str:
+    module = sys.modules.get(package)
+    return str(getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), ""))
 
 
 class _Module(torch.nn.Module):

@@ -49,11 +49,13 @@ def limited(seconds: float) -> Iterator[None]:
         if not ended and not is_on_its_way:
             raise TimeUp
 
-    before, start = signal.signal(signal.SIGALRM, stop), time.monotonic()
+    before, start = signal.getsignal(signal.SIGALRM), time.monotonic()
     left, _ = signal.getitimer(signal.ITIMER_REAL)
-    signal.setitimer(signal.ITIMER_REAL, min(seconds, left) if left else seconds, 1.0)
     try:
         try:
+            # Of a block within another the time may be up before it begins.
+            signal.signal(signal.SIGALRM, stop)
+            signal.setitimer(signal.ITIMER_REAL, min(seconds, left) if left else seconds, 1.0)
             yield
         finally:
             ended = True

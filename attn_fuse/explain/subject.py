@@ -236,11 +236,11 @@ def _built_and_run(
             failures.append(made.doubt or error)
             if isinstance(error, NoInputs):
                 left.append((made, error))
-    for made, error in left:
+    for made, problem in left:
         if time.monotonic() - start > limit:
             break
         with step(f"finding arguments and inputs for {cls.__name__}", limit / 2, "pass them with --entry and --inputs"):
-            both = both_for(made, error.failed, functools.partial(_trial_of, args))
+            both = both_for(made, problem.failed, functools.partial(_trial_of, args))
         if both is not None:
             made, inputs = both
             return _Found(made.model, inputs, is_given=False), made.notes

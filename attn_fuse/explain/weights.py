@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
+
+# Where libraries fetch weights: module, class, function, and whose it is.
+LIBRARIES = (
+    ("timm.models._builder", "", "load_pretrained", "timm"),
+    ("transformers.modeling_utils", "PreTrainedModel", "from_pretrained", "transformers"),
+    ("transformers.configuration_utils", "PretrainedConfig", "from_pretrained", "transformers"),
+)
 
 
 class _Absent(dict[str, Any]):
@@ -47,6 +55,35 @@ def random_weights(say: Callable[[str], object]) -> Iterator[None]:
             return into(self, {}, strict=False)
         return into(self, state, *args, **kwargs)
 
+    def of_timm(fill: Callable[..., Any]) -> Callable[..., Any]:
+        def fills_or_not(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return fill(model, *args, **kwargs)
+            except OSError:  # neither here nor to be reached
+                return absent(f"timm's of {type(model).__name__}")
+
+        return fills_or_not
+
+    def of_transformers(pretrained: Callable[..., Any]) -> Callable[..., Any]:
+        def from_pretrained(cls: Any, name: object, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return pretrained.__func__(cls, name, *args, **kwargs)  # type: ignore[attr-defined]
+            except OSError:
+                config = getattr(cls, "config_class", None)
+                if not isinstance(config, type) and issubclass(cls, nn.Module):
+                    raise
+                absent(f"{name}, the defaults of {cls.__name__}")
+                return cls() if config is None or not issubclass(cls, nn.Module) else cls(config())
+
+        return classmethod(from_pretrained)  # type: ignore[return-value]
+
+    patched: list[tuple[Any, str, Any]] = []
+    for module, holder, attribute, wrap in LIBRARIES:
+        owner = sys.modules.get(module)
+        owner = getattr(owner, holder, None) if holder else owner
+        if owner is not None and hasattr(owner, attribute):
+            patched.append((owner, attribute, vars(owner)[attribute]))
+            setattr(owner, attribute, {"timm": of_timm, "transformers": of_transformers}[wrap](vars(owner)[attribute]))
     torch.load = loads  # type: ignore[assignment]
     # What it would have downloaded is then a file that is not there.
     torch.hub.download_url_to_file = lambda *args, **kwargs: None
@@ -56,3 +93,5 @@ def random_weights(say: Callable[[str], object]) -> Iterator[None]:
     finally:
         torch.load, torch.hub.download_url_to_file = load, download
         nn.Module.load_state_dict = into  # type: ignore[method-assign]
+        for owner, attribute, value in patched:
+            setattr(owner, attribute, value)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from attn_fuse.explain.no_gpu import on_this_machine
-from attn_fuse.explain.roots import repository_of
+from attn_fuse.explain.roots import projects_around, repository_of
 
 # How many files of a repository are read.
 MOST_FILES = 200
@@ -33,11 +33,18 @@ class Options:
 
 
 def options_with(needed: Set[str], path: Path) -> Options:
-    """The options of the repository of `path`, first those of the file that has the most of the entries `needed`."""
+    """The options of the repository of `path`, first those of the file that has the most of the entries `needed`.
+
+    Where it has none, those of the project around it: a folder of a project may have a README, too.
+    """
+    repository = repository_of(path)
     sources: list[tuple[int, str, dict[str, Any]]] = []
-    for file in itertools.islice(_scripts(repository_of(path), path), MOST_FILES):
-        for source, options in _options_in(file):
-            sources.append((len(needed & options.keys()), source, options))
+    for root in (repository, *projects_around(repository)[:1]):
+        for file in itertools.islice(_scripts(root, path), MOST_FILES):
+            for source, options in _options_in(file):
+                sources.append((len(needed & options.keys()), source, options))
+        if any(count for count, _, _ in sources):
+            break
     sources.sort(key=lambda one: -one[0])
     if not sources:
         return Options(None, {}, 0)
@@ -118,9 +125,14 @@ def _default(given: Mapping[str | None, ast.expr]) -> Any:
     if isinstance(action, ast.Constant) and action.value in ("store_true", "store_false"):
         return action.value == "store_false"
     try:
-        return ast.literal_eval(given["default"])
+        value = ast.literal_eval(given["default"])
     except (KeyError, ValueError, TypeError, SyntaxError):
         return None
+    # Scripts evaluate the text of a sequence.
+    if isinstance(value, str) and value[:1] in ("[", "("):
+        with contextlib.suppress(ValueError, TypeError, SyntaxError):
+            return ast.literal_eval(value)
+    return value
 
 
 def _assigned(body: list[ast.stmt]) -> dict[str, Any]:

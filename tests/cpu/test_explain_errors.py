@@ -23,9 +23,9 @@ ERRORS = {
     ),
     "no module class": ("x = 1\n", [], "defines no nn.Module class; pass --entry EXPR"),
     "a file that raises": (
-        "from torch import nothing_of_this_name\n",
+        "import torch.nothing_of_this_name\n",
         [],
-        "ImportError: cannot import name 'nothing_of_this",
+        "ModuleNotFoundError: No module named 'torch.nothing_of_this",
     ),
     "inputs that cannot be guessed": (
         "from torch import nn\nclass Net(nn.Module):\n    def forward(self, x):\n        return x\n",

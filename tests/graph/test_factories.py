@@ -249,7 +249,7 @@ class TestPairs:
         source = self.INNER + net("size", "self.inner = Inner(size)", "Middle")
         source += net("depth, resolution", "self.size = resolution; self.inner = Middle(self.size).inner")
         assert model_of(write(source), notes)[0].inner.layer.weight.shape == (64, 64)
-        assert "pairs, where its code takes several: resolution=(64, 64)" in notes
+        assert "as its errors ask: resolution=(64, 64)" in notes
 
     def test_two_of_them(self, write: Write) -> None:
         source = self.INNER + net("resolution, dim", "self.inner, self.other = Inner(dim), Inner(resolution)")
