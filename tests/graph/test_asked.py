@@ -164,6 +164,18 @@ def test_rows_that_a_table_lacks() -> None:
     assert asked(table, torch.tensor([[7]])).small and not asked(table, torch.zeros(1)).small
 
 
+class Heads:
+    def __init__(self, width: int, heads: int) -> None:
+        if width % heads:
+            raise ValueError("width must be divisible by heads")
+
+
+def test_a_size_that_another_must_divide() -> None:
+    assert {(30, 32), (8, 6)} <= set(asked(lambda _: Heads(30, 8), None).sizes)
+    found = asked(lambda _: nn.Conv2d(31, 8, 1, groups=4), None)
+    assert {(31, 32), (4, 1)} <= set(found.sizes)
+
+
 def knows_texts(way: str) -> None:
     if way == "sum":
         return
@@ -254,6 +266,24 @@ class Renamed(nn.Module):
 def test_an_argument_that_has_another_name_where_it_is_missed() -> None:
     found = inputs_for(Renamed())
     assert Renamed()(*found.args, **found.kwargs).shape[-1] == 16
+
+
+class HandsOn(nn.Module):
+    """Hands its arguments on to a method that takes more of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self._forward(*args, **kwargs)
+
+    def _forward(self, features: Tensor, memory: Tensor) -> Tensor:
+        return self.layer(features) @ self.layer(memory).mT
+
+
+def test_arguments_that_forward_hands_on() -> None:
+    assert len(inputs_for(HandsOn()).args) == 2
 
 
 class Tables(nn.Module):

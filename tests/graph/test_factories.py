@@ -102,6 +102,45 @@ def test_groups_of_settings_that_a_python_file_assigns(write: Write) -> None:
     assert (model.layer.in_features, model.layer.out_features, model.more) == (6, 5, 2)
 
 
+def test_settings_under_short_names_and_a_file_over_them(write: Write) -> None:
+    defaults = "def get_default():\n    config = make()\n    config.data = data = make()\n    data.num_channels = 5\n"
+    defaults += "    model = config.model = make()\n    model.width = 7\n    return config\n"
+    write(defaults, "configs/default_small.py")
+    over = "from configs.default_small import get_default\ndef get_config():\n    config = get_default()\n"
+    for name, kind in (("model", "Swish"), ("other", "elu")):
+        write(
+            f"{over}    model = config.model\n    model.kind = {kind!r}\n    return config\n", f"configs/{name}/ten.py"
+        )
+    body = "self.layer = nn.Linear(config.model.width, config.data.num_channels)\n"
+    body += "        self.kind = config.model.kind.lower()"
+    model: Any = model_of(write(net("config", body)))[0]
+    assert (model.layer.in_features, model.layer.out_features, model.kind) == (7, 5, "swish")
+
+
+def test_the_text_of_a_sequence_on_a_command_line(write: Write) -> None:
+    write(
+        "p = make()\np.add_argument('--window', type=str, default='[4, 6]')\np.add_argument('--width', default=3)\n",
+        "run.py",
+    )
+    model: Any = model_of(write(net("args", "self.layer = nn.Linear(args.width, args.window[1])")))[0]
+    assert (model.layer.in_features, model.layer.out_features) == (3, 6)
+
+
+def test_a_command_line_of_the_project_around(write: Write, tmp_path: Path) -> None:
+    (tmp_path / ".git").mkdir()
+    write("p = make()\np.add_argument('--hidden_size', default=24)\n", "main.py")
+    path = write(net("hyp_params", "self.layer = nn.Linear(hyp_params.hidden_size, 1)"), "src/model.py")
+    (path.parent / "README.md").touch()
+    assert model_of(path)[0].layer.in_features == 24
+
+
+def test_one_that_builds_another_class(write: Write) -> None:
+    other = net("", "self.layer = nn.Linear(7, 1)", "Block")
+    source = f"{other}{GPT}KINDS = dict(block=Block, gpt=GPT)\n"
+    source += "def build(kind='block') -> GPT:\n    return KINDS[kind]()\n"
+    assert type(model_of(write(source))[0]).__name__ == "GPT"
+
+
 def test_what_a_constructor_hands_on_to_the_one_above(write: Write) -> None:
     base = net("width, depth", "self.width, self.depth = width, depth", "Base")
     over = "class GPT(Base):\n    def __init__(self, d_model, **kwargs):\n"

@@ -155,6 +155,56 @@ class TestLibrariesOfToday:
         )
 
 
+class TestNamesThatAreGone:
+    """Names that an installed library no longer has."""
+
+    def test_one_that_another_module_has(self, write: Write, library: Callable[..., None]) -> None:
+        library("library_of_today/__init__.py")
+        library("library_of_today/layers.py", LAYER)
+        library("library_of_today/models.py", "from library_of_today import layers\n")
+        notes: list[str] = []
+        source = "from library_of_today.models import Layer\n" + net("width=3", "self.layer = Layer(width)")
+        with imported(write(source), notes.append) as module:
+            assert module.GPT().layer.in_features == 3
+        assert notes == ["library_of_today.models.Layer is in another module by now"]
+        assert not hasattr(sys.modules["library_of_today.models"], "Layer")
+
+    def test_one_that_nothing_has_and_nobody_uses(self, write: Write, library: Callable[..., None]) -> None:
+        library("library_of_today/__init__.py")
+        write("from library_of_today import gone\ndef width(): return 3\n", "sizes_of_it.py")
+        source = "from sizes_of_it import width\n" + net("", "self.layer = nn.Linear(width(), 1)")
+        assert model_of(write(source))[0].layer.in_features == 3
+        assert not hasattr(sys.modules["library_of_today"], "gone") and "torch" in sys.modules
+
+    def test_one_that_the_model_uses(self, write: Write, library: Callable[..., None]) -> None:
+        library("library_of_today/__init__.py")
+        source = "from library_of_today import gone\n" + net("width=3", "self.layer = gone(width)")
+        with pytest.raises(ExplainError, match=r"uses library_of_today\.gone, which library_of_today no longer has"):
+            model_of(write(source))
+
+    def test_a_file_that_can_do_without_it_does(self, write: Write, library: Callable[..., None]) -> None:
+        library("library_of_today/__init__.py")
+        source = "try:\n    from library_of_today import gone\nexcept ImportError:\n    gone = 5\n"
+        with imported(write(source + net(""))) as module:
+            assert module.gone == 5
+
+    def test_one_of_the_users_own(self, write: Write) -> None:
+        write("WIDTH = 3\n", "sizes_of_it.py")
+        with (
+            pytest.raises(ExplainError, match="cannot import name 'DEPTH' from 'sizes_of_it'"),
+            imported(write("from sizes_of_it import DEPTH\n")),
+        ):
+            pass
+
+    def test_a_default_that_is_an_object_of_a_dataclass(self, write: Write) -> None:
+        source = "@dataclass\nclass Block:\n    width: int = 3\n@dataclass\nclass Config:\n    block: Block = Block()\n"
+        with imported(write(source)) as module:
+            one, other = module.Config(), module.Config()
+            assert one.block.width == 3 and one.block is not other.block
+        with pytest.raises(ValueError, match="mutable default"):
+            exec(f"from dataclasses import dataclass\n{source}", {"__name__": __name__})
+
+
 class TestNamesOfTorch:
     def test_what_its_modules_had(self, write: Write) -> None:
         source = "from torch.nn.modules.linear import _LinearWithBias as L\nfrom torch.nn.modules.conv import Union\n"
@@ -173,6 +223,7 @@ class TestNoGpu:
             ("torch.cuda.FloatTensor(3)", "torch.FloatTensor(3)"),
             ("def f(x, device='cuda'):\n    pass", "def f(x, device='cpu'):\n    pass"),
             ("torch.version.cuda.split('.')", "'0.0'.split('.')"),
+            ("y.to(x.get_device())", "y.to(x.device)"),
         ],
     )
     def test_what_asks_for_one_asks_for_the_cpu(self, source: str, cpu: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import re
+import signal
 import sys
 import time
 import types
@@ -284,6 +285,16 @@ class TestPrograms:
         with imported(path) as module:
             assert module.kinds["net"] is module.Net
 
+    def test_a_readme_within_a_package_is_of_no_repository(self, write: Write, tmp_path: Path) -> None:
+        (tmp_path / "pyproject.toml").touch()
+        write("", "src/inner_of_it/parts/__init__.py")
+        write("SIZE = 3\n", "src/inner_of_it/parts/sizes_of_it.py")
+        path = write("from inner_of_it.parts.sizes_of_it import SIZE\n", "src/inner_of_it/parts/backbones/net.py")
+        (path.parent / "README.md").touch()
+        assert repository_of(path) == tmp_path
+        with imported(path) as module:
+            assert module.SIZE == 3
+
     def test_a_script_that_trains(self, write: Write) -> None:
         notes: list[str] = []
         path = write("class Net(nn.Module): pass\nwhile True:\n    try: pass\n    except Exception: pass\n")
@@ -379,6 +390,18 @@ class TestSteps:
                     time.sleep(0.01)
             while time.monotonic() - start < 20:
                 time.sleep(0.01)
+
+    def test_time_that_is_up_before_a_block_begins(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        set_timer, before = signal.setitimer, signal.getsignal(signal.SIGALRM)
+
+        def fires_at_once(which: int, seconds: float, interval: float = 0.0) -> None:
+            set_timer(which, seconds, interval)
+            signal.raise_signal(signal.SIGALRM)
+
+        monkeypatch.setattr(signal, "setitimer", fires_at_once)
+        with pytest.raises(TimeUp), limited(30.0):
+            raise AssertionError("the block begins")
+        assert signal.getsignal(signal.SIGALRM) is before
 
     def test_no_alarm_is_left(self) -> None:
         with limited(0.1):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -40,6 +42,39 @@ class TestWeights:
             with pytest.raises(RuntimeError, match="Missing key"):
                 other.load_state_dict({})
         torch.testing.assert_close(given.weight, other.weight)
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """A library as transformers is, whose weights cannot be fetched."""
+
+    class Config:
+        width = 5
+
+    class Model(nn.Module):
+        config_class = Config
+
+        def __init__(self, config: Config) -> None:
+            super().__init__()
+            self.layer = nn.Linear(config.width, 1)
+
+        @classmethod
+        def from_pretrained(cls, name: str) -> Model:
+            raise OSError(f"cannot connect for {name}")
+
+    made = types.ModuleType("transformers.modeling_utils")
+    made.PreTrainedModel = Model  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, made.__name__, made)
+    return made
+
+
+def test_a_model_of_a_library_that_cannot_be_fetched(library: types.ModuleType) -> None:
+    notes: list[str] = []
+    with random_weights(notes.append):
+        assert library.PreTrainedModel.from_pretrained("gpt2").layer.in_features == 5
+    assert notes == ["random weights in place of gpt2, the defaults of Model"]
+    with pytest.raises(OSError, match="cannot connect"):
+        library.PreTrainedModel.from_pretrained("gpt2")
 
 
 def test_an_entry_that_a_config_lacks(write: Write) -> None:
