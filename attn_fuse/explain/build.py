@@ -259,9 +259,10 @@ def _ways(cls: type[nn.Module], namespace: Mapping[str, Any], failures: Sequence
         name for name in needs if not is_config_name(name) and config_class(cls, name, needs[name], namespace) is None
     ]
     path = Path(str(namespace.get("__file__", "")))
-    direct = _Attempt(cls, namespace, path, Arguments()).way()
+    direct = _Attempt(cls, namespace, path, Arguments())
+    failed: list[Failed[_Attempt] | None] = []
     if not sized:
-        yield direct
+        failed.append((yield from _tried(direct, failures)))
     if path.is_file():
         for snippet in calls_of(cls, namespace, path):
             yield _Way(f"as in {snippet.source}: {_shortened(snippet.text)}", _by_text(snippet.text, snippet.names))
@@ -278,18 +279,18 @@ def _ways(cls: type[nn.Module], namespace: Mapping[str, Any], failures: Sequence
         if not without_default(factory):
             yield _Way(f"built by {factory.__name__}()", _by_factory(cls, factory, namespace, path))
     if sized and not modules:
-        yield direct
+        failed.append((yield from _tried(direct, failures)))
     for factory in factories:
         if without_default(factory):
             yield _Way(f"built by {factory.__name__}", _by_factory(cls, factory, namespace, path))
     if sized and modules:
-        yield direct
+        failed.append((yield from _tried(direct, failures)))
     takes_none = any("NoneType" in str(failure) for failure in failures)
     if takes_none or any(value is None for value in defaults_of(cls).values()):
         yield _Way(None, lambda say: call_of(cls, namespace, path, say, with_none=True))
     for rank in range(1, MOST_CONFIGS) if path.is_file() else ():
         yield _Attempt(cls, namespace, path, Arguments(), rank).way()
-    yield from _as_errors_ask(cls, namespace, path, [_Attempt(cls, namespace, path, Arguments())], failures)
+    yield from _as_errors_ask(cls, namespace, path, failed, failures)
     is_large = any(isinstance(failure, TooLarge) for failure in failures)
     why = "since its defaults are too large" if is_large else "since it does not run with its defaults"
     fewer = [_Way(None, functools.partial(_shrunk, cls, namespace, path, n, why)) for n in FEWER_LAYERS]
@@ -301,8 +302,10 @@ def _ways(cls: type[nn.Module], namespace: Mapping[str, Any], failures: Sequence
     for source, given in parts_of_calls(cls, namespace, path) if path.is_file() else ():
         words = f"{', '.join(given)} as in {source}"
         yield _Way(words, _Attempt(cls, namespace, path, Arguments(given)).make)
-    guessed = [_Attempt(cls, namespace, path, Arguments(guess=guess)) for guess in range(GUESSES)]
-    yield from _as_errors_ask(cls, namespace, path, guessed, failures)
+    failed = []
+    for guess in range(GUESSES):
+        failed.append((yield from _tried(_Attempt(cls, namespace, path, Arguments(guess=guess)), failures)))
+    yield from _as_errors_ask(cls, namespace, path, failed, failures)
 
 
 class _Attempt:
@@ -326,34 +329,33 @@ class _Attempt:
         return _Way(f"as its errors ask: {in_words(changed)}" if changed else None, self.make, self.arguments)
 
 
+def _tried(attempt: _Attempt, failures: Sequence[ExplainError]) -> Generator[_Way, None, Failed[_Attempt] | None]:
+    # The way of an attempt; gives what its constructor raised, None where it raised nothing.
+    count = len(failures)
+    yield attempt.way()
+    error = failures[-1].__cause__ if len(failures) > count else None
+    asked = None if error is None else asked_by(error)
+    return None if asked is None else Failed(attempt, asked, asked.lines)
+
+
 def _as_errors_ask(
     cls: type[nn.Module],
     namespace: Mapping[str, Any],
     path: Path,
-    attempts: Sequence[_Attempt],
+    starts: Sequence[Failed[_Attempt] | None],
     failures: Sequence[ExplainError],
 ) -> Iterator[_Way]:
-    # The class with one argument after another as its errors ask, from what came furthest; first the attempts as such.
+    # The class with one argument after another as its errors ask, from what came furthest.
     def others(failed: Failed[_Attempt]) -> Iterator[_Attempt]:
         attempt, asked = failed.tried, failed.asked
         for arguments in other_arguments(attempt.arguments, asked, attempt.holders):
             yield _Attempt(cls, namespace, path, arguments)
 
-    def tried(attempt: _Attempt) -> Generator[_Way, None, Failed[_Attempt] | None]:
-        count = len(failures)
-        yield attempt.way()
-        error = failures[-1].__cause__ if len(failures) > count else None
-        asked = None if error is None else asked_by(error)
-        return None if asked is None else Failed(attempt, asked, asked.lines)
-
-    starts = []
-    for attempt in attempts:
-        starts.append((yield from tried(attempt)))
     end = time.monotonic() + SEARCH_SECONDS
     search = searched([start for start in starts if start is not None], others, end, MOST_CHANGES)
     candidate = next(search, None)
     while candidate is not None:
-        failed = yield from tried(candidate)
+        failed = yield from _tried(candidate, failures)
         try:
             candidate = search.send(failed)
         except StopIteration:
