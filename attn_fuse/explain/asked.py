@@ -21,6 +21,7 @@ from torch import nn
 from attn_fuse.explain.messages import Said, said_in
 
 DIVISIBLE = re.compile(r"(\w+) (?:must|should|has to|needs to) be (?:evenly )?divisible by (?:the )?(\w+)")
+COUNTED = (int, list, tuple)
 # How many texts are told of that a name may be.
 MOST_CHOICES = 6
 # What a comparison of a size may be made of: nothing that computes for long or writes.
@@ -45,6 +46,7 @@ class Asked(Said):
     absent: names that are None and that the message or the lines that led there speak of.
     near: the names and the keys at those lines.
     lacks: attributes of the model that are not set there.
+    taken_apart: names in the code that failed of which it takes entries, the length, or one after another.
     choices: names in the failing code that it compares with texts or looks up in a dict, their values, and the texts
     or the keys.
     kind: the message without sizes.
@@ -57,6 +59,7 @@ class Asked(Said):
     absent: frozenset[str] = frozenset()
     near: frozenset[str] = frozenset()
     lacks: frozenset[str] = frozenset()
+    taken_apart: frozenset[str] = frozenset()
     choices: tuple[tuple[str, Any, tuple[str, ...]], ...] = ()
     kind: str = ""
     lines: tuple[int, ...] = ()
@@ -92,6 +95,7 @@ def _asked_by(error: BaseException) -> Asked:
         absent=frozenset(name for frame, _ in frames for name in _absent(frame) if name in words | near),
         near=near,
         lacks=_lacks(error, *frames[-1]) if frames else frozenset(),
+        taken_apart=frozenset(_taken_apart(*frames[-1])) if frames else frozenset(),
         choices=tuple(_choices(*frames[-1])) if frames else (),
         kind=re.sub(r"\(\d+\)|\d\d+", "", message),
         lines=tuple(line for _, line in frames),
@@ -123,12 +127,13 @@ def _divided(error: BaseException) -> Iterator[tuple[int, int]]:
 def _entries_counted(frames: Sequence[tuple[FrameType, int]]) -> Iterator[tuple[int, int]]:
     # Of a list that an index goes beyond: the counts near it that are greater than its length, and that.
     frame, line = frames[-1]
-    counts = {count for near, _ in frames[-2:] for count in near.f_locals.values() if _is_size(count)}
+    held = [value for near, _ in frames[-2:] for value in near.f_locals.values()]
+    counts = {len(value) if isinstance(value, (list, tuple)) else value for value in held if type(value) in COUNTED}
     for node in _subscripts_at(frame.f_code.co_filename, line):
         with contextlib.suppress(Exception):
-            held = _value(node.value, frame)
-            if isinstance(held, (list, tuple, nn.ModuleList)):
-                yield from ((count, len(held)) for count in sorted(counts) if count > len(held) > 0)
+            several = _value(node.value, frame)
+            if isinstance(several, (list, tuple, nn.ModuleList)):
+                yield from ((count, len(several)) for count in sorted(counts) if count > len(several) > 0)
 
 
 def _line(node: ast.stmt) -> int:
@@ -181,6 +186,19 @@ def _subscripts_at(file: str, line: int) -> Iterator[ast.Subscript]:
             yield node
 
 
+def _taken_apart(frame: FrameType, line: int) -> Iterator[str]:
+    for node in ast.walk(max(_statements(frame.f_code.co_filename, line), key=_line, default=ast.Pass())):
+        match node:
+            case (
+                ast.Subscript(held)
+                | ast.For(_, held)
+                | ast.comprehension(_, held)
+                | ast.Call(ast.Name("len" | "sum" | "zip" | "enumerate"), [held, *_])
+            ):
+                if name := _last_name(held):
+                    yield name
+
+
 def _last_name(node: ast.expr) -> str | None:
     match node:
         case ast.Name(name) | ast.Attribute(_, name) | ast.Subscript(_, ast.Constant(str(name))):
@@ -204,7 +222,7 @@ def _named(file: str, line: int) -> Iterator[str]:
     for node in ast.walk(inner) if inner is not None else ():
         if node is inner or line <= getattr(node, "lineno", line):
             match node:
-                case ast.Name(name) | ast.Constant(str(name)):
+                case ast.Name(name) | ast.Constant(str(name)) | ast.Attribute(_, name):
                     yield name
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from attn_fuse.explain.literals import literal
 from attn_fuse.explain.roots import repository_of
 
 MOST_FILES, MOST_BYTES, DEEPEST = 200, 200_000, 4
@@ -111,6 +112,13 @@ def _all_entries(path: Path) -> Iterator[Entries]:
     for source, document, text in documents_of(path):
         for found in _nested(source, document, 0):
             yield replace(found, text=text)
+            # yacs' names are capitals, and code that lowers them reads the others.
+            if found.values and all(key.isupper() for key in found.values):
+                yield replace(found, values={k.lower(): _lowered(v) for k, v in found.values.items()}, text=text)
+
+
+def _lowered(value: object) -> object:
+    return {str(key).lower(): _lowered(inner) for key, inner in value.items()} if isinstance(value, dict) else value
 
 
 def _files(root: Path) -> Iterator[Path]:
@@ -180,18 +188,18 @@ def _spelled_out(body: Sequence[ast.stmt], holders: set[str]) -> dict[str, objec
         match node:
             case ast.Assign([ast.Name(name)], ast.Dict() as written):
                 with contextlib.suppress(ValueError, TypeError):
-                    found[name] = ast.literal_eval(written)
+                    found[name] = literal(written)
             case ast.Assign([ast.Name(name)], ast.Call(_, [], given)):
                 holders.add(name)
                 with contextlib.suppress(ValueError, TypeError):
                     if given:
-                        found[name] = {k.arg: ast.literal_eval(k.value) for k in given if k.arg is not None}
+                        found[name] = {k.arg: literal(k.value) for k in given if k.arg is not None}
             case ast.Assign([ast.Attribute() as target], value):
                 name, *keys = ast.unparse(target).split(".")
                 name, *keys = *short.get(name, [name]), *keys
                 if name in holders and all(key.isidentifier() for key in keys):
                     with contextlib.suppress(ValueError, TypeError):
-                        _set(found, [name, *keys], ast.literal_eval(value))
+                        _set(found, [name, *keys], literal(value))
     return found
 
 

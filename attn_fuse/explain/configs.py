@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from torch import nn
 
 from attn_fuse.errors import ExplainError
@@ -311,7 +312,12 @@ def is_read_as_config(cls: Callable[..., Any], name: str) -> bool:
         for node in ast.walk(tree)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _starts_at(node.func, name)
     }
-    return bool(_entries_of(tree, name)) and not called
+    read = _entries_of(tree, name)
+    # One letter that is only handed on: what the file reads of it.
+    if not read and len(name) == 1:
+        read = {entry for entry in _entries_of(_tree_of(cls), name) if not hasattr(torch.Tensor, entry)}
+        return len(read) >= FEW and not called
+    return bool(read) and not called
 
 
 def _holders(namespace: Mapping[str, Any]) -> Iterator[tuple[str, object]]:

@@ -27,7 +27,8 @@ class Said:
     scalar: whether a number is wanted in place of a tensor.
     arrays: whether NumPy's arrays are wanted.
     none: whether something is None that must not be. number: whether a number is wanted in place of it.
-    several: whether a sequence is wanted in place of a whole number.
+    several: whether a sequence is wanted in place of a number.
+    lists: whether lists are wanted in place of tuples.
     missing: the arguments that a function was called without.
     """
 
@@ -46,6 +47,7 @@ class Said:
     none: bool = False
     number: bool = False
     several: bool = False
+    lists: bool = False
     missing: tuple[str, ...] = ()
 
 
@@ -129,8 +131,8 @@ _SCALAR = re.compile(
 _ARRAYS = re.compile(r"'numpy\.ndarray' and 'Tensor'|expected np\.ndarray|has no attribute 'astype'")
 _NUMBERS = re.compile(r"'NoneType' and '(int|float)'|'(int|float)' and 'NoneType'")
 _SEVERAL = re.compile(
-    r"'int' object is not (subscriptable|iterable)|object of type 'int' has no len|cannot unpack non-iterable int"
-    r"|argument after \* must be an iterable, not int"
+    r"'(int|float)' object is not (subscriptable|iterable)|object of type '(int|float)' has no len"
+    r"|cannot unpack non-iterable (int|float)|argument after \* must be an iterable, not (int|float)"
 )
 _MISSING = re.compile(r"missing \d+ required positional arguments?: (.*)")
 
@@ -156,6 +158,7 @@ def said_in(message: str) -> Said:
         "NoneType" in message,
         _NUMBERS.search(message) is not None,
         _SEVERAL.search(message) is not None,
+        'list (not "tuple")' in message,
         tuple(re.findall(r"'(\w+)'", missing[1])) if (missing := _MISSING.search(message)) else (),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 from attn_fuse.explain.asked import Asked
 from attn_fuse.explain.sizes import value_for
 
+# How many names of a line that failed are taken together.
+MOST_NEAR = 4
 # How long a sequence may become.
 LONGEST = 64
 _NOTHING: Mapping[str, Any] = {}
@@ -78,22 +81,37 @@ def _changes(values: Mapping[str, Any], asked: Asked) -> Iterator[dict[str, Any]
         alike = [one for one, value in values.items() if one == name or _may_be(one, value, has)]
         yield from ({one: option} for one in alike for option in options if not _is_same(values[one], option))
     if asked.several:
-        near = [name for name in numbers if name in asked.near]
-        yield from ({name: (numbers[name],) * 2} for name in numbers)
-        if len(near) > 1:
-            yield {name: (numbers[name],) * 2 for name in near}
+        single = {name: value for name, value in values.items() if type(value) in (int, float)}
+        near = [name for name in single if name in (asked.taken_apart or asked.near)][:MOST_NEAR]
+        for count in range(1, len(near) + 1):
+            yield from ({name: (single[name],) * 2 for name in names} for names in itertools.combinations(near, count))
+        yield from ({name: (value,) * 2} for name, value in single.items() if name not in near)
         return
+    if asked.lists:
+        tuples = {name: [*value] for name, value in values.items() if type(value) is tuple}
+        yield from ({name: value} for name, value in tuples.items())
+        yield tuples
     absent = [name for name, value in values.items() if value is None and name in asked.absent | asked.words]
     yield from ({name: value} for name in absent if (value := value_for(name)) is not None)
-    for has, wants in (pair for pair in asked.sizes if pair[1] > 0):
+    sizes = [pair for pair in asked.sizes if pair[1] > 0]
+    for has, wants in sizes:
+        yield from (
+            {name: longer} for name in values for longer in _of_other_length(name, values[name], has, wants, asked)
+        )
+    for has, wants in sizes:
         yield from ({name: wants} for name, size in numbers.items() if size == has)
         if has:
             scaled = {name: size * wants // has for name, size in numbers.items() if size * wants % has == 0}
             yield from ({name: size} for name, size in scaled.items() if size not in (0, numbers[name], wants))
-        for name, value in values.items():
-            if type(value) in (tuple, list) and value and name in asked.near and len(value) + wants - has > 0:
-                count = min(len(value) + wants - has, LONGEST)
-                yield {name: type(value)([*value, *(value[-1],) * count][:count])}
+
+
+def _of_other_length(name: str, value: Any, has: int, wants: int, asked: Asked) -> Iterator[Any]:
+    # A sequence that the failing code names, as long as it takes; an index may go beyond its end.
+    if type(value) in (tuple, list) and value and name in asked.near:
+        beyond = has if len(value) == wants and name in asked.taken_apart else 0
+        for count in dict.fromkeys((beyond, len(value) + wants - has)):
+            if 0 < count <= LONGEST:
+                yield type(value)([*value, *(value[-1],) * count][:count])
 
 
 def _may_be(name: str, value: Any, has: Any) -> bool:

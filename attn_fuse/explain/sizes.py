@@ -66,7 +66,12 @@ class Known:
         inside = f"{HEAD_NAME}|{INNER_NAME}|{OUTPUT_NAME}|{SERIES_NAME}|{INPUT_NAME}"
         others = {name: v for name, v in given.items() if not re.search(inside, name.lower())}
         widths = [v for name, v in others.items() if _is_count(v) and re.search(WIDTH_NAME, name.lower())]
-        heads = [v for name, v in given.items() if _is_count(v) and re.search(HEADS_NAME, name.lower())]
+        # `dim_head` ends as `num_head` does.
+        heads = [
+            v
+            for name, v in given.items()
+            if _is_count(v) and re.search(HEADS_NAME, name.lower()) and not re.search(HEAD_NAME, name.lower())
+        ]
         return cls(
             math.lcm(*heads) if heads else None,
             widths[0] if widths else None,
@@ -156,6 +161,7 @@ def _table(known: Known) -> tuple[tuple[str, Any], ...]:
         (r"^alpha$|^beta$|slope$|momentum|std$|^(init|weight)_(std|scale|range)|initializer_range", 0.1),
         (r"temperature|^temp$|^tau$|^gamma$|^(softmax_)?scale$|_weight$", 1.0),
         (r"(ratio|mult|factor|expansion|expand)$", 4),
+        (r"codebook_?size|num_codes", VOCABULARY),
         (r"vocab|voc_size|n_?um_?tokens|^n_?tokens?$|num_embeddings|dictionary|n?_?words$", VOCABULARY),
         (rf"^(n|num)_?({THINGS})s?$|^({THINGS})s?_?(n|num|count)$", VOCABULARY),
         (HEAD_NAME, known.head or width // heads),

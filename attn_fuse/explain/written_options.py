@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from attn_fuse.explain.literals import literal
 from attn_fuse.explain.no_gpu import on_this_machine
 from attn_fuse.explain.roots import projects_around, repository_of
 
@@ -102,7 +103,7 @@ def _of_constructor(cls: ast.ClassDef) -> dict[str, Any]:
                         case ast.Name(argument) if argument in defaults:
                             given = defaults[argument]
                     with contextlib.suppress(ValueError, TypeError, SyntaxError):
-                        values.setdefault(name, ast.literal_eval(given))
+                        values.setdefault(name, literal(given))
     return values
 
 
@@ -125,7 +126,7 @@ def _default(given: Mapping[str | None, ast.expr]) -> Any:
     if isinstance(action, ast.Constant) and action.value in ("store_true", "store_false"):
         return action.value == "store_false"
     try:
-        value = ast.literal_eval(given["default"])
+        value = literal(given["default"])
     except (KeyError, ValueError, TypeError, SyntaxError):
         return None
     # Scripts evaluate the text of a sequence.
@@ -142,12 +143,12 @@ def _assigned(body: list[ast.stmt]) -> dict[str, Any]:
         match node:
             case ast.Assign([ast.Name(name)], given) | ast.AnnAssign(ast.Name(name), _, ast.expr() as given):
                 with contextlib.suppress(ValueError, TypeError, SyntaxError):
-                    values[name] = ast.literal_eval(given)
+                    values[name] = literal(given)
             case ast.Assign([ast.Attribute() as target], given):
                 # `_C.DATA.SIZE = 224` is the entry SIZE of the entry DATA.
                 *groups, name = ast.unparse(target).split(".")[1:]
                 with contextlib.suppress(ValueError, TypeError, SyntaxError):
-                    value = ast.literal_eval(given)
+                    value = literal(given)
                     held = values
                     for group in groups:
                         held = held.setdefault(group, {})

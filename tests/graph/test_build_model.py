@@ -286,6 +286,15 @@ class Config(NamedTuple):
     def test_one_letter_of_which_attributes_are_read(self, write: Write) -> None:
         assert model_of(write(net("c", "self.layer = nn.Linear(c.hidden_size, c.n_heads)")))[0].layer.out_features == 4
 
+    def test_a_width_is_no_multiple_of_the_size_of_a_head(self) -> None:
+        assert value_for("dim", None, {"dim_head": 64, "heads": 8}) == 512
+        assert value_for("vae_codebook_size") == 1000
+
+    def test_one_letter_that_is_handed_on(self, write: Write) -> None:
+        inner = net("width, c", "self.layer = nn.Linear(c.hidden_size, c.n_heads); c.n_layers, c.dropout", "Inner")
+        model = model_of(write(inner + net("width, c", "self.inner = Inner(width, c)")))[0]
+        assert model.inner.layer.in_features == 256
+
     def test_an_activation_by_name(self) -> None:
         assert value_for("activation", str) == value_for("act_fn", str) == "relu" and value_for("kind", str) is None
 

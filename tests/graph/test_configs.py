@@ -108,7 +108,7 @@ class TestConfigsWithoutAClass:
         with pytest.raises(
             ExplainError, match=r"config is made up of small numbers, and none is known for config\.flavour"
         ):
-            model_of(write(net("config", "len(config.flavour)")))
+            model_of(write(net("config", "config.flavour + []")))
 
     def test_the_command_lines_of_other_scripts_fill_in(self, write: Write) -> None:
         script = "import argparse\np = argparse.ArgumentParser()\n"
@@ -237,7 +237,7 @@ class TestConfigFiles:
         (tmp_path / "b.yaml").write_text("a: [1\n- b: {{ x }}")
         (tmp_path / "c.toml").write_text("= 3")
         with pytest.raises(ExplainError, match=re.escape("none is known for config.flavour_of_it")):
-            model_of(write(net("config", "len(config['flavour_of_it'])")))
+            model_of(write(net("config", "config['flavour_of_it'].sweeten()")))
 
 
 class TestSequences:

@@ -117,6 +117,13 @@ def test_settings_under_short_names_and_a_file_over_them(write: Write) -> None:
     assert (model.layer.in_features, model.layer.out_features, model.kind) == (7, 5, "swish")
 
 
+def test_capitals_that_are_read_as_small_letters(write: Write) -> None:
+    write("_C = make()\n_C.NET = make()\n_C.NET.D_WIDTH = 2**3\n_C.NET.NAMES = ['self', 'cross'] * 2\n", "config.py")
+    body = "self.layers = nn.ModuleList(nn.Linear(config['d_width'], 1) for name in config['names'] if name == 'self')"
+    model: Any = model_of(write(net("config", body)))[0]
+    assert [layer.in_features for layer in model.layers] == [8, 8]
+
+
 def test_the_text_of_a_sequence_on_a_command_line(write: Write) -> None:
     write(
         "p = make()\np.add_argument('--window', type=str, default='[4, 6]')\np.add_argument('--width', default=3)\n",

@@ -18,6 +18,16 @@ class TestWhileBuilt:
         model, _ = model_of(write(net("depth, heads, features", body)))
         assert len(model.layers) == 2
 
+    def test_a_number_for_each_of_the_layers(self, write: Write) -> None:
+        body = """self.ratio = ratio; count = len(depths)
+        self.layers = nn.ModuleList([nn.Linear(8, int(8 * self.ratio[i])) for i in range(count)])"""
+        model, _ = model_of(write(net("ratio=2.0, depths=(2, 2, 6, 2)", body)))
+        assert [layer.out_features for layer in model.layers][:2] == [16, 16]
+
+    def test_lists_where_a_tuple_does_not_do(self, write: Write) -> None:
+        body = "self.layers = nn.ModuleList([nn.Linear(n, 8) for n in [8] + width])"
+        assert model_of(write(net("width", f"len(width); {body}")))[0].layers[1].in_features == 256
+
     def test_a_text_that_the_code_knows(self, write: Write) -> None:
         body = """self.kind = kind
         if self.kind == "scaled": self.layer = nn.Linear(8, 8)
