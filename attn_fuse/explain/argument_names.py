@@ -17,7 +17,7 @@ TOKENS = re.compile(
 )
 PICTURES = re.compile(r"image|img|pixel|picture|frame|photo|latent|sample")
 SOUNDS = re.compile(r"mel|audio|wav|spec|speech|sound")
-TIMES = re.compile(r"^t$|^ts$|time_?steps?$|^time$|^steps?$|noise_level|sigma|^times$|timestep")
+TIMES = re.compile(r"^t$|^ts$|^guidance$|time_?steps?$|^time$|^steps?$|noise_level|sigma|^times$|timestep")
 LABELS = re.compile(r"^y$|label|class|^cond$")
 LENGTHS = re.compile(r"len(gth)?s?$")
 MARKS = re.compile(r"mark")

@@ -111,6 +111,33 @@ def older_names() -> Iterator[None]:
             sys.modules.pop(SIX, None)
 
 
+@contextlib.contextmanager
+def byte_masks(say: Callable[[str], object]) -> Iterator[None]:
+    """Within the block masks of bytes fill as Boolean ones, as they did before torch 2; `say` is told of the first."""
+    told: list[str] = []
+
+    def filling(fill: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(fill)
+        def filled(self: torch.Tensor, mask: Any, value: Any) -> Any:
+            if isinstance(mask, torch.Tensor) and mask.dtype is torch.uint8:
+                if not told:
+                    told.append("masks of bytes are Boolean here, which this torch asks for")
+                    say(told[0])
+                mask = mask.bool()
+            return fill(self, mask, value)
+
+        return filled
+
+    fills = {name: getattr(torch.Tensor, name) for name in ("masked_fill", "masked_fill_")}
+    for name, fill in fills.items():
+        setattr(torch.Tensor, name, filling(fill))
+    try:
+        yield
+    finally:
+        for name, fill in fills.items():
+            setattr(torch.Tensor, name, fill)
+
+
 def moved_module(name: str) -> str | None:
     """Where an installed package now has the module that it once had as `name`; None where that is not clear.
 

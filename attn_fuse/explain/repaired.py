@@ -99,9 +99,12 @@ def _together(tensors: Mapping[_Place, Tensor], asked: Asked, names: Sequence[st
         first = names[place[0]] if place[0] in range(len(names)) else place[0]
         return [str(word) for word in (first, *place[1:])]
 
+    # Such as `image0` and `image1`, and such as `img_ids` and `txt_ids`.
     kinds: dict[tuple[str, ...], list[_Place]] = {}
     for place in tensors:
         kinds.setdefault(tuple(word.rstrip("0123456789") for word in words(place)), []).append(place)
+        if "_" in (last := words(place)[-1]):
+            kinds.setdefault(("_", last.rpartition("_")[2]), []).append(place)
     near = [place for place in tensors if words(place)[-1] in asked.near]
     groups = [places for places in kinds.values() if len(places) > 1]
     yield from (places for places in groups if any(place in near for place in places))
@@ -130,6 +133,9 @@ def _changes(asked: Asked) -> Iterator[Callable[[Tensor], Iterator[_Shape]]]:
     sizes = [(has, wants) for has, wants in asked.sizes if has not in (0, wants)]
     for change in (_equal, _fitting):
         yield from (functools.partial(change, has, wants) for has, wants in sizes)
+    # What has a wrong rank may have come of a tensor of another.
+    more = dict.fromkeys(wants - has for has, wants in asked.ranks if has is not None)
+    yield from (functools.partial(_of_another_rank, one) for one in more)
 
 
 def _of_another_rank(more: int, tensor: Tensor) -> Iterator[_Shape]:

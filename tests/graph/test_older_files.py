@@ -331,3 +331,14 @@ class TestSpelledInputs:
         with imported(write(net("width"), "package/net.py")) as module:
             found = list(inputs_of(module.GPT, vars(module), Path(str(module.__file__))))
         assert len(found) == counts
+
+
+def test_masks_of_bytes(write: Write) -> None:
+    notes: list[str] = []
+    body = "mask = torch.ones(2, 2, dtype=torch.uint8).tril()\n        self.filled = torch.zeros(2, 2)"
+    source = net("", f"{body}.masked_fill(mask, 1.0).masked_fill_(mask > 1, 2.0)")
+    with imported(write(source), notes.append) as module:
+        assert module.GPT().filled.tolist() == [[1, 0], [1, 1]]
+    assert notes == ["masks of bytes are Boolean here, which this torch asks for"]
+    with pytest.raises(RuntimeError, match="boolean"):
+        torch.zeros(2).masked_fill(torch.ones(2, dtype=torch.uint8), 1.0)
