@@ -32,4 +32,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["explain"]:
+        from attn_fuse.explain.watched import watch
+
+        watch("attn_fuse.explain")
     sys.exit(main(sys.argv[1:]))

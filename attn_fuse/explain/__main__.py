@@ -3,7 +3,11 @@
 import os
 import sys
 
-from attn_fuse.explain.command import main
+from attn_fuse.explain.watched import watch
+
+watch("attn_fuse.explain")
+
+from attn_fuse.explain.command import main  # noqa: E402
 
 try:
     sys.exit(main())

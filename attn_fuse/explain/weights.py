@@ -73,7 +73,8 @@ def random_weights(say: Callable[[str], object]) -> Iterator[None]:
                 if not isinstance(config, type) and issubclass(cls, nn.Module):
                     raise
                 absent(f"{name}, the defaults of {cls.__name__}")
-                return cls() if config is None or not issubclass(cls, nn.Module) else cls(config())
+                made = cls(config()) if isinstance(config, type) else cls()
+                return (made, {}) if kwargs.get("return_unused_kwargs") else made
 
         return classmethod(from_pretrained)  # type: ignore[return-value]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -315,6 +316,29 @@ class TestFreshProcess:
             assert done.returncode == 2 and done.stdout == ""
             assert "ValueError: not today (model.py:8)" in done.stderr and "--inputs" in done.stderr
             assert "Traceback" not in done.stderr and done.stderr.count("\n") == 1
+
+    @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a system that forks")
+    @pytest.mark.parametrize("command", [["attn_fuse.explain"], ["attn_fuse", "explain"]])
+    @pytest.mark.parametrize(("name", "why"), [("SIGSEGV", "a run of the model"), ("SIGKILL", "for its memory")])
+    def test_a_model_that_ends_the_process(self, write: Write, command: list[str], name: str, why: str) -> None:
+        ends = f"import os, signal; os.kill(os.getpid(), signal.{name})"
+        done = self.run("-m", *command, write(PLAIN.replace("return self.layer(x).relu()", ends)))
+        assert done.returncode == 2 and done.stdout == ""
+        assert done.stderr.startswith(f"attn_fuse.explain: {name}: ") and why in done.stderr
+        assert done.stderr.count("\n") == 1
+
+    def test_a_process_that_is_ended_ends_the_model_too(self, write: Write) -> None:
+        endless = PLAIN.replace("return self.layer(x).relu()", "import time; print('runs', flush=True); time.sleep(60)")
+        with subprocess.Popen(
+            [sys.executable, "-m", "attn_fuse.explain", write(endless)], stderr=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stderr is not None
+            while "runs" not in process.stderr.readline():
+                pass
+            process.terminate()
+            # Reads to the end: nothing holds the pipe any longer.
+            process.stderr.read()
+            assert process.wait(30) != 0
 
     def test_the_function_before_and_after_the_module_is_imported(self) -> None:
         program = (
