@@ -10,14 +10,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from attn_fuse.explain.build import Built
+from attn_fuse.explain.build import Built, parameters_of
 from attn_fuse.explain.guess_inputs import Trial
 from attn_fuse.explain.inputs import Inputs
 from attn_fuse.explain.other_arguments import Arguments, other_arguments
 from attn_fuse.explain.repairs import Failed, first_that_runs
 
-# Seconds of a search, and of how many inputs it starts.
-SECONDS, STARTS = 30.0, 3
+# Seconds of a search, of how many inputs it starts, and how many parameters a model may have that is built so often.
+SECONDS, STARTS, MOST_PARAMETERS = 30.0, 3, 200_000_000
 
 
 @dataclass(frozen=True)
@@ -34,35 +34,42 @@ def both_for(
     failed: inputs that failed on `made`. trial_of: what runs a model on inputs.
     """
     again = made.again
-    if again is None:
+    if again is None or parameters_of(made.model) > MOST_PARAMETERS:
         return None
-    models: dict[str, tuple[Built, Trial]] = {str(made.arguments): (made, trial_of(made))}
     seen: set[str] = set()
+    # The last model alone: many would take all memory.
+    last: dict[str, tuple[Built, Trial]] = {}
 
-    def attempt(both: _Both) -> tuple[Built, Inputs] | Failed[_Both] | None:
-        key = str(both.arguments)
-        if f"{key} {both.inputs}" in seen:
-            return None
-        seen.add(f"{key} {both.inputs}")
-        if key not in models:
+    def model_of(arguments: Arguments) -> tuple[Built, Trial] | None:
+        key = str(arguments)
+        if key not in last:
+            last.clear()
             # Whatever a constructor raises on arguments that nobody wrote.
             with contextlib.suppress(Exception):
-                built = again(both.arguments)
-                models[key] = built, trial_of(built)
-        if key not in models:
+                built = again(arguments)
+                if parameters_of(built.model) <= MOST_PARAMETERS:
+                    last[key] = built, trial_of(built)
+        return last.get(key)
+
+    def attempt(both: _Both) -> tuple[Built, Inputs] | Failed[_Both] | None:
+        key = f"{both.arguments} {both.inputs}"
+        if key in seen or (found := model_of(both.arguments)) is None:
             return None
-        built, trial = models[key]
+        seen.add(key)
+        built, trial = found
         trial.failed = None
         if trial.on(both.inputs) is not None:
             return built, both.inputs
         return None if trial.failed is None else Failed(both, trial.failed.asked, trial.failed.asked.lines)
 
     def others(one: Failed[_Both]) -> Iterator[_Both]:
-        built, trial = models[str(one.tried.arguments)]
-        inputs = one.tried.inputs
-        for arguments in other_arguments(one.tried.arguments, one.asked, built.holders):
+        tried, inputs = one.tried.arguments, one.tried.inputs
+        found = model_of(tried)
+        for arguments in other_arguments(tried, one.asked, found[0].holders) if found is not None else ():
             yield _Both(arguments, inputs)
-        yield from (_Both(one.tried.arguments, other) for other in trial.others(Failed(inputs, one.asked, 0)))
+        found = model_of(tried)
+        more = found[1].others(Failed(inputs, one.asked, 0)) if found is not None else ()
+        yield from (_Both(tried, other) for other in more)
 
     furthest = sorted(failed, key=lambda one: one.asked.lines, reverse=True)[:STARTS]
     starts = [Failed(_Both(made.arguments, one.tried), one.asked, one.asked.lines) for one in furthest]

@@ -37,7 +37,7 @@ from attn_fuse.explain.factories import factories_of
 from attn_fuse.explain.older import imported_part, without_argument
 from attn_fuse.explain.open_file import Say, moved_to_its_files, same_folder_after
 from attn_fuse.explain.other_arguments import Arguments, other_arguments
-from attn_fuse.explain.problems import in_one_line
+from attn_fuse.explain.problems import in_one_line, without_frames
 from attn_fuse.explain.repairs import Failed, searched
 from attn_fuse.explain.roots import is_users, repository_of
 from attn_fuse.explain.signatures import defaults_of, without_default
@@ -131,7 +131,7 @@ def all_built(cls: type[nn.Module], namespace: Mapping[str, Any], most: int = MO
         try:
             made = _built_by(way, cls, most, path, again)
         except ExplainError as error:
-            failures.append(error)
+            failures.append(without_frames(error))
             continue
         except Exception as error:
             failures.append(
@@ -140,7 +140,8 @@ def all_built(cls: type[nn.Module], namespace: Mapping[str, Any], most: int = MO
                     f"--entry '{_example(cls)}'"
                 )
             )
-            failures[-1].__cause__ = error
+            # What the search asks of its calls it asks at once.
+            failures[-1].__cause__ = error if way.arguments is not None else without_frames(error)
             continue
         works = True
         guesses = way.arguments is not None and way.arguments.guess is not None
@@ -335,6 +336,8 @@ def _tried(attempt: _Attempt, failures: Sequence[ExplainError]) -> Generator[_Wa
     yield attempt.way()
     error = failures[-1].__cause__ if len(failures) > count else None
     asked = None if error is None else asked_by(error)
+    if error is not None:
+        without_frames(error)
     return None if asked is None else Failed(attempt, asked, asked.lines)
 
 

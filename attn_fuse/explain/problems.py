@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import traceback
 from pathlib import Path
+from typing import TypeVar
 
 import torch
+
+E = TypeVar("E", bound=BaseException)
 
 
 def in_one_line(error: BaseException) -> str:
@@ -19,3 +22,14 @@ def in_one_line(error: BaseException) -> str:
     message = lines[0] if lines else frames[-1].line if frames else ""
     text = f"{type(error).__name__}: {message}" if message else type(error).__name__
     return f"{text} ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else text
+
+
+def without_frames(error: E) -> E:
+    """The error without the calls that led to it, and to those that it came of: they hold models, which take memory."""
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        one = waiting.pop()
+        if one is not None and one.__traceback__ is not None:
+            one.__traceback__ = None
+            waiting += [one.__cause__, one.__context__]
+    return error

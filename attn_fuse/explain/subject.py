@@ -25,7 +25,7 @@ from attn_fuse.explain.find_file import file_in
 from attn_fuse.explain.guess_inputs import NoInputs, Trial, inputs_for, trial_of
 from attn_fuse.explain.inputs import Inputs
 from attn_fuse.explain.open_file import IMPORT_LIMIT, LEFT_OUT, imported
-from attn_fuse.explain.problems import in_one_line
+from attn_fuse.explain.problems import in_one_line, without_frames
 from attn_fuse.explain.snippets import inputs_of
 from attn_fuse.explain.stand_ins import MissingPackage
 from attn_fuse.explain.steps import LIMIT, step
@@ -191,7 +191,7 @@ def _found(
         try:
             found, built_with = _built_and_run(cls, args, namespace, limit)
         except ExplainError as error:
-            failures.append(error)
+            failures.append(without_frames(error))
             continue
         said = list(built_with)
         if len(classes) > 1:
@@ -233,8 +233,9 @@ def _built_and_run(
         try:
             return _with_inputs(args, made.model, made.holders, namespace, limit), made.notes
         except ExplainError as error:
-            failures.append(made.doubt or error)
-            if isinstance(error, NoInputs):
+            failures.append(made.doubt or without_frames(error))
+            # Several models may take all memory.
+            if isinstance(error, NoInputs) and not left:
                 left.append((made, error))
     for made, problem in left:
         if time.monotonic() - start > limit:

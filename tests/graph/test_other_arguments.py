@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 
 from attn_fuse.errors import ExplainError
 from attn_fuse.explain.asked import Asked
 from attn_fuse.explain.other_arguments import Arguments, other_arguments
+from attn_fuse.explain.problems import without_frames
 from tests.model_files import Write, model_of, net
 from tests.subjects import found_in
 
@@ -90,3 +93,23 @@ def test_arguments_that_only_a_run_shows_to_be_wrong(write: Write) -> None:
     found = found_in(write(ENCODER_AND_DECODER))
     assert len(found.model.encoder.layers) == 3
     assert any("as its errors ask: n_layers=3" in note for note in found.said)
+
+
+def test_errors_hold_no_models() -> None:
+    class Model:
+        pass
+
+    def raises() -> None:
+        model = Model()
+        gone.append(weakref.ref(model))
+        try:
+            raise ValueError("first")
+        except ValueError as error:
+            raise ExplainError("second") from error
+
+    gone: list[weakref.ref[Model]] = []
+    with pytest.raises(ExplainError) as raised:
+        raises()
+    kept = without_frames(raised.value)
+    del raised
+    assert str(kept) == "second" and gone[0]() is None
