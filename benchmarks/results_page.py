@@ -30,6 +30,8 @@ MEASURED = (
 )  # fmt: skip
 
 # Results on explain's own stages.
+# What explain says of a model that computes with a package that is not there.
+LACKS = "is not installed"
 EXPLAIN = {"explain_repositories": ("explain",)}
 
 
@@ -180,8 +182,12 @@ def opened() -> str:
         for key in ("new", "outcome"):
             counts = Counter(row.get(key) for row in of)
             cells += [str(counts["report"]), str(counts["part"])] if key == "outcome" or is_told else ["", ""]
-        rows.append([group, str(len(of)), *cells])
-    heads = ["sample", "files", "a report, when it was new", "of a part", "a report, now", "of a part"]
+        lacks = sum(row["outcome"] != "report" and LACKS in row.get("why", "") + row["words"] for row in of)
+        rows.append([group, str(len(of)), *cells, str(lacks)])
+    heads = [
+        "sample", "files", "a report, when it was new", "of a part", "a report, now", "of a part",
+        "not one for want of a package",
+    ]  # fmt: skip
     return _signed(markdown(heads, rows), "explain_repositories")
 
 
