@@ -77,6 +77,19 @@ def test_a_model_of_a_library_that_cannot_be_fetched(library: types.ModuleType) 
         library.PreTrainedModel.from_pretrained("gpt2")
 
 
+def test_weights_of_timm_that_cannot_be_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_pretrained(model: nn.Module) -> None:
+        raise OSError("cannot connect")
+
+    made = types.ModuleType("timm.models._builder")
+    made.load_pretrained = load_pretrained  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, made.__name__, made)
+    notes: list[str] = []
+    with random_weights(notes.append):
+        made.load_pretrained(nn.Linear(2, 2))
+    assert notes == ["random weights in place of timm's of Linear"] and made.load_pretrained is load_pretrained
+
+
 def test_an_entry_that_a_config_lacks(write: Write) -> None:
     config = "class Config:\n    width = 3\n"
     body = "assert config.flavour == 'sweet' or config.flavour == 'sour'\n"
