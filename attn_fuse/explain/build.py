@@ -290,7 +290,7 @@ def _ways(cls: type[nn.Module], namespace: Mapping[str, Any], failures: Sequence
     if takes_none or any(value is None for value in defaults_of(cls).values()):
         yield _Way(None, lambda say: call_of(cls, namespace, path, say, with_none=True))
     for rank in range(1, MOST_CONFIGS) if path.is_file() else ():
-        yield _Attempt(cls, namespace, path, Arguments(), rank).way()
+        yield _Way(None, _Attempt(cls, namespace, path, Arguments(), rank).make)
     yield from _as_errors_ask(cls, namespace, path, failed, failures)
     is_large = any(isinstance(failure, TooLarge) for failure in failures)
     why = "since its defaults are too large" if is_large else "since it does not run with its defaults"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import copy
 import dataclasses
 import inspect
 import sys
@@ -279,6 +280,9 @@ def config_without_class(
     if rank < len(in_file):
         _, value, key = in_file[rank]
         say(f"{name}: {key}, as the file has it")
+        # Neither a constructor nor a search may write into the file's own.
+        with contextlib.suppress(Exception):  # a value that cannot be copied
+            return copy.deepcopy(value)
         return value
     if rank:
         raise ExplainError(f"cannot build {cls.__name__}: its file has {len(in_file)} values for {name}")

@@ -113,7 +113,7 @@ def older_names() -> Iterator[None]:
 
 @contextlib.contextmanager
 def byte_masks(say: Callable[[str], object]) -> Iterator[None]:
-    """Within the block masks of bytes fill as Boolean ones, as they did before torch 2; `say` is told of the first."""
+    """Within the block masks of bytes fill as Boolean ones, as older torch had it; `say` is told of the first."""
     told: list[str] = []
 
     def filling(fill: Callable[..., Any]) -> Callable[..., Any]:

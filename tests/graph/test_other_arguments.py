@@ -8,6 +8,9 @@ import pytest
 
 from attn_fuse.errors import ExplainError
 from attn_fuse.explain.asked import Asked
+from attn_fuse.explain.build import built
+from attn_fuse.explain.choose_entry import outermost
+from attn_fuse.explain.open_file import imported
 from attn_fuse.explain.other_arguments import Arguments, other_arguments
 from attn_fuse.explain.problems import without_frames
 from tests.model_files import Write, model_of, net
@@ -58,6 +61,15 @@ def layer(way):
         self.layer = nn.Linear(config.width, config.n_heads)"""
         model, _ = model_of(write(config + net("config: Config", body)))
         assert model.layer.in_features % model.layer.out_features == 0
+
+    def test_the_files_own_config_stays_as_it_is(self, write: Write) -> None:
+        config = "SETTINGS = dict(width=48, n_heads=5, depth=2)\n"
+        body = """assert config["width"] % config["n_heads"] == 0
+        self.layer = nn.Linear(config["width"], config["depth"])"""
+        with imported(write(config + net("config", body))) as module:
+            made = built(outermost(module), vars(module))
+            assert made.model.layer.out_features == 2 and made.arguments.changed
+            assert module.SETTINGS == {"width": 48, "n_heads": 5, "depth": 2}
 
     def test_what_none_of_the_changes_mends(self, write: Write) -> None:
         with pytest.raises(ExplainError, match="cannot build GPT: ValueError: no kind"):
