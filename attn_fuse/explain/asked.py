@@ -35,12 +35,16 @@ _INVERSE: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is,
 }  # fmt: skip
 
+# Two sizes, or two runs of them, and whether they are ranks.
+_Pair = tuple[int, int, bool] | tuple[tuple[int, ...], tuple[int, ...], bool]
+
 
 @dataclass(frozen=True)
 class Asked(Said):
     """What an error asks of the inputs, or of the arguments that a model is built from.
 
     sizes, ranks: also those of the comparisons in the model's code that came out false.
+    runs: several sizes one after another that there are, and those that are wanted, as of a shape that was compared.
     key: an entry that a dict lacks.
     words: those of the message.
     absent: names that are None and that the message or the lines that led there speak of.
@@ -54,6 +58,7 @@ class Asked(Said):
     same function the one with the greater lines came further.
     """
 
+    runs: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
     key: str | None = None
     words: frozenset[str] = frozenset()
     absent: frozenset[str] = frozenset()
@@ -77,8 +82,10 @@ def _asked_by(error: BaseException) -> Asked:
     said = said_in(message)
     sizes, ranks = [*said.sizes], [*said.ranks]
     frames = _frames(error.__traceback__)
-    for has, wants, is_rank in _compared(*frames[-1]) if frames else ():
-        (ranks if is_rank else sizes).append((has, wants))
+    compared = [*_compared(*frames[-1])] if frames else []
+    for has, wants, is_rank in compared:
+        if isinstance(has, int) and isinstance(wants, int):
+            (ranks if is_rank else sizes).append((has, wants))
     if isinstance(error, IndexError) and frames:
         sizes += _entries_counted(frames)
     sizes += _divided(error)
@@ -90,6 +97,7 @@ def _asked_by(error: BaseException) -> Asked:
             "sizes": tuple(dict.fromkeys(pair for pair in sizes if pair[0] != pair[1])),
             "ranks": tuple(dict.fromkeys(ranks)),
         },
+        runs=tuple((has, wants) for has, wants, _ in compared if isinstance(has, tuple) and isinstance(wants, tuple)),
         key=str(error.args[0]) if isinstance(error, KeyError) and error.args else None,
         words=words,
         absent=frozenset(name for frame, _ in frames for name in _absent(frame) if name in words | near),
@@ -102,9 +110,9 @@ def _asked_by(error: BaseException) -> Asked:
     )
 
 
-def _compared(frame: FrameType, line: int) -> Iterator[tuple[int, int, bool]]:
+def _compared(frame: FrameType, line: int) -> Iterator[_Pair]:
     # Of the comparisons at a line that came out false: the size that there is, the one that would do, and whether both
-    # are ranks.
+    # are ranks. Of shapes all of their sizes come first, then each.
     for test, holds in _tests(frame.f_code.co_filename, line):
         for left, operator, right in _needed(test, holds):
             # Whatever the model's own attributes raise says nothing.
@@ -281,7 +289,7 @@ def _needed(test: ast.expr, holds: bool) -> Iterator[tuple[ast.expr, ast.cmpop, 
                 left = right
 
 
-def _pairs(left: ast.expr, operator: ast.cmpop, right: ast.expr, frame: FrameType) -> Iterator[tuple[int, int, bool]]:
+def _pairs(left: ast.expr, operator: ast.cmpop, right: ast.expr, frame: FrameType) -> Iterator[_Pair]:
     is_rank = any(
         re.search(r"\.(dim|ndimension)\(\)|\.ndim\b|len\([^)]*(shape|size\(\))\)", ast.unparse(s))
         for s in (left, right)
@@ -295,7 +303,11 @@ def _pairs(left: ast.expr, operator: ast.cmpop, right: ast.expr, frame: FrameTyp
     one, other = _value(left, frame), _value(right, frame)
     match operator:
         case ast.Eq():
-            for has, wants in _differing(one, other):
+            differing = [*_differing(one, other)]
+            if len(differing) > 1:
+                yield tuple(one), tuple(other), False
+                yield tuple(other), tuple(one), False
+            for has, wants in differing:
                 yield has, wants, is_rank
                 if not is_rank:
                     yield wants, has, False

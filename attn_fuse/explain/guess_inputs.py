@@ -149,7 +149,9 @@ class Trial:
         modules = list(model.modules())
         self.embeddings = [module for module in modules if isinstance(module, nn.Embedding)]
         self.linears = [module for module in modules if isinstance(module, nn.Linear)]
-        self.convolutions = [module for module in modules if isinstance(module, nn.modules.conv._ConvNd)]
+        convolutions = [module for module in modules if isinstance(module, nn.modules.conv._ConvNd)]
+        # One of three channels takes pictures, though a projection of what it gives may be made before.
+        self.convolutions = sorted(convolutions, key=lambda layer: layer.in_channels != 3)
         self.failures: list[str] = []
         # Of each error the inputs that came furthest; and those tried since.
         self.raised: dict[str, Failed[Inputs]] = {}

@@ -22,6 +22,7 @@ from torch import nn
 from attn_fuse.errors import ExplainError
 from attn_fuse.explain.no_gpu import Sources, on_the_cpu
 from attn_fuse.explain.older import byte_masks, older_names
+from attn_fuse.explain.own_compile import without_own_compile
 from attn_fuse.explain.problems import in_one_line
 from attn_fuse.explain.roots import is_users, projects_around, repository_of
 from attn_fuse.explain.stand_ins import standing_in
@@ -77,6 +78,7 @@ def imported(path: Path, say: Say = lambda note: None, limit: float = IMPORT_LIM
             standing_in(roots, say) as finder,
             older_names(),
             byte_masks(say),
+            without_own_compile(finder.is_users, say),
             _without_gpu(roots) as moved,
         ):
             sys.stdin = nothing

@@ -122,6 +122,7 @@ def _is_possible(shape: _Shape, asked: Asked) -> bool:
 
 def _changes(asked: Asked) -> Iterator[Callable[[Tensor], Iterator[_Shape]]]:
     # Functions that give the shapes that a tensor may need: the likeliest first.
+    yield from (functools.partial(_with_run, has, wants) for has, wants in asked.runs)
     if asked.is_rank_unequal:
         yield from (functools.partial(_of_another_rank, more) for more in (-1, 1))
     if asked.index_rank:
@@ -187,6 +188,13 @@ def _equal(has: int, wants: int, tensor: Tensor) -> Iterator[_Shape]:
             yield _changed(shape, {dim: wants})
     if len(same := [dim for dim in _dims(shape) if shape[dim] == has]) > 1:
         yield _changed(shape, dict.fromkeys(same, wants))
+
+
+def _with_run(has: _Shape, wants: _Shape, tensor: Tensor) -> Iterator[_Shape]:
+    shape = tuple(tensor.shape)
+    for start in range(len(shape) - len(has), -1, -1):
+        if shape[start : start + len(has)] == has:
+            yield (*shape[:start], *wants, *shape[start + len(has) :])
 
 
 def _fitting(has: int, wants: int, tensor: Tensor) -> Iterator[_Shape]:

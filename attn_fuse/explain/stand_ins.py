@@ -51,6 +51,7 @@ OF_ONE_FILE = (
     importlib.machinery.SourcelessFileLoader,
     importlib.machinery.ExtensionFileLoader,
 )
+NO_OPERATOR = re.compile(r"operator (?P<namespace>\w+)::(?P<name>\w+) does not exist")
 LACKS = re.compile(r"cannot import name '(\w+)' from '([\w.]+)'")
 # Packages that nothing can stand in for.
 KEPT = {"torch", "attn_fuse"}
@@ -238,15 +239,32 @@ class _Guard(importlib.abc.MetaPathFinder):
             if isinstance(module, _StandInModule):
                 return
             try:
-                run(module)
+                self._run(run, module)
             except Exception as error:
                 if not self.finder.wanted(is_installed=True):
                     raise ImportError(f"importing {name} raises {in_one_line(error)}") from error
-                for loaded in [n for n in sys.modules if n.partition(".")[0] == name]:
-                    del sys.modules[loaded]
+                _forget(name)
                 sys.modules[name] = self._stood_in(name, error)
 
         loader.create_module, loader.exec_module = creates, runs
+
+    def _run(self, run: Callable[[types.ModuleType], object], module: types.ModuleType) -> None:
+        # A package whose compiled operators could not be loaded, as they are of another torch, registers kernels for
+        # them all the same: torchvision. They are declared then, so that what the package has in Python can be used;
+        # to call one is an error still.
+        while True:
+            try:
+                run(module)
+            except RuntimeError as error:
+                lacks = NO_OPERATOR.search(str(error))
+                if lacks is None or lacks[0] in _declared:
+                    raise
+                _declared[lacks[0]] = library = torch.library.Library(lacks["namespace"], "FRAGMENT")
+                library.define(f"{lacks['name']}(Tensor x) -> Tensor")
+                _forget(module.__name__)
+                sys.modules[module.__name__] = module
+            else:
+                return
 
     def _stood_in(self, name: str, error: Exception) -> types.ModuleType:
         self.finder.names.append(name)
@@ -254,6 +272,15 @@ class _Guard(importlib.abc.MetaPathFinder):
         made = _StandInModule(name, self.finder)
         made.__spec__ = importlib.machinery.ModuleSpec(name, self.finder, is_package=True)
         return made
+
+
+def _forget(package: str) -> None:
+    for name in [name for name in sys.modules if name == package or name.startswith(f"{package}.")]:
+        del sys.modules[name]
+
+
+# The declared operators, by what their absence raised, and their libraries, with which they would go.
+_declared: dict[str, torch.library.Library] = {}
 
 
 @contextlib.contextmanager

@@ -90,6 +90,17 @@ def test_sizes_that_the_code_compares(program: Program, pair: tuple[int, int]) -
     assert pair in asked(program, torch.zeros(2, 21)).sizes
 
 
+def asserts_sides(x: Tensor) -> None:
+    height = 32
+    assert x.shape[-2:] == (height, height * 2)
+
+
+def test_shapes_that_the_code_compares() -> None:
+    assert ((21, 21), (32, 64)) in asked(asserts_sides, torch.zeros(2, 21, 21)).runs
+    # One size that differs is told of as a size.
+    assert asked(asserts_shape, torch.zeros(2, 21)).runs == ()
+
+
 def asserts_a_call(x: Tensor) -> None:
     assert Counted()(x) == 16
 

@@ -9,6 +9,7 @@ import types
 from pathlib import Path
 
 import pytest
+import torch
 
 from attn_fuse.explain.open_file import imported
 from attn_fuse.explain.stand_ins import MissingPackage
@@ -32,6 +33,23 @@ def installed(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
             "        except Exception:\n            pass\n    raise AttributeError(name)\n"
         ),
         "lazy_package/inner.py": "import broken_package\nSIZE = 5\n",
+        # As torchvision, where its compiled library is of another torch.
+        "mismatched_package/__init__.py": (
+            "from mismatched_package import fakes\nfrom mismatched_package.layers import Mlp\n"
+        ),
+        "mismatched_package/fakes.py": "\n".join(
+            (
+                "import torch",
+                *(
+                    f"@torch.library.register_fake('mismatched_package::{name}')\ndef {name}(x):\n    return x"
+                    for name in ("boxes", "quantised_boxes")
+                ),
+            )
+        ),
+        "mismatched_package/layers.py": (
+            "import torch\nclass Mlp(torch.nn.Linear):\n    pass\n"
+            "def boxes(x):\n    return torch.ops.mismatched_package.boxes(x)\n"
+        ),
         "careful_package/__init__.py": "try:\n    import broken_package\nexcept ImportError:\n    SIZE = 4\n",
     }.items():
         (site / name).parent.mkdir(exist_ok=True)
@@ -126,3 +144,17 @@ def test_outside_the_block_it_raises_as_it_did(write: Write) -> None:
         pass
     with pytest.raises(RuntimeError, match="does not exist"):
         __import__("broken_package")
+
+
+def test_operators_that_could_not_be_loaded(write: Write) -> None:
+    notes: list[str] = []
+    source = (
+        f"import mismatched_package\n{NET}        self.layer = mismatched_package.Mlp(3, 3)\n"
+        "    def forward(self, x):\n        return mismatched_package.layers.boxes(self.layer(x))\n"
+    )
+    with imported(write(source), notes.append) as module:
+        net = module.Net()
+        assert net.layer(torch.ones(3)).shape == (3,)
+        with pytest.raises(NotImplementedError, match="mismatched_package::boxes"):
+            net(torch.ones(3))
+    assert not notes

@@ -153,6 +153,22 @@ class TestInputs:
 
         assert inputs_for(Picture()).args[0].shape == (1, 3, 32, 32)
 
+    def test_pictures_for_a_backbone_that_is_made_after_its_projection(self) -> None:
+        class Picture(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.projection = nn.Conv2d(1024, 4, 1)
+                self.backbone = nn.Conv2d(3, 1024, 16, 16)
+
+            def forward(self, pictures: list[torch.Tensor] | torch.Tensor) -> torch.Tensor:
+                if isinstance(pictures, list):
+                    pictures = torch.stack(pictures)
+                # Too many numbers for as many channels as the projection takes.
+                assert pictures.shape[-2:] == (256, 512)
+                return self.projection(self.backbone(pictures))
+
+        assert inputs_for(Picture()).args[0].shape == (1, 3, 256, 512)
+
     def test_optional_parameters_are_left_out(self) -> None:
         assert inputs_for(Tokens()).kwargs == {}
 

@@ -437,3 +437,22 @@ def test_a_run_within_memory() -> None:
         with pytest.raises(RuntimeError, match="memory"):
             torch.ones(1 << 29)
     assert torch.ones(1 << 29, dtype=torch.int8).numel() == 1 << 29
+
+
+def test_its_own_compile_is_left_out(write: Write) -> None:
+    # Dynamo (torch 2.13) fails on a compiled method with a default argument in a model that is compiled.
+    source = (
+        "class Part(nn.Module):\n    @torch.compile\n    def forward(self, x, flag, more=None):\n        return x + 1\n"
+        "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.layer = Part()\n"
+        "    def forward(self, x):\n        return self.layer(x, self.training) * 2\n"
+        "double = torch.compile(lambda x: 2 * x, dynamic=True)\n"
+        "@torch.compile(fullgraph=True)\ndef triple(x):\n    return 3 * x\n"
+    )
+    notes: list[str] = []
+    compiles = torch.compile
+    with imported(write(source), notes.append) as module:
+        assert isinstance(module.double, types.FunctionType) and isinstance(module.triple, types.FunctionType)
+        model = torch.compile(module.Net(), backend="eager")
+        assert torch.equal(model(torch.ones(3)), 4 * torch.ones(3))
+    assert notes == ["its own calls of torch.compile are left out: the whole model is compiled"]
+    assert torch.compile is compiles

@@ -29,6 +29,10 @@ def leads_to(program: Call, inputs: Inputs, steps: int = 3) -> bool:
     return True
 
 
+def asserts_sides(x: Tensor) -> None:
+    assert x.shape[-2:] == (32, 96)
+
+
 @pytest.mark.parametrize(
     ("program", "shape"),
     [
@@ -51,6 +55,7 @@ def leads_to(program: Call, inputs: Inputs, steps: int = 3) -> bool:
         (lambda x: nn.Linear(16, 2)(x.flatten(2).mT) + torch.zeros(1, 64, 2), (1, 3, 64, 64)),
         (lambda x: [None for batch, length, width in [x.shape]], (1, 3, 64, 64)),
         (lambda x: [None for batch, time, channels, height, width in [x.shape]], (1, 3, 64, 64)),
+        (asserts_sides, (1, 3, 64, 64)),
         # Whole pictures stored flat.
         (lambda x: x.reshape(-1, 4, 9, 9), (1, 8)),
     ],
