@@ -437,25 +437,29 @@ def _is_a(value: object, cls: type) -> bool:
 
 
 def _shrunk(cls: type[nn.Module], namespace: Mapping[str, Any], path: Path, layers: int, why: str, say: Say) -> _Made:
-    # With `layers` layers where a default says more. why: to say of it.
-    silent: list[str] = []
-    _, holders = call_of(cls, namespace, path, silent.append)
-    fewer = {name: layers for name, value in defaults_of(cls).items() if _is_depth(name, value)}
-    for config in holders:
-        if isinstance(config, (type, Mapping)) or not hasattr(config, "__dict__"):
-            continue
-        for name, value in [*vars(config).items()]:
-            if _is_depth(name, value):
-                setattr(config, name, layers)
-                fewer[name] = layers
+    # With `layers` layers where a default says more, also one of the config that stands for None. why: to say of it.
+    for with_none in (False, True):
+        silent: list[str] = []
+        _, holders = call_of(cls, namespace, path, silent.append, with_none=with_none)
+        fewer = {name: layers for name, value in defaults_of(cls).items() if _is_depth(name, value)}
+        for config in holders:
+            if isinstance(config, (type, Mapping)) or not hasattr(config, "__dict__"):
+                continue
+            for name, value in [*vars(config).items()]:
+                if _is_depth(name, value):
+                    object.__setattr__(config, name, layers)
+                    fewer[name] = layers
+        if fewer:
+            break
     if not fewer:
         raise ExplainError(f"cannot build {cls.__name__}: no default says how many layers it has")
     for note in silent:
         say(note)
     say(f"fewer layers, {why}: {in_words(fewer)}")
     own = {name: value for name, value in fewer.items() if name in defaults_of(cls)}
-    given = holders[-1]
-    arguments = {k: v for k, v in given.items() if k in without_default(cls)} if isinstance(given, dict) else {}
+    given, defaults = holders[-1], defaults_of(cls)
+    made = given.items() if isinstance(given, dict) else ()
+    arguments = {name: value for name, value in made if name not in defaults or value is not defaults[name]}
     return lambda: cls(**{**arguments, **own}), holders
 
 

@@ -231,10 +231,13 @@ def _filled(config: Any, with_none: bool) -> tuple[Any, dict[str, Any]]:
     # The config with the numbers that it leaves open, and those: a vocabulary of -1, as in LLaMA's, and `n: int` with
     # the default None, as in makemore's; with_none: what may be None, too.
     is_tuple = isinstance(config, tuple) and hasattr(config, "_fields")
-    if not is_tuple and not dataclasses.is_dataclass(config):
-        return config, {}
     filled: dict[str, Any] = {}
-    hints = type(config).__annotations__ if is_tuple else {one.name: one.type for one in dataclasses.fields(config)}
+    if is_tuple:
+        hints = type(config).__annotations__
+    elif dataclasses.is_dataclass(config):
+        hints = {one.name: one.type for one in dataclasses.fields(config)}
+    else:
+        hints = dict.fromkeys(getattr(config, "__dict__", {}))
     for name, hint in hints.items():
         value = getattr(config, name, None)
         is_open = value == -1 and "vocab" in name and not isinstance(value, bool)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import ast
 import builtins
+import dataclasses
 import importlib
+import importlib.util
 import inspect
 import itertools
 import re
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +58,7 @@ def calls_of(cls: type[nn.Module], namespace: Mapping[str, Any], path: Path) -> 
                 isinstance(a, ast.Starred) for a in node.args
             ):
                 continue
-            names = _values(node, tree, {**HARMLESS, "torch": torch, "nn": nn, **namespace})
+            names = _values_with_imports(node, tree, {**HARMLESS, "torch": torch, "nn": nn, **namespace}, path)
             if names is None or not (node.args or node.keywords):
                 continue
             node.func = ast.Name(cls.__name__, ast.Load())
@@ -82,7 +85,7 @@ def parts_of_calls(
             values: dict[str, Any] = {}
             for name, given in _by_parameter(cls, node):
                 used = {n.id for n in ast.walk(given) if isinstance(n, ast.Name)}
-                value = _value_of(given, tree, {**known, **_computing(used, tree, path)})
+                value = _value_of(given, tree, {**known, **_imported(used, tree, path)})
                 if value is not None:
                     values[name] = value
             if values:
@@ -112,10 +115,11 @@ def _value_of(node: ast.expr, tree: ast.AST, known: Mapping[str, Any]) -> Any:
         return None
 
 
-def _computing(names: set[str], tree: ast.AST, path: Path) -> dict[str, Any]:
-    """The functions that `tree` imports from its repository and that the values behind `names` call, by name.
+def _imported(names: set[str], tree: ast.AST, path: Path) -> dict[str, Any]:
+    """What `tree` imports and the values behind `names` call, by name: classes of modules and of configs, and functions
+    of its repository that compute.
 
-    Only those that compute: whose code, and that of what they call, names nothing that reaches out.
+    A function computes whose code, and that of what it calls, names nothing that reaches out.
     """
     asked = set(names)
     for _ in range(DEEPEST):
@@ -127,7 +131,7 @@ def _computing(names: set[str], tree: ast.AST, path: Path) -> dict[str, Any]:
             case ast.ImportFrom(str() as module, aliases, 0):
                 stands_for = {alias.asname or alias.name: alias.name for alias in aliases}
                 wanted = asked if "*" in stands_for else asked & stands_for.keys()
-                if not wanted or not _defines_in_repository(module, path):
+                if not wanted or not _only_defines_module(module, path):
                     continue
                 try:
                     loaded = importlib.import_module(module)
@@ -137,17 +141,30 @@ def _computing(names: set[str], tree: ast.AST, path: Path) -> dict[str, Any]:
                     value = getattr(loaded, stands_for.get(name, name), None)
                     if isinstance(value, types.FunctionType) and only_computes(value):
                         found[name] = value
+                    elif isinstance(value, type) and (issubclass(value, nn.Module) or dataclasses.is_dataclass(value)):
+                        found[name] = value
     return found
 
 
-def _defines_in_repository(module: str, path: Path) -> bool:
-    # Whether it is a file of the repository whose import runs no program.
-    files = ((folder / Path(*module.split("."))).with_suffix(".py") for folder in (path.parent, repository_of(path)))
+def _only_defines_module(module: str, path: Path) -> bool:
+    # Whether it is an installed library, or a file or package of the repository whose import runs no program.
+    parts = module.split(".")
+    places = [folder / Path(*parts) for folder in dict.fromkeys((path.parent, repository_of(path)))]
+    files = (file for place in places for file in (place.with_suffix(".py"), place / "__init__.py"))
     file = next(filter(Path.is_file, files), None)
+    if file is None:
+        return "site-packages" in Path(getattr(_spec(parts[0]), "origin", None) or "").parts
     try:
-        return file is not None and only_defines(ast.parse(file.read_text(encoding="utf-8", errors="replace")))
+        return only_defines(ast.parse(file.read_text(encoding="utf-8", errors="replace")))
     except (SyntaxError, ValueError):
         return False
+
+
+def _spec(package: str) -> ModuleSpec | None:
+    try:
+        return importlib.util.find_spec(package)
+    except (ImportError, ValueError):
+        return None
 
 
 def only_defines(tree: ast.Module) -> bool:
@@ -202,7 +219,7 @@ def inputs_of(
         for node in ast.walk(tree):
             match node:
                 case ast.Call(ast.Name(called)) if called in models and (node.args or node.keywords):
-                    arguments = _evaluated(node, tree, known)
+                    arguments = _evaluated(node, tree, known, path)
                     if arguments is not None:
                         yield arguments
                         found += 1
@@ -219,10 +236,11 @@ def _names_of(tree: ast.AST, name: str) -> Iterator[str]:
 
 
 def _evaluated(
-    node: ast.Call, tree: ast.AST, known: Mapping[str, Any]
+    node: ast.Call, tree: ast.AST, known: Mapping[str, Any], path: Path
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     call = ast.Call(ast.Name("_given", ast.Load()), node.args, node.keywords)
-    names = _values(ast.Tuple([*node.args, *(k.value for k in node.keywords)], ast.Load()), tree, known)
+    given = ast.Tuple([*node.args, *(k.value for k in node.keywords)], ast.Load())
+    names = _values_with_imports(given, tree, known, path)
     if names is None:
         return None
     try:
@@ -288,6 +306,17 @@ def _parsed(source: str, text: str) -> Iterator[tuple[str, ast.Module]]:
         yield source, ast.parse(text)
     except (SyntaxError, ValueError):
         return
+
+
+def _values_with_imports(
+    node: ast.AST, tree: ast.AST, known: Mapping[str, Any], path: Path
+) -> dict[str, Any] | None:
+    # As `_values`, with what the text imports where it is needed: an import takes its time.
+    names = _values(node, tree, known)
+    if names is not None:
+        return names
+    imported = _imported({n.id for n in ast.walk(node) if isinstance(n, ast.Name)}, tree, path)
+    return _values(node, tree, {**imported, **known}) if imported.keys() - known.keys() else None
 
 
 def _values(node: ast.AST, tree: ast.AST, known: Mapping[str, Any], depth: int = 0) -> dict[str, Any] | None:

@@ -50,10 +50,11 @@ def random_weights(say: Callable[[str], object]) -> Iterator[None]:
             return absent(os.fspath(file))
         return load(file, *args, **kwargs)
 
-    def fills(self: nn.Module, state: Any, *args: Any, **kwargs: Any) -> Any:
-        if told and isinstance(state, dict) and not state:
-            return into(self, {}, strict=False)
-        return into(self, state, *args, **kwargs)
+    def fills(self: nn.Module, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        if told and isinstance(state_dict, dict) and not state_dict:
+            # As if all had been there: the caller may ask what was not.
+            return type(into(self, {}, strict=False))([], [])
+        return into(self, state_dict, *args, **kwargs)
 
     def of_timm(fill: Callable[..., Any]) -> Callable[..., Any]:
         def fills_or_not(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
