@@ -12,13 +12,14 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType, FunctionType, TracebackType
 from typing import Any, TypeGuard
 
 import torch
 from torch import nn
 
 from attn_fuse.explain.messages import Said, said_in
+from attn_fuse.explain.signatures import tree_of_function
 
 DIVISIBLE = re.compile(r"(\w+) (?:must|should|has to|needs to) be (?:evenly )?divisible by (?:the )?(\w+)")
 COUNTED = (int, list, tuple)
@@ -52,7 +53,7 @@ class Asked(Said):
     lacks: attributes of the model that are not set there.
     taken_apart: names in the code that failed of which it takes entries, the length, or one after another.
     choices: names in the failing code that it compares with texts or looks up in a dict, their values, and the texts
-    or the keys.
+    or the keys; of an attribute that the model's constructor sets on a condition, the names there and what meets it.
     kind: the message without sizes.
     lines: those of the model's code at which the error was raised, the outermost function's first: of two errors of the
     same function the one with the greater lines came further.
@@ -65,7 +66,7 @@ class Asked(Said):
     near: frozenset[str] = frozenset()
     lacks: frozenset[str] = frozenset()
     taken_apart: frozenset[str] = frozenset()
-    choices: tuple[tuple[str, Any, tuple[str, ...]], ...] = ()
+    choices: tuple[tuple[str, Any, tuple[str | bool, ...]], ...] = ()
     kind: str = ""
     lines: tuple[int, ...] = ()
 
@@ -104,7 +105,7 @@ def _asked_by(error: BaseException) -> Asked:
         near=near,
         lacks=_lacks(error, *frames[-1]) if frames else frozenset(),
         taken_apart=frozenset(_taken_apart(*frames[-1])) if frames else frozenset(),
-        choices=tuple(_choices(*frames[-1])) if frames else (),
+        choices=(*(_choices(*frames[-1]) if frames else ()), *_conditions(error)),
         kind=re.sub(r"\(\d+\)|\d\d+", "", message),
         lines=tuple(line for _, line in frames),
     )
@@ -185,6 +186,25 @@ def _choices(frame: FrameType, line: int) -> Iterator[tuple[str, Any, tuple[str,
         with contextlib.suppress(Exception):
             if several and (name := _last_name(nodes[text])):
                 yield name, _value(nodes[text], frame), tuple(dict.fromkeys(several))[:MOST_CHOICES]
+
+
+def _conditions(error: BaseException) -> Iterator[tuple[str, Any, tuple[str | bool, ...]]]:
+    # Of an attribute that a module lacks: the conditions on which its constructor sets it.
+    if not (isinstance(error, AttributeError) and isinstance(error.obj, nn.Module)):
+        return
+    made_by = type(error.obj).__init__
+    for node in ast.walk(tree_of_function(made_by) if isinstance(made_by, FunctionType) else ast.Module([], [])):
+        if isinstance(node, ast.If) and any(_sets(one, str(error.name)) for one in node.body):
+            match node.test:
+                case ast.Compare(left, [ast.Eq()], [ast.Constant(str(wanted))]) if name := _last_name(left):
+                    yield name, None, (wanted,)
+                case ast.Name() | ast.Attribute() as flag if name := _last_name(flag):
+                    yield name, None, (True,)
+
+
+def _sets(statement: ast.stmt, attribute: str) -> bool:
+    targets = (target for node in ast.walk(statement) if isinstance(node, ast.Assign) for target in node.targets)
+    return any(isinstance(target, ast.Attribute) and target.attr == attribute for target in targets)
 
 
 def _subscripts_at(file: str, line: int) -> Iterator[ast.Subscript]:

@@ -44,7 +44,8 @@ from attn_fuse.explain.signatures import defaults_of, without_default
 from attn_fuse.explain.sizes import DEPTH_NAME, in_words, value_for
 from attn_fuse.explain.snippets import calls_of, parts_of_calls
 from attn_fuse.explain.stages import staged
-from attn_fuse.explain.stand_ins import MissingPackage
+from attn_fuse.explain.stand_ins import MissingPackage, held_by_models
+from attn_fuse.explain.steps import within_memory
 from attn_fuse.explain.targets import targets_of
 from attn_fuse.explain.weights import random_weights
 from attn_fuse.explain.written_options import options_with
@@ -152,7 +153,14 @@ def all_built(cls: type[nn.Module], namespace: Mapping[str, Any], most: int = MO
 
 def _built_by(way: _Way, cls: type[nn.Module], most: int, path: Path, again: Callable[[Arguments], Built]) -> Built:
     notes: list[str] = [way.note] if way.note else []
-    with random_weights(notes.append), same_folder_after():
+    # The weights twice, and as much again for what the constructor makes beside them: masks of a guessed size.
+    bytes_of = 4 * most * 4
+    with (
+        random_weights(notes.append),
+        same_folder_after(),
+        held_by_models(notes.append),
+        within_memory(bytes_of),
+    ):
         model, holders = _mended(way, cls, most, notes.append, path)
     if not isinstance(model, nn.Module):
         raise ExplainError(f"cannot build {cls.__name__}: it comes out as a {type(model).__name__}")

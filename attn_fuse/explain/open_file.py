@@ -10,7 +10,9 @@ import ast
 import contextlib
 import importlib
 import os
+import re
 import sys
+import traceback
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -64,13 +66,14 @@ def imported(path: Path, say: Say = lambda note: None, limit: float = IMPORT_LIM
     between = [folder for folder in path.parents if folder.is_relative_to(repository)]
     # An example has its own README, and imports the package around it.
     around = projects_around(repository)
-    roots = list(dict.fromkeys((root, repository, repository / "src", *reversed(between), *around)))
-    if _imports_from_beside(tree, path, root):
-        roots.insert(0, path.parent)
-        roots = list(dict.fromkeys(roots))
+    beside = [path.parent] if _imports_from_beside(tree, path, root) else []
+    first = list(dict.fromkeys((*beside, root, repository, repository / "src")))
+    # A folder within a package may have the name of a library that the package imports.
+    last = [folder for folder in (*reversed(between), *around) if folder not in first]
+    roots = list(dict.fromkeys((*first, *last)))
     before, argv, stdin = set(sys.modules), sys.argv, sys.stdin
     kept_path = list(sys.path)
-    sys.path[:] = [*map(str, filter(Path.is_dir, roots)), *kept_path]
+    sys.path[:] = [*map(str, filter(Path.is_dir, first)), *kept_path, *map(str, filter(Path.is_dir, last))]
     sys.argv = [str(path)]
     try:
         with (
@@ -85,7 +88,17 @@ def imported(path: Path, say: Say = lambda note: None, limit: float = IMPORT_LIM
             if not torch.cuda.is_available() and on_the_cpu(tree):
                 moved.append(path.name)
             with same_folder_after():
-                module = _module(path, name, tree, say, _Run(limit, finder.supplies))
+                run = _Run(limit, finder.supplies)
+                try:
+                    module = _module(path, name, tree, say, run)
+                except ExplainError as error:
+                    other = _begins_with(error.__cause__, name)
+                    if other is None:
+                        raise
+                    _forget_new(before, name, roots)
+                    with contextlib.suppress(Exception, SystemExit, TimeUp), limited(limit):
+                        importlib.import_module(other)
+                    module = _module(path, name, tree, say, run)
             if moved:
                 say("no GPU here: what its files put on cuda is on the CPU")
             if absent := [name for name in finder.names if name not in finder.broken]:
@@ -97,10 +110,23 @@ def imported(path: Path, say: Say = lambda note: None, limit: float = IMPORT_LIM
     finally:
         sys.argv, sys.stdin = argv, stdin
         sys.path[:] = kept_path
-        # All are judged before any is gone: where a namespace package lies is asked of its parent.
-        new = [other for other in set(sys.modules) - before if other == name or _is_below(sys.modules[other], roots)]
-        for other in new:
-            sys.modules.pop(other, None)
+        _forget_new(before, name, roots)
+
+
+def _forget_new(before: set[str], name: str, roots: Sequence[Path]) -> None:
+    # All are judged before any is gone: where a namespace package lies is asked of its parent.
+    new = [other for other in set(sys.modules) - before if other == name or _is_below(sys.modules[other], roots)]
+    for other in new:
+        sys.modules.pop(other, None)
+
+
+def _begins_with(error: BaseException | None, name: str) -> str | None:
+    # Of modules that import one another, and that failed as the one called `name` was imported first: the one that was
+    # to be.
+    if not isinstance(error, ImportError) or not (error.name == name or "circular import" in str(error)):
+        return None
+    innermost = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
+    return str(innermost.f_globals.get("__name__"))
 
 
 def _imports_from_beside(tree: ast.Module, path: Path, root: Path) -> bool:
@@ -167,6 +193,8 @@ def _is_below(module: types.ModuleType, roots: Sequence[Path]) -> bool:
 
 def _module(path: Path, name: str, tree: ast.Module, say: Say, run: _Run) -> types.ModuleType:
     known = sys.modules.get(name)
+    if known is not None and _is_whole(known, path):
+        return known
     if known is not None:
         file = getattr(known, "__file__", None) or "another module"
         raise ExplainError(f"{path} cannot be imported: {file} is imported as {name} already")

@@ -134,6 +134,9 @@ def _changes(asked: Asked) -> Iterator[Callable[[Tensor], Iterator[_Shape]]]:
     sizes = [(has, wants) for has, wants in asked.sizes if has not in (0, wants)]
     for change in (_equal, _fitting):
         yield from (functools.partial(change, has, wants) for has, wants in sizes)
+    # torch's own attention takes the batch second.
+    if sizes:
+        yield _batch_second
     # What has a wrong rank may have come of a tensor of another.
     more = dict.fromkeys(wants - has for has, wants in asked.ranks if has is not None)
     yield from (functools.partial(_of_another_rank, one) for one in more)
@@ -188,6 +191,12 @@ def _equal(has: int, wants: int, tensor: Tensor) -> Iterator[_Shape]:
             yield _changed(shape, {dim: wants})
     if len(same := [dim for dim in _dims(shape) if shape[dim] == has]) > 1:
         yield _changed(shape, dict.fromkeys(same, wants))
+
+
+def _batch_second(tensor: Tensor) -> Iterator[_Shape]:
+    if tensor.dim() == 3 and tensor.shape[0] != tensor.shape[1]:
+        batch, length, width = tensor.shape
+        yield (length, batch, width)
 
 
 def _with_run(has: _Shape, wants: _Shape, tensor: Tensor) -> Iterator[_Shape]:

@@ -1,10 +1,12 @@
-"""Calls of a class that its repository spells out: under the file's `__main__`, in a README, in a test or a script."""
+"""Calls of a class that its repository spells out: under the file's `__main__`, in a docstring, a README, a test or a
+script."""
 
 from __future__ import annotations
 
 import ast
 import builtins
 import dataclasses
+import doctest
 import importlib
 import importlib.util
 import inspect
@@ -27,7 +29,10 @@ MOST_FILES, MOST_CALLS, DEEPEST = 100, 8, 6
 # Functions that try a model out.
 TRIES = re.compile(r"^(main|test|demo|run|example)", re.I)
 # Calls that a value may hold besides those of the file's names.
-HARMLESS = {f.__name__: f for f in (int, float, bool, str, len, range, list, tuple, dict, max, min, round)}
+HARMLESS = {
+    f.__name__: f
+    for f in (int, float, bool, str, len, range, list, tuple, dict, set, max, min, round, sum, zip, enumerate, sorted)
+}
 # Seconds of evaluating an argument.
 EVALUATED = 5.0
 # Builtin functions that do more than compute, and parts of libraries that read and write files.
@@ -265,6 +270,7 @@ def _texts(path: Path, name: str) -> Iterator[tuple[str, ast.AST]]:
         defined = (ast.ClassDef, ast.FunctionDef)
         kept = [n for n in tree.body if not isinstance(n, defined) or TRIES.search(n.name)]
         yield source, ast.Module(kept, [])
+        yield from _docstrings(tree, name)
     for file in sorted({*root.glob("*.md"), *path.parent.glob("*.md")}):
         text = file.read_text(encoding="utf-8", errors="replace")
         for block in re.findall(r"```[^\n]*\n(.*?)```", text, re.S):
@@ -279,6 +285,19 @@ def _texts(path: Path, name: str) -> Iterator[tuple[str, ast.AST]]:
             yield from (
                 (source, tree) for source, tree in _parsed(file.name, text) if imports_class(tree, name, path, root)
             )
+
+
+def _docstrings(tree: ast.Module, name: str) -> Iterator[tuple[str, ast.AST]]:
+    # The examples, as doctest has them, in the docstrings of the class, of its methods, and of the file.
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
+    methods = [node for cls in classes for node in cls.body if isinstance(node, ast.FunctionDef)]
+    for node in (*classes, *methods, tree):
+        try:
+            examples = doctest.DocTestParser().get_examples(ast.get_docstring(node) or "")
+        except ValueError:  # its lines are not laid out as examples are
+            continue
+        if examples:
+            yield from _parsed(f"{name}'s docstring", "".join(example.source for example in examples))
 
 
 def imports_class(tree: ast.AST, name: str, path: Path, root: Path) -> bool | None:

@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import os
 import re
 import sys
@@ -291,11 +292,20 @@ def standing_in(roots: Sequence[Path], say: Callable[[str], object] = lambda not
     """
     finder = Finder(roots, say)
     guard = _Guard(finder)
+    find_spec = importlib.util.find_spec
+
+    @functools.wraps(find_spec)
+    def without_stand_ins(name: str, package: str | None = None) -> importlib.machinery.ModuleSpec | None:
+        # Who asks whether a package is there is told the truth.
+        return None if name.partition(".")[0] in finder.names else find_spec(name, package)
+
+    importlib.util.find_spec = without_stand_ins
     sys.meta_path.insert(0, guard)
     sys.meta_path.append(finder)
     try:
         yield finder
     finally:
+        importlib.util.find_spec = find_spec
         sys.meta_path.remove(guard)
         sys.meta_path.remove(finder)
         for name in finder.defined:
@@ -422,7 +432,17 @@ class _StandIn:
         elif answer is not None:
             self._finder.say(_said(self._name, f"{answer}, for one process"))
             return answer
+        if _held and layer is None:
+            _held[-1].append(self)
+            return _StandIn(self._name, self._finder)
         return _refuse(self)
+
+    def __eq__(self, other: object) -> bool:
+        self._use()
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
 
     def __mro_entries__(self, bases: tuple[object, ...]) -> tuple[type, ...]:
         name = self._name.rpartition(".")[2]
@@ -468,6 +488,33 @@ class _StandIn:
     def _use(self) -> None:
         if not self._finder.permissive:
             _refuse(self)
+
+
+# What the constructors that run, one within another, called of missing packages.
+_held: list[list[_StandIn]] = []
+
+
+@contextlib.contextmanager
+def held_by_models(say: Callable[[str], object]) -> Iterator[None]:
+    """Within the block, which builds a model, what a missing package gives may be held, as a tokenizer is that the
+    model's forward never uses; `say` is told of it.
+
+    To use it is an error still. Raises MissingPackage in place of what else is raised after such a call.
+    """
+    held: list[_StandIn] = []
+    _held.append(held)
+    try:
+        yield
+    except MissingPackage:
+        raise
+    except Exception:
+        if held:
+            _refuse(held[0])
+        raise
+    finally:
+        _held.pop()
+    for name in dict.fromkeys(one._name for one in held):
+        say(f"held and never used, so that it may be missing: {name}")
 
 
 def refuse(cls: type) -> None:
