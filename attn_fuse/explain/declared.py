@@ -32,6 +32,7 @@ LENGTH_NAMES = (
 )
 AUDIO_LENGTH_NAMES = ("n_audio_ctx", "audio_ctx")
 PICTURE_NAMES = ("image_size", "img_size", "input_size", "resolution", "input_resolution", "image_resolution")
+VOLUME_NAMES = (*PICTURE_NAMES, "img_shape", "image_shape", "input_shape", "vol_size", "volume_size", "spatial_size")
 INPUT_WIDTH_NAME = (
     r"enc_in|data_dim|^c_in$|in(put)?_(dim|feat|channels)|dim_in|n_?feats?$|feature_dim|n(um)?_(vars|features)"
     r"|^z_?dim$|latent_dim|noise_dim|^nz$"
@@ -47,6 +48,7 @@ class Sizes:
     """What is declared, and what the user asked for.
 
     length: of sequences; asked: that which the user gave. sound: length of sounds. picture: side of pictures.
+    volume: the three sides of volumes, or the frames and the sides of videos.
     lengths, widths: further ones, tried where the others fail.
     """
 
@@ -55,6 +57,7 @@ class Sizes:
     sound: int | None
     picture: int | None
     batch: int
+    volume: tuple[int, int, int] | None = None
     lengths: tuple[int, ...] = ()
     widths: tuple[int, ...] = ()
 
@@ -69,6 +72,7 @@ class Sizes:
             _declared(known, AUDIO_LENGTH_NAMES),
             _declared(known, PICTURE_NAMES) or _declared(list(model.modules()), PICTURE_NAMES),
             batch,
+            _volume(known),
             _numbers(known, rf"{LENGTH_NAME}|^input_size$") if length is None else (),
             _numbers(known, INPUT_WIDTH_NAME),
         )
@@ -83,6 +87,17 @@ def _declared(holders: Sequence[object], names: Sequence[str]) -> int | None:
                 value = value[0]
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                 return value
+    return None
+
+
+def _volume(holders: Sequence[object]) -> tuple[int, int, int] | None:
+    # The first three sides that one of the holders has.
+    for name in VOLUME_NAMES:
+        for holder in holders:
+            value = holder.get(name) if isinstance(holder, Mapping) else getattr(holder, name, None)
+            match value:
+                case (int(depth), int(height), int(width)) if min(depth, height, width) > 3:
+                    return depth, height, width
     return None
 
 

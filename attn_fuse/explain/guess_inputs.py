@@ -309,8 +309,11 @@ class Trial:
         return self(torch.randint(vocab, (batch, length))) or probe
 
     def of_pictures(self) -> _Ran | None:
-        """A run on pictures, for a model whose first convolution is of two dimensions."""
+        """A run on pictures, for a model whose first convolution is of two dimensions; on volumes whose sides are
+        declared, for one of three."""
         convolution = next((module for module in self.convolutions), None)
+        if isinstance(convolution, nn.Conv3d) and self.sizes.volume:
+            return self(self._floats(convolution.in_channels, *self.sizes.volume))
         if not isinstance(convolution, nn.Conv2d):
             return None
         sides = dict.fromkeys(filter(None, (self.sizes.picture, *SIDES)))

@@ -132,9 +132,9 @@ def subject_of(args: argparse.Namespace) -> Iterator[Subject]:
         model, inputs = found.model, found.inputs
         if isinstance(model, nn.Module):
             model.to(device=device, dtype=dtype)
-            model.train(args.train)
+            model.train(args.train or found.trains)
         inputs = Inputs(_moved(inputs.args, device, dtype), _moved(inputs.kwargs, device, dtype))
-        subject = Subject(model, inputs, args.train, tuple(notes), limit)
+        subject = Subject(model, inputs, args.train or found.trains, tuple(notes), limit)
         if found.is_given or device or dtype:
             with step(f"running {subject}", limit, "pass smaller --inputs"):
                 subject.call_as_written()
@@ -143,11 +143,13 @@ def subject_of(args: argparse.Namespace) -> Iterator[Subject]:
 
 @dataclasses.dataclass(frozen=True)
 class _Found:
-    # is_given: whether the user gave the inputs. notes: what was changed so that they run.
+    # is_given: whether the user gave the inputs. notes: what was changed so that they run. trains: whether they run in
+    # training mode alone.
     model: Callable[..., Any]
     inputs: Inputs
     is_given: bool
     notes: tuple[str, ...] = ()
+    trains: bool = False
 
 
 def _with_setup(setup: Path | None, namespace: Mapping[str, Any], limit: float) -> Mapping[str, Any]:
@@ -274,7 +276,9 @@ def _with_inputs(
 
             try:
                 guessed = inputs_for(model, *asked, spelled())
-            except ExplainError:
+            except ExplainError as error:
+                if isinstance(error, NoInputs) and (found := _in_training(args, model, holders, error)) is not None:
+                    return found
                 # Weights of several dtypes wait for a script that sets a default dtype.
                 if len({weight.dtype for weight in model.parameters() if weight.is_floating_point()}) < 2:
                     raise
@@ -282,6 +286,19 @@ def _with_inputs(
                 return _Found(model, guessed, False, ("weights of several dtypes, all made float32",))
         return _Found(model, guessed, is_given=False)
     return _Found(model, _given_inputs(expression, namespace), is_given=True)
+
+
+def _in_training(
+    args: argparse.Namespace, model: nn.Module, holders: Sequence[object], error: NoInputs
+) -> _Found | None:
+    # Inputs that failed in evaluation, where the model asks for its mode, and that run in training: for its loss.
+    trial = trial_of(model, holders, True, args.length, args.batch)
+    model.train()
+    for failed in error.failed:
+        if "training" in failed.asked.near and trial.on(failed.tried) is not None:
+            return _Found(model, failed.tried, False, ("in training mode: it does not run otherwise",), trains=True)
+    model.eval()
+    return None
 
 
 def _model(
