@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import contextlib
 import copy
 import dataclasses
+import importlib
 import inspect
+import re
 import sys
 import types
 import typing
@@ -25,7 +28,8 @@ from attn_fuse.explain.problems import in_one_line
 from attn_fuse.explain.roots import repository_of
 from attn_fuse.explain.signatures import bases_of, defaults_of, tree_of_function, without_default
 from attn_fuse.explain.sizes import in_words, may_be_none, value_for
-from attn_fuse.explain.snippets import calls_of
+from attn_fuse.explain.snippets import calls_of, only_defines
+from attn_fuse.explain.steps import TimeUp, limited
 from attn_fuse.explain.written_options import options_with
 
 CONFIG_NAMES = (
@@ -45,6 +49,8 @@ CONFIG_NAMES = (
 CLASS_NAMES = (*CONFIG_NAMES, "dimensions")
 # Fewer entries than these say little of a config: what the other files read of it is asked, too.
 FEW = 4
+# Seconds of a function that gives a config.
+SECONDS = 5.0
 
 
 class UnknownEntry(ExplainError, AttributeError):
@@ -130,7 +136,9 @@ def config_class(cls: Callable[..., Any], name: str, hint: Any, namespace: Mappi
     if hint not in (None, Any):
         is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
         several = typing.get_args(hint) if is_union else (hint,)
-        options = [option for option in several if isinstance(option, type) and option is not Any]
+        # A plain bag of entries, whose class says none.
+        bags = (argparse.Namespace, types.SimpleNamespace)
+        options = [option for option in several if isinstance(option, type) and option not in (Any, *bags)]
         named = is_config_name(name)
         return next((o for o in options if _is_config_class(o) or (named and o.__module__ != "builtins")), None)
     if not is_config_name(name):
@@ -278,7 +286,8 @@ def config_without_class(
     needed = _entries_of(_tree_of(cls), name)
     if len(needed) < FEW:
         needed = needed.union(*(_entries_of(tree, name) for tree in _trees_beside(path)))
-    counted = [(len(needed & _entries(value)), value, key) for key, value in _holders(namespace)]
+    found = (*_holders(namespace), *_made_by_functions(namespace, path))
+    counted = [(len(needed & _entries(value)), value, key) for key, value in found]
     in_file = [one for one in sorted(counted, key=lambda one: -one[0]) if one[0] and one[0] * 2 >= len(needed)]
     if rank < len(in_file):
         _, value, key = in_file[rank]
@@ -338,9 +347,29 @@ def _holders(namespace: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
             yield from ((f"{key}[{inner!r}]", held) for inner, held in value.items() if _entries(held))
 
 
+def _made_by_functions(namespace: Mapping[str, Any], path: Path) -> Iterator[tuple[str, object]]:
+    # What functions give, as get_config does, that need no argument: of the file, and of files beside it that are
+    # called after configs.
+    package = str(namespace.get("__package__") or "")
+    modules = [dict(namespace)]
+    for file in sorted(path.parent.glob("*config*.py")) if path.is_file() else ():
+        if file != path and only_defines(_tree_in(str(file))):
+            with contextlib.suppress(Exception):  # a file that cannot be imported holds no config
+                modules.append(vars(importlib.import_module(f"{package}.{file.stem}" if package else file.stem)))
+    for names in modules:
+        for name, made_by in [*names.items()]:
+            if not isinstance(made_by, types.FunctionType) or not re.search(r"(config|cfg|hparams)s?$", name):
+                continue
+            # Whatever a function raises that wants a command line or a file.
+            with contextlib.suppress(Exception, SystemExit, TimeUp), limited(SECONDS):
+                value = None if without_default(made_by) else made_by()
+                if _entries(value):
+                    yield f"{name}()", value
+
+
 def _entries(value: object) -> Set[str]:
     # The names of what a dict, a namespace or an object with keys, as a ConfigDict, holds.
-    if isinstance(value, types.SimpleNamespace):
+    if isinstance(value, (argparse.Namespace, types.SimpleNamespace)):
         return vars(value).keys()
     if not hasattr(type(value), "keys") or not hasattr(type(value), "__getitem__"):
         return set()
@@ -356,7 +385,7 @@ def _trees_beside(path: Path) -> Iterator[ast.AST]:
             yield _tree_in(file)
 
 
-def _tree_in(file: str | None) -> ast.AST:
+def _tree_in(file: str | None) -> ast.Module:
     try:
         return ast.parse(Path(file).read_text(encoding="utf-8", errors="replace")) if file else ast.Module([], [])
     except (OSError, SyntaxError, ValueError):

@@ -14,6 +14,8 @@ from attn_fuse.explain.sizes import value_for
 MOST_NEAR = 4
 # How long a sequence may become.
 LONGEST = 64
+# What may be a count of something, where None is none.
+COUNT = 8
 _NOTHING: Mapping[str, Any] = {}
 
 
@@ -91,8 +93,12 @@ def _changes(values: Mapping[str, Any], asked: Asked) -> Iterator[dict[str, Any]
         tuples = {name: [*value] for name, value in values.items() if type(value) is tuple}
         yield from ({name: value} for name, value in tuples.items())
         yield tuples
-    absent = [name for name, value in values.items() if value is None and name in asked.absent | asked.words]
-    yield from ({name: value} for name in absent if (value := value_for(name)) is not None)
+    # Of a config the code names the entry.
+    speaks_of = asked.absent | asked.words | (asked.near if asked.none else frozenset())
+    absent = [name for name, value in values.items() if value is None and name in speaks_of]
+    made = {name: value_for(name) for name in absent}
+    yield from ({name: value} for name, value in made.items() if value is not None)
+    yield from ({name: COUNT} for name, value in made.items() if value is None and name in asked.near and asked.none)
     sizes = [pair for pair in asked.sizes if pair[1] > 0]
     for has, wants in sizes:
         yield from (
