@@ -86,7 +86,9 @@ def call_of(
             if value is None and not LAYER_CLASS.search(n) and not _is_module(hints.get(n))
         }
         # An option that is off by None is not on by False.
-        needs |= {n: h for n, h in absent.items() if is_config_name(n) or value_for(n, h, defaults) not in (None, False)}
+        needs |= {
+            n: h for n, h in absent.items() if is_config_name(n) or value_for(n, h, defaults) not in (None, False)
+        }
     for name, hint in ((name, hint) for name, hint in needs.items() if name not in {*arguments, *parts}):
         of = config_class(function, name, hint, namespace)
         is_part = _is_module(hint) or value_for(name, hint) is None

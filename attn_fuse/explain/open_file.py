@@ -10,7 +10,6 @@ import ast
 import contextlib
 import importlib
 import os
-import re
 import sys
 import traceback
 import types

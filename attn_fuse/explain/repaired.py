@@ -213,15 +213,15 @@ def _fitting(has: int, wants: int, tensor: Tensor) -> Iterator[_Shape]:
     for dim in dims:
         if shape[dim] * wants % has == 0 and shape[dim] != has:
             yield _changed(shape, {dim: shape[dim] * wants // has})
+    if len(shape) >= 4 and shape[-1] == shape[-2]:
+        for side in _sides(shape[-1], has, wants):
+            yield _changed(shape, {-1: side, -2: side})
     for dim in dims[1:]:
         # The model may take two dimensions together.
         if shape[dim] * shape[dim + 1] == has:
             for factor in (2, 3, 4, 1):
                 if wants % factor == 0:
                     yield _changed(shape, {dim: wants // factor, dim + 1: factor})
-    if len(shape) >= 4 and shape[-1] == shape[-2]:
-        for side in _sides(shape[-1], has, wants):
-            yield _changed(shape, {-1: side, -2: side})
     for dim in dims:
         if shape[dim] != has and shape[dim] + wants - has > 0:
             yield _changed(shape, {dim: shape[dim] + wants - has})

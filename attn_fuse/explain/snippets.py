@@ -144,9 +144,9 @@ def _imported(names: set[str], tree: ast.AST, path: Path) -> dict[str, Any]:
                     continue
                 for name in wanted - found.keys():
                     value = getattr(loaded, stands_for.get(name, name), None)
-                    if isinstance(value, types.FunctionType) and only_computes(value):
-                        found[name] = value
-                    elif isinstance(value, type) and (issubclass(value, nn.Module) or dataclasses.is_dataclass(value)):
+                    if (isinstance(value, types.FunctionType) and only_computes(value)) or (
+                        isinstance(value, type) and (issubclass(value, nn.Module) or dataclasses.is_dataclass(value))
+                    ):
                         found[name] = value
     return found
 
@@ -327,9 +327,7 @@ def _parsed(source: str, text: str) -> Iterator[tuple[str, ast.Module]]:
         return
 
 
-def _values_with_imports(
-    node: ast.AST, tree: ast.AST, known: Mapping[str, Any], path: Path
-) -> dict[str, Any] | None:
+def _values_with_imports(node: ast.AST, tree: ast.AST, known: Mapping[str, Any], path: Path) -> dict[str, Any] | None:
     # As `_values`, with what the text imports where it is needed: an import takes its time.
     names = _values(node, tree, known)
     if names is not None:

@@ -351,6 +351,40 @@ class TestWays:
         model, _ = model_of(write(net("width", self.BODY)), notes)
         assert model.layer.in_features == 12 and notes == ["as in README.md: GPT(width=3 * size)"]
 
+    def test_as_a_readme_builds_its_parts(self, write: Write, tmp_path: Path) -> None:
+        write(
+            "class Encoder(nn.Module):\n    def __init__(self, n):\n        super().__init__()\n        self.n = n\n",
+            "parts_of_it.py",
+        )
+        text = "```python\nfrom parts_of_it import Encoder\nfrom model import GPT\nencoder = Encoder(7)\n"
+        (tmp_path / "README.md").write_text(text + "gpt = GPT(width=3, reads=encoder)\n```\n")
+        notes: list[str] = []
+        model, _ = model_of(
+            write(net("width, reads", f"assert isinstance(reads, nn.Module); self.n = reads.n; {self.BODY}")), notes
+        )
+        assert model.n == 7 and notes == ["as in README.md: GPT(width=3, reads=encoder)"]
+
+    def test_as_a_docstring_builds_it(self, write: Write) -> None:
+        source = """
+class GPT(nn.Module):
+    \'\'\'A model.
+
+    Examples
+    --------
+    >>> from anywhere import GPT
+    >>> names = ["a", "b"]
+    >>> table = {name: i for i, name in enumerate(names)}
+    >>> model = GPT(table=table)
+    \'\'\'
+
+    def __init__(self, table):
+        super().__init__()
+        self.layer = nn.Linear(len(table), table["b"])
+"""
+        notes: list[str] = []
+        model, _ = model_of(write(source.replace("\\'", "'")), notes)
+        assert model.layer.in_features == 2 and notes == ["as in GPT's docstring: GPT(table=table)"]
+
     def test_as_main_builds_it(self, write: Write) -> None:
         main = "if __name__ == '__main__':\n    model = GPT(width=5)\n"
         assert model_of(write(net("width", self.BODY) + main))[0].layer.in_features == 5
@@ -382,6 +416,26 @@ class TestWays:
         notes: list[str] = []
         model, _ = model_of(write(net("n_layer=50", body)), notes, most=1000)
         assert len(model.layers) == 2 and notes == ["fewer layers, since its defaults are too large: n_layer=2"]
+
+    def test_too_large_a_config_that_stands_for_none(self, write: Write) -> None:
+        source = "@dataclass\nclass Config:\n    n_layers: int = 50\n    flavour: str = 'x'\n"
+        body = """config = Config() if config is None else config
+        self.layers = nn.ModuleList(nn.Linear(10, 10) for _ in range(config.n_layers))"""
+        notes: list[str] = []
+        model, _ = model_of(write(source + net("config: Config | None = None, strategy=max", body)), notes, most=1000)
+        assert len(model.layers) == 2 and notes == ["fewer layers, since its defaults are too large: n_layers=2"]
+
+    def test_an_option_that_is_off_by_none_stays_so(self, write: Write) -> None:
+        source = "class Config:\n    def __init__(self):\n        self.vocab_size = -1\n        self.width = 6\n"
+        body = """assert pre_trained is None
+        self.layer = nn.Embedding(config.vocab_size, config.width)"""
+        model, _ = model_of(write(source + net("config=None, pre_trained=None", body)))
+        assert (model.layer.num_embeddings, model.layer.embedding_dim) == (1000, 6)
+
+    def test_a_constructor_that_wants_all_memory(self, write: Write) -> None:
+        body = "self.mask = torch.ones(1 << 20, 1 << 20, dtype=torch.uint8)[0]"
+        with pytest.raises(ExplainError, match=r"cannot build GPT: .*(alloc|memory)"):
+            model_of(write(net("", body)), most=1 << 20)
 
     def test_too_large_altogether(self, write: Write) -> None:
         # Memory for it would not be had.

@@ -40,6 +40,24 @@ class TestConfigsWithoutAClass:
         model, _ = model_of(write("GPT_CONFIG = {'emb_dim': 12}\n" + net("cfg", body)), notes)
         assert model.layer.in_features == 12 and notes == ["cfg: GPT_CONFIG, as the file has it"]
 
+    @pytest.mark.parametrize("annotation", ["", ": argparse.Namespace"])
+    def test_what_a_function_beside_it_gives(self, write: Write, annotation: str) -> None:
+        write(
+            "import argparse\ndef parsed(): raise SystemExit(2)\ndef make_config(size):\n    return {'emb_dim': 3}\n"
+            "def small_config(index=1):\n    return argparse.Namespace(emb_dim=12, flavour=index)\n",
+            "configs_of_it.py",
+        )
+        notes: list[str] = []
+        body = "self.layer = nn.Linear(cfg.emb_dim, cfg.flavour)"
+        model, _ = model_of(write("import argparse\n" + net(f"cfg{annotation}", body)), notes)
+        assert (model.layer.in_features, model.layer.out_features) == (12, 1)
+        assert notes == ["cfg: small_config(), as the file has it"]
+
+    def test_an_entry_that_is_none_and_must_not_be(self, write: Write) -> None:
+        source = "CONFIG = dict(width=4, actions=None)\n"
+        body = "self.layer = nn.Embedding(config['actions'], config['width'])"
+        assert model_of(write(source + net("config", body)))[0].layer.num_embeddings == 8
+
     def test_another_dict_of_the_file_where_the_first_does_not_do(self, write: Write) -> None:
         tables = "CONFIGS = {'large': dict(dim=64, grid=0), 'small': dict(dim=8, grid=2), 'plain': dict(dim=4)}\n"
         body = 'self.layer = nn.Linear(config["dim"], 8 // config["grid"])'

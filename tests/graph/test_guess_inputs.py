@@ -169,6 +169,19 @@ class TestInputs:
 
         assert inputs_for(Picture()).args[0].shape == (1, 3, 256, 512)
 
+    def test_volumes_of_the_sides_that_are_declared(self) -> None:
+        class Volume(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.img_shape = (16, 24, 32)
+                self.patches = nn.Conv3d(2, 8, 8, 8)
+                self.positions = nn.Parameter(torch.zeros(1, 24, 8))
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return self.patches(x).flatten(2).mT + self.positions
+
+        assert inputs_for(Volume()).args[0].shape == (1, 2, 16, 24, 32)
+
     def test_optional_parameters_are_left_out(self) -> None:
         assert inputs_for(Tokens()).kwargs == {}
 

@@ -178,7 +178,7 @@ class TestNamesThatAreGone:
 
     def test_one_that_the_model_uses(self, write: Write, library: Callable[..., None]) -> None:
         library("library_of_today/__init__.py")
-        source = "from library_of_today import gone\n" + net("width=3", "self.layer = gone(width)")
+        source = "from library_of_today import gone\n" + net("width=3", "self.layer = gone(width) + 1")
         with pytest.raises(ExplainError, match=r"uses library_of_today\.gone, which library_of_today no longer has"):
             model_of(write(source))
 

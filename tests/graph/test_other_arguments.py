@@ -125,3 +125,44 @@ def test_errors_hold_no_models() -> None:
     kept = without_frames(raised.value)
     del raised
     assert str(kept) == "second" and gone[0]() is None
+
+
+STAGES = """
+import types
+class Net(nn.Module):
+    def __init__(self, opt):
+        super().__init__()
+        self.stages = {"Trans": opt.stage}
+        if opt.stage == "Affine":
+            self.affine = nn.Linear(6, 6)
+        if opt.deep:
+            self.more = nn.Linear(6, 6)
+        self.out = nn.Linear(6, 6)
+    def forward(self, x):
+        if self.stages["Trans"]:
+            x = self.affine(x)
+        return self.more(self.out(x)).softmax(-1)
+
+OPT = types.SimpleNamespace(stage="x", deep=False)
+"""
+
+
+def test_conditions_on_an_attribute_that_a_run_lacks(write: Write) -> None:
+    found = found_in(write(STAGES))
+    assert hasattr(found.model, "affine") and hasattr(found.model, "more")
+
+
+def test_a_model_that_runs_in_training_alone(write: Write) -> None:
+    source = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+    def forward(self, x):
+        assert self.training, "only for its loss"
+        return self.layer(x).softmax(-1).sum()
+"""
+    found = found_in(write(source))
+    assert found.train and found.model.training and "in training mode: it does not run otherwise" in found.said
+    other = found_in(write(source.replace("self.training", "x.dim() == 3")))
+    assert not other.train and not other.model.training

@@ -56,6 +56,10 @@ def asserts_sides(x: Tensor) -> None:
         (lambda x: [None for batch, length, width in [x.shape]], (1, 3, 64, 64)),
         (lambda x: [None for batch, time, channels, height, width in [x.shape]], (1, 3, 64, 64)),
         (asserts_sides, (1, 3, 64, 64)),
+        # Joints and their coordinates, which a layer takes together.
+        (lambda x: nn.Linear(34, 2)(x.flatten(2)), (1, 8, 8, 8)),
+        # The batch second, as torch's own attention has it.
+        (lambda x: nn.MultiheadAttention(8, 2)(x, *2 * [torch.zeros(64, 1, 8)]), (1, 64, 8)),
         # Whole pictures stored flat.
         (lambda x: x.reshape(-1, 4, 9, 9), (1, 8)),
     ],

@@ -34,6 +34,12 @@ class TestWeights:
         model, _ = model_of(write(net("", LOADS.replace("STATE", state))), notes)
         assert model.layer.in_features == 3 and notes == ["random weights in place of gpt.pth"]
 
+    def test_whose_keys_the_constructor_asks_for(self, write: Write) -> None:
+        body = """self.layer = nn.Linear(3, 4)
+        missing, unexpected = self.load_state_dict(state_dict=torch.load("/nowhere/gpt.pth"), strict=True)
+        assert not missing and not unexpected"""
+        assert model_of(write(net("", body)))[0].layer.in_features == 3
+
     def test_that_are_there_are_loaded(self, tmp_path: Path) -> None:
         given, other = nn.Linear(3, 4), nn.Linear(3, 4)
         torch.save(given.state_dict(), tmp_path / "gpt.pth")
