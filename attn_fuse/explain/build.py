@@ -24,6 +24,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
 
 from attn_fuse.errors import ExplainError
+from attn_fuse.explain.absent_values import MissingPackage, held_by_models
 from attn_fuse.explain.arguments import GUESSES, UnknownArgument, call_of
 from attn_fuse.explain.asked import asked_by
 from attn_fuse.explain.config_files import arguments_in
@@ -44,7 +45,6 @@ from attn_fuse.explain.signatures import defaults_of, without_default
 from attn_fuse.explain.sizes import DEPTH_NAME, in_words, value_for
 from attn_fuse.explain.snippets import calls_of, parts_of_calls
 from attn_fuse.explain.stages import staged
-from attn_fuse.explain.stand_ins import MissingPackage, held_by_models
 from attn_fuse.explain.steps import within_memory
 from attn_fuse.explain.targets import targets_of
 from attn_fuse.explain.weights import random_weights

@@ -20,11 +20,11 @@ from pathlib import Path
 from torch import nn
 
 from attn_fuse.errors import ExplainError
+from attn_fuse.explain.absent_values import refuse
 from attn_fuse.explain.arguments import PART_KIND
 from attn_fuse.explain.factories import chains_in, factories_in
 from attn_fuse.explain.roots import repository_of
 from attn_fuse.explain.stages import stages_of
-from attn_fuse.explain.stand_ins import refuse
 
 # Classes around a model, or for a special use of it: taken only where there is no other.
 AROUND = re.compile(r"wrapper|trainer|loss|criterion|optimi|lightning|pipeline|scheduler|ema$|distill|superres", re.I)

@@ -291,7 +291,8 @@ def _docstrings(tree: ast.Module, name: str) -> Iterator[tuple[str, ast.AST]]:
     # The examples, as doctest has them, in the docstrings of the class, of its methods, and of the file.
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
     methods = [node for cls in classes for node in cls.body if isinstance(node, ast.FunctionDef)]
-    for node in (*classes, *methods, tree):
+    nodes: list[ast.ClassDef | ast.FunctionDef | ast.Module] = [*classes, *methods, tree]
+    for node in nodes:
         try:
             examples = doctest.DocTestParser().get_examples(ast.get_docstring(node) or "")
         except ValueError:  # its lines are not laid out as examples are

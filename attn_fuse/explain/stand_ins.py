@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import dataclasses
 import functools
 import importlib.abc
 import importlib.machinery
@@ -20,31 +19,18 @@ import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
-from attn_fuse.errors import ExplainError
+from attn_fuse.explain.absent_values import StandIn, StandInModule
 from attn_fuse.explain.older import moved_module
 from attn_fuse.explain.problems import in_one_line
 from attn_fuse.explain.roots import is_users
-from attn_fuse.explain.torch_layers import of_one_process, same_layer
 
 OWN = str(Path(__file__).parents[1])
 # How deep in a repository a module is sought that an import names.
 DEEPEST = 3
-# What packages are called on the package index, where that is not what they are imported as.
-ON_INDEX = {
-    "PIL": "pillow",
-    "cv2": "opencv-python",
-    "sklearn": "scikit-learn",
-    "skimage": "scikit-image",
-    "yaml": "pyyaml",
-    "torch_scatter": "torch-scatter",
-    "ml_collections": "ml-collections",
-    "x_transformers": "x-transformers",
-    "rotary_embedding_torch": "rotary-embedding-torch",
-}
 CAUGHT = {"ImportError", "ModuleNotFoundError", "Exception", "BaseException"}
 # Loaders that each belong to one module.
 OF_ONE_FILE = (
@@ -56,14 +42,6 @@ NO_OPERATOR = re.compile(r"operator (?P<namespace>\w+)::(?P<name>\w+) does not e
 LACKS = re.compile(r"cannot import name '(\w+)' from '([\w.]+)'")
 # Packages that nothing can stand in for.
 KEPT = {"torch", "attn_fuse"}
-
-
-class MissingPackage(ExplainError):
-    """The model uses a package that is not installed."""
-
-
-class MissingAttribute(MissingPackage, AttributeError):
-    """An attribute that a missing package would bring; an AttributeError, so that `getattr` may have a default."""
 
 
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -134,12 +112,12 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             setattr(module, found[1], *values.values())
         else:
             self.say(f"{top} has no {found[2]}.{found[1]} any more: stood in for")
-            setattr(module, found[1], _StandIn(f"{found[2]}.{found[1]}", self))
+            setattr(module, found[1], StandIn(f"{found[2]}.{found[1]}", self))
         self.lacking.append((module, found[1]))
         return True
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        return _StandInModule(spec.name, self)
+        return StandInModule(spec.name, self)
 
     def exec_module(self, module: types.ModuleType) -> None:
         pass
@@ -237,7 +215,7 @@ class _Guard(importlib.abc.MetaPathFinder):
             return made
 
         def runs(module: types.ModuleType) -> None:
-            if isinstance(module, _StandInModule):
+            if isinstance(module, StandInModule):
                 return
             try:
                 self._run(run, module)
@@ -270,7 +248,7 @@ class _Guard(importlib.abc.MetaPathFinder):
     def _stood_in(self, name: str, error: Exception) -> types.ModuleType:
         self.finder.names.append(name)
         self.finder.broken[name] = in_one_line(error)
-        made = _StandInModule(name, self.finder)
+        made = StandInModule(name, self.finder)
         made.__spec__ = importlib.machinery.ModuleSpec(name, self.finder, is_package=True)
         return made
 
@@ -338,7 +316,7 @@ def _folder_with(name: str, roots: tuple[Path, ...]) -> Path | None:
 
 
 def _holds_one(module: types.ModuleType) -> bool:
-    stand_ins = (_StandIn, _StandInModule)
+    stand_ins = (StandIn, StandInModule)
     # No isinstance: torch.distributed.reduce_op warns when it is asked for its __class__.
     return type(module) in stand_ins or any(
         type(v) in stand_ins for v in list(getattr(module, "__dict__", {}).values())
@@ -365,208 +343,3 @@ def _catches_imports(handler: ast.ExceptHandler) -> bool:
     return handler.type is None or any(
         isinstance(node, ast.Name) and node.id in CAUGHT for node in ast.walk(handler.type)
     )
-
-
-class _StandInModule(types.ModuleType):
-    # A module with every attribute.
-
-    def __init__(self, name: str, finder: Finder) -> None:
-        super().__init__(name)
-        self._finder = finder
-        self.__path__: list[str] = []
-        self.__all__: list[str] = []
-        # As new as any check asks for.
-        self.__version__ = "999.0.0"
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _StandIn(f"{self.__name__}.{name}", self._finder)
-
-
-class _StandIn:
-    # What stands for a value of a missing package.
-
-    def __init__(self, name: str, finder: Finder) -> None:
-        self._name, self._finder = name, finder
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _StandIn(f"{self._name}.{name}", self._finder)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._finder.permissive:
-            return self._in_torch(*args, **kwargs)
-        if len(args) == 1 and not kwargs and isinstance(args[0], (type, types.FunctionType, staticmethod, classmethod)):
-            return args[0]
-        return _StandIn(self._name, self._finder)
-
-    def __getitem__(self, key: object) -> Any:
-        self._use()
-        return _StandIn(self._name, self._finder)
-
-    def __or__(self, other: object) -> Any:
-        return _StandIn(self._name, self._finder)
-
-    __ror__ = __or__
-
-    def _combined(self, *others: object) -> Any:
-        self._use()
-        return _StandIn(self._name, self._finder)
-
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _combined
-    __floordiv__ = __rfloordiv__ = __pow__ = __rpow__ = __mod__ = __neg__ = __lt__ = __le__ = __gt__ = __ge__ = (
-        _combined
-    )
-
-    def _in_torch(self, *args: Any, **kwargs: Any) -> Any:
-        # What torch has in place of a missing layer, or of a question on processes.
-        name = self._name.rpartition(".")[2]
-        layer, answer = same_layer(name), of_one_process(name)
-        if layer is not None:
-            with contextlib.suppress(TypeError):
-                made = layer(*args, **kwargs)
-                self._finder.say(_said(self._name, f"nn.{layer.__name__}"))
-                return made
-        elif answer is not None:
-            self._finder.say(_said(self._name, f"{answer}, for one process"))
-            return answer
-        if _held and layer is None:
-            _held[-1].append(self)
-            return _StandIn(self._name, self._finder)
-        return _refuse(self)
-
-    def __eq__(self, other: object) -> bool:
-        self._use()
-        return self is other
-
-    def __hash__(self) -> int:
-        return id(self)
-
-    def __mro_entries__(self, bases: tuple[object, ...]) -> tuple[type, ...]:
-        name = self._name.rpartition(".")[2]
-        # A plain Module may be that of another framework, as flax's.
-        layer = same_layer(name) or (_Module if re.fullmatch(r"\w+Module", name) else None)
-        if layer is None:
-            return (_base(self._name, self),)
-        self._finder.say(_said(self._name, "nn.Module" if layer is _Module else f"nn.{layer.__name__}"))
-        return (layer,)
-
-    def __instancecheck__(self, value: object) -> bool:
-        return False
-
-    def __subclasscheck__(self, value: type) -> bool:
-        return False
-
-    def __bool__(self) -> bool:
-        self._use()
-        return True
-
-    def __iter__(self) -> Iterator[Any]:
-        self._use()
-        return iter(())
-
-    def __len__(self) -> int:
-        self._use()
-        return 0
-
-    def __index__(self) -> int:
-        self._use()
-        return 1
-
-    def __enter__(self) -> Any:
-        self._use()
-        return self
-
-    def __exit__(self, *problem: object) -> None:
-        return None
-
-    def __repr__(self) -> str:
-        return f"<{self._name}, not installed>"
-
-    def _use(self) -> None:
-        if not self._finder.permissive:
-            _refuse(self)
-
-
-# What the constructors that run, one within another, called of missing packages.
-_held: list[list[_StandIn]] = []
-
-
-@contextlib.contextmanager
-def held_by_models(say: Callable[[str], object]) -> Iterator[None]:
-    """Within the block, which builds a model, what a missing package gives may be held, as a tokenizer is that the
-    model's forward never uses; `say` is told of it.
-
-    To use it is an error still. Raises MissingPackage in place of what else is raised after such a call.
-    """
-    held: list[_StandIn] = []
-    _held.append(held)
-    try:
-        yield
-    except MissingPackage:
-        raise
-    except Exception:
-        if held:
-            _refuse(held[0])
-        raise
-    finally:
-        _held.pop()
-    for name in dict.fromkeys(one._name for one in held):
-        say(f"held and never used, so that it may be missing: {name}")
-
-
-def refuse(cls: type) -> None:
-    """Raise MissingPackage where a class of a missing package stands in place of `cls`."""
-    stand_in = getattr(cls, "stands_for", None)
-    if isinstance(stand_in, _StandIn):
-        _refuse(stand_in)
-
-
-def _said(name: str, in_place: str) -> str:
-    package, _, rest = name.partition(".")
-    return f"in place of {package}'s {rest.rpartition('.')[2]}: {in_place}"
-
-
-def _refuse(stand_in: _StandIn, attribute: str = "", kind: type[MissingPackage] = MissingPackage) -> NoReturn:
-    name = stand_in._name + attribute
-    package = name.partition(".")[0]
-    on_index = ON_INDEX.get(package, package)
-    raised = stand_in._finder.broken.get(package)
-    if raised is not None:
-        raise kind(
-            f"the model uses {name}, and importing {package} raises {raised}; install a {on_index} that fits "
-            f"torch {torch.__version__}"
-        )
-    if package not in stand_in._finder.names and not stand_in._finder.is_users(_file_of(package)):
-        raise kind(f"the model uses {name}, which {package} no longer has; install a {on_index} that has it")
-    raise kind(f"the model uses {name}, and {package} is not installed; install {on_index}")
-
-
-def _file_of(package: str) -> str:
-    module = sys.modules.get(package)
-    return str(getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), ""))
-
-
-class _Module(torch.nn.Module):
-    # nn.Module in place of a framework's, as BaseModule or LightningModule, which adds to it what training needs.
-
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        super().__init__()
-
-
-def _base(name: str, stand_in: _StandIn) -> type:
-    # The class that a class of the file inherits in place of the missing one.
-    def made(cls: type, *args: object, **kwargs: object) -> object:
-        # A dataclass has its own constructor and entries.
-        if dataclasses.is_dataclass(cls):
-            return object.__new__(cls)
-        _refuse(stand_in)
-
-    def absent(self: object, attribute: str) -> NoReturn:
-        if attribute.startswith("__"):
-            raise AttributeError(attribute)
-        _refuse(stand_in, f".{attribute}", MissingAttribute)
-
-    return type(name.rpartition(".")[2], (), {"__new__": made, "__getattr__": absent, "stands_for": stand_in})

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from attn_fuse.errors import ExplainError, nearest
 from attn_fuse.explain import name_of
+from attn_fuse.explain.absent_values import MissingPackage
 from attn_fuse.explain.both import both_for
 from attn_fuse.explain.build import MOST_PARAMETERS, Built, all_built, built
 from attn_fuse.explain.choose_entry import candidates, parts
@@ -27,7 +28,6 @@ from attn_fuse.explain.inputs import Inputs
 from attn_fuse.explain.open_file import IMPORT_LIMIT, LEFT_OUT, imported
 from attn_fuse.explain.problems import in_one_line, without_frames
 from attn_fuse.explain.snippets import inputs_of
-from attn_fuse.explain.stand_ins import MissingPackage
 from attn_fuse.explain.steps import LIMIT, step
 
 DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.bfloat16, torch.float16, torch.float64)}

@@ -89,7 +89,7 @@ def random_weights(say: Callable[[str], object]) -> Iterator[None]:
     torch.load = loads  # type: ignore[assignment]
     # What it would have downloaded is then a file that is not there.
     torch.hub.download_url_to_file = lambda *args, **kwargs: None
-    nn.Module.load_state_dict = fills  # type: ignore[method-assign,assignment]
+    nn.Module.load_state_dict = fills  # type: ignore[method-assign]
     try:
         yield
     finally:

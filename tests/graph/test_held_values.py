@@ -7,10 +7,10 @@ import sys
 import pytest
 import torch
 
+from attn_fuse.explain.absent_values import MissingPackage
 from attn_fuse.explain.build import built
 from attn_fuse.explain.choose_entry import outermost
 from attn_fuse.explain.open_file import imported
-from attn_fuse.explain.stand_ins import MissingPackage
 from tests.model_files import Write, model_of, net
 
 HOLDS = "import no_such_tokens\n" + net(

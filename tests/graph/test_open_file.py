@@ -16,12 +16,12 @@ import torch
 from torch import nn
 
 from attn_fuse.errors import ExplainError
+from attn_fuse.explain.absent_values import MissingPackage
 from attn_fuse.explain.build import built
 from attn_fuse.explain.choose_entry import outermost
 from attn_fuse.explain.open_file import imported
 from attn_fuse.explain.problems import in_one_line
 from attn_fuse.explain.roots import repository_of
-from attn_fuse.explain.stand_ins import MissingPackage
 from attn_fuse.explain.steps import TimeUp, limited, step, within_memory
 from attn_fuse.explain.subject import evaluated
 from tests.model_files import HEADER, Write, net
