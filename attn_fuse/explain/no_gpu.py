@@ -35,14 +35,16 @@ def on_the_cpu(tree: ast.Module) -> bool:
 
     What only asks for the device, as `x.device.type == "cuda"`, stays.
     """
-    rewriting = _OnTheCpu()
+    rewriting = _OnTheCpu(tree)
     rewriting.visit(tree)
     return rewriting.changed
 
 
 class _OnTheCpu(ast.NodeTransformer):
-    def __init__(self) -> None:
+    def __init__(self, tree: ast.Module) -> None:
         self.changed = False
+        imports = (node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom)))
+        self.imported = {alias.asname or alias.name for node in imports for alias in node.names}
 
     def _moved(self, node: ast.expr) -> ast.expr:
         match node:
@@ -54,6 +56,8 @@ class _OnTheCpu(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
         match node.func:
+            case ast.Attribute(ast.Name(module), "get_device") if module in self.imported:
+                pass  # a function of the repository's, as one of its processes
             case ast.Attribute(tensor, "get_device") if not node.args and not node.keywords:
                 # A number, -1 on the CPU, with which nothing can be moved.
                 self.changed = True

@@ -143,7 +143,9 @@ def _changes(asked: Asked) -> Iterator[Callable[[Tensor], Iterator[_Shape]]]:
 
 
 def _of_another_rank(more: int, tensor: Tensor) -> Iterator[_Shape]:
-    yield from _of_rank(None, max(tensor.dim() + more, 2), tensor)
+    # Labels may be one for each of the batch.
+    fewest = 2 if tensor.is_floating_point() else 1
+    yield from _of_rank(None, max(tensor.dim() + more, fewest), tensor)
 
 
 def _of_blocks(numbers: int, block: int, tensor: Tensor) -> Iterator[_Shape]:

@@ -224,6 +224,7 @@ class TestNoGpu:
             ("def f(x, device='cuda'):\n    pass", "def f(x, device='cpu'):\n    pass"),
             ("torch.version.cuda.split('.')", "'0.0'.split('.')"),
             ("y.to(x.get_device())", "y.to(x.device)"),
+            ("import dist\ny.to(dist.get_device())", "import dist\ny.to(dist.get_device())"),
         ],
     )
     def test_what_asks_for_one_asks_for_the_cpu(self, source: str, cpu: str) -> None:

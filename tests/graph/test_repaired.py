@@ -188,3 +188,9 @@ class Never(Latent):
 def test_one_that_runs_on_nothing_is_refused() -> None:
     with pytest.raises(ExplainError, match="no inputs found that Never runs on"):
         inputs_for(Never())
+
+
+def test_one_label_for_each_of_the_batch() -> None:
+    table = nn.Embedding(7, 4)
+    labels = Inputs((torch.zeros(1, 8, dtype=torch.long),))
+    assert leads_to(lambda x: table(x).unsqueeze(1).expand(1, 3, -1), labels)
