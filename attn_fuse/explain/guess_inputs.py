@@ -30,7 +30,7 @@ from attn_fuse.explain.asked import Asked, asked_by
 from attn_fuse.explain.declared import LONGEST, SHORT, USUAL, Sizes
 from attn_fuse.explain.inputs import Inputs, different, in_python, tensors_in
 from attn_fuse.explain.problems import in_one_line
-from attn_fuse.explain.repaired import repaired, with_named
+from attn_fuse.explain.repaired import repaired, with_named, without_optional
 from attn_fuse.explain.repairs import Calls, Failed, first_that_runs
 from attn_fuse.explain.set_up import set_up
 from attn_fuse.explain.steps import TimeUp, trying
@@ -214,6 +214,7 @@ class Trial:
         yield from repaired(failed.tried, failed.asked, [p.name for p in self.named])
         values_of = functools.partial(self._values_of, failed.tried, failed.asked)
         yield from with_named(failed.tried, failed.asked, self.parameters, values_of)
+        yield from without_optional(failed.tried, self.named)
 
     def _values_of(self, inputs: Inputs, asked: Asked, parameter: inspect.Parameter) -> Iterator[Any]:
         # Values for an argument that an error names: by its use and its name, and like the others.

@@ -65,6 +65,8 @@ def _in_words(value: object) -> str:
         return f"numpy {_in_words(torch.from_numpy(value))}"
     if isinstance(value, list):
         return f"[{', '.join(map(_in_words, value))}]"
+    if type(value) is tuple and any(True for _ in tensors_in(value)):
+        return f"({', '.join(map(_in_words, value))})"
     if isinstance(value, dict):
         return f"{{{', '.join(f'{key}: {_in_words(item)}' for key, item in value.items())}}}"
     text = repr(value)

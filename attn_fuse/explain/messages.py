@@ -29,6 +29,7 @@ class Said:
     none: whether something is None that must not be. number: whether a number is wanted in place of it.
     several: whether a sequence is wanted in place of a number.
     lists: whether lists are wanted in place of tuples.
+    larger: whether a number is wanted that is not rounded down to nothing.
     missing: the arguments that a function was called without.
     """
 
@@ -48,6 +49,7 @@ class Said:
     number: bool = False
     several: bool = False
     lists: bool = False
+    larger: bool = False
     missing: tuple[str, ...] = ()
 
 
@@ -116,7 +118,7 @@ _TO_FLOATS = re.compile(
 )
 _TO_WHOLE = re.compile(
     r"'indices' to have one of the following scalar types|must be long, int, byte or bool|of type LongTensor"
-    r"|Expected dtype int(64|32/int64)|only applicable to index tensor"
+    r"|Expected dtype int(64|32/int64|32 or int64)|only applicable to index tensor"
 )
 _TO_TRUTH = re.compile(
     r"only supports boolean masks|expected BoolTensor|bitwise_\w+\" not implemented for 'Float'|'bitwise_\w+' not"
@@ -159,6 +161,7 @@ def said_in(message: str) -> Said:
         _NUMBERS.search(message) is not None,
         _SEVERAL.search(message) is not None,
         'list (not "tuple")' in message,
+        "division" in message and "by zero" in message,
         tuple(re.findall(r"'(\w+)'", missing[1])) if (missing := _MISSING.search(message)) else (),
     )
 

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from attn_fuse.errors import ExplainError
+from attn_fuse.explain.environment import environment_for
 from attn_fuse.explain.no_gpu import Sources, on_the_cpu
 from attn_fuse.explain.older import byte_masks, older_names
 from attn_fuse.explain.own_compile import without_own_compile
@@ -40,9 +41,9 @@ Say = Callable[[str], object]
 
 @dataclass(frozen=True)
 class _Run:
-    # How files are run: in how many seconds each, and what may supply a name that an import lacks.
+    # How files are run: in how many seconds each, and what may supply what an error lacks.
     limit: float
-    supplies: Callable[[ImportError], bool]
+    supplies: Callable[[BaseException], bool]
 
 
 @contextlib.contextmanager
@@ -82,12 +83,17 @@ def imported(path: Path, say: Say = lambda note: None, limit: float = IMPORT_LIM
             byte_masks(say),
             without_own_compile(finder.is_users, say),
             _without_gpu(roots) as moved,
+            environment_for(repository, say) as set_variable,
         ):
             sys.stdin = nothing
             if not torch.cuda.is_available() and on_the_cpu(tree):
                 moved.append(path.name)
             with same_folder_after():
-                run = _Run(limit, finder.supplies)
+
+                def supplies(error: BaseException) -> bool:
+                    return finder.supplies(error) if isinstance(error, ImportError) else set_variable(error)
+
+                run = _Run(limit, supplies)
                 try:
                     module = _module(path, name, tree, say, run)
                 except ExplainError as error:
@@ -284,7 +290,7 @@ def _executed(
             if isinstance(error, FileNotFoundError) and moved_to_its_files(error, path):
                 remaining = remaining[index:]
                 continue
-            if isinstance(error, ImportError) and run.supplies(error):
+            if run.supplies(error):
                 remaining = remaining[index:]
                 continue
             first = first or error

@@ -93,6 +93,8 @@ def _changes(values: Mapping[str, Any], asked: Asked) -> Iterator[dict[str, Any]
         tuples = {name: [*value] for name, value in values.items() if type(value) is tuple}
         yield from ({name: value} for name, value in tuples.items())
         yield tuples
+    if asked.larger:
+        yield from ({n: size * more} for more in (2, 4) for n, size in numbers.items() if n in asked.near and size > 0)
     # Of a config the code names the entry.
     speaks_of = asked.absent | asked.words | (asked.near if asked.none else frozenset())
     absent = [name for name, value in values.items() if value is None and name in speaks_of]

@@ -6,6 +6,7 @@ import functools
 import inspect
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -58,6 +59,8 @@ def _made(inputs: Inputs, asked: Asked, names: Sequence[str]) -> Iterator[Inputs
     if asked.small:
         whole = [place for place, tensor in tensors.items() if not tensor.is_floating_point()]
         yield from (_with(inputs, {p: torch.zeros_like(tensors[p]) for p in places}) for places in (whole, *zip(whole)))
+    if "unpack" in asked.kind:
+        yield from _in_tuples(inputs, tensors, asked, together)
     if asked.dtype is not None:
         of_other = {p: t for p, t in tensors.items() if t.is_floating_point() != asked.dtype.is_floating_point}
         for places in together:
@@ -75,6 +78,17 @@ def _made(inputs: Inputs, asked: Asked, names: Sequence[str]) -> Iterator[Inputs
             for pick in range(max(map(len, found.values()), default=0)):
                 picked = {place: several[min(pick, len(several) - 1)] for place, several in found.items()}
                 yield _with(inputs, {place: _of_shape(tensors[place], shape) for place, shape in picked.items()})
+
+
+def _in_tuples(
+    inputs: Inputs, tensors: Mapping[_Place, Tensor], asked: Asked, together: Sequence[list[_Place]]
+) -> Iterator[Inputs]:
+    # A tuple of tensors in place of one that the failing code takes apart, with the batch or without.
+    for _, count in asked.ranks:
+        for place in (places[0] for places in together if len(places) == 1):
+            tensor = tensors[place]
+            for one in (tensor[0], tensor) if tensor.dim() > 1 else (tensor,):
+                yield _with(inputs, {place: (one,) * count})
 
 
 def _numbers_like(tensor: Tensor) -> list[int]:
@@ -182,8 +196,8 @@ def _of_rank(has: int | None, wants: int, tensor: Tensor) -> Iterator[_Shape]:
 
 
 def _dims(shape: _Shape) -> list[int]:
-    # Those that may have another size: all but the batch.
-    return list(range(len(shape) - 1, 0, -1)) if 1 < len(shape) < 6 else [0] if len(shape) == 1 else []
+    # Those that may have another size: all but the batch, which matrices may be without.
+    return list(range(len(shape) - 1, 0 if len(shape) > 2 else -1, -1)) if len(shape) < 6 else []
 
 
 def _equal(has: int, wants: int, tensor: Tensor) -> Iterator[_Shape]:
@@ -340,3 +354,15 @@ def with_named(
             chosen = {name: values[name][pick] for name in names if pick < len(values[name])}
             args = [chosen.pop(p.name, value) for p, value in zip(named, inputs.args, strict=False)]
             yield Inputs((*args, *inputs.args[len(args) :]), {**inputs.kwargs, **chosen})
+
+
+def without_optional(inputs: Inputs, parameters: Sequence[inspect.Parameter]) -> Iterator[Inputs]:
+    """The inputs with None for an argument that may be None by its annotation, though it has no default; then with None
+    for all such."""
+    positions = {p.name: i for i, p in enumerate(parameters) if i < len(inputs.args)}
+    may_be = [p.name for p in parameters if re.search(r"Optional|\bNone\b", str(p.annotation))]
+    given = [n for n in may_be if (inputs.args[positions[n]] if n in positions else inputs.kwargs.get(n)) is not None]
+    for names in (*([name] for name in given), given[:] if len(given) > 1 else []):
+        if names:
+            places = {(positions.get(name, name),): None for name in names}
+            yield _with(inputs, places)

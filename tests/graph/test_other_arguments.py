@@ -166,3 +166,11 @@ class Net(nn.Module):
     assert found.train and found.model.training and "in training mode: it does not run otherwise" in found.said
     other = found_in(write(source.replace("self.training", "x.dim() == 3")))
     assert not other.train and not other.model.training
+
+
+def test_a_number_that_is_rounded_down_to_nothing(write: Write) -> None:
+    body = """patch = img_size // 16 // 16
+        self.count = img_size // patch
+        self.layer = nn.Linear(self.count, 3)"""
+    model, _ = model_of(write(net("img_size=224", body)))
+    assert model.count == 448

@@ -194,3 +194,27 @@ def test_one_label_for_each_of_the_batch() -> None:
     table = nn.Embedding(7, 4)
     labels = Inputs((torch.zeros(1, 8, dtype=torch.long),))
     assert leads_to(lambda x: table(x).unsqueeze(1).expand(1, 3, -1), labels)
+
+
+def test_a_tuple_that_the_code_takes_apart() -> None:
+    weight = nn.Linear(4, 3)
+
+    def program(data: Any) -> Tensor:
+        nodes, edges = data
+        assert edges.shape[0] == 2
+        return weight(nodes).index_select(0, edges[0])
+
+    assert leads_to(program, Inputs((torch.randn(1, 8, 4),)), steps=4)
+
+
+def test_an_argument_that_may_be_none(tmp_path: Any) -> None:
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+            self.offsets = None
+
+        def forward(self, numbers: Tensor, kinds: Tensor | None) -> Tensor:
+            return self.layer(numbers if kinds is None else numbers + self.offsets[kinds])  # type: ignore[index]
+
+    assert inputs_for(Table()).args[1] is None
