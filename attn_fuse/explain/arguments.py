@@ -11,7 +11,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
@@ -42,6 +42,7 @@ _GUESSES: dict[Any, tuple[Any, ...]] = {
     None: (2, 8, False, WIDTH, 0.1),
 }  # fmt: skip
 GUESSES = len(_GUESSES[None])
+HELD = -1
 _SEQUENCES = (tuple, list, Sequence)
 
 # A call that is ready to be made, and what says its sizes: the configs and the arguments.
@@ -50,6 +51,28 @@ Call = tuple[Callable[[], Any], tuple[object, ...]]
 
 class UnknownArgument(ExplainError):
     """An argument has no default, and nothing says what it is."""
+
+
+class Held:
+    """An argument that a constructor may keep, as a tokenizer; to use it raises UnknownArgument."""
+
+    def __init__(self, function: str, name: str) -> None:
+        self._of = function, name
+
+    def _used(self, *others: object) -> NoReturn:
+        function, name = self._of
+        raise UnknownArgument(f"cannot build {function}: it uses {name}; pass --entry '{function}({name}=...)'")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._used()
+
+    __call__ = __iter__ = __len__ = __bool__ = __index__ = __getitem__ = __contains__ = __enter__ = _used
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _used
+    __floordiv__ = __rfloordiv__ = __pow__ = __rpow__ = __mod__ = __neg__ = __lt__ = __le__ = __gt__ = __ge__ = _used
+    __eq__ = __ne__ = _used
+    __hash__ = object.__hash__
 
 
 def call_of(
@@ -69,7 +92,8 @@ def call_of(
     namespace: the names among which classes of configs and parts are sought. path: the file whose repository is asked.
     depth: of how many modules this one is a part. with_none: whether arguments whose default is None get a value, too,
     where their names say one. given: arguments that are known; given_parts: those that are built with each call.
-    guess: which guess, below GUESSES, an argument gets whose name says nothing; None for none.
+    guess: which guess, below GUESSES, an argument gets whose name says nothing; HELD for one that raises an error when
+    it is used; None for none.
     config_rank: which of the file's values a config without a class is, 0 for the one that fits best.
     Raises UnknownArgument where an argument is not known, and ExplainError where there is no config of that rank.
     """
@@ -98,13 +122,13 @@ def call_of(
             continue
         if of is not None:
             arguments[name] = config_of(
-                function, of, path, say, with_none, None if guess is None else _GUESSES[int][guess]
+                function, of, path, say, with_none, None if guess in (None, HELD) else _GUESSES[int][guess]
             )
         # One letter says less than the attributes that the constructor reads.
         elif is_config_name(name) or (
             hint in (None, Any) and (value_for(name) is None or len(name) == 1) and is_read_as_config(function, name)
         ):
-            entry = None if guess is None else _GUESSES[int][guess]
+            entry = None if guess in (None, HELD) else _GUESSES[int][guess]
             arguments[name] = config_without_class(function, name, namespace, path, say, entry, config_rank)
         else:
             sizes[name] = hint
@@ -117,7 +141,9 @@ def call_of(
         arguments.update(values, **guessed)
         if values:
             say(f"sizes by name: {function.__name__}({in_words(values)})")
-        if guessed:
+        if guess == HELD:
+            say(f"held and never used, so that it may be missing: {', '.join(guessed)}")
+        elif guessed:
             say(f"guesses, for names that say nothing: {function.__name__}({in_words(guessed)})")
 
     def make() -> Any:
@@ -147,7 +173,10 @@ def _sizes(
         values[key] = _in_sequence(function, key, hint, values[key])
     unknown = [key for key, value in values.items() if value is None]
     guesses: dict[str, Any] = {}
-    if guess is not None:
+    if guess == HELD:
+        guesses = {key: None if may_be_none(needs[key]) else Held(name, key) for key in unknown}
+        unknown = []
+    elif guess is not None:
         kinds = {key: needs[key] if needs[key] in _GUESSES else None for key in unknown if needs[key] is not str}
         guesses = {
             key: None if may_be_none(needs[key]) else _in_sequence(function, key, needs[key], _GUESSES[kind][guess])

@@ -25,7 +25,7 @@ from torch.nn.parameter import is_lazy
 
 from attn_fuse.errors import ExplainError
 from attn_fuse.explain.absent_values import MissingPackage, held_by_models
-from attn_fuse.explain.arguments import GUESSES, UnknownArgument, call_of
+from attn_fuse.explain.arguments import GUESSES, HELD, UnknownArgument, call_of
 from attn_fuse.explain.asked import asked_by
 from attn_fuse.explain.config_files import arguments_in
 from attn_fuse.explain.configs import (
@@ -312,7 +312,7 @@ def _ways(cls: type[nn.Module], namespace: Mapping[str, Any], failures: Sequence
         words = f"{', '.join(given)} as in {source}"
         yield _Way(words, _Attempt(cls, namespace, path, Arguments(given)).make)
     failed = []
-    for guess in range(GUESSES):
+    for guess in (HELD, *range(GUESSES)):
         failed.append((yield from _tried(_Attempt(cls, namespace, path, Arguments(guess=guess)), failures)))
     yield from _as_errors_ask(cls, namespace, path, failed, failures)
 

@@ -22,6 +22,7 @@ from torch import nn
 
 from attn_fuse.errors import ExplainError
 from attn_fuse.explain.config_files import entries_with
+from attn_fuse.explain.messages import said_in
 from attn_fuse.explain.no_gpu import on_this_machine
 from attn_fuse.explain.open_file import Say
 from attn_fuse.explain.problems import in_one_line
@@ -221,7 +222,7 @@ def config_of(
             f"pass --entry '{cls.__name__}({config.__name__}({values}))'"
         )
     try:
-        made = config(**missing)
+        made = _with_configs_within(config, missing, given)
     except Exception as error:
         raise ExplainError(
             f"cannot build {cls.__name__}: {config.__name__}() raises {in_one_line(error)}; "
@@ -233,6 +234,27 @@ def config_of(
     if missing or filled:
         say(f"sizes by name: {config.__name__}({in_words({**missing, **filled})})")
     return made
+
+
+def _with_configs_within(config: type, arguments: Mapping[str, Any], defaults: Mapping[str, Any]) -> object:
+    # An object of a config class; where it makes further configs of mappings that are None by default, these get what
+    # their classes ask for.
+    within: dict[str, Any] = {}
+    needed: dict[str, Any] = {}
+    while True:
+        try:
+            return config(**arguments, **{name: dict(needed) for name in within})
+        except TypeError as error:
+            more = {name: value_for(name, None, needed) for name in said_in(str(error)).missing if name not in needed}
+            wants_mapping = "must be a mapping, not NoneType" in str(error) and not within
+            if wants_mapping:
+                within = {name: None for name, value in defaults.items() if value is None and is_config_name(name)}
+            elif within and more and None not in more.values():
+                needed |= more
+            else:
+                raise
+            if not within:
+                raise
 
 
 def _filled(config: Any, with_none: bool) -> tuple[Any, dict[str, Any]]:

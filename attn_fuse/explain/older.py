@@ -112,6 +112,53 @@ def older_names() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def older_layers(say: Callable[[str], object]) -> Iterator[None]:
+    """Within the block torch's TransformerEncoder and TransformerDecoder take layers that know no `is_causal`, which
+    torch 2.0 began to pass on; `say` is told of each."""
+    stacks = (torch.nn.TransformerEncoder, torch.nn.TransformerDecoder)
+    constructors = [vars(stack)["__init__"] for stack in stacks]
+
+    def taking(construct: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(construct)
+        def constructs(self: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
+            _ignore_causal(type(layer), say)
+            construct(self, layer, *args, **kwargs)
+
+        return constructs
+
+    for stack, construct in zip(stacks, constructors, strict=True):
+        setattr(stack, "__init__", taking(construct))  # noqa: B010
+    try:
+        yield
+    finally:
+        for stack, construct in zip(stacks, constructors, strict=True):
+            setattr(stack, "__init__", construct)  # noqa: B010
+
+
+def _ignore_causal(layer: type, say: Callable[[str], object]) -> None:
+    forward = vars(layer).get("forward")
+    if not isinstance(forward, types.FunctionType):
+        return
+    parameters = inspect.signature(forward).parameters
+    if any(p.kind is p.VAR_KEYWORD or "is_causal" in p.name for p in parameters.values()):
+        return
+
+    @functools.wraps(forward)
+    def ignoring(
+        self: Any,
+        *args: Any,
+        is_causal: Any = None,
+        tgt_is_causal: Any = None,
+        memory_is_causal: Any = None,
+        **given: Any,
+    ) -> Any:
+        return forward(self, *args, **given)
+
+    layer.forward = ignoring  # type: ignore[attr-defined]
+    say(f"{layer.__name__} is of an older torch: is_causal is not passed to it, its mask says as much")
+
+
+@contextlib.contextmanager
 def byte_masks(say: Callable[[str], object]) -> Iterator[None]:
     """Within the block masks of bytes fill as Boolean ones, as older torch had it; `say` is told of the first."""
     told: list[str] = []

@@ -23,7 +23,7 @@ from torch import nn
 from attn_fuse.errors import ExplainError
 from attn_fuse.explain.environment import environment_for
 from attn_fuse.explain.no_gpu import Sources, on_the_cpu
-from attn_fuse.explain.older import byte_masks, older_names
+from attn_fuse.explain.older import byte_masks, older_layers, older_names
 from attn_fuse.explain.own_compile import without_own_compile
 from attn_fuse.explain.problems import in_one_line
 from attn_fuse.explain.roots import is_users, projects_around, repository_of
@@ -81,6 +81,7 @@ def imported(path: Path, say: Say = lambda note: None, limit: float = IMPORT_LIM
             standing_in(roots, say) as finder,
             older_names(),
             byte_masks(say),
+            older_layers(say),
             without_own_compile(finder.is_users, say),
             _without_gpu(roots) as moved,
             environment_for(repository, say) as set_variable,
@@ -315,6 +316,8 @@ def moved_to_its_files(error: FileNotFoundError, path: Path) -> bool:
     A script is run in its own folder, or in its repository's.
     """
     wanted = Path(str(error.filename))
+    if wanted.is_relative_to(Path.cwd()):
+        wanted = wanted.relative_to(Path.cwd())
     if error.filename is None or wanted.is_absolute():
         return False
     for folder in (folder for folder in path.parents if folder.is_relative_to(repository_of(path))):

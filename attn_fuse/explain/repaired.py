@@ -347,7 +347,9 @@ def with_named(
     unset = [p for p in named if given.get(p.name) is None]
     # What is None further within may have another name here.
     handed = [p for p in unset if p.name in given] if asked.none else []
-    wanted = [p for p in unset if p.name in asked.words | asked.absent] or handed
+    # Nor may the plural be kept.
+    spoken = {name.rstrip("s") for name in asked.words | asked.absent}
+    wanted = [p for p in unset if p.name.rstrip("s") in spoken] or handed
     values = {p.name: [value for value in values_of(p) if value is not None] for p in wanted}
     for names in ([*values], *([name] for name in values if len(values) > 1)):
         for pick in range(max((len(values[name]) for name in names), default=0)):

@@ -53,6 +53,20 @@ class TestConfigsWithoutAClass:
         assert (model.layer.in_features, model.layer.out_features) == (12, 1)
         assert notes == ["cfg: small_config(), as the file has it"]
 
+    def test_configs_that_a_config_makes_of_mappings(self, write: Write) -> None:
+        source = """
+class PartConfig:
+    def __init__(self, hidden_size, num_heads=2, **kwargs):
+        self.hidden_size = hidden_size
+class WholeConfig:
+    def __init__(self, part_config=None, width=5):
+        self.part = PartConfig(**part_config)
+        self.width = width
+"""
+        body = "self.layer = nn.Linear(config.width, config.part.hidden_size)"
+        model, _ = model_of(write(source + net("config: WholeConfig", body)))
+        assert (model.layer.in_features, model.layer.out_features) == (5, 256)
+
     def test_an_entry_that_is_none_and_must_not_be(self, write: Write) -> None:
         source = "CONFIG = dict(width=4, actions=None)\n"
         body = "self.layer = nn.Embedding(config['actions'], config['width'])"

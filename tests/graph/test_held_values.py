@@ -7,7 +7,9 @@ import sys
 import pytest
 import torch
 
+from attn_fuse.errors import ExplainError
 from attn_fuse.explain.absent_values import MissingPackage
+from attn_fuse.explain.arguments import UnknownArgument
 from attn_fuse.explain.build import built
 from attn_fuse.explain.choose_entry import outermost
 from attn_fuse.explain.open_file import imported
@@ -82,3 +84,26 @@ class TestCircular:
         )
         with imported(path) as module:
             assert module.Net.size == 5
+
+
+class TestArguments:
+    SOURCE = net("width=3, *, tokenizer", "self.tokenizer = tokenizer; self.layer = nn.Linear(width, 3)")
+
+    def test_one_that_is_kept(self, write: Write) -> None:
+        notes: list[str] = []
+        model, _ = model_of(write(self.SOURCE), notes)
+        assert model.layer.in_features == 3 and notes == ["held and never used, so that it may be missing: tokenizer"]
+
+    @pytest.mark.parametrize(
+        "use", ["self.tokenizer(x)", "x + self.tokenizer", "self.tokenizer.n * x", "x if self.tokenizer else 2 * x"]
+    )
+    def test_one_that_forward_uses(self, write: Write, use: str) -> None:
+        with imported(write(f"{self.SOURCE}    def forward(self, x):\n        return {use}\n")) as module:
+            model = built(outermost(module), vars(module)).model
+            with pytest.raises(UnknownArgument, match=r"cannot build GPT: it uses tokenizer; pass --entry"):
+                model(torch.ones(3))
+
+    def test_one_that_the_constructor_uses(self, write: Write) -> None:
+        path = write(net("tokenizer", "self.layer = nn.Linear(len(tokenizer.words.lower()), 3)"))
+        with pytest.raises(ExplainError, match=r"cannot build GPT: its constructor needs tokenizer"):
+            model_of(path)

@@ -343,3 +343,26 @@ def test_masks_of_bytes(write: Write) -> None:
     assert notes == ["masks of bytes are Boolean here, which this torch asks for"]
     with pytest.raises(RuntimeError, match="boolean"):
         torch.zeros(2).masked_fill(torch.ones(2, dtype=torch.uint8), 1.0)
+
+
+def test_a_layer_that_knows_no_is_causal(write: Write) -> None:
+    source = """
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+    def forward(self, src, src_mask=None, src_key_padding_mask=None):
+        return self.layer(src)
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.TransformerEncoder(Layer(), 2, enable_nested_tensor=False)
+    def forward(self, x):
+        return self.encoder(x)
+"""
+    notes: list[str] = []
+    construct = torch.nn.TransformerEncoder.__init__
+    with imported(write(source), notes.append) as module:
+        assert module.Net()(torch.ones(1, 3, 4)).shape == (1, 3, 4)
+    assert notes == ["Layer is of an older torch: is_causal is not passed to it, its mask says as much"]
+    assert torch.nn.TransformerEncoder.__init__ is construct
