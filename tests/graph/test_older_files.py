@@ -350,7 +350,7 @@ def test_a_layer_that_knows_no_is_causal(write: Write) -> None:
 class Layer(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layer = nn.Linear(4, 4)
+        self.layer, self.self_attn = nn.Linear(4, 4), nn.MultiheadAttention(4, 1, batch_first=True)
     def forward(self, src, src_mask=None, src_key_padding_mask=None):
         return self.layer(src)
 class Net(nn.Module):
