@@ -13,7 +13,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 
 from attn_fuse.errors import ExplainError
-from attn_fuse.explain.torch_layers import of_one_process, same_layer
+from attn_fuse.explain.torch_layers import of_one_process, same_function, same_layer
 
 # What packages are called on the package index, where that is not what they are imported as.
 ON_INDEX = {
@@ -109,7 +109,10 @@ class StandIn:
     def _in_torch(self, *args: Any, **kwargs: Any) -> Any:
         # What torch has in place of a missing layer, or of a question on processes.
         name = self._name.rpartition(".")[2]
-        layer, answer = same_layer(name), of_one_process(name)
+        layer, function, answer = same_layer(name), same_function(name), of_one_process(name)
+        if function is not None:
+            self._finder.say(_said(self._name, "torch's" if name.endswith("_") else "a tuple of one number"))
+            return function(*args, **kwargs)
         if layer is not None:
             with contextlib.suppress(TypeError):
                 made = layer(*args, **kwargs)

@@ -6,9 +6,10 @@ Packages such as apex and fairscale bring torch's own layers with another implem
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
@@ -41,6 +42,17 @@ def same_layer(name: str) -> type[nn.Module] | None:
     if not isinstance(layer, type) or not issubclass(layer, nn.Module) or any(s in of_torch for s in SUBJECTS):
         return None
     return None if layer.forward is nn.Module.forward else _tolerant(layer)
+
+
+def same_function(name: str) -> Callable[..., Any] | None:
+    """What a function called `name` computes: one of torch.nn.init, or what repeats a number, as `to_2tuple`."""
+    if (repeated := re.fullmatch(r"to_(\d)tuple", name)) is not None:
+        return functools.partial(_tuple_of, int(repeated[1]))
+    return getattr(nn.init, name, None) if name.endswith("_") and not name.startswith("_") else None
+
+
+def _tuple_of(count: int, value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, Iterable) else (value,) * count
 
 
 def of_one_process(name: str) -> int | None:

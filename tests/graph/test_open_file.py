@@ -252,6 +252,20 @@ class TestStandIns:
         with imported(path) as module, pytest.raises(MissingPackage, match=f"uses no_such_layers.{name}"):
             module.build()
 
+    def test_functions_that_torch_has_too(self, write: Write) -> None:
+        notes: list[str] = []
+        path = write(
+            "from no_such_layers import to_2tuple, trunc_normal_\n"
+            "def build():\n    return to_2tuple(3), to_2tuple((4, 5)), trunc_normal_(torch.zeros(9), std=0.1)\n"
+        )
+        with imported(path, notes.append) as module:
+            twice, given, filled = module.build()
+        assert twice == (3, 3) and given == (4, 5) and filled.abs().max() > 0
+        assert notes[1:] == [
+            "in place of no_such_layers's to_2tuple: a tuple of one number",
+            "in place of no_such_layers's trunc_normal_: torch's",
+        ]
+
     def test_a_layer_that_needs_what_is_not_passed(self, write: Write) -> None:
         path = write("import no_such_layers\ndef build(): return no_such_layers.FusedLinear(dim=8)\n")
         with imported(path) as module, pytest.raises(MissingPackage, match=r"uses no_such_layers.FusedLinear"):
