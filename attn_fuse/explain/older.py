@@ -117,6 +117,7 @@ def older_layers(say: Callable[[str], object]) -> Iterator[None]:
     torch 2.0 began to pass on; `say` is told of each."""
     stacks = (torch.nn.TransformerEncoder, torch.nn.TransformerDecoder)
     constructors = [vars(stack)["__init__"] for stack in stacks]
+    say = functools.lru_cache(maxsize=None)(say)  # of several classes of one name once
 
     def taking(construct: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(construct)

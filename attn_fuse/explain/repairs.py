@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
@@ -13,6 +14,9 @@ from attn_fuse.explain.asked import Asked
 
 # How many candidates are tried of a start, how many at least of a step on, and in how many steps.
 MOST_TRIES, FEWEST_TRIES, STEPS = 160, 16, 10
+
+# Names of torch's functions that an attention calls.
+ATTENDS = re.compile(r"softmax|attention|transformer|flex_")
 
 T = TypeVar("T")
 Ran = TypeVar("Ran")
@@ -31,12 +35,16 @@ class Failed(Generic[T]):
 
 
 class Calls(TorchFunctionMode):
-    """Counts the calls of torch's functions within the block: how far a model came before it raised an error."""
+    """Counts the calls of torch's functions within the block: how far a model came before it raised an error.
 
-    count = 0
+    attends: whether one of them is a softmax, or an attention as a whole.
+    """
+
+    count, attends = 0, False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += 1
+        self.attends = self.attends or ATTENDS.search(getattr(func, "__name__", "")) is not None
         return func(*args, **(kwargs or {}))
 
 

@@ -23,12 +23,13 @@ from attn_fuse.explain.both import both_for
 from attn_fuse.explain.build import MOST_PARAMETERS, Built, all_built, built
 from attn_fuse.explain.choose_entry import candidates, parts
 from attn_fuse.explain.find_file import file_in
-from attn_fuse.explain.guess_inputs import NoInputs, Trial, inputs_for, trial_of
+from attn_fuse.explain.guess_inputs import RUN_BYTES, RUN_SECONDS, NoInputs, Trial, inputs_for, trial_of
 from attn_fuse.explain.inputs import Inputs
 from attn_fuse.explain.open_file import IMPORT_LIMIT, LEFT_OUT, imported
 from attn_fuse.explain.problems import in_one_line, without_frames
+from attn_fuse.explain.repairs import Calls
 from attn_fuse.explain.snippets import inputs_of
-from attn_fuse.explain.steps import LIMIT, step
+from attn_fuse.explain.steps import LIMIT, TimeUp, step, trying
 
 DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.bfloat16, torch.float16, torch.float64)}
 # How many outermost classes are tried before the first one's problem is told.
@@ -143,13 +144,24 @@ def subject_of(args: argparse.Namespace) -> Iterator[Subject]:
 
 @dataclasses.dataclass(frozen=True)
 class _Found:
-    # is_given: whether the user gave the inputs. notes: what was changed so that they run. trains: whether they run in
+    # attends: whether a run calls what an attention calls. is_given: whether the user gave the inputs. notes: what was changed so that they run. trains: whether they run in
     # training mode alone.
     model: Callable[..., Any]
     inputs: Inputs
     is_given: bool
     notes: tuple[str, ...] = ()
     trains: bool = False
+
+    @functools.cached_property
+    def attends(self) -> bool:
+        calls = Calls()
+        # What is slow, or raises only now, is explained as it is.
+        try:
+            with trying(RUN_SECONDS, RUN_BYTES), calls:
+                self.model(*self.inputs.args, **self.inputs.kwargs)
+        except (Exception, TimeUp):
+            return True
+        return calls.attends
 
 
 def _with_setup(setup: Path | None, namespace: Mapping[str, Any], limit: float) -> Mapping[str, Any]:
@@ -184,11 +196,13 @@ def _found(
         return _with_inputs(args, model, holders, namespace, limit)
     failures: list[ExplainError] = []
     classes, start = candidates(module), time.monotonic()
+    # What runs and attends to nothing is the subject only where nothing else runs.
+    idle: tuple[_Found, list[str]] | None = None
     for cls in classes:
         # A class that needs a package says nothing of the others.
         if sum(not isinstance(failure, MissingPackage) for failure in failures) >= MOST_CANDIDATES:
             break
-        if failures and time.monotonic() - start > limit / 2:
+        if (failures or idle) and time.monotonic() - start > limit / 2:
             break
         try:
             found, built_with = _built_and_run(cls, args, namespace, limit)
@@ -201,8 +215,13 @@ def _found(
             said.insert(0, f"of several outermost classes, {cls.__name__}; with --entry: {', '.join(others[:4])}")
         if failures:
             said.insert(0, f"in place of {classes[0].__name__}: {failures[0]}")
-        notes += said
-        return found
+        if found.attends:
+            notes += said
+            return found
+        idle = idle or (found, said)
+    if idle is not None and not failures:
+        notes += idle[1]
+        return idle[0]
     left_out = [note for note in notes if note.startswith(LEFT_OUT)]
     problem = failures[0]
     if left_out and "NameError" in str(problem):
@@ -212,9 +231,15 @@ def _found(
             found, built_with = _built_and_run(cls, args, vars(sys.modules[cls.__module__]), limit / 2)
         except ExplainError:
             continue
-        notes += [f"{OF_A_PART} {cls.__name__}, since of the whole: {problem}", *built_with]
-        return found
-    raise problem
+        said = [f"{OF_A_PART} {cls.__name__}, since of the whole: {problem}", *built_with]
+        if found.attends:
+            notes += said
+            return found
+        idle = idle or (found, said)
+    if idle is None:
+        raise problem
+    notes += idle[1]
+    return idle[0]
 
 
 def _built_and_run(
@@ -223,22 +248,33 @@ def _built_and_run(
     # The first of the ways to build `cls` whose model runs on some inputs, and what was made up for it.
     ways = all_built(cls, namespace, args.parameters)
     failures: list[ExplainError] = []
+    idle: tuple[_Found, tuple[str, ...]] | None = None
     left: list[tuple[Built, NoInputs]] = []
     start = time.monotonic()
     for _ in range(MOST_WAYS):
-        if failures and time.monotonic() - start > limit / 2:
+        if (failures or idle) and time.monotonic() - start > limit / 2:
             break
         with step(f"building {cls.__name__}", limit, f"build a smaller one with --entry '{cls.__name__}(...)'"):
-            made = next(ways, None)
+            try:
+                made = next(ways, None)
+            except ExplainError:
+                if idle is None:
+                    raise
+                made = None
         if made is None:
             break
         try:
-            return _with_inputs(args, made.model, made.holders, namespace, limit), made.notes
+            found = _with_inputs(args, made.model, made.holders, namespace, limit)
+            if found.attends:
+                return found, made.notes
+            idle = idle or (found, made.notes)
         except ExplainError as error:
             failures.append(made.doubt or without_frames(error))
             # Several models may take all memory.
             if isinstance(error, NoInputs) and not left:
                 left.append((made, error))
+    if idle is not None:
+        return idle
     for made, problem in left:
         if time.monotonic() - start > limit:
             break

@@ -1,4 +1,5 @@
-"""Configs that name what they build: Hydra's `_target_`, `target` with `params`, `class_path` with `init_args`."""
+"""Configs that name what they build: Hydra's `_target_`, `target` with `params`, `class_path` with `init_args`, and the
+`type` of a registry."""
 
 from __future__ import annotations
 
@@ -57,6 +58,10 @@ def targets_of(cls: type, path: Path) -> Iterator[Target]:
             if name.rpartition(".")[2] == cls.__name__ and own:
                 is_elsewhere = name.rpartition(".")[0] != cls.__module__
                 found.append((is_elsewhere, Target(cls, f"{source}{place}", own, document)))
+        for place, arguments in _typed(document, cls.__name__):
+            own = {key: value for key, value in arguments.items() if key in taken}
+            if own and arguments.keys() - own.keys() <= {"type"}:
+                found.append((True, Target(cls, f"{source}{place}", own, document)))
     found.sort(key=lambda one: one[0])
     yield from (target for _, target in found[:MOST])
 
@@ -73,6 +78,15 @@ def _named(value: object, place: str = "", depth: int = 0) -> Iterator[tuple[str
     elif isinstance(value, list):
         for inner in value:
             yield from _named(inner, place, depth + 1)
+
+
+def _typed(value: object, name: str, place: str = "", depth: int = 0) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    # The groups of a config whose type is a class of that name, as the registries of mmcv and BasicSR have them.
+    if isinstance(value, dict) and depth <= DEEPEST:
+        if value.get("type") == name:
+            yield place, value
+        for key, inner in value.items():
+            yield from _typed(inner, name, f"{place}.{key}" if place else f": {key}", depth + 1)
 
 
 def _name_in(value: object) -> tuple[str, Mapping[str, Any]] | None:

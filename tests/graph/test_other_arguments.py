@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from pathlib import Path
 
 import pytest
 
@@ -174,3 +175,35 @@ def test_a_number_that_is_rounded_down_to_nothing(write: Write) -> None:
         self.layer = nn.Linear(self.count, 3)"""
     model, _ = model_of(write(net("img_size=224", body)))
     assert model.count == 448
+
+
+IDLE = """
+class Head(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+    def forward(self, x):
+        return self.layer(x)
+
+class Net(nn.Module):
+    def __init__(self, width=6, mode=""):
+        super().__init__()
+        self.layer, self.mode = nn.Linear(width, width), mode
+    def forward(self, x):
+        return self.layer(x).softmax(-1) @ x.mT if self.mode == "deep" else x
+"""
+
+
+def test_a_way_that_attends_comes_before_one_that_does_not(write: Write, tmp_path: Path) -> None:
+    (tmp_path / ".git").mkdir()
+    (tmp_path / "options.json").write_text('{"network": {"type": "Net", "width": 8, "mode": "deep"}, "type": "Other"}')
+    found = found_in(write(IDLE))
+    assert found.model.mode == "deep" and found.model.layer.in_features == 8
+    assert any("as in options.json: network" in note for note in found.said)
+
+
+def test_what_attends_to_nothing_is_the_subject_where_nothing_else_runs(write: Write) -> None:
+    assert type(found_in(write(IDLE.replace("class Head", "class First"), "other.py")).model).__name__ in (
+        "First",
+        "Net",
+    )
