@@ -144,8 +144,8 @@ def subject_of(args: argparse.Namespace) -> Iterator[Subject]:
 
 @dataclasses.dataclass(frozen=True)
 class _Found:
-    # attends: whether a run calls what an attention calls. is_given: whether the user gave the inputs. notes: what was changed so that they run. trains: whether they run in
-    # training mode alone.
+    # attends: whether a run calls what an attention calls. is_given: whether the user gave the inputs. notes: what was
+    # changed so that they run. trains: whether they run in training mode alone.
     model: Callable[..., Any]
     inputs: Inputs
     is_given: bool

@@ -168,7 +168,7 @@ class TestBuilt:
     def test_an_argument_without_default(self, write: Write) -> None:
         message = "its constructor needs flavour, kind; pass --entry 'GPT(flavour=..., width=256, kind=...)'"
         with pytest.raises(ExplainError, match=re.escape(message)):
-            model_of(write(CONFIG + net("flavour: str, width: int, kind, config, depth=2")))
+            model_of(write(CONFIG + net("flavour: str, width: int, kind, config, depth=2", "kind.of(flavour)")))
 
     def test_a_config_without_defaults(self, write: Write) -> None:
         message = "GPTConfig has no default for flavour, kind; pass --entry 'GPT(GPTConfig(flavour=..., kind=...))'"
