@@ -39,6 +39,7 @@ class SelfAttention(nn.Module):
 class Model(nn.Module):
     def __init__(self, flavour: str):
         super().__init__()
+        self.flavour = flavour.lower()
         self.inner = SelfAttention()
     def forward(self, x):
         return self.inner(x)

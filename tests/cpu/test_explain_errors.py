@@ -62,7 +62,8 @@ ERRORS = {
     ),
     "a package that is not installed": (
         "from torch import nn\nimport no_such_layers\nclass Net(nn.Module):\n    def __init__(self):\n"
-        "        super().__init__()\n        self.mlp = no_such_layers.Mlp()\n",
+        "        super().__init__()\n        self.mlp, self.out = no_such_layers.Mlp(), nn.Linear(8, 8)\n"
+        "    def forward(self, x):\n        return self.mlp(self.out(x))\n",
         [],
         "the model uses no_such_layers.Mlp, and no_such_layers is not installed; install no_such_layers",
     ),

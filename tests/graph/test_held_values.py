@@ -64,9 +64,9 @@ class TestWhetherItIsThere:
         site = tmp_path_factory.mktemp("libraries")
         (site / "library_of_tables.py").write_text("SIZE = 4\n")
         monkeypatch.setattr(sys, "path", [*sys.path, str(site)])
-        for file in ("zoo/__init__.py", "zoo/tables/__init__.py", "zoo/tables/library_of_tables/__init__.py"):
+        for file in ("menagerie/__init__.py", "menagerie/tables/__init__.py", "menagerie/tables/library_of_tables/__init__.py"):
             write("", file)
-        path = write("from library_of_tables import SIZE\n", "zoo/tables/library_of_tables/model.py")
+        path = write("from library_of_tables import SIZE\n", "menagerie/tables/library_of_tables/model.py")
         with imported(path) as module:
             assert module.SIZE == 4
 

@@ -115,7 +115,7 @@ class TestGuesses:
 
     def test_none_for_a_string(self, write: Write) -> None:
         with pytest.raises(ExplainError, match="its constructor needs zork; pass --entry"):
-            model_of(write(net("zork: str")))
+            model_of(write(net("zork: str", "zork.lower()")))
 
     def test_a_guess_that_does_not_build_tells_the_first_problem(self, write: Write) -> None:
         with pytest.raises(ExplainError, match="its constructor needs zork; pass --entry"):
