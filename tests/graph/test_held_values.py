@@ -64,7 +64,11 @@ class TestWhetherItIsThere:
         site = tmp_path_factory.mktemp("libraries")
         (site / "library_of_tables.py").write_text("SIZE = 4\n")
         monkeypatch.setattr(sys, "path", [*sys.path, str(site)])
-        for file in ("menagerie/__init__.py", "menagerie/tables/__init__.py", "menagerie/tables/library_of_tables/__init__.py"):
+        for file in (
+            "menagerie/__init__.py",
+            "menagerie/tables/__init__.py",
+            "menagerie/tables/library_of_tables/__init__.py",
+        ):
             write("", file)
         path = write("from library_of_tables import SIZE\n", "menagerie/tables/library_of_tables/model.py")
         with imported(path) as module:
