@@ -121,9 +121,10 @@ def older_layers(say: Callable[[str], object]) -> Iterator[None]:
 
     def taking(construct: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(construct)
-        def constructs(self: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
-            _ignore_causal(type(layer), say)
-            construct(self, layer, *args, **kwargs)
+        def constructs(self: Any, *args: Any, **kwargs: Any) -> None:
+            for layer in (*args[:1], *(v for name, v in kwargs.items() if name in ("encoder_layer", "decoder_layer"))):
+                _ignore_causal(type(layer), say)
+            construct(self, *args, **kwargs)
 
         return constructs
 

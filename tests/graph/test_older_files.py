@@ -345,7 +345,8 @@ def test_masks_of_bytes(write: Write) -> None:
         torch.zeros(2).masked_fill(torch.ones(2, dtype=torch.uint8), 1.0)
 
 
-def test_a_layer_that_knows_no_is_causal(write: Write) -> None:
+@pytest.mark.parametrize("name", ["", "encoder_layer="])
+def test_a_layer_that_knows_no_is_causal(write: Write, name: str) -> None:
     source = """
 class Layer(nn.Module):
     def __init__(self):
@@ -356,10 +357,10 @@ class Layer(nn.Module):
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.encoder = nn.TransformerEncoder(Layer(), 2, enable_nested_tensor=False)
+        self.encoder = nn.TransformerEncoder(NAME Layer(), num_layers=2, enable_nested_tensor=False)
     def forward(self, x):
         return self.encoder(x)
-"""
+""".replace("NAME ", name)
     notes: list[str] = []
     construct = torch.nn.TransformerEncoder.__init__
     with imported(write(source), notes.append) as module:
