@@ -22,7 +22,7 @@ demo: .venv/ready-demo ## train a hand-written GPT four ways, side by side: loss
 	$(python) examples/nanogpt/train.py $(ARGS)
 
 # A process for each core, one thread in each: ARGS="-n 0" runs all tests in one.
-test: .venv/ready-dev ## the everyday tests, under 5 minutes on 2 cores
+test: .venv/ready-dev ## the everyday tests, 5 to 7 minutes on 2 cores
 	OMP_NUM_THREADS=1 $(PYTEST) -m "not thorough and $(QUICK)" -n auto --maxprocesses 8 --dist worksteal $(ARGS)
 
 test-thorough: .venv/ready-dev ## what CI runs beside them: every kernel on the grid, every spelling's numbers, the fuzzer's first programs

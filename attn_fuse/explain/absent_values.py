@@ -107,7 +107,8 @@ class StandIn:
     )
 
     def _in_torch(self, *args: Any, **kwargs: Any) -> Any:
-        # What torch has in place of a missing layer, or of a question on processes.
+        # What torch has in place of a missing layer, function, or question on processes; while a model is built, else
+        # a value that the model may hold.
         name = self._name.rpartition(".")[2]
         layer, function, answer = same_layer(name), same_function(name), of_one_process(name)
         if function is not None:

@@ -42,6 +42,7 @@ _GUESSES: dict[Any, tuple[Any, ...]] = {
     None: (2, 8, False, WIDTH, 0.1),
 }  # fmt: skip
 GUESSES = len(_GUESSES[None])
+# In place of a guess: an argument that is kept and never used.
 HELD = -1
 _SEQUENCES = (tuple, list, Sequence)
 

@@ -364,7 +364,6 @@ def without_optional(inputs: Inputs, parameters: Sequence[inspect.Parameter]) ->
     positions = {p.name: i for i, p in enumerate(parameters) if i < len(inputs.args)}
     may_be = [p.name for p in parameters if re.search(r"Optional|\bNone\b", str(p.annotation))]
     given = [n for n in may_be if (inputs.args[positions[n]] if n in positions else inputs.kwargs.get(n)) is not None]
-    for names in (*([name] for name in given), given[:] if len(given) > 1 else []):
-        if names:
-            places = {(positions.get(name, name),): None for name in names}
-            yield _with(inputs, places)
+    together = [given] if len(given) > 1 else []
+    for names in (*([name] for name in given), *together):
+        yield _with(inputs, {(positions.get(name, name),): None for name in names})
