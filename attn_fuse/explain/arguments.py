@@ -16,14 +16,10 @@ from typing import Any, NoReturn
 from torch import nn
 
 from attn_fuse.errors import ExplainError
-from attn_fuse.explain.built_with import entries_asked, value_built_with
-from attn_fuse.explain.configs import (
-    config_class,
-    config_of,
-    config_without_class,
-    is_config_name,
-    is_read_as_config,
-)
+from attn_fuse.explain.built_with import class_called, entries_asked, value_built_with
+from attn_fuse.explain.config_classes import as_assigned, config_class, config_of
+from attn_fuse.explain.config_reads import is_read_as_config, reads_of
+from attn_fuse.explain.configs import config_without_class, is_config_name
 from attn_fuse.explain.open_file import Say
 from attn_fuse.explain.signatures import defaults_of, hints_of, without_default
 from attn_fuse.explain.sizes import DEPTH, WIDTH, in_words, may_be_none, value_for
@@ -122,9 +118,8 @@ def call_of(
             parts[name] = call_of(part, namespace, path, say, depth + 1)[0]
             continue
         if of is not None:
-            arguments[name] = config_of(
-                function, of, path, say, with_none, None if guess in (None, HELD) else _GUESSES[int][guess]
-            )
+            entry = None if guess in (None, HELD) else _GUESSES[int][guess]
+            arguments[name] = _of_class(function, name, of, path, say, with_none, entry)
         # One letter says less than the attributes that the constructor reads.
         elif is_config_name(name) or (
             hint in (None, Any) and (value_for(name) is None or len(name) == 1) and is_read_as_config(function, name)
@@ -154,6 +149,19 @@ def call_of(
     return make, (*configs, {**defaults_of(function), **arguments})
 
 
+def _of_class(
+    function: Callable[..., Any], name: str, of: type, path: Path, say: Say, with_none: bool, entry: Any
+) -> object:
+    try:
+        return config_of(function, of, path, say, with_none, entry)
+    except ExplainError:
+        made = as_assigned(of, name, reads_of(function, name, path))
+        if made is None:
+            raise
+        say(f"{name}: what {of.__name__} assigns, and small numbers by name for the rest")
+        return made
+
+
 def _is_module(hint: object) -> bool:
     options = typing.get_args(hint) or (hint,)
     return any(isinstance(option, type) and issubclass(option, nn.Module) for option in options)
@@ -172,6 +180,7 @@ def _sizes(
         if values[key] is None and isinstance(function, type) and hint in (None, Any, int, float, bool, str):
             values[key] = value_built_with(function, key, {**given, **values})
         values[key] = _in_sequence(function, key, hint, values[key])
+        values[key] = values[key] if values[key] is not None else _called_class(function, key, hint)
     unknown = [key for key, value in values.items() if value is None]
     guesses: dict[str, Any] = {}
     if guess == HELD:
@@ -191,6 +200,11 @@ def _sizes(
             f"cannot build {name}: {subject} needs {', '.join(unknown)}; pass --entry '{name}({example})'"
         )
     return {key: value for key, value in values.items() if value is not None}, guesses
+
+
+def _called_class(function: Callable[..., Any], name: str, hint: Any) -> type[nn.Module] | None:
+    is_open = hint in (None, Any, type, Callable) or typing.get_origin(hint) in (type, Callable)
+    return class_called(function, name) if is_open and isinstance(function, type) else None
 
 
 def _in_sequence(function: Callable[..., Any], name: str, hint: Any, value: Any) -> Any:

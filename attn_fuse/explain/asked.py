@@ -105,7 +105,7 @@ def _asked_by(error: BaseException) -> Asked:
         near=near,
         lacks=_lacks(error, *frames[-1]) if frames else frozenset(),
         taken_apart=frozenset(_taken_apart(*frames[-1])) if frames else frozenset(),
-        choices=(*(_choices(*frames[-1]) if frames else ()), *_conditions(error)),
+        choices=(*(_choices(*frames[-1]) if frames else ()), *_conditions(error), *_asserted(frames)),
         kind=re.sub(r"\(\d+\)|\d\d+", "", message),
         lines=tuple(line for _, line in frames),
     )
@@ -200,6 +200,16 @@ def _conditions(error: BaseException) -> Iterator[tuple[str, Any, tuple[str | bo
                     yield name, None, (wanted,)
                 case ast.Name() | ast.Attribute() as flag if name := _last_name(flag):
                     yield name, None, (True,)
+
+
+def _asserted(frames: Sequence[tuple[FrameType, int]]) -> Iterator[tuple[str, Any, tuple[bool]]]:
+    # Of a condition that failed: its flags, as `qk_norm` in `assert qk_norm`, and what they have to be.
+    for test, holds in _tests(frames[-1][0].f_code.co_filename, frames[-1][1]) if frames else ():
+        wanted, flag = holds, test
+        while isinstance(flag, ast.UnaryOp) and isinstance(flag.op, ast.Not):
+            wanted, flag = not wanted, flag.operand
+        if isinstance(flag, (ast.Name, ast.Attribute)) and (name := _last_name(flag)):
+            yield name, not wanted, (wanted,)
 
 
 def _sets(statement: ast.stmt, attribute: str) -> bool:
@@ -337,6 +347,8 @@ def _pairs(left: ast.expr, operator: ast.cmpop, right: ast.expr, frame: FrameTyp
         case ast.Lt() | ast.Gt():
             if _is_size(one) and _is_size(other):
                 yield one, other + (1 if isinstance(operator, ast.Gt) else -1), is_rank
+                # Sizes are often powers of two.
+                yield one, other * 2 if isinstance(operator, ast.Gt) else other // 2, is_rank
         case ast.In():
             for wants in [one for one in other if _is_size(one)][:4] if isinstance(other, (tuple, list)) else ():
                 yield one, wants, is_rank

@@ -13,7 +13,7 @@ import re
 import time
 import types
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -27,15 +27,13 @@ from attn_fuse.errors import ExplainError
 from attn_fuse.explain.absent_values import MissingPackage, held_by_models
 from attn_fuse.explain.arguments import GUESSES, HELD, UnknownArgument, call_of
 from attn_fuse.explain.asked import asked_by
+from attn_fuse.explain.built_with import class_called
+from attn_fuse.explain.config_classes import config_class
 from attn_fuse.explain.config_files import arguments_in
-from attn_fuse.explain.configs import (
-    UnknownEntry,
-    config_class,
-    entry_for,
-    is_config_name,
-)
+from attn_fuse.explain.config_reads import entry_for
+from attn_fuse.explain.configs import UnknownEntry, is_config_name
 from attn_fuse.explain.factories import factories_of
-from attn_fuse.explain.older import imported_part, without_argument
+from attn_fuse.explain.older import imported_part, older_models, without_argument
 from attn_fuse.explain.open_file import Say, moved_to_its_files, same_folder_after
 from attn_fuse.explain.other_arguments import Arguments, other_arguments
 from attn_fuse.explain.problems import in_one_line, without_frames
@@ -43,7 +41,7 @@ from attn_fuse.explain.repairs import Failed, searched
 from attn_fuse.explain.roots import is_users, repository_of
 from attn_fuse.explain.signatures import defaults_of, without_default
 from attn_fuse.explain.sizes import DEPTH_NAME, in_words, value_for
-from attn_fuse.explain.snippets import calls_of, parts_of_calls
+from attn_fuse.explain.snippets import calls_of, made_by_methods, parts_of_calls
 from attn_fuse.explain.stages import staged
 from attn_fuse.explain.steps import within_memory
 from attn_fuse.explain.targets import targets_of
@@ -60,6 +58,8 @@ MOST_CONFIGS = 4
 MOST_CHANGES, SEARCH_SECONDS = 32, 20.0
 # How many entries that a config lacks are made up.
 MOST_ENTRIES = 20
+# How deep a config may be within another.
+DEEPEST = 3
 # What a model that is too large gets in place of its layers, in turn.
 FEWER_LAYERS = (2, 1)
 
@@ -134,7 +134,7 @@ def all_built(cls: type[nn.Module], namespace: Mapping[str, Any], most: int = MO
         except ExplainError as error:
             failures.append(without_frames(error))
             continue
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             failures.append(
                 ExplainError(
                     f"cannot build {cls.__name__}: {in_one_line(error)}; build it with other arguments: "
@@ -153,6 +153,7 @@ def all_built(cls: type[nn.Module], namespace: Mapping[str, Any], most: int = MO
 
 def _built_by(way: _Way, cls: type[nn.Module], most: int, path: Path, again: Callable[[Arguments], Built]) -> Built:
     notes: list[str] = [way.note] if way.note else []
+    older_models()
     # The weights twice, and as much again for what the constructor makes beside them: masks of a guessed size.
     bytes_of = 4 * most * 4
     with (
@@ -220,7 +221,7 @@ def _refuse_large(way: _Way, most: int, name: str) -> None:
     # made for it alone: a constructor may write into its config.
     count = 0
     # A constructor that reads the numbers of its tensors, as of a schedule, cannot be run on the meta device.
-    with contextlib.suppress(Exception), torch.device("meta"):
+    with contextlib.suppress(Exception, SystemExit), torch.device("meta"):
         count = parameters_of(way.make(lambda note: None)[0]())
     if count > most:
         raise _too_large(name, count, most)
@@ -275,6 +276,8 @@ def _ways(cls: type[nn.Module], namespace: Mapping[str, Any], failures: Sequence
     if path.is_file():
         for snippet in calls_of(cls, namespace, path):
             yield _Way(f"as in {snippet.source}: {_shortened(snippet.text)}", _by_text(snippet.text, snippet.names))
+        for snippet in made_by_methods(cls, namespace, path):
+            yield _Way(f"as in {snippet.source}: {_shortened(snippet.text)}", _by_text(snippet.text, snippet.names))
     for target in targets_of(cls, path) if path.is_file() else ():
         yield _Way(f"as in {target.source}", functools.partial(target.call, namespace, path))
     if path.is_file() and sized:
@@ -306,6 +309,10 @@ def _ways(cls: type[nn.Module], namespace: Mapping[str, Any], failures: Sequence
     lacks = any(map(_lacks_a_value, failures))
     if is_large or not lacks:
         yield from fewer
+    if is_large:
+        depths = {name: FEWER_LAYERS[0] for name, value in defaults_of(cls).items() if _is_depth(name, value)}
+        shallow = _Attempt(cls, namespace, path, Arguments(depths))
+        yield from _as_errors_ask(cls, namespace, path, [(yield from _tried(shallow, failures))], failures)
     if not lacks:
         return
     for source, given in parts_of_calls(cls, namespace, path) if path.is_file() else ():
@@ -361,6 +368,11 @@ def _as_errors_ask(
         attempt, asked = failed.tried, failed.asked
         for arguments in other_arguments(attempt.arguments, asked, attempt.holders):
             yield _Attempt(cls, namespace, path, arguments)
+        if asked.none and "not callable" in asked.kind:
+            for name in (name for name, value in defaults_of(cls).items() if value is None):
+                if (part := class_called(cls, name)) is not None:
+                    given = {**attempt.arguments.given, name: part}
+                    yield _Attempt(cls, namespace, path, replace(attempt.arguments, given=given))
 
     end = time.monotonic() + SEARCH_SECONDS
     search = searched([start for start in starts if start is not None], others, end, MOST_CHANGES)
@@ -450,9 +462,7 @@ def _shrunk(cls: type[nn.Module], namespace: Mapping[str, Any], path: Path, laye
         silent: list[str] = []
         _, holders = call_of(cls, namespace, path, silent.append, with_none=with_none)
         fewer = {name: layers for name, value in defaults_of(cls).items() if _is_depth(name, value)}
-        for config in holders:
-            if isinstance(config, (type, Mapping)) or not hasattr(config, "__dict__"):
-                continue
+        for config in _configs_in(holders):
             for name, value in [*vars(config).items()]:
                 if _is_depth(name, value):
                     object.__setattr__(config, name, layers)
@@ -469,6 +479,15 @@ def _shrunk(cls: type[nn.Module], namespace: Mapping[str, Any], path: Path, laye
     made = given.items() if isinstance(given, dict) else ()
     arguments = {name: value for name, value in made if name not in defaults or value is not defaults[name]}
     return lambda: cls(**{**arguments, **own}), holders
+
+
+def _configs_in(values: Iterable[object], depth: int = 0) -> Iterator[object]:
+    # The configs among some values, and those within these.
+    for value in values:
+        is_code = isinstance(value, (type, types.ModuleType, Mapping)) or callable(value)
+        if not is_code and hasattr(value, "__dict__") and depth < DEEPEST:
+            yield value
+            yield from _configs_in([*vars(value).values()], depth + 1)
 
 
 def _is_depth(name: str, value: object) -> bool:

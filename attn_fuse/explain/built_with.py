@@ -74,6 +74,41 @@ def value_built_with(cls: type, name: str, given: Mapping[str, Any], depth: int 
     return False if _only_asked(tree, name) else None
 
 
+def class_called(cls: type, name: str, depth: int = 0) -> type[nn.Module] | None:
+    """The class of the file that the argument `name` may be, where the constructor of `cls`, or of what it is handed on
+    to, calls it: one that takes what the call gives and has a word of the name, as Attention for `attn_target`; else
+    the only one. None where the argument is not called, or no class is clear."""
+    tree = _constructor(cls)
+    for node in ast.walk(tree) if tree is not None else ():
+        match node:
+            case ast.Call(called, given, by_name) if _is_name(called, name):
+                keywords = [k.arg for k in by_name if k.arg is not None]
+                several = [c for c in _classes_beside(cls) if c is not cls and _takes(c, len(given), keywords)]
+                word = re.split(r"_|(?<=[a-z])(?=[A-Z])", name.lower())[0][:3]
+                named = [c for c in several if word in c.__name__.lower()]
+                return next(iter(named or (several if len(several) == 1 else [])), None)
+    for call, place in _calls_with(tree, name) if tree is not None and depth < DEEPEST else ():
+        inner = _class_of(call, cls)
+        taken = _parameter(inner, place) if inner is not None else None
+        if inner is not None and taken is not None and (found := class_called(inner, taken, depth + 1)) is not None:
+            return found
+    return None
+
+
+def _classes_beside(cls: type) -> Iterator[type[nn.Module]]:
+    for value in vars(sys.modules.get(cls.__module__, object)).values():
+        if isinstance(value, type) and issubclass(value, nn.Module) and value.__module__ == cls.__module__:
+            yield value
+
+
+def _takes(cls: type, count: int, keywords: list[str]) -> bool:
+    try:
+        inspect.signature(cls).bind(*[None] * count, **dict.fromkeys(keywords))
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
 def entries_asked(cls: type, name: str, depth: int = 0) -> int:
     """How many entries the constructor of `cls` reads of the sequence that `name` takes; 0 where it takes none.
 

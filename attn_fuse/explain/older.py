@@ -61,6 +61,37 @@ def imported_part(error: AttributeError) -> bool:
     return str(error.name) in vars(error.obj)
 
 
+def older_models() -> None:
+    """Give transformers' models what version 5 no longer does, where transformers is imported: the methods that make
+    masks, and a table of tied weights, which version 5 makes in `post_init`, for those that call `init_weights` alone.
+
+    An empty table ties no weights.
+    """
+    base = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+    for name, value in OF_TRANSFORMERS.items() if base is not None else ():
+        if not hasattr(base, name):
+            setattr(base, name, value)
+
+
+def _head_mask(self: object, head_mask: Any, num_hidden_layers: int, is_attention_chunked: bool = False) -> list[None]:
+    if head_mask is not None:
+        raise NotImplementedError("transformers has no get_head_mask any more")
+    return [None] * num_hidden_layers
+
+
+def _inverted_mask(self: Any, encoder_attention_mask: torch.Tensor) -> torch.Tensor:
+    # [batch, keys] or [batch, queries, keys], 1 where a key is seen, as what is added to scores.
+    mask = (
+        encoder_attention_mask[:, None] if encoder_attention_mask.dim() == 3 else encoder_attention_mask[:, None, None]
+    )
+    return (1 - mask.to(self.dtype)) * torch.finfo(self.dtype).min
+
+
+OF_TRANSFORMERS: dict[str, Any] = {
+    "all_tied_weights_keys": {}, "get_head_mask": _head_mask, "invert_attention_mask": _inverted_mask,
+}  # fmt: skip
+
+
 def _dataclass(cls: Any = None, /, **options: Any) -> Any:
     # Before Python 3.11 a field's default could be an object of another dataclass.
     def decorated(one: type) -> Any:

@@ -69,7 +69,13 @@ def imported(path: Path, say: Say = lambda note: None, limit: float = IMPORT_LIM
     beside = [path.parent] if _imports_from_beside(tree, path, root) else []
     first = list(dict.fromkeys((*beside, root, repository, repository / "src")))
     # A folder within a package may have the name of a library that the package imports.
-    last = [folder for folder in (*reversed(between), *around) if folder not in first]
+    # Nor may a file hide the package that it is in, which may be without __init__.py.
+    package = path.relative_to(repository).parts[0]
+    last = [
+        folder
+        for folder in (*reversed(between), *around)
+        if folder not in first and not (folder / f"{package}.py").is_file()
+    ]
     roots = list(dict.fromkeys((*first, *last)))
     before, argv, stdin = set(sys.modules), sys.argv, sys.stdin
     kept_path = list(sys.path)
@@ -144,7 +150,8 @@ def _imports_from_beside(tree: ast.Module, path: Path, root: Path) -> bool:
                 names.add(module.partition(".")[0])
             case ast.Import(aliases):
                 names.update(alias.name.partition(".")[0] for alias in aliases)
-    return any(_is_in(path.parent, name) and not _is_in(root, name) for name in names)
+    # Not the file itself, by the name of a package around it.
+    return any(_is_in(path.parent, name) and not _is_in(root, name) for name in names - {path.stem})
 
 
 def _is_in(folder: Path, name: str) -> bool:
@@ -179,6 +186,11 @@ def _root_and_name(path: Path, tree: ast.Module) -> tuple[Path, str]:
     levels = max((node.level for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)), default=0)
     while root.name.isidentifier() and ((root / "__init__.py").is_file() or len(parts) <= levels):
         root, parts = root.parent, [root.name, *parts]
+    repository = repository_of(path)
+    below = path.relative_to(repository).with_suffix("").parts
+    # A file that has the name of a package that it is in, and that is without __init__.py, would hide the package.
+    if len(parts) == 1 < len(below) and below[0] == path.stem and all(map(str.isidentifier, below)):
+        root, parts = repository, list(below)
     if len(parts) > 1:
         return root, ".".join(parts)
     # Where another module has the file's name already, the file goes by a longer one.

@@ -16,6 +16,8 @@ MOST_NEAR = 4
 LONGEST = 64
 # What may be a count of something, where None is none.
 COUNT = 8
+# Of what no name says anything.
+GUESSES = (8, 1.0)
 _NOTHING: Mapping[str, Any] = {}
 
 
@@ -64,6 +66,11 @@ def other_arguments(tried: Arguments, asked: Asked, holders: Sequence[object]) -
         return replace(tried, given={**tried.given, **own}, entries={**tried.entries, **held})
 
     seen = {str(tried)}
+    # What a constructor looks up in its keywords.
+    if asked.key is not None and asked.key.isidentifier() and asked.key not in values:
+        by_name = value_for(asked.key, None, values)
+        options = (by_name,) if by_name is not None else GUESSES
+        yield from (replace(tried, given={**tried.given, asked.key: value}) for value in options)
     for new in _changes(values, asked):
         made = changed(new)
         if str(made) not in seen:

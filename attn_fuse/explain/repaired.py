@@ -330,8 +330,9 @@ def with_named(
     something is None that has no such name, with those that are given as None. Also with what a function lacks that
     forward hands its arguments on to.
 
-    All of them together come first, then each. parameters: those of forward; where it takes any keywords, names that
-    the error speaks of count, too. values_of: values for a parameter, the likeliest first.
+    Those of which the message speaks come first, then all of them together, then each. parameters: those of forward;
+    where it takes any keywords, names that the error speaks of count, too. values_of: values for a parameter, the
+    likeliest first.
     """
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     if asked.missing and any(p.kind is p.VAR_POSITIONAL for p in parameters):
@@ -350,8 +351,10 @@ def with_named(
     # Nor may the plural be kept.
     spoken = {name.rstrip("s") for name in asked.words | asked.absent}
     wanted = [p for p in unset if p.name.rstrip("s") in spoken] or handed
+    said = [p.name for p in wanted if p.name in asked.words]
     values = {p.name: [value for value in values_of(p) if value is not None] for p in wanted}
-    for names in ([*values], *([name] for name in values if len(values) > 1)):
+    together = [said] if 0 < len(said) < len(values) else []
+    for names in (*together, [*values], *([name] for name in values if len(values) > 1)):
         for pick in range(max((len(values[name]) for name in names), default=0)):
             chosen = {name: values[name][pick] for name in names if pick < len(values[name])}
             args = [chosen.pop(p.name, value) for p, value in zip(named, inputs.args, strict=False)]

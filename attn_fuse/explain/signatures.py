@@ -77,6 +77,10 @@ def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
     if isinstance(function, type) and issubclass(function, tuple):
         with contextlib.suppress(Exception):
             return typing.get_type_hints(function)
+    # Pydantic's models.
+    fields = getattr(function, "model_fields", None)
+    if isinstance(fields, dict):
+        return {name: getattr(field, "annotation", None) for name, field in fields.items()}
     for one in made_by if isinstance(function, type) else [function]:
         # An annotation that cannot be resolved says nothing; nor does that of a base's `*args` of an argument `args`.
         with contextlib.suppress(Exception):

@@ -163,7 +163,7 @@ def _table(known: Known) -> tuple[tuple[str, Any], ...]:
         (r"(ratio|mult|factor|expansion|expand)$", 4),
         (r"codebook_?size|num_codes", VOCABULARY),
         (r"vocab|voc_size|n_?um_?tokens|^n_?tokens?$|num_embeddings|dictionary|n?_?words$", VOCABULARY),
-        (rf"^(n|num)_?({THINGS})s?$|^({THINGS})s?_?(n|num|count)$", VOCABULARY),
+        (rf"^(n|num)_?({THINGS})s?$|^({THINGS})s?_?(n|num|count|size)$", VOCABULARY),
         (HEAD_NAME, known.head or width // heads),
         (HEADS_NAME, heads),
         (INNER_NAME, 4 * width),

@@ -13,7 +13,7 @@ import inspect
 import itertools
 import re
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -37,7 +37,12 @@ HARMLESS = {
 EVALUATED = 5.0
 # Builtin functions that do more than compute, and parts of libraries that read and write files.
 REACHES_OUT = {"open", "exec", "eval", "input", "__import__", "compile", "breakpoint", "print"}
-FILES = re.compile(r"load|save|hub|download|file|open|dump|memmap|distributed|multiprocessing")
+FILES = re.compile(r"load|save|pretrained|hub|download|file|open|dump|memmap|distributed|multiprocessing")
+# What counts, prints or exports a model that is its first argument, and what names the inputs or their shapes.
+TOOLS: dict[str, tuple[str, ...]] = {
+    "summary": ("input_size", "input_data"), "profile": ("inputs",), "get_model_complexity_info": ("input_res",),
+    "FlopCountAnalysis": ("inputs",), "trace": ("example_inputs",), "export": ("args",),
+}  # fmt: skip
 # Of a call: those by position, those by name.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -74,6 +79,24 @@ def calls_of(cls: type[nn.Module], namespace: Mapping[str, Any], path: Path) -> 
             found += 1
             if found == MOST_CALLS:
                 return
+
+
+def made_by_methods(cls: type[nn.Module], namespace: Mapping[str, Any], path: Path) -> Iterator[Snippet]:
+    """The calls of class methods of `cls` that some text spells out and that load nothing, as `from_name("small")`."""
+    methods = {
+        name
+        for name, value in vars(cls).items()
+        if isinstance(value, classmethod) and not name.startswith("_") and not FILES.search(name)
+    }
+    known = {**HARMLESS, "torch": torch, "nn": nn, **namespace}
+    for source, tree in _texts(path, cls.__name__) if methods else ():
+        for node in ast.walk(tree):
+            match node:
+                case ast.Call(ast.Attribute(ast.Name(owner), method)) if owner == cls.__name__ and method in methods:
+                    given = ast.Tuple([*node.args, *(k.value for k in node.keywords)], ast.Load())
+                    names = _values_with_imports(given, tree, known, path)
+                    if names is not None:
+                        yield Snippet(ast.unparse(node), source, {cls.__name__: cls, **names})
 
 
 def parts_of_calls(
@@ -116,7 +139,7 @@ def _value_of(node: ast.expr, tree: ast.AST, known: Mapping[str, Any]) -> Any:
         with limited(EVALUATED):
             names = _values(node, tree, known)
             return None if names is None else eval(ast.unparse(node), dict(names))
-    except (Exception, TimeUp):
+    except (Exception, SystemExit, TimeUp):
         return None
 
 
@@ -228,8 +251,40 @@ def inputs_of(
                     if arguments is not None:
                         yield arguments
                         found += 1
+                case ast.Call(ast.Name(tool) | ast.Attribute(_, tool), [model, *_]) if tool in TOOLS and (
+                    _is_one_of(model, models) or any(_calls(model, cls.__name__))
+                ):
+                    for arguments in _tried_by(node, tool, tree, known, path):
+                        yield arguments
+                        found += 1
             if found == MOST_CALLS:
                 return
+
+
+def _is_one_of(node: ast.expr, names: Set[str]) -> bool:
+    return isinstance(node, ast.Name) and node.id in names
+
+
+def _tried_by(
+    node: ast.Call, tool: str, tree: ast.AST, known: Mapping[str, Any], path: Path
+) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    # What a tool that counts or exports a model calls it with: inputs, or their shapes, with the batch or without. Of
+    # values that nothing says, fractions fit most, as times of a day do.
+    given = node.args[1] if len(node.args) > 1 else next((k.value for k in node.keywords if k.arg in TOOLS[tool]), None)
+    found = _evaluated(ast.Call(node.func, [given], []), tree, known, path, whole=True) if given is not None else None
+    value = found[0][0] if found is not None else None
+    if isinstance(value, torch.Tensor):
+        yield (value,), {}
+    elif isinstance(value, (tuple, list)) and value:
+        if any(isinstance(one, torch.Tensor) for one in value):
+            yield tuple(value), {}
+        shapes = [tuple(one) if isinstance(one, (tuple, list)) else one for one in value]
+        shapes = shapes if isinstance(shapes[0], tuple) else [tuple(shapes)]
+        if all(
+            isinstance(n, int) and n > 0 for shape in shapes for n in (shape if isinstance(shape, tuple) else ("",))
+        ):
+            yield tuple(torch.rand(1, *shape[1:]) for shape in shapes), {}
+            yield tuple(torch.rand(1, *shape) for shape in shapes), {}
 
 
 def _names_of(tree: ast.AST, name: str) -> Iterator[str]:
@@ -241,8 +296,9 @@ def _names_of(tree: ast.AST, name: str) -> Iterator[str]:
 
 
 def _evaluated(
-    node: ast.Call, tree: ast.AST, known: Mapping[str, Any], path: Path
+    node: ast.Call, tree: ast.AST, known: Mapping[str, Any], path: Path, whole: bool = False
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    # The arguments of a call that has tensors among them; whole: of any call.
     call = ast.Call(ast.Name("_given", ast.Load()), node.args, node.keywords)
     given = ast.Tuple([*node.args, *(k.value for k in node.keywords)], ast.Load())
     names = _values_with_imports(given, tree, known, path)
@@ -251,9 +307,10 @@ def _evaluated(
     try:
         text = ast.unparse(ast.fix_missing_locations(call))
         args, kwargs = eval(text, {**names, "_given": lambda *args, **kwargs: (args, kwargs)})
-    except Exception:  # a value that this text alone does not give
+    except (Exception, SystemExit):  # a value that this text alone does not give
         return None
-    return (args, kwargs) if any(isinstance(v, torch.Tensor) for v in (*args, *kwargs.values())) else None
+    has_tensors = any(isinstance(v, torch.Tensor) for v in (*args, *kwargs.values()))
+    return (args, kwargs) if whole or has_tensors else None
 
 
 def _calls(tree: ast.AST, name: str) -> Iterator[ast.Call]:
@@ -353,7 +410,7 @@ def _values(node: ast.AST, tree: ast.AST, known: Mapping[str, Any], depth: int =
             values[name] = eval(compile(ast.Expression(given), "<snippet>", "eval"), dict(inner))
             for attribute, value in _attributes_set(tree, name):
                 setattr(values[name], attribute, value)
-        except Exception:  # a value that this text alone does not give
+        except (Exception, SystemExit):  # a value that this text alone does not give
             return None
     return values
 

@@ -13,6 +13,7 @@ import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import itertools
 import os
 import re
 import sys
@@ -31,6 +32,8 @@ from attn_fuse.explain.roots import is_users
 OWN = str(Path(__file__).parents[1])
 # How deep in a repository a module is sought that an import names.
 DEEPEST = 3
+# Of how many files of a repository the imports are read.
+MOST_FILES = 2000
 CAUGHT = {"ImportError", "ModuleNotFoundError", "Exception", "BaseException"}
 # Loaders that each belong to one module.
 OF_ONE_FILE = (
@@ -91,6 +94,10 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             sys.path.append(str(folder))
             finders = [finder for finder in sys.meta_path if finder is not self]
             return next(filter(None, (finder.find_spec(fullname, [str(folder)], target) for finder in finders)), None)
+        if (folder := _package_without_init(fullname, self.roots)) is not None:
+            spec = importlib.machinery.ModuleSpec(fullname, None, is_package=True)
+            spec.submodule_search_locations = [str(folder)]
+            return spec
         self.names.append(top)
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 
@@ -313,6 +320,25 @@ def _folder_with(name: str, roots: tuple[Path, ...]) -> Path | None:
             if f"{name}.py" in files or (name in folders and (Path(place) / name / "__init__.py").is_file()):
                 found.append(Path(place))
     return min(found, key=lambda folder: (len(folder.parts), str(folder)), default=None)
+
+
+@functools.lru_cache(maxsize=256)
+def _package_without_init(name: str, roots: tuple[Path, ...]) -> Path | None:
+    # The folder that has every module below `name` that files below the roots import: a root, which was cloned as
+    # `name`, or a folder of that name.
+    for root in roots:
+        texts = [
+            file.read_text(encoding="utf-8", errors="replace")
+            for file in itertools.islice(root.rglob("*.py"), MOST_FILES)
+            if "site-packages" not in file.parts
+        ]
+        pattern = re.compile(rf"^\s*(?:from|import)\s+{re.escape(name)}\.(\w+)", re.M)
+        below = {module for text in texts for module in pattern.findall(text)}
+        folders = [Path(place) for place, _, _ in os.walk(root) if Path(place).name == name]
+        for folder in (root, *sorted(folders, key=lambda one: len(one.parts))) if below else ():
+            if all((folder / module).is_dir() or (folder / f"{module}.py").is_file() for module in below):
+                return folder
+    return None
 
 
 def _holds_one(module: types.ModuleType) -> bool:

@@ -20,7 +20,8 @@ from attn_fuse.errors import ExplainError, nearest
 from attn_fuse.explain import name_of
 from attn_fuse.explain.absent_values import MissingPackage
 from attn_fuse.explain.both import both_for
-from attn_fuse.explain.build import MOST_PARAMETERS, Built, all_built, built
+from attn_fuse.explain.build import MOST_PARAMETERS, Built, all_built, built, parameters_of
+from attn_fuse.explain.built_parts import largest_parts, parts_that_ran
 from attn_fuse.explain.choose_entry import candidates, parts
 from attn_fuse.explain.find_file import file_in
 from attn_fuse.explain.guess_inputs import RUN_BYTES, RUN_SECONDS, NoInputs, Trial, inputs_for, trial_of
@@ -196,6 +197,7 @@ def _found(
         return _with_inputs(args, model, holders, namespace, limit)
     failures: list[ExplainError] = []
     classes, start = candidates(module), time.monotonic()
+    unrun: list[tuple[Built, NoInputs]] = []
     # What runs and attends to nothing is the subject only where nothing else runs.
     idle: tuple[_Found, list[str]] | None = None
     for cls in classes:
@@ -205,7 +207,7 @@ def _found(
         if (failures or idle) and time.monotonic() - start > limit / 2:
             break
         try:
-            found, built_with = _built_and_run(cls, args, namespace, limit)
+            found, built_with = _built_and_run(cls, args, namespace, limit, unrun)
         except ExplainError as error:
             failures.append(without_frames(error))
             continue
@@ -226,9 +228,12 @@ def _found(
     problem = failures[0]
     if left_out and "NameError" in str(problem):
         problem = ExplainError(f"{problem}; {left_out[0]}")
+    for found, name, built_with in _of_built(unrun[:1], args, namespace, limit):
+        notes += [f"{OF_A_PART} {name}, since of the whole: {problem}", *built_with]
+        return found
     for cls in parts(module)[:MOST_PARTS] if time.monotonic() - start < limit else ():
         try:
-            found, built_with = _built_and_run(cls, args, vars(sys.modules[cls.__module__]), limit / 2)
+            found, built_with = _built_and_run(cls, args, vars(sys.modules[cls.__module__]), limit / 2, [])
         except ExplainError:
             continue
         said = [f"{OF_A_PART} {cls.__name__}, since of the whole: {problem}", *built_with]
@@ -243,9 +248,14 @@ def _found(
 
 
 def _built_and_run(
-    cls: type[nn.Module], args: argparse.Namespace, namespace: Mapping[str, Any], limit: float
+    cls: type[nn.Module],
+    args: argparse.Namespace,
+    namespace: Mapping[str, Any],
+    limit: float,
+    unrun: list[tuple[Built, NoInputs]],
 ) -> tuple[_Found, tuple[str, ...]]:
-    # The first of the ways to build `cls` whose model runs on some inputs, and what was made up for it.
+    # The first of the ways to build `cls` whose model runs on some inputs, and what was made up for it. `unrun` gets a
+    # model that does not run.
     ways = all_built(cls, namespace, args.parameters)
     failures: list[ExplainError] = []
     idle: tuple[_Found, tuple[str, ...]] | None = None
@@ -283,7 +293,40 @@ def _built_and_run(
         if both is not None:
             made, inputs = both
             return _Found(made.model, inputs, is_given=False), made.notes
+    unrun += left
     raise failures[0]
+
+
+def _of_built(
+    unrun: Sequence[tuple[Built, NoInputs]], args: argparse.Namespace, namespace: Mapping[str, Any], limit: float
+) -> Iterator[tuple[_Found, str, tuple[str, ...]]]:
+    # The parts that attend of models that were built and do not run, their names, and what was made up for the models.
+    for made, problem in unrun:
+        failed = [one.tried for one in sorted(problem.failed, key=lambda one: -one.reached)]
+        ran = [*parts_that_ran(made.model, failed)]
+        large = [one for one in ran if parameters_of(one[1]) * 4 >= parameters_of(made.model)]
+        start = time.monotonic()
+        for name, part, inputs in (*large, *largest_parts(made.model), *ran):
+            if time.monotonic() - start > limit / 2:
+                break
+            with contextlib.suppress(ExplainError):
+                found = (
+                    _with_inputs(args, part, made.holders, namespace, limit / 2)
+                    if inputs is None
+                    else _Found(part, inputs, is_given=False)
+                )
+                if (inputs is None or _runs(found)) and found.attends:
+                    yield found, f"{name} ({name_of(part)})", made.notes
+
+
+def _runs(found: _Found) -> bool:
+    # What wrote into its inputs, or into itself, may not run again.
+    try:
+        with trying(RUN_SECONDS, RUN_BYTES):
+            found.model(*found.inputs.args, **found.inputs.kwargs)
+    except (Exception, TimeUp):
+        return False
+    return True
 
 
 def _trial_of(args: argparse.Namespace, made: Built) -> Trial:

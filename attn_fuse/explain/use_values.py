@@ -21,6 +21,7 @@ LEVELS, SIDE = 4, 8
 MOST_NUMBERS = 1 << 26
 TIMES = re.compile(r"^t$|time$|time_?step|sigma|noise_level", re.I)
 TRUTH = re.compile(r"mask|adj", re.I)
+PICTURES = re.compile(r"tensors?|images?|imgs?|pixel_values|pixels|frames")
 # Attributes of dicts that tensors lack.
 OF_DICTS = {"items", "keys", "values"}
 
@@ -80,14 +81,24 @@ def values_for(use: Use, name: str, around: Around) -> Iterator[Any]:
     if use.layer is not None:
         yield from _for_layer(use, use.layer, name, around)
     elif attributes := use.attributes - OF_DICTS:
-        values = {attribute: value_for(attribute) for attribute in attributes}
-        yield types.SimpleNamespace(**{n: value if value is not None else 0 for n, value in values.items()})
+        yield types.SimpleNamespace(**{attribute: _attribute(attribute, around) for attribute in attributes})
     elif use.rank == 5:
         yield from _clips(use.names, around)
     elif use.rank is not None:
         yield from _of_rank(use.rank, around)
     elif use.least > 2:
         yield from _of_rank(use.least, around)
+
+
+def _attribute(name: str, around: Around) -> Any:
+    # A number by its name; of pictures that are padded, as DETR's NestedTensor holds them, the pictures and the mask.
+    shape = (around.batch, around.channels, around.side, around.side)
+    if PICTURES.fullmatch(name):
+        return around.floats(*shape)
+    if name == "mask":
+        return torch.zeros((shape[0], *shape[2:]), dtype=torch.bool, device=around.device)
+    value = value_for(name)
+    return value if value is not None else 0
 
 
 def _clips(names: tuple[str, ...], around: Around) -> Iterator[Tensor]:

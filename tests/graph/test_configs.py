@@ -327,3 +327,68 @@ quoted: "a: b"
         monkeypatch.setitem(sys.modules, "yaml", None)
         (tmp_path / "a.yaml").write_text(TestConfigFiles.YAML)
         assert model_of(write(net("config", TestConfigFiles.BODY)))[0].layer.in_features == 12
+
+
+class TestWhatTheCodeSays:
+    def test_the_default_of_getattr(self, write: Write) -> None:
+        body = """self.layer = nn.Linear(getattr(opts, "width", 12), getattr(opts, "wide.flavour", 5))
+        self.loss = None if opts.weights is None else nn.Linear(opts.weights.size(0), 1)
+        if opts.d_model is None: raise ValueError(opts)"""
+        model, _ = model_of(write(net("opts", body)))
+        assert (model.layer.in_features, model.layer.out_features) in ((12, 5), (256, 5)) and model.loss is None
+
+    PATHS = """
+class Config:
+    def __init__(self, dataset):
+        self.names = open(dataset + "/names.txt").readlines()
+        self.num_classes = len(self.names)
+        self.n_vocab = 0
+        self.hidden, self.dim_model = 1024, 300
+        self.dim_model = 30
+        self.device = torch.device("cpu")
+        self.half = self.dim_model // 2
+"""
+
+    def test_what_a_config_of_files_assigns(self, write: Write) -> None:
+        body = """self.embed = nn.Embedding(config.n_vocab, config.dim_model)
+        self.out = nn.Linear(config.half, config.num_classes)"""
+        notes: list[str] = []
+        model, _ = model_of(write(self.PATHS + net("config", body)), notes)
+        assert (model.embed.num_embeddings, model.embed.embedding_dim) == (1000, 30)
+        assert (model.out.in_features, model.out.out_features) == (15, 10)
+        assert notes == ["config: what Config assigns, and small numbers by name for the rest"]
+
+    def test_a_config_within_a_config(self, write: Write) -> None:
+        configs = """
+@dataclass
+class PartConfig:
+    d_model: int
+    n_heads: int = 2
+@dataclass
+class Config:
+    encoder_config: PartConfig
+    decoder_config: PartConfig
+"""
+        model, _ = model_of(
+            write(configs + net("config: Config", "self.layer = nn.Linear(config.encoder_config.d_model, 1)"))
+        )
+        assert model.layer.in_features == 128
+
+    def test_the_results_of_a_model_are_no_config(self, write: Write) -> None:
+        results = "@dataclass\nclass Output:\n    loss: int\n@dataclass\nclass OtherOutput:\n    loss: int\n"
+        config = "class GPTConfig:\n    def __init__(self, width=12):\n        self.width = width\n"
+        model, _ = model_of(write(results + config + net("config", "self.layer = nn.Linear(config.width, 1)")))
+        assert model.layer.in_features == 12
+
+    def test_fewer_layers_of_a_config_within_a_config(self, write: Write) -> None:
+        configs = """
+@dataclass(frozen=True)
+class PartConfig:
+    num_layers: int = 40
+@dataclass(frozen=True)
+class Config:
+    part: PartConfig = PartConfig()
+"""
+        body = "self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(config.part.num_layers))"
+        model, _ = model_of(write(configs + net("config: Config", body)), most=20_000)
+        assert len(model.layers) == 2

@@ -51,6 +51,10 @@ class TestHeld:
         with pytest.raises(MissingPackage, match=NAME):
             model_of(write(f"{HOLDS.rstrip()}; {use}\n"))
 
+    def test_another_problem_is_told_as_it_is(self, write: Write) -> None:
+        with pytest.raises(ExplainError, match="cannot build GPT: ValueError: no kind"):
+            model_of(write(f"{HOLDS.rstrip()}; raise ValueError('no kind')\n"))
+
 
 class TestWhetherItIsThere:
     def test_who_asks_is_told_the_truth(self, write: Write) -> None:

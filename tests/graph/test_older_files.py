@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import collections
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 
@@ -367,3 +368,31 @@ class Net(nn.Module):
         assert module.Net()(torch.ones(1, 3, 4)).shape == (1, 3, 4)
     assert notes == ["Layer is of an older torch: is_causal is not passed to it, its mask says as much"]
     assert torch.nn.TransformerEncoder.__init__ is construct
+
+
+@pytest.fixture
+def transformers_5(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """A library as transformers 5 is, whose models make the table of tied weights in post_init alone."""
+
+    class PreTrainedModel(torch.nn.Module):
+        dtype = torch.float32
+
+        def init_weights(self) -> None:
+            assert not self.all_tied_weights_keys
+
+    made = types.ModuleType("transformers.modeling_utils")
+    made.PreTrainedModel = PreTrainedModel  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "transformers", types.ModuleType("transformers"))
+    monkeypatch.setitem(sys.modules, made.__name__, made)
+    return made
+
+
+def test_a_model_of_an_older_transformers(write: Write, transformers_5: types.ModuleType) -> None:
+    source = "from transformers.modeling_utils import PreTrainedModel\n" + net("", "self.init_weights()")
+    model, _ = model_of(write(source.replace("nn.Module", "PreTrainedModel")))
+    assert model.get_head_mask(None, 2) == [None, None]
+    seen = torch.tensor([[1, 1, 0]])
+    assert model.invert_attention_mask(seen).tolist() == [[[[0.0, 0.0, torch.finfo(torch.float32).min]]]]
+    assert model.invert_attention_mask(seen[:, None]).shape == (1, 1, 1, 3)
+    with pytest.raises(NotImplementedError):
+        model.get_head_mask(torch.ones(2), 2)

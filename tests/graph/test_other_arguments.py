@@ -72,6 +72,34 @@ def layer(way):
             assert made.model.layer.out_features == 2 and made.arguments.changed
             assert module.SETTINGS == {"width": 48, "n_heads": 5, "depth": 2}
 
+    def test_a_flag_that_is_asserted(self, write: Write) -> None:
+        body = """assert qk_norm
+        assert not bare
+        self.n = 3"""
+        assert model_of(write(net("qk_norm=False, bare=True", body)))[0].n == 3
+
+    def test_a_key_of_the_keywords(self, write: Write) -> None:
+        body = "self.layer = nn.Linear(params['embedding_dim'], params['tanh_clipping'])"
+        model, _ = model_of(write(net("**params", body)))
+        assert (model.layer.in_features, model.layer.out_features) == (256, 8)
+
+    @pytest.mark.parametrize("default", ["", "=None"])
+    def test_a_class_that_is_called(self, write: Write, default: str) -> None:
+        source = (
+            net("width", "self.layer = nn.Linear(width, width)", "Mlp")
+            + net("dim, heads=4", "self.layer = nn.Linear(dim, heads)", "Attention")
+            + net("dim, attn_target", "self.attn = attn_target(dim=dim)", "Block")
+            + net(f"attn_target{default}, embed_dim=8", "self.block = Block(embed_dim, attn_target=attn_target)")
+        )
+        assert type(model_of(write(source))[0].block.attn).__name__ == "Attention"
+
+    def test_fewer_layers_and_what_an_error_asks_for(self, write: Write) -> None:
+        body = """assert qk_norm
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(depth))"""
+        notes: list[str] = []
+        model, _ = model_of(write(net("qk_norm=False, depth=48", body)), notes, most=20_000)
+        assert len(model.layers) == 2 and notes == ["as its errors ask: depth=2, qk_norm=True"]
+
     def test_what_none_of_the_changes_mends(self, write: Write) -> None:
         with pytest.raises(ExplainError, match="cannot build GPT: ValueError: no kind"):
             model_of(write(net("width, depth", 'raise ValueError("no kind")')))

@@ -218,3 +218,22 @@ def test_an_argument_that_may_be_none(tmp_path: Any) -> None:
             return self.layer(numbers if kinds is None else numbers + self.offsets[kinds])  # type: ignore[index]
 
     assert inputs_for(Table()).args[1] is None
+
+
+class Crossed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layer = nn.Embedding(9, 6), nn.Linear(6, 6)
+
+    def forward(
+        self, ids: Tensor, embeds: Tensor | None = None, mask: Tensor | None = None, memory: Tensor | None = None
+    ) -> Tensor:
+        if ids is not None and embeds is not None:
+            raise ValueError("ids and embeds cannot both be given")
+        assert memory is not None, "memory must be given for cross-attention"
+        return self.table(ids) @ self.layer(memory).transpose(-1, -2)
+
+
+def test_the_argument_of_which_the_message_speaks() -> None:
+    inputs = inputs_for(Crossed())
+    assert "embeds" not in inputs.kwargs and inputs.kwargs["memory"].shape[-1] == 6

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import types
 
 import pytest
 import torch
@@ -161,6 +162,16 @@ class Noted(nn.Module):
         """x: features of shape (batch, channels, height, width)"""
         assert len(x.shape) == 4
         return x * self.scale
+
+
+class Padded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(3, 4, 8, 8)
+
+    def forward(self, samples: types.SimpleNamespace) -> Tensor:
+        x = self.layer(samples.tensors)
+        return x.masked_fill(samples.mask[:, None, ::8, ::8], 0.0)
 
 
 class Keyed(nn.Module):
@@ -322,6 +333,10 @@ class TestInputs:
     def test_a_dict(self) -> None:
         (batch,) = inputs_for(Keyed()).args
         assert batch["words"].dtype == torch.long and batch["points"].shape[-1] == 6
+
+    def test_pictures_with_the_mask_of_their_padding(self) -> None:
+        (padded,) = inputs_for(Padded()).args
+        assert padded.tensors.shape == (1, 3, 64, 64) and padded.mask.shape == (1, 64, 64)
 
     def test_caches_are_set_up(self) -> None:
         model = Cached()
