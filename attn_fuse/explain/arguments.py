@@ -8,7 +8,7 @@ import importlib
 import inspect
 import re
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -83,6 +83,7 @@ def call_of(
     given_parts: Mapping[str, Callable[[], Any]] = MappingProxyType({}),
     guess: int | None = None,
     config_rank: int = 0,
+    needed: Collection[str] = (),
 ) -> Call:
     """A call of `function`, a class or a function, and what says its sizes. What was made up is said.
 
@@ -91,7 +92,8 @@ def call_of(
     where their names say one. given: arguments that are known; given_parts: those that are built with each call.
     guess: which guess, below GUESSES, an argument gets whose name says nothing; HELD for one that raises an error when
     it is used; None for none.
-    config_rank: which of the file's values a config without a class is, 0 for the one that fits best.
+    config_rank: which of the file's values a config without a class is, 0 for the one that fits best. needed: arguments
+    that get a value though they have a default.
     Raises UnknownArgument where an argument is not known, and ExplainError where there is no config of that rank.
     """
     arguments: dict[str, Any] = copy.deepcopy(dict(given))
@@ -99,6 +101,7 @@ def call_of(
     configs: list[object] = []
     sizes: dict[str, Any] = {}
     needs = without_default(function)
+    needs |= {name: hints_of(function).get(name) for name in needed}
     if with_none:
         hints, defaults = hints_of(function), defaults_of(function)
         absent = {

@@ -13,7 +13,7 @@ import re
 import time
 import types
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -33,6 +33,7 @@ from attn_fuse.explain.config_files import arguments_in
 from attn_fuse.explain.config_reads import entry_for
 from attn_fuse.explain.configs import UnknownEntry, is_config_name
 from attn_fuse.explain.factories import factories_of
+from attn_fuse.explain.fewer_layers import is_depth, shrunk
 from attn_fuse.explain.older import imported_part, older_models, without_argument
 from attn_fuse.explain.open_file import Say, moved_to_its_files, same_folder_after
 from attn_fuse.explain.other_arguments import Arguments, other_arguments
@@ -40,7 +41,7 @@ from attn_fuse.explain.problems import in_one_line, without_frames
 from attn_fuse.explain.repairs import Failed, searched
 from attn_fuse.explain.roots import is_users, repository_of
 from attn_fuse.explain.signatures import defaults_of, without_default
-from attn_fuse.explain.sizes import DEPTH_NAME, in_words, value_for
+from attn_fuse.explain.sizes import in_words, value_for
 from attn_fuse.explain.snippets import calls_of, made_by_methods, parts_of_calls
 from attn_fuse.explain.stages import staged
 from attn_fuse.explain.steps import within_memory
@@ -58,8 +59,6 @@ MOST_CONFIGS = 4
 MOST_CHANGES, SEARCH_SECONDS = 32, 20.0
 # How many entries that a config lacks are made up.
 MOST_ENTRIES = 20
-# How deep a config may be within another.
-DEEPEST = 3
 # What a model that is too large gets in place of its layers, in turn.
 FEWER_LAYERS = (2, 1)
 
@@ -300,17 +299,21 @@ def _ways(cls: type[nn.Module], namespace: Mapping[str, Any], failures: Sequence
     takes_none = any("NoneType" in str(failure) for failure in failures)
     if takes_none or any(value is None for value in defaults_of(cls).values()):
         yield _Way(None, lambda say: call_of(cls, namespace, path, say, with_none=True))
+    # One of several configs may be asked for, and not two.
+    configs = [name for name, value in defaults_of(cls).items() if value is None and is_config_name(name)]
+    for name in configs if len(configs) > 1 else ():
+        failed.append((yield from _tried(_Attempt(cls, namespace, path, Arguments(), needed=(name,)), failures)))
     for rank in range(1, MOST_CONFIGS) if path.is_file() else ():
         yield _Way(None, _Attempt(cls, namespace, path, Arguments(), rank).make)
     yield from _as_errors_ask(cls, namespace, path, failed, failures)
     is_large = any(isinstance(failure, TooLarge) for failure in failures)
     why = "since its defaults are too large" if is_large else "since it does not run with its defaults"
-    fewer = [_Way(None, functools.partial(_shrunk, cls, namespace, path, n, why)) for n in FEWER_LAYERS]
+    fewer = [_Way(None, functools.partial(shrunk, cls, namespace, path, n, why)) for n in FEWER_LAYERS]
     lacks = any(map(_lacks_a_value, failures))
     if is_large or not lacks:
         yield from fewer
     if is_large:
-        depths = {name: FEWER_LAYERS[0] for name, value in defaults_of(cls).items() if _is_depth(name, value)}
+        depths = {name: FEWER_LAYERS[0] for name, value in defaults_of(cls).items() if is_depth(name, value)}
         shallow = _Attempt(cls, namespace, path, Arguments(depths))
         yield from _as_errors_ask(cls, namespace, path, [(yield from _tried(shallow, failures))], failures)
     if not lacks:
@@ -328,11 +331,18 @@ class _Attempt:
     # A build of a class from some arguments; `holders` is what the last call of `make` built from.
 
     def __init__(
-        self, cls: type[nn.Module], namespace: Mapping[str, Any], path: Path, arguments: Arguments, rank: int = 0
+        self,
+        cls: type[nn.Module],
+        namespace: Mapping[str, Any],
+        path: Path,
+        arguments: Arguments,
+        rank: int = 0,
+        needed: Sequence[str] = (),
     ) -> None:
-        self.arguments, self.holders = arguments, cast("tuple[object, ...]", ())
+        self.arguments, self.holders, self.needed = arguments, cast("tuple[object, ...]", ()), needed
+        given, guess = arguments.given, arguments.guess
         self._call = functools.partial(
-            call_of, cls, namespace, path, given=arguments.given, guess=arguments.guess, config_rank=rank
+            call_of, cls, namespace, path, given=given, guess=guess, config_rank=rank, needed=needed
         )
 
     def make(self, say: Say) -> _Made:
@@ -367,7 +377,7 @@ def _as_errors_ask(
     def others(failed: Failed[_Attempt]) -> Iterator[_Attempt]:
         attempt, asked = failed.tried, failed.asked
         for arguments in other_arguments(attempt.arguments, asked, attempt.holders):
-            yield _Attempt(cls, namespace, path, arguments)
+            yield _Attempt(cls, namespace, path, arguments, needed=attempt.needed)
         if asked.none and "not callable" in asked.kind:
             for name in (name for name, value in defaults_of(cls).items() if value is None):
                 if (part := class_called(cls, name)) is not None:
@@ -454,41 +464,3 @@ def _by_factory(
 def _is_a(value: object, cls: type) -> bool:
     # A file that is imported under two names has two classes.
     return isinstance(value, cls) or any(base.__qualname__ == cls.__qualname__ for base in type(value).__mro__)
-
-
-def _shrunk(cls: type[nn.Module], namespace: Mapping[str, Any], path: Path, layers: int, why: str, say: Say) -> _Made:
-    # With `layers` layers where a default says more, also one of the config that stands for None. why: to say of it.
-    for with_none in (False, True):
-        silent: list[str] = []
-        _, holders = call_of(cls, namespace, path, silent.append, with_none=with_none)
-        fewer = {name: layers for name, value in defaults_of(cls).items() if _is_depth(name, value)}
-        for config in _configs_in(holders):
-            for name, value in [*vars(config).items()]:
-                if _is_depth(name, value):
-                    object.__setattr__(config, name, layers)
-                    fewer[name] = layers
-        if fewer:
-            break
-    if not fewer:
-        raise ExplainError(f"cannot build {cls.__name__}: no default says how many layers it has")
-    for note in silent:
-        say(note)
-    say(f"fewer layers, {why}: {in_words(fewer)}")
-    own = {name: value for name, value in fewer.items() if name in defaults_of(cls)}
-    given, defaults = holders[-1], defaults_of(cls)
-    made = given.items() if isinstance(given, dict) else ()
-    arguments = {name: value for name, value in made if name not in defaults or value is not defaults[name]}
-    return lambda: cls(**{**arguments, **own}), holders
-
-
-def _configs_in(values: Iterable[object], depth: int = 0) -> Iterator[object]:
-    # The configs among some values, and those within these.
-    for value in values:
-        is_code = isinstance(value, (type, types.ModuleType, Mapping)) or callable(value)
-        if not is_code and hasattr(value, "__dict__") and depth < DEEPEST:
-            yield value
-            yield from _configs_in([*vars(value).values()], depth + 1)
-
-
-def _is_depth(name: str, value: object) -> bool:
-    return re.search(DEPTH_NAME, name.lower()) is not None and isinstance(value, int) and value > 2

@@ -13,15 +13,21 @@ from torch import nn
 # The order in which such methods run, and the names of what they hand on.
 ORDER = ("embed", "encode", "encoder", "decode", "decoder", "project", "generate_logits", "classify", "head")
 OF_TRAINING = re.compile(r"loss|train|backward", re.I)
+NO_STAGE = re.compile(
+    rf"^_|{OF_TRAINING.pattern}|init|reset|load|save|config|optimi|^set_|^get_|^from_|^to_|step|log", re.I
+)
 HANDED_ON = re.compile(r"^x$|enc.*out|memory|context|hidden|latent|^z$|^h$|features", re.I)
 
 
 def stages_of(cls: type) -> tuple[str, ...]:
     """The methods of `cls` that run one after the other in place of a forward, in order; none where it has one.
 
-    One that is called `forward_...` stands for all.
+    One that is called `forward_...` stands for all; so does one that no other calls and that asks for the fewest
+    arguments, as `finetune(tokens)`, in a class that has neither.
     """
-    own = {n: v for base in cls.__mro__ if base.__module__ != nn.Module.__module__ for n, v in vars(base).items()}
+    own = {
+        n: v for base in reversed(cls.__mro__) if base.__module__ != nn.Module.__module__ for n, v in vars(base).items()
+    }
     if "forward" in own:
         return ()
     methods = [name for name, value in own.items() if isinstance(value, types.FunctionType)]
@@ -29,7 +35,23 @@ def stages_of(cls: type) -> tuple[str, ...]:
         # Of several the one that infers: a loss needs targets.
         return (min(named, key=lambda name: bool(OF_TRAINING.search(name))),)
     found = tuple(name for name in ORDER if name in methods)
-    return found if "encode" in found or "decode" in found else ()
+    return found if "encode" in found or "decode" in found else _outermost({name: own[name] for name in methods})
+
+
+def _outermost(methods: Mapping[str, types.FunctionType]) -> tuple[str, ...]:
+    # Of those that reach what the constructor made.
+    made = set(methods["__init__"].__code__.co_names) if "__init__" in methods else set[str]()
+    reached = {name: set(method.__code__.co_names) - {name} for name, method in methods.items()}
+    called = set[str]().union(*reached.values())
+    for _ in methods:
+        reached = {name: found.union(*(reached.get(one, set()) for one in found)) for name, found in reached.items()}
+    needs = {
+        name: [p for p in inspect.signature(method).parameters.values() if p.default is p.empty][1:]
+        for name, method in methods.items()
+        if not NO_STAGE.search(name) and name not in called and made & reached[name]
+    }
+    several = sorted((name for name in needs if needs[name]), key=lambda name: len(needs[name]))
+    return tuple(several[:1])
 
 
 class Staged(nn.Module):

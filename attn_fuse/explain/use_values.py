@@ -21,6 +21,7 @@ LEVELS, SIDE = 4, 8
 MOST_NUMBERS = 1 << 26
 TIMES = re.compile(r"^t$|time$|time_?step|sigma|noise_level", re.I)
 TRUTH = re.compile(r"mask|adj", re.I)
+LENGTHS = re.compile(r"(^|_)len(gth)?s?$", re.I)
 PICTURES = re.compile(r"tensors?|images?|imgs?|pixel_values|pixels|frames")
 # Attributes of dicts that tensors lack.
 OF_DICTS = {"items", "keys", "values"}
@@ -65,7 +66,7 @@ def values_for(use: Use, name: str, around: Around) -> Iterator[Any]:
     """Values that fit `use`; none where it says nothing. name: the argument's own."""
     if use.keys:
         held = {key: next(values_for(inner, key, around), None) for key, inner in use.keys.items()}
-        yield {key: value if value is not None else _plain(around) for key, value in held.items()}
+        yield {key: value if value is not None else _entry(key, around) for key, value in held.items()}
         return
     if use.items is not None:
         is_map = use.items.layer is None and use.items.rank is None and not (use.items.is_truth or TRUTH.search(name))
@@ -107,6 +108,12 @@ def _clips(names: tuple[str, ...], around: Around) -> Iterator[Tensor]:
     are_first = len(names) == 5 and names[1].startswith("c")
     shapes = [(batch, frames, around.channels, side, side), (batch, around.channels, frames, side, side)]
     yield from (around.floats(*shape) for shape in (reversed(shapes) if are_first else shapes))
+
+
+def _entry(key: str, around: Around) -> Tensor:
+    if LENGTHS.search(key):
+        return torch.full((around.batch,), around.sequence, device=around.device)
+    return _plain(around)
 
 
 def _plain(around: Around) -> Tensor:

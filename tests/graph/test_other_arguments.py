@@ -100,6 +100,15 @@ def layer(way):
         model, _ = model_of(write(net("qk_norm=False, depth=48", body)), notes, most=20_000)
         assert len(model.layers) == 2 and notes == ["as its errors ask: depth=2, qk_norm=True"]
 
+    def test_one_of_two_configs(self, write: Write) -> None:
+        body = """if args is None:
+            if config is None: raise ValueError("either args or config is needed")
+            args = argparse.Namespace(**config)
+        elif config is not None: raise ValueError("args and config cannot both be given")
+        self.layer = nn.Linear(args.d_model, 1)"""
+        model, _ = model_of(write("import argparse\n" + net("args=None, config=None", body)))
+        assert model.layer.in_features == 256
+
     def test_what_none_of_the_changes_mends(self, write: Write) -> None:
         with pytest.raises(ExplainError, match="cannot build GPT: ValueError: no kind"):
             model_of(write(net("width, depth", 'raise ValueError("no kind")')))

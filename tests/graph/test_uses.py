@@ -164,6 +164,16 @@ class Noted(nn.Module):
         return x * self.scale
 
 
+class Lengths(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        x, x_lens = batch["x"], batch["x_lens"]
+        return self.layer(x[:, : x_lens.max()])
+
+
 class Padded(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -334,6 +344,10 @@ class TestInputs:
         (batch,) = inputs_for(Keyed()).args
         assert batch["words"].dtype == torch.long and batch["points"].shape[-1] == 6
 
+    def test_lengths_in_a_dict(self) -> None:
+        (batch,) = inputs_for(Lengths()).args
+        assert batch["x_lens"].tolist() == [batch["x"].shape[1]]
+
     def test_pictures_with_the_mask_of_their_padding(self) -> None:
         (padded,) = inputs_for(Padded()).args
         assert padded.tensors.shape == (1, 3, 64, 64) and padded.mask.shape == (1, 64, 64)
@@ -371,6 +385,53 @@ class TestStaged:
             model(src, None, tgt, tgt_mask=None),
             model.model.project(model.model.decode(model.model.encode(src, None), None, tgt, None)),
         )
+
+    def test_a_method_that_no_other_calls(self) -> None:
+        class Base(nn.Module):
+            def finetune(self, tokens: Tensor) -> Tensor:
+                raise AssertionError
+
+        class Model(Base):
+            def __init__(self) -> None:
+                super().__init__()
+                self.embed = nn.Embedding(50, 8)
+
+            def _places(self, tokens: Tensor) -> Tensor:
+                return self.embed(tokens)
+
+            def embedded(self, tokens: Tensor) -> Tensor:
+                return self.embed(tokens) + self._places(tokens)
+
+            def init_weights(self, module: nn.Module) -> None:
+                self.embed.weight.data.zero_()
+
+            def pretrain(self, tokens: Tensor) -> Tensor:
+                return self.embedded(tokens)
+
+            def several(self, tokens: Tensor, others: Tensor) -> Tensor:
+                return self.embedded(tokens) + self.embedded(others)
+
+            def finetune(self, tokens: Tensor) -> Tensor:
+                return self.embedded(tokens)
+
+            def describe(self, name: str) -> str:
+                return name
+
+        model = staged(Model())
+        assert [stage for stage, _, _ in model.plan] == ["finetune"]
+        assert model(torch.zeros(1, 3, dtype=torch.long)).shape == (1, 3, 8)
+
+    def test_nothing_stands_for_a_container(self) -> None:
+        class Parts(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layer = nn.Linear(3, 3)
+
+            def describe(self, name: str) -> str:
+                return name
+
+        model = Parts()
+        assert staged(model) is model
 
     def test_one_that_infers_among_several_forwards(self) -> None:
         class Model(nn.Module):

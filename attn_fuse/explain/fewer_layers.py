@@ -1,0 +1,63 @@
+"""A model of fewer layers than its defaults say, for one that is too large."""
+
+from __future__ import annotations
+
+import re
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from attn_fuse.errors import ExplainError
+from attn_fuse.explain.arguments import Call, call_of
+from attn_fuse.explain.open_file import Say
+from attn_fuse.explain.signatures import defaults_of
+from attn_fuse.explain.sizes import DEPTH_NAME, in_words
+
+# How deep a config may be within another.
+DEEPEST = 3
+
+
+def shrunk(cls: type[nn.Module], namespace: Mapping[str, Any], path: Path, layers: int, why: str, say: Say) -> Call:
+    """A call of `cls` with `layers` layers where a default says more, also one of the config that stands for None, and
+    what says its sizes. why: to say of it.
+
+    Raises ExplainError where no default says how many layers there are.
+    """
+    for with_none in (False, True):
+        silent: list[str] = []
+        _, holders = call_of(cls, namespace, path, silent.append, with_none=with_none)
+        fewer = {name: layers for name, value in defaults_of(cls).items() if is_depth(name, value)}
+        for config in _configs_in(holders):
+            for name, value in [*vars(config).items()]:
+                if is_depth(name, value):
+                    object.__setattr__(config, name, layers)
+                    fewer[name] = layers
+        if fewer:
+            break
+    if not fewer:
+        raise ExplainError(f"cannot build {cls.__name__}: no default says how many layers it has")
+    for note in silent:
+        say(note)
+    say(f"fewer layers, {why}: {in_words(fewer)}")
+    own = {name: value for name, value in fewer.items() if name in defaults_of(cls)}
+    given, defaults = holders[-1], defaults_of(cls)
+    made = given.items() if isinstance(given, dict) else ()
+    arguments = {name: value for name, value in made if name not in defaults or value is not defaults[name]}
+    return lambda: cls(**{**arguments, **own}), holders
+
+
+def _configs_in(values: Iterable[object], depth: int = 0) -> Iterator[object]:
+    # The configs among some values, and those within these.
+    for value in values:
+        is_code = isinstance(value, (type, types.ModuleType, Mapping)) or callable(value)
+        if not is_code and hasattr(value, "__dict__") and depth < DEEPEST:
+            yield value
+            yield from _configs_in([*vars(value).values()], depth + 1)
+
+
+def is_depth(name: str, value: object) -> bool:
+    """Whether a default says that there are more layers than two."""
+    return re.search(DEPTH_NAME, name.lower()) is not None and isinstance(value, int) and value > 2
