@@ -41,6 +41,7 @@ OF_ONE_FILE = (
     importlib.machinery.SourcelessFileLoader,
     importlib.machinery.ExtensionFileLoader,
 )
+IMPORTS = re.compile(r"^\s*(?:from|import)\s+(\w+)\.(\w+)", re.M)
 NO_OPERATOR = re.compile(r"operator (?P<namespace>\w+)::(?P<name>\w+) does not exist")
 LACKS = re.compile(r"cannot import name '(\w+)' from '([\w.]+)'")
 # Packages that nothing can stand in for.
@@ -309,16 +310,23 @@ def _file_that_defines(name: str, folder: Path) -> Path | None:
     return next((file for file in files if pattern.search(file.read_text(encoding="utf-8", errors="replace"))), None)
 
 
+def _folders(root: Path, deepest: int | None = None) -> Iterator[tuple[Path, list[str], list[str]]]:
+    # The folders of a repository with the names of what they hold.
+    for place, folders, files in os.walk(root):
+        is_deep = deepest is not None and len(Path(place).relative_to(root).parts) >= deepest
+        folders[:] = [] if is_deep else [f for f in folders if not f.startswith(".") and f != "site-packages"]
+        yield Path(place), folders, files
+
+
 @functools.lru_cache(maxsize=256)
 def _folder_with(name: str, roots: tuple[Path, ...]) -> Path | None:
     # The folder below the roots that has a file, or a package, of the name; the least deep one.
-    found: list[Path] = []
-    for root in roots:
-        for place, folders, files in os.walk(root):
-            depth = len(Path(place).relative_to(root).parts)
-            folders[:] = [f for f in folders if not f.startswith(".") and f != "site-packages" and depth < DEEPEST]
-            if f"{name}.py" in files or (name in folders and (Path(place) / name / "__init__.py").is_file()):
-                found.append(Path(place))
+    found = [
+        place
+        for root in roots
+        for place, folders, files in _folders(root, DEEPEST)
+        if f"{name}.py" in files or (name in folders and (place / name / "__init__.py").is_file())
+    ]
     return min(found, key=lambda folder: (len(folder.parts), str(folder)), default=None)
 
 
@@ -327,18 +335,24 @@ def _package_without_init(name: str, roots: tuple[Path, ...]) -> Path | None:
     # The folder that has every module below `name` that files below the roots import: a root, which was cloned as
     # `name`, or a folder of that name.
     for root in roots:
-        texts = [
-            file.read_text(encoding="utf-8", errors="replace")
-            for file in itertools.islice(root.rglob("*.py"), MOST_FILES)
-            if "site-packages" not in file.parts
-        ]
-        pattern = re.compile(rf"^\s*(?:from|import)\s+{re.escape(name)}\.(\w+)", re.M)
-        below = {module for text in texts for module in pattern.findall(text)}
-        folders = [Path(place) for place, _, _ in os.walk(root) if Path(place).name == name]
+        below = _imported_below(root).get(name, ())
+        folders = [place for place, _, _ in _folders(root) if place.name == name] if below else []
         for folder in (root, *sorted(folders, key=lambda one: len(one.parts))) if below else ():
             if all((folder / module).is_dir() or (folder / f"{module}.py").is_file() for module in below):
                 return folder
     return None
+
+
+@functools.lru_cache(maxsize=8)
+def _imported_below(root: Path) -> dict[str, set[str]]:
+    # The modules that the files of a repository import of each package.
+    found: dict[str, set[str]] = {}
+    files = (place / file for place, _, files in _folders(root) for file in files if file.endswith(".py"))
+    for file in itertools.islice(files, MOST_FILES):
+        with contextlib.suppress(OSError):
+            for package, module in IMPORTS.findall(file.read_text(encoding="utf-8", errors="replace")):
+                found.setdefault(package, set()).add(module)
+    return found
 
 
 def _holds_one(module: types.ModuleType) -> bool:
