@@ -13,7 +13,7 @@ import inspect
 import itertools
 import re
 import types
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -278,13 +278,17 @@ def _tried_by(
     elif isinstance(value, (tuple, list)) and value:
         if any(isinstance(one, torch.Tensor) for one in value):
             yield tuple(value), {}
-        shapes = [tuple(one) if isinstance(one, (tuple, list)) else one for one in value]
-        shapes = shapes if isinstance(shapes[0], tuple) else [tuple(shapes)]
-        if all(
-            isinstance(n, int) and n > 0 for shape in shapes for n in (shape if isinstance(shape, tuple) else ("",))
-        ):
+        if shapes := _shapes_in(value):
             yield tuple(torch.rand(1, *shape[1:]) for shape in shapes), {}
             yield tuple(torch.rand(1, *shape) for shape in shapes), {}
+
+
+def _shapes_in(value: Sequence[Any]) -> list[tuple[int, ...]]:
+    # The shapes that a value says, one or several; none where it says anything else.
+    several = value if all(isinstance(one, (tuple, list)) for one in value) else [value]
+    if all(type(n) is int and n > 0 for shape in several for n in shape):
+        return [tuple(shape) for shape in several]
+    return []
 
 
 def _names_of(tree: ast.AST, name: str) -> Iterator[str]:
