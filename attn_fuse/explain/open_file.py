@@ -98,7 +98,9 @@ def imported(path: Path, say: Say = lambda note: None, limit: float = IMPORT_LIM
             with same_folder_after():
 
                 def supplies(error: BaseException) -> bool:
-                    return finder.supplies(error) if isinstance(error, ImportError) else set_variable(error)
+                    if isinstance(error, (ImportError, AttributeError)):
+                        return finder.supplies(error)
+                    return set_variable(error)
 
                 run = _Run(limit, supplies)
                 try:

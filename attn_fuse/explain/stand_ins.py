@@ -43,7 +43,8 @@ OF_ONE_FILE = (
 )
 IMPORTS = re.compile(r"^\s*(?:from|import)\s+(\w+)\.(\w+)", re.M)
 NO_OPERATOR = re.compile(r"operator (?P<namespace>\w+)::(?P<name>\w+) does not exist")
-LACKS = re.compile(r"cannot import name '(\w+)' from '([\w.]+)'")
+LACKS = re.compile(r"cannot import name '(?P<name>\w+)' from '(?P<module>[\w.]+)'")
+HAS_NO = re.compile(r"module '?(?P<module>[\w.]+)'? has no attribute '?(?P<name>\w+)'?")
 # Packages that nothing can stand in for.
 KEPT = {"torch", "attn_fuse"}
 
@@ -102,26 +103,28 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self.names.append(top)
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 
-    def supplies(self, error: ImportError) -> bool:
-        """Give an installed module the name that an import found it to lack; whether it could.
+    def supplies(self, error: ImportError | AttributeError) -> bool:
+        """Give an installed module the name that a file found it to lack; whether it could.
 
         It is what a loaded module of the same package has by that name, where that is one value, else a stand-in.
         """
-        found = LACKS.search(str(error))
-        module = sys.modules.get(found[2]) if found else None
-        top = found[2].partition(".")[0] if found else ""
+        found = LACKS.search(str(error)) or HAS_NO.search(str(error))
+        module = sys.modules.get(found["module"]) if found else None
+        top = found["module"].partition(".")[0] if found else ""
         file = getattr(module, "__file__", None)
-        if found is None or module is None or file is None or self.is_users(file) or found[1] in vars(module):
+        if found is None or module is None or file is None or self.is_users(file) or found["name"] in vars(module):
+            return False
+        if isinstance(error, AttributeError) and top in KEPT:
             return False
         loaded = [other for name, other in sys.modules.items() if name.partition(".")[0] == top]
-        values = {id(v): v for other in loaded if (v := vars(other).get(found[1])) is not None and callable(v)}
+        values = {id(v): v for other in loaded if (v := vars(other).get(found["name"])) is not None and callable(v)}
         if len(values) == 1:
-            self.say(f"{found[2]}.{found[1]} is in another module by now")
-            setattr(module, found[1], *values.values())
+            self.say(f"{found['module']}.{found['name']} is in another module by now")
+            setattr(module, found["name"], *values.values())
         else:
-            self.say(f"{top} has no {found[2]}.{found[1]} any more: stood in for")
-            setattr(module, found[1], StandIn(f"{found[2]}.{found[1]}", self))
-        self.lacking.append((module, found[1]))
+            self.say(f"{top} has no {found['module']}.{found['name']} any more: stood in for")
+            setattr(module, found["name"], StandIn(f"{found['module']}.{found['name']}", self))
+        self.lacking.append((module, found["name"]))
         return True
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:

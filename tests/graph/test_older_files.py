@@ -177,6 +177,22 @@ class TestNamesThatAreGone:
         assert model_of(write(source))[0].layer.in_features == 3
         assert not hasattr(sys.modules["library_of_today"], "gone") and "torch" in sys.modules
 
+    def test_an_attribute_that_a_file_reads(self, write: Write, library: Callable[..., None]) -> None:
+        library("library_of_today/__init__.py")
+        write("import library_of_today\nCACHE = library_of_today.CACHE\ndef width(): return 3\n", "sizes_of_it.py")
+        notes: list[str] = []
+        source = "from sizes_of_it import width\n" + net("", "self.layer = nn.Linear(width(), 1)")
+        with imported(write(source), notes.append) as module:
+            assert module.GPT().layer.in_features == 3
+        assert notes == ["library_of_today has no library_of_today.CACHE any more: stood in for"]
+        assert not hasattr(sys.modules["library_of_today"], "CACHE")
+
+    def test_an_attribute_that_torch_lacks_is_an_error(self, write: Write) -> None:
+        write("import torch\nGONE = torch.gone_from_torch\n", "sizes_of_it.py")
+        source = "import sizes_of_it\n" + net("", "self.layer = nn.Linear(3, 1)")
+        with imported(write(source)) as module:
+            assert not hasattr(module, "sizes_of_it") and not hasattr(torch, "gone_from_torch")
+
     def test_one_that_the_model_uses(self, write: Write, library: Callable[..., None]) -> None:
         library("library_of_today/__init__.py")
         source = "from library_of_today import gone\n" + net("width=3", "self.layer = gone(width) + 1")
