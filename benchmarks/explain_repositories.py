@@ -26,7 +26,7 @@ from harness import commit
 
 NOTE = (
     "with the packages of the extra explain: diffusers, einops, einops-exts, hyper-connections, ml-collections, "
-    "pytorch-lightning, PyYAML, rotary-embedding-torch, scipy, timm, transformers, x-transformers"
+    "omegaconf, pytorch-lightning, PyYAML, rotary-embedding-torch, scipy, timm, transformers, x-transformers"
 )
 LIST = Path(__file__).parent / "results" / "explain_repositories.json"
 

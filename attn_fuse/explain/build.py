@@ -33,7 +33,7 @@ from attn_fuse.explain.config_files import arguments_in
 from attn_fuse.explain.config_reads import entry_for
 from attn_fuse.explain.configs import UnknownEntry, is_config_name
 from attn_fuse.explain.factories import factories_of
-from attn_fuse.explain.fewer_layers import is_depth, shrunk
+from attn_fuse.explain.fewer_layers import fewer_by_default, shrunk
 from attn_fuse.explain.older import imported_part, older_models, without_argument
 from attn_fuse.explain.open_file import Say, moved_to_its_files, same_folder_after
 from attn_fuse.explain.other_arguments import Arguments, other_arguments
@@ -313,8 +313,7 @@ def _ways(cls: type[nn.Module], namespace: Mapping[str, Any], failures: Sequence
     if is_large or not lacks:
         yield from fewer
     if is_large:
-        depths = {name: FEWER_LAYERS[0] for name, value in defaults_of(cls).items() if is_depth(name, value)}
-        shallow = _Attempt(cls, namespace, path, Arguments(depths))
+        shallow = _Attempt(cls, namespace, path, Arguments(fewer_by_default(cls, FEWER_LAYERS[0])))
         yield from _as_errors_ask(cls, namespace, path, [(yield from _tried(shallow, failures))], failures)
     if not lacks:
         return

@@ -18,6 +18,8 @@ from attn_fuse.explain.sizes import DEPTH_NAME, in_words
 
 # How deep a config may be within another.
 DEEPEST = 3
+# Sequences of the numbers of layers of several stages.
+STAGES_NAME = r"depths?$|blocks$|layers$"
 
 
 def shrunk(cls: type[nn.Module], namespace: Mapping[str, Any], path: Path, layers: int, why: str, say: Say) -> Call:
@@ -29,12 +31,12 @@ def shrunk(cls: type[nn.Module], namespace: Mapping[str, Any], path: Path, layer
     for with_none in (False, True):
         silent: list[str] = []
         _, holders = call_of(cls, namespace, path, silent.append, with_none=with_none)
-        fewer = {name: layers for name, value in defaults_of(cls).items() if is_depth(name, value)}
+        fewer = fewer_by_default(cls, layers)
         for config in _configs_in(holders):
             for name, value in [*vars(config).items()]:
-                if is_depth(name, value):
-                    object.__setattr__(config, name, layers)
-                    fewer[name] = layers
+                if (less := _fewer(name, value, layers)) is not None:
+                    object.__setattr__(config, name, less)
+                    fewer[name] = less
         if fewer:
             break
     if not fewer:
@@ -58,6 +60,23 @@ def _configs_in(values: Iterable[object], depth: int = 0) -> Iterator[object]:
             yield from _configs_in([*vars(value).values()], depth + 1)
 
 
-def is_depth(name: str, value: object) -> bool:
-    """Whether a default says that there are more layers than two."""
-    return re.search(DEPTH_NAME, name.lower()) is not None and isinstance(value, int) and value > 2
+def fewer_by_default(cls: type[nn.Module], layers: int) -> dict[str, Any]:
+    """The arguments of `cls` whose defaults say that there are more layers than `layers`, with as many."""
+    found = {name: _fewer(name, value, layers) for name, value in defaults_of(cls).items()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _fewer(name: str, value: Any, layers: int) -> Any:
+    # A number of layers, or the numbers of several stages, where that is less; None where it is not.
+    if re.search(DEPTH_NAME, name.lower()) and isinstance(value, int) and value > 2:
+        return layers
+    if re.search(STAGES_NAME, name.lower()) and isinstance(value, (list, tuple)):
+        less = _at_most(value, layers)
+        return less if less != value else None
+    return None
+
+
+def _at_most(value: Any, layers: int) -> Any:
+    if type(value) in (list, tuple):
+        return type(value)(_at_most(one, layers) for one in value)
+    return min(value, layers) if type(value) is int else value

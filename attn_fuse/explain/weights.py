@@ -11,11 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
+AUTO = "transformers.models.auto.configuration_auto"
 # Where libraries fetch weights: module, class, function, and whose it is.
 LIBRARIES = (
     ("timm.models._builder", "", "load_pretrained", "timm"),
     ("transformers.modeling_utils", "PreTrainedModel", "from_pretrained", "transformers"),
     ("transformers.configuration_utils", "PretrainedConfig", "from_pretrained", "transformers"),
+    (AUTO, "AutoConfig", "from_pretrained", "auto"),
+    ("transformers.models.auto.auto_factory", "_BaseAutoModelClass", "from_pretrained", "auto"),
 )
 
 
@@ -79,13 +82,27 @@ def random_weights(say: Callable[[str], object]) -> Iterator[None]:
 
         return classmethod(from_pretrained)  # type: ignore[return-value]
 
+    def of_auto(pretrained: Callable[..., Any]) -> Callable[..., Any]:
+        def from_pretrained(cls: Any, name: object, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return pretrained.__func__(cls, name, *args, **kwargs)  # type: ignore[attr-defined]
+            except OSError:
+                config = _config_named(str(name))
+                if config is None:
+                    raise
+                absent(f"{name}, the defaults of {type(config).__name__}")
+                return cls.from_config(config) if hasattr(cls, "from_config") else config
+
+        return classmethod(from_pretrained)  # type: ignore[return-value]
+
+    wraps = {"timm": of_timm, "transformers": of_transformers, "auto": of_auto}
     patched: list[tuple[Any, str, Any]] = []
     for module, holder, attribute, wrap in LIBRARIES:
         owner = sys.modules.get(module)
         owner = getattr(owner, holder, None) if holder else owner
         if owner is not None and hasattr(owner, attribute):
             patched.append((owner, attribute, vars(owner)[attribute]))
-            setattr(owner, attribute, {"timm": of_timm, "transformers": of_transformers}[wrap](vars(owner)[attribute]))
+            setattr(owner, attribute, wraps[wrap](vars(owner)[attribute]))
     torch.load = loads  # type: ignore[assignment]
     # What it would have downloaded is then a file that is not there.
     torch.hub.download_url_to_file = lambda *args, **kwargs: None
@@ -97,3 +114,12 @@ def random_weights(say: Callable[[str], object]) -> Iterator[None]:
         nn.Module.load_state_dict = into  # type: ignore[method-assign]
         for owner, attribute, value in patched:
             setattr(owner, attribute, value)
+
+
+def _config_named(name: str) -> Any:
+    # The default config of the kind of model whose name a checkpoint has, as bert-base-uncased is of a BERT; None where
+    # it has none.
+    kinds = getattr(sys.modules.get(AUTO), "CONFIG_MAPPING_NAMES", {})
+    known = [kind for kind in kinds if kind.replace("_", "-") in name.lower().replace("_", "-")]
+    cls = getattr(sys.modules.get("transformers"), kinds[max(known, key=len)], None) if known else None
+    return cls() if cls is not None else None

@@ -380,6 +380,13 @@ class Config:
         model, _ = model_of(write(results + config + net("config", "self.layer = nn.Linear(config.width, 1)")))
         assert model.layer.in_features == 12
 
+    def test_fewer_layers_of_several_stages(self, write: Write) -> None:
+        body = """self.layers = nn.ModuleList(nn.Linear(64, 64) for stage in blocks for n in stage for _ in range(n))"""
+        notes: list[str] = []
+        model, _ = model_of(write(net("blocks=[[8, 24], [24, 8]], depths=(1, 2)", body)), notes, most=40_000)
+        assert len(model.layers) == 8
+        assert notes == ["fewer layers, since its defaults are too large: blocks=[[2, 2], [2, 2]]"]
+
     def test_fewer_layers_of_a_config_within_a_config(self, write: Write) -> None:
         configs = """
 @dataclass(frozen=True)

@@ -83,6 +83,37 @@ def test_a_model_of_a_library_that_cannot_be_fetched(library: types.ModuleType) 
         library.PreTrainedModel.from_pretrained("gpt2")
 
 
+@pytest.fixture
+def auto(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """A library as transformers is, that chooses a config by the checkpoint, which cannot be fetched."""
+
+    class BertConfig:
+        width = 5
+
+    class AutoConfig:
+        @classmethod
+        def from_pretrained(cls, name: str) -> BertConfig:
+            raise OSError(f"cannot connect for {name}")
+
+    made = types.ModuleType("transformers.models.auto.configuration_auto")
+    made.AutoConfig = AutoConfig  # type: ignore[attr-defined]
+    made.CONFIG_MAPPING_NAMES = {"bert": "BertConfig", "be": "Gone"}  # type: ignore[attr-defined]
+    whole = types.ModuleType("transformers")
+    whole.BertConfig = BertConfig  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "transformers", whole)
+    monkeypatch.setitem(sys.modules, made.__name__, made)
+    return made
+
+
+def test_a_config_that_is_chosen_by_the_checkpoint(auto: types.ModuleType) -> None:
+    notes: list[str] = []
+    with random_weights(notes.append):
+        assert auto.AutoConfig.from_pretrained("google/bert-base-uncased").width == 5
+        with pytest.raises(OSError, match="cannot connect for facebook/opt"):
+            auto.AutoConfig.from_pretrained("facebook/opt-125m")
+    assert notes == ["random weights in place of bert-base-uncased, the defaults of BertConfig"]
+
+
 def test_weights_of_timm_that_cannot_be_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
     def load_pretrained(model: nn.Module) -> None:
         raise OSError("cannot connect")
