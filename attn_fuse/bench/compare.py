@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from attn_fuse.explain.guess_inputs import Inputs
+from attn_fuse.explain.inputs import Inputs
 from attn_fuse.explain.subject import Subject
 
 # Root mean square of a difference, over that of the expected values. A tensor that is small beside the others, as the

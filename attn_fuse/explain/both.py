@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from attn_fuse.explain.build import Built, parameters_of
-from attn_fuse.explain.guess_inputs import Trial
 from attn_fuse.explain.inputs import Inputs
 from attn_fuse.explain.other_arguments import Arguments, other_arguments
 from attn_fuse.explain.repairs import Failed, first_that_runs
+from attn_fuse.explain.try_inputs import Trial
 
 # Seconds of a search, of how many inputs it starts, and how many parameters a model may have that is built so often.
 SECONDS, STARTS, MOST_PARAMETERS = 30.0, 3, 200_000_000

@@ -24,13 +24,14 @@ from attn_fuse.explain.build import MOST_PARAMETERS, Built, all_built, built, pa
 from attn_fuse.explain.built_parts import largest_parts, parts_that_ran
 from attn_fuse.explain.choose_entry import candidates, parts
 from attn_fuse.explain.find_file import file_in
-from attn_fuse.explain.guess_inputs import RUN_BYTES, RUN_SECONDS, NoInputs, Trial, inputs_for, trial_of
+from attn_fuse.explain.guess_inputs import NoInputs, inputs_for, trial_of
 from attn_fuse.explain.inputs import Inputs
 from attn_fuse.explain.open_file import IMPORT_LIMIT, LEFT_OUT, imported
 from attn_fuse.explain.problems import in_one_line, without_frames
 from attn_fuse.explain.repairs import Calls
 from attn_fuse.explain.snippets import inputs_of
 from attn_fuse.explain.steps import LIMIT, TimeUp, step, trying
+from attn_fuse.explain.try_inputs import RUN_BYTES, RUN_SECONDS, Trial
 
 DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.bfloat16, torch.float16, torch.float64)}
 # How many outermost classes are tried before the first one's problem is told.

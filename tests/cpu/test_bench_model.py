@@ -25,7 +25,7 @@ from attn_fuse.bench.model import DIFFERS, Measured, Row, measure
 from attn_fuse.bench.profile import Profile
 from attn_fuse.bench.progress import Progress
 from attn_fuse.bench.ways import EAGER, FUSED, INDUCTOR, PICKED, Held, Way
-from attn_fuse.explain.guess_inputs import Inputs
+from attn_fuse.explain.inputs import Inputs
 from attn_fuse.explain.subject import Subject
 from attn_fuse.picker.timing import Timing
 

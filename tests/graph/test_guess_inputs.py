@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function
 
 from attn_fuse.errors import ExplainError
 from attn_fuse.explain.declared import LONGEST, SHORT, USUAL
@@ -114,7 +115,7 @@ class TestInputs:
                 while True:
                     time.sleep(0.01)
 
-        monkeypatch.setattr("attn_fuse.explain.guess_inputs.RUN_SECONDS", 0.05)
+        monkeypatch.setattr("attn_fuse.explain.try_inputs.RUN_SECONDS", 0.05)
         assert inputs_for(Slow()).args[0].shape == (1, USUAL, 6)
 
     def test_a_model_of_one_length_only(self) -> None:
@@ -341,3 +342,20 @@ def test_a_model_whose_train_gives_nothing(tmp_path: Path) -> None:
     )
     for flags in ([], ["--train"]):
         assert found_in(tmp_path / "model.py", *flags).model.training == bool(flags)
+
+
+class Overridden(nn.Module):
+    """Asks as torch's own functions do whether an argument overrides them; what would run then is not there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if has_torch_function((x,)):
+            return handle_torch_function(gone, (x,), x)  # noqa: F821
+        return self.layer(x).softmax(-1)
+
+
+def test_a_model_that_asks_for_overrides() -> None:
+    assert inputs_for(Overridden()).args[0].shape[-1] == 6

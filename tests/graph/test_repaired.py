@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from attn_fuse.errors import ExplainError
-from attn_fuse.explain import guess_inputs
+from attn_fuse.explain import try_inputs
 from attn_fuse.explain.asked import asked_by
 from attn_fuse.explain.guess_inputs import inputs_for
 from attn_fuse.explain.inputs import Inputs
@@ -142,7 +142,7 @@ class Slow(nn.Module):
 
 
 def test_what_runs_long_and_may_yet_raise_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guess_inputs, "RUN_SECONDS", 0.2)
+    monkeypatch.setattr(try_inputs, "RUN_SECONDS", 0.2)
     with pytest.raises(ExplainError, match="no inputs found that Slow runs on"):
         inputs_for(Slow())
 
