@@ -39,9 +39,7 @@ def config_class(cls: Callable[..., Any], name: str, hint: Any, namespace: Mappi
     if hint not in (None, Any):
         is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
         several = typing.get_args(hint) if is_union else (hint,)
-        # A plain bag of entries, whose class says none.
-        bags = (argparse.Namespace, types.SimpleNamespace)
-        options = [option for option in several if isinstance(option, type) and option not in (Any, *bags)]
+        options = [one for one in several if isinstance(one, type) and one is not Any and not _is_bag(one)]
         named = is_config_name(name)
         return next((o for o in options if _is_config_class(o) or (named and o.__module__ != "builtins")), None)
     if not is_config_name(name):
@@ -63,6 +61,12 @@ def config_class(cls: Callable[..., Any], name: str, hint: Any, namespace: Mappi
             f"pass --entry '{cls.__name__}({names[0]}())'"
         )
     return candidates[0] if candidates else None
+
+
+def _is_bag(cls: type) -> bool:
+    # Whether a class holds entries and says none, as omegaconf's DictConfig does.
+    is_mapping = hasattr(cls, "keys") and hasattr(cls, "__getitem__")
+    return is_mapping or cls in (argparse.Namespace, types.SimpleNamespace)
 
 
 def _checked_class(cls: Callable[..., Any], name: str) -> type | None:

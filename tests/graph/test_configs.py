@@ -380,6 +380,11 @@ class Config:
         model, _ = model_of(write(results + config + net("config", "self.layer = nn.Linear(config.width, 1)")))
         assert model.layer.in_features == 12
 
+    def test_a_bag_of_entries_is_no_class_of_configs(self, write: Write) -> None:
+        bag = "class DictConfig(dict):\n    def __init__(self, content):\n        super().__init__(content)\n"
+        model, _ = model_of(write(bag + net("cfg: DictConfig", "self.layer = nn.Linear(cfg.d_model, 1)")))
+        assert model.layer.in_features == 256
+
     def test_fewer_layers_of_several_stages(self, write: Write) -> None:
         body = """self.layers = nn.ModuleList(nn.Linear(64, 64) for stage in blocks for n in stage for _ in range(n))"""
         notes: list[str] = []
