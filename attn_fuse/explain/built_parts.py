@@ -18,8 +18,8 @@ MOST_MODULES, SHARE = 4, 0.05
 
 
 def parts_that_ran(model: nn.Module, failed: Sequence[Inputs]) -> Iterator[tuple[str, nn.Module, Inputs]]:
-    """Of runs of `model` on inputs that it fails on: the outermost modules that ran to their end, with the name and the
-    inputs of each, the largest first."""
+    """Of runs of `model` on inputs that it fails on: the outermost modules that ran to their end and hold a share of
+    its parameters, with the name and the inputs of each, the largest first."""
     for inputs in failed[:MOST_RUNS]:
         ran: dict[str, tuple[nn.Module, Inputs]] = {}
         names = {module: name for name, module in model.named_modules() if name}
@@ -34,7 +34,8 @@ def parts_that_ran(model: nn.Module, failed: Sequence[Inputs]) -> Iterator[tuple
                 hook.remove()
         outermost = [name for name in ran if not any(name.startswith(f"{other}.") for other in ran)]
         for name in sorted(outermost, key=lambda name: -_size(ran[name][0])):
-            yield name, *ran[name]
+            if _size(ran[name][0]) >= SHARE * _size(model):
+                yield name, *ran[name]
 
 
 def _recording(name: str, ran: dict[str, tuple[nn.Module, Inputs]]) -> Callable[..., None]:

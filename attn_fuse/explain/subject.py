@@ -20,7 +20,7 @@ from attn_fuse.errors import ExplainError, nearest
 from attn_fuse.explain import name_of
 from attn_fuse.explain.absent_values import MissingPackage
 from attn_fuse.explain.both import both_for
-from attn_fuse.explain.build import MOST_PARAMETERS, Built, all_built, built, parameters_of
+from attn_fuse.explain.build import MOST_PARAMETERS, Built, all_built, built
 from attn_fuse.explain.built_parts import largest_parts, parts_that_ran
 from attn_fuse.explain.choose_entry import candidates, parts
 from attn_fuse.explain.find_file import file_in
@@ -304,10 +304,8 @@ def _of_built(
     # The parts that attend of models that were built and do not run, their names, and what was made up for the models.
     for made, problem in unrun:
         failed = [one.tried for one in sorted(problem.failed, key=lambda one: -one.reached)]
-        ran = [*parts_that_ran(made.model, failed)]
-        large = [one for one in ran if parameters_of(one[1]) * 4 >= parameters_of(made.model)]
         start = time.monotonic()
-        for name, part, inputs in (*large, *largest_parts(made.model), *ran):
+        for name, part, inputs in (*parts_that_ran(made.model, failed), *largest_parts(made.model)):
             if time.monotonic() - start > limit / 2:
                 break
             with contextlib.suppress(ExplainError):

@@ -43,8 +43,8 @@ class Net(nn.Module):
     def __init__(self, vocab_size, dim):
         super().__init__()
         self.parts = nn.ModuleDict({"encoder": Encoder(vocab_size, dim), "head": nn.Linear(dim, 2)})
-    def generate(self, tokens):
-        return self.parts["head"](self.parts["encoder"](tokens))
+    def describe(self):
+        return self.parts["head"], self.parts["encoder"]
 """
 
 
