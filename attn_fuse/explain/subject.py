@@ -229,7 +229,8 @@ def _found(
     problem = failures[0]
     if left_out and "NameError" in str(problem):
         problem = ExplainError(f"{problem}; {left_out[0]}")
-    for found, name, built_with in _of_built(unrun[:1], args, namespace, limit):
+    if (built_part := _of_built(*unrun[0], args, namespace, limit) if unrun else None) is not None:
+        found, name, built_with = built_part
         notes += [f"{OF_A_PART} {name}, since of the whole: {problem}", *built_with]
         return found
     for cls in parts(module)[:MOST_PARTS] if time.monotonic() - start < limit else ():
@@ -299,23 +300,22 @@ def _built_and_run(
 
 
 def _of_built(
-    unrun: Sequence[tuple[Built, NoInputs]], args: argparse.Namespace, namespace: Mapping[str, Any], limit: float
-) -> Iterator[tuple[_Found, str, tuple[str, ...]]]:
-    # The parts that attend of models that were built and do not run, their names, and what was made up for the models.
-    for made, problem in unrun:
-        failed = [one.tried for one in sorted(problem.failed, key=lambda one: -one.reached)]
-        start = time.monotonic()
-        for name, part, inputs in (*parts_that_ran(made.model, failed), *largest_parts(made.model)):
-            if time.monotonic() - start > limit / 2:
-                break
-            with contextlib.suppress(ExplainError):
-                found = (
-                    _with_inputs(args, part, made.holders, namespace, limit / 2)
-                    if inputs is None
-                    else _Found(part, inputs, is_given=False)
-                )
-                if (inputs is None or _runs(found)) and found.attends:
-                    yield found, f"{name} ({name_of(part)})", made.notes
+    made: Built, problem: NoInputs, args: argparse.Namespace, namespace: Mapping[str, Any], limit: float
+) -> tuple[_Found, str, tuple[str, ...]] | None:
+    # A part that attends of a model that was built and does not run, its name, and what was made up for the model.
+    failed = [one.tried for one in sorted(problem.failed, key=lambda one: -one.reached)]
+    start = time.monotonic()
+    for name, part, inputs in (*parts_that_ran(made.model, failed), *largest_parts(made.model)):
+        if time.monotonic() - start > limit / 2:
+            break
+        with contextlib.suppress(ExplainError):
+            if inputs is None:
+                found = _with_inputs(args, part, made.holders, namespace, limit / 2)
+            else:
+                found = _Found(part, inputs, is_given=False)
+            if (inputs is None or _runs(found)) and found.attends:
+                return found, f"{name} ({name_of(part)})", made.notes
+    return None
 
 
 def _runs(found: _Found) -> bool:
