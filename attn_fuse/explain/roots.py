@@ -16,6 +16,8 @@ ROOT_SIGNS = (
     "README.rst",
     "README",
 )
+# A model of the repository that holds this package is explained from its own root.
+PACKAGE = Path(__file__).parents[1]
 # How far above a file its repository's root may be.
 FARTHEST_ROOT = 5
 
@@ -39,9 +41,10 @@ def projects_around(repository: Path) -> list[Path]:
 
 
 def is_users(place: str | Path, roots: Sequence[Path]) -> bool:
-    """Whether a file or folder is below one of the roots, and not in an environment, which may lie there, too."""
+    """Whether a file or folder is below one of the roots, and neither in an environment nor in this package, which may
+    lie there, too."""
     path = Path(place)
     if "site-packages" in path.parts or not any(path.is_relative_to(root) for root in roots):
         return False
     # The environment may be a link to another place.
-    return not any(path.is_relative_to(library) for library in (Path(sys.prefix), Path(sys.prefix).resolve()))
+    return not any(path.is_relative_to(other) for other in (PACKAGE, Path(sys.prefix), Path(sys.prefix).resolve()))

@@ -270,6 +270,11 @@ class TestCommandLine:
         subject, note, *_ = capsys.readouterr().out.splitlines()
         assert subject.startswith("Mixed(float32[1, ") and note == "  weights of several dtypes, all made float32"
 
+    def test_a_file_of_the_repository_that_holds_the_package(self, capsys: pytest.CaptureFixture[str]) -> None:
+        example = Path(__file__).parents[2] / "examples" / "nanogpt" / "model.py"
+        assert main([str(example), "--length", "64", "--pick", "fused"]) == 0
+        assert "12 attentions: 12 fused" in capsys.readouterr().out
+
     def test_a_trained_function(self, write: Write, capsys: pytest.CaptureFixture[str]) -> None:
         inputs = "(torch.randn(1, 2, 8, 4, requires_grad=True),) * 3"
         assert main([write(PLAIN), "--entry", "attention", "--inputs", inputs, "--train"]) == 0
