@@ -43,7 +43,7 @@ from attn_fuse.explain.roots import is_users, repository_of
 from attn_fuse.explain.signatures import defaults_of, without_default
 from attn_fuse.explain.sizes import in_words, value_for
 from attn_fuse.explain.snippets import calls_of, made_by_methods, parts_of_calls
-from attn_fuse.explain.stages import staged
+from attn_fuse.explain.stages import staged, stages_of
 from attn_fuse.explain.steps import within_memory
 from attn_fuse.explain.targets import targets_of
 from attn_fuse.explain.weights import random_weights
@@ -164,6 +164,8 @@ def _built_by(way: _Way, cls: type[nn.Module], most: int, path: Path, again: Cal
         model, holders = _mended(way, cls, most, notes.append, path)
     if not isinstance(model, nn.Module):
         raise ExplainError(f"cannot build {cls.__name__}: it comes out as a {type(model).__name__}")
+    if stages := stages_of(type(model)):
+        notes.append(f"no forward: in its place {', then '.join(stages)}")
     said = tuple(dict.fromkeys(notes))
     if way.arguments is None:
         return Built(staged(model), holders, said)
@@ -381,7 +383,8 @@ def _as_errors_ask(
             for name in (name for name, value in defaults_of(cls).items() if value is None):
                 if (part := class_called(cls, name)) is not None:
                     given = {**attempt.arguments.given, name: part}
-                    yield _Attempt(cls, namespace, path, replace(attempt.arguments, given=given))
+                    with_part = replace(attempt.arguments, given=given)
+                    yield _Attempt(cls, namespace, path, with_part, needed=attempt.needed)
 
     end = time.monotonic() + SEARCH_SECONDS
     search = searched([start for start in starts if start is not None], others, end, MOST_CHANGES)

@@ -457,3 +457,10 @@ class TestDirectories:
     def test_one_without_a_model(self, tmp_path: Path) -> None:
         with pytest.raises(ExplainError, match=r"no Python file in it defines an nn\.Module class; pass the file"):
             file_in(tmp_path)
+
+
+def test_the_method_that_runs_in_place_of_a_forward_is_said(write: Write) -> None:
+    source = net("width=3", "self.layer = nn.Linear(width, 1)") + "    def finetune(self, x): return self.layer(x)\n"
+    notes: list[str] = []
+    model_of(write(source), notes)
+    assert notes == ["no forward: in its place finetune"]

@@ -10,6 +10,7 @@ import pytest
 from attn_fuse.errors import ExplainError
 from attn_fuse.explain.asked import Asked
 from attn_fuse.explain.build import built
+from attn_fuse.explain.built_with import class_called
 from attn_fuse.explain.choose_entry import outermost
 from attn_fuse.explain.open_file import imported
 from attn_fuse.explain.other_arguments import Arguments, other_arguments
@@ -92,6 +93,14 @@ def layer(way):
             + net(f"attn_target{default}, embed_dim=8", "self.block = Block(embed_dim, attn_target=attn_target)")
         )
         assert type(model_of(write(source))[0].block.attn).__name__ == "Attention"
+
+    @pytest.mark.parametrize("use", ["attn_target(dim=dim)", "(attn_target, dim)"])
+    def test_no_class_is_chosen_that_nothing_says(self, write: Write, use: str) -> None:
+        several = net("dim", "pass", "Mlp") + net("dim", "pass", "Norm")
+        one = net("dim", "pass", "Attention") if "=" not in use else ""
+        path = write(several + one + net("attn_target, dim=8", f"self.kept = {use}"))
+        with imported(path) as module:
+            assert class_called(module.GPT, "attn_target") is None
 
     def test_fewer_layers_and_what_an_error_asks_for(self, write: Write) -> None:
         body = """assert qk_norm
