@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from attn_fuse.explain.build import built
-from attn_fuse.explain.choose_entry import outermost
-from attn_fuse.explain.open_file import imported
+from attn_fuse.explain.building.build import built
+from attn_fuse.explain.building.choose_entry import outermost
+from attn_fuse.explain.opening.open_file import imported
 
 HEADER = """
 from dataclasses import dataclass

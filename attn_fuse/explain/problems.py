@@ -8,13 +8,15 @@ from typing import TypeVar
 
 import torch
 
+from attn_fuse.explain.roots import PACKAGE
+
 E = TypeVar("E", bound=BaseException)
 
 
 def in_one_line(error: BaseException) -> str:
     """The type of `error`, the first line of its message, and the user's file and line that raised it."""
     lines = str(error).strip().splitlines()
-    library = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
+    library = (str(Path(torch.__file__).parent), str(PACKAGE), "<")
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(library)]
     if isinstance(error, SyntaxError):
         where = f"{Path(error.filename or '').name}:{error.lineno}"

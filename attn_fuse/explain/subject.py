@@ -18,20 +18,20 @@ from torch import Tensor, nn
 
 from attn_fuse.errors import ExplainError, nearest
 from attn_fuse.explain import name_of
-from attn_fuse.explain.absent_values import MissingPackage
-from attn_fuse.explain.both import both_for
-from attn_fuse.explain.build import MOST_PARAMETERS, Built, all_built, built
-from attn_fuse.explain.built_parts import largest_parts, parts_that_ran
-from attn_fuse.explain.choose_entry import candidates, parts
-from attn_fuse.explain.find_file import file_in
-from attn_fuse.explain.guess_inputs import NoInputs, inputs_for, trial_of
+from attn_fuse.explain.building.build import MOST_PARAMETERS, Built, all_built, built
+from attn_fuse.explain.building.choose_entry import candidates, parts
+from attn_fuse.explain.building.find_file import file_in
 from attn_fuse.explain.inputs import Inputs
-from attn_fuse.explain.open_file import IMPORT_LIMIT, LEFT_OUT, imported
+from attn_fuse.explain.opening.absent_values import MissingPackage
+from attn_fuse.explain.opening.open_file import IMPORT_LIMIT, LEFT_OUT, imported
 from attn_fuse.explain.problems import in_one_line, without_frames
-from attn_fuse.explain.repairs import Calls
-from attn_fuse.explain.snippets import inputs_of
+from attn_fuse.explain.reading.snippets import inputs_of
+from attn_fuse.explain.repairing.repairs import Calls
+from attn_fuse.explain.running.both import both_for
+from attn_fuse.explain.running.built_parts import largest_parts, parts_that_ran
+from attn_fuse.explain.running.guess_inputs import NoInputs, inputs_for, trial_of
+from attn_fuse.explain.running.try_inputs import RUN_BYTES, RUN_SECONDS, Trial
 from attn_fuse.explain.steps import LIMIT, TimeUp, step, trying
-from attn_fuse.explain.try_inputs import RUN_BYTES, RUN_SECONDS, Trial
 
 DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.bfloat16, torch.float16, torch.float64)}
 # How many outermost classes are tried before the first one's problem is told.

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from attn_fuse.errors import ExplainError
-from attn_fuse.explain.asked import Asked, asked_by
-from attn_fuse.explain.guess_inputs import inputs_for
-from attn_fuse.explain.repairs import STEPS
+from attn_fuse.explain.repairing.asked import Asked, asked_by
+from attn_fuse.explain.repairing.repairs import STEPS
+from attn_fuse.explain.running.guess_inputs import inputs_for
 
 Program = Callable[[Tensor], Any]
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from attn_fuse.explain.absent_values import MissingPackage
-from attn_fuse.explain.open_file import imported
+from attn_fuse.explain.opening.absent_values import MissingPackage
+from attn_fuse.explain.opening.open_file import imported
 from tests.model_files import Write
 
 RAISES = "import operator\nfrom broken_package import inner\nraise RuntimeError('operator x::y does not exist')\n"

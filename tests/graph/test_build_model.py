@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from attn_fuse.errors import ExplainError
-from attn_fuse.explain.build import TooLarge
-from attn_fuse.explain.choose_entry import candidates, outermost
-from attn_fuse.explain.find_file import file_in
-from attn_fuse.explain.open_file import imported
-from attn_fuse.explain.sizes import value_for
+from attn_fuse.explain.building.build import TooLarge
+from attn_fuse.explain.building.choose_entry import candidates, outermost
+from attn_fuse.explain.building.find_file import file_in
+from attn_fuse.explain.building.sizes import value_for
+from attn_fuse.explain.opening.open_file import imported
 from tests.model_files import Write, model_of, net
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from attn_fuse.explain.built_parts import largest_parts, parts_that_ran
 from attn_fuse.explain.inputs import Inputs
+from attn_fuse.explain.running.built_parts import largest_parts, parts_that_ran
 from tests.model_files import Write
 from tests.subjects import found_in
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from attn_fuse.explain.built_with import value_built_with
-from attn_fuse.explain.sizes import DEPTH, KERNEL, VOCABULARY, WIDTH
+from attn_fuse.explain.building.built_with import value_built_with
+from attn_fuse.explain.building.sizes import DEPTH, KERNEL, VOCABULARY, WIDTH
 
 
 class Inner(nn.Module):

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from attn_fuse.errors import ExplainError
-from attn_fuse.explain.config_files import plain_yaml
-from attn_fuse.explain.configs import SmallConfig
+from attn_fuse.explain.building.configs import SmallConfig
+from attn_fuse.explain.reading.config_files import plain_yaml
 from tests.model_files import Write, model_of, net
 
 

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from attn_fuse.errors import ExplainError
-from attn_fuse.explain.open_file import imported
+from attn_fuse.explain.opening.open_file import imported
 from tests.model_files import Write
 
 

@@ -10,9 +10,9 @@ import pytest
 from torch import nn
 
 from attn_fuse.errors import ExplainError
-from attn_fuse.explain.choose_entry import outermost
-from attn_fuse.explain.factories import factories_of
-from attn_fuse.explain.open_file import imported
+from attn_fuse.explain.building.choose_entry import outermost
+from attn_fuse.explain.opening.open_file import imported
+from attn_fuse.explain.reading.factories import factories_of
 from tests.model_files import Write, model_of, net
 
 GPT = net("width, flavour", "self.layer = nn.Linear(width, 1)")

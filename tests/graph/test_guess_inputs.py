@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
 from attn_fuse.errors import ExplainError
-from attn_fuse.explain.declared import LONGEST, SHORT, USUAL
-from attn_fuse.explain.guess_inputs import inputs_for
+from attn_fuse.explain.running.declared import LONGEST, SHORT, USUAL
+from attn_fuse.explain.running.guess_inputs import inputs_for
 from tests.subjects import found_in
 
 
@@ -115,7 +115,7 @@ class TestInputs:
                 while True:
                     time.sleep(0.01)
 
-        monkeypatch.setattr("attn_fuse.explain.try_inputs.RUN_SECONDS", 0.05)
+        monkeypatch.setattr("attn_fuse.explain.running.try_inputs.RUN_SECONDS", 0.05)
         assert inputs_for(Slow()).args[0].shape == (1, USUAL, 6)
 
     def test_a_model_of_one_length_only(self) -> None:

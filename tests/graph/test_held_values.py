@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from attn_fuse.errors import ExplainError
-from attn_fuse.explain.absent_values import MissingPackage
-from attn_fuse.explain.arguments import UnknownArgument
-from attn_fuse.explain.build import built
-from attn_fuse.explain.choose_entry import outermost
-from attn_fuse.explain.open_file import imported
+from attn_fuse.explain.building.arguments import UnknownArgument
+from attn_fuse.explain.building.build import built
+from attn_fuse.explain.building.choose_entry import outermost
+from attn_fuse.explain.opening.absent_values import MissingPackage
+from attn_fuse.explain.opening.open_file import imported
 from tests.model_files import Write, model_of, net
 
 HOLDS = "import no_such_tokens\n" + net(

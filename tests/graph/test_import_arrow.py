@@ -15,6 +15,10 @@ ORDER = (
     "options", "picker", "guard", "site", "backend", "doors", "explain", "bench", "selfcheck_run", "__init__",
     "__main__",
 )  # fmt: skip
+ORDER_IN_EXPLAIN = (
+    "roots", "problems", "steps", "inputs", "opening", "reading", "repairing", "building", "running", "page",
+    "explanation", "__init__", "subject", "info", "command", "watched", "__main__",
+)  # fmt: skip
 MODULES = sorted(ROOT.rglob("*.py"))
 MOST_FILES_AT_THE_ROOT = 10
 KERNELS, PATTERNS = "kernels", "patterns"
@@ -42,6 +46,19 @@ def test_imports_point_down(file: Path) -> None:
     own = stage(file.relative_to(ROOT).parts)
     upward = [
         f"line {line}: {'.'.join(path)}" for line, path in imported(file) if ORDER.index(stage(path)) > ORDER.index(own)
+    ]
+    assert not upward
+
+
+EXPLAIN = ROOT / "explain"
+
+
+@pytest.mark.parametrize("file", sorted(EXPLAIN.rglob("*.py")), ids=lambda f: str(f.relative_to(EXPLAIN)))
+def test_imports_within_explain_point_down(file: Path) -> None:
+    own = stage(file.relative_to(EXPLAIN).parts)
+    below = [(line, stage(path[1:])) for line, path in imported(file) if path[:1] == (EXPLAIN.name,)]
+    upward = [
+        f"line {line}: {other}" for line, other in below if ORDER_IN_EXPLAIN.index(other) > ORDER_IN_EXPLAIN.index(own)
     ]
     assert not upward
 
@@ -90,3 +107,4 @@ def test_no_cycle() -> None:
 def test_few_files_stand_at_the_root() -> None:
     assert len([*ROOT.glob("*.py")]) <= MOST_FILES_AT_THE_ROOT
     assert {stage(f.relative_to(ROOT).parts) for f in MODULES} == set(ORDER)
+    assert {stage(f.relative_to(EXPLAIN).parts) for f in EXPLAIN.rglob("*.py")} == set(ORDER_IN_EXPLAIN)

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from attn_fuse.errors import ExplainError
-from attn_fuse.explain.no_gpu import on_the_cpu
-from attn_fuse.explain.open_file import imported
-from attn_fuse.explain.snippets import inputs_of
+from attn_fuse.explain.opening.no_gpu import on_the_cpu
+from attn_fuse.explain.opening.open_file import imported
+from attn_fuse.explain.reading.snippets import inputs_of
 from tests.model_files import Write, model_of, net
 
 

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from attn_fuse.errors import ExplainError
-from attn_fuse.explain.absent_values import MissingPackage
-from attn_fuse.explain.build import built
-from attn_fuse.explain.choose_entry import outermost
-from attn_fuse.explain.open_file import imported
+from attn_fuse.explain.building.build import built
+from attn_fuse.explain.building.choose_entry import outermost
+from attn_fuse.explain.opening.absent_values import MissingPackage
+from attn_fuse.explain.opening.open_file import imported
 from attn_fuse.explain.problems import in_one_line
 from attn_fuse.explain.roots import repository_of
 from attn_fuse.explain.steps import TimeUp, limited, step, within_memory

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from attn_fuse.errors import ExplainError
-from attn_fuse.explain.asked import Asked
-from attn_fuse.explain.build import built
-from attn_fuse.explain.built_with import class_called
-from attn_fuse.explain.choose_entry import outermost
-from attn_fuse.explain.open_file import imported
-from attn_fuse.explain.other_arguments import Arguments, other_arguments
+from attn_fuse.explain.building.build import built
+from attn_fuse.explain.building.built_with import class_called
+from attn_fuse.explain.building.choose_entry import outermost
+from attn_fuse.explain.building.other_arguments import Arguments, other_arguments
+from attn_fuse.explain.opening.open_file import imported
 from attn_fuse.explain.problems import without_frames
+from attn_fuse.explain.repairing.asked import Asked
 from tests.model_files import Write, model_of, net
 from tests.subjects import found_in
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from attn_fuse.errors import ExplainError
-from attn_fuse.explain import try_inputs
-from attn_fuse.explain.asked import asked_by
-from attn_fuse.explain.guess_inputs import inputs_for
 from attn_fuse.explain.inputs import Inputs
-from attn_fuse.explain.repaired import MOST_NUMBERS, repaired
+from attn_fuse.explain.repairing.asked import asked_by
+from attn_fuse.explain.repairing.repaired import MOST_NUMBERS, repaired
+from attn_fuse.explain.running import try_inputs
+from attn_fuse.explain.running.guess_inputs import inputs_for
 
 Call = Callable[..., Any]
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from attn_fuse.errors import ExplainError
-from attn_fuse.explain.build import TooLarge
-from attn_fuse.explain.open_file import imported
-from attn_fuse.explain.snippets import only_computes
+from attn_fuse.explain.building.build import TooLarge
+from attn_fuse.explain.opening.open_file import imported
+from attn_fuse.explain.reading.snippets import only_computes
 from tests.model_files import Write, model_of, net
 
 GPT = net("part, width, label", "self.part, self.layer = part.float(), nn.Linear(width, len(label))")

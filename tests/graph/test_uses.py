@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from attn_fuse.errors import ExplainError
-from attn_fuse.explain.guess_inputs import inputs_for
 from attn_fuse.explain.inputs import Inputs
-from attn_fuse.explain.stages import staged
-from attn_fuse.explain.use_values import MOST_NUMBERS, Around, values_for
-from attn_fuse.explain.uses import Use, uses_of
+from attn_fuse.explain.reading.stages import staged
+from attn_fuse.explain.reading.uses import Use, uses_of
+from attn_fuse.explain.running.guess_inputs import inputs_for
+from attn_fuse.explain.running.use_values import MOST_NUMBERS, Around, values_for
 
 
 def shapes(inputs: Inputs) -> list[object]:

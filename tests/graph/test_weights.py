@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from attn_fuse.explain.choose_entry import candidates
+from attn_fuse.explain.building.choose_entry import candidates
+from attn_fuse.explain.building.weights import random_weights
 from attn_fuse.explain.command import main
-from attn_fuse.explain.open_file import imported
-from attn_fuse.explain.weights import random_weights
+from attn_fuse.explain.opening.open_file import imported
 from tests.model_files import Write, model_of, net
 
 LOADS = """self.layer = nn.Linear(3, 4)

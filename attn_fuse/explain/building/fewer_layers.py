@@ -1,0 +1,82 @@
+"""A model of fewer layers than its defaults say, for one that is too large."""
+
+from __future__ import annotations
+
+import re
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from attn_fuse.errors import ExplainError
+from attn_fuse.explain.building.arguments import Call, call_of
+from attn_fuse.explain.building.sizes import DEPTH_NAME, in_words
+from attn_fuse.explain.opening.open_file import Say
+from attn_fuse.explain.reading.signatures import defaults_of
+
+# How deep a config may be within another.
+DEEPEST = 3
+# Sequences of the numbers of layers of several stages.
+STAGES_NAME = r"depths?$|blocks$|layers$"
+
+
+def shrunk(cls: type[nn.Module], namespace: Mapping[str, Any], path: Path, layers: int, why: str, say: Say) -> Call:
+    """A call of `cls` with `layers` layers where a default says more, also one of the config that stands for None, and
+    what says its sizes. why: to say of it.
+
+    Raises ExplainError where no default says how many layers there are.
+    """
+    for with_none in (False, True):
+        silent: list[str] = []
+        _, holders = call_of(cls, namespace, path, silent.append, with_none=with_none)
+        fewer = fewer_by_default(cls, layers)
+        for config in _configs_in(holders):
+            for name, value in [*vars(config).items()]:
+                if (less := _fewer(name, value, layers)) is not None:
+                    object.__setattr__(config, name, less)
+                    fewer[name] = less
+        if fewer:
+            break
+    if not fewer:
+        raise ExplainError(f"cannot build {cls.__name__}: no default says how many layers it has")
+    for note in silent:
+        say(note)
+    say(f"fewer layers, {why}: {in_words(fewer)}")
+    own = {name: value for name, value in fewer.items() if name in defaults_of(cls)}
+    given, defaults = holders[-1], defaults_of(cls)
+    made = given.items() if isinstance(given, dict) else ()
+    arguments = {name: value for name, value in made if name not in defaults or value is not defaults[name]}
+    return lambda: cls(**{**arguments, **own}), holders
+
+
+def _configs_in(values: Iterable[object], depth: int = 0) -> Iterator[object]:
+    # The configs among some values, and those within these.
+    for value in values:
+        is_code = isinstance(value, (type, types.ModuleType, Mapping)) or callable(value)
+        if not is_code and hasattr(value, "__dict__") and depth < DEEPEST:
+            yield value
+            yield from _configs_in([*vars(value).values()], depth + 1)
+
+
+def fewer_by_default(cls: type[nn.Module], layers: int) -> dict[str, Any]:
+    """The arguments of `cls` whose defaults say that there are more layers than `layers`, with as many."""
+    found = {name: _fewer(name, value, layers) for name, value in defaults_of(cls).items()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _fewer(name: str, value: Any, layers: int) -> Any:
+    # A number of layers, or the numbers of several stages, where that is less; None where it is not.
+    if re.search(DEPTH_NAME, name.lower()) and isinstance(value, int) and value > 2:
+        return layers
+    if re.search(STAGES_NAME, name.lower()) and isinstance(value, (list, tuple)):
+        less = _at_most(value, layers)
+        return less if less != value else None
+    return None
+
+
+def _at_most(value: Any, layers: int) -> Any:
+    if type(value) in (list, tuple):
+        return type(value)(_at_most(one, layers) for one in value)
+    return min(value, layers) if type(value) is int else value
