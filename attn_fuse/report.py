@@ -52,13 +52,17 @@ class Blocker:
     advice: str = ""
 
 
+# What a site is fused by where the program calls torch's own function.
+SDPA = "F.scaled_dot_product_attention"
+
+
 @dataclass(frozen=True)
 class SiteReport:
     """One attention: what was recognised and what was done with it.
 
     location: where its softmax stands.
     status: "fused", "as written" (recognised, but no kernel took it), "refused" (not proved to be an attention that
-        can be fused), or "already fused" (the program calls `F.scaled_dot_product_attention` itself).
+        can be fused), or "already fused" (the program calls a fused attention itself).
     attention: the recognised facts in words, by name: heads, head_dim, mask, scale, dropout, ...; empty if refused.
     kernel: the kernel chosen, or None.
     why_not: for every other kernel the reasons why it was not chosen.
@@ -67,6 +71,7 @@ class SiteReport:
     expression: what each element of the scores and of the output is, as mathematics; of a refused site what was read of
         the output, "" where nothing was.
     picture: the mask, as `attention.picture` draws it; empty where it draws none, and outside explain.
+    fused_by: of a site that is fused already, what the program calls.
     """
 
     location: Location
@@ -78,6 +83,7 @@ class SiteReport:
     score_bytes: int = 0
     expression: str = ""
     picture: tuple[str, ...] = ()
+    fused_by: str = ""
 
     @property
     def fused(self) -> bool:
@@ -175,7 +181,8 @@ def as_text(report: GraphReport, expressions: bool = False, plain: bool = False)
     lines: list[str] = []
     for number, site in enumerate(grouped(report.sites), 1):
         lines += [styled(f"[{number}] {site.location}", _BOLD), *wrapped(site.location.code, 4)]
-        heading = _HEADINGS[site.status] + (f" on {site.kernel}" if site.kernel else "")
+        by_what = f" on {site.kernel}" if site.kernel else f" ({site.fused_by})" if site.fused_by else ""
+        heading = _HEADINGS[site.status] + by_what
         lines += [styled(line, _COLOURS[site.status]) for line in wrapped(heading, 4)]
         for name, value in site.attention.items():
             # How long the kernel takes stands apart from where that was measured.
@@ -236,7 +243,7 @@ _HEADINGS = {
     "fused": "FUSED",
     "as written": "LEFT AS WRITTEN",
     "refused": "LEFT AS WRITTEN",
-    "already fused": "ALREADY FUSED in the program (F.scaled_dot_product_attention)",
+    "already fused": "ALREADY FUSED in the program",
 }
 _COLOURS = {"fused": _GREEN, "as written": _YELLOW, "refused": _YELLOW, "already fused": _GREEN}
 

@@ -25,6 +25,7 @@ from attn_fuse.explain.problems import in_one_line
 from attn_fuse.explain.steps import TimeUp, limited
 from attn_fuse.explain.subject import Subject
 from attn_fuse.picker.timing import OtherLoad, Timing, interleaved, synchronize
+from attn_fuse.report import SDPA
 
 _ROUNDS, _SHORTEST = 30, 2e-3
 # How many times the limit of another step compiling may take.
@@ -158,11 +159,12 @@ def _plans(
         explanation = explanation_of(subject.model, subject.inputs, subject.call, way.options)
         picked = picked or explanation
         own, others = explanation.already_fused, explanation.fused
-        if way.name != PICKED and not others and not (own and way.held_to):
+        is_held = way.held_to is not None and any(site.fused_by == SDPA for site in explanation.sites)
+        if way.name != PICKED and not others and not is_held:
             left_out[way.name] = _why_none(explanation, way)
             continue
         # A kernel holds its own calls to its backend: only those of the program itself are left to hold.
-        if way.held_to is not None and not own and way.held_to.name != "MATH":
+        if way.held_to is not None and not is_held and way.held_to.name != "MATH":
             way = replace(way, held_to=None)
         key = (way.held_to, tuple((str(site.location), site.kernel) for site in explanation.sites))
         if (known := plans.get(key)) is not None:

@@ -42,7 +42,7 @@ class Explanation:
 
     @property
     def already_fused(self) -> int:
-        """How many attentions are calls of `F.scaled_dot_product_attention`, left alone."""
+        """How many attentions are calls of a fused attention in the program, left alone."""
         return sum(site.status == "already fused" for site in self.sites)
 
     @property
@@ -107,7 +107,9 @@ class Explanation:
         attentions = f"{len(self.sites)} attention{'s' if len(self.sites) > 1 else ''}"
         summary = f"{attentions}{graphs}: {self.fused} fused, {self.left_as_written} left as written"
         if self.already_fused:
-            summary += f", {self.already_fused} fused already in the program (F.scaled_dot_product_attention)"
+            called = dict.fromkeys(site.fused_by for site in self.sites if site.fused_by)
+            names = f" ({', '.join(called)})" if called else ""
+            summary += f", {self.already_fused} fused already in the program{names}"
         if self.score_bytes:
             summary += f"\n{bytes_in_words(self.score_bytes)} of scores no longer stored"
         return summary

@@ -138,8 +138,14 @@ class TestText:
         assert text.endswith("2 attentions: 0 fused, 2 left as written")
 
     def test_summary_names_what_was_fused_already(self) -> None:
-        summary = str(explanation(site(), site(status="already fused", score_bytes=0)))
-        assert "2 attentions: 1 fused, 0 left as written, 1 fused already in the program" in summary
+        others = [
+            site(status="already fused", score_bytes=0, fused_by=name) for name in ("flex_attention", "lib::attn")
+        ]
+        summary = str(explanation(site(), *others))
+        assert (
+            "3 attentions: 1 fused, 0 left as written, 2 fused already in the program (flex_attention, lib::attn)"
+            in summary
+        )
 
     def test_where_a_kernel_was_measured_is_a_line_of_its_own(self) -> None:
         picked = {"picked": "0.41 of the time as written, by measurements here, the nearest at causal"}
