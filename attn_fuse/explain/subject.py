@@ -238,11 +238,9 @@ def _found(
             found, built_with = _built_and_run(cls, args, vars(sys.modules[cls.__module__]), limit / 2, [])
         except ExplainError:
             continue
-        said = [f"{OF_A_PART} {cls.__name__}, since of the whole: {problem}", *built_with]
         if found.attends:
-            notes += said
+            notes += [f"{OF_A_PART} {cls.__name__}, since of the whole: {problem}", *built_with]
             return found
-        idle = idle or (found, said)
     if idle is None:
         raise problem
     notes += idle[1]

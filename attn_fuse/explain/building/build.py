@@ -33,7 +33,7 @@ from attn_fuse.explain.building.fewer_layers import fewer_by_default, shrunk
 from attn_fuse.explain.building.other_arguments import Arguments, other_arguments
 from attn_fuse.explain.building.sizes import in_words, value_for
 from attn_fuse.explain.building.targets import targets_of
-from attn_fuse.explain.building.weights import random_weights
+from attn_fuse.explain.building.weights import RANDOM, random_weights
 from attn_fuse.explain.opening.absent_values import MissingPackage, held_by_models
 from attn_fuse.explain.opening.older import imported_part, older_models, without_argument
 from attn_fuse.explain.opening.open_file import Say, moved_to_its_files, same_folder_after
@@ -59,8 +59,8 @@ MOST_CONFIGS = 4
 MOST_CHANGES, SEARCH_SECONDS = 32, 20.0
 # How many entries that a config lacks are made up.
 MOST_ENTRIES = 20
-# What a model that is too large gets in place of its layers, in turn.
-FEWER_LAYERS = (2, 1)
+# How many layers a model that is too large gets in place of its own, in turn, and whether few experts and words, too.
+FEWER = ((2, False), (1, False), (2, True), (1, True))
 
 
 class TooLarge(ExplainError):
@@ -151,12 +151,32 @@ def all_built(cls: type[nn.Module], namespace: Mapping[str, Any], most: int = MO
 
 
 def _built_by(way: _Way, cls: type[nn.Module], most: int, path: Path, again: Callable[[Arguments], Built]) -> Built:
-    notes: list[str] = [way.note] if way.note else []
+    notes: list[str] = []
+    try:
+        return _built_once(way, cls, most, path, again, notes, named=False)
+    except Exception:
+        # Code that takes weights apart by their names needs them.
+        if not any(note.startswith(RANDOM) for note in notes):
+            raise
+    return _built_once(way, cls, most, path, again, [], named=True)
+
+
+def _built_once(
+    way: _Way,
+    cls: type[nn.Module],
+    most: int,
+    path: Path,
+    again: Callable[[Arguments], Built],
+    notes: list[str],
+    named: bool,
+) -> Built:
+    # named: whether weights that are not there have names.
+    notes += [way.note] if way.note else []
     older_models()
     # The weights twice, and as much again for what the constructor makes beside them: masks of a guessed size.
     bytes_of = 4 * most * 4
     with (
-        random_weights(notes.append),
+        random_weights(notes.append, named),
         same_folder_after(),
         held_by_models(notes.append),
         within_memory(bytes_of),
@@ -310,12 +330,12 @@ def _ways(cls: type[nn.Module], namespace: Mapping[str, Any], failures: Sequence
     yield from _as_errors_ask(cls, namespace, path, failed, failures)
     is_large = any(isinstance(failure, TooLarge) for failure in failures)
     why = "since its defaults are too large" if is_large else "since it does not run with its defaults"
-    fewer = [_Way(None, functools.partial(shrunk, cls, namespace, path, n, why)) for n in FEWER_LAYERS]
+    fewer = [_Way(None, functools.partial(shrunk, cls, namespace, path, n, few, why)) for n, few in FEWER]
     lacks = any(map(_lacks_a_value, failures))
     if is_large or not lacks:
         yield from fewer
     if is_large:
-        shallow = _Attempt(cls, namespace, path, Arguments(fewer_by_default(cls, FEWER_LAYERS[0])))
+        shallow = _Attempt(cls, namespace, path, Arguments(fewer_by_default(cls, FEWER[0][0])))
         yield from _as_errors_ask(cls, namespace, path, [(yield from _tried(shallow, failures))], failures)
     if not lacks:
         return

@@ -20,21 +20,25 @@ from attn_fuse.explain.reading.signatures import defaults_of
 DEEPEST = 3
 # Sequences of the numbers of layers of several stages.
 STAGES_NAME = r"depths?$|blocks$|layers$"
+# What a model of few layers may still have too many of, and how many it gets: no fewer experts than a token goes to.
+FEW_OF = ((r"experts$", 8), (r"vocab(ulary)?_?size$|^n_?(words|vocab)$|vocab_len$", 1000))
 
 
-def shrunk(cls: type[nn.Module], namespace: Mapping[str, Any], path: Path, layers: int, why: str, say: Say) -> Call:
+def shrunk(
+    cls: type[nn.Module], namespace: Mapping[str, Any], path: Path, layers: int, few: bool, why: str, say: Say
+) -> Call:
     """A call of `cls` with `layers` layers where a default says more, also one of the config that stands for None, and
-    what says its sizes. why: to say of it.
+    what says its sizes. few: whether it has few experts and words, too. why: to say of it.
 
     Raises ExplainError where no default says how many layers there are.
     """
     for with_none in (False, True):
         silent: list[str] = []
         _, holders = call_of(cls, namespace, path, silent.append, with_none=with_none)
-        fewer = fewer_by_default(cls, layers)
+        fewer = fewer_by_default(cls, layers, few)
         for config in _configs_in(holders):
             for name, value in [*vars(config).items()]:
-                if (less := _fewer(name, value, layers)) is not None:
+                if (less := _fewer(name, value, layers, few)) is not None:
                     object.__setattr__(config, name, less)
                     fewer[name] = less
         if fewer:
@@ -43,7 +47,7 @@ def shrunk(cls: type[nn.Module], namespace: Mapping[str, Any], path: Path, layer
         raise ExplainError(f"cannot build {cls.__name__}: no default says how many layers it has")
     for note in silent:
         say(note)
-    say(f"fewer layers, {why}: {in_words(fewer)}")
+    say(f"fewer layers{', experts and words' if few else ''}, {why}: {in_words(fewer)}")
     own = {name: value for name, value in fewer.items() if name in defaults_of(cls)}
     given, defaults = holders[-1], defaults_of(cls)
     made = given.items() if isinstance(given, dict) else ()
@@ -60,14 +64,22 @@ def _configs_in(values: Iterable[object], depth: int = 0) -> Iterator[object]:
             yield from _configs_in([*vars(value).values()], depth + 1)
 
 
-def fewer_by_default(cls: type[nn.Module], layers: int) -> dict[str, Any]:
-    """The arguments of `cls` whose defaults say that there are more layers than `layers`, with as many."""
-    found = {name: _fewer(name, value, layers) for name, value in defaults_of(cls).items()}
+def fewer_by_default(cls: type[nn.Module], layers: int, few: bool = False) -> dict[str, Any]:
+    """The arguments of `cls` whose defaults say that there are more layers than `layers`, with as many.
+
+    few: whether those of experts and words count, too.
+    """
+    found = {name: _fewer(name, value, layers, few) for name, value in defaults_of(cls).items()}
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _fewer(name: str, value: Any, layers: int) -> Any:
-    # A number of layers, or the numbers of several stages, where that is less; None where it is not.
+def _fewer(name: str, value: Any, layers: int, few: bool) -> Any:
+    # A number of layers, or the numbers of several stages, where that is less, and the same of `few`; None where it is
+    # not.
+    if few and type(value) is int:
+        less = next((most for pattern, most in FEW_OF if re.search(pattern, name.lower()) and value > most), None)
+        if less is not None:
+            return less
     if re.search(DEPTH_NAME, name.lower()) and isinstance(value, int) and value > 2:
         return layers
     if re.search(STAGES_NAME, name.lower()) and isinstance(value, (list, tuple)):

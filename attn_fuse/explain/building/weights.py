@@ -22,8 +22,15 @@ LIBRARIES = (
 )
 
 
+# What a note begins with that says which weights are not there.
+RANDOM = "random weights in place of"
+# How many calls above the one that loads the model is sought that the weights are for.
+MOST_FRAMES = 12
+
+
 class _Absent(dict[str, Any]):
-    # What loading gives: empty, and the same below every key, as checkpoints keep weights below "model".
+    # What loading gives: empty or the weights that the model has, and the same below every other key, as checkpoints
+    # keep weights below "model".
 
     def __missing__(self, key: str) -> _Absent:
         return self
@@ -36,8 +43,11 @@ class _Absent(dict[str, Any]):
 
 
 @contextlib.contextmanager
-def random_weights(say: Callable[[str], object]) -> Iterator[None]:
-    """Within the block weights that are not on this machine are not loaded; `say` is told of each source once."""
+def random_weights(say: Callable[[str], object], named: bool = False) -> Iterator[None]:
+    """Within the block weights that are not on this machine are not loaded; `say` is told of each source once.
+
+    named: what is loaded then has the names and the random weights of the model around the call; else it is empty.
+    """
     told: set[str] = set()
     load, download, into = torch.load, torch.hub.download_url_to_file, nn.Module.load_state_dict
 
@@ -45,8 +55,8 @@ def random_weights(say: Callable[[str], object]) -> Iterator[None]:
         name = str(source).rpartition("/")[2]
         if name not in told:
             told.add(name)
-            say(f"random weights in place of {name}")
-        return _Absent()
+            say(f"{RANDOM} {name}")
+        return _Absent(_weights_around() if named else {})
 
     def loads(file: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(file, (str, os.PathLike)) and not os.path.exists(file):
@@ -54,7 +64,7 @@ def random_weights(say: Callable[[str], object]) -> Iterator[None]:
         return load(file, *args, **kwargs)
 
     def fills(self: nn.Module, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        if told and isinstance(state_dict, dict) and not state_dict:
+        if told and isinstance(state_dict, dict) and (named or not state_dict):
             # As if all had been there: the caller may ask what was not.
             return type(into(self, {}, strict=False))([], [])
         return into(self, state_dict, *args, **kwargs)
@@ -114,6 +124,21 @@ def random_weights(say: Callable[[str], object]) -> Iterator[None]:
         nn.Module.load_state_dict = into  # type: ignore[method-assign]
         for owner, attribute, value in patched:
             setattr(owner, attribute, value)
+
+
+def _weights_around() -> dict[str, Any]:
+    # The weights of the model that the nearest of the calling functions has at hand.
+    frame = sys._getframe(1)
+    for _ in range(MOST_FRAMES):
+        for value in frame.f_locals.values():
+            # A module that is being built may not have its parts yet.
+            with contextlib.suppress(Exception):
+                if isinstance(value, nn.Module) and (weights := value.state_dict()):
+                    return {name: tensor.clone() for name, tensor in weights.items()}
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return {}
 
 
 def _config_named(name: str) -> Any:

@@ -108,7 +108,9 @@ def _of_constructor(cls: ast.ClassDef) -> dict[str, Any]:
 
 
 def _command_line(tree: ast.Module) -> dict[str, Any]:
+    # As argparse has it: of two arguments for one option the first has the default, and `set_defaults` comes above it.
     options: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
     for node in ast.walk(tree):
         match node:
             case ast.Call(ast.Attribute(_, "add_argument"), flags, keywords):
@@ -116,9 +118,15 @@ def _command_line(tree: ast.Module) -> dict[str, Any]:
                 given = {k.arg: k.value for k in keywords}
                 named = given.get("dest")
                 key = named.value if isinstance(named, ast.Constant) else max(names, key=len, default="")
-                options[str(key).lstrip("-").replace("-", "_")] = _default(given)
+                option = str(key).lstrip("-").replace("-", "_")
+                if options.get(option) is None:
+                    options[option] = _default(given)
+            case ast.Call(ast.Attribute(_, "set_defaults"), [], keywords):
+                for keyword in keywords:
+                    with contextlib.suppress(ValueError, TypeError, SyntaxError):
+                        defaults[str(keyword.arg)] = literal(keyword.value)
     options.pop("", None)
-    return options
+    return {**options, **{name: value for name, value in defaults.items() if name in options}}
 
 
 def _default(given: Mapping[str | None, ast.expr]) -> Any:

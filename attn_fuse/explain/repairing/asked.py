@@ -24,6 +24,8 @@ from attn_fuse.explain.roots import PACKAGE
 
 DIVISIBLE = re.compile(r"(\w+) (?:must|should|has to|needs to) be (?:evenly )?divisible by (?:the )?(\w+)")
 COUNTED = (int, list, tuple)
+# Errors of a name, a file or a way that is not there, which says nothing of sizes.
+OF_WHAT_IS_ABSENT = (NameError, ImportError, OSError, NotImplementedError)
 # How many texts are told of that a name may be.
 MOST_CHOICES = 6
 # What a comparison of a size may be made of: nothing that computes for long or writes.
@@ -54,7 +56,8 @@ class Asked(Said):
     lacks: attributes of the model that are not set there.
     taken_apart: names in the code that failed of which it takes entries, the length, or one after another.
     choices: names in the failing code that it compares with texts or looks up in a dict, their values, and the texts
-    or the keys; of an attribute that the model's constructor sets on a condition, the names there and what meets it.
+    or the keys; of an attribute that the model's constructor sets on a condition, the names there and what meets it; of
+    what is absent, the flags on which it is reached, and their other values.
     kind: the message without sizes.
     lines: those of the model's code at which the error was raised, the outermost function's first: of two errors of the
     same function the one with the greater lines came further.
@@ -106,7 +109,12 @@ def _asked_by(error: BaseException) -> Asked:
         near=near,
         lacks=_lacks(error, *frames[-1]) if frames else frozenset(),
         taken_apart=frozenset(_taken_apart(*frames[-1])) if frames else frozenset(),
-        choices=(*(_choices(*frames[-1]) if frames else ()), *_conditions(error), *_asserted(frames)),
+        choices=(
+            *(_choices(*frames[-1]) if frames else ()),
+            *_conditions(error),
+            *_asserted(frames),
+            *_around(error, frames),
+        ),
         kind=re.sub(r"\(\d+\)|\d\d+", "", message),
         lines=tuple(line for _, line in frames),
     )
@@ -211,6 +219,21 @@ def _asserted(frames: Sequence[tuple[FrameType, int]]) -> Iterator[tuple[str, An
             wanted, flag = not wanted, flag.operand
         if isinstance(flag, (ast.Name, ast.Attribute)) and (name := _last_name(flag)):
             yield name, not wanted, (wanted,)
+
+
+def _around(error: BaseException, frames: Sequence[tuple[FrameType, int]]) -> Iterator[tuple[str, Any, tuple[bool]]]:
+    # Of what this machine or the file does not have: the flags of the conditions under which it was reached, and their
+    # other values, the innermost first. `if use_flash: self.attention = FlashAttention()` is not reached without flash.
+    if not isinstance(error, OF_WHAT_IS_ABSENT):
+        return
+    for frame, line in reversed(frames):
+        for node in sorted(_statements(frame.f_code.co_filename, line), key=_line, reverse=True):
+            if isinstance(node, ast.If) and node.lineno != line:
+                for flag in (n for n in ast.walk(node.test) if isinstance(n, (ast.Name, ast.Attribute))):
+                    with contextlib.suppress(Exception):
+                        value = _value(flag, frame)
+                        if isinstance(value, bool) and (name := _last_name(flag)):
+                            yield name, value, (not value,)
 
 
 def _sets(statement: ast.stmt, attribute: str) -> bool:

@@ -191,6 +191,8 @@ def _of_rank(has: int | None, wants: int, tensor: Tensor) -> Iterator[_Shape]:
         yield (*shape, *(new,) * more)
         yield (*shape, *(1,) * more)
     elif wants > 0:
+        if shape[0] == 1 and not tensor.is_floating_point():
+            yield shape[-more:]
         yield (shape[0], *shape[1 - more :])
         yield shape[:more]
 

@@ -233,7 +233,8 @@ class Trial:
         # A decoder with a cache may take one token at a time.
         probe = probe or self(self.tokens(1))
         if probe is None:
-            return None
+            # Tokens may come without a batch.
+            return first_of(self(self.tokens(size)[0]) for size in [*lengths][::-1]) if batch == 1 else None
         tokens = probe.inputs.args[0] if probe.inputs.args else torch.empty(0)
         takers = [module for module, given in probe.embedded if torch.equal(given.flatten(), tokens.flatten())]
         if not takers:
