@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 from attn_fuse.attention.picture import picture
 from attn_fuse.emit.check import Rewritten, without_disagreements
 from attn_fuse.emit.splice import emit
-from attn_fuse.errors import NotFusedError, named
+from attn_fuse.errors import NotFusedError
 from attn_fuse.graph.breaks import Break, NotJoined, Part, break_after, cut_sites, joined, part_of, remembering
 from attn_fuse.graph.expand import expand
 from attn_fuse.graph.functionalize import functionalize
@@ -38,8 +38,6 @@ from attn_fuse.torch_internals import (
 
 _MEND_BREAK = "move that line out of the attention, or write it so that Dynamo can trace it"
 _PATTERNS_OFF = "Inductor's own attention patterns were kept off this graph: they rewrite look-alikes wrongly"
-
-_FAILED = "this graph stays as written, since analysing it failed; report the failure, which the log holds in full"
 
 
 def attn_fuse(
@@ -116,16 +114,9 @@ class Compiler:
         rewrite = functools.partial(self.rewritten, graph, inputs)
         # A checkpoint around this call must not count the tensors that the stages save, nor their operations.
         with saved_tensors_hooks_aside(), dispatch_modes_aside():
-            try:
-                found = rewrite({})
-                if self.options.check:
-                    found = without_disagreements(graph, inputs, rewrite, found)
-            except Exception as problem:  # rule 5: whatever goes wrong in here must not break the model
-                if self.options.strict:
-                    raise
-                log.warning("a graph stays as written, since analysing it failed", exc_info=True)
-                found = Rewritten(graph, [], ())
-                notes = (*notes, f"{_FAILED}: {named(problem)}")
+            found = rewrite({})
+            if self.options.check:
+                found = without_disagreements(graph, inputs, rewrite, found)
             part = _part_of(graph, inputs)
             broken = () if part is None else self.broken(part)
         # The inner backend may change the graph that it is given.

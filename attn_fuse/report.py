@@ -52,7 +52,6 @@ class Blocker:
     advice: str = ""
 
 
-# What a site is fused by where the program calls torch's own function.
 SDPA = "F.scaled_dot_product_attention"
 
 
@@ -71,7 +70,7 @@ class SiteReport:
     expression: what each element of the scores and of the output is, as mathematics; of a refused site what was read of
         the output, "" where nothing was.
     picture: the mask, as `attention.picture` draws it; empty where it draws none, and outside explain.
-    fused_by: of a site that is fused already, what the program calls.
+    fused_by: of a site that is fused already, what the program calls, where that is not torch's SDPA.
     """
 
     location: Location
@@ -181,8 +180,9 @@ def as_text(report: GraphReport, expressions: bool = False, plain: bool = False)
     lines: list[str] = []
     for number, site in enumerate(grouped(report.sites), 1):
         lines += [styled(f"[{number}] {site.location}", _BOLD), *wrapped(site.location.code, 4)]
-        by_what = f" on {site.kernel}" if site.kernel else f" ({site.fused_by})" if site.fused_by else ""
-        heading = _HEADINGS[site.status] + by_what
+        heading = _HEADINGS[site.status] + (f" on {site.kernel}" if site.kernel else "")
+        if site.status == "already fused":
+            heading += f" ({site.fused_by or SDPA})"
         lines += [styled(line, _COLOURS[site.status]) for line in wrapped(heading, 4)]
         for name, value in site.attention.items():
             # How long the kernel takes stands apart from where that was measured.

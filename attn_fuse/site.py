@@ -93,8 +93,7 @@ class Rewriter:
         for scope in scopes(self.graph):
             # Rewriting changes the graph, so find all sites before.
             for site in list(self.stages.find_sites(scope, self.written.get(scope.path))):
-                erased = [isinstance(region, Region) and not region.output.users for region in site.candidates]
-                if erased and all(erased):
+                if all(isinstance(region, Region) and not region.output.users for region in site.candidates):
                     continue  # it was a part of a fused site, and was erased with it
                 late = time.perf_counter() - self._picking > started + seconds
                 why = self._left(len(reports), seconds if late else None)
@@ -120,16 +119,14 @@ class Rewriter:
 
     def _site(self, site: Site) -> SiteReport | None:
         """The report on the first candidate that is an attention, else on the first; None if unsure and none is."""
-        if not site.candidates:
-            return SiteReport(locate(site.softmax), "already fused", fused_by=site.fused_by)
         reports = []
         for candidate in site.candidates:
             reports.append(self._candidate(candidate, site))
             if reports[-1].attention:
                 break
         report = next((r for r in reports if r.attention), reports[0])
-        if site.fused_by and not report.fused:
-            return SiteReport(locate(site.softmax), "already fused", fused_by=site.fused_by)
+        if site.is_fused_already and not report.fused:
+            return SiteReport(locate(site.softmax), "already fused")
         return None if site.unsure and not report.attention else report
 
     def _candidate(self, region: Region | RefusedRegion, site: Site) -> SiteReport:
@@ -186,8 +183,8 @@ class Rewriter:
             if leaf in (read_along if isinstance(proof.form, Diagonals) else region.leaves)
         ]
         words = in_words(attention, facts, tuple(f"the contents of {_plain(p.source)}, {p.form}" for p in used))
-        if site.fused_by and not _gains(region.output, attention, facts):
-            return SiteReport(location, "already fused", fused_by=site.fused_by)
+        if site.is_fused_already and not _gains(region.output, attention, facts):
+            return SiteReport(location, "already fused")
         values, self_check = self._values(region), None
         if self.stages.self_check_of is not None:
             proved = {leaf: repr(proof.form) for leaf, proof in proofs.items() if leaf in region.leaves}

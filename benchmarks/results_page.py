@@ -328,6 +328,10 @@ def outdated() -> Iterator[str]:
         if not commit:
             continue
         paths = [f"attn_fuse/{part}" for part in EXPLAIN.get(path.stem, MEASURED)]
+        # What was taken back since is no change.
+        same = ["git", "diff", "--quiet", commit.partition("+")[0], "HEAD", "--", *paths]
+        if subprocess.run(same, cwd=ROOT, capture_output=True).returncode == 0:
+            continue
         command = ["git", "log", "--oneline", f"{commit.partition('+')[0]}..HEAD", "--", *paths]
         since = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         if since.returncode or since.stdout:

@@ -25,7 +25,6 @@ from attn_fuse.explain.problems import in_one_line
 from attn_fuse.explain.steps import TimeUp, limited
 from attn_fuse.explain.subject import Subject
 from attn_fuse.picker.timing import OtherLoad, Timing, interleaved, synchronize
-from attn_fuse.report import SDPA
 
 _ROUNDS, _SHORTEST = 30, 2e-3
 # How many times the limit of another step compiling may take.
@@ -159,7 +158,9 @@ def _plans(
         explanation = explanation_of(subject.model, subject.inputs, subject.call, way.options)
         picked = picked or explanation
         own, others = explanation.already_fused, explanation.fused
-        is_held = way.held_to is not None and any(site.fused_by == SDPA for site in explanation.sites)
+        is_held = way.held_to is not None and any(
+            site.status == "already fused" and not site.fused_by for site in explanation.sites
+        )
         if way.name != PICKED and not others and not is_held:
             left_out[way.name] = _why_none(explanation, way)
             continue

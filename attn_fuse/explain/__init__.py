@@ -12,6 +12,7 @@ import sys
 import time
 import types
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from attn_fuse import backend
 from attn_fuse.errors import ExplainError as ExplainError
 from attn_fuse.errors import OptionError as OptionError
 from attn_fuse.errors import nearest as nearest
+from attn_fuse.explain.called import calls_in
 from attn_fuse.explain.explanation import Explanation
 from attn_fuse.explain.inputs import Inputs
 from attn_fuse.graph.breaks import functions_left_alone
@@ -65,16 +67,20 @@ def explanation_of(
     options: the options of the backend. dynamic: torch.compile's `dynamic`.
     """
     recording: list[bool] = []
+    reports: list[GraphReport] = []
 
     def analyzed(graph: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         recording.append(torch.is_grad_enabled())
-        return backend.analyze_only(graph, example_inputs, options=options)
+        called = tuple(calls_in(graph))
+        with collecting() as found:
+            run = backend.analyze_only(graph, example_inputs, options=options)
+        reports.extend(replace(report, sites=(*report.sites, *called)) for report in found)
+        return run
 
     # A new partial each time, so that Dynamo does not reuse an earlier compilation, which would report nothing.
     compiled = compiled_apart(model, functools.partial(analyzed), dynamic)
     started = time.time()
-    with collecting() as reports:
-        use(compiled)
+    use(compiled)
     left = left_by_dynamo(started)
     subject = _subject(model, inputs, any(recording))
     return Explanation(subject, tuple(reports), not_compiled=tuple(functions_left_alone(left)))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attn_fuse.explain.page import Figures, page
-from attn_fuse.report import GraphReport, SiteReport, as_json, as_text, bytes_in_words, grouped
+from attn_fuse.report import SDPA, GraphReport, SiteReport, as_json, as_text, bytes_in_words, grouped
 
 
 @dataclass(frozen=True)
@@ -107,9 +107,8 @@ class Explanation:
         attentions = f"{len(self.sites)} attention{'s' if len(self.sites) > 1 else ''}"
         summary = f"{attentions}{graphs}: {self.fused} fused, {self.left_as_written} left as written"
         if self.already_fused:
-            called = dict.fromkeys(site.fused_by for site in self.sites if site.fused_by)
-            names = f" ({', '.join(called)})" if called else ""
-            summary += f", {self.already_fused} fused already in the program{names}"
+            names = dict.fromkeys(site.fused_by or SDPA for site in self.sites if site.status == "already fused")
+            summary += f", {self.already_fused} fused already in the program ({', '.join(names)})"
         if self.score_bytes:
             summary += f"\n{bytes_in_words(self.score_bytes)} of scores no longer stored"
         return summary

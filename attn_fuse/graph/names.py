@@ -6,7 +6,6 @@ A kind says nothing about what an operation means. An operation that stands in n
 from __future__ import annotations
 
 import math
-import re
 
 import torch
 from torch.fx import Node
@@ -17,7 +16,6 @@ from attn_fuse.torch_internals import storage_of
 
 SOFTMAX = frozenset({"softmax", "_softmax", "log_softmax", "_log_softmax", "_safe_softmax"})
 FUSED = frozenset({"scaled_dot_product_attention"})
-_ATTENTION = re.compile(r"attn|attention|fmha", re.IGNORECASE)
 # Calls that compute attention among other things: `expand` writes them out before sites are sought.
 CALLS = frozenset({"multi_head_attention_forward"})
 PRODUCTS = frozenset(
@@ -112,22 +110,6 @@ def is_exponential(node: Node) -> bool:
     """Whether `node` is `exp`, `exp2` or a power with a positive number as its base."""
     base = node.args[0] if op_name(node) == "pow" and node.args else None
     return op_name(node) in ("exp", "exp2") or (isinstance(base, int | float) and base > 0)
-
-
-def is_kernel_call(node: Node) -> bool:
-    """Whether a call is of a fused attention other than SDPA: FlexAttention, or an operator of flash_attn, xFormers,
-    torch's own kernels or a library that we do not know. Its name says so, and the shapes of its first three tensors.
-    """
-    name = called(node)
-    if not _ATTENTION.search(name) or name in FUSED | CALLS:
-        return False
-    # As text: a comparison of symbols would become a guard.
-    shapes = [[*map(str, getattr(value_of(n), "shape", ()))] for n in node.all_input_nodes[:3]]
-    if len(shapes) < 3 or not all(len(shape) >= 3 for shape in shapes):
-        return False
-    query, key, value = shapes
-    # [..., len, heads, head_dim] or [..., heads, len, head_dim]; values may have a size of their own.
-    return query[-1] == key[-1] and key[:-1] == value[:-1]
 
 
 def value_of(node: Node) -> object:

@@ -35,7 +35,6 @@ from attn_fuse.graph.names import (
     SOFTMAX,
     called,
     is_exponential,
-    is_kernel_call,
     op_name,
     requires_grad,
     value_of,
@@ -43,7 +42,6 @@ from attn_fuse.graph.names import (
 from attn_fuse.graph.reach import reach
 from attn_fuse.graph.scopes import Scope, StillWritten
 from attn_fuse.graph.walk import BETWEEN, Walk, is_product, is_tuple, reached_from
-from attn_fuse.report import SDPA
 
 # At most so many score products are tried in turn: a graph that joins more is something else.
 _MOST_CANDIDATES = 4
@@ -110,8 +108,7 @@ class RefusedRegion:
 class Site:
     """A place where an attention may be written.
 
-    softmax: the anchor: a softmax, an exponential, or a call of SDPA or of another fused attention. candidates: its
-        possible regions, likeliest first; none where the program calls a kernel that is not ours to replace.
+    softmax: the anchor: a softmax, an exponential or a call of SDPA. candidates: its possible regions, likeliest first.
     unsure: whether the place counts as a site only where a candidate is recognised.
     """
 
@@ -120,11 +117,9 @@ class Site:
     unsure: bool = False
 
     @property
-    def fused_by(self) -> str:
-        """The fused attention that the program calls here itself, by name; "" where it calls none."""
-        if op_name(self.softmax) in FUSED:
-            return SDPA
-        return op_name(self.softmax) if is_kernel_call(self.softmax) else ""
+    def is_fused_already(self) -> bool:
+        """Whether the program calls `F.scaled_dot_product_attention` here."""
+        return op_name(self.softmax) in FUSED
 
 
 def find_sites(scope: Scope, written: StillWritten | None = None) -> Iterator[Site]:
@@ -140,8 +135,7 @@ def find_sites(scope: Scope, written: StillWritten | None = None) -> Iterator[Si
     outputs: set[Node] = set()
     # Exponentials come last: one may lie in the region of another anchor.
     for anchor in sorted(anchors, key=is_exponential):
-        is_whole = op_name(anchor) in FUSED or is_kernel_call(anchor)
-        for output in [anchor] if is_whole else _outputs(anchor):
+        for output in [anchor] if op_name(anchor) in FUSED else _outputs(anchor):
             if output not in outputs:
                 site = _site(scope, anchor, output, position)
                 if site is not None:
@@ -180,12 +174,10 @@ def _is_anchor(node: Node) -> bool:
     if is_exponential(node):
         # exp of a scalar is a learned temperature (CLIP), not a softmax.
         return any(not isinstance(n, int) or n != 1 for n in getattr(value_of(node), "shape", ()))
-    return op_name(node) in SOFTMAX | FUSED or is_kernel_call(node)
+    return op_name(node) in SOFTMAX | FUSED
 
 
 def _site(scope: Scope, anchor: Node, output: Node, position: dict[Node, int]) -> Site | None:
-    if is_kernel_call(anchor):
-        return Site(anchor, ())
     walk = Walk(anchor, scope.modes)
     walk.from_output(output)
     unsure = is_exponential(anchor) and not any(op_name(n) in REDUCTIONS for n in walk.inside)

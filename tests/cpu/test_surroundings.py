@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from attn_fuse.report import collecting
@@ -124,54 +123,6 @@ def test_any_other_sdpa_call_stays(call) -> None:
     outcome = check(call, *tensors(2, 3, S, 16))
     assert outcome.site.status == "already fused" and outcome.site.blocker is None and not outcome.site.attention
     assert "is_causal = True" not in outcome.after or call is sdpa_causal
-
-
-# ---- calls of other fused attentions
-
-
-@torch.library.custom_op("a_library::attention_forward", mutates_args=())
-def of_a_library(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v)
-
-
-@of_a_library.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return torch.empty_like(q)
-
-
-@torch.library.custom_op("a_library::attention_bias", mutates_args=())
-def bias_of_a_library(positions: Tensor) -> Tensor:
-    return positions * -0.5
-
-
-@bias_of_a_library.register_fake
-def _(positions: Tensor) -> Tensor:
-    return torch.empty_like(positions)
-
-
-def flex(q, k, v):
-    return flex_attention(q, k, v, score_mod=lambda score, b, h, i, j: score + (j - i))
-
-
-def called_beside(q, k, v):
-    bias = bias_of_a_library((torch.arange(S)[:, None] - torch.arange(S)).abs().to(q.dtype))
-    return of_a_library(q, k, v) + (scores(q, k) + bias).softmax(-1) @ v
-
-
-@torch.no_grad()
-def test_flex_attention_is_fused_already() -> None:
-    outcome = check(flex, *tensors(2, 3, 64, 16), backward=False)
-    assert outcome.site.status == "already fused" and outcome.site.fused_by == "flex_attention"
-
-
-@torch.no_grad()
-def test_an_operator_of_a_library_is_fused_already_and_its_bias_is_none() -> None:
-    args = tensors(2, 3, S, 16)
-    with collecting() as graphs:
-        got = compiled(called_beside)(*args)
-    torch.testing.assert_close(got, called_beside(*args))
-    called, written_out = sorted(graphs[0].sites, key=lambda site: site.status)
-    assert called.fused_by == "a_library::attention_forward" and written_out.fused
 
 
 def test_an_sdpa_call_with_dropout_keeps_dropping() -> None:
