@@ -260,7 +260,14 @@ class TestCommandLine:
             "pass --entry 'Model(flavour=...)'"
         )
 
-    @pytest.mark.parametrize("attends", ["relu()", "relu().flatten(2).view(x.shape)  # no softmax"])
+    @pytest.mark.parametrize(
+        "attends",
+        [
+            "relu()",
+            "relu().flatten(2).view(x.shape)  # no softmax",
+            "relu() if self.training or True else x.softmax(-1)",
+        ],
+    )
     def test_no_part_that_does_not_attend(self, attends: str, write: Write, capsys: pytest.CaptureFixture[str]) -> None:
         other = WHOLE_AND_PART.replace("SelfAttention", "Mixing").replace("softmax(-1)", attends)
         assert main([write(other)]) == 2

@@ -417,6 +417,19 @@ class GPT(nn.Module):
         model, _ = model_of(write(net("n_layer=50", body)), notes, most=1000)
         assert len(model.layers) == 2 and notes == ["fewer layers, since its defaults are too large: n_layer=2"]
 
+    def test_too_large_a_layer_gets_fewer_experts_and_words(self, write: Write) -> None:
+        body = """self.words = nn.Embedding(vocab_size, 10)
+        self.layers = nn.ModuleList(nn.Linear(10, 10 * num_experts) for _ in range(n_layer))
+        assert num_experts > experts_per_token"""
+        notes: list[str] = []
+        source = net("n_layer=50, num_experts=64, experts_per_token=4, vocab_size=100_000", body)
+        model, _ = model_of(write(source), notes, most=20_000)
+        assert [len(model.layers), model.layers[0].out_features, model.words.num_embeddings] == [2, 80, 1000]
+        assert notes == [
+            "fewer layers, experts and words, since its defaults are too large: "
+            "n_layer=2, num_experts=8, vocab_size=1000"
+        ]
+
     def test_too_large_a_config_that_stands_for_none(self, write: Write) -> None:
         source = "@dataclass\nclass Config:\n    n_layers: int = 50\n    flavour: str = 'x'\n"
         body = """config = Config() if config is None else config

@@ -34,6 +34,16 @@ class TestConfigsWithoutAClass:
         assert (model.layer.in_features, model.layer.out_features) == (24, 6)
         assert notes == ["configs: the defaults of run.py, and small numbers by name for the rest"]
 
+    def test_a_command_line_whose_arguments_share_an_option(self, write: Write) -> None:
+        write(
+            "import argparse\np = argparse.ArgumentParser()\np.add_argument('--fast', action='store_true')\n"
+            "p.add_argument('--no-fast', dest='fast', action='store_false')\np.add_argument('--seq_len', default=24)\n"
+            "p.add_argument('--d_model', type=int)\np.set_defaults(d_model=6)\n",
+            "run.py",
+        )
+        model, _ = model_of(write(net("configs", f"assert configs.fast is False; {self.BODY}")))
+        assert (model.layer.in_features, model.layer.out_features) == (24, 6)
+
     def test_a_dict_of_the_file(self, write: Write) -> None:
         notes: list[str] = []
         body = "self.layer = nn.Linear(cfg['emb_dim'], 1)"
@@ -392,7 +402,8 @@ class Config:
         assert len(model.layers) == 8
         assert notes == ["fewer layers, since its defaults are too large: blocks=[[2, 2], [2, 2]]"]
 
-    def test_fewer_layers_of_a_config_within_a_config(self, write: Write) -> None:
+    @pytest.mark.parametrize("default", ["", " = Config()"])
+    def test_fewer_layers_of_a_config_within_a_config(self, default: str, write: Write) -> None:
         configs = """
 @dataclass(frozen=True)
 class PartConfig:
@@ -402,5 +413,7 @@ class Config:
     part: PartConfig = PartConfig()
 """
         body = "self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(config.part.num_layers))"
-        model, _ = model_of(write(configs + net("config: Config", body)), most=20_000)
+        notes: list[str] = []
+        model, _ = model_of(write(configs + net(f"config: Config{default}", body)), notes, most=20_000)
         assert len(model.layers) == 2
+        assert notes == ["fewer layers, since its defaults are too large: num_layers=2"]

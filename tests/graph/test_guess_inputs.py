@@ -312,6 +312,49 @@ class TestOtherArguments:
         assert inputs_for(model, length=1500, batch=3).args[0].shape[:2] == (3, 1500)
 
 
+class Unbatched(nn.Module):
+    """Takes tokens without a batch, as [length]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.out = nn.Embedding(11, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.token(x)
+        _length, _width = x.shape
+        return self.out(x)
+
+
+def test_tokens_without_a_batch() -> None:
+    (tokens,) = inputs_for(Unbatched()).args
+    assert tokens.dim() == 1 and tokens.dtype is torch.int64 and len(tokens) > 1
+
+
+class Detector(nn.Module):
+    """Takes a list of dicts: of each picture its numbers, its size, and points, which it may do without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.points = nn.Conv2d(3, 4, 8, 8), nn.Linear(2, 4)
+
+    def forward(self, batched_input: list[dict[str, Any]], several: bool) -> list[torch.Tensor]:
+        pictures = torch.stack([one["image"] - torch.zeros(3, 1, 1) for one in batched_input])
+        found = self.patches(pictures)
+        for one in batched_input:
+            if "points" in one:
+                found = found + self.points(one["points"])[None, :, None]
+        return [
+            nn.functional.interpolate(f[None], one["original_size"])
+            for f, one in zip(found, batched_input, strict=True)
+        ]
+
+
+def test_a_list_of_pictures_with_their_sizes() -> None:
+    (given, *_) = inputs_for(Detector()).args
+    assert given[0]["image"].dim() == 3 and given[0]["original_size"] == tuple(given[0]["image"].shape[1:])
+    assert "points" not in given[0]
+
+
 class Matched(nn.Module):
     """Concatenates its input with rows of a width that nothing declares; Conv takes channels instead."""
 

@@ -52,6 +52,20 @@ def layer(way):
 """
         assert model_of(write(text + net("kind", "self.layer = layer(kind)")))[0].layer.out_features == 16
 
+    def test_a_flag_under_which_something_absent_is_reached(self, write: Write) -> None:
+        header = "try:\n    from no_such_kernels import FastAttention\nexcept ImportError:\n    pass\n"
+        body = """self.fast = FastAttention(width) if False else None
+        if use_fast:
+            self.fast = FastAttention(width)
+        self.layer = nn.Linear(width, width)"""
+        notes: list[str] = []
+        model, _ = model_of(write(header + net("width=8, use_fast=True, causal=True", body)), notes)
+        assert model.layer.in_features == 8 and "as its errors ask: use_fast=False" in notes
+
+    def test_what_must_not_be_none(self, write: Write) -> None:
+        body = "self.size = size; assert self.size is not None\n        self.layer = nn.Linear(8, self.size)"
+        assert model_of(write(net("size=None, other=None", body)))[0].size is not None
+
     def test_a_key_of_a_table(self, write: Write) -> None:
         table = 'LAYERS = {"gelu": nn.GELU, "silu": nn.SiLU}\n'
         model, _ = model_of(write(table + net("config", 'self.act = LAYERS[config["act_fn"]]()')))

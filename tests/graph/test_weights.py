@@ -40,6 +40,16 @@ class TestWeights:
         assert not missing and not unexpected"""
         assert model_of(write(net("", body)))[0].layer.in_features == 3
 
+    def test_that_the_constructor_takes_apart_by_name(self, write: Write) -> None:
+        body = """self.layer = nn.Linear(3, 4)
+        weights = {name: value for name, value in torch.load("/nowhere/gpt.pth")["state"].items()}
+        del weights["layer.bias"]
+        assert weights["layer.weight"].shape == (4, 3)
+        self.load_state_dict(weights)"""
+        notes: list[str] = []
+        assert model_of(write(net("", body)), notes)[0].layer.in_features == 3
+        assert notes == ["random weights in place of gpt.pth"]
+
     def test_that_are_there_are_loaded(self, tmp_path: Path) -> None:
         given, other = nn.Linear(3, 4), nn.Linear(3, 4)
         torch.save(given.state_dict(), tmp_path / "gpt.pth")

@@ -332,11 +332,15 @@ def _ways(cls: type[nn.Module], namespace: Mapping[str, Any], failures: Sequence
     why = "since its defaults are too large" if is_large else "since it does not run with its defaults"
     fewer = [_Way(None, functools.partial(shrunk, cls, namespace, path, n, few, why)) for n, few in FEWER]
     lacks = any(map(_lacks_a_value, failures))
-    if is_large or not lacks:
-        yield from fewer
     if is_large:
-        shallow = _Attempt(cls, namespace, path, Arguments(fewer_by_default(cls, FEWER[0][0])))
-        yield from _as_errors_ask(cls, namespace, path, [(yield from _tried(shallow, failures))], failures)
+        # Its own arguments first, which may be changed further where only a run shows what is wrong.
+        layers = fewer_by_default(cls, FEWER[0][0])
+        shallow = _Attempt(cls, namespace, path, Arguments(layers), words=f"fewer layers, {why}")
+        failed = [(yield from _tried(shallow, failures))] if layers else []
+        yield from fewer
+        yield from _as_errors_ask(cls, namespace, path, failed, failures)
+    elif not lacks:
+        yield from fewer
     if not lacks:
         return
     for source, given in parts_of_calls(cls, namespace, path) if path.is_file() else ():
@@ -349,7 +353,8 @@ def _ways(cls: type[nn.Module], namespace: Mapping[str, Any], failures: Sequence
 
 
 class _Attempt:
-    # A build of a class from some arguments; `holders` is what the last call of `make` built from.
+    # A build of a class from some arguments; `holders` is what the last call of `make` built from. words: why there are
+    # arguments.
 
     def __init__(
         self,
@@ -359,8 +364,10 @@ class _Attempt:
         arguments: Arguments,
         rank: int = 0,
         needed: Sequence[str] = (),
+        words: str = "as its errors ask",
     ) -> None:
         self.arguments, self.holders, self.needed = arguments, cast("tuple[object, ...]", ()), needed
+        self.words = words
         given, guess = arguments.given, arguments.guess
         self._call = functools.partial(
             call_of, cls, namespace, path, given=given, guess=guess, config_rank=rank, needed=needed
@@ -373,7 +380,7 @@ class _Attempt:
 
     def way(self) -> _Way:
         changed = self.arguments.changed
-        return _Way(f"as its errors ask: {in_words(changed)}" if changed else None, self.make, self.arguments)
+        return _Way(f"{self.words}: {in_words(changed)}" if changed else None, self.make, self.arguments)
 
 
 def _tried(attempt: _Attempt, failures: Sequence[ExplainError]) -> Generator[_Way, None, Failed[_Attempt] | None]:

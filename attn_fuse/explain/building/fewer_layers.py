@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,12 @@ def shrunk(
         silent: list[str] = []
         _, holders = call_of(cls, namespace, path, silent.append, with_none=with_none)
         fewer = fewer_by_default(cls, layers, few)
-        for config in _configs_in(holders):
-            for name, value in [*vars(config).items()]:
-                if (less := _fewer(name, value, layers, few)) is not None:
-                    object.__setattr__(config, name, less)
-                    fewer[name] = less
+        # A default is of the class, and of its next model, too.
+        copies = {name: copy.copy(value) for name, value in defaults_of(cls).items() if _is_config(value)}
+        shared = {id(value) for value in defaults_of(cls).values()}
+        own = [config for config in holders if _is_config(config) and id(config) not in shared]
+        for config in (*own, *copies.values()):
+            fewer |= _shrink(config, layers, few)
         if fewer:
             break
     if not fewer:
@@ -48,20 +50,31 @@ def shrunk(
     for note in silent:
         say(note)
     say(f"fewer layers{', experts and words' if few else ''}, {why}: {in_words(fewer)}")
-    own = {name: value for name, value in fewer.items() if name in defaults_of(cls)}
     given, defaults = holders[-1], defaults_of(cls)
     made = given.items() if isinstance(given, dict) else ()
     arguments = {name: value for name, value in made if name not in defaults or value is not defaults[name]}
-    return lambda: cls(**{**arguments, **own}), holders
+    arguments |= {name: value for name, value in fewer.items() if name in defaults}
+    return lambda: cls(**{**copies, **arguments}), (*copies.values(), *holders)
 
 
-def _configs_in(values: Iterable[object], depth: int = 0) -> Iterator[object]:
-    # The configs among some values, and those within these.
-    for value in values:
-        is_code = isinstance(value, (type, types.ModuleType, Mapping)) or callable(value)
-        if not is_code and hasattr(value, "__dict__") and depth < DEEPEST:
-            yield value
-            yield from _configs_in([*vars(value).values()], depth + 1)
+def _is_config(value: object) -> bool:
+    is_code = isinstance(value, (type, types.ModuleType, Mapping)) or callable(value)
+    return not is_code and hasattr(value, "__dict__")
+
+
+def _shrink(config: object, layers: int, few: bool, depth: int = 0) -> dict[str, Any]:
+    # What a config gets less of; those within it are copied before they are changed.
+    fewer: dict[str, Any] = {}
+    for name, value in [*vars(config).items()]:
+        if (less := _fewer(name, value, layers, few)) is not None:
+            object.__setattr__(config, name, less)
+            fewer[name] = less
+        elif _is_config(value) and depth + 1 < DEEPEST:
+            inner = copy.copy(value)
+            if within := _shrink(inner, layers, few, depth + 1):
+                object.__setattr__(config, name, inner)
+                fewer |= within
+    return fewer
 
 
 def fewer_by_default(cls: type[nn.Module], layers: int, few: bool = False) -> dict[str, Any]:

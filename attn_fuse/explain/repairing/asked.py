@@ -51,7 +51,7 @@ class Asked(Said):
     runs: several sizes one after another that there are, and those that are wanted, as of a shape that was compared.
     key: an entry that a dict lacks.
     words: those of the message.
-    absent: names that are None and that the message or the lines that led there speak of.
+    absent: names that are None and that the message or the lines that led there speak of, or that must not be None.
     near: the names and the keys at those lines.
     lacks: attributes of the model that are not set there.
     taken_apart: names in the code that failed of which it takes entries, the length, or one after another.
@@ -105,7 +105,8 @@ def _asked_by(error: BaseException) -> Asked:
         runs=tuple((has, wants) for has, wants, _ in compared if isinstance(has, tuple) and isinstance(wants, tuple)),
         key=str(error.args[0]) if isinstance(error, KeyError) and error.args else None,
         words=words,
-        absent=frozenset(name for frame, _ in frames for name in _absent(frame) if name in words | near),
+        absent=frozenset(name for frame, _ in frames for name in _absent(frame) if name in words | near)
+        | frozenset(_asserted_to_be(frames)),
         near=near,
         lacks=_lacks(error, *frames[-1]) if frames else frozenset(),
         taken_apart=frozenset(_taken_apart(*frames[-1])) if frames else frozenset(),
@@ -219,6 +220,15 @@ def _asserted(frames: Sequence[tuple[FrameType, int]]) -> Iterator[tuple[str, An
             wanted, flag = not wanted, flag.operand
         if isinstance(flag, (ast.Name, ast.Attribute)) and (name := _last_name(flag)):
             yield name, not wanted, (wanted,)
+
+
+def _asserted_to_be(frames: Sequence[tuple[FrameType, int]]) -> Iterator[str]:
+    # What the condition that failed says must not be None, as in `assert self.max_size is not None`.
+    for test, holds in _tests(frames[-1][0].f_code.co_filename, frames[-1][1]) if frames else ():
+        for left, operator, right in _needed(test, holds):
+            match operator, right:
+                case ast.IsNot(), ast.Constant(None) if name := _last_name(left):
+                    yield name
 
 
 def _around(error: BaseException, frames: Sequence[tuple[FrameType, int]]) -> Iterator[tuple[str, Any, tuple[bool]]]:

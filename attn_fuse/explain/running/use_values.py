@@ -23,6 +23,7 @@ TIMES = re.compile(r"^t$|time$|time_?step|sigma|noise_level", re.I)
 TRUTH = re.compile(r"mask|adj", re.I)
 LENGTHS = re.compile(r"(^|_)len(gth)?s?$", re.I)
 PICTURES = re.compile(r"tensors?|images?|imgs?|pixel_values|pixels|frames")
+SIZES = re.compile(r"(original|image|img|input)_(size|shape)|(ori|img)_shape")
 # Attributes of dicts that tensors lack.
 OF_DICTS = {"items", "keys", "values"}
 
@@ -65,16 +66,21 @@ class Around:
 def values_for(use: Use, name: str, around: Around) -> Iterator[Any]:
     """Values that fit `use`; none where it says nothing. name: the argument's own."""
     if use.keys:
+        pictured = {key: value for key in use.keys if (value := _of_picture(key, around)) is not None}
+        # Of what stands beside a picture a model may do without: points, boxes.
+        if any(isinstance(value, Tensor) for value in pictured.values()):
+            yield pictured
         held = {key: next(values_for(inner, key, around), None) for key, inner in use.keys.items()}
-        yield {key: value if value is not None else _entry(key, around) for key, value in held.items()}
+        yield {key: value if value is not None else _entry(key, around) for key, value in held.items()} | pictured
         return
     if use.items is not None:
         is_map = use.items.layer is None and use.items.rank is None and not (use.items.is_truth or TRUTH.search(name))
         inner = use.items.also(Use(rank=4)) if is_map else use.items
+        first = list(itertools.islice(values_for(inner, name, around), 2))
         # Maps as wide as the model come before pictures.
-        for one in list(itertools.islice(values_for(inner, name, around), 2))[::-1]:
-            for count in (LEVELS, 1, 3):
-                yield [one.clone() if isinstance(one, Tensor) else one for _ in range(count)]
+        for one in first if inner.keys else first[::-1]:
+            for count in (1,) if isinstance(one, dict) else (LEVELS, 1, 3):
+                yield [_alone(one) for _ in range(count)]
         return
     if use.is_truth or (TRUTH.search(name) and use.layer is None):
         yield from _truths(use, around)
@@ -108,6 +114,24 @@ def _clips(names: tuple[str, ...], around: Around) -> Iterator[Tensor]:
     are_first = len(names) == 5 and names[1].startswith("c")
     shapes = [(batch, frames, around.channels, side, side), (batch, around.channels, frames, side, side)]
     yield from (around.floats(*shape) for shape in (reversed(shapes) if are_first else shapes))
+
+
+def _of_picture(key: str, around: Around) -> Any:
+    # What detectors are given of a picture: its numbers, its size, its height and its width. None for other keys.
+    if PICTURES.fullmatch(key):
+        return around.floats(around.batch, around.channels, around.side, around.side)
+    if key in ("height", "width"):
+        return around.side
+    return (around.side, around.side) if SIZES.fullmatch(key) else None
+
+
+def _alone(value: Any) -> Any:
+    # One of a list, which has no batch; of a dict its pictures, each of which has its size beside it.
+    if isinstance(value, dict):
+        return {
+            key: one[0] if PICTURES.fullmatch(key) and isinstance(one, Tensor) else one for key, one in value.items()
+        }
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _entry(key: str, around: Around) -> Tensor:
