@@ -168,6 +168,23 @@ def test_arguments_that_only_a_run_shows_to_be_wrong(write: Write) -> None:
     assert any("as its errors ask: n_layers=3" in note for note in found.said)
 
 
+OF_ONE_WIDTH = """
+class Net(nn.Module):
+    def __init__(self, d_model=512):
+        super().__init__()
+        self.front, self.out = nn.Linear(d_model, d_model), nn.Linear(d_model, d_model)
+    def forward(self, x):
+        x = self.front(x)
+        places = torch.ones(x.shape[1], 256)
+        return (x + self.out(places)).softmax(-1)
+"""
+
+
+def test_a_width_that_the_code_takes_for_granted(write: Write) -> None:
+    found = found_in(write(OF_ONE_WIDTH))
+    assert found.model.front.in_features == 256 and found.inputs.args[0].shape[-1] == 256
+
+
 def test_errors_hold_no_models() -> None:
     class Model:
         pass

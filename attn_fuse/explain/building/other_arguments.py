@@ -54,10 +54,9 @@ def other_arguments(tried: Arguments, asked: Asked, holders: Sequence[object]) -
     holders: what the constructor was called with: its configs, then its arguments and defaults. Names that the failing
     code reads come first.
     """
-    *configs, arguments = holders or ({},)
+    arguments = holders[-1] if holders else {}
     given = dict(arguments) if isinstance(arguments, dict) else {}
-    entries = {name: value for config in configs for name, value in _entries(config).items()}
-    values = {**entries, **given}
+    values = values_in(holders)
     values = dict(sorted(values.items(), key=lambda item: item[0] not in asked.near | asked.words))
 
     def changed(new: Mapping[str, Any]) -> Arguments:
@@ -76,6 +75,13 @@ def other_arguments(tried: Arguments, asked: Asked, holders: Sequence[object]) -
         if str(made) not in seen:
             seen.add(str(made))
             yield made
+
+
+def values_in(holders: Sequence[object]) -> dict[str, Any]:
+    """The entries of configs, and the arguments and defaults of a constructor, which come last among `holders`."""
+    *configs, arguments = holders or ({},)
+    entries = {name: value for config in configs for name, value in _entries(config).items()}
+    return {**entries, **(arguments if isinstance(arguments, dict) else {})}
 
 
 def _entries(config: object) -> Mapping[str, Any]:
@@ -115,6 +121,8 @@ def _changes(values: Mapping[str, Any], asked: Asked) -> Iterator[dict[str, Any]
         )
     for has, wants in sizes:
         yield from ({name: wants} for name, size in numbers.items() if size == has)
+        # What is wanted may come of the argument, and what there is be fixed.
+        yield from ({name: has} for name, size in numbers.items() if size == wants and has)
         if has:
             scaled = {name: size * wants // has for name, size in numbers.items() if size * wants % has == 0}
             yield from ({name: size} for name, size in scaled.items() if size not in (0, numbers[name], wants))

@@ -46,6 +46,15 @@ def repaired(inputs: Inputs, asked: Asked, names: Sequence[str] = ()) -> Iterato
             yield made
 
 
+def resized(inputs: Inputs, has: int, wants: int) -> Inputs:
+    """The inputs with `wants` in place of each size `has` of their tensors, as of a model of another width."""
+    new: dict[_Place, Any] = {}
+    for place, tensor in _tensors(inputs):
+        if has in tensor.shape:
+            new[place] = _of_shape(tensor, tuple(wants if size == has else size for size in tensor.shape))
+    return _with(inputs, new)
+
+
 def _made(inputs: Inputs, asked: Asked, names: Sequence[str]) -> Iterator[Inputs]:
     tensors = dict(_tensors(inputs))
     if asked.key is not None:

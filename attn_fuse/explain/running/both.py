@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from attn_fuse.explain.building.build import Built, parameters_of
-from attn_fuse.explain.building.other_arguments import Arguments, other_arguments
+from attn_fuse.explain.building.other_arguments import Arguments, other_arguments, values_in
 from attn_fuse.explain.inputs import Inputs
+from attn_fuse.explain.repairing.repaired import resized
 from attn_fuse.explain.repairing.repairs import Failed, first_that_runs
 from attn_fuse.explain.running.try_inputs import Trial
 
@@ -65,8 +66,14 @@ def both_for(
     def others(one: Failed[_Both]) -> Iterator[_Both]:
         tried, inputs = one.tried.arguments, one.tried.inputs
         found = model_of(tried)
+        held = values_in(found[0].holders) if found is not None else {}
         for arguments in other_arguments(tried, one.asked, found[0].holders) if found is not None else ():
             yield _Both(arguments, inputs)
+            # The inputs may be as wide as the model was.
+            for name, size in arguments.changed.items():
+                before = held.get(name)
+                if type(size) is int and type(before) is int and size not in (0, before):
+                    yield _Both(arguments, resized(inputs, before, size))
         found = model_of(tried)
         more = found[1].others(Failed(inputs, one.asked, 0)) if found is not None else ()
         yield from (_Both(tried, other) for other in more)
