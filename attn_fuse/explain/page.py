@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 
 from attn_fuse.attention.picture import ALL, NONE, SOME
-from attn_fuse.report import GraphReport, Location, SiteReport, bytes_in_words
+from attn_fuse.report import SDPA, GraphReport, Location, SiteReport, bytes_in_words
 
 _STATUS = {
     "fused": "fused",
@@ -85,6 +85,8 @@ def _site(number: int, site: SiteReport) -> Iterator[str]:
     if site.blocker is not None and site.blocker.advice:
         yield f"<p>Next: {escape(site.blocker.advice)}</p>"
     facts = dict(site.attention)
+    if site.status == "already fused":
+        facts["calls"] = site.fused_by or SDPA
     if site.score_bytes:
         facts["saved"] = f"{bytes_in_words(site.score_bytes)} of scores no longer stored"
     if facts or site.picture:

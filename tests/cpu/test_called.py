@@ -68,6 +68,7 @@ def test_flex_attention_is_named() -> None:
     assert site.location.code == "return flex_attention(q, k, v, score_mod=lambda score, b, h, i, j: score + (j - i))"
     assert "1 fused already in the program (flex_attention)" in str(explanation)
     assert "ALREADY FUSED in the program (flex_attention)" in str(explanation)
+    assert "<tr><th>calls<td>flex_attention</tr>" in explanation.html()
 
 
 def test_an_operator_of_a_library_is_named_beside_what_is_written() -> None:
