@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 import weakref
 from pathlib import Path
 
@@ -135,6 +136,13 @@ def layer(way):
     def test_what_none_of_the_changes_mends(self, write: Write) -> None:
         with pytest.raises(ExplainError, match="cannot build GPT: ValueError: no kind"):
             model_of(write(net("width, depth", 'raise ValueError("no kind")')))
+
+
+def test_an_entry_that_configs_within_a_config_have_taken_over() -> None:
+    vision, text = types.SimpleNamespace(width=8, heads=2), types.SimpleNamespace(width=9)
+    config = types.SimpleNamespace(width=8, vision=vision, text=text)
+    Arguments(entries={"width": 4, "heads": 1}).with_entries((config,))
+    assert (config.width, vision.width, text.width, vision.heads) == (4, 4, 9, 2)
 
 
 def test_no_change_is_made_twice() -> None:

@@ -14,6 +14,8 @@ from attn_fuse.explain.repairing.asked import Asked
 MOST_NEAR = 4
 # How long a sequence may become.
 LONGEST = 64
+# How deep configs are within one another.
+DEEPEST = 3
 # What may be a count of something, where None is none.
 COUNT = 8
 # Of what no name says anything.
@@ -45,7 +47,7 @@ class Arguments:
                 if isinstance(config, dict) and (name in config or hasattr(config, name)):
                     config[name] = value
                 elif not isinstance(config, dict) and hasattr(config, name):
-                    object.__setattr__(config, name, value)
+                    _write(config, name, getattr(config, name), value)
 
 
 def other_arguments(tried: Arguments, asked: Asked, holders: Sequence[object]) -> Iterator[Arguments]:
@@ -75,6 +77,14 @@ def other_arguments(tried: Arguments, asked: Asked, holders: Sequence[object]) -
         if str(made) not in seen:
             seen.add(str(made))
             yield made
+
+
+def _write(config: object, name: str, before: object, value: object, depth: int = 0) -> None:
+    # Into a config, and into those within it that have taken the entry over.
+    object.__setattr__(config, name, value)
+    for inner in [*vars(config).values()] if hasattr(config, "__dict__") and depth < DEEPEST else ():
+        if hasattr(inner, "__dict__") and not callable(inner) and _is_same(vars(inner).get(name), before):
+            _write(inner, name, before, value, depth + 1)
 
 
 def values_in(holders: Sequence[object]) -> dict[str, Any]:
