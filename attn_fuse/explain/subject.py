@@ -27,7 +27,7 @@ from attn_fuse.explain.opening.open_file import IMPORT_LIMIT, LEFT_OUT, imported
 from attn_fuse.explain.problems import in_one_line, without_frames
 from attn_fuse.explain.reading.snippets import inputs_of
 from attn_fuse.explain.repairing.repairs import Calls
-from attn_fuse.explain.running.both import both_for
+from attn_fuse.explain.running.both import both_for, with_fewer_layers
 from attn_fuse.explain.running.built_parts import largest_parts, parts_that_ran
 from attn_fuse.explain.running.guess_inputs import NoInputs, inputs_for, trial_of
 from attn_fuse.explain.running.try_inputs import RUN_BYTES, RUN_SECONDS, Trial
@@ -233,7 +233,11 @@ def _found(
         found, name, built_with = built_part
         notes += [f"{OF_A_PART} {name}, since of the whole: {problem}", *built_with]
         return found
-    for cls in parts(module)[:MOST_PARTS] if time.monotonic() - start < limit else ():
+    # The whole may have taken all of its time.
+    start = time.monotonic()
+    for cls in parts(module)[:MOST_PARTS]:
+        if time.monotonic() - start > limit / 2:
+            break
         try:
             found, built_with = _built_and_run(cls, args, vars(sys.modules[cls.__module__]), limit / 2, [])
         except ExplainError:
@@ -274,10 +278,13 @@ def _built_and_run(
         if made is None:
             break
         try:
-            found = _with_inputs(args, made.model, made.holders, namespace, limit)
+            found, said = _sooner(made, args, namespace, limit) or (
+                _with_inputs(args, made.model, made.holders, namespace, limit),
+                made.notes,
+            )
             if found.attends:
-                return found, made.notes
-            idle = idle or (found, made.notes)
+                return found, said
+            idle = idle or (found, said)
         except ExplainError as error:
             failures.append(made.doubt or without_frames(error))
             # Several models may take all memory.
@@ -295,6 +302,21 @@ def _built_and_run(
             return _Found(made.model, inputs, is_given=False), made.notes
     unrun += left
     raise failures[0]
+
+
+def _sooner(
+    made: Built, args: argparse.Namespace, namespace: Mapping[str, Any], limit: float
+) -> tuple[_Found, tuple[str, ...]] | None:
+    # A large model on inputs that it runs on with fewer layers, or else that one; None where neither runs.
+    fewer = with_fewer_layers(made)
+    if fewer is None:
+        return None
+    with contextlib.suppress(ExplainError):
+        found = _with_inputs(args, fewer.model, fewer.holders, namespace, limit / 2)
+        made.model.train(fewer.model.training)
+        whole = dataclasses.replace(found, model=made.model)
+        return (whole, made.notes) if _runs(whole) else (found, fewer.notes)
+    return None
 
 
 def _of_built(

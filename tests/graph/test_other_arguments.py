@@ -7,8 +7,10 @@ import weakref
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 from attn_fuse.errors import ExplainError
+from attn_fuse.explain import subject
 from attn_fuse.explain.building.build import built
 from attn_fuse.explain.building.built_with import class_called
 from attn_fuse.explain.building.choose_entry import outermost
@@ -16,6 +18,7 @@ from attn_fuse.explain.building.other_arguments import Arguments, other_argument
 from attn_fuse.explain.opening.open_file import imported
 from attn_fuse.explain.problems import without_frames
 from attn_fuse.explain.repairing.asked import Asked
+from attn_fuse.explain.running import both
 from tests.model_files import Write, model_of, net
 from tests.subjects import found_in
 
@@ -66,6 +69,17 @@ def layer(way):
     def test_what_must_not_be_none(self, write: Write) -> None:
         body = "self.size = size; assert self.size is not None\n        self.layer = nn.Linear(8, self.size)"
         assert model_of(write(net("size=None, other=None", body)))[0].size is not None
+
+    def test_a_guess_by_the_kind_of_number(self, write: Write) -> None:
+        body = """assert num_wings % 4 == 0 and covering_size >= 100 and num_wings < 8
+        self.layer = nn.Linear(covering_size, num_wings)"""
+        assert model_of(write(net("num_wings, covering_size", body)))[0].layer.out_features == 4
+
+    @pytest.mark.parametrize("hint", ["nn.Module", "nn.Linear | Callable[[torch.Tensor], torch.Tensor]"])
+    def test_any_module_that_will_do(self, hint: str, write: Write) -> None:
+        source = "from collections.abc import Callable\n"
+        body = "self.end = end; self.layer = nn.Linear(8, 8)"
+        assert isinstance(model_of(write(source + net(f"end: {hint}", body)))[0].end, nn.Identity)
 
     def test_a_key_of_a_table(self, write: Write) -> None:
         table = 'LAYERS = {"gelu": nn.GELU, "silu": nn.SiLU}\n'
@@ -191,6 +205,32 @@ class Net(nn.Module):
 def test_a_width_that_the_code_takes_for_granted(write: Write) -> None:
     found = found_in(write(OF_ONE_WIDTH))
     assert found.model.front.in_features == 256 and found.inputs.args[0].shape[-1] == 256
+
+
+DEEP = """
+import time
+class Net(nn.Module):
+    def __init__(self, depth=40, width=64):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+    def forward(self, x):
+        for layer in self.layers:
+            time.sleep(PAUSE)
+            x = layer(x).softmax(-1)
+        return x
+"""
+
+
+@pytest.mark.parametrize("pause, layers", [(0.0, 40), (0.2, 2)])
+def test_a_large_model_is_tried_with_fewer_layers(
+    pause: float, layers: int, write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(both, "LARGE", 100_000)
+    monkeypatch.setattr(subject, "RUN_SECONDS", 3.0)
+    found = found_in(write(f"PAUSE = {pause}\n{DEEP}"))
+    assert len(found.model.layers) == layers
+    notes = [note for note in found.said if "layers" in note]
+    assert notes == (["fewer layers, since it runs for long: depth=2"] if layers == 2 else [])
 
 
 def test_errors_hold_no_models() -> None:

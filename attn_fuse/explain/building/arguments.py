@@ -20,7 +20,7 @@ from attn_fuse.explain.building.built_with import class_called, entries_asked, v
 from attn_fuse.explain.building.config_classes import as_assigned, config_class, config_of
 from attn_fuse.explain.building.config_reads import is_read_as_config, reads_of
 from attn_fuse.explain.building.configs import config_without_class, is_config_name
-from attn_fuse.explain.building.sizes import DEPTH, WIDTH, in_words, may_be_none, value_for
+from attn_fuse.explain.building.sizes import BY_KIND, DEPTH, WIDTH, guessed, in_words, may_be_none, value_for
 from attn_fuse.explain.opening.open_file import Say
 from attn_fuse.explain.reading.signatures import defaults_of, hints_of, without_default
 
@@ -34,8 +34,8 @@ PART_KIND = re.compile(r"encoder|decoder|backbone|generator")
 
 # Arguments whose names say nothing get one of these in turn, by their annotation.
 _GUESSES: dict[Any, tuple[Any, ...]] = {
-    int: (2, 8, WIDTH, 1, 4), float: (0.1, 1.0, 0.0, 0.5, 2.0), bool: (False, True, False, True, False),
-    None: (2, 8, False, WIDTH, 0.1),
+    int: (2, 8, WIDTH, 1, 4, BY_KIND), float: (0.1, 1.0, 0.0, 0.5, 2.0, 0.1),
+    bool: (False, True, False, True, False, False), None: (2, 8, False, WIDTH, 0.1, BY_KIND),
 }  # fmt: skip
 GUESSES = len(_GUESSES[None])
 # In place of a guess: an argument that is kept and never used.
@@ -170,6 +170,11 @@ def _is_module(hint: object) -> bool:
     return any(isinstance(option, type) and issubclass(option, nn.Module) for option in options)
 
 
+def _takes_any_module(hint: object) -> bool:
+    options = typing.get_args(hint) or (hint,)
+    return nn.Module in options or (_is_module(hint) and any(typing.get_origin(o) is Callable for o in options))
+
+
 def _sizes(
     function: Callable[..., Any], needs: Mapping[str, Any], others: Mapping[str, Any], guess: int | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -186,13 +191,19 @@ def _sizes(
         values[key] = values[key] if values[key] is not None else _called_class(function, key, hint)
     unknown = [key for key, value in values.items() if value is None]
     guesses: dict[str, Any] = {}
+    if guess is not None:
+        # What takes any module takes one that does nothing.
+        guesses = {key: nn.Identity() for key in unknown if _takes_any_module(needs[key])}
+        unknown = [key for key in unknown if key not in guesses]
     if guess == HELD:
-        guesses = {key: None if may_be_none(needs[key]) else Held(name, key) for key in unknown}
+        guesses |= {key: None if may_be_none(needs[key]) else Held(name, key) for key in unknown}
         unknown = []
     elif guess is not None:
         kinds = {key: needs[key] if needs[key] in _GUESSES else None for key in unknown if needs[key] is not str}
-        guesses = {
-            key: None if may_be_none(needs[key]) else _in_sequence(function, key, needs[key], _GUESSES[kind][guess])
+        guesses |= {
+            key: None
+            if may_be_none(needs[key])
+            else _in_sequence(function, key, needs[key], guessed(key, _GUESSES[kind][guess]))
             for key, kind in kinds.items()
         }
         unknown = [key for key in unknown if key not in guesses]

@@ -19,7 +19,7 @@ from torch import nn
 from attn_fuse.errors import ExplainError
 from attn_fuse.explain.building.config_reads import Reads
 from attn_fuse.explain.building.configs import CLASS_NAMES, SmallConfig, UnknownEntry, is_config_name, small_config
-from attn_fuse.explain.building.sizes import in_words, may_be_none, value_for
+from attn_fuse.explain.building.sizes import guessed, in_words, may_be_none, value_for
 from attn_fuse.explain.opening.open_file import Say
 from attn_fuse.explain.problems import in_one_line
 from attn_fuse.explain.reading.config_files import entries_with
@@ -64,9 +64,10 @@ def config_class(cls: Callable[..., Any], name: str, hint: Any, namespace: Mappi
 
 
 def _is_bag(cls: type) -> bool:
-    # Whether a class holds entries and says none, as omegaconf's DictConfig does.
+    # Whether a class holds entries and says none, as omegaconf's DictConfig does, and OmegaConf, which makes those.
     is_mapping = hasattr(cls, "keys") and hasattr(cls, "__getitem__")
-    return is_mapping or cls in (argparse.Namespace, types.SimpleNamespace)
+    is_maker = cls.__module__.partition(".")[0] == "omegaconf"
+    return is_mapping or is_maker or cls in (argparse.Namespace, types.SimpleNamespace)
 
 
 def _checked_class(cls: Callable[..., Any], name: str) -> type | None:
@@ -124,7 +125,7 @@ def config_of(
     unknown = [name for name, value in missing.items() if value is None]
     if unknown and guess is not None:
         hints = {name: needs.get(name) for name in unknown if needs.get(name) not in (str, "str")}
-        guesses = {name: None if may_be_none(hint) else guess for name, hint in hints.items()}
+        guesses = {name: None if may_be_none(hint) else guessed(name, guess) for name, hint in hints.items()}
         say(f"guesses, for names that say nothing: {config.__name__}({in_words(guesses)})")
         missing, unknown = {**missing, **guesses}, [name for name in unknown if name not in guesses]
     if unknown:

@@ -5,6 +5,7 @@ A name that says nothing has no value here; whoever asks then says that it is mi
 
 from __future__ import annotations
 
+import copy
 import enum
 import math
 import re
@@ -17,7 +18,7 @@ import torch
 from torch import nn
 
 VOCABULARY, WIDTH, HEAD, LENGTH, DEPTH, CLASSES, CHANNELS, PICTURE, PATCH = 1000, 256, 64, 128, 2, 10, 3, 64, 16
-SERIES, MELS, STRIDE, KERNEL, WINDOW = 7, 80, 8, 3, 8
+SERIES, MELS, STRIDE, KERNEL, WINDOW, COUNT = 7, 80, 8, 3, 8, 4
 
 HEADS_NAME = (
     r"(^|_)(n_?|num_?|attn_|attention_)?(kv_|query_|q_|key_value_)?heads?(_num|_count)?$|^h$|nheads?$|n_?head(s|$)"
@@ -40,6 +41,11 @@ LENGTH_NAME = (
 OUTPUT_NAME = r"class|n_?cls$|n_?labels|num_?(labels|outputs)|n_out|(output|out)_(dim|size)|dim_out(put)?$"
 SERIES_NAME = r"(enc|dec)_in|c_out|(n|num)_?(vars|features|series|variables)"
 INPUT_NAME = r"(input|feature|feat)_?(dim|size)|dim_in(put)?$|^n_?feats?$"
+# A guess that is by the kind of number: what a name ends or begins with says the kind, and not of what.
+BY_KIND = object()
+KINDS = (
+    (r"(^|_)groups?$", 1), (r"^(n|num)_|_(num|count)$|_num_", COUNT), (r"_(size|dim)s?$|^dims?_|width$", WIDTH),
+)  # fmt: skip
 # What there is a table of: an embedding has a row for each.
 THINGS = r"user|item|movie|product|entity|entitie|relation|speaker|symbol|phoneme|char|token_type"
 
@@ -108,6 +114,9 @@ def value_for(name: str, hint: Any = None, given: Mapping[str, Any] | None = Non
     """
     if (choices := _choices(hint)) is not None:
         return choices
+    # Some write a value in place of an annotation.
+    if isinstance(hint, nn.Module):
+        return copy.deepcopy(hint)
     name = name.lower().strip("_")
     known = Known.of(given or {})
     if hint is bool or re.match(
@@ -122,6 +131,13 @@ def value_for(name: str, hint: Any = None, given: Mapping[str, Any] | None = Non
         if re.search(pattern, name):
             return float(value) if hint is float and isinstance(value, int) else value
     return None
+
+
+def guessed(name: str, guess: Any) -> Any:
+    """The guess at an argument of which no name says anything; for BY_KIND one that fits the kind of number it is."""
+    if guess is not BY_KIND:
+        return guess
+    return next((value for pattern, value in KINDS if re.search(pattern, name.lower())), DEPTH)
 
 
 def may_be_none(hint: Any) -> bool:
@@ -169,10 +185,10 @@ def _table(known: Known) -> tuple[tuple[str, Any], ...]:
         (INNER_NAME, 4 * width),
         (DEPTH_NAME, DEPTH),
         (r"(attention|attn)_resolutions", (2, 4, 8, 16)),
-        (r"(img|image)_?(size|resolution|dim|height|width|h|w)|resolution|input_size", picture),
+        (r"(img|image|spatial)_?(size|resolution|dim|height|width|h|w)|resolution|input_size", picture),
         (r"patch_?(size|len|length|height|width)?$|^patch", patch),
         (r"n_?mels?|mel_(bins|dim)", MELS),
-        (r"window_?(size|len)?$", WINDOW),
+        (r"window_?(size|len)?$|^temporal_size$", WINDOW),
         (r"soft_?cap", 30.0),
         (LENGTH_NAME, LENGTH),
         (r"(model|base|init|start)_(channels|dim|ch)|^nf$|^ngf$", HEAD),

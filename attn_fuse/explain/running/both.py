@@ -8,15 +8,19 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from attn_fuse.explain.building.build import Built, parameters_of
+from attn_fuse.explain.building.fewer_layers import fewer_by_default
 from attn_fuse.explain.building.other_arguments import Arguments, other_arguments, values_in
+from attn_fuse.explain.building.sizes import in_words
 from attn_fuse.explain.inputs import Inputs
 from attn_fuse.explain.repairing.repaired import resized
 from attn_fuse.explain.repairing.repairs import Failed, first_that_runs
 from attn_fuse.explain.running.try_inputs import Trial
 
+# From how many parameters on a model is slow to try, and how many layers it is tried with.
+LARGE, LAYERS = 200_000_000, 2
 # Seconds of a search, of how many inputs it starts, and how many parameters a model may have that is built so often.
 SECONDS, STARTS, MOST_PARAMETERS = 30.0, 3, 200_000_000
 
@@ -81,3 +85,18 @@ def both_for(
     furthest = sorted(failed, key=lambda one: one.asked.lines, reverse=True)[:STARTS]
     starts = [Failed(_Both(made.arguments, one.tried), one.asked, one.asked.lines) for one in furthest]
     return first_that_runs(starts, attempt, others, time.monotonic() + SECONDS)
+
+
+def with_fewer_layers(made: Built) -> Built | None:
+    """A large model with two layers, on which inputs are tried sooner; None for a small one, and for one whose depth is
+    no argument of its own."""
+    layers = fewer_by_default(type(made.model), LAYERS)
+    if made.again is None or not layers or parameters_of(made.model) < LARGE:
+        return None
+    # Whatever a constructor raises on arguments that nobody wrote.
+    with contextlib.suppress(Exception):
+        fewer = made.again(replace(made.arguments, given={**made.arguments.given, **layers}))
+        notes = (note for note in fewer.notes if not note.endswith(f": {in_words(fewer.arguments.changed)}"))
+        why = f"fewer layers, since it runs for long: {in_words(fewer.arguments.changed)}"
+        return replace(fewer, notes=(why, *notes))
+    return None

@@ -398,6 +398,9 @@ class Trial:
         ordered = sorted(itertools.islice(picks, 20000), key=sum)[:MOST_PICKS]
         for pick in ordered:
             values = {p.name: options[i][pick[i]] for i, p in enumerate(others)}
+            if self.required and self.required[0].kind is inspect.Parameter.KEYWORD_ONLY:
+                yield Inputs((), {self.required[0].name: first, **values})
+                continue
             args = (first, *(values.pop(p.name) for p in others if p.kind is not p.KEYWORD_ONLY))
             if self.targets is not None and not like.is_floating_point():
                 yield Inputs(args, {**values, self.targets: like.roll(-1)})
