@@ -92,6 +92,9 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=LIST, help="where the outcomes are written")
     arguments = parser.parse_args()
     before = json.loads(LIST.read_text())
+    named = Counter(f"{row['repository']}/{row['path']}" for row in before["files"])
+    if twice := [name for name, count in named.items() if count > 1]:
+        parser.error(f"{LIST.name} names a file more than once: {', '.join(twice)}")
     now = commit()
 
     def row_of(row: dict[str, Any]) -> dict[str, Any]:
