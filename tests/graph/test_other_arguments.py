@@ -190,6 +190,23 @@ def test_arguments_that_only_a_run_shows_to_be_wrong(write: Write) -> None:
     assert any("as its errors ask: n_layers=3" in note for note in found.said)
 
 
+PADDED = """
+class Net(nn.Module):
+    def __init__(self, vocab_size, src_pad_idx=None, use_cache=None):
+        super().__init__()
+        self.pad, self.cache = src_pad_idx, use_cache
+        self.words, self.out = nn.Embedding(vocab_size, 8), nn.Linear(8, 8)
+    def forward(self, ids):
+        mask = (ids == self.pad).unsqueeze(-1)
+        return self.out(self.words(ids)).masked_fill(mask, 0.0).softmax(-1)
+"""
+
+
+def test_an_index_that_is_none_by_default_is_0(write: Write) -> None:
+    found = found_in(write(PADDED))
+    assert found.model.pad == 0 and found.model.cache is None
+
+
 OF_ONE_WIDTH = """
 class Net(nn.Module):
     def __init__(self, d_model=512):

@@ -109,9 +109,10 @@ def call_of(
             for n, value in defaults.items()
             if value is None and not LAYER_CLASS.search(n) and not _is_module(hints.get(n))
         }
-        # An option that is off by None is not on by False.
+        # An option that is off by None is not on by False, which 0 is not.
+        values = {n: value_for(n, h, defaults) for n, h in absent.items()}
         needs |= {
-            n: h for n, h in absent.items() if is_config_name(n) or value_for(n, h, defaults) not in (None, False)
+            n: h for n, h in absent.items() if is_config_name(n) or (values[n] is not None and values[n] is not False)
         }
     for name, hint in ((name, hint) for name, hint in needs.items() if name not in {*arguments, *parts}):
         of = config_class(function, name, hint, namespace)
@@ -193,7 +194,8 @@ def _sizes(
     guesses: dict[str, Any] = {}
     if guess is not None:
         # What takes any module takes one that does nothing.
-        guesses = {key: nn.Identity() for key in unknown if _takes_any_module(needs[key])}
+        any_module = [key for key in unknown if _takes_any_module(needs[key]) and not may_be_none(needs[key])]
+        guesses = {key: nn.Identity() for key in any_module}
         unknown = [key for key in unknown if key not in guesses]
     if guess == HELD:
         guesses |= {key: None if may_be_none(needs[key]) else Held(name, key) for key in unknown}

@@ -21,7 +21,7 @@ from attn_fuse.explain.reading.signatures import defaults_of
 DEEPEST = 3
 # Sequences of the numbers of layers of several stages.
 STAGES_NAME = r"depths?$|blocks$|layers$"
-# What a model of few layers may still have too many of, and how many it gets: no fewer experts than a token goes to.
+# What a model of few layers may still have too many of, and how many it gets: more experts than a token goes to.
 FEW_OF = ((r"experts$", 8), (r"vocab(ulary)?_?size$|^n_?(words|vocab)$|vocab_len$", 1000))
 
 
