@@ -190,6 +190,22 @@ def test_arguments_that_only_a_run_shows_to_be_wrong(write: Write) -> None:
     assert any("as its errors ask: n_layers=3" in note for note in found.said)
 
 
+ANNOTATED = """
+from no_such_types import Float, Union
+class Net(nn.Module):
+    def __init__(self, dim: Union[int, tuple], heads: Float = 2):
+        super().__init__()
+        self.layer = nn.Linear(dim, dim)
+    def forward(self, x: Float[torch.Tensor, "b n d"], scale: Union[float, None], shift: Float = None):
+        return self.layer(x).softmax(-1)
+"""
+
+
+def test_annotations_of_a_package_that_is_not_installed(write: Write) -> None:
+    found = found_in(write(ANNOTATED))
+    assert found.inputs.args[0].shape[-1] == found.model.layer.in_features
+
+
 PADDED = """
 class Net(nn.Module):
     def __init__(self, vocab_size, src_pad_idx=None, use_cache=None):

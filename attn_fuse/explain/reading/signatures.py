@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import nn
 
+from attn_fuse.explain.opening.absent_values import StandIn
+
 
 def defaults_of(function: Callable[..., Any]) -> dict[str, Any]:
     """The defaults of the arguments of `function`, by name."""
@@ -90,7 +92,13 @@ def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
                 if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
             }
             hints |= {name: hint for name, hint in typing.get_type_hints(one).items() if name not in several}
-    return hints
+    # Nor does one of a package that is not installed.
+    return {name: hint for name, hint in hints.items() if not isinstance(hint, StandIn)}
+
+
+def annotation_of(parameter: inspect.Parameter) -> Any:
+    """The annotation of a parameter; `Parameter.empty` where it has none, or one of a package that is not installed."""
+    return parameter.empty if isinstance(parameter.annotation, StandIn) else parameter.annotation
 
 
 def bases_of(function: object) -> list[type]:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from attn_fuse.explain.reading.signatures import annotation_of
 from attn_fuse.explain.running.declared import LONGEST, SHORT, USUAL, Sizes
 
 TOKENS = re.compile(
@@ -52,7 +53,7 @@ class Makes(Protocol):
 def values_by_name(parameter: inspect.Parameter, first: Tensor, makes: Makes) -> Iterator[Any]:
     """What a parameter of a forward may be given beside `first` by its name and annotation, the likeliest first."""
     name, batch = parameter.name.lower(), first.shape[0] if first.dim() else 1
-    hint = parameter.annotation
+    hint = annotation_of(parameter)
     long = first.shape[1] if first.dim() > 1 else 1
     if hint in (bool, "bool"):
         yield False
