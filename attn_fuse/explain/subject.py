@@ -307,8 +307,9 @@ def _built_and_run(
 def _sooner(
     made: Built, args: argparse.Namespace, namespace: Mapping[str, Any], limit: float
 ) -> tuple[_Found, tuple[str, ...]] | None:
-    # A large model on inputs that it runs on with fewer layers, or else that one; None where neither runs.
-    fewer = with_fewer_layers(made)
+    # A large model on inputs that it runs on with fewer layers, or else that one; None where neither runs. Inputs that
+    # the user gives are for the whole.
+    fewer = None if args.inputs or args.setup else with_fewer_layers(made)
     if fewer is None:
         return None
     with contextlib.suppress(ExplainError):

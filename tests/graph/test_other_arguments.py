@@ -218,6 +218,13 @@ class Net(nn.Module):
 """
 
 
+def test_inputs_that_the_user_gives_are_for_the_whole(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(both, "LARGE", 100_000)
+    monkeypatch.setattr(subject, "RUN_SECONDS", 3.0)
+    found = found_in(write(f"PAUSE = 0.2\n{DEEP}"), "--inputs", "torch.randn(1, 4, 64)")
+    assert len(found.model.layers) == 40 and not any("fewer layers" in note for note in found.said)
+
+
 def test_an_index_that_is_none_by_default_is_0(write: Write) -> None:
     found = found_in(write(PADDED))
     assert found.model.pad == 0 and found.model.cache is None

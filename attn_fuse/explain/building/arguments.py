@@ -20,7 +20,7 @@ from attn_fuse.explain.building.built_with import class_called, entries_asked, v
 from attn_fuse.explain.building.config_classes import as_assigned, config_class, config_of
 from attn_fuse.explain.building.config_reads import is_read_as_config, reads_of
 from attn_fuse.explain.building.configs import config_without_class, is_config_name
-from attn_fuse.explain.building.sizes import BY_KIND, DEPTH, WIDTH, guessed, in_words, may_be_none, value_for
+from attn_fuse.explain.building.sizes import BY_KIND, DEPTH, WIDTH, guess_for, in_words, may_be_none, value_for
 from attn_fuse.explain.opening.open_file import Say
 from attn_fuse.explain.reading.signatures import defaults_of, hints_of, without_default
 
@@ -205,7 +205,7 @@ def _sizes(
         guesses |= {
             key: None
             if may_be_none(needs[key])
-            else _in_sequence(function, key, needs[key], guessed(key, _GUESSES[kind][guess]))
+            else _in_sequence(function, key, needs[key], guess_for(key, _GUESSES[kind][guess]))
             for key, kind in kinds.items()
         }
         unknown = [key for key in unknown if key not in guesses]

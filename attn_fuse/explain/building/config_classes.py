@@ -19,7 +19,7 @@ from torch import nn
 from attn_fuse.errors import ExplainError
 from attn_fuse.explain.building.config_reads import Reads
 from attn_fuse.explain.building.configs import CLASS_NAMES, SmallConfig, UnknownEntry, is_config_name, small_config
-from attn_fuse.explain.building.sizes import guessed, in_words, may_be_none, value_for
+from attn_fuse.explain.building.sizes import guess_for, in_words, may_be_none, value_for
 from attn_fuse.explain.opening.open_file import Say
 from attn_fuse.explain.problems import in_one_line
 from attn_fuse.explain.reading.config_files import entries_with
@@ -125,7 +125,7 @@ def config_of(
     unknown = [name for name, value in missing.items() if value is None]
     if unknown and guess is not None:
         hints = {name: needs.get(name) for name in unknown if needs.get(name) not in (str, "str")}
-        guesses = {name: None if may_be_none(hint) else guessed(name, guess) for name, hint in hints.items()}
+        guesses = {name: None if may_be_none(hint) else guess_for(name, guess) for name, hint in hints.items()}
         say(f"guesses, for names that say nothing: {config.__name__}({in_words(guesses)})")
         missing, unknown = {**missing, **guesses}, [name for name in unknown if name not in guesses]
     if unknown:

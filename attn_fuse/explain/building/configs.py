@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from attn_fuse.errors import ExplainError
 from attn_fuse.explain.building.config_reads import Reads, reads_of, tree_in
-from attn_fuse.explain.building.sizes import BY_KIND, guessed, value_for
+from attn_fuse.explain.building.sizes import BY_KIND, guess_for, value_for
 from attn_fuse.explain.opening.no_gpu import on_this_machine
 from attn_fuse.explain.opening.open_file import Say
 from attn_fuse.explain.reading.config_files import entries_with
@@ -80,7 +80,7 @@ class SmallConfig(dict[str, Any]):
             self[key] = self._group(key, None)
             return self[key]
         value = value if value is not None else value_for(key, None, {**options, **self})
-        value = value if value is not None or key in options else guessed(key, self.__dict__["_guess"])
+        value = value if value is not None or key in options else guess_for(key, self.__dict__["_guess"])
         if value is None and key not in options:
             name = self.__dict__["_name"]
             raise UnknownEntry(

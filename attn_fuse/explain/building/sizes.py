@@ -133,7 +133,7 @@ def value_for(name: str, hint: Any = None, given: Mapping[str, Any] | None = Non
     return None
 
 
-def guessed(name: str, guess: Any) -> Any:
+def guess_for(name: str, guess: Any) -> Any:
     """The guess at an argument of which no name says anything; for BY_KIND one that fits the kind of number it is."""
     if guess is not BY_KIND:
         return guess
