@@ -6,6 +6,7 @@ import importlib.abc
 import importlib.machinery
 import sys
 import types
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ NET = "class Net(nn.Module):\n    def __init__(self):\n        super().__init__(
 
 
 @pytest.fixture(autouse=True)
-def installed(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+def installed(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder of libraries: broken_package, whose import raises, and whole_package, which imports it."""
     site = tmp_path_factory.mktemp("libraries")
     for name, source in {
@@ -55,11 +56,15 @@ def installed(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
         (site / name).parent.mkdir(exist_ok=True)
         (site / name).write_text(source)
     monkeypatch.syspath_prepend(site)
-    return site
+    yield site
+    # Libraries stay imported, and the next test has a folder of its own.
+    for name in left():
+        del sys.modules[name]
 
 
-def gone() -> bool:
-    return not any(name.partition(".")[0].endswith("_package") for name in sys.modules)
+def left() -> list[str]:
+    """The modules in sys.modules that are of these libraries."""
+    return [name for name in sys.modules if name.partition(".")[0].endswith("_package")]
 
 
 def test_one_that_the_model_never_uses(write: Write) -> None:
@@ -72,7 +77,7 @@ def test_one_that_the_model_never_uses(write: Write) -> None:
     assert len(notes) == 1 and notes[0].startswith(
         "stood in for broken_package, whose import raises RuntimeError: operator x::y does not exist (__init__.py:3)"
     )
-    assert gone()
+    assert left() == []
 
 
 def test_one_that_the_model_uses(write: Write) -> None:
@@ -88,7 +93,7 @@ def test_one_that_the_model_uses(write: Write) -> None:
 def test_a_library_that_needs_it_works_as_far_as_it_can(write: Write) -> None:
     with imported(write("from whole_package import SIZE\n")) as module:
         assert module.SIZE == 3
-    assert gone()
+    assert left() == []
 
 
 def test_a_library_that_loads_its_parts_when_they_are_asked_for(write: Write) -> None:
