@@ -21,12 +21,14 @@ help: ## this list
 demo: .venv/ready-demo ## train a hand-written GPT four ways, side by side: loss, time, memory, samples
 	$(python) examples/nanogpt/train.py $(ARGS)
 
-# A process for each core, one thread in each: ARGS="-n 0" runs all tests in one.
+# A process for each core, one thread in each: ARGS="-n 0" runs all tests in one. A test that hangs ends its process,
+# with the stacks of all threads, and fails; the others go on.
+in_parallel = -n auto --maxprocesses 8 --dist worksteal --timeout 600 --timeout-method thread
 test: .venv/ready-dev ## the everyday tests, 5 to 7 minutes on 2 cores
-	OMP_NUM_THREADS=1 $(PYTEST) -m "not thorough and $(QUICK)" -n auto --maxprocesses 8 --dist worksteal $(ARGS)
+	OMP_NUM_THREADS=1 $(PYTEST) -m "not thorough and $(QUICK)" $(in_parallel) $(ARGS)
 
 test-thorough: .venv/ready-dev ## what CI runs beside them: every kernel on the grid, every spelling's numbers, the fuzzer's first programs
-	OMP_NUM_THREADS=1 $(PYTEST) -m "thorough and $(QUICK)" -n auto --maxprocesses 8 --dist worksteal $(ARGS)
+	OMP_NUM_THREADS=1 $(PYTEST) -m "thorough and $(QUICK)" $(in_parallel) $(ARGS)
 
 slow: .venv/ready-dev ## the slow tests
 	$(PYTEST) -m "slow and not gpu and not fuzz and not models and not ecosystem" $(ARGS)

@@ -90,6 +90,27 @@ def parallel(model: GPT, how: str, device: torch.device, options: dict[str, obje
     return model
 
 
+def train(how: str, steps: int, inner_backend: str, device: torch.device) -> None:
+    """Train a GPT for some steps; process 0 prints the losses, and what became of each attention."""
+    torch.manual_seed(0)  # every process starts from the same model
+    model = parallel(GPT().to(device), how, device, {"pick": "fused", "inner_backend": inner_backend})
+    # The processes of tensor parallel share one batch, the others have one each.
+    generator = torch.Generator().manual_seed(0 if how == "tensor" else dist.get_rank())
+    tokens = torch.randint(97, (4, 65), generator=generator).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    for step in range(steps):
+        logits = model(tokens[:, :-1])
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if dist.get_rank() == 0:
+            print(f"step {step}: loss {loss.item():.4f}")
+    if dist.get_rank() == 0:
+        for site in (site for graph in attn_fuse.reports() for site in graph.sites):
+            print(f"{site.location}: {site.status} {site.kernel or ''}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parallel", choices=("ddp", "fsdp", "tensor"), default="ddp")
@@ -103,23 +124,9 @@ def main() -> None:
     if on_gpus:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpus else "gloo")
-    torch.manual_seed(0)  # every process starts from the same model
-    model = parallel(GPT().to(device), args.parallel, device, {"pick": "fused", "inner_backend": args.inner_backend})
-    # The processes of tensor parallel share one batch, the others have one each.
-    generator = torch.Generator().manual_seed(0 if args.parallel == "tensor" else dist.get_rank())
-    tokens = torch.randint(97, (4, 65), generator=generator).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
-    for step in range(args.steps):
-        logits = model(tokens[:, :-1])
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if dist.get_rank() == 0:
-            print(f"step {step}: loss {loss.item():.4f}")
-    if dist.get_rank() == 0:
-        for site in (site for graph in attn_fuse.reports() for site in graph.sites):
-            print(f"{site.location}: {site.status} {site.kernel or ''}")
+    # The model is gone when this returns: a DDP that outlives its process group can hang as it is deleted, since it
+    # then ends gloo's threads while it holds the interpreter's lock, which they may wait for.
+    train(args.parallel, args.steps, args.inner_backend, device)
     dist.destroy_process_group()
 
 
