@@ -13,10 +13,11 @@ from torch.fx import GraphModule
 from attn_fuse.attention.picture import picture
 from attn_fuse.emit.check import Rewritten, without_disagreements
 from attn_fuse.emit.splice import emit
-from attn_fuse.errors import NotFusedError
+from attn_fuse.errors import NotFusedError, named
 from attn_fuse.graph.breaks import Break, NotJoined, Part, break_after, cut_sites, joined, part_of, remembering
 from attn_fuse.graph.expand import expand
 from attn_fuse.graph.functionalize import functionalize
+from attn_fuse.graph.kernel_calls import calls_in
 from attn_fuse.graph.region import Site, find_sites
 from attn_fuse.graph.scopes import Scope, code_of, copied
 from attn_fuse.guard import guarded
@@ -30,6 +31,7 @@ from attn_fuse.picker.trial import stopwatch_of
 from attn_fuse.report import Blocker, GraphReport, Location, SiteReport, headline, log, record, relocated
 from attn_fuse.site import Rewriter, Stages
 from attn_fuse.torch_internals import (
+    RestartsDynamo,
     compile_with,
     dispatch_modes_aside,
     saved_tensors_hooks_aside,
@@ -38,6 +40,8 @@ from attn_fuse.torch_internals import (
 
 _MEND_BREAK = "move that line out of the attention, or write it so that Dynamo can trace it"
 _PATTERNS_OFF = "Inductor's own attention patterns were kept off this graph: they rewrite look-alikes wrongly"
+_FAILED = "this graph stays as written, since analysing it failed; report the failure, which the log holds in full"
+_UNCOMPILED = "the inner backend failed on the graph with its attention fused"
 
 
 def attn_fuse(
@@ -71,12 +75,14 @@ class Compiler:
     """Compiles graphs. constants: source names of arguments that are constants all the same.
 
     locations: those of the sites, for a graph that is captured anew and has lost them.
+    unfit: why all sites stay as written; "" where each is judged by itself.
     """
 
     options: Options
     fuel: Fuel
     constants: frozenset[str] = frozenset()
     locations: tuple[Location, ...] = ()
+    unfit: str = ""
 
     def rewritten(self, original: GraphModule, inputs: Sequence[Any], left: Mapping[int, str]) -> Rewritten:
         """A copy of the graph `original` with its sites rewritten, by all stages before the inner backend.
@@ -92,7 +98,9 @@ class Compiler:
             normalize,
             lift,
             recognize,
-            functools.partial(
+            _none(self.unfit)
+            if self.unfit
+            else functools.partial(
                 pick, allowed=options.kernels if chosen is None else chosen, fuse_all=options.pick == "fused"
             ),
             emit,
@@ -111,26 +119,32 @@ class Compiler:
         Raises NotFusedError under `strict` where a site is not fused.
         """
         started, before, notes = time.perf_counter(), code_of(graph), self._notes(graph)
-        rewrite = functools.partial(self.rewritten, graph, inputs)
         # A checkpoint around this call must not count the tensors that the stages save, nor their operations.
         with saved_tensors_hooks_aside(), dispatch_modes_aside():
-            found = rewrite({})
-            if self.options.check:
-                found = without_disagreements(graph, inputs, rewrite, found)
+            found, called, failed = self._found(graph, inputs)
             part = _part_of(graph, inputs)
             broken = () if part is None else self.broken(part)
         # The inner backend may change the graph that it is given.
-        if any(site.fused for site in found.sites):
+        fuses = any(site.fused for site in found.sites)
+        if fuses:
             original, graph = graph, found.graph
         else:
             original = copied(graph) if found.sites else graph
         seconds = time.perf_counter() - started
-        sites = (*relocated(found.sites, self.locations), *broken)
-        report = GraphReport(sites, seconds, notes, before, code_of(graph))
+        sites = (*relocated(found.sites, self.locations), *broken, *called)
+        report = GraphReport(sites, seconds, (*notes, *failed), before, code_of(graph))
+        try:
+            if self.options.strict:
+                require_all_fused(report.sites)
+            compiled = self.by_inner_backend(graph, inputs)
+        except Exception as problem:
+            # rule 5: a kernel that the inner backend fails on must not break the model
+            if not fuses or self.options.strict or isinstance(problem, RestartsDynamo):
+                record(report)
+                raise
+            log.warning("a graph is compiled as written, since compiling it with fused attention failed", exc_info=True)
+            return replace(self, unfit=f"{_UNCOMPILED}: {named(problem)}").compiled(original, inputs)
         record(report)
-        if self.options.strict:
-            require_all_fused(report.sites)
-        compiled = self.by_inner_backend(graph, inputs)
         if part is not None and part.ends is not None:
             compiled = remembering(compiled, part)
         if not found.sites:
@@ -141,6 +155,22 @@ class Compiler:
             locations=tuple(site.location for site in sites[: len(found.sites)]),
         )
         return guarded(compiled, original, inputs, found.proofs, again.compiled, self.by_inner_backend)
+
+    def _found(
+        self, graph: GraphModule, inputs: Sequence[Any]
+    ) -> tuple[Rewritten, tuple[SiteReport, ...], tuple[str, ...]]:
+        """`graph` rewritten, its calls of kernels that are not ours, and a note where the stages fail on all of it."""
+        rewrite = functools.partial(self.rewritten, graph, inputs)
+        try:
+            found = rewrite({})
+            if self.options.check:
+                found = without_disagreements(graph, inputs, rewrite, found)
+            return found, tuple(calls_in(graph)), ()
+        except Exception as problem:  # rule 5: a failure in here must not break the model
+            if self.options.strict:
+                raise
+            log.warning("a graph stays as written, since analysing it failed", exc_info=True)
+            return Rewritten(graph, [], ()), (), (f"{_FAILED}: {named(problem)}",)
 
     def _notes(self, graph: GraphModule) -> tuple[str, ...]:
         try:
@@ -170,7 +200,7 @@ class Compiler:
         def only(scope: Scope, written: object) -> Iterator[Site]:
             yield from [site] if not scope.path else []
 
-        stages = Stages(only, normalize, lift, recognize, lambda *_, **__: Choice(None, {}, "a graph break"), emit)
+        stages = Stages(only, normalize, lift, recognize, _none("a graph break"), emit)
         return Rewriter(graph, inputs, stages, lambda _: False).rewrite(self.options.seconds, time.perf_counter())
 
     def by_inner_backend(self, graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -192,6 +222,11 @@ def _part_of(graph: GraphModule, inputs: Sequence[Any]) -> Part | None:
     except Exception:  # rule 5: what a report says must not break a model
         log.debug("the graph is not joined with those beside its breaks", exc_info=True)
     return None
+
+
+def _none(why: str) -> Callable[..., Choice]:
+    """A picker that picks no kernel."""
+    return lambda *_, **__: Choice(None, {}, why)
 
 
 def _blocked_by(cut: Break, report: SiteReport) -> SiteReport:

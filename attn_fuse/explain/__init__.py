@@ -12,7 +12,6 @@ import sys
 import time
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from attn_fuse import backend
 from attn_fuse.errors import ExplainError as ExplainError
 from attn_fuse.errors import OptionError as OptionError
 from attn_fuse.errors import nearest as nearest
-from attn_fuse.explain.called import calls_in
 from attn_fuse.explain.explanation import Explanation
 from attn_fuse.explain.inputs import Inputs
 from attn_fuse.graph.breaks import functions_left_alone
@@ -71,10 +69,9 @@ def explanation_of(
 
     def analyzed(graph: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         recording.append(torch.is_grad_enabled())
-        called = tuple(calls_in(graph))
         with collecting() as found:
             run = backend.analyze_only(graph, example_inputs, options=options)
-        reports.extend(replace(report, sites=(*report.sites, *called)) for report in found)
+        reports.extend(found)
         return run
 
     # A new partial each time, so that Dynamo does not reuse an earlier compilation, which would report nothing.

@@ -14,6 +14,7 @@ from torch.utils._sympy.functions import Mod as Mod
 
 from attn_fuse.torch_internals.dynamo import LeftFunction as LeftFunction
 from attn_fuse.torch_internals.dynamo import PassesThroughDynamo as PassesThroughDynamo
+from attn_fuse.torch_internals.dynamo import RestartsDynamo as RestartsDynamo
 from attn_fuse.torch_internals.dynamo import apart_from_dynamo as apart_from_dynamo
 from attn_fuse.torch_internals.dynamo import calling_convention_of as calling_convention_of
 from attn_fuse.torch_internals.dynamo import graph_break as graph_break

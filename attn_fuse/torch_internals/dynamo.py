@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._dynamo.exc import ShortenTraceback
+from torch._dynamo.exc import RestartAnalysis, ShortenTraceback
 from torch._dynamo.utils import get_compilation_metrics
 from torch._logging import trace_structured
 
 # Dynamo wraps an exception of a backend in BackendCompilerFailed, except for this family.
 PassesThroughDynamo = ShortenTraceback
+# No failure of a backend: Dynamo traces the frame once more.
+RestartsDynamo = RestartAnalysis
 
 
 def trace_artifact(name: str, text: Callable[[], str]) -> None:

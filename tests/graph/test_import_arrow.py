@@ -16,7 +16,7 @@ ORDER = (
     "__main__",
 )  # fmt: skip
 ORDER_IN_EXPLAIN = (
-    "roots", "problems", "steps", "inputs", "opening", "reading", "repairing", "building", "running", "page", "called",
+    "roots", "problems", "steps", "inputs", "opening", "reading", "repairing", "building", "running", "page",
     "explanation", "__init__", "subject", "info", "command", "watched", "__main__",
 )  # fmt: skip
 MODULES = sorted(ROOT.rglob("*.py"))

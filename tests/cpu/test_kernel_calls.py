@@ -1,4 +1,4 @@
-"""Fused attentions that a program calls itself, as explain reports them; and operators that only sound like one."""
+"""Fused attentions that a program calls itself, as reports name them; and operators that only sound like one."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 
 import attn_fuse
+from attn_fuse.report import collecting
 from tests.harness import tensors
 
 S = 16
+OPTIONS = {"inner_backend": "eager", "pick": "fused", "strict": True}
 
 
 @torch.library.custom_op("a_library::attention_forward", mutates_args=())
@@ -81,3 +83,16 @@ def test_an_operator_of_a_library_is_named_beside_what_is_written() -> None:
 def test_what_only_sounds_like_one_is_none(program) -> None:
     (site,) = attn_fuse.explain(program, *tensors(2, 3, S, 16)).sites
     assert site.status != "already fused" and not site.fused_by
+
+
+@torch.no_grad()
+def test_the_backend_reports_it_too() -> None:
+    args = tensors(2, 3, S, 16)
+    compiled = torch.compile(beside_a_written_one, backend="attn_fuse", options=OPTIONS)
+    with collecting() as graphs:
+        torch.testing.assert_close(compiled(*args), beside_a_written_one(*args))
+    (graph,) = graphs
+    assert [(site.fused, site.fused_by) for site in graph.sites] == [
+        (True, ""),
+        (False, "a_library::attention_forward"),
+    ]
