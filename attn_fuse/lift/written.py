@@ -6,6 +6,7 @@ which one it is, the choice goes away by simplification.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -61,21 +62,19 @@ def _slice_scatter(call: Operation) -> LiftedTensor:
 
     if count == 0:
         return call.tensor(x.at)
-    nth = space.fresh("w", count)
+    nth, here = space.fresh("w", count), space.fresh("w", x.shape[dim])
 
-    def element(index: Indices, place: sympy.Expr) -> Expr:
-        if step == 1:
-            direct = src.at((*index[:dim], place, *index[dim + 1 :]))
-            if not any(p.has(FloorDiv, Mod) for part in ex.walk(direct) for p in ex.positions(part)):
-                return direct
-            # Floor divisions simplify at a symbol that has the range of the slice.
-            inside = src.at((*index[:dim], nth, *index[dim + 1 :]))
-            return al.substitute(inside, {nth: place}, space)
+    def element(index: Indices, place: sympy.Expr, before: Callable[[], Expr]) -> Expr:
+        def written(at: sympy.Expr) -> Expr:
+            return src.at((*index[:dim], at, *index[dim + 1 :]))
+
         # A written position divides evenly by `step`, so that an element read from there and written back is itself
-        # again.
-        written = src.at((*index[:dim], nth, *index[dim + 1 :]))
-        even = al.substitute(written, {nth: sympy.expand((index[dim] - start) / step)}, space)
-        return even if _is_whole(even) else al.substitute(written, {nth: place}, space)
+        # again, whatever digits of its position the layout reads.
+        itself = al.substitute(written(sympy.expand((here - start) / step)), {here: index[dim]}, space)
+        if _is_whole(itself) and (not _has_digits(itself) or _has_products_of(itself, before())):
+            return itself
+        # Floor divisions simplify at a symbol that has the range of the slice.
+        return al.substitute(written(nth), {nth: place}, space)
 
     def at(index: Indices) -> Expr:
         along = sympy.expand(index[dim] + shift)
@@ -84,11 +83,24 @@ def _slice_scatter(call: Operation) -> LiftedTensor:
         cond = al.logical_and(al.nonnegative(place, space), al.nonnegative(count - 1 - place, space))
         if step != 1:
             cond = al.logical_and(cond, al.is_zero(space.mod(along, sympy.Integer(step)), space))
-        return _chosen(
-            cond, lambda: precision.cast(x.dtype, element(index, place), src.dtype, space), lambda: x.at(index), space
-        )
+        before = functools.cache(functools.partial(x.at, index))
+
+        def after() -> Expr:
+            return precision.cast(x.dtype, element(index, place, before), src.dtype, space)
+
+        return _chosen(cond, after, before, space)
 
     return call.tensor(at)
+
+
+def _has_digits(x: Expr) -> bool:
+    return any(p.has(FloorDiv, Mod) for part in ex.walk(x) for p in ex.positions(part))
+
+
+def _has_products_of(x: Expr, other: Expr) -> bool:
+    """Whether `x` has matrix products, and all of them are in `other`, too."""
+    ours, others = ({part for part in ex.walk(y) if isinstance(part, ex.Contract)} for y in (x, other))
+    return bool(ours) and ours <= others
 
 
 def _is_whole(x: Expr) -> bool:
