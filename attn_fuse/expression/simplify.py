@@ -195,20 +195,30 @@ def select(cond: Expr, a: Expr, b: Expr, space: Space | None = None) -> Expr:
         case Select(inner, x, y), _ if y == b:
             return select(logical_and(cond, inner), x, b)
     if has_product(a) and has_product(b):
-        # A term that is added to a part of the scores alone, as in place, is a bias that is 0 elsewhere.
-        (scores, term), (others, other) = _apart(a, b), _apart(b, a)
-        if scores == others:
-            return add(scores, select(cond, term, other))
+        # What is added to a part of the scores alone, as in place, is a bias that is 0 elsewhere.
+        for apart in (_last_apart, _all_apart):
+            (scores, term), (others, other) = apart(a, b), apart(b, a)
+            if scores == others:
+                return add(scores, select(cond, term, other))
     return Select(cond, a, b)
 
 
-def _apart(x: Expr, beside: Expr) -> tuple[Expr, Expr]:
+def _last_apart(x: Expr, beside: Expr) -> tuple[Expr, Expr]:
     """(scores, term) with `x` = scores + term; the term is 0 where `beside` is `x` and a term."""
     match x, beside:
         case _, Add(scores, _) if scores == x:
             return x, Const(0.0)
         case Add(scores, term), _ if not has_product(term):
             return scores, term
+    return x, Const(0.0)
+
+
+def _all_apart(x: Expr, beside: Expr) -> tuple[Expr, Expr]:
+    """(scores, terms) with `x` = scores + terms, and no term left in the scores."""
+    match x:
+        case Add(scores, term) if not has_product(term):
+            inner, terms = _all_apart(scores, beside)
+            return inner, add(terms, term)
     return x, Const(0.0)
 
 

@@ -48,7 +48,21 @@ def _chosen(cond: Expr, new: Callable[[], Expr], old: Callable[[], Expr], space:
     if any(isinstance(part, ex.Softmax) for x in (a, b) if ex.has_product(x) for part in ex.walk(x)):
         # Where parts of the scores are normalised in place one after the other, each reads what the others wrote.
         a, b = al.assuming(a, cond, space), al.assuming(b, al.logical_not(cond), space)
-    return al.select(cond, a, b, space)
+    return al.select(cond, _with_products_of(b, a, cond, space), b, space)
+
+
+def _with_products_of(other: Expr, x: Expr, cond: Expr, space: Space) -> Expr:
+    """`x` where `cond` holds, with the products of `other` wherever they are the same there: one row of the scores."""
+    if not isinstance(cond, ex.IsZero) or not (ex.has_product(x) and ex.has_product(other)):
+        return x
+    ours, others = _products(x), _products(other)
+    for symbol in sorted(cond.value.free_symbols & space.sizes.keys(), key=str):
+        there = sympy.expand(symbol - cond.value * cond.value.coeff(symbol))
+        if abs(cond.value.coeff(symbol)) == 1 and not there.has(symbol):
+            same = {al.substitute(product, {symbol: there}, space): product for product in others}
+            for product in (ours - others) & same.keys():
+                x = al.replaced(x, product, same[product])
+    return x
 
 
 def _slice_scatter(call: Operation) -> LiftedTensor:
@@ -71,7 +85,7 @@ def _slice_scatter(call: Operation) -> LiftedTensor:
         # A written position divides evenly by `step`, so that an element read from there and written back is itself
         # again, whatever digits of its position the layout reads.
         itself = al.substitute(written(sympy.expand((here - start) / step)), {here: index[dim]}, space)
-        if _is_whole(itself) and (not _has_digits(itself) or _has_products_of(itself, before())):
+        if _is_whole(itself) and (not _has_digits(itself) or set() < _products(itself) <= _products(before())):
             return itself
         # Floor divisions simplify at a symbol that has the range of the slice.
         return al.substitute(written(nth), {nth: place}, space)
@@ -81,7 +95,9 @@ def _slice_scatter(call: Operation) -> LiftedTensor:
         place = space.floordiv(along, sympy.Integer(step)) - (start + shift) / step if step != 1 else along - start
         place = sympy.expand(place)
         cond = al.logical_and(al.nonnegative(place, space), al.nonnegative(count - 1 - place, space))
-        if step != 1:
+        if count == 1:
+            cond = al.is_zero(index[dim] - start, space)
+        elif step != 1:
             cond = al.logical_and(cond, al.is_zero(space.mod(along, sympy.Integer(step)), space))
         before = functools.cache(functools.partial(x.at, index))
 
@@ -97,10 +113,8 @@ def _has_digits(x: Expr) -> bool:
     return any(p.has(FloorDiv, Mod) for part in ex.walk(x) for p in ex.positions(part))
 
 
-def _has_products_of(x: Expr, other: Expr) -> bool:
-    """Whether `x` has matrix products, and all of them are in `other`, too."""
-    ours, others = ({part for part in ex.walk(y) if isinstance(part, ex.Contract)} for y in (x, other))
-    return bool(ours) and ours <= others
+def _products(x: Expr) -> set[Expr]:
+    return {part for part in ex.walk(x) if isinstance(part, ex.Contract)}
 
 
 def _is_whole(x: Expr) -> bool:

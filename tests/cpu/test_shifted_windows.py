@@ -48,8 +48,13 @@ def over_a_bias(scores: Tensor, columns: int) -> None:
     scores[:, :, ::columns] += 0.25
 
 
-@pytest.mark.parametrize("write", [both, over_a_bias])
-@pytest.mark.parametrize(("rows", "columns"), [(4, 4), (2, 3), (1, 1), (3, 2)])
+def of_one(scores: Tensor, columns: int) -> None:
+    scores[:, :, 0] += of_rows()
+    scores[:, :, -1, :, 0] += 2.0
+
+
+@pytest.mark.parametrize("write", [both, over_a_bias, of_one])
+@pytest.mark.parametrize(("rows", "columns"), [(4, 4), (2, 3), (1, 1), (3, 2), (1, 5), (3, 1)])
 def test_masks_of_some_windows(write, rows: int, columns: int) -> None:
     x = torch.randn(2, rows * SIDE, columns * SIDE, 3 * HEADS * D)
     site = assert_fused(attended(write), x, backward=False).site
@@ -59,11 +64,6 @@ def test_masks_of_some_windows(write, rows: int, columns: int) -> None:
 def test_a_number_of_windows_that_changes() -> None:
     pictures = [torch.randn(1, rows * SIDE, 4 * SIDE, 3 * HEADS * D) for rows in (4, 6, 5)]
     check(attended(both), *pictures[:1], more=[(x,) for x in pictures[1:]], backward=False)
-
-
-def test_a_row_of_windows() -> None:
-    """One window alone gets a mask, which is not read as a mask of all; right in any case."""
-    check(attended(both), torch.randn(2, SIDE, 5 * SIDE, 3 * HEADS * D))
 
 
 # ---- what looks alike
@@ -81,7 +81,17 @@ def from_the_last_row(scores: Tensor, columns: int) -> None:
     scores[:, :, :columns] = scores[:, :, -columns:] * 1.0
 
 
-@pytest.mark.parametrize("write", [of_the_window_before, from_the_window_before, from_the_last_row])
+def from_the_first(scores: Tensor, columns: int) -> None:
+    scores[:, :, 1] = scores[:, :, 0] + 1.0
+
+
+def of_two(scores: Tensor, columns: int) -> None:
+    scores[:, :, 2] += scores[:, :, 1]
+
+
+@pytest.mark.parametrize(
+    "write", [of_the_window_before, from_the_window_before, from_the_last_row, from_the_first, of_two]
+)
 def test_scores_of_other_windows(write) -> None:
     x = torch.randn(2, 3 * SIDE, 3 * SIDE, 3 * HEADS * D)
     assert_refused(attended(write), x, reason="product")
