@@ -202,6 +202,7 @@ class TestSizes:
             ),
             ("img_size, patch_size, in_chans, num_classes", "img_size=64, patch_size=16, in_chans=3, num_classes=10"),
             ("image_size, patch_size=14", "image_size=112"),
+            ("im_size, mask_ratio, num_layers", "im_size=64, mask_ratio=0.5, num_layers=2"),
             ("d_model, heads_count", "d_model=256, heads_count=4"),
             (
                 "src_pad_idx, max_len, d_ff, device, use_bias",

@@ -38,6 +38,7 @@ LENGTH_NAME = (
     r"(max|seq|src|tgt|trg|pred|label|context|ctx|block|sequence|input|out|time).*len|_len(gth)?$|block_size|n_positions|max_pos|_ctx$|n_ctx"
     r"|context_(size|window)|(segment|chunk)_size|max_position|max_tokens|^length$|seq_size|num_pos|n_position|timesteps?|num_frames|^n_seq"
 )
+PICTURE_NAME = r"(img|image|(^|_)im)_?(size|resolution)|resolution"
 OUTPUT_NAME = r"class|n_?cls$|n_?labels|num_?(labels|outputs)|n_out|(output|out)_(dim|size)|dim_out(put)?$"
 SERIES_NAME = r"(enc|dec)_in|c_out|(n|num)_?(vars|features|series|variables)"
 INPUT_NAME = r"(input|feature|feat)_?(dim|size)|dim_in(put)?$|^n_?feats?$"
@@ -82,7 +83,7 @@ class Known:
             math.lcm(*heads) if heads else None,
             widths[0] if widths else None,
             head,
-            found(r"(img|image|input)_?(size|resolution)|resolution"),
+            found(rf"{PICTURE_NAME}|input_size"),
             found(r"patch_?(size)?$"),
         )
 
@@ -176,6 +177,7 @@ def _table(known: Known) -> tuple[tuple[str, Any], ...]:
         (r"^eps|_eps$|epsilon", 1e-5),
         (r"^alpha$|^beta$|slope$|momentum|std$|^(init|weight)_(std|scale|range)|initializer_range", 0.1),
         (r"temperature|^temp$|^tau$|^gamma$|^(softmax_)?scale$|_weight$", 1.0),
+        (r"(mask\w*|keep|noise|prun\w+|sampl\w+|select\w*|token)_?(ratio|rate)$", 0.5),
         (r"(ratio|mult|factor|expansion|expand)$", 4),
         (r"codebook_?size|num_codes", VOCABULARY),
         (r"vocab|voc_size|n_?um_?tokens|^n_?tokens?$|num_embeddings|dictionary|n?_?words$", VOCABULARY),
@@ -185,7 +187,7 @@ def _table(known: Known) -> tuple[tuple[str, Any], ...]:
         (INNER_NAME, 4 * width),
         (DEPTH_NAME, DEPTH),
         (r"(attention|attn)_resolutions", (2, 4, 8, 16)),
-        (r"(img|image|spatial)_?(size|resolution|dim|height|width|h|w)|resolution|input_size", picture),
+        (rf"{PICTURE_NAME}|(img|image|spatial)_?(size|resolution|dim|height|width|h|w)|input_size", picture),
         (r"patch_?(size|len|length|height|width)?$|^patch", patch),
         (r"n_?mels?|mel_(bins|dim)", MELS),
         (r"window_?(size|len)?$|^temporal_size$", WINDOW),

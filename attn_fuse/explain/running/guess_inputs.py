@@ -11,6 +11,7 @@ from attn_fuse.errors import ExplainError
 from attn_fuse.explain.inputs import Inputs, in_python, tensors_in
 from attn_fuse.explain.repairing.repairs import Failed
 from attn_fuse.explain.running.declared import USUAL, Sizes
+from attn_fuse.explain.running.longer import longer
 from attn_fuse.explain.running.try_inputs import Trial, first_of
 
 # Inputs of fewer numbers than these are a toy's.
@@ -46,13 +47,13 @@ def inputs_for(
         (inputs, trial.targets is not None or sum(t.numel() for t in tensors_in([*inputs.args, inputs.kwargs])) < FEW)
         for inputs in (spelled if length is None and batch == 1 else ())
     ]
-    ran = first_of(trial.on(inputs) for inputs, is_small in texts if not is_small)
-    ran = ran or trial.of_any() or first_of(trial.on(inputs) for inputs, is_small in texts if is_small)
-    ran = ran or trial.of_repairs()
+    if (ran := first_of(trial.on(inputs) for inputs, is_small in texts if not is_small)) is not None:
+        return ran.inputs
+    ran = trial.of_any() or first_of(trial.on(inputs) for inputs, is_small in texts if is_small) or trial.of_repairs()
     for attempt in (trial.with_set_up, trial.with_optional):
         ran = ran or ((trial.of_any() or trial.of_repairs()) if attempt() else None)
     if ran is not None:
-        return ran.inputs
+        return longer(ran, trial).inputs
     if trial.slow is not None:
         return trial.slow
     tried = f"with {trial.failures[0]}" if trial.failures else "it has no embedding, convolution or linear layer"
