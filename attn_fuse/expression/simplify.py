@@ -194,7 +194,7 @@ def select(cond: Expr, a: Expr, b: Expr, space: Space | None = None) -> Expr:
             return select(cond, a, y)
         case Select(inner, x, y), _ if y == b:
             return select(logical_and(cond, inner), x, b)
-    if has_product(a) and has_product(b):
+    if has_product(a) and has_product(b) and not has_product(cond):
         # What is added to a part of the scores alone, as in place, is a bias that is 0 elsewhere.
         for apart in (_last_apart, _all_apart):
             (scores, term), (others, other) = apart(a, b), apart(b, a)

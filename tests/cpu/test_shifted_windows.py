@@ -112,3 +112,19 @@ def filled(scores: Tensor, columns: int) -> None:
 @pytest.mark.parametrize("write", [scaled, scaled_and_added, filled])
 def test_other_writes_into_some_windows(write) -> None:
     check(attended(write), torch.randn(2, 3 * SIDE, 3 * SIDE, 3 * HEADS * D))
+
+
+def where_they_are_high(scores: Tensor, columns: int) -> None:
+    scores += torch.where(scores > 0.5, 1.0, 0.0)
+
+
+def of_where_they_are_high(scores: Tensor, columns: int) -> None:
+    scores[:, :, :columns] = torch.where(
+        scores[:, :, :columns] > 0.5, scores[:, :, :columns] + 1, scores[:, :, :columns]
+    )
+
+
+@pytest.mark.parametrize("write", [where_they_are_high, of_where_they_are_high])
+def test_a_bias_that_the_scores_decide(write) -> None:
+    outcome = check(attended(write), torch.randn(2, 3 * SIDE, 3 * SIDE, 3 * HEADS * D))
+    assert "bias" not in outcome.site.attention
