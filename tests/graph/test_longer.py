@@ -41,3 +41,13 @@ def test_a_model_of_one_length() -> None:
 
 def test_a_length_that_the_user_asked_for() -> None:
     assert shapes(Padded(), length=SHORT) == [(1, SHORT, 6), (1, SHORT)]
+
+
+def test_maps_of_features_stay() -> None:
+    class Maps(nn.Conv2d):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return super().forward(x) * mask
+
+    trial = trial_of(Maps(3, 4, 1), (), False, None, 1)
+    ran = trial.on(Inputs((torch.randn(1, 3, SHORT, SHORT), torch.ones(SHORT, SHORT))))
+    assert ran is not None and longer(ran, trial) is ran

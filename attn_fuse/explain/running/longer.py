@@ -14,10 +14,12 @@ from attn_fuse.explain.running.try_inputs import Ran, Trial
 def longer(ran: Ran, trial: Trial) -> Ran:
     """A run on the inputs of `ran` with every axis of SHORT elements repeated to USUAL; `ran` where that does not run.
 
-    A model that takes every fourth step of a sound would attend over one or two keys of a short one.
+    A model that takes every fourth step of a sound would attend over one or two keys of a short one. Maps of features,
+    of that many rows and columns, stay as they are.
     """
-    given = [*tensors_in([*ran.inputs.args, ran.inputs.kwargs])]
-    if trial.sizes.asked or not any(SHORT in tensor.shape for tensor in given):
+    shapes = [tensor.shape for tensor in tensors_in([*ran.inputs.args, ran.inputs.kwargs])]
+    has_maps = any(len(shape) > 3 and shape.count(SHORT) > 1 for shape in shapes)
+    if trial.sizes.asked or has_maps or not any(SHORT in shape for shape in shapes):
         return ran
     slow = trial.slow
     again = trial.on(Inputs(_repeated(ran.inputs.args), _repeated(ran.inputs.kwargs)))
