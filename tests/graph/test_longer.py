@@ -43,6 +43,12 @@ def test_a_length_that_the_user_asked_for() -> None:
     assert shapes(Padded(), length=SHORT) == [(1, SHORT, 6), (1, SHORT)]
 
 
+def test_a_batch_that_the_user_asked_for() -> None:
+    trial = trial_of(nn.Linear(6, 6), (), False, None, SHORT)
+    ran = trial.on(Inputs((torch.randn(SHORT, USUAL, 6),)))
+    assert ran is not None and longer(ran, trial) is ran
+
+
 def test_maps_of_features_stay() -> None:
     class Maps(nn.Conv2d):
         def forward(self, x: Tensor, mask: Tensor) -> Tensor:

@@ -19,7 +19,8 @@ def longer(ran: Ran, trial: Trial) -> Ran:
     """
     shapes = [tensor.shape for tensor in tensors_in([*ran.inputs.args, ran.inputs.kwargs])]
     has_maps = any(len(shape) > 3 and shape.count(SHORT) > 1 for shape in shapes)
-    if trial.sizes.asked or has_maps or not any(SHORT in shape for shape in shapes):
+    # A batch of that size cannot be told from a length.
+    if trial.sizes.asked or trial.sizes.batch == SHORT or has_maps or not any(SHORT in shape for shape in shapes):
         return ran
     slow = trial.slow
     again = trial.on(Inputs(_repeated(ran.inputs.args), _repeated(ran.inputs.kwargs)))
