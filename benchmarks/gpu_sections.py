@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 import subprocess
 import sys
@@ -147,6 +148,65 @@ def _checked(
                 yield {"kernel": name, "case": str(c), "lost" if answer.lost else "wrong": said}
             if seen["lost"] >= MAX_LOST:
                 return
+
+
+def backend(run: Run, end: float) -> Iterator[Row]:
+    """Every kernel through the backend on its grids, in turn: rows of what is wrong, and of what each grid declines."""
+    with Worker(imports=TASKS) as worker:
+        names = worker.call(60.0, gpu_tasks.grid_names, run.device).value or []
+        asked = {
+            name: worker.call(60.0, gpu_tasks.backend_rows, name, run.device, run.tiny).value or [] for name in names
+        }
+    turns = itertools.chain.from_iterable(itertools.zip_longest(*([(n, row) for row in asked[n]] for n in names)))
+    calls = sorted((turn for turn in turns if turn), key=lambda turn: turn[0].startswith("flex"))
+    seen = {name: dict.fromkeys(("right", "wrong", "declined", "lost"), 0) for name in names}
+    with Pool(run.workers(), gpu_tasks.environment(), TASKS) as pool:
+        tasks = [(gpu_tasks.answered, name, row, run.device) for name, row in calls]
+        for number, answer in pool.answers(tasks, run.patience(CHECK), end):
+            if answer.lost and time.perf_counter() >= end:
+                continue
+            name, row = calls[number]
+            wrong, declined = answer.value or (answer.problem, "")
+            how = "lost" if answer.lost else "wrong" if wrong else "declined" if declined else "right"
+            seen[name][how] += 1
+            if how != "right":
+                yield {"grid": name, "row": str(row), how: (wrong or declined)[:300]}
+    left = {name: len(rows) - sum(seen[name].values()) for name, rows in asked.items()}
+    yield {"through the backend": seen, "not run": left}
+
+
+def published(run: Run, end: float) -> Iterator[Row]:
+    """Tiny models of transformers against eager, in inference and training: rows of those that are wrong or fail."""
+    if not gpu_tasks.installed("transformers"):
+        yield {"left out": "transformers is not installed"}
+        return
+    with Worker(imports=TASKS) as worker:
+        answer = worker.call(60.0, gpu_tasks.published_cases)
+    if answer.problem:
+        yield {"failed": answer.problem}
+        return
+    names = answer.value[:2] if run.tiny else answer.value
+    asked = [(name, mode, order) for name in names for mode in ("inference", "training") for order in gpu_tasks.ORDERS]
+    seen = {order: dict.fromkeys(("models", "sites", "fused", "wrong", "failed"), 0) for order in gpu_tasks.ORDERS}
+    environment = gpu_tasks.environment() | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    with Pool(run.workers(), environment, TASKS) as pool:
+        calls = [(gpu_tasks.published, *one, run.device) for one in asked]
+        for number, answer in pool.answers(calls, run.patience(CASE), end):
+            if answer.lost and time.perf_counter() >= end:
+                continue
+            name, mode, order = asked[number]
+            found = answer.value or {"failed": answer.problem}
+            if found.get("broken"):
+                continue
+            counts = seen[order]
+            counts["models"] += 1
+            for what in ("sites", "fused", "wrong"):
+                counts[what] += int(found.get(what, 0))
+            counts["failed"] += bool(found["failed"])
+            if found["failed"] or found["wrong"] or found["fused"] < found["sites"]:
+                keys = ("sites", "fused", "far", "float64", "wrong", "kinked", "failed", "left")
+                yield {"model": name, "mode": mode, "order": order} | {k: v for k in keys if (v := found.get(k))}
+    yield {"published": seen, "asked": len(asked)}
 
 
 # ---- 2: how fast
@@ -332,7 +392,15 @@ class Call:
 
 
 CALLS = {
-    "correct": Call(7.0, {"ceilings": (ceilings, 0.15), "correctness": (correctness, 1.0)}),
+    "correct": Call(
+        7.0,
+        {
+            "ceilings": (ceilings, 0.15),
+            "correctness": (correctness, 0.4),
+            "backend": (backend, 0.5),
+            "published": (published, 1.0),
+        },
+    ),
     "speed": Call(7.5, {"speed": (speed, 1.0)}),
     "evidence": Call(8.0, {"evidence": (gathered, 0.92), "choices": (choices, 1.0)}),
     "models": Call(5.0, {"models": (models, 0.9), "tests": (tests, 1.0)}),

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -73,6 +75,68 @@ def _all(rows: Any) -> list[Row]:
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
     return found
+
+
+def grid_names(device: torch.device) -> list[str]:
+    """The grids of the kernels through the backend, those last whose every row takes seconds to compile."""
+    from tests.grid.backend import COMPILED
+
+    return sorted(_grids(device), key=lambda name: name.rpartition("-")[0] in COMPILED)
+
+
+def backend_rows(name: str, device: torch.device, tiny: bool) -> list[Any]:
+    """The rows of a grid: each value alone, then what is not declined in every pair."""
+    from tests.grid.case import Case
+
+    grid = _grids(device)[name]
+    rows = list({Case.of(row): row for row in (*grid.alone(), *grid.rows())}.values())
+    return rows[:4] if tiny else rows
+
+
+def answered(name: str, row: Any, device: torch.device) -> tuple[str, str]:
+    """What is wrong with a kernel on a row, through the backend; and why it does not take that row."""
+    torch.set_num_threads(1)
+    answer = _grids(device)[name].answer(row)
+    return answer.wrong, "; ".join(answer.reasons)
+
+
+def _grids(device: torch.device) -> Mapping[str, Any]:
+    from attn_fuse.kernels import KERNELS
+    from tests.grid.backend import grids
+    from tests.grid.case import LONGER
+
+    return {str(grid): grid for grid in grids(KERNELS, device, None if device.type == "cpu" else LONGER)}
+
+
+# ---- published models
+
+# Each as the kernels' order has it, and on our own where these take it.
+ORDERS: dict[str, tuple[str, ...]] = {"fused": (), "triton": ("triton_flash", "triton_decode")}
+
+
+def published_cases() -> list[str]:
+    """The tiny models of transformers, in an order in which each part has some of all kinds."""
+    names = [*_published()]
+    random.Random(0).shuffle(names)
+    return names
+
+
+def published(name: str, mode: str, order: str, device: torch.device) -> dict[str, Any]:
+    """A published model against eager, on the kernels of an order: the fields of `zoo.measure.Row`."""
+    from zoo.measure import Setting, measured
+
+    torch.set_num_threads(1)
+    torch.backends.cudnn.allow_tf32 = False  # so that what a convolution rounds does not decide
+    kernels = ORDERS[order] if device.type == "cuda" else ()
+    return asdict(measured("transformers", name, Setting(_published()[name], mode, device, kernels)))
+
+
+def _published() -> Mapping[str, Any]:
+    from zoo.cases import MODULES
+
+    (package,) = importlib.import_module(f"zoo.cases.{MODULES['transformers']}").PACKAGES
+    cases: Mapping[str, Any] = package.cases
+    return cases
 
 
 # ---- evidence

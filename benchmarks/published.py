@@ -40,7 +40,7 @@ from zoo.apart import APART, REASONS
 from zoo.case import Package
 from zoo.cases import MODULES
 from zoo.forked import DiedError, TooLongError, forked
-from zoo.measure import Row, measured, ours, sites_of
+from zoo.measure import Row, Setting, measured, sites_of
 from zoo.vision import declare_operators
 
 MODES = ("inference", "training")
@@ -88,11 +88,12 @@ def measure(package: Package, names: Sequence[str], done: set[tuple[str, str, st
             package.cases[left[0][0]]()  # loads for all what one of them imports
     for name, mode in left:
         start = time.perf_counter()
-        call = functools.partial(measured, package.name, name, package.cases[name], mode)
+        setting = Setting(package.cases[name], mode)
+        call = functools.partial(measured, package.name, name, setting)
         try:
             row = forked(call, args.timeout, not args.verbose)
         except (TooLongError, DiedError) as problem:
-            eager = functools.partial(sites_of, package.name, name, package.cases[name], mode)
+            eager = functools.partial(sites_of, package.name, name, setting)
             row = replace(forked(eager, args.timeout), failed=str(problem))
         entry = Entry(row, commit(), version(package.name))
         args.rows.parent.mkdir(exist_ok=True)
@@ -194,7 +195,7 @@ def warm() -> None:
     declare_operators()
     model = nn.MultiheadAttention(8, 2)
     x = torch.randn(4, 1, 8)
-    ours("eager")(model)(x, x, x)
+    Setting(lambda: (model, (x, x, x), {}), "inference").ours("eager")(model)(x, x, x)
 
 
 def as_plain(entry: Entry) -> dict[str, Any]:

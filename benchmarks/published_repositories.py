@@ -40,7 +40,7 @@ from harness import ROOT, commit, store
 from published import warm
 from zoo.case import Made
 from zoo.forked import DiedError, TooLongError, forked
-from zoo.measure import Row, measured
+from zoo.measure import Row, Setting, measured
 
 ROWS = ROOT / "build" / "published_repositories.jsonl"
 # Seconds of computing for a file, and the parameters above which a training step is left out.
@@ -65,7 +65,7 @@ def rows_of(name: str, path: Path) -> list[Row]:
             part = " (a part)" if any(note.startswith(OF_A_PART) for note in subject.said) else ""
             count = sum(parameter.numel() for parameter in model.parameters())
             modes = MODES if count <= MOST_TRAINED else MODES[:1]
-            return [measured(f"{type(model).__name__}{part}", name, build, mode) for mode in modes]
+            return [measured(f"{type(model).__name__}{part}", name, Setting(build, mode)) for mode in modes]
     except ExplainError as problem:
         return [Row("repositories", name, "inference", broken=f"explain: {problem}"[:300])]
 

@@ -29,6 +29,7 @@ FACTOR = 5.0
 FLOOR = 1e-2
 # How often eager is run with its softmax rounded otherwise, and by how much: eight units in the last place of float32.
 ROUNDINGS, ROUNDING = 12, 1e-6
+CPU = torch.device("cpu")
 SOFTMAX = ("softmax", "scaled_dot_product_attention", "multi_head_attention_forward")
 _DROPOUTS = (
     "dropout", "attention_dropout", "attn_dropout", "activation_dropout", "attn_pdrop", "drop_rate", "layerdrop",
@@ -80,15 +81,23 @@ Compile = Callable[[nn.Module], Callable[..., Any]]
 
 @dataclass(frozen=True)
 class Setting:
-    """A case in a mode. to_inputs: gradients of the arguments are wanted, too, which some models do not take."""
+    """A case in a mode, on a device. kernels: only these, the first that can. to_inputs: gradients of the arguments are
+    wanted, too, which some models do not take."""
 
     build: Build
     mode: str
+    device: torch.device = CPU
+    kernels: tuple[str, ...] = ()
     to_inputs: bool = False
 
+    def ours(self, inner: str | Callable[..., Any]) -> Compile:
+        choice: dict[str, Any] = {"kernels": [*self.kernels]} if self.kernels else {"pick": "fused"}
+        return with_backend(attn_fuse, options={"inner_backend": inner, **choice})
 
-def measured(package: str, name: str, build: Build, mode: str) -> Row:
-    row, setting, wanted = in_eager(package, name, build, mode)
+
+def measured(package: str, name: str, setting: Setting) -> Row:
+    """How many of the sites of a case are fused, and how far from eager what it gives is."""
+    row, setting, wanted = in_eager(package, name, setting)
     if wanted is None:
         return row
     try:
@@ -103,9 +112,10 @@ def measured(package: str, name: str, build: Build, mode: str) -> Row:
         return replace(row, failed=first_line(problem))
 
 
-def in_eager(package: str, name: str, build: Build, mode: str) -> tuple[Row, Setting, Result | None]:
+def in_eager(package: str, name: str, setting: Setting) -> tuple[Row, Setting, Result | None]:
     """The sites, whether the arguments may require gradients, and what eager gives; None where it fails."""
-    row, setting = Row(package, name, mode), Setting(build, mode, to_inputs=mode == "training")
+    row = Row(package, name, setting.mode)
+    setting = replace(setting, to_inputs=setting.mode == "training")
     while True:
         sites = Sites()
         try:
@@ -115,11 +125,11 @@ def in_eager(package: str, name: str, build: Build, mode: str) -> tuple[Row, Set
             if not setting.to_inputs:
                 traceback.print_exc()
                 return replace(row, broken=f"eager: {first_line(problem)}"), setting, None
-            setting = Setting(build, mode)
+            setting = replace(setting, to_inputs=False)
 
 
-def sites_of(package: str, name: str, build: Build, mode: str) -> Row:
-    return in_eager(package, name, build, mode)[0]
+def sites_of(package: str, name: str, setting: Setting) -> Row:
+    return in_eager(package, name, setting)[0]
 
 
 def counted(row: Row, setting: Setting) -> tuple[Row, Result]:
@@ -135,7 +145,7 @@ def counted(row: Row, setting: Setting) -> tuple[Row, Result]:
 
     start = time.perf_counter()
     with collecting() as graphs:
-        got = run(setting, by=ours(counting))
+        got = run(setting, by=setting.ours(counting))
     # A descent ends where a graph does, so that fewer sites may be seen than there are.
     left = len(sites.found)
     calls = max(sites.fused - row.already, 0)
@@ -148,7 +158,7 @@ def compared(row: Row, setting: Setting, got: Result, wanted: Result) -> Row:
     """`row` with how far what is compiled is from eager, dropout aside."""
     if setting.mode == "training":
         wanted = run(setting, dropout=False)
-        got = run(setting, by=ours("eager"), dropout=False)
+        got = run(setting, by=setting.ours("eager"), dropout=False)
     row = replace(row, far=distance(got, wanted))
     if row.far <= NEAR:
         return row
@@ -196,7 +206,7 @@ def run(
     torch._dynamo.reset()
     seed(0)
     training = setting.mode == "training"
-    model, args, kwargs = setting.build()
+    model, args, kwargs = on(setting.device, setting.build())
     model.train(training)
     if not dropout:
         without_dropout(model)
@@ -249,13 +259,17 @@ def without_dropout(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
+def on(device: torch.device, made: Made) -> Made:
+    model, args, kwargs = made
+    if device.type == "cpu":
+        return made
+    args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), (args, kwargs))
+    return model.to(device), args, kwargs
+
+
 def widened(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Made:
     args, kwargs = pytree.tree_map(lambda value: value.double() if is_real(value) else value, (args, kwargs))
     return model.double(), args, kwargs
-
-
-def ours(inner: str | Callable[..., Any]) -> Compile:
-    return with_backend(attn_fuse, options={"inner_backend": inner, "pick": "fused"})
 
 
 def with_backend(backend: Any, **options: Any) -> Compile:

@@ -27,6 +27,9 @@ from gpu_sections import CALLS, Run
 
 pytestmark = pytest.mark.thorough
 
+_ALL_RIGHT = {"models": 4, "sites": 4, "fused": 4, "wrong": 0, "failed": 0}
+PUBLISHED = {"published": {"fused": _ALL_RIGHT, "triton": _ALL_RIGHT}, "asked": 8}
+
 BENCHMARKS = Path(gpu.__file__).parent
 CPU = torch.device("cpu")
 # The machines that the calls are made for have neither, and need not have the others.
@@ -74,6 +77,11 @@ def test_every_call_completes_in_its_time(tmp_path: Path) -> None:
     assert rows["correctness"][-1] == {
         "checked": {"chunked": {"right": 4, "wrong": 0, "lost": 0, "not run": 0}}, "wrong kernels": {},
     }  # fmt: skip
+    taken = rows["backend"][-1]["through the backend"]
+    assert len(taken) == 4 and all(
+        counts == {"right": 4, "wrong": 0, "declined": 0, "lost": 0} for counts in taken.values()
+    )
+    assert rows["published"][-1] in ({"left out": "transformers is not installed"}, PUBLISHED)
     timed = [row for row in rows["speed"] if "us" in row]
     assert len(timed) > 10 and all(row["us"] and not row["failed"] for row in timed), rows["speed"]
     assert [row["picked"] for row in rows["choices"]] and all("us" in row for row in rows["evidence"][1:])
