@@ -135,7 +135,19 @@ def triton_key() -> str:
 
 def line(row: Row) -> str:
     """A row in words: what it is of, then each figure; times beside the least of the others."""
-    figures = {"us", "graph_us", "tflops", "tb_per_s", "failed", "seconds", "peak_bytes", "off", "why_not", "said"}
+    figures = {
+        "us",
+        "graph_us",
+        "tflops",
+        "tb_per_s",
+        "failed",
+        "seconds",
+        "peak_bytes",
+        "off",
+        "why_not",
+        "said",
+        "not_captured",
+    }
     words = [f"{name} {value}" for name, value in row.items() if name not in figures and value not in ("", {}, [])]
     times = row.get("us") or row.get("seconds")
     if isinstance(times, dict):

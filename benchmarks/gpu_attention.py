@@ -88,19 +88,19 @@ class Bench:
         found = interleaved(calls, self.device, 2 if self.tiny else 9, self.seconds, 0.0 if self.tiny else 2e-3)
         return {name: round(timing.median * 1e6, 2) for name, timing in found.items()}
 
-    def graph_times(self, calls: Calls) -> dict[str, float]:
-        """The same of CUDA graphs that replay the calls: without what the host takes. None of what makes no graph."""
-        if self.device.type != "cuda":
-            return {}
-        graphs = {}
-        for name, call in calls.items():
+    def graph_times(self, calls: Calls) -> tuple[dict[str, float], dict[str, str]]:
+        """The same of CUDA graphs that replay the calls: without what the host takes; and why some make no graph."""
+        graphs, failed = {}, {}
+        for name, call in calls.items() if self.device.type == "cuda" else ():
             note(name)
             try:
                 graphs[name] = captured(call).replay
-            except Exception:
+            except Exception as error:
                 synchronize(self.device)
+                failed[name] = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:120]}"
+                break  # torch's random numbers take this process to be capturing from here on
         note("")
-        return self.times(graphs)
+        return ({} if failed else self.times(graphs)), failed
 
     def random(self, *shape: int, learned: bool = False) -> Tensor:
         """[batch, heads, len, dim], the heads last in memory."""
@@ -118,7 +118,8 @@ def captured(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
         call()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # A backward pass runs on the stream of its forward pass, which has to be the one that is captured.
+    with torch.cuda.graph(graph, stream=stream):
         call()
     return graph
 
@@ -202,8 +203,10 @@ def _both_ways(
         failed |= {name: f"wrong: off by {off[name]:.3g}" for name in given if name not in right}
         del given
         timed = {name: calls[name] for name in right}
+        times = bench.times(timed)
+        graph_times, not_captured = bench.graph_times(timed)
         yield head | {
-            "pass": which, "us": bench.times(timed), "graph_us": bench.graph_times(timed), "failed": failed,
+            "pass": which, "us": times, "graph_us": graph_times, "failed": failed, "not_captured": not_captured,
             "off": {name: round(by, 5) for name, by in off.items() if math.isfinite(by)},
         }  # fmt: skip
 
@@ -229,12 +232,13 @@ def _distance(found: Tensor, reference: Tensor) -> float:
 
 
 def _pulled(call: Callable[[], Tensor], wanted: list[Tensor], gradient: Tensor) -> Callable[[], Any]:
-    made: list[Tensor] = []
+    made: dict[Any, Tensor] = {}
 
     def run() -> Any:
-        if not made:
-            made.append(call())
-        return torch.autograd.grad(made[0], wanted, gradient, retain_graph=True)
+        stream = torch.cuda.current_stream() if gradient.is_cuda else None
+        if stream not in made:
+            made[stream] = call()
+        return torch.autograd.grad(made[stream], wanted, gradient, retain_graph=True)
 
     return run
 

@@ -251,6 +251,8 @@ def speed(run: Run, end: float) -> Iterator[Row]:
             answer, broke = spared(worker, run.patience(SHAPE), end, function, names, run.bench, *shape)
             for row in answer.value or [{"what": f"{function.__name__} {shape}", "failed": answer.problem}]:
                 yield {"section": function.__name__, **row} | ({"broke": broke} if broke else {})
+                if row.get("not_captured"):
+                    worker.close()
 
 
 def _compiled(run: Run, pool: Pool, calls: Sequence[tuple[Any, ...]], end: float) -> Iterator[Row]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import sympy
 import torch
 import torch.nn.functional as F
 from torch.fx import Node
@@ -141,7 +142,7 @@ def emit(backend: SDPBackend, call: Call) -> Node:
         query, key = (call.node(F.pad, x, (0, wider)) for x in (query, key))
     elif wider < 0:
         value = call.node(F.pad, value, (0, -wider))
-    mask = _mask(call)
+    mask = _mask(call) if backend != SDPBackend.CUDNN_ATTENTION else _mask_of_rows(call)
     if mask is not None and tensor(mask).is_floating_point() and not facts.bias_needs_grad:
         # Without gradients, a view of a parameter still says that it requires one: torch then takes no fused kernel.
         mask = call.node("detach", mask)
@@ -160,12 +161,26 @@ def emit(backend: SDPBackend, call: Call) -> Node:
     return out if wider >= 0 else call.node(torch.narrow, out, -1, 0, facts.value_dim)
 
 
-def _mask(call: Call) -> Node | None:
+def _mask_of_rows(call: Call) -> Node | None:
+    """The mask as cuDNN computes rightly with it: floating-point, with rows as long as there are keys.
+
+    Of a Boolean mask cuDNN 9.19 makes finite numbers, so that a query that sees no key gets the mean of the values and
+    sends gradients; a row of one element for all keys stops it at a misaligned address (torch 2.11, H100).
+    """
+    mask = _mask(call, boolean=False)
+    if mask is None or tensor(mask).shape[-1] == call.facts.kv_len:
+        return mask
+    kv_len = call.size(sympy.Mul(*map(call.attention.size, call.attention.axes.key)))
+    return call.node("contiguous", call.node("expand", mask, -1, -1, -1, kv_len))
+
+
+def _mask(call: Call, boolean: bool = True) -> Node | None:
+    """boolean: whether a mask without biases may stay Boolean."""
     attention, facts = call.attention, call.facts
     if _is_plain(attention):
         return None
     keep = call.keep()
-    if _is_boolean(attention):
+    if boolean and _is_boolean(attention):
         return keep
     dtype = facts.dtype
     if facts.device.type == "cpu" and attention.biases:

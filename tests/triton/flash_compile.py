@@ -1,6 +1,6 @@
 """Compiles the flash kernels for a device that is not there, and prints what came of each as one line of JSON.
 
-    python tests/triton/flash_compile.py CAPABILITY DTYPE HEAD_DIM [CASE]
+    python tests/triton/flash_compile.py CAPABILITY DTYPE HEAD_DIM [CASE [VALUE_DIM]]
 
 CASE: "plain", a causal mask and a scale; "dropout" and "grouped", the same with dropout, or with two heads to a key
 head; or one of `chunked_cases`, grouped, and "everything" with dropout.
@@ -33,7 +33,7 @@ from attn_fuse.kernels.triton.flash import forward as flash_forward
 from attn_fuse.kernels.triton.flash import launch as flash
 from attn_fuse.kernels.triton.flash.configs import Config, together_or_apart
 from tests.graph.chunked_cases import CASE, CAUSAL, S, Sizes, const, where
-from tests.triton.sass import loops
+from tests.triton.sass import loops, misdescribed
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 KERNELS = {
@@ -76,6 +76,7 @@ def facts(compiled: Any, tile: Config) -> dict[str, Any]:
     counted = collections.Counter(re.findall(r"\b(HGMMA|HMMA|UTCHMMA|LDL|STL|ATOM|RED)\b", code))
     shared = compiled.metadata.shared
     known: dict[str, Any] = {"registers": int(found[1]), "stack": int(found[2]), "shared": shared, **counted}
+    known["misdescribed"] = misdescribed(code)
     whole = loops(code)[:1]
     elements = tile.block_m * tile.block_n / (32 * tile.num_warps)
     for loop in whole:
@@ -91,19 +92,19 @@ def only_compile(kernel: Any, found: list[Any]) -> None:
     kernel.run = lambda *args, grid, warmup, **how: found.append(launch(*args, grid=grid, warmup=True, **how))
 
 
-def main(capability: int, dtype: torch.dtype, head_dim: int, name: str) -> None:
+def main(capability: int, dtype: torch.dtype, head_dim: int, name: str = "plain", value_dim: str = "") -> None:
     driver.set_active(NoDevice(capability))
     flash_facts._capability = lambda device: capability // 10  # type: ignore[assignment]
     made: dict[str, list[Any]] = {kernel: [] for kernel in KERNELS}
     for kernel, function in KERNELS.items():
         only_compile(function, made[kernel])
     # Where no head is shared, the kernels know it when they are compiled.
-    s = Sizes(2, 4, 4 if name in ("plain", "dropout") else 2, 1024, 1024, head_dim, head_dim)
+    s = Sizes(2, 4, 4 if name in ("plain", "dropout") else 2, 1024, 1024, head_dim, int(value_dim or head_dim))
     simple = name in ("plain", "dropout", "grouped")
     inputs: list[Tensor] = [] if simple else CASE[name].inputs(s)
     program, numbers = (PLAIN, [0]) if simple else (CASE[name].program, CASE[name].numbers(s))
-    query = torch.empty(s.batch, s.q_len, s.heads, head_dim, dtype=dtype).transpose(1, 2)
-    key, value = (torch.empty(s.batch, s.kv_len, s.kv_heads, head_dim, dtype=dtype).transpose(1, 2) for _ in range(2))
+    shapes = (s.q_len, s.heads, s.head_dim), (s.kv_len, s.kv_heads, s.head_dim), (s.kv_len, s.kv_heads, s.value_dim)
+    query, key, value = (torch.empty(s.batch, *shape, dtype=dtype).transpose(1, 2) for shape in shapes)
     dropout = (SEED, None, None, 0.1) if name in ("dropout", "everything") else (None, None, None, 0.0)
     how = (query, key, value, inputs, numbers, *dropout)
     text = program.dumps()
@@ -119,4 +120,4 @@ def main(capability: int, dtype: torch.dtype, head_dim: int, name: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), getattr(torch, sys.argv[2]), int(sys.argv[3]), *(sys.argv[4:] or ["plain"]))
+    main(int(sys.argv[1]), getattr(torch, sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])

@@ -11,9 +11,13 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from torch.utils import _pytree as pytree
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1 from the start")
@@ -65,6 +69,57 @@ if INTERPRETED:
         element = kind.scalar
         return of_element(element) if type(element) is tl.core.dtype else slow(element)
 
+    class Memory:
+        """What a kernel may touch: the bytes from the first to the last element of each tensor that it is given.
+
+        A GPU stops a kernel only where it leaves the memory that is mapped, which is coarse: a read beyond a tensor
+        mostly goes unseen there, and here, too.
+        """
+
+        def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+            merged: list[list[int]] = []
+            for begin, end in sorted(extent(tensor) for tensor in tensors if tensor.numel()):
+                if merged and begin <= merged[-1][1]:
+                    merged[-1][1] = max(merged[-1][1], end)
+                else:
+                    merged.append([begin, end])
+            self._begins, self._ends = np.array(merged, dtype=np.int64).reshape(-1, 2).T
+
+        def check(self, pointers: Any, active: Any) -> None:
+            """Raises IndexError for the first of the `active` pointers that is not inside."""
+            size = pointers.get_element_ty().primitive_bitwidth // 8
+            begins = pointers.data[np.broadcast_to(active.data, pointers.data.shape)].astype(np.int64)
+            of = np.searchsorted(self._begins, begins, "right") - 1
+            outside = (of < 0) | (begins + size > self._ends[of])
+            if outside.any():
+                begin = begins[outside][0]
+                gap = min(np.abs(self._begins - begin).min(), np.abs(self._ends - begin).min())
+                raise IndexError(f"{outside.sum()} of {begins.size} elements are outside, the first by {gap} bytes")
+
+    def extent(tensor: torch.Tensor) -> tuple[int, int]:
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
+
+    memory = Memory([])
+    executor, builder = interpreter.GridExecutor, interpreter.InterpreterBuilder
+    arguments_of, load_of, store_of = executor._init_args_hst, builder.create_masked_load, builder.create_masked_store
+
+    def arguments(self: Any, given: Any, named: Any) -> Any:
+        global memory
+        on_host = arguments_of(self, given, named)
+        memory = Memory(x for x in pytree.tree_leaves(on_host) if isinstance(x, torch.Tensor))
+        return on_host
+
+    def load(self: Any, pointers: Any, mask: Any, *others: Any) -> Any:
+        memory.check(pointers, mask)
+        return load_of(self, pointers, mask, *others)
+
+    def store(self: Any, pointers: Any, value: Any, mask: Any, *others: Any) -> Any:
+        memory.check(pointers, mask)
+        return store_of(self, pointers, value, mask, *others)
+
+    executor._init_args_hst = arguments
+    builder.create_masked_load, builder.create_masked_store = load, store
     interpreter.InterpretedFunction.__call__ = call
     interpreter._get_np_dtype = numpy_dtype
     tl.core._type_for_tuple_values = TupleType

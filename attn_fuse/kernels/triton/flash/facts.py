@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from attn_fuse.expression.nodes import Gather, distinct
@@ -17,7 +16,7 @@ from attn_fuse.kernels.score.program import bound
 from attn_fuse.kernels.switches import float32_precision
 from attn_fuse.kernels.triton import WIDEST
 from attn_fuse.kernels.triton.emitter import LONGEST
-from attn_fuse.kernels.triton.flash.configs import Config, Taken, config
+from attn_fuse.kernels.triton.flash.configs import Config, Taken, block_width, config
 from attn_fuse.kernels.triton.launch import KEPT, Kept
 from attn_fuse.kernels.triton.scores import LOG2E, ScoreCode, score_code
 
@@ -89,7 +88,7 @@ class CallFacts:
     def sizes(self, kernel: str) -> tuple[Any, ...]:
         """HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_V, BLOCK_M, BLOCK_N and PRECISION of `kernel`."""
         chosen = self.configs[kernel]
-        blocks = (max(16, triton.next_power_of_2(width)) for width in self.widths)
+        blocks = (block_width(width, self.dtype, self.capability) for width in self.widths)
         return *self.widths, *blocks, chosen.block_m, chosen.block_n, self.precision
 
     @functools.cached_property
