@@ -10,7 +10,8 @@ import collections
 import re
 from dataclasses import dataclass
 
-_LINE = re.compile(r"\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?(.*?)\s*;\s")
+from attn_fuse.kernels.triton.assembled import instructions
+
 _PRODUCT = re.compile(r"HGMMA\.64x(\d+)x16")
 
 
@@ -31,7 +32,7 @@ class Loop:
 
 def loops(sass: str) -> list[Loop]:
     """The innermost loops with products of warp groups, the shortest first: that over whole blocks."""
-    lines = [(int(found[1], 16), found[2]) for found in map(_LINE.match, sass.splitlines()) if found]
+    lines = instructions(sass)
     at = {address: n for n, (address, _) in enumerate(lines)}
     spans = []
     for n, (address, text) in enumerate(lines):
@@ -48,32 +49,3 @@ def loops(sass: str) -> list[Loop]:
             counts = collections.Counter(name.partition(".")[0] for name in names)
             found.append(Loop(len(names), products, counts))
     return sorted(found, key=lambda loop: loop.instructions)
-
-
-_REGISTER = re.compile(r"((?:U|R2U|S2U)[A-Z0-9.]*) (?:U?P\w+, )?UR(\d+)\b")
-_LOW = re.compile(r"UIADD3 UR\d+, (UP\d), UR(\d+), -?0x[0-9a-f]+, URZ")
-_HIGH = re.compile(r"UIADD3\.X UR\d+, UR(\d+), -?0x[0-9a-f]{7,}, URZ, (UP\d)")
-
-
-def misdescribed(sass: str) -> list[str]:
-    """Where one uniform register is taken for both words of the descriptor of a tile in shared memory.
-
-    The high word of its address is 0, so a product that goes by such a descriptor reads anywhere: a mistake of ptxas,
-    seen with more than half a kilobyte of registers put away.
-    """
-    found, low = [], {}  # type: list[str], dict[str, str]
-    for match in map(_LINE.match, sass.splitlines()):
-        if match is None:
-            continue
-        text = match[2]
-        high = _HIGH.match(text)
-        if high and low.get(high[2]) == high[1]:
-            found.append(text)
-        written = _REGISTER.match(text)
-        if written:
-            pair = {written[2], str(int(written[2]) + 1)} if ".64" in written[1] else {written[2]}
-            low = {carry: register for carry, register in low.items() if register not in pair}
-        start = _LOW.match(text)
-        if start:
-            low[start[1]] = start[2] if f"UR{start[2]}," not in text.split(",")[0] + "," else ""
-    return found

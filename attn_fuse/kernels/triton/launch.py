@@ -7,10 +7,13 @@ without looking at the arguments.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable, Mapping
 from typing import Any
 
 from torch import Tensor
+
+from attn_fuse.kernels.triton.assembled import MisassembledError, is_misassembled
 
 ALIGNMENT = 16
 # Max kernels kept: at worst, a growing cache of keys needs one for each length.
@@ -33,23 +36,45 @@ def launch(
     kept: compiled kernels, by key. programs: the sizes of the grid.
     key: equal only where dtypes, constants, options and which arguments are None are equal, and for each number that
         the kernel is specialised on, whether it is 1 or a multiple of 16.
-    pointers: the tensors among the arguments that may lie anywhere. Where one is not aligned to 16 bytes, Triton looks
-        at the arguments itself, as on a first launch.
+    pointers: the tensors among the arguments that may lie anywhere: Triton compiles apart for those that are aligned to
+        16 bytes.
+
+    Raises MisassembledError for a kernel that would not do what its program says.
     """
     for x in pointers:
         if x is not None and x.data_ptr() % ALIGNMENT:
+            key = key, *(y is not None and y.data_ptr() % ALIGNMENT != 0 for y in pointers)
+            break
+    compiled = kept.get(key)
+    if compiled is None:
+        compiled = kernel.warmup(*arguments, grid=programs, **options)
+        if compiled is None:  # Triton's interpreter compiles nothing
             kernel[programs](*arguments, **options)
             return
-    compiled = kept.get(key)
-    if compiled is not None:
-        compiled[programs](*arguments)
-        return
-    compiled = kernel[programs](*arguments, **options)
-    if len(kept) >= KEPT:
-        kept.clear()
-    # Triton's interpreter compiles nothing.
-    if compiled is not None:
+        _require_assembled(kernel, compiled)
+        if len(kept) >= KEPT:
+            kept.clear()
         kept[key] = compiled
+    compiled[programs](*arguments)
+
+
+_looked_at: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def launch_once(
+    kernel: Any, programs: tuple[int, int, int], arguments: tuple[Any, ...], options: Mapping[str, int]
+) -> None:
+    """Launch `kernel`, whose arguments Triton looks at. Raises MisassembledError as `launch` does."""
+    compiled = kernel.warmup(*arguments, grid=programs, **options)
+    if compiled is not None and compiled not in _looked_at:
+        _require_assembled(kernel, compiled)
+        _looked_at.add(compiled)
+    kernel[programs](*arguments, **options)
+
+
+def _require_assembled(kernel: Any, compiled: Any) -> None:
+    if is_misassembled(compiled):
+        raise MisassembledError(f"{kernel.__name__} is not assembled as it is written; a newer Triton may do it")
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -68,6 +68,10 @@ _FLOAT = {
 }
 
 
+# The kernels whose rows are keys; those of the others are queries.
+OF_KEYS = ("key_value", "key", "value")
+
+
 def together_or_apart(dtype: torch.dtype, widths: tuple[int, int]) -> tuple[str, ...]:
     """The kernels for the gradients of key and value: one, or one for each where registers do not hold both."""
     return ("key", "value") if dtype.itemsize == 2 and max(widths) > max(_HALF["key_value"]) else ("key_value",)
@@ -102,40 +106,36 @@ def config(kernel: str, dtype: torch.dtype, widths: tuple[int, int], capability:
     busy = taken.drops or taken.again
     table = (_HALF if half else _FLOAT)[kernel]
     most = next(most for most in table if max(widths) <= most)
-    of_keys = kernel in ("key_value", "key", "value")
     special = [_HEAVY_ON] if heavy else [_BUSY_ON, _HALF_ON] if busy else [_HALF_ON]
     found = [by[capability][kernel][most] for by in special if half and most in by.get(capability, {}).get(kernel, {})]
     if found:
         chosen = found[0]
     elif heavy:
         chosen = _HALF_ON.get(capability, {}).get(kernel, {}).get(most, table[most]) if half else table[most]
-        rows = max(16, chosen.block_m // 2) if of_keys else chosen.block_m
+        rows = max(16, chosen.block_m // 2) if kernel in OF_KEYS else chosen.block_m
         chosen = replace(chosen, block_m=rows, num_warps=8, num_stages=min(2, chosen.num_stages))
     else:
         chosen = table[most]
-    return _by_one_group(chosen, of_keys) if min(widths) <= _NARROW else chosen
+    return _by_one_group(chosen, kernel) if min(widths) <= _NARROW else chosen
 
 
 _NARROW = 32
 
 
-def _by_one_group(chosen: Config, of_keys: bool) -> Config:
+def _by_one_group(chosen: Config, kernel: str) -> Config:
     """`chosen` with a single group of four warps, and as much of a tile for each warp as before.
 
-    Triton 3.6 does not compile for 9.0 a product of which each of two warps has 8 columns. Where half the warps had the
-    same tile, registers would be put away by the kilobyte, and ptxas took uniform registers for others.
+    Triton 3.6 does not compile for 9.0 a product of which each of two warps has 8 columns. Half the warps on the same
+    tile put registers away by the kilobyte.
     """
     shrunk = max(1, chosen.num_warps // 4)
-    if of_keys:
+    if kernel in OF_KEYS:
         return replace(chosen, num_warps=4, block_n=max(16, chosen.block_n // shrunk))
     return replace(chosen, num_warps=4, block_m=max(16, chosen.block_m // shrunk))
 
 
-def block_width(width: int, dtype: torch.dtype, capability: int) -> int:
-    """The columns of a tile for rows of `width`: a power of 2.
-
-    On 9.0 a row of a tile takes 64 bytes at least: of values of 32 bytes ptxas 12.8 made wrong descriptors, seen as
-    reads beyond shared memory on an H100 (tests/triton/test_flash_compile.py has the program).
-    """
-    least = 64 // dtype.itemsize if capability == 9 else 16
-    return max(16, least, 1 << (width - 1).bit_length())
+def without_groups(chosen: Config, kernel: str) -> Config:
+    """`chosen` with so few rows that warps multiply each for itself, not by groups."""
+    if kernel in OF_KEYS:
+        return replace(chosen, num_warps=4, block_n=min(32, chosen.block_n))
+    return replace(chosen, num_warps=4, block_m=min(32, chosen.block_m))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from attn_fuse.expression.nodes import Gather, distinct
@@ -16,9 +18,11 @@ from attn_fuse.kernels.score.program import bound
 from attn_fuse.kernels.switches import float32_precision
 from attn_fuse.kernels.triton import WIDEST
 from attn_fuse.kernels.triton.emitter import LONGEST
-from attn_fuse.kernels.triton.flash.configs import Config, Taken, block_width, config
+from attn_fuse.kernels.triton.flash.configs import Config, Taken, config, without_groups
 from attn_fuse.kernels.triton.launch import KEPT, Kept
 from attn_fuse.kernels.triton.scores import LOG2E, ScoreCode, score_code
+
+log = logging.getLogger("attn_fuse")
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -71,12 +75,22 @@ class CallFacts:
         """lower, upper, heads, groups, q_len, kv_len, dropout, as the kernels take them."""
         return self.lower, self.upper, *self.heads, *self.lengths, self.threshold
 
+    def give_up_groups(self, kernel: str) -> None:
+        """From here on no warps of `kernel` multiply by groups. Raises ValueError where they did not."""
+        before = self.configs[kernel]
+        if before == (after := without_groups(before, kernel)):
+            raise ValueError(f"the tiles of {kernel} cannot be smaller than {before}")
+        log.info("smaller tiles for %s: %s", kernel, after)
+        self.configs[kernel] = after
+        for made in ("forward_constants", "backward_constants", "options"):
+            self.__dict__.pop(made, None)
+
     def config(self, kernel: str) -> Config:
         """The config of `kernel`."""
         return config(kernel, self.dtype, self.widths, self.capability, self.taken)
 
     @functools.cached_property
-    def configs(self) -> Mapping[str, Config]:
+    def configs(self) -> dict[str, Config]:
         """The config of each kernel, by its name."""
         return _Made(self.config)
 
@@ -88,7 +102,7 @@ class CallFacts:
     def sizes(self, kernel: str) -> tuple[Any, ...]:
         """HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_V, BLOCK_M, BLOCK_N and PRECISION of `kernel`."""
         chosen = self.configs[kernel]
-        blocks = (block_width(width, self.dtype, self.capability) for width in self.widths)
+        blocks = (max(16, triton.next_power_of_2(width)) for width in self.widths)
         return *self.widths, *blocks, chosen.block_m, chosen.block_n, self.precision
 
     @functools.cached_property

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +15,13 @@ from attn_fuse.expression.nodes import Gather, Input, distinct
 from attn_fuse.kernels.centring import centre_of, less_centre
 from attn_fuse.kernels.score.gradient import differentiable, gradients, needed
 from attn_fuse.kernels.score.program import Block, Memo, accumulate, evaluate, gathered
+from attn_fuse.kernels.triton.assembled import MisassembledError
 from attn_fuse.kernels.triton.flash import backward as flash_backward
 from attn_fuse.kernels.triton.flash import forward as flash_forward
-from attn_fuse.kernels.triton.flash.configs import together_or_apart
+from attn_fuse.kernels.triton.flash.configs import OF_KEYS, together_or_apart
 from attn_fuse.kernels.triton.flash.facts import CallFacts, call_facts
 from attn_fuse.kernels.triton.flash.op import heads_inside
-from attn_fuse.kernels.triton.launch import ALIGNMENT, ceil_div, launch
+from attn_fuse.kernels.triton.launch import ALIGNMENT, ceil_div, launch, launch_once
 from attn_fuse.kernels.triton.scores import LOG2E, Gradient, readable
 
 # Programs that fill any device, up to which a sum is cut into parts; elements of an output that a program of
@@ -83,12 +85,13 @@ def attend(
     out = heads_inside(query, (*query.shape[:3], value_dim))
     row_max = torch.empty((batch, heads, q_len), dtype=torch.float32, device=query.device)
     row_sum = torch.empty_like(row_max)
-    programs = ceil_div(q_len, facts.configs["forward"].block_m) * heads * batch
-    if programs:
+    if q_len * heads * batch:
         value = less_centre(value, centre, value.dtype)
         call = _Call(query, key, value, inputs, numbers, seed if facts.drops else None, facts)
         on_queries = _table(of_queries)
-        with _on(query.device):
+
+        def run() -> None:
+            programs = ceil_div(q_len, facts.configs["forward"].block_m) * heads * batch
             launch(
                 facts.kept, ("forward", value.stride(), on_queries and on_queries[1]),
                 flash_forward.forward, (programs, 1, 1),
@@ -96,6 +99,9 @@ def attend(
                  *facts.scalars, facts.scale, *facts.forward_constants),
                 facts.options["forward"], query, key, value, of_queries, *inputs,
             )  # fmt: skip
+
+        with _on(query.device):
+            _assembled(facts, "forward", run)
     return out, row_max, row_sum, centre
 
 
@@ -136,14 +142,20 @@ def attend_backward(
     strides = tuple(x.stride() for x in (grad_out, value, out, dquery, dkey, dvalue))
     tables = on_queries and on_queries[1], on_keys and on_keys[1]
 
-    def run(name: str, kernel: Any, programs: int, made: tuple[Any, ...], of_other: Any, *constants: int) -> None:
+    def run(name: str, kernel: Any, made: tuple[Any, ...], of_other: Any) -> None:
+        chosen = facts.configs[name]
+        if name in OF_KEYS:
+            programs = ceil_div(key.shape[2], chosen.block_n) * key.shape[1] * batch
+            constants: tuple[int, ...] = (chosen.statistics,)
+        else:
+            programs, constants = ceil_div(q_len, chosen.block_m) * heads * batch, ()
         if programs:
             arguments = (
                 *call.operands(grad_out), *made, saved, saved.shape[3], call.seed,
                 of_other, *call.reads, *facts.scalars, *facts.backward_constants[name], *constants,
             )  # fmt: skip
-            key = name, strides, tables
-            launch(facts.kept, key, kernel, (programs, 1, 1), arguments, facts.options[name], *pointers)
+            of = name, strides, tables
+            launch(facts.kept, of, kernel, (programs, 1, 1), arguments, facts.options[name], *pointers)
 
     with _on(query.device):
         _, value_dim, _, block_v, *_ = facts.sizes("query")
@@ -156,12 +168,12 @@ def attend_backward(
                  value_dim, block_v, rows),
                 _USUAL, grad_out, out,
             )  # fmt: skip
-        programs = ceil_div(q_len, facts.configs["query"].block_m) * heads * batch
-        run("query", flash_backward.backward_query, programs, (_strided(dquery),), on_queries)
+        of_query = functools.partial(run, "query", flash_backward.backward_query, (_strided(dquery),), on_queries)
+        _assembled(facts, "query", of_query)
         for name in together_or_apart(query.dtype, facts.widths):
-            programs = ceil_div(key.shape[2], facts.configs[name].block_n) * key.shape[1] * batch
             made = (_strided(dkey) if name != "value" else None, _strided(dvalue) if name != "key" else None)
-            run(name, flash_backward.backward_key_value, programs, made, on_keys, facts.configs[name].statistics)
+            of_keys_or_values = functools.partial(run, name, flash_backward.backward_key_value, made, on_keys)
+            _assembled(facts, name, of_keys_or_values)
         dinputs = _input_gradients(call, grad_out, saved, wanted)
     return dquery, dkey, dvalue, dinputs
 
@@ -213,6 +225,18 @@ def _of_node(
     dtype: torch.dtype,
 ) -> Tensor:
     """The gradient of what the node reads, [B|1, H|1, rows|1, Lk|1], for `rows` queries from `first` on."""
+    made: list[Tensor] = []
+
+    def run() -> None:
+        made[:] = [_once_of_node(call, gradient, grad_out, saved, first, rows, dtype)]
+
+    _assembled(call.facts, "input", run)
+    return made[0]
+
+
+def _once_of_node(
+    call: _Call, gradient: Gradient, grad_out: Tensor, saved: Tensor, first: int, rows: int, dtype: torch.dtype
+) -> Tensor:
     (batch, heads, _, _), kv_len, facts = call.query.shape, call.key.shape[2], call.facts
     tile, code = facts.configs["input"], facts.code
     blocks = (batch, heads, ceil_div(rows, tile.block_m), ceil_div(kv_len, tile.block_n))
@@ -224,11 +248,13 @@ def _of_node(
         return call.query.new_zeros(shape, dtype=dtype)
     parts = max(1, min(count, _PROGRAMS // own))
     made = call.query.new_empty([parts, *shape], dtype=dtype if parts == 1 else torch.float32)
-    flash_backward.backward_input[(own * parts,)](
-        *map(_strided, (grad_out, call.query, call.key, call.value)), made, saved, saved.shape[3], call.seed,
-        *call.reads, *facts.scalars,
-        batch, first, rows, parts, code.score, code.factor, gradient.function, LOG2E / code.unit,
-        *(name in gradient.along for name in "bhij"), *facts.sizes("input"), **facts.options["input"],
+    launch_once(
+        flash_backward.backward_input, (own * parts, 1, 1),
+        (*map(_strided, (grad_out, call.query, call.key, call.value)), made, saved, saved.shape[3], call.seed,
+         *call.reads, *facts.scalars,
+         batch, first, rows, parts, code.score, code.factor, gradient.function, LOG2E / code.unit,
+         *(name in gradient.along for name in "bhij"), *facts.sizes("input")),
+        facts.options["input"],
     )  # fmt: skip
     return made[0] if parts == 1 else made.sum(0)
 
@@ -257,6 +283,15 @@ def _add_sink_gradients(call: _Call, saved: Tensor, is_wanted: Sequence[bool], f
             indices = gathered(node, call.inputs, call.numbers, block, memo)
             accumulate(node, gradient, into, indices, block)
             found[node.leaf] = into
+
+
+def _assembled(facts: CallFacts, kernel: str, run: Callable[[], None]) -> None:
+    """Run it, again with smaller tiles where the assembler made a mistake with these."""
+    try:
+        run()
+    except MisassembledError:
+        facts.give_up_groups(kernel)
+        run()
 
 
 def _padded(length: int) -> int:
