@@ -1,11 +1,12 @@
-"""Everything that is to be known from a GPU, in four calls of a few minutes each, back to back.
+"""Everything that is to be known from a GPU, in five calls of a few minutes each, back to back.
 
-    PYTHONPATH=. python benchmarks/gpu.py correct  --results DIRECTORY   speed limits; our kernels against float64
+    PYTHONPATH=. python benchmarks/gpu.py correct  --results DIRECTORY   speed limits; kernels, models against float64
+    PYTHONPATH=. python benchmarks/gpu.py compile  --results DIRECTORY   what the others time, side by side
     PYTHONPATH=. python benchmarks/gpu.py speed    --results DIRECTORY   them beside torch's, FlexAttention, decoding
     PYTHONPATH=. python benchmarks/gpu.py evidence --results DIRECTORY   what the kernel picker goes by
     PYTHONPATH=. python benchmarks/gpu.py models   --results DIRECTORY   nanoGPT's training step; tests/gpu
 
-They go by 1 to 4, too, and `all` makes the four. Nothing is needed but torch with its Triton, no network, and nothing
+They go by 1 to 5, too, and `all` makes the five. Nothing is needed but torch with its Triton, no network, and nothing
 is written but to DIRECTORY and to a folder for caches, the same on every machine, since Triton's cache hits only there:
 --cache names the archive of `make gpu-cache`. Each row is measured in a process of its own or one that is replaced
 where a kernel kills it, hangs or breaks the device, and has a deadline. A later call reads what an earlier one left in

@@ -74,7 +74,7 @@ ANCHORS = (
 def results(folder: Path) -> dict[str, dict[str, Any]]:
     """The result files in `folder`, by call. Raises ResultsError for none, or those of a dry run."""
     found = {}
-    for path in sorted(folder.glob("gpu-[1-4]-*.json")):
+    for path in sorted(folder.glob("gpu-[1-5]-*.json")):
         content = json.loads(path.read_text())
         if content["tiny"]:
             raise ResultsError(f"{path} is of a dry run, whose figures mean nothing")
@@ -257,7 +257,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # The tables are of all calls of this device, also of those made before.
         label = content["path"].stem.rpartition(content["call"] + "-")[2]
         stored = args.into / "benchmarks" / "results"
-        same = {json.loads(p.read_text())["call"]: p for p in sorted(stored.glob(f"gpu-[1-4]-*-{label}.json"))}
+        same = {json.loads(p.read_text())["call"]: p for p in sorted(stored.glob(f"gpu-[1-5]-*-{label}.json"))}
         write(args.into / RESULTS_PAGE, block({call: json.loads(path.read_text()) for call, path in same.items()}))
         print(args.into / RESULTS_PAGE, "(look over what it says elsewhere of GPUs)")
     except (ResultsError, OSError, ValueError) as problem:

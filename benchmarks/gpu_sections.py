@@ -1,4 +1,4 @@
-"""The sections of benchmarks/gpu.py's four calls: each yields rows, made in workers, and ends by its time."""
+"""The sections of benchmarks/gpu.py's five calls: each yields rows, made in workers, and ends by its time."""
 
 from __future__ import annotations
 
@@ -209,50 +209,27 @@ def published(run: Run, end: float) -> Iterator[Row]:
     yield {"published": seen, "asked": len(asked)}
 
 
-# ---- 2: how fast
+# ---- 2: what the others time, compiled
 
 
-def shapes(tiny: bool) -> list[tuple[int, int, bool]]:
-    """(length, head_dim, causal), the most telling first."""
-    if tiny:
-        return [(64, 16, True), (64, 16, False)]
-    plain = [(length, dim, True) for length in (4096, 16384, 512) for dim in (64, 128, 256)]
-    more = [(2048, 128, True), (2048, 64, True), (4096, 80, True), (4096, 96, True)]
-    full = [(length, dim, False) for length in (4096, 16384, 512) for dim in (64, 128, 256)]
-    return plain + more + full
-
-
-def speed(run: Run, end: float) -> Iterator[Row]:
-    """Plain attention, what torch has no kernel for, and decoding: compiled side by side, measured one by one."""
-    own = run.own
-    torchs = ["sdpa"] if run.tiny else ["sdpa", "cudnn", "flash", "efficient"]
-    tasks: list[tuple[Callable[..., Any], list[str], tuple[Any, ...]]] = []
-    flash = [name for name in own if name != "triton_decode"]
-    sizes = ((2, 65),) if run.tiny else CACHES_READ
-    plain = [(gpu_tasks.plain, [*torchs, *flash], shape) for shape in shapes(run.tiny)]
-    decoding = [(gpu_tasks.decoding, ["sdpa", *own], size) for size in sizes]
-    features = [(gpu_tasks.features, ["flex", "sdpa", *flash], (feature,)) for feature in FEATURES]
-    tasks = [*plain[:6], *decoding[:2], *features, *plain[6:], *decoding[2:]]
-    dry = Bench(run.device, run.tiny, dry=True)
-    compiled = [
+def everything(run: Run, end: float) -> Iterator[Row]:
+    """What the later calls run, once, side by side, so that the caches on disk have it."""
+    dry, known = Bench(run.device, run.tiny, dry=True), _cases(run)
+    # A process takes a share of the memory; a model's training step 10 to 20 GB.
+    share = 0.3 / run.workers()
+    cases = [(gpu_tasks.compiled, _kernels(run), case, run.device, share) for _, case in known]
+    timed = [
         (function, [name], dry, *shape)
-        for function, names, shape in tasks
+        for function, names, shape in _to_time(run)
         for name in names
-        if name in own or name == "flex"
+        if name in run.own or name == "flex"
     ]
-    compile_end = time.perf_counter() + 0.3 * (end - time.perf_counter())
-    with Pool(run.workers(), gpu_tasks.environment(), TASKS) as pool:
-        yield from _compiled(run, pool, compiled, compile_end)
-    with Worker(imports=TASKS) as worker:
-        for function, names, shape in tasks:
-            if time.perf_counter() >= end:
-                yield {"not run": f"{function.__name__} {shape}"}
-                continue
-            answer, broke = spared(worker, run.patience(SHAPE), end, function, names, run.bench, *shape)
-            for row in answer.value or [{"what": f"{function.__name__} {shape}", "failed": answer.problem}]:
-                yield {"section": function.__name__, **row} | ({"broke": broke} if broke else {})
-                if row.get("not_captured"):
-                    worker.close()
+    steps = [(gpu_tasks.first_step, [name], run.bench, model) for model, name in _variants(run)]
+    first, rest = steps[: len(gpu_tasks.VARIANTS)], steps[len(gpu_tasks.VARIANTS) :]
+    half = len(cases) // 2
+    calls = [*first, *cases[:half], *rest, *cases[half:], *timed]
+    with Pool(run.workers(), gpu_tasks.environment() | {"TORCHINDUCTOR_COMPILE_THREADS": "2"}, TASKS) as pool:
+        yield from _compiled(run, pool, calls, end)
 
 
 def _compiled(run: Run, pool: Pool, calls: Sequence[tuple[Any, ...]], end: float) -> Iterator[Row]:
@@ -266,20 +243,52 @@ def _compiled(run: Run, pool: Pool, calls: Sequence[tuple[Any, ...]], end: float
     yield {"compiled": done, "of": len(calls), "seconds": seconds, "failed": failed}
 
 
-# ---- 3: evidence
+# ---- 3: how fast
+
+
+def shapes(tiny: bool) -> list[tuple[int, int, bool]]:
+    """(length, head_dim, causal), the most telling first."""
+    if tiny:
+        return [(64, 16, True), (64, 16, False)]
+    plain = [(length, dim, True) for length in (4096, 16384, 512) for dim in (64, 128, 256)]
+    more = [(2048, 128, True), (2048, 64, True), (4096, 80, True), (4096, 96, True)]
+    full = [(length, dim, False) for length in (4096, 16384, 512) for dim in (64, 128, 256)]
+    return plain + more + full
+
+
+def _to_time(run: Run) -> list[tuple[Callable[..., Any], list[str], tuple[Any, ...]]]:
+    """What `speed` calls, the most telling first: a function, the names of what it times, and a shape."""
+    own = run.own
+    torchs = ["sdpa"] if run.tiny else ["sdpa", "cudnn", "flash", "efficient"]
+    flash = [name for name in own if name != "triton_decode"]
+    sizes = ((2, 65),) if run.tiny else CACHES_READ
+    plain = [(gpu_tasks.plain, [*torchs, *flash], shape) for shape in shapes(run.tiny)]
+    decoding = [(gpu_tasks.decoding, ["sdpa", *own], size) for size in sizes]
+    features = [(gpu_tasks.features, ["flex", "sdpa", *flash], (feature,)) for feature in FEATURES]
+    return [*plain[:6], *decoding[:2], *features, *plain[6:], *decoding[2:]]
+
+
+def speed(run: Run, end: float) -> Iterator[Row]:
+    """Plain attention, what torch has no kernel for, and decoding."""
+    tasks = _to_time(run)
+    with Worker(imports=TASKS) as worker:
+        for function, names, shape in tasks:
+            if time.perf_counter() >= end:
+                yield {"not run": f"{function.__name__} {shape}"}
+                continue
+            answer, broke = spared(worker, run.patience(SHAPE), end, function, names, run.bench, *shape)
+            for row in answer.value or [{"what": f"{function.__name__} {shape}", "failed": answer.problem}]:
+                yield {"section": function.__name__, **row} | ({"broke": broke} if broke else {})
+                if row.get("not_captured"):
+                    worker.close()
+
+
+# ---- 4: evidence
 
 
 def gathered(run: Run, end: float) -> Iterator[Row]:
-    """Evidence: each case as written under Inductor and on every kernel, compiled side by side, measured one by one."""
-    wrong = run.earlier.get("wrong kernels", {})
-    kernels = ["chunked", "cpu_flash"] if run.tiny else _kernels(run)
-    kernels = [name for name in kernels if name not in wrong]
-    known = _small(gpu_cases.cases()) if run.tiny else [*gpu_cases.cases()]
-    compile_end = time.perf_counter() + 0.42 * (end - time.perf_counter())
-    share = 0.5 / run.workers()
-    with Pool(run.workers(), gpu_tasks.environment(), TASKS) as pool:
-        calls = [(gpu_tasks.compiled, kernels, case, run.device, share) for _, case in known]
-        yield from _compiled(run, pool, calls, compile_end)
+    """Evidence: each case as written under Inductor and on every kernel, one by one."""
+    kernels, known = _kernels(run), _cases(run)
     rows: list[evidence.Row] = []
     effort = Effort(2, 0.1, 0.0) if run.tiny else Effort(rounds=9, seconds=0.8)
     with Measuring(run.device, effort, seconds=run.patience(CASE)) as measuring:
@@ -299,7 +308,12 @@ def gathered(run: Run, end: float) -> Iterator[Row]:
 
 def _kernels(run: Run) -> list[str]:
     # In plain torch it is measured where there is time; here it would take the time of the others.
-    return [name for name in kernels_on(run.device) if name != "chunked"]
+    found = ["chunked", "cpu_flash"] if run.tiny else [n for n in kernels_on(run.device) if n != "chunked"]
+    return [name for name in found if name not in run.earlier.get("wrong kernels", {})]
+
+
+def _cases(run: Run) -> list[tuple[str, Case]]:
+    return _small(gpu_cases.cases()) if run.tiny else [*gpu_cases.cases()]
 
 
 def _small(cases: Iterator[tuple[str, Case]]) -> list[tuple[str, Case]]:
@@ -321,7 +335,7 @@ def choices(run: Run, end: float) -> Iterator[Row]:
     found = run.sections.get("evidence", {}).get("rows", [])
     measured = {row["case"]: row["us"] for row in found if "us" in row}
     with Worker(imports=TASKS) as worker:
-        for what, case in _small(gpu_cases.cases()) if run.tiny else gpu_cases.cases():
+        for what, case in _cases(run):
             times = measured.get(str(case))
             if times is None or time.perf_counter() >= end:
                 continue
@@ -337,21 +351,18 @@ def choices(run: Run, end: float) -> Iterator[Row]:
             yield row
 
 
-# ---- 4: models
+# ---- 5: models
+
+
+def _variants(run: Run) -> list[tuple[str, str]]:
+    wrong = run.earlier.get("wrong kernels", {})
+    asked = [(model, name) for model, (_, names) in gpu_tasks.MODELS.items() for name in names]
+    return [(model, name) for model, name in asked if name not in wrong]
 
 
 def models(run: Run, end: float) -> Iterator[Row]:
-    """A training step of GPT-2 small, with the variants of each row compiled side by side."""
-    variants = [(model, variant) for model, (_, names) in gpu_tasks.MODELS.items() for variant in names]
-    wrong = run.earlier.get("wrong kernels", {})
-    variants = [(model, variant) for model, variant in variants if variant not in wrong]
-    bench = run.bench
-    # A step holds about 20 GB at once as written, 10 GB on a fused kernel; three in ten are as written.
-    at_once = 2 if run.tiny else max(2, min(len(variants), run.about["machine"].get("free_memory", 0) // (16 << 30)))
-    compile_end = time.perf_counter() + 0.45 * (end - time.perf_counter())
-    with Pool(at_once, {"TORCHINDUCTORCOMPILE_THREADS": "4"}) as pool:
-        calls = [(gpu_tasks.first_step, [variant], bench, model) for model, variant in variants]
-        yield from _compiled(run, pool, calls, compile_end)
+    """A training step of GPT-2 small, its variants in turn."""
+    variants = _variants(run)
     for model in gpu_tasks.MODELS:
         left = end - time.perf_counter()
         if left < 5:
@@ -359,7 +370,7 @@ def models(run: Run, end: float) -> Iterator[Row]:
             continue
         with Worker(imports=TASKS) as worker:
             names = [variant for of, variant in variants if of == model]
-            answer, broke = spared(worker, left, end, gpu_tasks.training, names, bench, model, 5.0)
+            answer, broke = spared(worker, left, end, gpu_tasks.training, names, run.bench, model, 5.0)
         row = answer.value or {"what": model, "failed": answer.problem}
         yield row | ({"broke": broke} if broke else {})
 
@@ -382,7 +393,7 @@ def tests(run: Run, end: float) -> Iterator[Row]:
         yield {"failed": f"stopped after {seconds_in_words(left)}", "said": said[-4000:]}
 
 
-# ---- the four calls
+# ---- the five calls
 
 
 @dataclass(frozen=True)
@@ -395,15 +406,14 @@ class Call:
 
 CALLS = {
     "correct": Call(
-        7.0,
+        4.0,
         {
-            "ceilings": (ceilings, 0.15),
-            "correctness": (correctness, 0.4),
-            "backend": (backend, 0.5),
+            "ceilings": (ceilings, 0.15), "correctness": (correctness, 0.4), "backend": (backend, 0.5),
             "published": (published, 1.0),
         },
     ),
-    "speed": Call(7.5, {"speed": (speed, 1.0)}),
-    "evidence": Call(8.0, {"evidence": (gathered, 0.92), "choices": (choices, 1.0)}),
-    "models": Call(5.0, {"models": (models, 0.9), "tests": (tests, 1.0)}),
-}
+    "compile": Call(3.5, {"compile": (everything, 1.0)}),
+    "speed": Call(2.0, {"speed": (speed, 1.0)}),
+    "evidence": Call(3.0, {"evidence": (gathered, 0.85), "choices": (choices, 1.0)}),
+    "models": Call(2.5, {"models": (models, 0.8), "tests": (tests, 1.0)}),
+}  # fmt: skip

@@ -59,7 +59,7 @@ CALLS = {
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """What four calls bring back."""
+    """What the calls bring back."""
     for number, (call, sections) in enumerate(CALLS.items(), 1):
         content = {"machine": HEAD, "call": call, "tiny": False}
         content["sections"] = {name: {"status": "complete", "rows": rows} for name, rows in sections.items()}

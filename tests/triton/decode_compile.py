@@ -98,6 +98,9 @@ def launches(shape: Shape, kv_len: int, capacity: int = 0) -> list[Launch]:
         def __init__(self, kernel: Any) -> None:
             self.kernel = kernel
 
+        def warmup(self, *_: Any, **__: Any) -> None:
+            """Nothing is compiled, as in the interpreter."""
+
         def __getitem__(self, grid: Any) -> Any:
             return lambda *args, **constants: found.append(Launch(self.kernel, args, constants))
 
