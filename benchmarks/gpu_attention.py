@@ -118,7 +118,6 @@ def captured(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
         call()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    # A backward pass runs on the stream of its forward pass, which has to be the one that is captured.
     with torch.cuda.graph(graph, stream=stream):
         call()
     return graph
@@ -204,7 +203,8 @@ def _both_ways(
         del given
         timed = {name: calls[name] for name in right}
         times = bench.times(timed)
-        graph_times, not_captured = bench.graph_times(timed)
+        # What adds to the leaves' gradients runs on the stream on which these were made, which no graph captures.
+        graph_times, not_captured = bench.graph_times(timed) if which == "forward" else ({}, {})
         yield head | {
             "pass": which, "us": times, "graph_us": graph_times, "failed": failed, "not_captured": not_captured,
             "off": {name: round(by, 5) for name, by in off.items() if math.isfinite(by)},
@@ -232,13 +232,12 @@ def _distance(found: Tensor, reference: Tensor) -> float:
 
 
 def _pulled(call: Callable[[], Tensor], wanted: list[Tensor], gradient: Tensor) -> Callable[[], Any]:
-    made: dict[Any, Tensor] = {}
+    made: list[Tensor] = []
 
     def run() -> Any:
-        stream = torch.cuda.current_stream() if gradient.is_cuda else None
-        if stream not in made:
-            made[stream] = call()
-        return torch.autograd.grad(made[stream], wanted, gradient, retain_graph=True)
+        if not made:
+            made.append(call())
+        return torch.autograd.grad(made[0], wanted, gradient, retain_graph=True)
 
     return run
 
@@ -281,6 +280,7 @@ def _feature_calls(bench: Bench, name: str, length: int, names: Sequence[str]) -
 def _flex_call(bench: Bench, feature: Feature, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
     # Past a few programs compiled as one function, torch would run it unfused; on the CPU it is unfused in any case.
     torch.compiler.reset()
+    torch._functorch.config.donated_buffer = False  # the backward pass runs again and again
     call = torch.compile(flex_attention, dynamic=False) if bench.device.type == "cuda" else flex_attention
     length = q.shape[2]
     mask = None

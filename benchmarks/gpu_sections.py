@@ -216,7 +216,7 @@ def everything(run: Run, end: float) -> Iterator[Row]:
     """What the later calls run, once, side by side, so that the caches on disk have it."""
     dry, known = Bench(run.device, run.tiny, dry=True), _cases(run)
     # A process takes a share of the memory; a model's training step 10 to 20 GB.
-    share = 0.3 / run.workers()
+    share = 0.7 / run.workers()
     cases = [(gpu_tasks.compiled, _kernels(run), case, run.device, share) for _, case in known]
     timed = [
         (function, [name], dry, *shape)

@@ -73,17 +73,21 @@ def test_dropout_in_training_fuses() -> None:
     assert torch.equal(out, fused(q, k, ones))
 
 
+class Biased(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = torch.nn.Parameter(torch.randn(1, 4, 128, 128))
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return (q @ k.transpose(-2, -1) / 8 + self.bias).softmax(-1) @ v
+
+
 def test_a_bias_with_gradient_runs_on_the_efficient_kernel() -> None:
     q, k, v = tensors(torch.float32)
-    bias = torch.randn(1, 4, 128, 128, device="cuda", requires_grad=True)
-
-    def biased(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return (q @ k.transpose(-2, -1) / 8 + bias).softmax(-1) @ v
-
-    biased(q, k, v).square().sum().backward()
-    wanted, bias.grad = bias.grad, None
-    torch.compile(biased, backend=backend, options={"strict": True, "kernels": ["cuda_efficient"]})(
-        q, k, v
-    ).square().sum().backward()
+    model = Biased().cuda()
+    model(q, k, v).square().sum().backward()
+    wanted, model.bias.grad = model.bias.grad, None
+    options = {"strict": True, "kernels": ["cuda_efficient"]}
+    torch.compile(model, backend=backend, options=options)(q, k, v).square().sum().backward()
     assert attn_fuse.reports()[-1].sites[0].kernel == "cuda_efficient"
-    torch.testing.assert_close(bias.grad, wanted, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(model.bias.grad, wanted, atol=1e-3, rtol=1e-3)

@@ -28,7 +28,9 @@ def is_misassembled(compiled: Any) -> bool:
     It takes a tenth of a second, for kernels that put registers away and multiply by groups of warps; no time for
     others.
     """
-    if "wgmma" not in compiled.asm.get("ptx", ""):
+    # A cache may have been packed without it.
+    ptx = compiled.asm.get("ptx")
+    if ptx is not None and "wgmma" not in ptx:
         return False
     _ = compiled.run  # loads it, which says what it puts away
     if not compiled.n_spills:

@@ -1,0 +1,133 @@
+"""Kernels that are not assembled as they are written: how they are told, and what runs in their place."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from attn_fuse.kernels.triton import assembled
+from attn_fuse.kernels.triton.assembled import MisassembledError, is_misassembled, misdescribed
+from attn_fuse.kernels.triton.launch import launch
+
+SCRIPT = Path(__file__).with_name("misassembled.py")
+TRITON = importlib.metadata.version("triton") if importlib.util.find_spec("triton") else ""
+
+
+def code(*lines: str) -> str:
+    return "\n".join(
+        f"        /*{16 * n:04x}*/                   {line} ;   /* 0x00 */" for n, line in enumerate(lines)
+    )
+
+
+LOW, HIGH = "UIADD3 UR54, UP0, UR4, 0x20, URZ", "UIADD3.X UR55, UR4, -0x3ffffff0, URZ, UP0, !UPT"
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [LOW, HIGH],
+        [LOW, "IMAD R1, R2, R3, R4", "UMOV UR8, URZ", HIGH],
+        [LOW, "@P1 R2UR UR5, R8", HIGH],
+        ["UIADD3 UR54, UP1, UR4, 0x2, URZ", HIGH.replace("UP0", "UP1")],
+    ],
+)
+def test_one_register_for_both_words_is_wrong(lines: list[str]) -> None:
+    assert misdescribed(code(*lines)) == [lines[-1]]
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [LOW, HIGH.replace("UR4", "URZ")],
+        [LOW, HIGH.replace("UR4", "UR5")],
+        [LOW, "UMOV UR4, URZ", HIGH],
+        [LOW, "ULDC.64 UR4, c[0x0][0x288]", HIGH],
+        [LOW, "@!P2 R2UR UR4, R8", HIGH],
+        ["UIADD3 UR4, UP0, UR4, 0x20, URZ", HIGH],
+        [LOW, "UIADD3 UR6, UP0, UR7, 0x20, URZ", HIGH],
+        [HIGH, LOW],
+    ],
+)
+def test_others_are_not(lines: list[str]) -> None:
+    assert not misdescribed(code(*lines))
+
+
+class Kernel:
+    """As much of a compiled kernel as is looked at, which counts how often it runs."""
+
+    def __init__(self, sass: str | None, ptx: str | None = "wgmma", spills: int = 8) -> None:
+        self.asm = {"cubin": b""} | ({} if ptx is None else {"ptx": ptx})
+        self.sass, self.n_spills, self.run, self.launched = sass, spills, None, 0
+        self.__name__ = "kernel"
+
+    def warmup(self, *_: Any, **__: Any) -> Kernel:
+        return self
+
+    def __getitem__(self, grid: Any) -> Any:
+        self.launched += 1
+        return lambda *_: None
+
+
+def is_wrong(kernel: Kernel, monkeypatch) -> bool:
+    monkeypatch.setattr(assembled, "_machine_code", lambda cubin: kernel.sass)
+    return is_misassembled(kernel)
+
+
+def test_only_what_puts_registers_away_and_multiplies_by_groups_is_looked_at(monkeypatch) -> None:
+    wrong = code(LOW, HIGH)
+    assert is_wrong(Kernel(wrong), monkeypatch)
+    assert not is_wrong(Kernel(wrong, ptx="mma.sync"), monkeypatch)
+    assert not is_wrong(Kernel(wrong, spills=0), monkeypatch)
+    assert not is_wrong(Kernel(code(LOW)), monkeypatch)
+    # What cannot be looked at is not trusted; a cache may have no PTX.
+    assert is_wrong(Kernel(None), monkeypatch)
+    assert is_wrong(Kernel(wrong, ptx=None), monkeypatch)
+
+
+def test_a_wrong_kernel_is_never_launched(monkeypatch) -> None:
+    wrong, kept = Kernel(code(LOW, HIGH)), {}  # type: Kernel, dict[Any, Any]
+    monkeypatch.setattr(assembled, "_machine_code", lambda cubin: wrong.sass)
+    for _ in range(2):
+        with pytest.raises(MisassembledError, match="kernel is not assembled as it is written"):
+            launch(kept, "key", wrong, (1, 1, 1), (), {})
+    assert not kept and not wrong.launched
+    right = Kernel(code(LOW))
+    monkeypatch.setattr(assembled, "_machine_code", lambda cubin: right.sass)
+    for _ in range(2):
+        launch(kept, "key", right, (1, 1, 1), (), {})
+    assert kept == {"key": right} and right.launched == 2
+
+
+def test_tensors_that_are_not_aligned_have_a_kernel_of_their_own(monkeypatch) -> None:
+    kept: dict[Any, Any] = {}
+    monkeypatch.setattr(assembled, "_machine_code", lambda cubin: code(LOW))
+    aligned, shifted = (SimpleNamespace(data_ptr=lambda at=at: at) for at in (32, 34))
+    for pointers in ((aligned, None), (shifted, None), (aligned, shifted), (shifted, None)):
+        launch(kept, "key", Kernel(code(LOW)), (1, 1, 1), (), {}, *pointers)
+    assert [*kept] == ["key", ("key", True, False), ("key", False, True)]
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(not TRITON.startswith("3.6."), reason="the mistake is of Triton 3.6's ptxas")
+def test_smaller_tiles_run_in_its_place(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    root = SCRIPT.parents[2]
+    environment |= {
+        "PYTHONPATH": f"{root}{os.pathsep}{root / 'benchmarks'}",
+        "TRITON_CACHE_DIR": str(tmp_path / "triton"),
+    }
+    done = subprocess.run([sys.executable, SCRIPT, tmp_path], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = json.loads(done.stdout.splitlines()[-1])
+    # Without and with values that are the identity's columns, each of which was tried on wide tiles first.
+    assert said["wrong"] >= 1 and said["compiled"] > said["wrong"], said
+    assert said["rows of a tile"] == [32], said
