@@ -39,6 +39,7 @@ from attn_fuse.picker.timing import seconds_in_words
 from attn_fuse.picker.workers import Worker
 from gpu_attention import Row
 from gpu_sections import CALLS, Run
+from harness import commit
 
 # The paths of the caches are part of what is kept in them.
 CACHES = Path("/tmp/attn_fuse_gpu")
@@ -82,7 +83,13 @@ def made(name: str, run: Run) -> bool:
 
 
 def _write(run: Run, name: str, cached: str) -> None:
-    content = {"machine": run.about["machine"], "call": name, "tiny": run.tiny, "triton cache": cached}
+    content = {
+        "commit": commit(),
+        "machine": run.about["machine"],
+        "call": name,
+        "tiny": run.tiny,
+        "triton cache": cached,
+    }
     text = json.dumps({**content, "sections": run.sections}, indent=1) + "\n"
     evidence.write_whole(run.path(name), text)
     evidence.write_whole(run.caches / "state.json", json.dumps(run.earlier) + "\n")

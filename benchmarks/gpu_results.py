@@ -29,6 +29,7 @@ RESULTS_PAGE = "docs/results.md"
 BEGIN, END = "<!-- gpu: benchmarks/gpu_results.py writes this -->", "<!-- gpu: end -->"
 TORCHS = ("cudnn", "flash", "efficient", "flex", "sdpa")
 OWN = ("triton_flash", "triton_decode")
+KERNELS_SHOWN = ("cudnn", "cuda_flash", "cuda_efficient", "flex", *OWN)
 
 
 class ResultsError(Exception):
@@ -115,7 +116,12 @@ def ship(folder: Path, package: Path) -> list[Path]:
 
 
 def speed(row: Row, over: Sequence[str]) -> float | None:
-    """How many times as fast the best of ours is as the best of `over`; by graph replays where both have one."""
+    """How many times as fast the best of ours is as the best of `over`; by graph replays where both have one.
+
+    None where one of `over` could not be timed, which may be the best.
+    """
+    if any(name in over for name in row.get("failed", {})):
+        return None
     for times in (row.get("graph_us") or {}, row.get("us") or {}):
         ours = [times[name] for name in OWN if name in times]
         others = [times[name] for name in over if name in times]
@@ -165,6 +171,14 @@ def picks(found: dict[str, dict[str, Any]]) -> Iterator[list[str]]:
         yield [row["what"], row["case"], name, f"{row['over as written']:.2f}", over]
 
 
+def evidence_of(found: dict[str, dict[str, Any]]) -> Iterator[list[str]]:
+    for row in rows_of(found, "evidence", "evidence"):
+        times = row.get("us", {})
+        if AS_WRITTEN in times:
+            ratios = (f"{times[name] / times[AS_WRITTEN]:.2f}" if name in times else "-" for name in KERNELS_SHOWN)
+            yield [row["what"], row["case"], *ratios]
+
+
 def models(found: dict[str, dict[str, Any]]) -> Iterator[list[str]]:
     for row in rows_of(found, "models", "models"):
         seconds = row.get("seconds") or {}
@@ -192,7 +206,7 @@ def block(found: dict[str, dict[str, Any]]) -> str:
     machine = next(iter(found.values()))["machine"]
     parts = [
         f"On one {machine['gpu']}, torch {machine['torch']}, bfloat16 but where it says so (`make gpu`; "
-        f"[benchmarks/results/](benchmarks/results))."
+        f"[benchmarks/results/](../benchmarks/results))."
     ]
     for row in rows_of(found, "correct", "ceilings"):
         if "us" in row:
@@ -202,6 +216,7 @@ def block(found: dict[str, dict[str, Any]]) -> str:
         for name, counts in row.get("checked", {}).items():
             asked = counts["right"] + counts["wrong"] + counts["lost"]
             parts[0] += f" `{name}`: {counts['right']} of {asked} rows of the shared grid right against float64."
+    parts[0] += "".join(f" {line}" for line in _whole_programs(found))
     ratios = table(
         [
             "times as fast as torch's",
@@ -214,7 +229,10 @@ def block(found: dict[str, dict[str, Any]]) -> str:
         anchors(found),
     )
     if ratios:
-        parts.append("Our kernels beside torch's, worst to best shape, by CUDA graph replays:\n\n" + ratios)
+        parts.append("Our kernels beside torch's, worst to best shape, forward by CUDA graph replays:\n\n" + ratios)
+    measured = table(["", "case", *KERNELS_SHOWN], evidence_of(found))
+    if measured:
+        parts.append("The evidence: the time of each kernel over that as written under Inductor:\n\n" + measured)
     chosen = table(["", "case", "picked", "/ as written under Inductor", "times as fast as torch's best"], picks(found))
     if chosen:
         parts.append("What the picker chooses by this evidence; / is its time over that of the other:\n\n" + chosen)
@@ -229,6 +247,26 @@ def block(found: dict[str, dict[str, Any]]) -> str:
     if steps:
         parts.append("nanoGPT, unmodified, 12 sequences of 1024 tokens, forward and backward:\n\n" + steps)
     return "\n\n".join(parts)
+
+
+def _whole_programs(found: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """What came of the rows through the backend, and of the published models."""
+    for row in rows_of(found, "correct", "backend"):
+        for_kernels = row.get("through the backend", {})
+        counts = {name: sum(of[name] for of in for_kernels.values()) for name in ("right", "wrong", "lost", "declined")}
+        if for_kernels:
+            asked = counts["right"] + counts["wrong"] + counts["lost"]
+            yield (
+                f"Through the backend, every kernel: {counts['right']} of {asked} rows right, {counts['declined']} "
+                "declined."
+            )
+    for row in rows_of(found, "correct", "published"):
+        for order, of in row.get("published", {}).items():
+            on = "our own kernels" if order == "triton" else "any kernel"
+            yield (
+                f"Tiny models of `transformers` in float32 on {on}: {of['models']} runs, {of['fused']} of "
+                f"{of['sites']} attentions fused, {of['wrong']} wrong."
+            )
 
 
 def write(readme: Path, text: str) -> None:

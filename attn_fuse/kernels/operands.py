@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -19,3 +20,14 @@ def check_dropout(seed: Tensor | None, dropout_p: float) -> None:
     """Raise ValueError unless dropout_p lies in [0, 1] and, above 0, comes with a seed of one element."""
     if not 0.0 <= dropout_p <= 1.0 or (dropout_p > 0.0 and (seed is None or seed.numel() != 1)):
         raise ValueError("dropout needs a probability and a seed of one element")
+
+
+def within_exp2(x: Tensor) -> Tensor:
+    """`x`, floating-point, with what lies below a quarter of the min of its dtype four times nearer to that quarter.
+
+    Kernels that take exp(x) as exp2(x * log2(e)) make -inf of the min of float32, by which programs hide keys, and then
+    a query that sees no key does not get the mean of the values. The order stays, with -inf as it is; and numbers that
+    differ there differ by more than 1e30, so that a softmax knows no other of them than the max.
+    """
+    quarter = torch.finfo(x.dtype).min / 4
+    return torch.maximum(x, x * 0.25 + 0.75 * quarter)

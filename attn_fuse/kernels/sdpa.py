@@ -25,6 +25,7 @@ from attn_fuse.attention.facts import Facts
 from attn_fuse.emit.builder import tensor
 from attn_fuse.errors import first_line
 from attn_fuse.kernels.kernel import BEYOND_SDPA, GridValues, Kernel, Reach, beyond_masks_and_biases
+from attn_fuse.kernels.operands import within_exp2
 from attn_fuse.torch_internals import FakeTensorMode, sdpa_choice
 
 if TYPE_CHECKING:
@@ -55,13 +56,16 @@ def cpu_limits(attention: Attention, facts: Facts) -> Iterator[str]:
 
 
 def cuda_limits(
-    can_use: Callable[[Any, bool], bool], takes_gqa: bool, attention: Attention, facts: Facts
+    can_use: Callable[[Any, bool], bool], takes_gqa: bool, keeps_mean: bool, attention: Attention, facts: Facts
 ) -> Iterator[str]:
     """The reasons against one of torch's kernels on CUDA beside device type and dtype.
 
     can_use: torch's test, given `SDPAParams` and whether to warn of reasons. takes_gqa: whether heads may be grouped.
+    keeps_mean: whether a query whose keys are all hidden by a large finite number gets the mean of the values.
     """
     yield from _common_limits(attention, facts)
+    if not keeps_mean and (attention.mask.empty_rows == "mean" or facts.bias_may_hide):
+        yield "a query that sees no key would not get the mean of the values on CUDA"
     if attention.biases and (facts.bias_dtype or torch.float32) != facts.dtype:
         yield f"a bias in {facts.bias_dtype or torch.float32} would be rounded to {facts.dtype}"
     if facts.heads != facts.kv_heads and not takes_gqa:
@@ -188,8 +192,12 @@ def _mask(call: Call, boolean: bool = True) -> Node | None:
     bias = call.bias(dtype)
     if keep is None:
         return bias
+    on_cuda = facts.device.type == "cuda"
+    if on_cuda and bias is not None and facts.bias_may_hide:
+        bias = call.node(within_exp2, bias)
     # The min of the dtype absorbs the score that it is added to, as if it replaced the score; -inf hides the key.
-    fill = torch.finfo(dtype).min if attention.mask.empty_rows == "mean" else -math.inf
+    least = torch.finfo(dtype).min
+    fill = -math.inf if attention.mask.empty_rows != "mean" else least / 4 if on_cuda else least
     none = call.node(torch.zeros, [], dtype=dtype, device=facts.device) if bias is None else bias
     return call.node(torch.where, keep, none, fill)
 
@@ -223,10 +231,10 @@ PINNED: dict[SDPBackend, Callable[..., torch.Tensor]] = {
 }
 
 
-def _cuda(backend: SDPBackend, can_use: Any, takes_gqa: bool, **fields: Any) -> Kernel:
+def _cuda(backend: SDPBackend, can_use: Any, takes_gqa: bool, keeps_mean: bool = True, **fields: Any) -> Kernel:
     return Kernel(
         devices=frozenset({"cuda"}),
-        limits=functools.partial(cuda_limits, can_use, takes_gqa),
+        limits=functools.partial(cuda_limits, can_use, takes_gqa, keeps_mean),
         emit=functools.partial(emit, backend),
         **fields,
     )
@@ -257,6 +265,8 @@ CUDNN = _cuda(
     SDPBackend.CUDNN_ATTENTION,
     torch.backends.cuda.can_use_cudnn_attention,
     takes_gqa=True,
+    # Seen to give something else on an H100, by cuDNN 9.19 and the min of bfloat16.
+    keeps_mean=False,
     name="cudnn",
     dtypes=_HALF,
     # NVIDIA's cudnn-frontend benchmarks, H200, head_dim 128: 484-702 TFLOP/s forward, 370-612 backward, of 989 at most.
@@ -265,7 +275,7 @@ CUDNN = _cuda(
     plan_seconds=(0.44, 0.55),
     switch="cudnn",
     nondeterministic=lambda facts, only_warns: "its backward is not deterministic",
-    declines={"always": BEYOND_SDPA, "training": _GIVEN_BIAS},
+    declines={"always": BEYOND_SDPA | _GIVEN_BIAS},
 )
 CUDA_FLASH = _cuda(
     SDPBackend.FLASH_ATTENTION,

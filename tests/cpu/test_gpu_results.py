@@ -75,7 +75,7 @@ def checkout(tmp_path: Path, monkeypatch) -> Path:
     made = tmp_path / "checkout"
     (made / "attn_fuse" / "picker").mkdir(parents=True)
     for path in (
-        *(ROOT / "attn_fuse" / "picker").glob("evidence_*.json"),
+        *(ROOT / "attn_fuse" / "picker").glob("evidence_cpu*.json"),
         ROOT / "attn_fuse" / "picker" / "evidence.py",
     ):
         shutil.copy(path, made / "attn_fuse" / "picker")
@@ -119,7 +119,6 @@ def test_what_is_measured_again_replaces_and_the_rest_stays(folder: Path, checko
 
 def test_the_readme_has_the_figures_and_can_be_written_again(folder: Path, checkout: Path) -> None:
     before = (checkout / gpu_results.RESULTS_PAGE).read_text()
-    assert "No figure here is of a GPU" in before
     gpu_results.main([str(folder), "--into", str(checkout)])
     written = (checkout / gpu_results.RESULTS_PAGE).read_text()
     start, end = before.index(gpu_results.BEGIN), before.index(gpu_results.END)
@@ -131,6 +130,7 @@ def test_the_readme_has_the_figures_and_can_be_written_again(folder: Path, check
         "| documents | 1.3 of FlexAttention | 1.50 | - | 1.50 | - |",
         "| decoding, 32 heads, 8 of keys, D 128 | 3.6 TB/s | 3.70 TB/s | - | 2.00 TB/s | - |",
         f"| {ONE} | {FIRST} | `triton_flash` | 0.25 | 1.50 |",
+        f"| {ONE} | {FIRST} | - | - | 0.38 | - | 0.25 | - |",
         "| GPT-2 small | 90 ms | 0.45 | 0.90 | 30720.0 MiB, 11264.0 MiB, 10240.0 MiB |",
         "| GPT-2 small, on `triton_flash` alone | 110 ms | 0.55 | 1.10 | 30720.0 MiB, 12288.0 MiB, 10240.0 MiB |",
     ):

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import importlib
 import importlib.util
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,6 +23,7 @@ from attn_fuse.emit.builder import NotEmitted
 from attn_fuse.graph.scopes import is_frozen
 from attn_fuse.kernels import KERNELS
 from attn_fuse.kernels.flex import kernel as flex
+from attn_fuse.kernels.operands import within_exp2
 from attn_fuse.kernels.switches import Switches, forbidden
 from attn_fuse.picker import pick as picker
 from attn_fuse.picker import trial
@@ -93,6 +95,8 @@ REASONS = [
     ("cudnn", plain, {}, "runs on cuda, not on cpu"),
     ("cudnn", capped, HALF, "takes no softcap"),
     ("cuda_flash", filled, HALF, "a query that sees no key would not get the mean of the values in float16"),
+    ("cudnn", filled, HALF, "a query that sees no key would not get the mean of the values on CUDA"),
+    ("cudnn", biased, HALF, "a query that sees no key would not get the mean of the values on CUDA"),
     ("cuda_efficient", filled, CUDA | TRAINED, "a query that sees no key would get a gradient, which the"),
     ("cuda_efficient", biased, CUDA | TRAINED, "a bias that may hide every key of a query, as padding does, would get"),
     ("cudnn", biased, HALF, "a bias in torch.float32 would be rounded to torch.float16"),
@@ -269,3 +273,16 @@ class TestAKernelThatFails:
         assert site.kernel == "chunked", site
         assert site.why_not["cpu_flash"][0].startswith("its call cannot be written into the graph: ")
         assert "cpu_flash cannot be called" in site.attention["picked"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_fill_stays_finite_in_powers_of_two(dtype: torch.dtype) -> None:
+    least = torch.finfo(dtype).min
+    x = torch.tensor([0.0, 3.0, -1e4, -1e30, least / 4, least / 2, least, -math.inf, math.inf, math.nan], dtype=dtype)
+    found = within_exp2(x)
+    assert torch.equal(found[:5], x[:5]) and torch.equal(found[7:9], x[7:9]) and found[9].isnan()
+    wide = found[:7].float() * 1.4426950408889634
+    assert wide.isfinite().all() and (wide.diff()[1:] < 0).all()
+    # It swallows a score, and what differs there differs by so much that exp is 0 or 1.
+    assert torch.equal((found[6] + torch.tensor([5.0, -70.0]).to(dtype)).float(), found[6].float().expand(2))
+    assert (found[5].float() - found[6].float()).item() > 1e30

@@ -2,7 +2,8 @@
 
     PYTHONPATH=.:benchmarks TRITON_CACHE_DIR=FOLDER/triton python tests/triton/misassembled.py FOLDER
 
-A line of JSON says what was compiled, and which tiles run. Found on an H100: a read beyond shared memory, or a wrong sum, by the tiles that it would have.
+A line of JSON says what was compiled, and which tiles run. Found on an H100, where it reads beyond shared memory or
+gives a wrong sum.
 """
 
 from __future__ import annotations

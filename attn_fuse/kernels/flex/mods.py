@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attn_fuse.expression.nodes import Const, Div, Expr, Input, Mul, Number, Position, Score, distinct
+from attn_fuse.expression.nodes import Const, Div, Expr, Gather, Input, Mul, Number, Position, Score, distinct
+from attn_fuse.kernels.operands import within_exp2
 from attn_fuse.kernels.score.dependence import POSITIONS
 from attn_fuse.kernels.score.part import Part, part_of
 from attn_fuse.kernels.score.program import Block, Memo, ScoreProgram, evaluate
@@ -54,15 +55,22 @@ def scaled(program: ScoreProgram) -> tuple[float, Expr]:
 def score_mod(expr: Expr, count: int) -> Callable[..., Tensor]:
     """(score, b, h, i, j, *inputs, *numbers) -> the final score by `expr`, in float32, or float64 where the score is.
 
-    count: the number of inputs. numbers are int64 tensors without dimensions.
+    count: the number of inputs. numbers are int64 tensors without dimensions. Scores stay where
+    `exp2` does not overflow (`within_exp2`), if a tensor or a fill may take them beyond.
     """
+    far = any(isinstance(node, (Input, Gather)) or _is_far(node) for node in distinct(expr))
 
     def function(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, *read: Tensor) -> Tensor:
         wide = torch.promote_types(score.dtype, torch.float32)
         found = _on_element(expr, score.to(wide), (b, h, i, j), read[:count], read[count:], wide)
-        return found.to(wide)
+        found = found.to(wide)
+        return within_exp2(found) if far else found
 
     return function
+
+
+def _is_far(node: Expr) -> bool:
+    return isinstance(node, Const) and abs(node.value) > 1e30
 
 
 def mask_mod(expr: Expr | None, count: int) -> Callable[..., Tensor]:
