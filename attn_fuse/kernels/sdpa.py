@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attn_fuse.attention.attention import Attention
 from attn_fuse.attention.facts import Facts
-from attn_fuse.emit.builder import tensor
+from attn_fuse.emit.builder import size_expr, tensor
 from attn_fuse.errors import first_line
 from attn_fuse.kernels.kernel import BEYOND_SDPA, GridValues, Kernel, Reach, beyond_masks_and_biases
 from attn_fuse.kernels.operands import within_exp2
@@ -172,7 +172,7 @@ def _mask_of_rows(call: Call) -> Node | None:
     sends gradients; a row of one element for all keys stops it at a misaligned address (torch 2.11, H100).
     """
     mask = _mask(call, boolean=False)
-    if mask is None or tensor(mask).shape[-1] == call.facts.kv_len:
+    if mask is None or size_expr(tensor(mask).shape[-1]) != 1:
         return mask
     kv_len = call.size(sympy.Mul(*map(call.attention.size, call.attention.axes.key)))
     return call.node("contiguous", call.node("expand", mask, -1, -1, -1, kv_len))
@@ -190,11 +190,11 @@ def _mask(call: Call, boolean: bool = True) -> Node | None:
     if facts.device.type == "cpu" and attention.biases:
         dtype = torch.promote_types(dtype, facts.bias_dtype or torch.float32)
     bias = call.bias(dtype)
-    if keep is None:
-        return bias
     on_cuda = facts.device.type == "cuda"
     if on_cuda and bias is not None and facts.bias_may_hide:
         bias = call.node(within_exp2, bias)
+    if keep is None:
+        return bias
     # The min of the dtype absorbs the score that it is added to, as if it replaced the score; -inf hides the key.
     least = torch.finfo(dtype).min
     fill = -math.inf if attention.mask.empty_rows != "mean" else least / 4 if on_cuda else least

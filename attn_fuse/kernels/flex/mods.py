@@ -55,15 +55,14 @@ def scaled(program: ScoreProgram) -> tuple[float, Expr]:
 def score_mod(expr: Expr, count: int) -> Callable[..., Tensor]:
     """(score, b, h, i, j, *inputs, *numbers) -> the final score by `expr`, in float32, or float64 where the score is.
 
-    count: the number of inputs. numbers are int64 tensors without dimensions. Scores stay where
-    `exp2` does not overflow (`within_exp2`), if a tensor or a fill may take them beyond.
+    count: the number of inputs. numbers are int64 tensors without dimensions. Where a tensor or a fill may take scores
+    to the min of float32, they stay where exp2 does not overflow (`within_exp2`).
     """
     far = any(isinstance(node, (Input, Gather)) or _is_far(node) for node in distinct(expr))
 
     def function(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, *read: Tensor) -> Tensor:
         wide = torch.promote_types(score.dtype, torch.float32)
-        found = _on_element(expr, score.to(wide), (b, h, i, j), read[:count], read[count:], wide)
-        found = found.to(wide)
+        found = _on_element(expr, score.to(wide), (b, h, i, j), read[:count], read[count:], wide).to(wide)
         return within_exp2(found) if far else found
 
     return function

@@ -66,10 +66,13 @@ def launch_once(
 ) -> None:
     """Launch `kernel`, whose arguments Triton looks at. Raises MisassembledError as `launch` does."""
     compiled = kernel.warmup(*arguments, grid=programs, **options)
-    if compiled is not None and compiled not in _looked_at:
+    if compiled is None:
+        kernel[programs](*arguments, **options)
+        return
+    if compiled not in _looked_at:
         _require_assembled(kernel, compiled)
         _looked_at.add(compiled)
-    kernel[programs](*arguments, **options)
+    compiled[programs](*arguments)
 
 
 def _require_assembled(kernel: Any, compiled: Any) -> None:
