@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 from attn_fuse.kernels import KERNELS
 from attn_fuse.kernels.kernel import Kernel, Reach
 from attn_fuse.kernels.triton.flash.kernel import TRITON_FLASH
+from attn_fuse.picker import evidence
 from attn_fuse.picker.pick import Verdict
 from attn_fuse.report import collecting
 from tests.graph.h200_cases import (
@@ -306,3 +308,29 @@ def test_plans_count_where_shapes_change(picked: Callable[..., list[Picked]]) ->
             site.choice.because if site.kernel == "cudnn" else site.choice.why_not["cudnn"][0]
         )
     assert kernels == {4096: "cuda_flash", 65536: "cudnn"}
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel"),
+    [
+        ("nanoGPT, bf16, training", "cudnn"),
+        ("LLaMA training, grouped", "cudnn"),
+        ("padded Hugging Face training", "triton_flash"),
+        ("ALiBi of slopes kept as a buffer, training", "triton_flash"),
+        ("window 1024, training", "flex"),
+        ("softcap, training", "flex"),
+        ("head_dim 256, causal, training", "cudnn"),
+    ],
+)
+def test_by_the_evidence_that_ships(
+    name: str, kernel: str, picked: Callable[..., list[Picked]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Measured on an H100, of which an H200 takes the ratios."""
+    paths = sorted(Path(evidence.__file__).parent.glob("evidence_cuda_*.json"))
+    tables = tuple(map(evidence.read_table, paths))
+    assert tables
+    monkeypatch.setattr(evidence, "tables", lambda: tables)
+    (case,) = [case for case in WANTED if case.name == name]
+    with settings(case):
+        (site,) = picked(case.program(), *case.inputs(), training=case.training)
+    assert site.kernel == kernel and "by measurements" in site.choice.because, site
