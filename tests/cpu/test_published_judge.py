@@ -53,7 +53,7 @@ def rounded(model: nn.Module) -> Callable[..., Any]:
 
 
 def judged(monkeypatch: pytest.MonkeyPatch, is_kinked: bool, by: measure.Compile) -> measure.Row:
-    monkeypatch.setattr(measure, "ours", lambda inner: by)
+    monkeypatch.setattr(measure.Setting, "ours", lambda self, inner: by)
     case = setting(is_kinked)
     nothing = measure.Result([], {}, {})
     return measure.compared(measure.Row("package", "case", "training"), case, nothing, nothing)
@@ -92,7 +92,7 @@ def test_outputs_that_are_far_are_not_excused(monkeypatch: pytest.MonkeyPatch) -
         model.double()(x.double())
         return model.float(), (x,), {}
 
-    monkeypatch.setattr(measure, "ours", lambda inner: rounded)
+    monkeypatch.setattr(measure.Setting, "ours", lambda self, inner: rounded)
     nothing = measure.Result([], {}, {})
     row = measure.compared(measure.Row("p", "c", "training"), measure.Setting(build, "training"), nothing, nothing)
     assert row.wrong and not row.kinked
