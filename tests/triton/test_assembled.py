@@ -91,6 +91,9 @@ def test_only_what_puts_registers_away_and_multiplies_by_groups_is_looked_at(mon
     # What cannot be looked at is not trusted; a cache may have no PTX.
     assert is_wrong(Kernel(None), monkeypatch)
     assert is_wrong(Kernel(wrong, ptx=None), monkeypatch)
+    other = Kernel(wrong)
+    other.asm = {"amdgcn": ""}
+    assert not is_wrong(other, monkeypatch)
 
 
 def test_a_wrong_kernel_is_never_launched(monkeypatch) -> None:

@@ -28,14 +28,14 @@ def is_misassembled(compiled: Any) -> bool:
     It takes a tenth of a second, for kernels that put registers away and multiply by groups of warps; no time for
     others.
     """
-    # A cache may have been packed without it.
-    ptx = compiled.asm.get("ptx")
-    if ptx is not None and "wgmma" not in ptx:
+    cubin, ptx = compiled.asm.get("cubin"), compiled.asm.get("ptx")
+    # A cache may have been packed without the PTX; a device that is not NVIDIA's has neither.
+    if cubin is None or (ptx is not None and "wgmma" not in ptx):
         return False
     _ = compiled.run  # loads it, which says what it puts away
-    if not compiled.n_spills:
+    if getattr(compiled, "n_spills", None) == 0:
         return False
-    code = _machine_code(compiled.asm["cubin"])
+    code = _machine_code(cubin)
     return code is None or bool(misdescribed(code))
 
 
@@ -62,13 +62,13 @@ def instructions(code: str) -> list[tuple[int, str]]:
 
 
 def _machine_code(cubin: bytes) -> str | None:
-    from triton import knobs
-
     try:
+        from triton import knobs
+
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(cubin)
             file.flush()
             command = [knobs.nvidia.cuobjdump.path, "-sass", file.name]
             return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
-    except (OSError, subprocess.SubprocessError, AttributeError):
+    except (ImportError, AttributeError, OSError, subprocess.SubprocessError):
         return None
