@@ -57,7 +57,7 @@ def made(name: str, run: Run) -> bool:
         answer = worker.call(90.0, gpu_tasks.about, run.device)
     if answer.problem:
         raise SystemExit(f"gpu.py {name}: the device does not work: {answer.problem}")
-    run.about = answer.value
+    run.about = {**answer.value, "commit": commit()}
     _read_earlier(run)
     cached = _triton_cache(run.caches)
     print(f"== {name}: {run.left:.0f} s; {cached}", flush=True)
@@ -84,7 +84,7 @@ def made(name: str, run: Run) -> bool:
 
 def _write(run: Run, name: str, cached: str) -> None:
     content = {
-        "commit": commit(),
+        "commit": run.about["commit"],
         "machine": run.about["machine"],
         "call": name,
         "tiny": run.tiny,
