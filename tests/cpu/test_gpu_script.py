@@ -78,14 +78,16 @@ def test_every_call_completes_in_its_time(tmp_path: Path) -> None:
         "checked": {"chunked": {"right": 4, "wrong": 0, "lost": 0, "not run": 0}}, "wrong kernels": {},
     }  # fmt: skip
     taken = rows["backend"][-1]["through the backend"]
-    assert len(taken) == 4 and all(
-        counts == {"right": 4, "wrong": 0, "declined": 0, "lost": 0} for counts in taken.values()
-    )
+    assert not any(counts["wrong"] or counts["lost"] for counts in taken.values())
+    plain = [counts for name, counts in taken.items() if not name.startswith("flex")]  # which may have no time
+    assert [counts["right"] for counts in plain] == [4] * 4
     assert rows["published"][-1] in ({"left out": "transformers is not installed"}, PUBLISHED)
     timed = [row for row in rows["speed"] if "us" in row]
     assert len(timed) > 10 and all(row["us"] and not row["failed"] for row in timed), rows["speed"]
-    assert [row["picked"] for row in rows["choices"]] and all("us" in row for row in rows["evidence"][1:])
-    assert all({"inductor", "sdpa", "attn_fuse"} <= row["seconds"].keys() for row in rows["models"][1:])
+    assert [row["picked"] for row in rows["choices"]] and all("us" in row for row in rows["evidence"])
+    assert all({"inductor", "sdpa", "attn_fuse"} <= row["seconds"].keys() for row in rows["models"])
+    (compiled,) = rows["compile"]
+    assert compiled["compiled"] == compiled["of"] > 10 and not compiled["failed"]
     assert rows["tests"][0]["exit"] == 0 and "skipped" in rows["tests"][0]["said"]
     # Both what goes home and what the picker reads.
     (shipped,) = (tmp_path / "results").glob("evidence_*.json")
@@ -207,8 +209,7 @@ def test_what_breaks_a_shape_is_left_out_of_it(tmp_path: Path, monkeypatch) -> N
     monkeypatch.setattr(gpu_sections, "shapes", lambda tiny: [(64, 16, True)])
     monkeypatch.setattr(gpu_sections, "FEATURES", {"window": None})
     run = a_run(tmp_path, 90.0, "chunked")
-    compiled, *rows = gpu_sections.speed(run, run.end)
-    assert compiled["compiled"] == compiled["of"]
+    rows = [*gpu_sections.speed(run, run.end)]
     died = {"sdpa": "its process died of signal SIGABRT"}
     assert [row["broke"] for row in rows] == [died] * 3
     assert [[*row["us"]] for row in rows] == [["chunked"], ["chunked"], ["flex", "chunked"]]
@@ -231,6 +232,8 @@ def test_a_section_ends_by_its_time_whatever_hangs(name: str, tmp_path: Path, mo
         "picked",
         "first_step",
         "training",
+        "answered",
+        "published",
     ):
         monkeypatch.setattr(gpu_tasks, task, hangs)
     monkeypatch.setattr(gpu_tasks, "grid_rows", nine_rows)
