@@ -16,7 +16,7 @@ import pytest
 
 from attn_fuse.kernels.triton import assembled
 from attn_fuse.kernels.triton.assembled import MisassembledError, is_misassembled, misdescribed
-from attn_fuse.kernels.triton.launch import launch
+from attn_fuse.kernels.triton.launch import launch, launch_once
 
 SCRIPT = Path(__file__).with_name("misassembled.py")
 TRITON = importlib.metadata.version("triton") if importlib.util.find_spec("triton") else ""
@@ -97,12 +97,21 @@ def test_only_what_puts_registers_away_and_multiplies_by_groups_is_looked_at(mon
 
 
 def test_a_wrong_kernel_is_never_launched(monkeypatch) -> None:
-    wrong, kept = Kernel(code(LOW, HIGH)), {}  # type: Kernel, dict[Any, Any]
-    monkeypatch.setattr(assembled, "_machine_code", lambda cubin: wrong.sass)
+    wrong, kept, looked = Kernel(code(LOW, HIGH)), {}, []  # type: Kernel, dict[Any, Any], list[bytes]
+
+    def machine_code(cubin: bytes) -> str | None:
+        looked.append(cubin)
+        return wrong.sass
+
+    monkeypatch.setattr(assembled, "_machine_code", machine_code)
     for _ in range(2):
         with pytest.raises(MisassembledError, match="kernel is not assembled as it is written"):
             launch(kept, "key", wrong, (1, 1, 1), (), {})
+        with pytest.raises(MisassembledError):
+            launch_once(wrong, (1, 1, 1), (), {})
     assert not kept and not wrong.launched
+    # Decoding asks for its kernel with every token: the code is looked at once.
+    assert len(looked) == 1
     right = Kernel(code(LOW))
     monkeypatch.setattr(assembled, "_machine_code", lambda cubin: right.sass)
     for _ in range(2):

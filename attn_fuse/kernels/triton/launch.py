@@ -58,9 +58,6 @@ def launch(
     compiled[programs](*arguments)
 
 
-_looked_at: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
 def launch_once(
     kernel: Any, programs: tuple[int, int, int], arguments: tuple[Any, ...], options: Mapping[str, int]
 ) -> None:
@@ -69,14 +66,18 @@ def launch_once(
     if compiled is None:
         kernel[programs](*arguments, **options)
         return
-    if compiled not in _looked_at:
-        _require_assembled(kernel, compiled)
-        _looked_at.add(compiled)
+    _require_assembled(kernel, compiled)
     compiled[programs](*arguments)
 
 
+# Whether a compiled kernel is wrong: one that is comes back with every call, and to look takes a tenth of a second.
+_wrong: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+
 def _require_assembled(kernel: Any, compiled: Any) -> None:
-    if is_misassembled(compiled):
+    if compiled not in _wrong:
+        _wrong[compiled] = is_misassembled(compiled)
+    if _wrong[compiled]:
         raise MisassembledError(f"{kernel.__name__} is not assembled as it is written; a newer Triton may do it")
 
 
