@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import re
 import subprocess
@@ -31,6 +32,8 @@ from harness import ROOT
 CHECK, SHAPE, CASE, COMPILE, FIRST = 40.0, 45.0, 40.0, 100.0, 20.0
 # What a worker imports before its first deadline begins.
 TASKS = ("gpu_tasks",)
+# Processes that compile side by side, at most: all have programs in memory.
+COMPILING = 10
 # So many processes that a kernel broke are enough.
 MAX_LOST = 12
 # Batch and length of the caches that are decoded from.
@@ -150,6 +153,12 @@ def _checked(
                 return
 
 
+def _turned(run: Run, rows: Sequence[Any]) -> list[Any]:
+    """`rows` from the place on that the commit gives: where time ends early, each commit's run sees others."""
+    start = int(hashlib.sha256(str(run.about.get("commit")).encode()).hexdigest(), 16) % max(1, len(rows))
+    return [*rows[start:], *rows[:start]]
+
+
 def backend(run: Run, end: float) -> Iterator[Row]:
     """Every kernel through the backend on its grids, in turn: rows of what is wrong, and of what each grid declines."""
     with Worker(imports=TASKS) as worker:
@@ -157,8 +166,8 @@ def backend(run: Run, end: float) -> Iterator[Row]:
         asked = {
             name: worker.call(60.0, gpu_tasks.backend_rows, name, run.device, run.tiny).value or [] for name in names
         }
-    turns = itertools.chain.from_iterable(itertools.zip_longest(*([(n, row) for row in asked[n]] for n in names)))
-    calls = sorted((turn for turn in turns if turn), key=lambda turn: turn[0].startswith("flex"))
+    turns = itertools.zip_longest(*([(name, row) for row in _turned(run, asked[name])] for name in names))
+    calls = [call for turn in turns for call in turn if call]
     seen = {name: dict.fromkeys(("right", "wrong", "declined", "lost"), 0) for name in names}
     with Pool(run.workers(), gpu_tasks.environment(), TASKS) as pool:
         tasks = [(gpu_tasks.answered, name, row, run.device) for name, row in calls]
@@ -185,7 +194,7 @@ def published(run: Run, end: float) -> Iterator[Row]:
     if answer.problem:
         yield {"failed": answer.problem}
         return
-    names = answer.value[:2] if run.tiny else answer.value
+    names = answer.value[:2] if run.tiny else _turned(run, answer.value)
     asked = [(name, mode, order) for name in names for mode in ("inference", "training") for order in gpu_tasks.ORDERS]
     seen = {order: dict.fromkeys(("models", "sites", "fused", "wrong", "failed"), 0) for order in gpu_tasks.ORDERS}
     environment = gpu_tasks.environment() | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -215,9 +224,7 @@ def published(run: Run, end: float) -> Iterator[Row]:
 def everything(run: Run, end: float) -> Iterator[Row]:
     """What the later calls run, once, side by side, so that the caches on disk have it."""
     dry, known = Bench(run.device, run.tiny, dry=True), _cases(run)
-    # A process takes a share of the memory; a model's training step 10 to 20 GB.
-    share = 0.7 / run.workers()
-    cases = [(gpu_tasks.compiled, _kernels(run), case, run.device, share) for _, case in known]
+    cases = [(gpu_tasks.compiled, _kernels(run), case, run.device) for _, case in known]
     timed = [
         (function, [name], dry, *shape)
         for function, names, shape in _to_time(run)
@@ -228,7 +235,9 @@ def everything(run: Run, end: float) -> Iterator[Row]:
     first, rest = steps[: len(gpu_tasks.VARIANTS)], steps[len(gpu_tasks.VARIANTS) :]
     half = len(cases) // 2
     calls = [*first, *cases[:half], *rest, *cases[half:], *timed]
-    with Pool(run.workers(), gpu_tasks.environment() | {"TORCHINDUCTOR_COMPILE_THREADS": "2"}, TASKS) as pool:
+    # Each holds up to 4 GiB, a model's training step 10 to 20.
+    workers = min(run.workers(), COMPILING)
+    with Pool(workers, gpu_tasks.environment() | {"TORCHINDUCTOR_COMPILE_THREADS": "2"}, TASKS) as pool:
         yield from _compiled(run, pool, calls, end)
 
 

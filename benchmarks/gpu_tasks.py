@@ -142,18 +142,22 @@ def _published() -> Mapping[str, Any]:
 # ---- evidence
 
 
-def compiled(kernels: Sequence[str], case: Case, device: torch.device, share: float) -> dict[str, str]:
-    """Have a case compiled as written and on each kernel, which the caches on disk keep; why a kernel has none.
-
-    share: of the free memory, that it may take.
-    """
-    free, needed = free_memory(device), bytes_as_written(case)
-    if free is not None and needed > free * share:
-        raise MemoryError(f"as written it takes {in_gib(needed)}, too much to be compiled beside others")
+def compiled(kernels: Sequence[str], case: Case, device: torch.device) -> dict[str, str]:
+    """Have a case compiled as written and on each kernel, which the caches on disk keep; why a kernel has none."""
+    _wait_for_memory(device, bytes_as_written(case))
     found = prepared(case, device, kernels)[1]
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
     return found
+
+
+def _wait_for_memory(device: torch.device, needed: int, patience: float = 30.0) -> None:
+    """Until half of the free memory is enough: others, too, begin to compile now, and give theirs back when done."""
+    end = time.perf_counter() + patience
+    while (free := free_memory(device)) is not None and needed > free / 2:
+        if time.perf_counter() > end:
+            raise MemoryError(f"as written it takes {in_gib(needed)}, and {in_gib(free)} are free beside others")
+        time.sleep(0.5)
 
 
 def picked(case: Case, device: torch.device) -> tuple[str, str]:

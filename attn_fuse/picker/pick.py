@@ -2,7 +2,8 @@
 
 The program as written is a candidate, too: it wins where no kernel is faster than what Inductor makes of it, unless the
 caller names kernels or asks for everything to be fused. A stopwatch measures times on the site itself; without one they
-are estimated from evidence, else from a cost model, whose estimates have to be better by a margin.
+are estimated from evidence, else from a cost model, whose estimates have to be better by a margin, and never displace a
+kernel that was measured and is faster than the program as written.
 """
 
 from __future__ import annotations
@@ -229,8 +230,13 @@ def _fastest(known: dict[Kernel, Comparison], why_not: WhyNot, note: str) -> tup
     def doubted(found: Comparison) -> float:
         return found.ratio / (_DOUBT if found.is_estimate else 1.0)
 
+    def order(kernel: Kernel) -> tuple[bool, bool, float]:
+        # An estimate only stands in for a measurement: between two kernels it may be off by more than its doubt.
+        found = known[kernel]
+        return doubted(found) >= 1, found.is_estimate, doubted(found)
+
     said = {k: f"{_in_words(found.ratio)} of the time as written, {found.how}" for k, found in known.items()}
-    best, *others = sorted(known, key=lambda k: doubted(known[k]))
+    best, *others = sorted(known, key=order)
     for kernel in known:
         why_not[kernel.name] = (said[kernel],)
     if doubted(known[best]) < 1:

@@ -199,6 +199,53 @@ def test_decoding_from_a_growing_cache(order: str, kv_heads: int) -> None:
             near([fused(q, k, v)], [attend(q, k, v)], [attend(q.double(), k.double(), v.double())])
 
 
+@pytest.mark.parametrize("kernel", ["cudnn", "cuda_efficient", "flex", "chunked", *OWN])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("fill", ["min of the dtype", "min of float32", "-1e9", "-1e4"])
+@pytest.mark.parametrize("added", [False, True])
+def test_queries_that_see_no_key(kernel: str, dtype: torch.dtype, fill: str, added: bool) -> None:
+    """They get the mean of the values, since all their scores are the same, or what their scores say, if they are not.
+
+    Kernels that take exp(x) as exp2(x * log2(e)) would make -inf of the min of float32.
+    """
+    far = {"min of the dtype": torch.finfo(dtype).min, "min of float32": torch.finfo(torch.float32).min}.get(fill)
+    far = float(fill) if far is None else far
+    if far < torch.finfo(dtype).min:
+        pytest.skip("the dtype has no such number")
+    queries = 1 if kernel == "triton_decode" else 128
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
+        scores = q @ k.transpose(-2, -1) / 8
+        hiding = torch.zeros_like(hidden, dtype=q.dtype).masked_fill(hidden, far)
+        return ((scores + hiding) if added else scores.masked_fill(hidden, far)).softmax(-1) @ v
+
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 4, n, 64, device="cuda", dtype=dtype) for n in (queries, 128, 128))
+    hidden = torch.rand(2, 1, queries, 128, device="cuda") < 0.3
+    hidden[0, :, ::3] = True
+    fused = torch.compile(attend, backend=backend, options={"kernels": [kernel]})
+    with collecting() as graphs, torch.no_grad():
+        found = fused(q, k, v, hidden)
+    (site,) = graphs[-1].sites
+    if site.kernel is None:
+        pytest.skip(str(site.why_not[kernel]))
+    # The number is the program's own, also where float64 would have more digits of it.
+    near([found], [attend(q, k, v, hidden)], [attend(q.double(), k.double(), v.double(), hidden)])
+    if queries > 1:
+        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+        with collecting() as graphs:
+            out = torch.compile(attend, backend=backend, options={"kernels": [kernel]})(*leaves, hidden)
+        if graphs[-1].sites[0].kernel is None:
+            return  # it says why it has no gradients of this program
+        wide = [t.double().requires_grad_() for t in (q, k, v)]
+        usual = [t.clone().requires_grad_() for t in (q, k, v)]
+        results = [
+            [*torch.autograd.grad(o.double().square().sum(), of)]
+            for o, of in ((out, leaves), (attend(*usual, hidden), usual), (attend(*wide, hidden), wide))
+        ]
+        near(*results)
+
+
 def test_every_kernel_that_is_tried_by_itself_is_said() -> None:
     """Causal and padded in training has no kernel of torch's: ours is tried, or the reason says why it is not."""
     model, (x, padding) = block().bfloat16(), inputs(8, 2048, torch.bfloat16)

@@ -291,6 +291,9 @@ class TestPick:
         )
         promise["ratio"] = 0.8
         assert site_of(plain, Q).kernel == "cpu_flash"
+        promise["ratio"] = 0.1
+        assert site_of(plain, Q).kernel == "cpu_flash"  # between two kernels an estimate tells less than a measurement
+        known(table({"cpu_flash": 1.1, "flex": 2.0}, TINY))
         promise["ratio"] = 0.5
         site = site_of(plain, Q)
         assert (
