@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.fx import GraphModule
@@ -21,6 +21,7 @@ from attn_fuse.graph.kernel_calls import calls_in
 from attn_fuse.graph.region import Site, find_sites
 from attn_fuse.graph.scopes import Scope, code_of, copied
 from attn_fuse.guard import guarded
+from attn_fuse.kernels import KERNELS
 from attn_fuse.lift.lift import lift
 from attn_fuse.lift.normalize import normalize
 from attn_fuse.options import Fuel, Options, chosen_kernels, fuel_of, parse_options
@@ -41,6 +42,7 @@ from attn_fuse.torch_internals import (
 _MEND_BREAK = "move that line out of the attention, or write it so that Dynamo can trace it"
 _PATTERNS_OFF = "Inductor's own attention patterns were kept off this graph: they rewrite look-alikes wrongly"
 _FAILED = "this graph stays as written, since analysing it failed; report the failure, which the log holds in full"
+_TEMPLATED = frozenset(kernel.name for kernel in KERNELS if kernel.templated)
 _UNCOMPILED = "the inner backend failed on the graph with its attention fused"
 
 
@@ -76,6 +78,7 @@ class Compiler:
 
     locations: those of the sites, for a graph that is captured anew and has lost them.
     unfit: why all sites stay as written; "" where each is judged by itself.
+    lost: the kernels that the inner backend failed on, by name: why.
     """
 
     options: Options
@@ -83,6 +86,7 @@ class Compiler:
     constants: frozenset[str] = frozenset()
     locations: tuple[Location, ...] = ()
     unfit: str = ""
+    lost: Mapping[str, str] = field(default_factory=dict)
 
     def rewritten(self, original: GraphModule, inputs: Sequence[Any], left: Mapping[int, str]) -> Rewritten:
         """A copy of the graph `original` with its sites rewritten, by all stages before the inner backend.
@@ -101,7 +105,10 @@ class Compiler:
             _none(self.unfit)
             if self.unfit
             else functools.partial(
-                pick, allowed=options.kernels if chosen is None else chosen, fuse_all=options.pick == "fused"
+                pick,
+                allowed=options.kernels if chosen is None else chosen,
+                fuse_all=options.pick == "fused",
+                unfit=self.lost,
             ),
             emit,
             stopwatch_of(options.inner_backend, options.mode) if options.pick == "measured" else None,
@@ -133,12 +140,17 @@ class Compiler:
         seconds = time.perf_counter() - started
         sites = (*relocated(found.sites, self.locations), *broken, *called)
         report = GraphReport(sites, seconds, (*notes, *failed), before, code_of(graph))
+        templated = {site.kernel for site in found.sites if site.fused and site.kernel in _TEMPLATED}
         try:
             if self.options.strict:
                 require_all_fused(report.sites)
-            compiled = self.by_inner_backend(graph, inputs)
+            compiled = self.by_inner_backend(graph, inputs, backward_now=bool(templated))
         except Exception as problem:
             # rule 5: a kernel that the inner backend fails on must not break the model
+            if templated and not isinstance(problem, (RestartsDynamo, NotFusedError)):
+                log.warning("a graph is compiled without %s, since that failed", *templated, exc_info=True)
+                lost = {**self.lost, **dict.fromkeys(templated, f"the inner backend failed on it: {named(problem)}")}
+                return replace(self, lost=lost).compiled(original, inputs)
             if not fuses or self.options.strict or isinstance(problem, RestartsDynamo):
                 record(report)
                 raise
@@ -203,15 +215,20 @@ class Compiler:
         stages = Stages(only, normalize, lift, recognize, _none("a graph break"), emit)
         return Rewriter(graph, inputs, stages, lambda _: False).rewrite(self.options.seconds, time.perf_counter())
 
-    def by_inner_backend(self, graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """`graph` compiled by the inner backend alone, with Inductor's own attention patterns kept off."""
+    def by_inner_backend(
+        self, graph: GraphModule, inputs: Sequence[Any], backward_now: bool = False
+    ) -> Callable[..., Any]:
+        """`graph` compiled by the inner backend alone, with Inductor's own attention patterns kept off.
+
+        backward_now: whether its backward is compiled with it, so that all that fails does so now.
+        """
         if not self.options.compiles:
             return graph
         if self.options.inner_backend != "inductor":
             return compile_with(self.options.inner_backend, self.options.mode, graph, inputs)
         inductor = dict(self.options.inductor)
         with without_inductor_attention(inductor.pop("joint_custom_post_pass", None)):
-            return compile_with(self.options.inner_backend, self.options.mode, graph, inputs, inductor)
+            return compile_with(self.options.inner_backend, self.options.mode, graph, inputs, inductor, backward_now)
 
 
 def _part_of(graph: GraphModule, inputs: Sequence[Any]) -> Part | None:

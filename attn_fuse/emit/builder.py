@@ -88,7 +88,7 @@ class Builder:
             case ex.Const(value):
                 return value
             case ex.Scalar(leaf):
-                return self._region.leaves[leaf]
+                return self.leaf(leaf)
             case ex.Load():
                 return self._view_or_lookup(x, axes)
             case ex.Gather(leaf, index):
@@ -254,15 +254,23 @@ class Builder:
         return node
 
     def _lookup(self, leaf: int, positions: Sequence[Node]) -> Node:
-        return self.node(operator.getitem, self._region.leaves[leaf], tuple(positions))
+        return self.node(operator.getitem, self.leaf(leaf), tuple(positions))
 
     def leaf(self, number: int) -> Node:
-        """The node of leaf `number`."""
-        return self._region.leaves[number]
+        """The node of leaf `number`; of one that lies on another device, a copy on the attention's.
+
+        The lift looks through copies between devices, and torch takes indices and single numbers from the CPU.
+        """
+        node, device = self._region.leaves[number], self.facts.device
+        value = value_of(node)
+        if not isinstance(value, torch.Tensor) or value.device == device:
+            return node
+        copies = (made for made in self.made if made.target == "to" and made.args == (node, device))
+        return next(copies, None) or self.node("to", node, device)
 
     def lengths(self, leaf: int) -> list[sympy.Expr]:
         """The sizes of leaf number `leaf`, a tensor."""
-        return shape(self.leaf(leaf))
+        return shape(self._region.leaves[leaf])
 
     # ---- loads as views
 
@@ -284,7 +292,7 @@ class Builder:
 
         Raises NotEmitted where no view has them.
         """
-        node = self._region.leaves[load.leaf]
+        node = self.leaf(load.leaf)
         found: list[sympy.Symbol] = []
         lengths = shape(node)
         # From the last dimension, so that splitting one does not move those still to come.

@@ -73,6 +73,7 @@ class Kernel:
         `torch.use_deterministic_algorithms` only warns.
     declines: the values of the test grid that the kernel declines: "always", in "training", or on a type of device.
     trains: the types of device on which it gives gradients.
+    templated: whether Inductor makes its code from a template, which it may fail to do.
     """
 
     name: str
@@ -87,6 +88,7 @@ class Kernel:
     nondeterministic: Callable[[Facts, bool], str] = lambda facts, only_warns: ""
     declines: Mapping[str, GridValues] = field(default_factory=dict)
     trains: frozenset[str] = frozenset({"cpu", "cuda"})
+    templated: bool = False
 
     def why_not(self, attention: Attention, facts: Facts) -> tuple[str, ...]:
         """Every reason why this kernel cannot run `attention`; none means that it can."""

@@ -105,6 +105,7 @@ def pick(
     allowed: tuple[str, ...] | None = None,
     fuse_all: bool = False,
     self_check: SelfCheck | None = None,
+    unfit: Mapping[str, str] | None = None,
 ) -> Choice:
     """The choice of a kernel for `attention`.
 
@@ -113,12 +114,14 @@ def pick(
     fuse_all: whether to choose the first kernel that can run it, faster or not.
     self_check: tests whether a kernel never measured on the device is right and fast there; None leaves such kernels
         out.
+    unfit: kernels by name that cannot be compiled here: why.
     """
     order = KERNELS if allowed is None else tuple(k for name in allowed for k in KERNELS if k.name == name)
     why_not: WhyNot = {k.name: ("not among the kernels allowed",) for k in KERNELS if k not in order}
     able, set_so = [], switches.current()
     for kernel in order:
-        reasons = _reasons(kernel, attention, facts, set_so)
+        known = (unfit or {}).get(kernel.name)
+        reasons = _reasons(kernel, attention, facts, set_so) if known is None else (known,)
         if reasons:
             why_not[kernel.name] = reasons
         else:

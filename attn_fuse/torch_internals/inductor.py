@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from attn_fuse.torch_internals.tensors import sizes_apart
 
 # Part of the key of AOTAutograd's cache for graphs that call our functions: raise it when such a function changes.
-_VERSION = "1"
+_VERSION = "2"
 
 
 def _called(graph: torch.fx.GraphModule) -> list[str]:
@@ -46,10 +46,12 @@ def compile_with(
     graph: torch.fx.GraphModule,
     inputs: Sequence[Any],
     inductor: Mapping[str, Any] | None = None,
+    backward_now: bool = False,
 ) -> Callable[..., Any]:
     """`graph` compiled for `inputs`. backend: a registered name or a callable. mode: torch.compile's `mode`.
 
     inductor: options of Inductor, which go before those of the mode; other backends get none.
+    backward_now: whether Inductor compiles the backward now, and fails now if it does, and not in the first backward.
     """
     if backend == "inductor":
         from torch._inductor import config
@@ -59,7 +61,10 @@ def compile_with(
         if hasattr(config, "unsafe_marked_cacheable_functions"):
             known = config.unsafe_marked_cacheable_functions
             patches["unsafe_marked_cacheable_functions"] = {**known, **dict.fromkeys(_called(graph), _VERSION)}
-        compiled: Any = compile_fx(graph, list(inputs), config_patches=patches)
+        # Else AOTAutograd compiles it at its first call, which gets what goes wrong in it.
+        now = torch._functorch.config.patch(force_non_lazy_backward_lowering=backward_now)
+        with now:
+            compiled: Any = compile_fx(graph, list(inputs), config_patches=patches)
         return compiled
     function: Callable[..., Any] = lookup_backend(backend) if isinstance(backend, str) else backend
     return function(graph, list(inputs), **({"mode": mode} if mode else {}))

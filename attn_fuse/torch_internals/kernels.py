@@ -49,8 +49,12 @@ def flex_attention(
     given besides the score and its place.
     """
     on_cpu = query.device.type == "cpu"
+    queries = query.shape[2] * (query.shape[1] // key.shape[1])
+    # Its kernel for few queries takes all those of a key head in one tile, which has to fit into a block of the mask
+    # (torch 2.11 to 2.15: NoValidChoicesError).
+    fits = on_cpu or (isinstance(queries, int) and queries <= block_mask.BLOCK_SIZE[0])
     options = {
-        "BACKEND": "AUTO",
+        "BACKEND": "AUTO" if fits else "TRITON",
         "PRESCALE_QK": False,
         "ROWS_GUARANTEED_SAFE": False,
         "BLOCKS_ARE_CONTIGUOUS": False,

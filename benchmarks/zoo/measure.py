@@ -233,7 +233,7 @@ def run(
 def backward(out: Any) -> None:
     """Of a loss in which every element of every output has a weight of its own."""
     losses = [
-        (tensor.float() * torch.linspace(0.5, 1.5, tensor.numel()).view(tensor.shape)).mean()
+        (tensor.float() * torch.linspace(0.5, 1.5, tensor.numel(), device=tensor.device).view(tensor.shape)).mean()
         for tensor in reals(out)
         if tensor.requires_grad
     ]

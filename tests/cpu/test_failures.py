@@ -89,6 +89,33 @@ def test_an_inner_backend_that_fails_on_the_graph_as_written_too_raises() -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("kernels", "then"), [(["chunked"], None), (["chunked", "cpu_flash"], "cpu_flash")])
+def test_inductor_fails_on_the_backward_of_a_template(kernels: list[str], then: str | None, monkeypatch) -> None:
+    """The next kernel is tried; were the backward compiled when it is first called, the model would break there."""
+    lowering = importlib.import_module("torch._inductor.graph").GraphLowering
+    call_function = lowering.call_function
+
+    def fails(self: Any, target: Any, *args: Any) -> Any:
+        if "attn_fuse" in str(target) and self.is_backward:
+            raise ValueError("not comparable, by design")
+        return call_function(self, target, *args)
+
+    monkeypatch.setattr(lowering, "call_function", fails)
+    monkeypatch.setattr(importlib.import_module("attn_fuse.backend"), "_TEMPLATED", frozenset({"chunked"}))
+    torch.compiler.reset()
+    model, x = Block().train(), torch.randn(2, 9, 32)
+    options = {"kernels": kernels, "inductor": {"fx_graph_cache": False}}
+    with collecting() as graphs:
+        got, expected = torch.compile(model, backend=backend, options=options)(x), model(x)
+    gradients = [torch.autograd.grad(out.sum(), model.qkv.weight)[0] for out in (got, expected)]
+    torch.testing.assert_close(*gradients)
+    (site,) = [site for graph in graphs for site in graph.sites]
+    assert site.kernel == then
+    assert "the inner backend failed on it: " in str(site.why_not["chunked"])
+    assert "not comparable, by design" in str(site.why_not["chunked"])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("train", [False, True])
 def test_inductor_fails_on_a_kernel(train: bool, monkeypatch) -> None:
     lowering = importlib.import_module("torch._inductor.graph").GraphLowering

@@ -246,6 +246,43 @@ def test_queries_that_see_no_key(kernel: str, dtype: torch.dtype, fill: str, add
         near(*results)
 
 
+def moved(q: Tensor, k: Tensor, v: Tensor, on_cpu: Tensor, table: Tensor) -> Tensor:
+    """As LongT5 has it: what is computed on the CPU is copied to the scores' device."""
+    bias = (on_cpu.cumsum(-1) - 1).to(q.device)
+    return (q @ k.transpose(-2, -1) / 8 - bias).softmax(-1) @ v
+
+
+def indexed(q: Tensor, k: Tensor, v: Tensor, on_cpu: Tensor, table: Tensor) -> Tensor:
+    return (q @ k.transpose(-2, -1) / 8 + table[:, on_cpu.long()][:, None]).softmax(-1) @ v
+
+
+def one_number(q: Tensor, k: Tensor, v: Tensor, on_cpu: Tensor, table: Tensor) -> Tensor:
+    return (torch.tanh(q @ k.transpose(-2, -1) / on_cpu[3]) * on_cpu[4]).softmax(-1) @ v
+
+
+@orders
+@pytest.mark.parametrize("program", [moved, indexed, one_number], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("training", [False, True])
+def test_tensors_on_the_cpu(order: str, program: Callable[..., Tensor], training: bool) -> None:
+    torch.manual_seed(0)
+    given = [torch.randn(2, 4, 96, 64, device="cuda", requires_grad=training) for _ in range(3)]
+    table = torch.randn(4, 96, device="cuda", requires_grad=training and program is indexed and order != "fused")
+    on_cpu = torch.randperm(96).float() / (1 if program is indexed else 7)
+    fused = torch.compile(program, backend=backend, options=ORDERS[order])
+
+    def results(function: Callable[..., Tensor], *tensors: Tensor) -> list[Tensor]:
+        leaves = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
+        wide = leaves[0].dtype == torch.float64
+        out = function(*leaves[:3], on_cpu.double() if wide else on_cpu, leaves[3])
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        return [out.detach(), *torch.autograd.grad(out.square().sum(), wanted)] if training else [out]
+
+    near(
+        results(fused, *given, table), results(program, *given, table), results(program, *[t.double() for t in given],
+        table.double()),
+    )  # fmt: skip
+
+
 def test_every_kernel_that_is_tried_by_itself_is_said() -> None:
     """Causal and padded in training has no kernel of torch's: ours is tried, or the reason says why it is not."""
     model, (x, padding) = block().bfloat16(), inputs(8, 2048, torch.bfloat16)

@@ -201,6 +201,7 @@ FLEX = Kernel(
     dtypes=frozenset({torch.float16, torch.bfloat16, torch.float32}),
     limits=limits,
     emit=emit,
+    templated=True,
     # CUDA: 0.85-0.90 of FA2; gradients of a bias by atomics. Float32: tiles of 64 x 64 forward and of 16 x 16 backward,
     # on tensor cores only where TF32 is allowed: a guess. CPU: 0.65-0.75 of flash's time with a causal mask, 0.7-1.3
     # without.
