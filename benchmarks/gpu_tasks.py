@@ -162,16 +162,19 @@ def _wait_for_memory(device: torch.device, needed: int, patience: float = 30.0) 
 
 def picked(case: Case, device: torch.device) -> tuple[str, str]:
     """What the picker chooses for `case`, and why."""
-    from attn_fuse.backend import attn_fuse
+    from attn_fuse.backend import analyze_only
     from attn_fuse.picker import evidence
     from attn_fuse.report import collecting
+
+    def chosen(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        analyze_only(graph, inputs)
+        return graph
 
     evidence.tables.cache_clear()
     torch.compiler.reset()
     values = tensors(case, device)
     with collecting() as graphs:
-        options = {"inner_backend": "eager"}
-        runner(torch.compile(program(case), backend=attn_fuse, dynamic=False, options=options), case, values)()
+        runner(torch.compile(program(case), backend=chosen, dynamic=False), case, values)()
     (site,) = graphs[-1].sites
     if site.kernel is None:
         return AS_WRITTEN, "" if site.blocker is None else site.blocker.reason

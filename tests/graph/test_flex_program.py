@@ -12,10 +12,10 @@ from torch.fx import Graph
 from torch.nn.attention.flex_attention import create_block_mask
 
 from attn_fuse.emit.reuse import earlier
-from attn_fuse.expression.nodes import Add, Const, Div, Input, Mul, Number, Score, Select
+from attn_fuse.expression.nodes import Add, Binary, Const, Div, Expr, Input, Mul, Number, Score, Select, distinct
 from attn_fuse.kernels.flex.blocks import flex_blocks, flex_operands
 from attn_fuse.kernels.flex.kernel import BLOCKS, attend
-from attn_fuse.kernels.flex.mods import mask_mod, mask_part, scaled, score_part, sink_part
+from attn_fuse.kernels.flex.mods import mask_mod, mask_part, scaled, score_part, sink_part, with_exact_fills
 from attn_fuse.kernels.score.program import ScoreProgram
 from tests.graph.chunked_cases import CASES, INF, SIZES, USUAL, H, K, Q, S, Sizes, assert_near, drawn, naive, where
 from tests.graph.chunked_cases import Case as DenseCase
@@ -51,6 +51,50 @@ def on_flex(case: DenseCase, s: Sizes, query: Tensor, key: Tensor, value: Tensor
     )
     read = [([inputs[n] for n in part.inputs], [torch.tensor(numbers[n]) for n in part.numbers]) for part in parts]
     return attend(query, key, value, read, tables, blocks=BLOCKS, programs=[part.program.dumps() for part in parts])
+
+
+class TestFillsOnCuda:
+    """The template's max is of rounded multiples by log2(e), the difference from it of exact ones."""
+
+    LOG2E = torch.tensor(1.44269504)
+
+    @pytest.mark.parametrize(
+        "fill", [torch.finfo(d).min for d in (torch.float32, torch.bfloat16)] + [-1e9, -1e10, -3e7]
+    )
+    def test_a_multiple_of_a_fill_is_exact(self, fill: float) -> None:
+        score = Mul(Score(), Const(0.125))
+        found = with_exact_fills(Select(Input(0), Select(Input(1), score, Const(fill)), Const(fill)))
+        assert found is not None
+        (value,) = {node.value for node in distinct(found) if isinstance(node, Const)} - {0.125}
+        product = torch.tensor(value, dtype=torch.float32) * self.LOG2E
+        assert product.isfinite() and product.double() == value * self.LOG2E.double()
+        assert fill * 2 < value < fill / 8
+        # The fill itself is not: what the mend is for.
+        rounded = torch.tensor(max(fill, -1.5e38)) * self.LOG2E
+        assert (rounded.double() - torch.tensor(max(fill, -1.5e38)).double() * self.LOG2E.double()).abs() > 0.1
+
+    @pytest.mark.parametrize("fill", [-1e4, -1e6, -INF])
+    def test_what_stays(self, fill: float) -> None:
+        score = Select(Input(0), Score(), Const(fill))
+        assert with_exact_fills(score) == score
+
+    @pytest.mark.parametrize(
+        "score",
+        [
+            Add(Score(), Select(Input(0), Const(-1e10), Const(0.0))),
+            Mul(Select(Input(0), Score(), Const(-1e10)), Const(0.5)),
+            Binary("maximum", Score(), Const(-3e38)),
+            Select(Input(0), Select(Input(1), Score(), Const(-1e10)), Const(-1.2e10)),
+            Select(Input(0), Score(), Add(Const(-1e10), Input(1))),
+        ],
+        ids=["added", "scaled", "clamped", "two of one size", "a sum"],
+    )
+    def test_what_cannot_be_made_exact(self, score: Expr) -> None:
+        assert with_exact_fills(score) is None
+
+    def test_two_fills_keep_their_order(self) -> None:
+        found = with_exact_fills(Select(Input(0), Select(Input(1), Score(), Const(-1e9)), Const(-1e10)))
+        assert {node.value for node in distinct(found) if isinstance(node, Const)} == {-(2.0**30), -(2.0**34)}
 
 
 class TestTheScoreFunction:

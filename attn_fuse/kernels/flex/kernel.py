@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +33,7 @@ from attn_fuse.kernels.flex.mods import (
     score_mod,
     score_part,
     sink_part,
+    with_exact_fills,
 )
 from attn_fuse.kernels.kernel import Kernel, Reach
 from attn_fuse.kernels.score.program import ScoreProgram
@@ -53,6 +55,7 @@ _CPU_LEAST_HEAD_DIM = 24
 # The tables of a BlockMask, in the order of `flex_blocks`.
 _TABLES = tuple(f"{kind}_{what}" for kind in ("kv", "full_kv", "q", "full_q") for what in ("num_blocks", "indices"))
 _NOT_DIFFERENTIATED = "gives no gradient to what a function of the scores reads before torch 2.15"
+NO_MEAN = "a query that sees no key would not get the mean of the values on CUDA"
 # The min head_dim and value_dim of torch's Triton template.
 _LEAST_DIM = 16
 
@@ -85,18 +88,26 @@ def limits(attention: Attention, facts: Facts) -> Iterator[str]:
         yield "a query that sees no key would get a wrong gradient"
     if facts.training and facts.bias_may_hide:
         yield "a bias that may hide every key of a query, as padding does, would get a wrong gradient"
+    if not on_cpu and not facts.training and facts.bias_may_hide:
+        yield NO_MEAN
 
 
 def emit(call: Call) -> Node:
     """Build the call of `attend`, and return the node of [batch, heads, q_len, value_dim].
 
-    Raises NotEmitted where the score reads a tensor that needs a gradient torch does not give, or, on a CPU under
-    Inductor, where score or mask reads one of symbolic sizes.
+    Raises NotEmitted where the score reads a tensor that needs a gradient torch does not give; on a CPU under Inductor,
+    where score or mask reads one of symbolic sizes; on CUDA, for fills that `with_exact_fills` cannot make exact.
     """
     facts, attention, score = call.facts, call.attention, score_call(call)
     on_cpu = facts.device.type == "cpu"
     blocks = ONE_QUERY_BLOCKS if on_cpu and facts.q_len == 1 and "q_len" not in facts.symbolic else BLOCKS
-    parts = (score_part(score.program), mask_part(score.program), sink_part(score.program))
+    of_score = score_part(score.program)
+    if not on_cpu:
+        exact = with_exact_fills(of_score.program.score)
+        if exact is None:
+            raise NotEmitted(NO_MEAN)
+        of_score = replace(of_score, program=replace(of_score.program, score=exact))
+    parts = (of_score, mask_part(score.program), sink_part(score.program))
     learns = facts.training and any(tensor(score.inputs[n]).requires_grad for n in parts[0].inputs)
     if learns and not flex_differentiates_what_it_reads():
         raise NotEmitted(_NOT_DIFFERENTIATED)
@@ -217,8 +228,7 @@ FLEX = Kernel(
     declines={
         "always": {"dropout": ("0.25",), "factor": ("of the keys",)},
         "cpu": {"sink": ("of each head",)},
-        "cuda": {"dims": ("8, 8", "64, 8")},
-        "training": {"bias": ("full", "of the keys", "alibi")},
+        "cuda": {"dims": ("8, 8", "64, 8"), "bias": ("full", "of the keys", "alibi")},
     },
     trains=frozenset({"cuda"}),
 )

@@ -6,18 +6,21 @@ applies the mask, too; `score_part` takes out of the score what `mask_mod` decid
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from attn_fuse.expression.nodes import Const, Div, Expr, Gather, Input, Mul, Number, Position, Score, distinct
-from attn_fuse.kernels.operands import within_exp2
+from attn_fuse.expression.nodes import Const, Div, Expr, Input, Mul, Number, Position, Score, Select, distinct
 from attn_fuse.kernels.score.dependence import POSITIONS
 from attn_fuse.kernels.score.part import Part, part_of
 from attn_fuse.kernels.score.program import Block, Memo, ScoreProgram, evaluate
 from attn_fuse.kernels.score.simplify import assuming
+
+# Beyond it, float32 rounds multiples by log2(e) to steps that exp2 shows.
+_ORDINARY = 1e6
 
 
 def score_part(program: ScoreProgram) -> Part:
@@ -55,21 +58,47 @@ def scaled(program: ScoreProgram) -> tuple[float, Expr]:
 def score_mod(expr: Expr, count: int) -> Callable[..., Tensor]:
     """(score, b, h, i, j, *inputs, *numbers) -> the final score by `expr`, in float32, or float64 where the score is.
 
-    count: the number of inputs. numbers are int64 tensors without dimensions. Where a tensor or a fill may take scores
-    to the min of float32, they stay where exp2 does not overflow (`within_exp2`).
+    count: the number of inputs. numbers are int64 tensors without dimensions.
     """
-    far = any(isinstance(node, (Input, Gather)) or _is_far(node) for node in distinct(expr))
 
     def function(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, *read: Tensor) -> Tensor:
         wide = torch.promote_types(score.dtype, torch.float32)
-        found = _on_element(expr, score.to(wide), (b, h, i, j), read[:count], read[count:], wide).to(wide)
-        return within_exp2(found) if far else found
+        return _on_element(expr, score.to(wide), (b, h, i, j), read[:count], read[count:], wide).to(wide)
 
     return function
 
 
+def with_exact_fills(expr: Expr) -> Expr | None:
+    """`expr`, a score, with powers of two for the numbers far below 0 that a mask puts in its place; None if it cannot.
+
+    The Triton template takes exp2(x * log2(e) - max), which the compiler makes one multiplication and addition, rounded
+    once, while the max was rounded before. Of scores like -1e10 this difference alone is thousands, and a query that
+    sees no key gets 0 or NaN in place of the mean of the values. Powers of two are multiplied without rounding.
+    """
+    found = _filled(expr)
+    far = {node.value for node in distinct(expr) if _is_far(node)}
+    left = {node.value for node in distinct(found) if _is_far(node)}
+    if left - {_power(value) for value in far} or len(left) < len(far):
+        return None
+    return found
+
+
+def _filled(expr: Expr) -> Expr:
+    match expr:
+        case Const(value) if _is_far(expr):
+            return Const(_power(value))
+        case Select(cond, a, b):
+            return Select(cond, _filled(a), _filled(b))
+    return expr
+
+
 def _is_far(node: Expr) -> bool:
-    return isinstance(node, Const) and abs(node.value) > 1e30
+    return isinstance(node, Const) and _ORDINARY < abs(node.value) < math.inf
+
+
+def _power(value: float) -> float:
+    """The power of two next to `value`, away from 0, as far as its multiple by log2(e) is a float32."""
+    return math.copysign(2.0 ** min(126, math.ceil(math.log2(abs(value)))), value)
 
 
 def mask_mod(expr: Expr | None, count: int) -> Callable[..., Tensor]:
