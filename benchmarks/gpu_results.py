@@ -264,8 +264,8 @@ def _whole_programs(found: dict[str, dict[str, Any]]) -> Iterator[str]:
         for order, of in row.get("published", {}).items():
             on = "our own kernels" if order == "triton" else "any kernel"
             yield (
-                f"Tiny models of `transformers` in float32 on {on}: {of['models']} runs, {of['fused']} of "
-                f"{of['sites']} attentions fused, {of['wrong']} wrong."
+                f"Tiny models of `transformers` in float32 on {on}: {of['models']} runs, {of['training']} in training, "
+                f"{of['fused']} of {of['sites']} attentions fused, {of['wrong']} wrong."
             )
 
 

@@ -196,7 +196,8 @@ def published(run: Run, end: float) -> Iterator[Row]:
         return
     names = answer.value[:2] if run.tiny else _turned(run, answer.value)
     asked = [(name, mode, order) for name in names for mode in ("inference", "training") for order in gpu_tasks.ORDERS]
-    seen = {order: dict.fromkeys(("models", "sites", "fused", "wrong", "failed"), 0) for order in gpu_tasks.ORDERS}
+    counted = ("models", "training", "sites", "fused", "wrong", "failed", "broken")
+    seen = {order: dict.fromkeys(counted, 0) for order in gpu_tasks.ORDERS}
     environment = gpu_tasks.environment() | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     with Pool(run.workers(), environment, TASKS) as pool:
         calls = [(gpu_tasks.published, *one, run.device) for one in asked]
@@ -205,10 +206,13 @@ def published(run: Run, end: float) -> Iterator[Row]:
                 continue
             name, mode, order = asked[number]
             found = answer.value or {"failed": answer.problem}
-            if found.get("broken"):
-                continue
             counts = seen[order]
+            if found.get("broken"):
+                counts["broken"] += 1
+                yield {"model": name, "mode": mode, "order": order, "broken": found["broken"]}
+                continue
             counts["models"] += 1
+            counts["training"] += mode == "training"
             for what in ("sites", "fused", "wrong"):
                 counts[what] += int(found.get(what, 0))
             counts["failed"] += bool(found["failed"])
