@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -30,10 +33,16 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
+def that_can_be_made(values: Iterable[T]) -> Iterator[T]:
+    """The values up to the first that raises while it is made: a tensor too large, a number below an empty table."""
+    with contextlib.suppress(RuntimeError, ValueError, TypeError, OverflowError, MemoryError):
+        yield from values
+
+
 def different(values: Iterable[Any]) -> Iterator[Any]:
     """The values without those of the dtypes and shapes of one before."""
     seen: set[str] = set()
-    for value in values:
+    for value in that_can_be_made(values):
         words = str(Inputs((value,)))
         if words not in seen:
             seen.add(words)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 from attn_fuse.errors import ExplainError
 from attn_fuse.explain.building.build import TooLarge
@@ -298,6 +299,13 @@ class Config(NamedTuple):
 
     def test_an_activation_by_name(self) -> None:
         assert value_for("activation", str) == value_for("act_fn", str) == "relu" and value_for("kind", str) is None
+        found = value_for("activation")
+        assert found == "relu" and found(nn.Parameter(-nn.Linear(1, 1).weight.abs())).max() == 0
+
+    def test_what_is_counted_may_stand_first(self) -> None:
+        assert value_for("layers_num") == value_for("num_layers") and value_for("heads_count") == value_for("heads")
+        assert value_for("num_patches", None, {"image_size": 32, "patch_size": 4}) == 64
+        assert value_for("patch_num") == (64 // value_for("patch_size")) ** 2
 
     def test_sizes_that_its_errors_ask_for(self, write: Write) -> None:
         body = """self.norm = nn.GroupNorm(32, in_channels)

@@ -88,6 +88,18 @@ class TestInputs:
         (ids,) = inputs_for(Tokens(positions=1000, vocab=2)).args
         assert ids.shape == (1, 1000) and set(ids.flatten().tolist()) == {0, 1}
 
+    def test_a_guess_that_cannot_be_made_is_none(self) -> None:
+        class Empty(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.table = nn.Embedding(0, 4)
+
+            def forward(self, numbers: torch.Tensor) -> torch.Tensor:
+                return self.table(numbers)
+
+        with pytest.raises(ExplainError, match="no inputs found that Empty runs on"):
+            inputs_for(Empty())
+
     def test_no_longer_than_is_cheap(self) -> None:
         model: Any = Floats()
         model.max_position_embeddings = 131072

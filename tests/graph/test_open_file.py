@@ -50,6 +50,13 @@ class TestImported:
         with imported(path) as module:
             assert module.Net.inner.__name__ == "Inner"
 
+    def test_a_missing_package_is_no_folder_that_has_a_module_of_its(self, write: Write) -> None:
+        write("SIZE = 3\n", "utils.py")
+        write("", "setup.py")
+        path = write("from scattered_package import add\nfrom scattered_package.utils import spread\nSIZE = 5\n")
+        with imported(path) as module:
+            assert module.SIZE == 5
+
     def test_a_file_of_a_package_may_import_relatively(self, write: Write) -> None:
         write("", "explained_package/__init__.py")
         write("SIZE = 3\n", "explained_package/sizes.py")

@@ -45,9 +45,8 @@ def config_class(cls: Callable[..., Any], name: str, hint: Any, namespace: Mappi
     if not is_config_name(name):
         return None
     own = [v for v in namespace.values() if _is_config_class(v) and v.__module__ == namespace.get("__name__")]
-    candidates = list(dict.fromkeys(own)) or list(
-        dict.fromkeys(v for v in namespace.values() if _is_config_class(v) and not v.__module__.startswith("torch"))
-    )
+    imported = (v for v in namespace.values() if _is_config_class(v) and not v.__module__.startswith("torch"))
+    candidates = list(dict.fromkeys(own)) or list(dict.fromkeys(v for v in imported if not _is_bag(v)))
     for wanted in (name.replace("_", ""), f"{cls.__name__}{name}".replace("_", "")):
         for candidate in candidates:
             if candidate.__name__.lower() == wanted.lower():

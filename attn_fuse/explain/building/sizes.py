@@ -12,7 +12,7 @@ import re
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -49,6 +49,13 @@ KINDS = (
 )  # fmt: skip
 # What there is a table of: an embedding has a row for each.
 THINGS = r"user|item|movie|product|entity|entitie|relation|speaker|symbol|phoneme|char|token_type"
+
+
+class Activation(str):
+    """The name of a function of torch.nn.functional, which may be called as that function, too."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return cast("torch.Tensor", getattr(nn.functional, self)(x))
 
 
 @dataclass(frozen=True)
@@ -121,16 +128,22 @@ def value_for(name: str, hint: Any = None, given: Mapping[str, Any] | None = Non
     name = name.lower().strip("_")
     known = Known.of(given or {})
     if hint is bool or re.match(
-        r"(use|with|is|has|do|enable|return|share|tie|learned|pre)_|pretrained$|output_(attn|attention|hidden|weight|score|all)"
+        r"(use|with|is|has|do|enable|return|share|tie|learned|pre|apply|scale_by|should|include)_|pretrained$|output_(attn|attention|hidden|weight|score|all)"
         r"|.*(causal|bias|inverse)$",
         name,
     ):
         return False
+    if hint in (None, str) and re.search(r"^(hidden_)?act(ivation)?(_(fn|func|function|name|type))?$", name):
+        return Activation("relu")
     if hint is str and name != "device":
-        return "relu" if re.search(r"^(hidden_)?act(ivation)?(_(fn|func|function|name|type))?$", name) else None
-    for pattern, value in _table(known):
-        if re.search(pattern, name):
-            return float(value) if hint is float and isinstance(value, int) else value
+        return None
+    table = _table(known)
+    # What is counted may stand first: layers_num.
+    counted = re.fullmatch(r"(?P<what>\w+?)_(num|number|count)", name)
+    for spelled in (name, f"num_{counted['what']}") if counted else (name,):
+        for pattern, value in table:
+            if re.search(pattern, spelled):
+                return float(value) if hint is float and isinstance(value, int) else value
     return None
 
 
@@ -180,7 +193,7 @@ def _table(known: Known) -> tuple[tuple[str, Any], ...]:
         (r"(mask\w*|keep|noise|prun\w+|sampl\w+|select\w*|token)_?(ratio|rate)$", 0.5),
         (r"(ratio|mult|factor|expansion|expand)$", 4),
         (r"codebook_?size|num_codes", VOCABULARY),
-        (r"vocab|voc_size|n_?um_?tokens|^n_?tokens?$|num_embeddings|dictionary|n?_?words$", VOCABULARY),
+        (r"vocab|voc_size|n_?um_?tokens|^n_?tokens?$|^tokens$|num_embeddings|dictionary|n?_?words$", VOCABULARY),
         (rf"^(n|num)_?({THINGS})s?$|^({THINGS})s?_?(n|num|count|size)$", VOCABULARY),
         (HEAD_NAME, known.head or width // heads),
         (HEADS_NAME, heads),
@@ -188,6 +201,7 @@ def _table(known: Known) -> tuple[tuple[str, Any], ...]:
         (DEPTH_NAME, DEPTH),
         (r"(attention|attn)_resolutions", (2, 4, 8, 16)),
         (rf"{PICTURE_NAME}|(img|image|spatial)_?(size|resolution|dim|height|width|h|w)|input_size", picture),
+        (r"^(n|num)_?patch(es)?$", (picture // patch) ** 2),
         (r"patch_?(size|len|length|height|width)?$|^patch", patch),
         (r"n_?mels?|mel_(bins|dim)", MELS),
         (r"window_?(size|len)?$|^temporal_size$", WINDOW),

@@ -42,6 +42,7 @@ OF_ONE_FILE = (
     importlib.machinery.ExtensionFileLoader,
 )
 IMPORTS = re.compile(r"^\s*(?:from|import)\s+(\w+)\.(\w+)", re.M)
+NAMES = re.compile(r"^\s*from\s+(\w+)\s+import\s+\(?(\w+(?:\s*,\s*\w+)*)", re.M)
 NO_OPERATOR = re.compile(r"operator (?P<namespace>\w+)::(?P<name>\w+) does not exist")
 LACKS = re.compile(r"cannot import name '(?P<name>\w+)' from '(?P<module>[\w.]+)'")
 HAS_NO = re.compile(r"module '?(?P<module>[\w.]+)'? has no attribute '?(?P<name>\w+)'?")
@@ -348,13 +349,17 @@ def _package_without_init(name: str, roots: tuple[Path, ...]) -> Path | None:
 
 @functools.lru_cache(maxsize=8)
 def _imported_below(root: Path) -> dict[str, set[str]]:
-    # The modules that the files of a repository import of each package.
+    # The modules and names that the files of a repository import of each package.
     found: dict[str, set[str]] = {}
     files = (place / file for place, _, files in _folders(root) for file in files if file.endswith(".py"))
     for file in itertools.islice(files, MOST_FILES):
         with contextlib.suppress(OSError):
-            for package, module in IMPORTS.findall(file.read_text(encoding="utf-8", errors="replace")):
+            text = file.read_text(encoding="utf-8", errors="replace")
+            for package, module in IMPORTS.findall(text):
                 found.setdefault(package, set()).add(module)
+            # A package without an __init__ has nothing else to import by name.
+            for package, names in NAMES.findall(text):
+                found.setdefault(package, set()).update(name.strip() for name in names.split(","))
     return found
 
 

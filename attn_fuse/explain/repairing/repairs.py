@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from torch.overrides import TorchFunctionMode
 
+from attn_fuse.explain.inputs import that_can_be_made
 from attn_fuse.explain.repairing.asked import Asked
 
 # How many candidates are tried of a start, how many at least of a step on, and in how many steps.
@@ -58,7 +59,7 @@ def searched(
     """
     for start in sorted(starts, key=lambda failed: failed.reached, reverse=True):
         # What comes further is a step on, to go on from at once, for half of the tries that are left.
-        steps = [(start, others(start), most)]
+        steps = [(start, that_can_be_made(others(start)), most)]
         tries = 0
         while steps and time.monotonic() < end:
             before, further, last = steps[-1]
@@ -77,7 +78,7 @@ def searched(
             )
             if is_on and len(steps) < STEPS:
                 deeper = min(tries + max((last - tries) // 2, FEWEST_TRIES), most)
-                steps.append((failed, others(failed), deeper))
+                steps.append((failed, that_can_be_made(others(failed)), deeper))
 
 
 def first_that_runs(

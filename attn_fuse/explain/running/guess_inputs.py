@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from attn_fuse.errors import ExplainError
-from attn_fuse.explain.inputs import Inputs, in_python, tensors_in
+from attn_fuse.explain.inputs import Inputs, in_python, tensors_in, that_can_be_made
 from attn_fuse.explain.repairing.repairs import Failed
 from attn_fuse.explain.running.declared import USUAL, Sizes
 from attn_fuse.explain.running.longer import longer
@@ -76,7 +76,7 @@ def _example(trial: Trial) -> str:
     written: dict[str, str] = {}
     like: Tensor | None = None
     for parameter in trial.required:
-        by_use = next(trial.used(parameter.name, like, USUAL), None)
+        by_use = next(that_can_be_made(trial.used(parameter.name, like, USUAL)), None)
         usual = torch.zeros(1, USUAL, dtype=torch.long) if trial.embeddings else torch.zeros(1, USUAL, 512)
         value = by_use if by_use is not None else usual if like is None else like
         like = like if like is not None else next(tensors_in(value), None)

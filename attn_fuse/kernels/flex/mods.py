@@ -76,8 +76,7 @@ def with_exact_fills(expr: Expr) -> Expr | None:
     sees no key gets 0 or NaN in place of the mean of the values. Powers of two are multiplied without rounding.
     """
     found = _filled(expr)
-    far = {node.value for node in distinct(expr) if _is_far(node)}
-    left = {node.value for node in distinct(found) if _is_far(node)}
+    far, left = _far(expr), _far(found)
     if left - {_power(value) for value in far} or len(left) < len(far):
         return None
     return found
@@ -85,15 +84,19 @@ def with_exact_fills(expr: Expr) -> Expr | None:
 
 def _filled(expr: Expr) -> Expr:
     match expr:
-        case Const(value) if _is_far(expr):
+        case Const(value) if _is_far(value):
             return Const(_power(value))
         case Select(cond, a, b):
             return Select(cond, _filled(a), _filled(b))
     return expr
 
 
-def _is_far(node: Expr) -> bool:
-    return isinstance(node, Const) and _ORDINARY < abs(node.value) < math.inf
+def _far(expr: Expr) -> set[float]:
+    return {node.value for node in distinct(expr) if isinstance(node, Const) and _is_far(node.value)}
+
+
+def _is_far(value: float) -> bool:
+    return _ORDINARY < abs(value) < math.inf
 
 
 def _power(value: float) -> float:
