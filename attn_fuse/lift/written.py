@@ -53,16 +53,27 @@ def _chosen(cond: Expr, new: Callable[[], Expr], old: Callable[[], Expr], space:
 
 def _with_products_of(other: Expr, x: Expr, cond: Expr, space: Space) -> Expr:
     """`x` where `cond` holds, with the products of `other` wherever they are the same there: one row of the scores."""
-    if not isinstance(cond, ex.IsZero) or not (ex.has_product(x) and ex.has_product(other)):
+    value = _zero(cond, space)
+    if value is None or not (ex.has_product(x) and ex.has_product(other)):
         return x
     ours, others = _products(x), _products(other)
-    for symbol in sorted(cond.value.free_symbols & space.sizes.keys(), key=str):
-        there = sympy.expand(symbol - cond.value * cond.value.coeff(symbol))
-        if abs(cond.value.coeff(symbol)) == 1 and not there.has(symbol):
+    for symbol in sorted(value.free_symbols & space.sizes.keys(), key=str):
+        there = sympy.expand(symbol - value * value.coeff(symbol))
+        if abs(value.coeff(symbol)) == 1 and not there.has(symbol):
             same = {al.substitute(product, {symbol: there}, space): product for product in others}
             for product in (ours - others) & same.keys():
                 x = al.replaced(x, product, same[product])
     return x
+
+
+def _zero(cond: Expr, space: Space) -> sympy.Expr | None:
+    """What is 0 where `cond` holds: the last row is also that from which on all are."""
+    match cond:
+        case ex.IsZero(value):
+            return value
+        case ex.NonNegative(value) if space.is_nonnegative(-value):
+            return value
+    return None
 
 
 def _slice_scatter(call: Operation) -> LiftedTensor:
@@ -95,7 +106,7 @@ def _slice_scatter(call: Operation) -> LiftedTensor:
         place = space.floordiv(along, sympy.Integer(step)) - (start + shift) / step if step != 1 else along - start
         place = sympy.expand(place)
         cond = al.logical_and(al.nonnegative(place, space), al.nonnegative(count - 1 - place, space))
-        if count == 1:
+        if count == 1 and isinstance(cond, ex.And):
             cond = al.is_zero(index[dim] - start, space)
         elif step != 1:
             cond = al.logical_and(cond, al.is_zero(space.mod(along, sympy.Integer(step)), space))

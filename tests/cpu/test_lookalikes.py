@@ -132,6 +132,34 @@ def weights_filled(q, k, v):
     return scores(q, k).softmax(-1).masked_fill(above(), 0.5) @ v
 
 
+def half_of_the_batch_normalised(q, k, v):
+    s = scores(q, k)
+    s[1:] = s[1:].softmax(-1)
+    return s @ v
+
+
+def halves_that_differ(q, k, v):
+    s = scores(q, k)
+    s[1:] = s[1:].softmax(-1)
+    s[:1] = s[:1].tanh().softmax(-1)
+    return s @ v
+
+
+def one_half_for_both(q, k, v):
+    s = scores(q, k)
+    s[1:] = s[:1].softmax(-1)
+    s[:1] = s[:1].softmax(-1)
+    return s @ v
+
+
+def a_half_normalised_twice(q, k, v):
+    s = scores(q, k)
+    s[1:] = s[1:].softmax(-1)
+    s[1:] = s[1:].softmax(-1)
+    s[:1] = s[:1].softmax(-1)
+    return s @ v
+
+
 def not_a_number_becomes_half(q, k, v):
     return scores(q, k).masked_fill(above(), -INF).softmax(-1).nan_to_num(0.5) @ v
 
@@ -252,6 +280,7 @@ def weights_above_a_quantile(q, k, v):
 NOT_NORMALISED = "the weights are not normalised by their own sum over the keys"
 ANOTHER_AXIS = "the product after the softmax sums over another axis: the weights are mixed, or are none"
 CHOSEN = "the weights are chosen by what they or the scores are"
+HALVES = (half_of_the_batch_normalised, halves_that_differ, one_half_for_both, a_half_normalised_twice)
 REFUSED = [
     (other_axis, ANOTHER_AXIS),
     (over_heads, ANOTHER_AXIS),
@@ -278,6 +307,7 @@ REFUSED = [
     (not_a_number_becomes_half, CHOSEN),
     (hidden_where_any_is, CHOSEN),
     (weights_filled, "weights are replaced by something that is not zero"),
+    *((written, "weights are replaced by something that is not zero") for written in HALVES),
     (hidden_where_other_scores_are, "the weights are set to zero by what other scores are"),
     (hidden_where_a_column_is, "the weights are set to zero by what other scores are"),
     (shifted_weights, "roll has no element expression"),
