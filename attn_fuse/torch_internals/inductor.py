@@ -61,9 +61,9 @@ def compile_with(
         if hasattr(config, "unsafe_marked_cacheable_functions"):
             known = config.unsafe_marked_cacheable_functions
             patches["unsafe_marked_cacheable_functions"] = {**known, **dict.fromkeys(_called(graph), _VERSION)}
-        # Else AOTAutograd compiles it at its first call, which gets what goes wrong in it.
-        now = torch._functorch.config.patch(force_non_lazy_backward_lowering=backward_now)
-        with now:
+        # Else the first call compiles it, and gets what goes wrong in it. Who asks for no such thing leaves it as it is set.
+        now = {"force_non_lazy_backward_lowering": True} if backward_now else {}
+        with torch._functorch.config.patch(now):
             compiled: Any = compile_fx(graph, list(inputs), config_patches=patches)
         return compiled
     function: Callable[..., Any] = lookup_backend(backend) if isinstance(backend, str) else backend

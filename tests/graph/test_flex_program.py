@@ -82,12 +82,13 @@ class TestFillsOnCuda:
         "score",
         [
             Add(Score(), Select(Input(0), Const(-1e10), Const(0.0))),
+            Add(Score(), Select(Input(0), Const(-(2.0**34)), Const(0.0))),
             Mul(Select(Input(0), Score(), Const(-1e10)), Const(0.5)),
             Binary("maximum", Score(), Const(-3e38)),
             Select(Input(0), Select(Input(1), Score(), Const(-1e10)), Const(-1.2e10)),
             Select(Input(0), Score(), Add(Const(-1e10), Input(1))),
         ],
-        ids=["added", "scaled", "clamped", "two of one size", "a sum"],
+        ids=["added", "a power of two added", "scaled", "clamped", "two of one size", "a sum"],
     )
     def test_what_cannot_be_made_exact(self, score: Expr) -> None:
         assert with_exact_fills(score) is None

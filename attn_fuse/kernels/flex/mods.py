@@ -7,7 +7,7 @@ applies the mask, too; `score_part` takes out of the score what `mask_mod` decid
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -75,11 +75,22 @@ def with_exact_fills(expr: Expr) -> Expr | None:
     once, while the max was rounded before. Of scores like -1e10 this difference alone is thousands, and a query that
     sees no key gets 0 or NaN in place of the mean of the values. Powers of two are multiplied without rounding.
     """
-    found = _filled(expr)
-    far, left = _far(expr), _far(found)
-    if left - {_power(value) for value in far} or len(left) < len(far):
-        return None
-    return found
+    fills, others = set[float](), list[Expr]()
+    for branch in _branches(expr):
+        if isinstance(branch, Const) and _is_far(branch.value):
+            fills.add(branch.value)
+        else:
+            others.append(branch)
+    keep_apart = len({_power(value) for value in fills}) == len(fills)
+    return _filled(expr) if keep_apart and not any(map(_reads_far, others)) else None
+
+
+def _branches(expr: Expr) -> Iterator[Expr]:
+    match expr:
+        case Select(_, a, b):
+            yield from (*_branches(a), *_branches(b))
+        case _:
+            yield expr
 
 
 def _filled(expr: Expr) -> Expr:
@@ -91,8 +102,8 @@ def _filled(expr: Expr) -> Expr:
     return expr
 
 
-def _far(expr: Expr) -> set[float]:
-    return {node.value for node in distinct(expr) if isinstance(node, Const) and _is_far(node.value)}
+def _reads_far(expr: Expr) -> bool:
+    return any(isinstance(node, Const) and _is_far(node.value) for node in distinct(expr))
 
 
 def _is_far(value: float) -> bool:
