@@ -61,7 +61,7 @@ def compile_with(
         if hasattr(config, "unsafe_marked_cacheable_functions"):
             known = config.unsafe_marked_cacheable_functions
             patches["unsafe_marked_cacheable_functions"] = {**known, **dict.fromkeys(_called(graph), _VERSION)}
-        # Else the first call compiles it, and gets what goes wrong in it. Who asks for no such thing leaves it as it is set.
+        # Else its first call compiles it, and gets what goes wrong. A caller's own setting stands.
         now = {"force_non_lazy_backward_lowering": True} if backward_now else {}
         with torch._functorch.config.patch(now):
             compiled: Any = compile_fx(graph, list(inputs), config_patches=patches)
