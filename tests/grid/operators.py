@@ -72,7 +72,7 @@ def _flash(c: Call) -> Callable[[], Tensor]:
     found: tuple[Any, Any] = (None, None)
     if not c.is_bounded:
         sizes = (*c.query.shape[:3], c.key.shape[2])
-        found = spans([x.detach() for x in c.inputs], c.numbers, *sizes, c.program, c.query.device)
+        found = spans([x.detach() for x in c.inputs], c.numbers, *sizes, c.program, c.query.device, True)
     return lambda: triton_flash(
         c.query, c.key, c.value, c.inputs, c.numbers, c.seed, *found, c.dropout_p, c.program, False
     )[0]

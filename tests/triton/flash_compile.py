@@ -3,7 +3,8 @@
     python tests/triton/flash_compile.py CAPABILITY DTYPE HEAD_DIM [CASE [VALUE_DIM]]
 
 CASE: "plain", a causal mask and a scale; "dropout" and "grouped", the same with dropout, or with two heads to a key
-head; or one of `chunked_cases`, grouped, and "everything" with dropout.
+head; "padded", with a mask that hides keys unless a query would see none; or one of `chunked_cases`, grouped, and
+"everything" with dropout.
 
 The kernels are launched as always, through a driver that only says which device it would be. A process of its own:
 Triton's interpreter cannot be on here, and a compiler pass that fails may end the process.
@@ -22,7 +23,6 @@ from typing import Any
 
 import torch
 import triton
-from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
@@ -32,7 +32,9 @@ from attn_fuse.kernels.triton.flash import backward as flash_backward
 from attn_fuse.kernels.triton.flash import facts as flash_facts
 from attn_fuse.kernels.triton.flash import forward as flash_forward
 from attn_fuse.kernels.triton.flash import launch as flash
+from attn_fuse.kernels.triton.flash import spans_kernel
 from attn_fuse.kernels.triton.flash.configs import Config, together_or_apart
+from attn_fuse.kernels.triton.flash.spans import spans
 from tests.graph.chunked_cases import CASE, CAUSAL, S, Sizes, const, where
 from tests.triton.sass import loops
 
@@ -43,8 +45,12 @@ KERNELS = {
     "query": flash_backward.backward_query,
     "key_value": flash_backward.backward_key_value,
     "input": flash_backward.backward_input,
+    "seen": spans_kernel.seen,
 }
 PLAIN = ScoreProgram(where(CAUSAL, ["mul", S, const(0.125)]), upper=["number", 0])
+SEEN = ["and", CAUSAL, ["input", 0]]
+ADDED = ["add", ["mul", S, const(0.125)], where(SEEN, const(0.0), torch.finfo(torch.float32).min)]
+PADDED = ScoreProgram(ADDED, visible=SEEN, hides_only_if_others_seen=True)
 SEED = torch.zeros(1, dtype=torch.int64)
 
 
@@ -107,13 +113,19 @@ def main(capability: int, dtype: torch.dtype, head_dim: int, name: str = "plain"
     # Where no head is shared, the kernels know it when they are compiled.
     s = Sizes(2, 4, 4 if name in ("plain", "dropout") else 2, 1024, 1024, head_dim, int(value_dim or head_dim))
     simple = name in ("plain", "dropout", "grouped")
-    inputs: list[Tensor] = [] if simple else CASE[name].inputs(s)
-    program, numbers = (PLAIN, [0]) if simple else (CASE[name].program, CASE[name].numbers(s))
+    if name == "padded":
+        inputs, numbers, program = [torch.empty(s.batch, 1, 1, s.kv_len, dtype=torch.bool)], [0], PADDED
+    elif simple:
+        inputs, numbers, program = [], [0], PLAIN
+    else:
+        inputs, numbers, program = CASE[name].inputs(s), CASE[name].numbers(s), CASE[name].program
     shapes = (s.q_len, s.heads, s.head_dim), (s.kv_len, s.kv_heads, s.head_dim), (s.kv_len, s.kv_heads, s.value_dim)
     query, key, value = (torch.empty(s.batch, *shape, dtype=dtype).transpose(1, 2) for shape in shapes)
-    dropout = (SEED, None, None, 0.1) if name in ("dropout", "everything") else (None, None, None, 0.0)
+    text, tables = program.dumps(), (None, None)
+    if program.visible is not None:
+        tables = spans(inputs, numbers, s.batch, s.heads, s.q_len, s.kv_len, text, query.device, True)
+    dropout = (SEED, *tables, 0.1) if name in ("dropout", "everything") else (None, *tables, 0.0)
     how = (query, key, value, inputs, numbers, *dropout)
-    text = program.dumps()
     outputs = flash.attend(*how, text)
     flash.attend_backward(outputs[0], *how, *outputs, text, [True] * len(inputs))
     known = flash_facts.call_facts(query, key, value, inputs, numbers, dropout[0], dropout[3], text)
@@ -121,7 +133,7 @@ def main(capability: int, dtype: torch.dtype, head_dim: int, name: str = "plain"
         # The gradients of key and value come of one function, which is compiled for each where rows are wide.
         names = together_or_apart(dtype, known.widths) if kernel == "key_value" else [kernel] * len(several)
         for name, compiled in zip(names, several, strict=True):
-            tile = known.config("query" if name == "statistics" else name)
+            tile = known.config("query" if name in ("statistics", "seen") else name)
             print(json.dumps({"kernel": name, **facts(compiled, tile)}), flush=True)
 
 

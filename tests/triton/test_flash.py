@@ -59,19 +59,20 @@ def test_in_a_process_that_interprets() -> None:
     run_interpreted(__file__)
 
 
-def check(case: Case, s: Sizes, dtype: torch.dtype = torch.float32, spanned: bool = False) -> None:
+def check(case: Case, s: Sizes, dtype: torch.dtype = torch.float32, inner: bool | None = None) -> None:
+    """inner: whether spans say where all is seen; None for no spans."""
     tensors = drawn(case, s, dtype)
     grad_out = torch.randn(s.batch, s.heads, s.q_len, s.value_dim).to(dtype)
     how: dict[str, Any] = {"numbers": case.numbers(s)}
-    if spanned:
-        how["tables"] = tables_of(case, s, tensors[3:])
+    if inner is not None:
+        how["tables"] = tables_of(case, s, tensors[3:], inner)
     got = results(lambda *x: operator(case, *x, **how), tensors, grad_out)
     assert_near(got, partial(naive, case), tensors, grad_out)
 
 
-def tables_of(case: Case, s: Sizes, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def tables_of(case: Case, s: Sizes, inputs: Sequence[Tensor], inner: bool = False) -> tuple[Tensor, Tensor]:
     program = case.program.dumps()
-    return spans(inputs, case.numbers(s), s.batch, s.heads, s.q_len, s.kv_len, program, torch.device("cpu"))
+    return spans(inputs, case.numbers(s), s.batch, s.heads, s.q_len, s.kv_len, program, torch.device("cpu"), inner)
 
 
 @interpreted
@@ -200,6 +201,7 @@ def seen_by(name: str, condition: list[Any]) -> Case:
 
 
 @interpreted
+@pytest.mark.parametrize("inner", [False, True])
 @pytest.mark.parametrize("tile", [(16, 32), (64, 32), (128, 16)], ids=str)
 @pytest.mark.parametrize(
     "case",
@@ -210,7 +212,7 @@ def seen_by(name: str, condition: list[Any]) -> Case:
     ],
     ids=lambda c: c.name,
 )
-def test_spans(case: Case, tile: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spans(case: Case, tile: tuple[int, int], inner: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CallFacts, "config", lambda *_: Config(*tile, 4, 1))
     s = replace(USUAL, heads=2, kv_heads=1, q_len=150, kv_len=201)
     if case.name == "documents":
@@ -220,7 +222,7 @@ def test_spans(case: Case, tile: tuple[int, int], monkeypatch: pytest.MonkeyPatc
             return [ids[:, :, : s.q_len, None].contiguous(), ids[:, :, None, :].contiguous()]
 
         case = replace(case, inputs=in_order)
-    check(case, s, spanned=True)
+    check(case, s, inner=inner)
 
 
 @interpreted
@@ -237,8 +239,9 @@ SOFTLY = ["and", ["le", K, Q], ["ge", K, ["gather", 0, B]], ["lt", K, ["gather",
 
 
 @interpreted
+@pytest.mark.parametrize("inner", [False, True])
 @pytest.mark.parametrize("tile", [(16, 32), (64, 32), (128, 16)], ids=str)
-def test_a_finite_fill_hides_from_queries_that_see_a_key(tile: tuple[int, int], monkeypatch) -> None:
+def test_a_finite_fill_hides_from_queries_that_see_a_key(tile: tuple[int, int], inner: bool, monkeypatch) -> None:
     monkeypatch.setattr(CallFacts, "config", lambda *_: Config(*tile, 4, 1))
     program = ScoreProgram(where(SOFTLY, S, LOWEST), visible=SOFTLY, hides_only_if_others_seen=True)
     s = Sizes(4, 2, 1, 150, 201, 16, 24)
@@ -248,11 +251,12 @@ def test_a_finite_fill_hides_from_queries_that_see_a_key(tile: tuple[int, int], 
         return scores.masked_fill(~keep, LOWEST)
 
     case = Case("", program, dense, lambda s: [torch.tensor([0, 0, 70, 150]), torch.tensor([201, 90, 201, 201])])
-    check(case, s, spanned=True)
+    check(case, s, inner=inner)
     tensors = drawn(case, s, torch.float32)
     of_queries, of_keys = tables_of(case, s, tensors[3:])
-    assert of_queries[0, 0].tolist() == [[0, 64], [0, 128], [0, 192]]
-    assert of_queries[2:, 0, 0].tolist() == [[0, 201], [0, 201]] and of_queries[2, 0, 2].tolist() == [64, 192]
+    assert of_queries[0, 0].tolist() == [[0, 64], [0, 128], [0, 150]]
+    assert of_queries[1, 0].tolist() == [[0, 64], [0, 90], [0, 90]]
+    assert of_queries[2:, 0, 0].tolist() == [[0, 201], [0, 201]] and of_queries[2, 0, 2].tolist() == [70, 150]
     assert of_keys[0, 0].tolist() == [[0, 150], [64, 150], [128, 150], [150, 0]]
 
 
@@ -268,11 +272,60 @@ def test_hidden_keys_are_not_read() -> None:
     assert not operator(case, *tensors, numbers=[]).isfinite().any()
 
 
+QUERY, KEY = torch.arange(150)[:, None], torch.arange(201)
+DENSE, OF_HEADS = (
+    torch.rand(shape, generator=torch.Generator().manual_seed(0)) < 0.01
+    for shape in ((2, 1, 150, 201), (1, 3, 150, 201))
+)
+FIRST, LAST = torch.tensor([0, 70]), torch.tensor([180, 201])
+WITHIN = (KEY <= QUERY) & (KEY >= FIRST[:, None, None, None]) & (KEY < LAST[:, None, None, None])
+THIRDS = ["eq", ["remainder", Q, ["const", 3]], ["remainder", K, ["const", 3]]]
+
+
+@interpreted
+@pytest.mark.parametrize("inner", [False, True])
+@pytest.mark.parametrize("softly", [False, True])
+@pytest.mark.parametrize(
+    ("visible", "mask"),
+    [
+        (SOFTLY, WITHIN),
+        (["input", 2], DENSE),
+        (["and", ["input", 2], SOFTLY], DENSE & WITHIN),
+        (["input", 3], OF_HEADS),
+        (["and", THIRDS, ["lt", K, Q]], ((QUERY % 3 == KEY % 3) & (KEY < QUERY))[None, None]),
+        (["const", True], torch.ones(1, 1, 150, 201, dtype=torch.bool)),
+    ],
+    ids=["lengths", "dense", "both", "of heads", "positions", "all"],
+)
+def test_spans_by_the_mask_itself(visible: list[Any], mask: Tensor, softly: bool, inner: bool) -> None:
+    inputs = [FIRST, LAST, DENSE, OF_HEADS]
+    program = ScoreProgram(S, visible=visible, hides_only_if_others_seen=softly).dumps()
+    of_queries, of_keys = spans(inputs, [], 2, 3, 150, 201, program, torch.device("cpu"), inner)
+    every = mask
+    if softly:
+        # A query that sees no key has weights for all, and so its block is taken whole.
+        empty = ~mask.any(-1, keepdim=True)
+        mask = mask | torch.cat([x.any(2, keepdim=True).expand_as(x) for x in empty.split(64, 2)], 2)
+    for table, seen, all_seen in ((of_queries, mask, every), (of_keys, mask.mT, every.mT)):
+        other, place = seen.shape[3], torch.arange(seen.shape[3])
+        blocks = torch.stack([block.any(2) for block in seen.split(64, 2)], 2)
+        first, last = torch.where(blocks, place, other).amin(-1), torch.where(blocks, place + 1, 0).amax(-1)
+        assert torch.equal(table[..., :2].long(), torch.stack([first, last], -1))
+        assert table.shape[-1] == (4 if inner else 2)
+        if inner:
+            full = torch.stack([block.all(2) for block in all_seen.split(64, 2)], 2)
+            begin = torch.where(full, place, other).amin(-1)
+            end = torch.where(full | (place < begin[..., None]), other, place).amin(-1)
+            assert torch.equal(table[..., 2:].long(), torch.stack([begin, end], -1))
+
+
 @interpreted
 def test_opcheck_of_spans() -> None:
     case = seen_by("documents", ["eq", ["input", 0], ["input", 1]])
     inputs = case.inputs(USUAL)
-    torch.library.opcheck(spans, (inputs, [], 2, 4, 37, 53, case.program.dumps(), torch.device("cpu")))
+    how = inputs, [], 2, 4, 37, 53, case.program.dumps(), torch.device("cpu")
+    torch.library.opcheck(spans, (*how, False))
+    torch.library.opcheck(spans, (*how, True))
 
 
 # ---- memory

@@ -37,12 +37,18 @@ from attn_fuse.kernels.score.linear import Linear, at_least_zero, complement, li
 from attn_fuse.kernels.score.program import ScoreProgram
 
 
-def inside(expr: Expr, program: ScoreProgram) -> Expr:
-    """`expr` where lower <= j - i <= upper is known to hold, without the comparisons that this decides."""
+def inside(expr: Expr, program: ScoreProgram, seen: bool = False) -> Expr:
+    """`expr` where lower <= j - i <= upper is known to hold, without the comparisons that this decides.
+
+    seen: whether the key is known to be visible, too; `expr` is of `program`, so that equal parts are one object.
+    """
     distance = linear(Position("j")) - linear(Position("i"))
     upper = [] if program.upper is None else [linear(program.upper) - distance]
     lower = [] if program.lower is None else [distance - linear(program.lower)]
-    return _Knowledge([*upper, *lower]).applied(expr)
+    known = _Knowledge([*upper, *lower])
+    if seen and program.visible is not None:
+        known.learn(program.visible, True)
+    return known.applied(expr)
 
 
 def assuming(condition: Expr, expr: Expr) -> Expr:

@@ -15,12 +15,15 @@ Every function works on one tile of any shape and orientation:
     score(raw, b, h, i, j, q_len, kv_len, reads)             the final score, fp32, times `unit`
     score_inside(the same)                                   the same where lower <= j - i <= upper for all of the tile;
                                                              where it is raw times a number above 0, that is `slope`
+    score_seen(the same), slope_seen                         the same where the mask lets every query of the tile see
+                                                             every key; times `unit_seen`
     factor(the same)                                         what multiplies the weights
     sink(b, h, i, q_len, kv_len, reads)                      the logit of the sink times `unit`, in the shape of `i`
     visible(b, h, i, j, q_len, kv_len, reads)                whether the mask lets the query see the key, in any shape,
                                                              where lower <= j - i <= upper
     score_backward(given0, raw, b, ...)                      gradient of the score (without unit) -> of raw, still to be
                                                              multiplied by `backward_factor`; None where that is all
+    backward_seen(the same)                                  the same where every query sees every key
     Gradient.function(given0, given1, raw, b, ...)           gradients of score and factor -> of an input's elements
 
 The weight of an element is exp2((score - max) * (LOG2E / unit)). unit is log2(e) where multiplying the score by it
@@ -76,8 +79,9 @@ class Gradient:
 class ScoreCode:
     """The `triton.jit` functions of a score program; see above. path: the file of their source.
 
-    unit: log2(e) or 1. score_inside: `score` itself where the two do not differ. slope: None where score_inside is not
-        raw times a number above 0.
+    unit: log2(e) or 1. score_inside: `score` itself where the two do not differ; so is score_seen score_inside, and
+        backward_seen score_backward. slope, slope_seen: None where these are not raw times a number above 0.
+    unit_seen: log2(e) also where `unit` is 1 for the sake of fills alone: of a product, no row is one huge number.
     factor, sink, visible: None where the program has none; visible also where it shows every key within the bounds.
     gradients: of the floating-point inputs that score and factor read, in no order.
     """
@@ -88,10 +92,14 @@ class ScoreCode:
     score: Any
     score_inside: Any
     slope: float | None
+    score_seen: Any
+    slope_seen: float | None
+    unit_seen: float
     factor: Any
     sink: Any
     visible: Any
     score_backward: Any
+    backward_seen: Any
     backward_factor: float
     gradients: tuple[Gradient, ...]
 
@@ -121,14 +129,19 @@ def score_code(program: str, inputs: Sequence[Tensor], numbers: Sequence[int]) -
 @functools.cache
 def _score_code(text: str, inputs: tuple[Described, ...], wide: bool) -> ScoreCode:
     program = ScoreProgram.loads(text)
+    # Where the bounds simplify nothing, score_inside is no function of its own; neither is score_seen.
     scored, scored_inside = program.score, inside(program.score, program)
+    scored_seen = inside(program.score, program, seen=True)
+    scored_seen = scored_inside if scored_seen == scored_inside else scored_seen
     sink, unit = program.sink, 1.0
-    united, united_inside = (in_unit(expr, LOG2E) for expr in (scored, scored_inside))
-    if united is not None and united_inside is not None:
-        # Where the bounds simplify nothing, score_inside is no function of its own.
-        united_inside = united if scored_inside is scored else united_inside
-        scored, scored_inside, unit = united, united_inside, LOG2E
+    united = {id(expr): in_unit(expr, LOG2E) for expr in (scored, scored_inside, scored_seen)}
+    if all(expr is not None for expr in united.values()):
+        scored, scored_inside, scored_seen = (united[id(expr)] or expr for expr in (scored, scored_inside, scored_seen))
+        unit = LOG2E
         sink = None if sink is None else sink * LOG2E
+    unit_seen = unit
+    if _slope(scored_seen) is not None and unit == 1.0:
+        scored_seen, unit_seen = in_unit(scored_seen, LOG2E) or scored_seen, LOG2E
     write = functools.partial(_function, inputs=inputs, wide=wide)
     sources: dict[str, str | None] = {
         "score": write("score", f"raw, {_PLACE}", scored, "raw", _TILE),
@@ -138,11 +151,15 @@ def _score_code(text: str, inputs: tuple[Described, ...], wide: bool) -> ScoreCo
     }
     if scored_inside is not scored:
         sources["score_inside"] = write("score_inside", f"raw, {_PLACE}", scored_inside, "raw", _TILE)
+    if scored_seen is not scored_inside:
+        sources["score_seen"] = write("score_seen", f"raw, {_PLACE}", scored_seen, "raw", _TILE)
     found = _gradients(program, inputs)
     of_raw = [expr for node, expr in found if isinstance(node, Score)]
     backward_factor, back = taken_out(of_raw[0] if of_raw else Const(0.0))
-    if back != _OF_SCORE:
-        sources["score_backward"] = write("score_backward", f"given0, raw, {_PLACE}", back, "raw", _TILE)
+    back_seen = inside(back, program, seen=True)
+    for name, expr in ("score_backward", back), ("backward_seen", back_seen):
+        if expr != _OF_SCORE and (expr is back) == (name == "score_backward"):
+            sources[name] = write(name, f"given0, raw, {_PLACE}", expr, "raw", _TILE)
     wanted = [(node, expr) for node, expr in found if isinstance(node, (Input, Gather))]
     for n, (_, expr) in enumerate(wanted):
         sources[f"gradient{n}"] = write(f"gradient{n}", f"given0, given1, raw, {_PLACE}", expr, "raw", _TILE)
@@ -152,12 +169,16 @@ def _score_code(text: str, inputs: tuple[Described, ...], wide: bool) -> ScoreCo
         path=path,
         unit=unit,
         score=module.score,
-        score_inside=getattr(module, "score_inside", module.score),
+        score_inside=(score_inside := getattr(module, "score_inside", module.score)),
         slope=_slope(scored_inside),
+        score_seen=getattr(module, "score_seen", score_inside),
+        slope_seen=_slope(scored_seen),
+        unit_seen=unit_seen,
         factor=getattr(module, "factor", None),
         sink=getattr(module, "sink", None),
         visible=getattr(module, "visible", None),
-        score_backward=getattr(module, "score_backward", None),
+        score_backward=(score_backward := getattr(module, "score_backward", None)),
+        backward_seen=None if back_seen == _OF_SCORE else getattr(module, "backward_seen", score_backward),
         backward_factor=backward_factor,
         gradients=tuple(
             Gradient(node, _along(node, inputs), getattr(module, f"gradient{n}")) for n, (node, _) in enumerate(wanted)
@@ -167,6 +188,8 @@ def _score_code(text: str, inputs: tuple[Described, ...], wide: bool) -> ScoreCo
 
 def _slope(expr: Expr) -> float | None:
     match expr:
+        case Score():
+            return 1.0
         case Mul(Score(), Const(float() as value)):
             return value if value > 0 else None
     return None

@@ -6,7 +6,7 @@ summed over the dimensions that the tensor broadcasts over. Every sum has one or
 
 The arguments are those of `forward.forward`. saved: what `statistics` writes, fp32 [B, H, 4, stride]: shift, over,
 delta and an unused row; delta is sum(grad_out * out), over and delta include dropout_scale. BACKWARD, TIMES:
-`score_backward` and `backward_factor` of a `ScoreCode`.
+`score_backward` and `backward_factor` of a `ScoreCode`. BACKWARD_INSIDE: that for the whole blocks of SCORE_INSIDE.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ def backward_query(
     grad_out, query, key, value, dquery, saved, stride, seed, spans, reads, numbers,
     lower, upper, heads, groups, q_len, kv_len, dropout,
     SCORE: tl.constexpr, SCORE_INSIDE: tl.constexpr, FACTOR: tl.constexpr, BACKWARD: tl.constexpr,
-    TIMES: tl.constexpr, TO_LOG2: tl.constexpr,
+    BACKWARD_INSIDE: tl.constexpr, TIMES: tl.constexpr, TO_LOG2: tl.constexpr, INNER: tl.constexpr,
+    RESCALED: tl.constexpr,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -107,13 +108,11 @@ def backward_query(
     if seed is not None:
         for_queries, for_keys = draws(seed, b, h, heads)
         of_queries = odd_numbers(for_queries, rows)
-    first, last = span(spans, b, h, start, q_len, BLOCK_M, kv_len)
-    first, inner_first, inner_last, last = key_phases(
-        first, last, start, lower, upper, q_len, kv_len, BLOCK_M, BLOCK_N
-    )  # fmt: skip
+    found = span(spans, b, h, start, q_len, BLOCK_M, kv_len, INNER)
+    first, inner_first, inner_last, last = key_phases(found, start, lower, upper, q_len, kv_len, BLOCK_M, BLOCK_N)
     for phase in tl.static_range(3):
         begin, end = stretch(phase, first, inner_first, inner_last, last)
-        if phase > 0 or lower is not None:
+        if phase > 0 or lower is not None or INNER:
             for n in tl.range(begin, end, BLOCK_N):
                 columns = n + tl.arange(0, BLOCK_N)
                 j = columns[None, :]
@@ -125,37 +124,43 @@ def backward_query(
                 else:
                     scores = SCORE(raw, b, h, i, j, q_len, kv_len, reads)
                     scores = tl.where(j < kv_len, scores, float("-inf"))
-                weights = tl.exp2((scores - row_shift[:, None]) * TO_LOG2) * row_over[:, None]
+                if phase == 1 and RESCALED:
+                    weights = tl.exp2(scores - (row_shift * TO_LOG2)[:, None]) * row_over[:, None]
+                else:
+                    weights = tl.exp2((scores - row_shift[:, None]) * TO_LOG2) * row_over[:, None]
                 dweights = tl.dot(do, tl.trans(v), input_precision=PRECISION)
                 if seed is not None:
                     dweights = dropped(dweights, of_queries, for_keys, n, dropout)
                 if FACTOR is not None:
                     dweights = dweights * FACTOR(raw, b, h, i, j, q_len, kv_len, reads)
                 draw = weights * (dweights - row_delta[:, None])
-                if BACKWARD is not None:
+                if phase != 1 and BACKWARD is not None:
                     draw = BACKWARD(draw, raw, b, h, i, j, q_len, kv_len, reads)
-                    if phase != 1:
-                        draw = tl.where(j < kv_len, draw, 0.0)
+                    draw = tl.where(j < kv_len, draw, 0.0)
+                elif phase == 1 and BACKWARD_INSIDE is not None:
+                    draw = BACKWARD_INSIDE(draw, raw, b, h, i, j, q_len, kv_len, reads)
                 dq = tl.dot(draw.to(k.dtype), k, dq, input_precision=PRECISION)
     store_rows(dquery, head_base(dquery, b, h), rows, q_len, dq * TIMES, HEAD_DIM, BLOCK_D)
 
 
 @triton.jit
-def query_phases(first, last, start, lower, upper, q_len, kv_len, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """As `key_phases`, of the queries in [first, last) that may see keys from `start` on."""
+def query_phases(
+    found, start, lower, upper, q_len, kv_len, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """As `key_phases`, of the queries that may see keys from `start` on."""
+    first, last, inner_first, inner_last = found
     stop = tl.minimum(start + BLOCK_N, kv_len)
     last = tl.minimum(last, q_len)
     if lower is not None:
         last = tl.minimum(last, stop - lower)
+        inner_last = tl.minimum(inner_last, start - lower + 1)
     if upper is not None:
         first = tl.maximum(first, start - upper)
+        inner_first = tl.maximum(inner_first, stop - 1 - upper)
     first = first // BLOCK_M * BLOCK_M
     last = tl.maximum(first, last)
-    inner_first, inner_last = first, last // BLOCK_M * BLOCK_M
-    if upper is not None:
-        inner_first = tl.minimum(tl.maximum(first, tl.cdiv(tl.maximum(stop - 1 - upper, 0), BLOCK_M) * BLOCK_M), last)
-    if lower is not None:
-        inner_last = tl.minimum(inner_last, tl.maximum(start - lower + 1, 0) // BLOCK_M * BLOCK_M)
+    inner_first = tl.minimum(tl.maximum(first, tl.cdiv(tl.maximum(inner_first, 0), BLOCK_M) * BLOCK_M), last)
+    inner_last = tl.maximum(tl.minimum(inner_last, last), 0) // BLOCK_M * BLOCK_M
     return first, inner_first, tl.maximum(inner_first, inner_last), last
 
 
@@ -164,7 +169,8 @@ def backward_key_value(
     grad_out, query, key, value, dkey, dvalue, saved, stride, seed, spans, reads, numbers,
     lower, upper, heads, groups, q_len, kv_len, dropout,
     SCORE: tl.constexpr, SCORE_INSIDE: tl.constexpr, FACTOR: tl.constexpr, BACKWARD: tl.constexpr,
-    TIMES: tl.constexpr, TO_LOG2: tl.constexpr,
+    BACKWARD_INSIDE: tl.constexpr, TIMES: tl.constexpr, TO_LOG2: tl.constexpr, INNER: tl.constexpr,
+    RESCALED: tl.constexpr,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, STATISTICS: tl.constexpr,
 ):  # fmt: skip
@@ -184,16 +190,16 @@ def backward_key_value(
         dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     if dvalue is not None:
         dv = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
-    first, last = q_len, 0
+    first, last, inner_first, inner_last = q_len, 0, 0, q_len
     for group in range(groups):
-        of_head = span(spans, b, kv_head * groups + group, start, kv_len, BLOCK_N, q_len)
+        of_head = span(spans, b, kv_head * groups + group, start, kv_len, BLOCK_N, q_len, INNER)
         first, last = tl.minimum(first, of_head[0]), tl.maximum(last, of_head[1])
-    first, inner_first, inner_last, last = query_phases(
-        first, last, start, lower, upper, q_len, kv_len, BLOCK_M, BLOCK_N
-    )  # fmt: skip
+        inner_first, inner_last = tl.maximum(inner_first, of_head[2]), tl.minimum(inner_last, of_head[3])
+    found = first, last, inner_first, inner_last
+    first, inner_first, inner_last, last = query_phases(found, start, lower, upper, q_len, kv_len, BLOCK_M, BLOCK_N)
     for phase in tl.static_range(3):
         begin, end = stretch(phase, first, inner_first, inner_last, last)
-        if phase > 0 or upper is not None:
+        if phase > 0 or upper is not None or INNER:
             # One loop over the query heads and their blocks: two within each other take many more registers.
             count = tl.cdiv(tl.maximum(end - begin, 0), BLOCK_M)
             for step in tl.range(0, groups * count):
@@ -220,7 +226,10 @@ def backward_key_value(
                 else:
                     row_shift = load_statistic(saved, b, h, heads, stride, m, q_len, 0, BLOCK_M, phase != 1)
                     row_over = load_statistic(saved, b, h, heads, stride, m, q_len, 1, BLOCK_M, phase != 1)
-                weights = tl.exp2((scores - row_shift[None, :]) * TO_LOG2) * row_over[None, :]
+                if phase == 1 and RESCALED:
+                    weights = tl.exp2(scores - (row_shift * TO_LOG2)[None, :]) * row_over[None, :]
+                else:
+                    weights = tl.exp2((scores - row_shift[None, :]) * TO_LOG2) * row_over[None, :]
                 do = load_rows(grad_out, head_base(grad_out, b, h), m, q_len, BLOCK_M, VALUE_DIM, BLOCK_V, phase != 1)
                 used = weights
                 if seed is not None:
@@ -247,10 +256,11 @@ def backward_key_value(
                     elif STATISTICS == 1:
                         row_delta = load_statistic(saved, b, h, heads, stride, m, q_len, 2, BLOCK_M, phase != 1)
                     draw = weights * (dweights - row_delta[None, :])
-                    if BACKWARD is not None:
+                    if phase != 1 and BACKWARD is not None:
                         draw = BACKWARD(draw, raw, b, h, i, j, q_len, kv_len, reads)
-                        if phase != 1:
-                            draw = tl.where(i < q_len, draw, 0.0)
+                        draw = tl.where(i < q_len, draw, 0.0)
+                    elif phase == 1 and BACKWARD_INSIDE is not None:
+                        draw = BACKWARD_INSIDE(draw, raw, b, h, i, j, q_len, kv_len, reads)
                     dk = tl.dot(draw.to(q.dtype), q, dk, input_precision=PRECISION)
     if dkey is not None:
         store_rows(dkey, head_base(dkey, b, kv_head), columns, kv_len, dk * TIMES, HEAD_DIM, BLOCK_D)

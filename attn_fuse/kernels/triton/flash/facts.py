@@ -35,6 +35,7 @@ class CallFacts:
     numbers: those of the score program, as kernels take them. capability: the major one of the device.
     drops: whether there is dropout. threshold: as int32, the 32-bit number below which dropout drops a weight.
     scale: what dropout multiplies the other weights by.
+    inner: whether spans say where every query sees every key.
     kept: kernels compiled for such calls.
     """
 
@@ -53,6 +54,7 @@ class CallFacts:
     numbers: tuple[int, ...]
     reads: tuple[int, ...]
     capability: int
+    inner: bool
     kept: Kept = field(default_factory=dict)
 
     @property
@@ -85,6 +87,11 @@ class CallFacts:
         for made in ("forward_constants", "backward_constants", "options"):
             self.__dict__.pop(made, None)
 
+    @property
+    def rescaled(self) -> bool:
+        """Whether the scores of whole blocks are in another unit than the others."""
+        return self.inner and self.code.unit_seen != self.code.unit
+
     def config(self, kernel: str) -> Config:
         """The config of `kernel`."""
         return config(kernel, self.dtype, self.widths, self.capability, self.taken)
@@ -109,15 +116,19 @@ class CallFacts:
     def forward_constants(self) -> tuple[Any, ...]:
         """The constants of the forward kernel, from SCORE to PRECISION."""
         code = self.code
-        functions = (code.score, code.score_inside, code.slope, code.factor, code.sink, LOG2E / code.unit)
+        simpler = (code.score_seen, code.slope_seen) if self.inner else (code.score_inside, code.slope)
+        functions = (code.score, *simpler, code.factor, code.sink, LOG2E / code.unit, self.inner, self.rescaled)
         return *functions, *self.sizes("forward")
 
     @functools.cached_property
     def backward_constants(self) -> Mapping[str, tuple[Any, ...]]:
         """The constants of the kernels for query, key and value, from SCORE to PRECISION, by their names."""
         code = self.code
-        functions = (code.score, code.score_inside, code.factor, code.score_backward, code.backward_factor)
-        return _Made(lambda kernel: (*functions, LOG2E / code.unit, *self.sizes(kernel)))
+        score, backward = (
+            (code.score_seen, code.backward_seen) if self.inner else (code.score_inside, code.score_backward)
+        )
+        functions = (code.score, score, code.factor, code.score_backward, backward, code.backward_factor)
+        return _Made(lambda kernel: (*functions, LOG2E / code.unit, self.inner, self.rescaled, *self.sizes(kernel)))
 
     @functools.cached_property
     def options(self) -> Mapping[str, dict[str, int]]:
@@ -151,19 +162,24 @@ def call_facts(
     seed: Tensor | None,
     dropout_p: float,
     program: str,
+    of_queries: Tensor | None = None,
 ) -> CallFacts:
-    """The facts of a call. Raises ValueError for shapes, dtypes, dropout or a program that do not fit."""
+    """The facts of a call. of_queries: its spans, or None.
+
+    Raises ValueError for shapes, dtypes, dropout or a program that do not fit.
+    """
     dtype = query.dtype
     precision = float32_precision(query.device) if dtype == torch.float32 else None
+    inner = of_queries is not None and of_queries.shape[-1] == 4
     alike: Hashable = (
         program, dtype, key.dtype, value.dtype, query.device, query.shape, key.shape, value.shape,
-        query.stride(), key.stride(), value.stride(), (*numbers,), dropout_p, seed is None, precision,
+        query.stride(), key.stride(), value.stride(), (*numbers,), dropout_p, seed is None, precision, inner,
         *((x.dtype, x.shape, x.stride()) for x in inputs),
     )  # fmt: skip
     found = _known.get(alike)
     if found is None:
         check_dropout(seed, dropout_p)
-        found = _worked_out(query, key, value, inputs, numbers, dropout_p, program)
+        found = _worked_out(query, key, value, inputs, numbers, dropout_p, program, inner)
         if len(_known) >= KEPT:
             _known.clear()
         _known[alike] = found
@@ -181,6 +197,7 @@ def _worked_out(
     numbers: Sequence[int],
     dropout_p: float,
     program: str,
+    inner: bool,
 ) -> CallFacts:
     check_shapes(query, key, value)
     if not query.dtype == key.dtype == value.dtype or query.dtype not in DTYPES:
@@ -213,6 +230,7 @@ def _worked_out(
         numbers=whole,
         reads=strides,
         capability=_capability(query.device),
+        inner=inner,
     )
 
 

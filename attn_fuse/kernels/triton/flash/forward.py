@@ -29,22 +29,24 @@ CHANGING = (
 
 
 @triton.jit
-def key_phases(first, last, start, lower, upper, q_len, kv_len, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Where the keys in [first, last) that queries from `start` on may see are cut: before and after those blocks that
-    every query sees as far as the bounds go, and which are whole."""
+def key_phases(
+    found, start, lower, upper, q_len, kv_len, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """Where the keys that queries from `start` on may see are cut: before and after those blocks that every query sees
+    as far as bounds and spans go, and which are whole. found: of `span`."""
+    first, last, inner_first, inner_last = found
     stop = tl.minimum(start + BLOCK_M, q_len)
     last = tl.minimum(last, kv_len)
     if upper is not None:
         last = tl.minimum(last, stop + upper)
+        inner_last = tl.minimum(inner_last, start + upper + 1)
     if lower is not None:
         first = tl.maximum(first, start + lower)
+        inner_first = tl.maximum(inner_first, stop - 1 + lower)
     first = first // BLOCK_N * BLOCK_N
     last = tl.maximum(first, last)
-    inner_first, inner_last = first, last // BLOCK_N * BLOCK_N
-    if lower is not None:
-        inner_first = tl.minimum(tl.maximum(first, tl.cdiv(tl.maximum(stop - 1 + lower, 0), BLOCK_N) * BLOCK_N), last)
-    if upper is not None:
-        inner_last = tl.minimum(inner_last, tl.maximum(start + upper + 1, 0) // BLOCK_N * BLOCK_N)
+    inner_first = tl.minimum(tl.maximum(first, tl.cdiv(tl.maximum(inner_first, 0), BLOCK_N) * BLOCK_N), last)
+    inner_last = tl.maximum(tl.minimum(inner_last, last), 0) // BLOCK_N * BLOCK_N
     return first, inner_first, tl.maximum(inner_first, inner_last), last
 
 
@@ -53,7 +55,7 @@ def forward(
     query, key, value, out, row_max, row_sum, seed, spans, reads, numbers,
     lower, upper, heads, groups, q_len, kv_len, dropout, dropout_scale,
     SCORE: tl.constexpr, SCORE_INSIDE: tl.constexpr, SLOPE: tl.constexpr, FACTOR: tl.constexpr, SINK: tl.constexpr,
-    TO_LOG2: tl.constexpr,
+    TO_LOG2: tl.constexpr, INNER: tl.constexpr, RESCALED: tl.constexpr,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -61,6 +63,8 @@ def forward(
 
     seed: int64 of one element, or None for no dropout. dropout: its threshold, see `dropped`. spans: see `span`. lower,
     upper: of j - i, or None.
+    INNER: whether the spans say where every query sees every key; SCORE_INSIDE may take it that they do. RESCALED:
+    whether it gives the score times log2(e), while SCORE gives the score.
     TO_LOG2: what a difference of scores is multiplied by for a power of 2. SLOPE: where SCORE_INSIDE only multiplies by
     a number above 0, that number.
     """
@@ -84,13 +88,11 @@ def forward(
     if seed is not None:
         for_queries, for_keys = draws(seed, b, h, heads)
         of_queries = odd_numbers(for_queries, rows)
-    first, last = span(spans, b, h, start, q_len, BLOCK_M, kv_len)
-    first, inner_first, inner_last, last = key_phases(
-        first, last, start, lower, upper, q_len, kv_len, BLOCK_M, BLOCK_N
-    )  # fmt: skip
+    found = span(spans, b, h, start, q_len, BLOCK_M, kv_len, INNER)
+    first, inner_first, inner_last, last = key_phases(found, start, lower, upper, q_len, kv_len, BLOCK_M, BLOCK_N)
     for phase in tl.static_range(3):
         begin, end = stretch(phase, first, inner_first, inner_last, last)
-        if phase > 0 or lower is not None:
+        if phase > 0 or lower is not None or INNER:
             for n in tl.range(begin, end, BLOCK_N):
                 columns = n + tl.arange(0, BLOCK_N)
                 j = columns[None, :]
@@ -107,10 +109,15 @@ def forward(
                 else:
                     scores = SCORE_INSIDE(raw, b, h, i, j, q_len, kv_len, reads)
                     most = tl.max(scores, 1)
+                if phase == 1 and RESCALED:
+                    most = most / TO_LOG2
                 new = tl.maximum(greatest, most)
                 # -inf less -inf is NaN, and a query that sees no key has a weight of exp(-inf) for each.
                 shift = tl.where(new == float("-inf"), 0.0, new)
-                weights = tl.exp2((scores - shift[:, None]) * TO_LOG2)
+                if phase == 1 and RESCALED:
+                    weights = tl.exp2(scores - (shift * TO_LOG2)[:, None])
+                else:
+                    weights = tl.exp2((scores - shift[:, None]) * TO_LOG2)
                 shrink = tl.exp2((greatest - shift) * TO_LOG2)
                 greatest = new
                 total = total * shrink + tl.sum(weights, 1)

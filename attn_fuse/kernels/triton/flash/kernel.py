@@ -18,7 +18,7 @@ from torch.fx import Node
 from attn_fuse.attention.attention import Attention
 from attn_fuse.attention.facts import Facts
 from attn_fuse.emit.builder import tensor
-from attn_fuse.expression.nodes import And, Const, Expr, Gather, Input, Position, Score, distinct
+from attn_fuse.expression.nodes import TRUE, And, Expr, Gather, Input, Position, Score, distinct
 from attn_fuse.kernels.centring import gains, restored, sums_to_one
 from attn_fuse.kernels.kernel import Kernel, Reach
 from attn_fuse.kernels.score.part import part_of
@@ -82,35 +82,37 @@ def emit(call: Call) -> Node:
 
 def _spans(call: Call, score: ScoreCall) -> tuple[Node | None, Node | None]:
     """The spans of queries and of keys, as nodes; None where the mask's structure says no more than its bounds."""
-    program = _structure(score)
+    program, is_whole = _structure(score)
     if program is None:
         return None, None
     part = part_of(Score(), program.hides_only_if_others_seen, visible=program.visible)
     a = call.attention
     sizes = [call.size(a.length(axes)) for axes in (a.batch_axes, a.head_axes, a.axes.query, a.axes.key)]
     tensors = [call.node_once(torch.Tensor.detach, score.inputs[n]) for n in part.inputs]
-    device = call.facts.device
-    found = call.node_once(
-        spans, tensors, [score.numbers[n] for n in part.numbers], *sizes, part.program.dumps(), device
-    )
+    numbers, device = [score.numbers[n] for n in part.numbers], call.facts.device
+    found = call.node_once(spans, tensors, numbers, *sizes, part.program.dumps(), device, is_whole)
     return call.node_once(operator.getitem, found, 0), call.node_once(operator.getitem, found, 1)
 
 
-def _structure(score: ScoreCall) -> ScoreProgram | None:
-    """The mask parts that say more than the bounds, and read no tensor as large as the scores; None without one."""
+def _structure(score: ScoreCall) -> tuple[ScoreProgram | None, bool]:
+    """The mask parts that say more than the bounds, and are the same for all heads if they are large.
+
+    None without one. And whether these are, with the bounds, all of the mask. To ask a mask about each pair of
+    positions costs little beside an attention of several heads.
+    """
     program = score.program
     if program.visible is None:
-        return None
+        return None, False
     if program.hides_only_if_others_seen:
         # Some of the parts alone would not say which rows are fully masked.
-        small = _is_small(program.visible, score.inputs)
-        return ScoreProgram(Score(), visible=program.visible, hides_only_if_others_seen=True) if small else None
-    parts = [
-        part
-        for part in _conjuncts(inside(program.visible, program))
-        if not isinstance(part, Const) and _is_small(part, score.inputs)
-    ]
-    return ScoreProgram(Score(), visible=functools.reduce(And, parts)) if parts else None
+        shared = _is_shared(program.visible, score.inputs)
+        found = ScoreProgram(Score(), visible=program.visible, hides_only_if_others_seen=True)
+        return (found, True) if shared else (None, False)
+    parts = [part for part in _conjuncts(inside(program.visible, program)) if part != TRUE]
+    shared_parts = [part for part in parts if _is_shared(part, score.inputs)]
+    if not shared_parts:
+        return None, False
+    return ScoreProgram(Score(), visible=functools.reduce(And, shared_parts)), len(shared_parts) == len(parts)
 
 
 def _conjuncts(expr: Expr) -> Iterator[Expr]:
@@ -121,12 +123,13 @@ def _conjuncts(expr: Expr) -> Iterator[Expr]:
         yield expr
 
 
-def _is_small(expr: Expr, inputs: list[Node]) -> bool:
-    """Whether nothing is read for each element of the scores."""
+def _is_shared(expr: Expr, inputs: list[Node]) -> bool:
+    """Whether all heads share what is read for each query and key."""
+    shapes = [tensor(x).shape for x in inputs]
     for node in distinct(expr):
-        if isinstance(node, Input) and 1 not in tensor(inputs[node.leaf]).shape[2:]:
+        if isinstance(node, Input) and 1 not in shapes[node.leaf][1:]:
             return False
-        if isinstance(node, Gather) and {Position("i"), Position("j")} <= set(distinct(node)):
+        if isinstance(node, Gather) and {Position(name) for name in "hij"} <= set(distinct(node)):
             return False
     return True
 

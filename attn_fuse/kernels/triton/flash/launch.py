@@ -79,7 +79,7 @@ def attend(
     the centre is `centre_of` the values, and out is over values less the centre; else it is empty. Raises ValueError
     for shapes, dtypes, dropout or a program that do not fit.
     """
-    facts = call_facts(query, key, value, inputs, numbers, seed, dropout_p, program)
+    facts = call_facts(query, key, value, inputs, numbers, seed, dropout_p, program, of_queries)
     centre = centre_of(query, value) if centred else value.new_empty(0)
     (batch, heads, q_len, _), value_dim = query.shape, value.shape[3]
     out = heads_inside(query, (*query.shape[:3], value_dim))
@@ -131,7 +131,7 @@ def attend_backward(
     wanted: whether an input needs a gradient; one that does not, or is not floating-point, gets an empty tensor.
     Every sum has one order: results do not change from run to run. Raises ValueError as `attend` does.
     """
-    facts = call_facts(query, key, value, inputs, numbers, seed, dropout_p, program)
+    facts = call_facts(query, key, value, inputs, numbers, seed, dropout_p, program, of_queries)
     value = less_centre(value, centre, value.dtype)
     call = _Call(query, key, value, inputs, numbers, seed if facts.drops else None, facts)
     batch, heads, q_len, _ = query.shape

@@ -1,7 +1,9 @@
-"""Spans: for each 64 queries the first and the last key that any of them may see, and for keys the queries.
+"""Spans: for each 64 queries the first and the last key that any of them sees, and for 64 keys the queries.
 
-By the spans the flash kernels know which blocks to leave out. An operator of its own computes them from the structure
-of the mask (`visibility`), so that layers with the same mask share one call of it.
+By the spans the flash kernels know which blocks to leave out, and in which no key is hidden. An operator of its own
+computes them, so that layers with the same mask share one call of it. It asks the mask about every query and key, which
+takes a hundredth of what the attention takes: two launches are quicker than the dozens of small operations that
+interval arithmetic would be.
 """
 
 from __future__ import annotations
@@ -14,11 +16,10 @@ from torch import Tensor
 from attn_fuse.emit.operators import operator
 from attn_fuse.kernels.score.dependence import planes
 from attn_fuse.kernels.score.program import ScoreProgram
-from attn_fuse.kernels.score.visibility import visibility
 
 # torch's caches on disk know an operator by its name only: raise this with every change in what it computes, or in
 # the text of a score program.
-VERSION = 2
+VERSION = 3
 # Queries or keys in one entry.
 SPAN = 64
 
@@ -32,34 +33,31 @@ def _spans(
     kv_len: int,
     program: str,
     device: torch.device,
+    inner: bool,
 ) -> tuple[Tensor, Tensor]:
-    """of_queries, of_keys: int32 [B|1, H|1, entries, 2], each [first seen, one past the last seen); [n, 0] for none."""
-    loaded = ScoreProgram.loads(program)
-    some = visibility(loaded, inputs, numbers, (batch, heads, q_len, kv_len), (SPAN, SPAN), device).some
-    some = some.expand(*planes(loaded.visible, [x.shape for x in inputs], batch, heads), *some.shape[2:])
-    return _ends(some, kv_len), _ends(some.mT, q_len)
+    """of_queries, of_keys: int32 [B|1, H|1, entries, 2], each [first seen, one past the last seen); [n, 0] for none.
 
+    inner: whether two more numbers follow: the first run of positions that all of the 64 see, or that see all of them.
+    """
+    from attn_fuse.kernels.triton.flash.spans_kernel import find_spans
 
-def _ends(some: Tensor, length: int) -> Tensor:
-    """The position of the first true entry along the last dimension, and one past the last, [..., 2]."""
-    place = torch.arange(0, length, SPAN, device=some.device)
-    first = torch.where(some, place, length).amin(-1) if len(place) else torch.full_like(some[..., 0], length)
-    last = torch.where(some, place + SPAN, 0).amax(-1).clamp(max=length)
-    return torch.stack([first, last], -1).to(torch.int32)
+    of_queries, of_keys = _fake(inputs, numbers, batch, heads, q_len, kv_len, program, device, inner)
+    find_spans(inputs, numbers, q_len, kv_len, program, of_queries, of_keys)
+    return of_queries, of_keys
 
 
 def _fake(
     inputs: Sequence[Tensor], numbers: Sequence[int], batch: int, heads: int, q_len: int, kv_len: int, program: str,
-    device: torch.device,
+    device: torch.device, inner: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     leading = planes(ScoreProgram.loads(program).visible, [x.shape for x in inputs], batch, heads)
-    made = (torch.empty(*leading, (n + SPAN - 1) // SPAN, 2, dtype=torch.int32, device=device) for n in (q_len, kv_len))
-    return tuple(made)  # type: ignore[return-value]
+    shapes = ((*leading, (n + SPAN - 1) // SPAN, 4 if inner else 2) for n in (q_len, kv_len))
+    return tuple(torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes)  # type: ignore[return-value]
 
 
 spans = operator(
     f"triton_spans_v{VERSION}(Tensor[] inputs, SymInt[] numbers, SymInt batch, SymInt heads, SymInt q_len, "
-    "SymInt kv_len, str program, Device device) -> (Tensor of_queries, Tensor of_keys)",
+    "SymInt kv_len, str program, Device device, bool inner) -> (Tensor of_queries, Tensor of_keys)",
     _spans,
     _fake,
     keeps_strides=True,

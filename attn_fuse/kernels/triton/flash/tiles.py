@@ -79,20 +79,26 @@ def store_rows(tensor, start, at, length, x, WIDTH: tl.constexpr, BLOCK: tl.cons
 
 
 @triton.jit
-def span(spans, b, h, start, length, BLOCK: tl.constexpr, other):
-    """The first of what positions [start, start + BLOCK) may see, and one past the last.
+def span(spans, b, h, start, length, BLOCK: tl.constexpr, other, INNER: tl.constexpr):
+    """The first of what positions [start, start + BLOCK) may see, and one past the last; then the same of a run that
+    all of them see, as far as the spans know.
 
-    spans: None, or (int32 [batch, heads, entries, 2], strides of its first two dimensions). Without, [0, other).
+    spans: None, or (int32 [batch, heads, entries, 4 if INNER else 2], strides of its first two dimensions). Without,
+    all is [0, other).
     """
-    first, last = 0, other
+    first, last, inner_first, inner_last = 0, other, 0, other
     if spans is not None:
         # The last position may be past the end.
         n = start // SPAN + tl.arange(0, (BLOCK + SPAN - 1) // SPAN)
-        entries = spans[0] + tl.cast(b, tl.int64) * spans[1][0] + tl.cast(h, tl.int64) * spans[1][1] + n * 2
+        entries = spans[0] + tl.cast(b, tl.int64) * spans[1][0] + tl.cast(h, tl.int64) * spans[1][1]
+        entries += n * (4 if INNER else 2)
         there = n < tl.cdiv(length, SPAN)
         first = tl.min(tl.load(entries, mask=there, other=other), 0)
         last = tl.max(tl.load(entries + 1, mask=there, other=0), 0)
-    return first, last
+        if INNER:
+            inner_first = tl.max(tl.load(entries + 2, mask=there, other=0), 0)
+            inner_last = tl.min(tl.load(entries + 3, mask=there, other=other), 0)
+    return first, last, inner_first, inner_last
 
 
 @triton.jit

@@ -1,0 +1,131 @@
+"""The kernel behind `spans`: it asks the mask about each pair of 64 positions and all others."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attn_fuse.kernels.triton.flash.tiles import SPAN, place
+from attn_fuse.kernels.triton.launch import KEPT, Kept, launch
+from attn_fuse.kernels.triton.scores import ScoreCode, readable, score_code
+
+_CHANGING = ("numbers", "heads", "q_len", "kv_len")
+_OPTIONS = {"num_warps": 8, "num_stages": 2}
+# Positions of the other kind that are looked at together.
+_BLOCK = 128
+
+
+@triton.jit(do_not_specialize=_CHANGING)
+def seen(
+    table, empty, reads, numbers, heads, q_len, kv_len,
+    VISIBLE: tl.constexpr, OF_KEYS: tl.constexpr, INNER: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One entry of `table`, contiguous int32 [batch, heads, entries, 2 or 4]: of queries, or of keys.
+
+    empty: None, or int32 [batch, heads, entries of queries]: whether one of the queries sees no key. Such a query has
+        weights for all keys. It is written for queries, and read for keys.
+    VISIBLE: of a `ScoreCode`, or None.
+    """
+    reads = (reads[0], reads[1], numbers)
+    length, others = q_len, kv_len
+    if OF_KEYS:
+        length, others = kv_len, q_len
+    block, h, b = place(tl.cdiv(length, SPAN), heads)
+    own = block * SPAN + tl.arange(0, SPAN)
+    there = tl.minimum(length - block * SPAN, SPAN)
+    first, last, inner_first, inner_last = others, others * 0, others, others
+    met = tl.zeros([SPAN], tl.int32)
+    for start in range(0, others, BLOCK):
+        other = start + tl.arange(0, BLOCK)
+        if OF_KEYS:
+            i, j = other[None, :], own[:, None]
+        else:
+            i, j = own[:, None], other[None, :]
+        sees = (own < length)[:, None] & (other < others)[None, :]
+        if VISIBLE is not None:
+            sees = sees & VISIBLE(b, h, i, j, q_len, kv_len, reads)
+        count = tl.sum(sees.to(tl.int32), 0)
+        is_met = count > 0
+        if empty is not None:
+            if OF_KEYS:
+                entries = tl.cdiv(q_len, SPAN)
+                at = empty + (tl.cast(b, tl.int64) * heads + h) * entries + other // SPAN
+                is_met = is_met | (tl.load(at, mask=other < q_len, other=0) != 0)
+            else:
+                met = tl.maximum(met, tl.max(sees.to(tl.int32), 1))
+        first = tl.minimum(first, tl.min(tl.where(is_met, other, others), 0))
+        last = tl.maximum(last, tl.max(tl.where(is_met, other + 1, 0), 0))
+        if INNER:
+            is_full = count == there
+            inner_first = tl.minimum(inner_first, tl.min(tl.where(is_full, other, others), 0))
+            inner_last = tl.minimum(inner_last, tl.min(tl.where(is_full | (other < inner_first), others, other), 0))
+    entry = tl.cast(tl.program_id(0), tl.int64)
+    if empty is not None and not OF_KEYS:
+        is_empty = tl.max(((met == 0) & (own < length)).to(tl.int32), 0)
+        first, last = tl.where(is_empty != 0, 0, first), tl.where(is_empty != 0, kv_len, last)
+        tl.store(empty + entry, is_empty)
+    to = table + entry * (4 if INNER else 2)
+    tl.store(to, first)
+    tl.store(to + 1, last)
+    if INNER:
+        tl.store(to + 2, inner_first)
+        tl.store(to + 3, inner_last)
+
+
+@dataclass(frozen=True, eq=False)
+class _Facts:
+    """The facts that calls of the same program, sizes, strides and dtypes share. kept: kernels compiled for them."""
+
+    code: ScoreCode
+    reads: tuple[int, ...]
+    numbers: tuple[int, ...]
+    kept: Kept = field(default_factory=dict)
+
+
+_known: dict[Hashable, _Facts] = {}
+
+
+def find_spans(
+    inputs: Sequence[Tensor],
+    numbers: Sequence[int],
+    q_len: int,
+    kv_len: int,
+    program: str,
+    of_queries: Tensor,
+    of_keys: Tensor,
+) -> None:
+    """Fill the tables `of_queries` and `of_keys` as `spans` gives them. inputs, numbers: what the program reads."""
+    facts = _facts(inputs, numbers, q_len, kv_len, program, of_queries.device)
+    batch, heads = of_queries.shape[:2]
+    empty = None
+    if facts.code.program.hides_only_if_others_seen:
+        empty = torch.empty(of_queries.shape[:3], dtype=torch.int32, device=of_queries.device)
+    reads = readable(inputs), facts.reads
+    for of, table in (("queries", of_queries), ("keys", of_keys)):
+        programs = batch * heads * table.shape[2]
+        if programs:
+            arguments: tuple[Any, ...] = (
+                table, empty, reads, facts.numbers, heads, q_len, kv_len, facts.code.visible, of == "keys",
+                table.shape[3] == 4, _BLOCK,
+            )  # fmt: skip
+            launch(facts.kept, (of, table.shape[3]), seen, (programs, 1, 1), arguments, _OPTIONS, *inputs)
+
+
+def _facts(
+    inputs: Sequence[Tensor], numbers: Sequence[int], q_len: int, kv_len: int, program: str, device: torch.device
+) -> _Facts:
+    alike = program, device, q_len, kv_len, (*numbers,), *((x.dtype, x.shape, x.stride()) for x in inputs)
+    found = _known.get(alike)
+    if found is None:
+        code = score_code(program, inputs, numbers)
+        _, strides, whole = code.kernel_args(inputs, numbers)
+        if len(_known) >= KEPT:
+            _known.clear()
+        found = _known[alike] = _Facts(code, strides, whole)
+    return found
