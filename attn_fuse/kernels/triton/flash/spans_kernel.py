@@ -11,8 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attn_fuse.kernels.score.dependence import planes
+from attn_fuse.kernels.triton.flash.spans import SPAN as _SPAN
 from attn_fuse.kernels.triton.flash.tiles import SPAN, place
-from attn_fuse.kernels.triton.launch import KEPT, Kept, launch
+from attn_fuse.kernels.triton.launch import KEPT, Kept, ceil_div, launch
 from attn_fuse.kernels.triton.scores import ScoreCode, readable, score_code
 
 _CHANGING = ("numbers", "heads", "q_len", "kv_len")
@@ -80,9 +82,13 @@ def seen(
 
 @dataclass(frozen=True, eq=False)
 class _Facts:
-    """The facts that calls of the same program, sizes, strides and dtypes share. kept: kernels compiled for them."""
+    """The facts that calls of the same program, sizes, strides and dtypes share.
+
+    planes: the batch entries and heads that the mask depends on. kept: kernels compiled for such calls.
+    """
 
     code: ScoreCode
+    planes: tuple[int, int]
     reads: tuple[int, ...]
     numbers: tuple[int, ...]
     kept: Kept = field(default_factory=dict)
@@ -94,38 +100,44 @@ _known: dict[Hashable, _Facts] = {}
 def find_spans(
     inputs: Sequence[Tensor],
     numbers: Sequence[int],
-    q_len: int,
-    kv_len: int,
+    sizes: tuple[int, int, int, int],
     program: str,
-    of_queries: Tensor,
-    of_keys: Tensor,
-) -> None:
-    """Fill the tables `of_queries` and `of_keys` as `spans` gives them. inputs, numbers: what the program reads."""
-    facts = _facts(inputs, numbers, q_len, kv_len, program, of_queries.device)
-    batch, heads = of_queries.shape[:2]
+    device: torch.device,
+    width: int,
+) -> tuple[Tensor, Tensor]:
+    """The tables of `spans`, of queries and of keys. sizes: batch, heads, q_len, kv_len. width: 2 or 4 for an entry."""
+    facts = _facts(inputs, numbers, sizes, program, device)
+    batch, heads = facts.planes
     empty = None
     if facts.code.program.hides_only_if_others_seen:
-        empty = torch.empty(of_queries.shape[:3], dtype=torch.int32, device=of_queries.device)
-    reads = readable(inputs), facts.reads
-    for of, table in (("queries", of_queries), ("keys", of_keys)):
-        programs = batch * heads * table.shape[2]
-        if programs:
+        empty = torch.empty((batch, heads, ceil_div(sizes[2], _SPAN)), dtype=torch.int32, device=device)
+    reads, made = (readable(inputs), facts.reads), []
+    for of_keys, length in enumerate(sizes[2:]):
+        table = torch.empty((batch, heads, ceil_div(length, _SPAN), width), dtype=torch.int32, device=device)
+        made.append(table)
+        if programs := table.numel() // width:
             arguments: tuple[Any, ...] = (
-                table, empty, reads, facts.numbers, heads, q_len, kv_len, facts.code.visible, of == "keys",
-                table.shape[3] == 4, _BLOCK,
+                table, empty, reads, facts.numbers, heads, *sizes[2:], facts.code.visible, bool(of_keys), width == 4,
+                _BLOCK,
             )  # fmt: skip
-            launch(facts.kept, (of, table.shape[3]), seen, (programs, 1, 1), arguments, _OPTIONS, *inputs)
+            launch(facts.kept, (of_keys, width), seen, (programs, 1, 1), arguments, _OPTIONS, *inputs)
+    return made[0], made[1]
 
 
 def _facts(
-    inputs: Sequence[Tensor], numbers: Sequence[int], q_len: int, kv_len: int, program: str, device: torch.device
+    inputs: Sequence[Tensor],
+    numbers: Sequence[int],
+    sizes: tuple[int, int, int, int],
+    program: str,
+    device: torch.device,
 ) -> _Facts:
-    alike = program, device, q_len, kv_len, (*numbers,), *((x.dtype, x.shape, x.stride()) for x in inputs)
+    alike = program, device, sizes, (*numbers,), *((x.dtype, x.shape, x.stride()) for x in inputs)
     found = _known.get(alike)
     if found is None:
         code = score_code(program, inputs, numbers)
         _, strides, whole = code.kernel_args(inputs, numbers)
         if len(_known) >= KEPT:
             _known.clear()
-        found = _known[alike] = _Facts(code, strides, whole)
+        leading = planes(code.program.visible, [x.shape for x in inputs], *sizes[:2])
+        found = _known[alike] = _Facts(code, leading, strides, whole)
     return found
