@@ -36,6 +36,7 @@ class Space:
     sizes: dict[sympy.Symbol, Size] = field(default_factory=dict)
     _counter: Iterator[int] = field(default_factory=itertools.count)
     simplified: dict[sympy.Expr, sympy.Expr] = field(default_factory=dict)
+    _shared: dict[tuple[str, Size], sympy.Symbol] = field(default_factory=dict)
     _known: dict[sympy.Expr, bool] = field(default_factory=dict)
     _bounds: dict[sympy.Expr, tuple[float, float]] = field(default_factory=dict)
 
@@ -44,6 +45,12 @@ class Space:
         symbol = sympy.Symbol(f"{name}{next(self._counter)}", integer=True, nonnegative=True)
         self.sizes[symbol] = sympy.sympify(size)
         return symbol
+
+    def shared(self, name: str, size: Size) -> sympy.Symbol:
+        """As `fresh`, but the same symbol each time: a stand-in, which the caller replaces before anyone sees it."""
+        if (name, size) not in self._shared:
+            self._shared[name, size] = self.fresh(name, size)
+        return self._shared[name, size]
 
     def is_nonnegative(self, expr: sympy.Expr) -> bool:
         """Whether `expr` is >= 0 for every value of its indices and sizes; False where that is not proved."""

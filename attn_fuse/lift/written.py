@@ -87,7 +87,7 @@ def _slice_scatter(call: Operation) -> LiftedTensor:
 
     if count == 0:
         return call.tensor(x.at)
-    nth, here = space.fresh("w", count), space.fresh("w", x.shape[dim])
+    nth, own = space.fresh("w", count), space.fresh("w", x.shape[dim])
 
     def element(index: Indices, place: sympy.Expr, before: Callable[[], Expr]) -> Expr:
         def written(at: sympy.Expr) -> Expr:
@@ -95,7 +95,10 @@ def _slice_scatter(call: Operation) -> LiftedTensor:
 
         # A written position divides evenly by `step`, so that an element read from there and written back is itself
         # again, whatever digits of its position the layout reads.
-        itself = al.substitute(written(sympy.expand((here - start) / step)), {here: index[dim]}, space)
+        here = _stand_in(index, dim, x.shape[dim], own, space)
+        itself = written(sympy.expand((here - start) / step))
+        if here != index[dim]:
+            itself = al.substitute(itself, {here: index[dim]}, space)
         if _is_whole(itself) and (not _has_digits(itself) or set() < _products(itself) <= _products(before())):
             return itself
         # Floor divisions simplify at a symbol that has the range of the slice.
@@ -119,6 +122,20 @@ def _slice_scatter(call: Operation) -> LiftedTensor:
         return _chosen(cond, after, before, space)
 
     return call.tensor(at)
+
+
+def _stand_in(index: Indices, dim: int, length: sympy.Expr, own: sympy.Symbol, space: Space) -> sympy.Symbol:
+    """A symbol over [0, length) for index[dim] that occurs nowhere else in `index`.
+
+    The same one for all writes where that can be: a write after others is read at the same indices as they, and each
+    element is worked out once.
+    """
+    if index[dim] in space.sizes and space.sizes[index[dim]] == length:
+        shared = index[dim]
+    else:
+        shared = space.shared(f"w{dim}_", length)
+    others = {symbol for d, x in enumerate(index) if d != dim for symbol in x.free_symbols}
+    return own if shared in others else shared
 
 
 def _has_digits(x: Expr) -> bool:

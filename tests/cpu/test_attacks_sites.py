@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from attn_fuse.lift import written
 from attn_fuse.report import collecting
 from tests.harness import assert_fused, assert_refused, check, compiled, tensors
 
@@ -151,6 +152,23 @@ def regions_of_windows(
 def test_masks_written_into_nested_slices(shift: tuple[int, ...], again: bool) -> None:
     program = regions_of_windows((4, 4, 6), (2, 2, 3), shift, again)
     assert_fused(program, *tensors(2, 8, 12, 16), inner="aot_eager")
+
+
+def test_writes_after_writes_are_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of the 27 regions is written into a slice of a slice of a slice, and reads what the others wrote."""
+    counted = 0
+
+    def counting(*args: Any) -> Any:
+        nonlocal counted
+        counted += 1
+        return chosen(*args)
+
+    chosen = written._chosen
+    monkeypatch.setattr(written, "_chosen", counting)
+    program = regions_of_windows((4, 4, 6), (2, 2, 3), (1, 1, 1), False)
+    assert_fused(program, *tensors(1, 8, 12, 16), inner="eager")
+    # At new indices for each write it would be five times as many.
+    assert 27 * 3 < counted < 27 * 3 * 100
 
 
 @pytest.mark.parametrize("first", [1, 0])

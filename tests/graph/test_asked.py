@@ -403,6 +403,7 @@ class Endless(nn.Module):
         return x
 
 
+@pytest.mark.thorough
 def test_a_search_ends() -> None:
     model = Endless()
     with pytest.raises(ExplainError, match="no inputs found that Endless runs on"):

@@ -360,6 +360,7 @@ class TestInputs:
         given = Inputs((torch.randn(20, 7),))
         assert inputs_for(nn.Linear(7, 7), spelled=[Inputs((torch.randn(20, 8),)), given]) is given
 
+    @pytest.mark.thorough
     def test_the_example_has_the_shapes_that_the_code_asks_for(self) -> None:
         model = Decisions()
 

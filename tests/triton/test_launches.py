@@ -25,6 +25,7 @@ def lines(what: str, folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
+@pytest.mark.thorough
 def test_every_launch_is_within_the_limits(tmp_path: Path) -> None:
     said = lines("shapes", tmp_path)
     found = {(x["shape"], x["program"]): dict(x["launched"]) for x in said}
