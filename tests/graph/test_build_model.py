@@ -239,6 +239,14 @@ class TestSizes:
         body = "self.layer = nn.Embedding(args.vocab_size, args.dim)"
         assert model_of(write(config + net("args: ModelArgs", body)))[0].layer.num_embeddings == 1000
 
+    def test_a_config_in_which_no_model_has_a_size(self, write: Write) -> None:
+        fields = "n_embd: int = 0\n    vocab_size: int = 0\n    n_kv_head: int = 0\n    skip: int = 0"
+        body = "self.args = args; self.layer = nn.Embedding(args.vocab_size, args.n_embd)"
+        path = write(f"@dataclass\nclass ModelArgs:\n    {fields}\n" + net("args: ModelArgs", body))
+        model = model_of(path)[0]
+        assert model.layer.num_embeddings == 1000 and model.layer.embedding_dim > 0
+        assert model.args.n_kv_head == model.args.skip == 0
+
     def test_an_inherited_field_that_is_open(self, write: Write) -> None:
         config = (
             "@dataclass\nclass Base:\n    vocab_size: int = -1\n@dataclass\nclass ModelArgs(Base):\n    dim: int = 8\n"

@@ -306,6 +306,31 @@ class TestPrograms:
         with imported(path) as module:
             assert module.kinds["net"] is module.Net
 
+    @pytest.mark.parametrize("package", ["", "explained_words"])
+    def test_what_fails_at_the_top_of_a_file_that_it_imports(self, write: Write, package: str) -> None:
+        """A tokenizer that reads its vocabulary, beside what the model needs."""
+        words = "SIZE = 3\nvocabulary = open('explained_missing.json')\nTOKENS = 7\n"
+        if package:
+            write("", f"{package}/__init__.py")
+        write(words, f"{package}/explained_tokens.py".removeprefix("/"))
+        name = f"{package}.explained_tokens".removeprefix(".")
+        path = write(
+            f"from {name} import SIZE, TOKENS\nimport {name}\nclass Net(nn.Module):\n    size = SIZE + TOKENS\n"
+        )
+        said: list[str] = []
+        with imported(path, said.append) as module:
+            assert module.Net.size == 10
+            assert eval(f"{name}.TOKENS", vars(module)) == 7
+        (line,) = [x for x in said if "left out" in x]
+        assert line.startswith("left out of explained_tokens.py: line 6 (FileNotFoundError")
+        assert name not in sys.modules
+
+    def test_a_file_that_it_imports_and_that_lacks_what_it_needs(self, write: Write) -> None:
+        write("SIZE = int('many')\n", "explained_sizes.py")
+        path = write("from explained_sizes import SIZE\nclass Net(nn.Module):\n    size = SIZE\n")
+        with pytest.raises(ExplainError, match="invalid literal"), imported(path):
+            pass
+
     def test_a_readme_within_a_package_is_of_no_repository(self, write: Write, tmp_path: Path) -> None:
         (tmp_path / "pyproject.toml").touch()
         write("", "src/inner_of_it/parts/__init__.py")

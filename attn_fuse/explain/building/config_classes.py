@@ -6,6 +6,7 @@ import argparse
 import ast
 import contextlib
 import dataclasses
+import re
 import sys
 import types
 import typing
@@ -191,9 +192,15 @@ def _with_configs_within(config: type, arguments: Mapping[str, Any], defaults: M
                 raise
 
 
+# Sizes that no model has as 0.
+_OF_ALL = re.compile(
+    r"(vocab(ulary)?_?size|block_size|(n|num)_?(layers?|heads?)|n_?embd|d_?model|hidden_(size|dim)|embed(ding)?_(size|dim))"
+)
+
+
 def _filled(config: Any, with_none: bool) -> tuple[Any, dict[str, Any]]:
-    # The config with the numbers that it leaves open, and those: a vocabulary of -1, as in LLaMA's, and `n: int` with
-    # the default None, as in makemore's; with_none: what may be None, too.
+    # The config with the numbers that it leaves open, and those: a vocabulary of -1, as in LLaMA's, a width of 0, and
+    # `n: int` with the default None, as in makemore's; with_none: what may be None, too.
     is_tuple = isinstance(config, tuple) and hasattr(config, "_fields")
     filled: dict[str, Any] = {}
     if is_tuple:
@@ -204,7 +211,7 @@ def _filled(config: Any, with_none: bool) -> tuple[Any, dict[str, Any]]:
         hints = dict.fromkeys(getattr(config, "__dict__", {}))
     for name, hint in hints.items():
         value = getattr(config, name, None)
-        is_open = value == -1 and "vocab" in name and not isinstance(value, bool)
+        is_open = type(value) is int and ((value == -1 and "vocab" in name) or (value == 0 and _OF_ALL.fullmatch(name)))
         is_open = is_open or (value is None and (hint in (int, "int") or (with_none and "int" in str(hint))))
         with_value = value_for(name) if is_open else None
         if with_value is None:

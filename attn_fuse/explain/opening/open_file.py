@@ -14,7 +14,7 @@ import sys
 import traceback
 import types
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -41,9 +41,13 @@ Say = Callable[[str], object]
 
 @dataclass(frozen=True)
 class _Run:
-    # How files are run: in how many seconds each, and what may supply what an error lacks.
+    # How files are run: in how many seconds each, and what may supply what an error lacks. is_users: whether a file is
+    # of the repository. mended: those that were run without the statements that raise.
     limit: float
     supplies: Callable[[BaseException], bool]
+    is_users: Callable[[str], bool]
+    say: Say
+    mended: set[Path] = field(default_factory=set)
 
 
 @contextlib.contextmanager
@@ -102,7 +106,7 @@ def imported(path: Path, say: Say = lambda note: None, limit: float = IMPORT_LIM
                         return finder.supplies(error)
                     return set_variable(error)
 
-                run = _Run(limit, supplies)
+                run = _Run(limit, supplies, lambda file: is_users(file, roots), say)
                 try:
                     module = _module(path, name, tree, say, run)
                 except ExplainError as error:
@@ -277,7 +281,7 @@ def _run(module: types.ModuleType, path: Path, tree: ast.Module, say: Say, run: 
     if not any(_is_model(value, module) for value in vars(module).values()):
         sys.modules.pop(module.__name__, None)
         raise ExplainError(f"{path} cannot be imported: {_why(first, run.limit)}") from first
-    say(f"{LEFT_OUT} {path.name}: {', '.join(left_out[:3])}" + (", ..." if len(left_out) > 3 else ""))
+    say(_of_left_out(path, left_out))
 
 
 def _executed(
@@ -292,6 +296,7 @@ def _executed(
     left_out = [f"line {s.lineno} (it trains)" for s in tree.body if _trains(s)]
     remaining: list[ast.stmt] = [s for s in tree.body if not _trains(s)]
     first: BaseException | None = TimeUp() if left_out else None
+    causes: dict[ast.stmt, BaseException] = {}
     while remaining:
         code = compile(ast.Module(remaining, []), str(path), "exec", flags, dont_inherit=True)
         try:
@@ -308,13 +313,48 @@ def _executed(
             if run.supplies(error):
                 remaining = remaining[index:]
                 continue
-            first = first or error
-            left_out.append(f"line {statement.lineno} ({_in_words(error, run.limit)})")
+            if _imported_without(error, path, run):
+                remaining, causes[statement] = remaining[index:], error
+                continue
+            cause = causes.get(statement, error)
+            first = first or cause
+            left_out.append(f"line {statement.lineno} ({_in_words(cause, run.limit)})")
             remaining = remaining[index + 1 :]
             if not isinstance(statement, (ast.Import, ast.ImportFrom, ast.ClassDef, ast.FunctionDef)):
                 # What follows a program that failed belongs to that program, but for what it defines.
                 remaining = [s for s in remaining if _defines(s)]
     return left_out, first
+
+
+def _imported_without(error: BaseException, path: Path, run: _Run) -> bool:
+    """Import what `path` imports of its repository, and what raised, without the statements that raise there.
+
+    Whether there is such a file, and it was not done before.
+    """
+    if isinstance(error, TimeUp):
+        return False
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "<module>"]
+    file = Path(frames[-1].f_code.co_filename) if frames else path
+    if file == path or file in run.mended or not (file.is_file() and run.is_users(str(file))):
+        return False
+    run.mended.add(file)
+    name = str(frames[-1].f_globals.get("__name__"))
+    module = types.ModuleType(name)
+    module.__file__, module.__package__ = str(file), name.rpartition(".")[0]
+    if file.name == "__init__.py":
+        module.__path__, module.__package__ = [str(file.parent)], name
+    sys.modules[name] = module
+    with contextlib.suppress(ExplainError):
+        left_out, _ = _executed(module, file, _parsed(file), run)
+        run.say(_of_left_out(file, left_out))
+    parent, _, own = name.rpartition(".")
+    if parent in sys.modules:
+        setattr(sys.modules[parent], own, module)
+    return True
+
+
+def _of_left_out(path: Path, left_out: Sequence[str]) -> str:
+    return f"{LEFT_OUT} {path.name}: {', '.join(left_out[:3])}" + (", ..." if len(left_out) > 3 else "")
 
 
 def _trains(statement: ast.stmt) -> bool:
