@@ -331,6 +331,16 @@ class TestPrograms:
         with pytest.raises(ExplainError, match="invalid literal"), imported(path):
             pass
 
+    @pytest.mark.parametrize(
+        "use", ["from explained_layers import Net", "import explained_layers; explained_layers.Net"]
+    )
+    def test_files_that_import_one_another_begin_where_they_can(self, write: Write, use: str) -> None:
+        write("from .net import Net\n", "explained_layers/__init__.py")
+        path = write("import explained_words\nclass Net(nn.Module): pass\n", "explained_layers/net.py")
+        write(f"{use}\nSIZE = 3\n", "explained_words.py")
+        with imported(path) as module:
+            assert module.explained_words.SIZE == 3 and issubclass(module.Net, nn.Module)
+
     def test_a_readme_within_a_package_is_of_no_repository(self, write: Write, tmp_path: Path) -> None:
         (tmp_path / "pyproject.toml").touch()
         write("", "src/inner_of_it/parts/__init__.py")
