@@ -234,6 +234,9 @@ def _query_and_key(
     else:
         return Refusal("not exactly one side of the score product runs over the keys", product)
     if not all(set(product.axes) <= index_symbols(side) for side in (query, key)):
+        if all(space.sizes[axis] == 1 for axis in product.axes):
+            advice = "leave it as it is: fused kernels sum over a head_dim of 2 and more"
+            return Refusal("head_dim is 1: each score is a product of two numbers", product, advice)
         return Refusal("the score product does not sum over an axis of query and key", product)
     query, key, number = _without_numbers(query, key)
     if number != 1.0:

@@ -323,7 +323,7 @@ REFUSED = [
     (talking_heads, "heads are mixed (talking heads)"),
     (summed_over_heads_of_the_keys, "sum of something other than the scores"),
     (summed_over_heads_of_the_values, "sum of something other than the scores"),
-    (head_dim_of_one, "the score product does not sum over an axis of query and key"),
+    (head_dim_of_one, "head_dim is 1: each score is a product of two numbers"),
     (scores_without_gradient, "computed without gradients, though the output has one"),
     (hard_attention, "the scores are scaled by 1e+10"),
     (within_a_derivative, "a vmap or a derivative of torch.func is open here"),

@@ -266,6 +266,14 @@ class TestChains:
         assert type(model) is nn.Sequential and len(model) == 4 and model[0].num_embeddings == 50
         assert notes == ["as in README.md: Net(tokens=50, width=12, n=3)"]
 
+    def test_a_librarys_model_by_name_where_the_file_has_no_class(self, write: Write) -> None:
+        write("def create_model(name, pretrained=False):\n    return nn.Linear(3, 4)\n", "explained_zoo.py")
+        source = (
+            "def net(classes=10):\n    made = explained_zoo.create_model('vit', pretrained=True)\n    return made\n"
+        )
+        model, _ = model_of(write(f"import explained_zoo\n{source}"))
+        assert type(model) is nn.Linear and model.out_features == 4
+
     def test_its_sizes_by_name(self, write: Write) -> None:
         source = BLOCK + "def Net(*, dim: int, depth):\n    return nn.Sequential(*[Block(dim) for _ in range(depth)])\n"
         model, _ = model_of(write(source))

@@ -54,6 +54,8 @@ def candidates(module: types.ModuleType) -> list[type[nn.Module]]:
     classes = list(dict.fromkeys(value for value in vars(module).values() if _is_module_class(value, module)))
     # A file of factories only: what they build.
     classes = classes or [cls for cls in _imported_by(module) if factories_in(cls, vars(module))]
+    # Or of a library's models, by name.
+    classes = classes or chains_in(module, made_by={"create_model"})
     if not classes:
         for value in vars(module).values():
             if isinstance(value, type) and value.__module__ == module.__name__:

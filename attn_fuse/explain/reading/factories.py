@@ -48,14 +48,15 @@ def factories_in(cls: type[nn.Module], namespace: Mapping[str, Any]) -> list[Cal
     return _giving(cls, functions, {n for n, v in namespace.items() if v is cls})
 
 
-def chains_in(module: types.ModuleType) -> list[type[nn.Module]]:
+def chains_in(module: types.ModuleType, made_by: Set[str] = frozenset({"Sequential"})) -> list[type[nn.Module]]:
     """What functions of a file give as an `nn.Sequential`, as classes with the function's name and arguments.
 
+    made_by: the names of what gives it, instead.
     A function that another definition of the file uses gives a part of a model, and is left out.
     """
     functions = [v for v in vars(module).values() if _is_of(v, module.__name__) and not LOADS.search(v.__name__)]
     trees = {function: tree for function in functions if (tree := _tree_of(function)) is not None}
-    giving = [function for function, tree in trees.items() if _gives(tree, {"Sequential"})]
+    giving = [function for function, tree in trees.items() if _gives(tree, made_by)]
     if not giving:
         return []
     file = ast.parse(Path(str(module.__file__)).read_bytes())
