@@ -25,11 +25,12 @@ FARTHEST_ROOT = 5
 def repository_of(path: Path) -> Path:
     """The root of the repository that holds `path`: the nearest folder above with a sign of one, else its own.
 
-    A folder of a package, which may have a README, too, is none.
+    A folder of a package, which may have a README, too, is none; a clone that is a package is.
     """
     for folder in list(path.parents)[:FARTHEST_ROOT]:
         is_in_package = any((one / "__init__.py").exists() for one in (folder, folder.parent))
-        if any((folder / sign).exists() for sign in ROOT_SIGNS) and not is_in_package:
+        signs = [sign for sign in ROOT_SIGNS if (folder / sign).exists()]
+        if ".git" in signs or (signs and not is_in_package):
             return folder
     return path.parent
 

@@ -351,6 +351,16 @@ class TestPrograms:
         with imported(path) as module:
             assert module.SIZE == 3
 
+    def test_a_clone_that_is_a_package(self, write: Write, tmp_path: Path) -> None:
+        (tmp_path / "clone" / ".git").mkdir(parents=True)
+        for name in ("clone/__init__.py", "clone/models/__init__.py", "clone/layers/__init__.py"):
+            write("", name)
+        write("class Layer(nn.Module): pass\n", "clone/layers/layer.py")
+        path = write("from layers.layer import Layer\nclass Net(Layer): pass\n", "clone/models/net.py")
+        assert repository_of(path) == tmp_path / "clone"
+        with imported(path) as module:
+            assert issubclass(module.Net, nn.Module)
+
     def test_a_script_that_trains(self, write: Write) -> None:
         notes: list[str] = []
         path = write("class Net(nn.Module): pass\nwhile True:\n    try: pass\n    except Exception: pass\n")

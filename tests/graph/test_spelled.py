@@ -90,6 +90,18 @@ if __name__ == "__main__":
         assert model_of(write(source))[0].layer.in_features == 256
 
 
+@pytest.mark.parametrize("folder", ["examples", "evaluation", "scripts"])
+def test_a_call_in_a_script_of_the_repository(write: Write, tmp_path: Path, folder: str) -> None:
+    (tmp_path / "README.md").touch()
+    path = write(GPT, "models/gpt.py")
+    write("from models.gpt import GPT\ndef check():\n    return GPT(6, flavour=5)\n", f"{folder}/check.py")
+    write("from elsewhere import GPT\ndef check():\n    return GPT(60, flavour=50)\n", f"{folder}/another.py")
+    notes: list[str] = []
+    model = model_of(path, notes)[0]
+    assert (model.layer.in_features, model.layer.out_features) == (6, 5)
+    assert notes == ["as in check.py: GPT(6, flavour=5)"]
+
+
 def test_a_constructor_that_ends_the_program(write: Write) -> None:
     with pytest.raises(ExplainError, match="cannot build GPT: SystemExit: 3"):
         model_of(write(net("width=3", "raise SystemExit(3)")))

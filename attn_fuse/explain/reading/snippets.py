@@ -338,7 +338,8 @@ def _texts(path: Path, name: str) -> Iterator[tuple[str, ast.AST]]:
             for source, tree in _parsed(file.name, re.sub(r"^(>>> |\.\.\. )", "", block, flags=re.M)):
                 if name in block and imports_class(tree, name, path, root) is not False:
                     yield source, tree
-    folders = (root, root / "tests", root / "test", root / "examples", path.parent)
+    usual = (root, root / "tests", root / "test", root / "examples", path.parent)
+    folders = (*usual, *sorted(f for f in root.iterdir() if f.is_dir() and not f.name.startswith(".")))
     scripts = (file for folder in dict.fromkeys(folders) for file in sorted(folder.glob("*.py")) if file != path)
     for file in itertools.islice(scripts, MOST_FILES):
         text = file.read_text(encoding="utf-8", errors="replace")
