@@ -191,7 +191,7 @@ class TestNamesThatAreGone:
         write("import torch\nGONE = torch.gone_from_torch\n", "sizes_of_it.py")
         source = "import sizes_of_it\n" + net("", "self.layer = nn.Linear(3, 1)")
         with imported(write(source)) as module:
-            assert not hasattr(module, "sizes_of_it") and not hasattr(torch, "gone_from_torch")
+            assert not hasattr(module.sizes_of_it, "GONE") and not hasattr(torch, "gone_from_torch")
 
     def test_one_that_the_model_uses(self, write: Write, library: Callable[..., None]) -> None:
         library("library_of_today/__init__.py")
