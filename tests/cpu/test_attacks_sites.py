@@ -154,6 +154,19 @@ def test_masks_written_into_nested_slices(shift: tuple[int, ...], again: bool) -
     assert_fused(program, *tensors(2, 8, 12, 16), inner="aot_eager")
 
 
+@pytest.mark.parametrize("read", [lambda x: x.mT, lambda x: x.diagonal()[:, None], lambda x: x.diagonal()])
+def test_written_regions_that_are_read_along_other_axes(read: Callable[[Tensor], Tensor]) -> None:
+    """One position stands at both axes of what was written, or the two change places."""
+
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        numbers = torch.zeros(12, 12)
+        for number, (a, b) in enumerate([((0, 5), (3, 12)), ((2, 9), (0, 7)), ((4, 12), (5, 11))], 1):
+            numbers[slice(*a)][:, slice(*b)] = number
+        return scores(q, k).masked_fill(numbers < read(numbers), -1e18).softmax(-1) @ v
+
+    assert_fused(program, *tensors(2, 3, 12, 16), inner="aot_eager")
+
+
 def test_writes_after_writes_are_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of the 27 regions is written into a slice of a slice of a slice, and reads what the others wrote."""
     counted = 0

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import re
-import signal
 import sys
-import time
 import types
 from pathlib import Path
 
@@ -22,7 +19,7 @@ from attn_fuse.explain.opening.absent_values import MissingPackage
 from attn_fuse.explain.opening.open_file import imported
 from attn_fuse.explain.problems import in_one_line
 from attn_fuse.explain.roots import repository_of
-from attn_fuse.explain.steps import TimeUp, limited, step, within_memory
+from attn_fuse.explain.steps import within_memory
 from attn_fuse.explain.subject import evaluated
 from tests.model_files import HEADER, Write, net
 
@@ -408,71 +405,6 @@ class TestPrograms:
             layer = module.Net().layer
         assert (layer.in_features, layer.out_features) == (4, 2)
         assert notes == ["from under __main__: size, width"]
-
-
-class TestSteps:
-    def test_what_cleans_up_is_left_alone(self) -> None:
-        done = []
-        with pytest.raises(TimeUp), limited(0.1):
-            try:
-                while True:
-                    time.sleep(0.01)
-            finally:
-                time.sleep(1.5)  # the next alarm comes after a second
-                done.append("cleaned up")
-        assert done == ["cleaned up"]
-
-    def test_a_handler_that_goes_on_is_stopped(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("attn_fuse.explain.steps.CLEANING_UP", 0.5)
-        with pytest.raises(TimeUp), limited(0.1):
-            try:
-                while True:
-                    time.sleep(0.01)
-            except TimeUp:
-                while True:
-                    time.sleep(0.01)
-
-    def test_a_limit_strikes_again_where_it_is_caught(self) -> None:
-        with pytest.raises(TimeUp), limited(0.1):
-            try:
-                while True:
-                    pass
-            except BaseException:  # what training loops do with KeyboardInterrupt
-                while True:
-                    pass
-
-    def test_a_step_says_what_takes_long(self) -> None:
-        message = "building GPT takes more than 0.1 s; build less, or give more with --time-limit"
-        with pytest.raises(ExplainError, match=re.escape(message)), step("building GPT", 0.1, "build less"):
-            while True:
-                pass
-
-    @pytest.mark.parametrize("inner", [0.05, 30.0])
-    def test_a_limit_within_another(self, inner: float) -> None:
-        start = time.monotonic()
-        with pytest.raises(TimeUp), limited(0.3):
-            with contextlib.suppress(TimeUp), limited(inner):
-                while True:
-                    time.sleep(0.01)
-            while time.monotonic() - start < 20:
-                time.sleep(0.01)
-
-    def test_time_that_is_up_before_a_block_begins(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        set_timer, before = signal.setitimer, signal.getsignal(signal.SIGALRM)
-
-        def fires_at_once(which: int, seconds: float, interval: float = 0.0) -> None:
-            set_timer(which, seconds, interval)
-            signal.raise_signal(signal.SIGALRM)
-
-        monkeypatch.setattr(signal, "setitimer", fires_at_once)
-        with pytest.raises(TimeUp), limited(30.0):
-            raise AssertionError("the block begins")
-        assert signal.getsignal(signal.SIGALRM) is before
-
-    def test_no_alarm_is_left(self) -> None:
-        with limited(0.1):
-            pass
-        time.sleep(0.15)
 
 
 class TestEvaluated:

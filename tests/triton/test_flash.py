@@ -5,8 +5,9 @@ Triton is told to interpret before it is imported, so the tests run in a process
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -48,6 +49,7 @@ pytestmark = pytest.mark.thorough
 
 if INTERPRETED:
     from attn_fuse.kernels.triton.flash import launch as flash
+    from attn_fuse.kernels.triton.flash import spans_kernel
     from attn_fuse.kernels.triton.flash.configs import Config
     from attn_fuse.kernels.triton.flash.facts import CallFacts
     from attn_fuse.kernels.triton.flash.op import triton_flash
@@ -317,6 +319,40 @@ def test_spans_by_the_mask_itself(visible: list[Any], mask: Tensor, softly: bool
             begin = torch.where(full, place, other).amin(-1)
             end = torch.where(full | (place < begin[..., None]), other, place).amin(-1)
             assert torch.equal(table[..., 2:].long(), torch.stack([begin, end], -1))
+
+
+@interpreted
+@pytest.mark.parametrize("fill", [-math.inf, LOWEST])
+@pytest.mark.parametrize("at", [(70, 70), (149, 0), (0, 200)], ids=str)
+def test_a_single_hidden_key(at: tuple[int, int], fill: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One key that one query does not see makes its blocks no whole ones; those of other batch entries stay."""
+    monkeypatch.setattr(CallFacts, "config", lambda *_: Config(64, 32, 4, 1))
+    keep = torch.ones(2, 1, 150, 201, dtype=torch.bool)
+    keep[1, 0, at[0], at[1]] = False
+    program = ScoreProgram(
+        where(["input", 0], S, fill), visible=["input", 0], hides_only_if_others_seen=math.isfinite(fill)
+    )
+    case = Case("", program, lambda scores, at, seen: scores.masked_fill(~seen, fill), lambda s: [keep])
+    check(case, Sizes(2, 2, 1, 150, 201, 16, 24), inner=True)
+
+
+@interpreted
+def test_spans_are_found_on_the_device_of_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches on the current device, which may be another."""
+    entered: list[torch.device] = []
+    launched: list[int] = []
+
+    @contextlib.contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        entered.append(device)
+        yield
+        entered.pop()
+
+    monkeypatch.setattr(spans_kernel, "on", on)
+    monkeypatch.setattr(spans_kernel, "launch", lambda *_: launched.append(len(entered)))
+    program = ScoreProgram(S, visible=["input", 0]).dumps()
+    spans([DENSE], [], 2, 3, 150, 201, program, torch.device("cpu"), True)
+    assert launched == [1, 1]
 
 
 @interpreted

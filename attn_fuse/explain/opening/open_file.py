@@ -327,9 +327,9 @@ def _executed(
 
 
 def _imported_without(error: BaseException, path: Path, run: _Run) -> bool:
-    """Import what `path` imports of its repository, and what raised, without the statements that raise there.
+    """Run the file of the repository that raised while `path` imported it, without the statements that raise.
 
-    Whether there is such a file, and it was not done before.
+    False where `path` itself raised, a library did, or the file was run so before.
     """
     if isinstance(error, TimeUp):
         return False

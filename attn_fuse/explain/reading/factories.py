@@ -51,7 +51,7 @@ def factories_in(cls: type[nn.Module], namespace: Mapping[str, Any]) -> list[Cal
 def chains_in(module: types.ModuleType, made_by: Set[str] = frozenset({"Sequential"})) -> list[type[nn.Module]]:
     """What functions of a file give as an `nn.Sequential`, as classes with the function's name and arguments.
 
-    made_by: the names of what gives it, instead.
+    made_by: the names of the functions that make the model; by default `nn.Sequential` does.
     A function that another definition of the file uses gives a part of a model, and is left out.
     """
     functions = [v for v in vars(module).values() if _is_of(v, module.__name__) and not LOADS.search(v.__name__)]

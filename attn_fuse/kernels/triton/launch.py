@@ -7,10 +7,12 @@ without looking at the arguments.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Hashable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from attn_fuse.kernels.triton.assembled import MisassembledError, is_misassembled
@@ -84,3 +86,13 @@ def _require_assembled(kernel: Any, compiled: Any) -> None:
 def ceil_div(a: int, b: int) -> int:
     """a / b, rounded up. Triton's own takes 2 microseconds when Python calls it."""
     return -(-a // b)
+
+
+def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """A context in which `device` is the current one, on which Triton launches."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return _HERE
+    return torch.cuda.device(device)
+
+
+_HERE = contextlib.nullcontext()

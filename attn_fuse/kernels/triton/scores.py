@@ -140,8 +140,8 @@ def _score_code(text: str, inputs: tuple[Described, ...], wide: bool) -> ScoreCo
         unit = LOG2E
         sink = None if sink is None else sink * LOG2E
     unit_seen = unit
-    if _slope(scored_seen) is not None and unit == 1.0:
-        scored_seen, unit_seen = in_unit(scored_seen, LOG2E) or scored_seen, LOG2E
+    if _slope(scored_seen) is not None and unit == 1.0 and (product := in_unit(scored_seen, LOG2E)) is not None:
+        scored_seen, unit_seen = product, LOG2E
     write = functools.partial(_function, inputs=inputs, wide=wide)
     sources: dict[str, str | None] = {
         "score": write("score", f"raw, {_PLACE}", scored, "raw", _TILE),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from attn_fuse.kernels.triton.flash import forward as flash_forward
 from attn_fuse.kernels.triton.flash.configs import OF_KEYS, together_or_apart
 from attn_fuse.kernels.triton.flash.facts import CallFacts, call_facts
 from attn_fuse.kernels.triton.flash.op import heads_inside
-from attn_fuse.kernels.triton.launch import ALIGNMENT, ceil_div, launch, launch_once
+from attn_fuse.kernels.triton.launch import ALIGNMENT, ceil_div, launch, launch_once, on
 from attn_fuse.kernels.triton.scores import LOG2E, Gradient, readable
 
 # Programs that fill any device, up to which a sum is cut into parts; elements of an output that a program of
@@ -100,7 +99,7 @@ def attend(
                 facts.options["forward"], query, key, value, of_queries, *inputs,
             )  # fmt: skip
 
-        with _on(query.device):
+        with on(query.device):
             _assembled(facts, "forward", run)
     return out, row_max, row_sum, centre
 
@@ -157,7 +156,7 @@ def attend_backward(
             of = name, strides, tables
             launch(facts.kept, of, kernel, (programs, 1, 1), arguments, facts.options[name], *pointers)
 
-    with _on(query.device):
+    with on(query.device):
         _, value_dim, _, block_v, *_ = facts.sizes("query")
         rows = max(1, _STATISTICS // block_v)
         if batch * heads * q_len:
@@ -304,13 +303,3 @@ def _strided(x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 
 def _table(spans: Tensor | None) -> tuple[Tensor, tuple[int, ...]] | None:
     return None if spans is None else (spans, tuple(0 if spans.shape[d] == 1 else spans.stride(d) for d in (0, 1)))
-
-
-def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """A context in which `device` is the current one, on which Triton launches."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return _HERE
-    return torch.cuda.device(device)
-
-
-_HERE = contextlib.nullcontext()

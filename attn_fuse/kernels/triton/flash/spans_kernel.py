@@ -14,7 +14,7 @@ from torch import Tensor
 from attn_fuse.kernels.score.dependence import planes
 from attn_fuse.kernels.triton.flash.spans import SPAN as _SPAN
 from attn_fuse.kernels.triton.flash.tiles import SPAN, place
-from attn_fuse.kernels.triton.launch import KEPT, Kept, ceil_div, launch
+from attn_fuse.kernels.triton.launch import KEPT, Kept, ceil_div, launch, on
 from attn_fuse.kernels.triton.scores import ScoreCode, readable, score_code
 
 _CHANGING = ("numbers", "heads", "q_len", "kv_len")
@@ -111,7 +111,7 @@ def find_spans(
     empty = None
     if facts.code.program.hides_only_if_others_seen:
         empty = torch.empty((batch, heads, ceil_div(sizes[2], _SPAN)), dtype=torch.int32, device=device)
-    reads, made = (readable(inputs), facts.reads), []
+    reads, made = (readable(inputs), facts.reads), list[Tensor]()
     for of_keys, length in enumerate(sizes[2:]):
         table = torch.empty((batch, heads, ceil_div(length, _SPAN), width), dtype=torch.int32, device=device)
         made.append(table)
@@ -120,7 +120,8 @@ def find_spans(
                 table, empty, reads, facts.numbers, heads, *sizes[2:], facts.code.visible, bool(of_keys), width == 4,
                 _BLOCK,
             )  # fmt: skip
-            launch(facts.kept, (of_keys, width), seen, (programs, 1, 1), arguments, _OPTIONS, *inputs)
+            with on(device):
+                launch(facts.kept, (of_keys, width), seen, (programs, 1, 1), arguments, _OPTIONS, *inputs)
     return made[0], made[1]
 
 
