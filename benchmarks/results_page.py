@@ -28,11 +28,13 @@ MEASURED = (
     "attention", "backend.py", "emit", "expression", "graph", "guard.py", "kernels", "lift", "patterns", "picker",
     "site.py",
 )  # fmt: skip
-
+# What of it no CPU runs: the results of a CPU but those of the host's calls do not measure it.
+ON_A_GPU = ("kernels/triton", "picker/evidence_cuda*")
+OF_THE_HOST = ("host-cpu",)
 # Results on explain's own stages.
+EXPLAIN = {"explain_repositories": ("explain",)}
 # What explain says of a model that computes with a package that is not there.
 LACKS = "is not installed"
-EXPLAIN = {"explain_repositories": ("explain",)}
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -328,6 +330,8 @@ def outdated() -> Iterator[str]:
         if not commit:
             continue
         paths = [f"attn_fuse/{part}" for part in EXPLAIN.get(path.stem, MEASURED)]
+        if path.stem.endswith("-cpu") and path.stem not in OF_THE_HOST:
+            paths += [f":(exclude,glob)attn_fuse/{part}" for part in (*ON_A_GPU, *(f"{p}/**" for p in ON_A_GPU))]
         # What was taken back since is no change.
         same = ["git", "diff", "--quiet", commit.partition("+")[0], "HEAD", "--", *paths]
         if subprocess.run(same, cwd=ROOT, capture_output=True).returncode == 0:

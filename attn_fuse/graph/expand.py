@@ -1,10 +1,10 @@
 """Expand: replace calls and vmaps that may hide an attention by the operations that they run.
 
-Dynamo keeps `F.multi_head_attention_forward` as one call and `baddbmm` of weights and values as another, and it writes
-a `torch.vmap` as operations between markers that mean nothing without the markers. We trace each such stretch once on
-fake tensors and put the trace in its place. A stretch stays as written where it writes in place, changes the mode,
-takes a derivative or lies within an open one. A graph that could not be made functional keeps all its stretches: we
-would not know in whose memory the values of a trace lie.
+Dynamo keeps `F.multi_head_attention_forward` as one call, torch's fast path of `nn.TransformerEncoderLayer` as another,
+`baddbmm` of weights and values as a third, and it writes a `torch.vmap` as operations between markers that mean nothing
+without the markers. We trace each such stretch once on fake tensors and put the trace in its place. A stretch stays as
+written where it writes in place, changes the mode, takes a derivative or lies within an open one. A graph that could
+not be made functional keeps all its stretches: we would not know in whose memory the values of a trace lie.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch.fx.traceback
 from torch.fx import GraphModule, Node, map_arg
 from torch.utils import _pytree as pytree
 
+from attn_fuse.graph.encoder_layer import encoder_layer
 from attn_fuse.graph.functionalize import make_functional
 from attn_fuse.graph.memory import call, may_write, with_gradient
 from attn_fuse.graph.modes import Mode
@@ -46,6 +47,8 @@ from attn_fuse.torch_internals import (
     on_fake_tensors,
 )
 
+# Calls whose insides no trace shows, since they are one operator, and what computes the same.
+_OPERATORS = {"_transformer_encoder_layer_fwd": encoder_layer}
 _ORIGIN = "attn_fuse_origin"
 _OPENS, _CLOSES = "_vmap_increment_nesting", "_vmap_decrement_nesting"
 
@@ -122,7 +125,8 @@ def _is_plain(stretch: Sequence[Node], modes: Mapping[Node, Mode]) -> bool:
             return False
         if replace(modes[node], levels=0) != replace(mode, levels=0):
             return False
-        if mode.casts and name not in CALLS and any(tensor.is_floating_point() for tensor in tensors):
+        by_operator = name in _OPERATORS
+        if mode.casts and (by_operator or (name not in CALLS and any(t.is_floating_point() for t in tensors))):
             return False
     return True
 
@@ -138,7 +142,9 @@ def _write_out(module: GraphModule, stretch: Sequence[Node], has_gradient: bool)
         env: dict[Node, Any] = dict(zip(inputs, values, strict=True))
         for node in stretch:
             with torch.fx.traceback.annotate({_ORIGIN: node.name}):
-                env[node] = call(node, *map_arg((node.args, node.kwargs), env.__getitem__))
+                args, kwargs = map_arg((node.args, node.kwargs), env.__getitem__)
+                by_hand = _OPERATORS.get(called(node))
+                env[node] = call(node, args, kwargs) if by_hand is None else by_hand(*args, **kwargs)
         if any(innermost(tensor)._version > 0 for value in env.values() for tensor in tensors_of(value)):
             raise TypeError("it writes in place")
         return [env[node] for node in results]

@@ -17,7 +17,7 @@ from attn_fuse.torch_internals import storage_of
 SOFTMAX = frozenset({"softmax", "_softmax", "log_softmax", "_log_softmax", "_safe_softmax"})
 FUSED = frozenset({"scaled_dot_product_attention"})
 # Calls that compute attention among other things: `expand` writes them out before sites are sought.
-CALLS = frozenset({"multi_head_attention_forward"})
+CALLS = frozenset({"multi_head_attention_forward", "_transformer_encoder_layer_fwd"})
 PRODUCTS = frozenset(
     "matmul bmm mm einsum baddbmm addbmm addmm linear tensordot inner dot mv vecdot chain_matmul".split()
 )

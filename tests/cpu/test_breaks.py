@@ -253,6 +253,12 @@ def test_a_function_that_dynamo_leaves_alone_is_named() -> None:
     assert not attn_fuse.explain(each_head, *operands()).notes
 
 
+def test_fullgraph_raises_for_a_function_that_dynamo_leaves_alone() -> None:
+    compiled = torch.compile(each_head_prints, backend="attn_fuse", options={"strict": True}, fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="print"):
+        compiled(*operands())
+
+
 def whole_number(x: Tensor) -> int:
     """As pytorchic-bert's split_last computes a width: through NumPy, which Dynamo traces as a tensor."""
     return int(x.size(-1) / -np.prod([2, -1]))

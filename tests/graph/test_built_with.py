@@ -73,3 +73,23 @@ def test_it_ends() -> None:
 def test_without_source_nothing_is_known() -> None:
     assert value_built_with(type("Made", (nn.Module,), {"__init__": eval("lambda self, x: None")}), "x", {}) is None
     assert value_built_with(torch.Tensor, "x", {}) is None
+
+
+class Pooled(nn.Module):
+    def __init__(self, width: int, pool: str = "cls", depth: int = 40, is_wide: bool = True) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, depth)
+
+
+class HandsOn(nn.Module):
+    def __init__(self, pooling, how_deep, wide) -> None:
+        super().__init__()
+        self.pooling = pooling
+        self.model = Pooled(8, pool=self.pooling, depth=how_deep, is_wide=wide)
+
+
+def test_a_choice_is_what_the_inner_class_has_by_default() -> None:
+    assert value_built_with(HandsOn, "pooling", {}) == "cls"
+    # By its name, which tells a size before the default does.
+    assert value_built_with(HandsOn, "how_deep", {}) == DEPTH
+    assert value_built_with(HandsOn, "wide", {}) is False

@@ -417,3 +417,45 @@ class Config:
         model, _ = model_of(write(configs + net(f"config: Config{default}", body)), notes, most=20_000)
         assert len(model.layers) == 2
         assert notes == ["fewer layers, since its defaults are too large: num_layers=2"]
+
+
+class TestTokenizers:
+    """An argument of which the code reads a few entries and the length, which is that of a vocabulary."""
+
+    def test_its_length(self, write: Write) -> None:
+        body = "self.table = nn.Embedding(len(tokenizer), 8, tokenizer.pad_token_id)"
+        model, _ = model_of(write(net("tokenizer", body)))
+        assert (model.table.num_embeddings, model.table.padding_idx) == (1000, 0)
+
+    def test_a_config_has_the_length_of_its_entries(self, write: Write) -> None:
+        write("", "config.yaml").write_text("d_model: 6\nn_layers: 3\n")
+        body = "self.layer = nn.Linear(config.d_model, config.n_layers); assert len(dict(config)) == 2"
+        assert model_of(write(net("config", body)))[0].layer.in_features == 6
+
+
+class TestEmptyDefaults:
+    """A config whose default is an empty mapping, with which nothing can be built."""
+
+    BODY = "self.layer = nn.Linear(config['d_model'], config['n_layers'])"
+
+    def test_a_file_beside_it(self, write: Write) -> None:
+        write("", "config.yaml").write_text("d_model: 6\nn_layers: 3\n")
+        model, _ = model_of(write(net("model=None, config={}", self.BODY)))
+        assert (model.layer.in_features, model.layer.out_features) == (6, 3)
+
+    def test_small_numbers(self, write: Write) -> None:
+        model, _ = model_of(write(net("config={}", self.BODY)))
+        assert model.layer.in_features == 256
+
+    def test_one_that_serves_stays(self, write: Write) -> None:
+        model, _ = model_of(write(net("config={}", "self.layer = nn.Linear(config.get('d_model', 5), 1)")))
+        assert model.layer.in_features == 5
+
+
+def test_entries_that_other_files_read_do_not_hide_the_own(write: Write) -> None:
+    write("", "config.yaml").write_text("model: {d_model: 6}\nproject: here\n")
+    others = "; ".join(f"config.entry_{n}" for n in range(9))
+    write(f"def other(config):\n    {others}\n", "other.py")
+    source = "import other\n" + net("config", "self.layer = nn.Linear(config['model']['d_model'], 1)")
+    model, _ = model_of(write(source))
+    assert model.layer.in_features == 6

@@ -100,6 +100,18 @@ class TestInputs:
         with pytest.raises(ExplainError, match="no inputs found that Empty runs on"):
             inputs_for(Empty())
 
+    def test_another_input_of_an_embedding_without_rows(self) -> None:
+        class Beside(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layer, self.table = nn.Linear(6, 4), nn.Embedding(0, 4)
+
+            def forward(self, x: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
+                return self.layer(x) + self.table(kinds)
+
+        with pytest.raises(ExplainError, match="no inputs found that Beside runs on"):
+            inputs_for(Beside())
+
     def test_no_longer_than_is_cheap(self) -> None:
         model: Any = Floats()
         model.max_position_embeddings = 131072

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import collections
+import importlib.machinery
 import sys
 import types
 from collections.abc import Callable
@@ -412,3 +413,36 @@ def test_a_model_of_an_older_transformers(write: Write, transformers_5: types.Mo
     assert model.invert_attention_mask(seen[:, None]).shape == (1, 1, 1, 3)
     with pytest.raises(NotImplementedError):
         model.get_head_mask(torch.ones(2), 2)
+
+
+def test_tied_weights_in_a_list(write: Write, transformers_5: types.ModuleType) -> None:
+    def expanded(self: object, all_submodels: bool = False) -> dict[str, str]:
+        return {**self._tied_weights_keys}  # type: ignore[attr-defined]
+
+    transformers_5.PreTrainedModel.get_expanded_tied_weights_keys = expanded  # type: ignore[attr-defined]
+    source = "from transformers.modeling_utils import PreTrainedModel\n" + net(
+        "", "self._tied_weights_keys = ['head.weight']; assert self.get_expanded_tied_weights_keys() == {}"
+    )
+    model, _ = model_of(write(source.replace("nn.Module", "PreTrainedModel")))
+    model._tied_weights_keys = {"head.weight": "table.weight"}
+    assert model.get_expanded_tied_weights_keys() == {"head.weight": "table.weight"}
+
+
+@pytest.fixture
+def pytorch_lightning(library: Callable[..., None]) -> object:
+    library("pytorch_lightning/__init__.py", "from torch import nn\nclass LightningModule(nn.Module):\n    kept = 3\n")
+    library("pytorch_lightning/callbacks.py", "class Callback: ...")
+    yield
+    for name in [name for name in sys.modules if "lightning" in name.partition(".")[0]]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("name", ["lightning as L", "lightning.pytorch as L"])
+def test_lightning_by_its_other_name(write: Write, pytorch_lightning: object, name: str) -> None:
+    if "lightning" in sys.modules or importlib.machinery.PathFinder.find_spec("lightning") is not None:
+        pytest.skip("lightning is installed")
+    source = f"import {name}\nfrom lightning.pytorch.callbacks import Callback\n" + net(
+        "width=2", "self.layer = nn.Linear(width, self.kept)"
+    )
+    model, _ = model_of(write(source.replace("nn.Module", "L.LightningModule")))
+    assert model.layer.out_features == 3

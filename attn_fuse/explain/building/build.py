@@ -323,7 +323,8 @@ def _ways(cls: type[nn.Module], namespace: Mapping[str, Any], failures: Sequence
         yield _Way(None, lambda say: call_of(cls, namespace, path, say, with_none=True))
     # One of several configs may be asked for, and not two.
     configs = [name for name, value in defaults_of(cls).items() if value is None and is_config_name(name)]
-    for name in configs if len(configs) > 1 else ():
+    empty = [name for name, value in defaults_of(cls).items() if value == {} and is_config_name(name)]
+    for name in (*(configs if len(configs) > 1 else ()), *empty):
         failed.append((yield from _tried(_Attempt(cls, namespace, path, Arguments(), needed=(name,)), failures)))
     for rank in range(1, MOST_CONFIGS) if path.is_file() else ():
         yield _Way(None, _Attempt(cls, namespace, path, Arguments(), rank).make)

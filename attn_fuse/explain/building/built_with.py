@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 
 from attn_fuse.explain.building.sizes import DEPTH, KERNEL, OUTPUT_NAME, VOCABULARY, Known, value_for
-from attn_fuse.explain.reading.signatures import bases_of, tree_of_function
+from attn_fuse.explain.reading.signatures import bases_of, defaults_of, tree_of_function
 
 # How many classes deep an argument is followed.
 DEEPEST = 4
@@ -69,6 +69,9 @@ def value_built_with(cls: type, name: str, given: Mapping[str, Any], depth: int 
             is_width = re.search(OUTPUT_NAME, taken.lower()) is not None
             found = known.model_width if is_width else value_for(taken, None, given)
             found = found if found is not None else value_built_with(inner, taken, given, depth + 1)
+            # A size that is handed on has to fit others; a choice, as of a pooling, does not.
+            if found is None and isinstance(default := defaults_of(inner).get(taken), (str, bool)):
+                found = default
             if found is not None:
                 return found
     return False if _only_asked(tree, name) else None

@@ -6,7 +6,7 @@ import ast
 import contextlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,20 +25,24 @@ FEW = 4
 class Reads:
     """What code reads of a config.
 
-    entries: their names. groups: those that hold entries themselves, as DATA does in `cfg.DATA.SIZE`. values: of some
-    entries what suits the conditions of the code. optional: those that may be None.
+    entries: their names. own: those that the file of the class reads. groups: those that hold entries themselves, as
+    DATA does in `cfg.DATA.SIZE`. values: of some entries what suits the conditions of the code. optional: those that
+    may be None. is_counted: whether the code asks for the length of the config itself, as of a tokenizer, which is that
+    of its vocabulary.
     """
 
-    entries: set[str]
-    groups: set[str]
+    entries: Set[str]
+    groups: Set[str]
     values: dict[str, Any]
     optional: set[str]
+    is_counted: bool = False
+    own: Set[str] = frozenset()
 
 
 def reads_of(cls: Callable[..., Any], name: str, path: Path) -> Reads:
     """What the file of `cls`, and the files of its repository that are imported, read of the argument `name`."""
     own, beside = _tree_of(cls), [*_trees_beside(path)]
-    entries = _entries_of(own, name)
+    entries = of_own = _entries_of(own, name)
     if len(entries) < FEW:
         entries = entries.union(*(_entries_of(tree, name) for tree in beside))
     groups = _groups_of(own, name).union(*(_groups_of(tree, name) for tree in beside))
@@ -46,7 +50,7 @@ def reads_of(cls: Callable[..., Any], name: str, path: Path) -> Reads:
     for tree in (*beside, own):
         values |= _asked_by_conditions(tree, name)
     optional = {key for tree in (*beside, own) for key in _optional(tree, name)}
-    return Reads(entries, groups, values, optional)
+    return Reads(entries, groups, values, optional, _is_counted(own, name), of_own)
 
 
 def is_read_as_config(cls: Callable[..., Any], name: str) -> bool:
@@ -114,7 +118,16 @@ def _entries_of(tree: ast.AST, name: str) -> set[str]:
                 entries.add(key)
             case ast.Call(ast.Name("getattr"), [ast.Name(holder), ast.Constant(str() as key), *_]) if holder == name:
                 entries.add(key)
-    return entries
+    # A config that is a mapping has methods.
+    return entries - vars(dict).keys()
+
+
+def _is_counted(tree: ast.AST, name: str) -> bool:
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(ast.Name("len"), [ast.Name(counted) | ast.Attribute(_, counted)]) if counted == name:
+                return True
+    return False
 
 
 def _groups_of(tree: ast.AST, name: str) -> set[str]:

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from attn_fuse.errors import ExplainError
 from attn_fuse.explain.building.config_reads import Reads, reads_of, tree_in
-from attn_fuse.explain.building.sizes import BY_KIND, guess_for, value_for
+from attn_fuse.explain.building.sizes import BY_KIND, VOCABULARY, guess_for, value_for
 from attn_fuse.explain.opening.no_gpu import on_this_machine
 from attn_fuse.explain.opening.open_file import Say
 from attn_fuse.explain.reading.config_files import entries_with
@@ -54,7 +54,8 @@ class SmallConfig(dict[str, Any]):
     does gets a small value by its name. Asking for what no source knows raises UnknownEntry.
     given: entries that are there from the start, as a config file has them; a mapping among them is a SmallConfig too.
     groups: names of entries that hold entries themselves, as DATA does in `cfg.DATA.SIZE`.
-    guess: the value of what no source knows, or None to raise there.
+    guess: the value of what no source knows, or None to raise there. length: what `len` of it gives, where the model
+    asks for that of a vocabulary; None for the number of its entries.
     """
 
     def __init__(
@@ -64,14 +65,20 @@ class SmallConfig(dict[str, Any]):
         given: Mapping[str, Any] | None = None,
         groups: Set[str] = frozenset(),
         guess: Any = None,
+        length: int | None = None,
     ) -> None:
         super().__init__()
+        self.__dict__["_length"] = length
         self.__dict__["_guess"] = guess
         self.__dict__["_name"] = name
         self.__dict__["_options"] = dict(options)
         self.__dict__["_groups"] = frozenset(groups)
         for key, value in (given or {}).items():
             self[key] = self._group(key, value) if type(value) is dict else on_this_machine(key, value)
+
+    def __len__(self) -> int:
+        length = self.__dict__.get("_length")
+        return super().__len__() if length is None else length
 
     def __missing__(self, key: str) -> Any:
         options = self.__dict__["_options"]
@@ -118,7 +125,8 @@ def small_config(
     """
     known = {key for key, value in options.items() if value is not None} | given.keys()
     absent = dict.fromkeys(reads.optional - known)
-    return SmallConfig(name, {**reads.values, **options}, {**absent, **given}, reads.groups, guess)
+    length = VOCABULARY if reads.is_counted else None
+    return SmallConfig(name, {**reads.values, **options}, {**absent, **given}, reads.groups, guess, length)
 
 
 def is_config_name(name: str) -> bool:
@@ -158,6 +166,10 @@ def config_without_class(
         raise ExplainError(f"cannot build {cls.__name__}: its file has {len(in_file)} values for {name}")
     written = options_with(needed, path)
     beside = entries_with(needed, name, path)
+    if beside is None and reads.own:
+        # What other files read of arguments of this name may be of another config.
+        needed = reads.own
+        beside = entries_with(needed, name, path)
     if beside is not None and 2 * len(needed & beside.values.keys()) >= written.known:
         say(f"{name}: {beside.source}")
         return small_config(name, reads, written.values, beside.values, guess)

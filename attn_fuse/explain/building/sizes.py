@@ -188,6 +188,7 @@ def _table(known: Known) -> tuple[tuple[str, Any], ...]:
         (r"(pad|bos|eos|sos|unk|cls|sep|mask|ignore).*(idx|id|index|token)|^padding$", 0),
         (r"drop|^p$", 0.0),
         (r"^eps|_eps$|epsilon", 1e-5),
+        (r"(^|_)(lr|learning_rate|weight_decay)$", 1e-3),
         (r"^alpha$|^beta$|slope$|momentum|std$|^(init|weight)_(std|scale|range)|initializer_range", 0.1),
         (r"temperature|^temp$|^tau$|^gamma$|^(softmax_)?scale$|_weight$", 1.0),
         (r"(mask\w*|keep|noise|prun\w+|sampl\w+|select\w*|token)_?(ratio|rate)$", 0.5),

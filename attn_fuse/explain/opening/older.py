@@ -63,14 +63,29 @@ def imported_part(error: AttributeError) -> bool:
 
 def older_models() -> None:
     """Give transformers' models what version 5 no longer does, where transformers is imported: the methods that make
-    masks, and a table of tied weights, which version 5 makes in `post_init`, for those that call `init_weights` alone.
+    masks, and a table of tied weights, which version 5 makes in `post_init`, for those that call `init_weights` alone
+    or that name the tied weights in a list.
 
     An empty table ties no weights.
     """
     base = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
-    for name, value in OF_TRANSFORMERS.items() if base is not None else ():
+    if base is None:
+        return
+    for name, value in OF_TRANSFORMERS.items():
         if not hasattr(base, name):
             setattr(base, name, value)
+    expanded = getattr(base, "get_expanded_tied_weights_keys", None)
+    if expanded is not None and not hasattr(expanded, "__wrapped__"):
+        setattr(base, "get_expanded_tied_weights_keys", _of_lists(expanded))  # noqa: B010
+
+
+def _of_lists(expanded: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(expanded)
+    def expands(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # Version 4 had a list, of weights that are tied to the embedding, and tied them itself.
+        return {} if isinstance(self._tied_weights_keys, list) else expanded(self, *args, **kwargs)
+
+    return expands
 
 
 def _head_mask(self: object, head_mask: Any, num_hidden_layers: int, is_attention_chunked: bool = False) -> list[None]:

@@ -46,6 +46,12 @@ NAMES = re.compile(r"^\s*from\s+(\w+)\s+import\s+\(?(\w+(?:\s*,\s*\w+)*)", re.M)
 NO_OPERATOR = re.compile(r"operator (?P<namespace>\w+)::(?P<name>\w+) does not exist")
 LACKS = re.compile(r"cannot import name '(?P<name>\w+)' from '(?P<module>[\w.]+)'")
 HAS_NO = re.compile(r"module '?(?P<module>[\w.]+)'? has no attribute '?(?P<name>\w+)'?")
+# One package under two names.
+SAME = {
+    "lightning": "pytorch_lightning",
+    "lightning.pytorch": "pytorch_lightning",
+    "pytorch_lightning": "lightning.pytorch",
+}
 # Packages that nothing can stand in for.
 KEPT = {"torch", "attn_fuse"}
 
@@ -77,6 +83,10 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
         if not self.wanted():
             return None
+        same = SAME.get(fullname, "")
+        if same and importlib.machinery.PathFinder.find_spec(same.partition(".")[0]) is not None:
+            self.say(f"{fullname} is {same} here")
+            return importlib.machinery.ModuleSpec(fullname, _Moved(same), is_package=True)
         if "." in fullname:
             places = self._users_places(fullname)
             name = fullname.rpartition(".")[2]

@@ -167,7 +167,7 @@ def _truths(use: Use, around: Around) -> Iterator[Tensor]:
 def _for_layer(use: Use, layer: nn.Module | Tensor, name: str, around: Around) -> Iterator[Tensor]:
     batch, length = around.batch, around.sequence
     if isinstance(layer, nn.Embedding):
-        shapes = [(batch, length), (batch,), (batch, length, 1)]
+        shapes = [(batch, length), (batch,), (batch, length, 1)] if layer.num_embeddings else []
         for shape in sorted(shapes, key=lambda s: len(s) != use.rank) if use.rank else shapes[:2]:
             yield torch.randint(layer.num_embeddings, shape, device=around.device)
     elif isinstance(layer, nn.modules.conv._ConvNd):
