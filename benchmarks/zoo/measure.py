@@ -162,17 +162,17 @@ def compared(row: Row, setting: Setting, got: Result, wanted: Result) -> Row:
     row = replace(row, far=distance(got, wanted))
     if row.far <= NEAR:
         return row
+    if distance(run(setting, dropout=False), wanted) > row.far / 2:
+        return replace(row, broken="eager: not the same twice")
+    alone = run(setting, by=with_backend("eager"), dropout=False)
+    if distance(alone, wanted) >= row.far / 2:
+        return row
     try:
         exact = run(setting, dropout=False, wide=True)
         row = replace(row, float64=(distance(got, exact), distance(wanted, exact)))
     except Exception as problem:
         print(f"{row.case}, {row.mode}: no float64: {first_line(problem)}")
     if row.float64 is not None and row.float64[0] <= max(FACTOR * row.float64[1], NEAR):
-        return row
-    if distance(run(setting, dropout=False), wanted) > row.far / 2:
-        return replace(row, broken="eager: not the same twice")
-    alone = run(setting, by=with_backend("eager"), dropout=False)
-    if distance(alone, wanted) >= row.far / 2:
         return row
     # What switches by a rounding moves gradients alone: the outputs of a mistake are far, too.
     kinked = distance(replace(got, gradients={}), replace(wanted, gradients={})) <= NEAR and any(
