@@ -124,17 +124,36 @@ def test_a_layer_that_is_not_fused_stays_one_operator() -> None:
     assert [node for node in seen[0].graph.nodes if OPERATOR in str(node.target)]
 
 
-def test_masks_and_inputs_of_another_kind_are_refused() -> None:
-    rest = [WIDTH, HEADS, *[torch.ones(WIDTH)] * 4, True, False, 1e-5, *[torch.ones(WIDTH)] * 8]
-    with pytest.raises(TypeError, match="not called with"):
-        encoder_layer(torch.randn(LENGTH, WIDTH), *rest)
-    model = layer()
+def arguments_of(model: nn.TransformerEncoderLayer, x: Tensor) -> list[Any]:
     inner = model.self_attn
     weights = [inner.in_proj_weight, inner.in_proj_bias, inner.out_proj.weight, inner.out_proj.bias]
     norms = [model.norm1.weight, model.norm1.bias, model.norm2.weight, model.norm2.bias]
     ends = [model.linear1.weight, model.linear1.bias, model.linear2.weight, model.linear2.bias]
-    x = torch.randn(BATCH, LENGTH, WIDTH)
-    arguments = [x, WIDTH, HEADS, *weights, False, False, 1e-5, *norms, *ends]
+    return [x, WIDTH, HEADS, *weights, False, False, 1e-5, *norms, *ends]
+
+
+@pytest.mark.parametrize("is_on", [False, True])
+def test_under_autocast_the_operator_stays(is_on: bool) -> None:
+    """Autocast reaches the products within the operator, and would not reach all of those written out."""
+
+    class Direct(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer()
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16, enabled=is_on):
+                return torch._transformer_encoder_layer_fwd(*arguments_of(self.layer, x))
+
+    _, sites = compiled(Direct().eval(), [torch.randn(BATCH, LENGTH, WIDTH)], {}, pick="fused", inner_backend="eager")
+    assert [site.status for site in sites] == ([] if is_on else ["fused"])
+
+
+def test_masks_and_inputs_of_another_kind_are_refused() -> None:
+    rest = [WIDTH, HEADS, *[torch.ones(WIDTH)] * 4, True, False, 1e-5, *[torch.ones(WIDTH)] * 8]
+    with pytest.raises(TypeError, match="not called with"):
+        encoder_layer(torch.randn(LENGTH, WIDTH), *rest)
+    arguments = arguments_of(layer(), torch.randn(BATCH, LENGTH, WIDTH))
     with pytest.raises(TypeError, match="3 axes"):
         encoder_layer(*arguments, mask=torch.ones(BATCH, LENGTH, LENGTH), mask_type=0)
     torch.testing.assert_close(encoder_layer(*arguments), torch._transformer_encoder_layer_fwd(*arguments))
