@@ -59,8 +59,6 @@ from tests.graph.h200_cases import (
 from tests.h200 import Picked, dynamic, h200
 from tests.models.grouped import by_einsum, by_expand, by_five_dimensions, by_repeat
 
-pytestmark = pytest.mark.thorough
-
 SEEN = {n: (lambda n=n: words(*n)) for n in ((8, 1024), (16, 512), (4, 2048), (2, 4096), (32, 128))}
 
 WANTED = [
@@ -218,6 +216,7 @@ def settings(case: Want) -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", WANTED, ids=str)
 def test_without_a_self_check(case: Want, picked: Callable[..., list[Picked]]) -> None:
     with settings(case):
@@ -225,6 +224,7 @@ def test_without_a_self_check(case: Want, picked: Callable[..., list[Picked]]) -
     assert site.kernel in case.best, f"{case.why}: {site}"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", WANTED, ids=str)
 def test_where_ours_pass_theirs(case: Want, picked: Callable[..., list[Picked]]) -> None:
     """Only a kernel that promises more than what would be picked is checked at all."""
@@ -248,6 +248,7 @@ def test_where_ours_pass_theirs(case: Want, picked: Callable[..., list[Picked]])
             assert site.choice.why_not[instead] == (f"{site.kernel} takes {site.choice.because}",)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", WANTED, ids=str)
 def test_where_ours_fail_theirs(case: Want, picked: Callable[..., list[Picked]]) -> None:
     """The choice is what it is without them, whether they are wrong or slow."""
@@ -310,20 +311,21 @@ def test_plans_count_where_shapes_change(picked: Callable[..., list[Picked]]) ->
     assert kernels == {4096: "cuda_flash", 65536: "cudnn"}
 
 
+# Among the everyday tests, since evidence that is measured anew may change each choice, within what an expert allows.
 @pytest.mark.parametrize(
-    ("name", "kernel"),
+    "name",
     [
-        ("nanoGPT, bf16, training", "cudnn"),
-        ("LLaMA training, grouped", "cudnn"),
-        ("padded Hugging Face training", None),
-        ("ALiBi of slopes kept as a buffer, training", "triton_flash"),
-        ("window 1024, training", "flex"),
-        ("softcap, training", "triton_flash"),
-        ("head_dim 256, causal, training", "cudnn"),
+        "nanoGPT, bf16, training",
+        "LLaMA training, grouped",
+        "padded Hugging Face training",
+        "ALiBi of slopes kept as a buffer, training",
+        "window 1024, training",
+        "softcap, training",
+        "head_dim 256, causal, training",
     ],
 )
 def test_by_the_evidence_that_ships(
-    name: str, kernel: str, picked: Callable[..., list[Picked]], monkeypatch: pytest.MonkeyPatch
+    name: str, picked: Callable[..., list[Picked]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Measured on an H100, of which an H200 takes the ratios."""
     paths = sorted(Path(evidence.__file__).parent.glob("evidence_cuda_*.json"))
@@ -333,4 +335,4 @@ def test_by_the_evidence_that_ships(
     (case,) = [case for case in WANTED if case.name == name]
     with settings(case):
         (site,) = picked(case.program(), *case.inputs(), training=case.training)
-    assert site.kernel == kernel and "by measurements" in site.choice.because, site
+    assert site.kernel in case.best | case.ours and "by measurements" in site.choice.because, site
