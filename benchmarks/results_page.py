@@ -31,8 +31,9 @@ MEASURED = (
 # What of it no CPU runs: the results of a CPU but those of the host's calls do not measure it.
 ON_A_GPU = ("kernels/triton", "picker/evidence_cuda*")
 OF_THE_HOST = ("host-cpu",)
-# Results on explain's own stages.
+# Results on explain's own stages; `info` is a command of its own.
 EXPLAIN = {"explain_repositories": ("explain",)}
+NO_STAGE = "explain/info.py"
 # What explain says of a model that computes with a package that is not there.
 LACKS = "is not installed"
 
@@ -330,6 +331,7 @@ def outdated() -> Iterator[str]:
         if not commit:
             continue
         paths = [f"attn_fuse/{part}" for part in EXPLAIN.get(path.stem, MEASURED)]
+        paths.append(f":(exclude)attn_fuse/{NO_STAGE}")
         if path.stem.endswith("-cpu") and path.stem not in OF_THE_HOST:
             paths += [f":(exclude,glob)attn_fuse/{part}" for part in (*ON_A_GPU, *(f"{p}/**" for p in ON_A_GPU))]
         # What was taken back since is no change.

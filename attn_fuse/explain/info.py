@@ -6,15 +6,17 @@ import argparse
 import importlib.metadata
 import platform
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 
-from attn_fuse.explain import explanation_of
-from attn_fuse.explain.inputs import Inputs
+from attn_fuse import backend
+from attn_fuse.explain import compiled_apart
 from attn_fuse.kernels import KERNELS
 from attn_fuse.picker.timing import this_device
-from attn_fuse.report import version
+from attn_fuse.report import collecting, version
 
 # A kernel runs here if it takes the plainest attention in one of these dtypes.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -40,21 +42,30 @@ def table() -> str:
         "",
         f"{'kernel':<16}{'runs here':<12}in, or why not",
     ]
+    refused = {dtype: why_not(dtype, device) for dtype in _DTYPES}
     for kernel in KERNELS:
-        refused = {dtype: why_not(kernel.name, dtype, device) for dtype in _DTYPES}
-        taken = [str(dtype).removeprefix("torch.") for dtype, reasons in refused.items() if not reasons]
-        said = ", ".join(taken) or "; ".join(dict.fromkeys(r for reasons in refused.values() for r in reasons))
+        taken = [str(dtype).removeprefix("torch.") for dtype in _DTYPES if not refused[dtype][kernel.name]]
+        said = ", ".join(taken) or "; ".join(dict.fromkeys(r for of in refused.values() for r in of[kernel.name]))
         lines.append(f"{kernel.name:<16}{'yes' if taken else 'no':<12}{said}")
     return "\n".join(lines)
 
 
-def why_not(kernel: str, dtype: torch.dtype, device: torch.device) -> tuple[str, ...]:
-    """Every reason why the kernel of this name cannot run the plainest attention here, without gradients."""
-    operands = [torch.zeros(1, 8, 256, 64, dtype=dtype, device=device) for _ in range(3)]
+def why_not(dtype: torch.dtype, device: torch.device) -> dict[str, tuple[str, ...]]:
+    """By the name of each kernel, every reason why it cannot run the plainest attention here, without gradients."""
+    found: dict[str, tuple[str, ...]] = {}
+
+    # The graph itself runs: a kernel that is only asked about is not compiled.
+    def ask(graph: GraphModule, operands: Sequence[Any]) -> GraphModule:
+        for kernel in KERNELS:
+            with collecting() as reports:
+                backend.analyze_only(graph, operands, options={"kernels": [kernel.name]})
+            (site,) = reports[0].sites
+            found[kernel.name] = () if site.fused else site.why_not.get(kernel.name, ("it cannot be asked",))
+        return graph
+
     with torch.no_grad():
-        found = explanation_of(_plain, Inputs(tuple(operands)), lambda run: run(*operands), {"kernels": [kernel]})
-    (site,) = found.sites
-    return () if site.fused else site.why_not.get(kernel, ("it cannot be asked",))
+        compiled_apart(_plain, ask)(*(torch.zeros(1, 8, 256, 64, dtype=dtype, device=device) for _ in range(3)))
+    return found
 
 
 def _plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
