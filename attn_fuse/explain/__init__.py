@@ -24,6 +24,7 @@ from attn_fuse.errors import OptionError as OptionError
 from attn_fuse.errors import nearest as nearest
 from attn_fuse.explain.explanation import Explanation
 from attn_fuse.explain.inputs import Inputs
+from attn_fuse.explain.torchs_own import torch_code_left
 from attn_fuse.graph.breaks import functions_left_alone
 from attn_fuse.options import PICKS as PICKS
 from attn_fuse.options import parse_options as parse_options
@@ -66,9 +67,11 @@ def explanation_of(
     """
     recording: list[bool] = []
     reports: list[GraphReport] = []
+    torchs_own: list[str] = []
 
     def analyzed(graph: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         recording.append(torch.is_grad_enabled())
+        torchs_own.extend(torch_code_left(graph))
         with collecting() as found:
             run = backend.analyze_only(graph, example_inputs, options=options)
         reports.extend(found)
@@ -80,7 +83,8 @@ def explanation_of(
     use(compiled)
     left = left_by_dynamo(started)
     subject = _subject(model, inputs, any(recording))
-    return Explanation(subject, tuple(reports), not_compiled=tuple(functions_left_alone(left)))
+    not_compiled = (*functions_left_alone(left), *dict.fromkeys(torchs_own))
+    return Explanation(subject, tuple(reports), not_compiled=not_compiled)
 
 
 def compiled_apart(

@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException as DataDe
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx as make_fx
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._sympy.functions import FloorDiv as FloorDiv
 from torch.utils._sympy.functions import Mod as Mod
 
@@ -17,6 +18,7 @@ from attn_fuse.torch_internals.dynamo import PassesThroughDynamo as PassesThroug
 from attn_fuse.torch_internals.dynamo import RestartsDynamo as RestartsDynamo
 from attn_fuse.torch_internals.dynamo import apart_from_dynamo as apart_from_dynamo
 from attn_fuse.torch_internals.dynamo import calling_convention_of as calling_convention_of
+from attn_fuse.torch_internals.dynamo import frames_of_break as frames_of_break
 from attn_fuse.torch_internals.dynamo import graph_break as graph_break
 from attn_fuse.torch_internals.dynamo import known_backends as known_backends
 from attn_fuse.torch_internals.dynamo import left_by_dynamo as left_by_dynamo

@@ -45,6 +45,15 @@ def graph_break(graph: torch.fx.GraphModule) -> tuple[str, str] | None:
     return str(ended.reason), "".join(traceback.format_list(ended.user_stack))
 
 
+def frames_of_break(graph: torch.fx.GraphModule) -> tuple[traceback.FrameSummary, ...]:
+    """The frames of the graph break that ends `graph`, the innermost last; none without one, and where Dynamo goes on
+    within the innermost."""
+    if graph_break(graph) is None or getattr(torch._dynamo.config, "nested_graph_breaks", False):
+        return ()
+    ended: Any = graph.compile_subgraph_reason
+    return tuple(ended.user_stack)
+
+
 @dataclass(frozen=True)
 class LeftFunction:
     """A function that Dynamo runs as written, since it cannot go on after a break in it, as in a loop or a generator.

@@ -276,6 +276,42 @@ def test_a_function_that_dynamo_leaves_alone_for_a_break_in_a_generator() -> Non
         assert len(named) == 1 and "outside of the functions that are left as written" in str(found)
 
 
+class Torchs(nn.Module):
+    """Torch's encoder, which looks into a mask unless it is told what that is."""
+
+    def __init__(self, is_causal: bool | None) -> None:
+        super().__init__()
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
+        self.is_causal = is_causal
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        return self.encoder(x, mask, is_causal=self.is_causal)
+
+
+def test_torchs_own_code_that_dynamo_leaves_alone_is_named() -> None:
+    line = inspect.getsourcelines(Torchs)[1] + 10
+    found = attn_fuse.explain(Torchs(None), torch.randn(1, 6, 8))
+    (note,) = found.not_compiled
+    assert note.startswith("torch.compile leaves torch's TransformerEncoder.forward, which ")
+    assert f"test_breaks.py:{line} calls, as written" in note and "breaks at torch/nn/modules/transformer.py:" in note
+    assert "is_causal" in note and "outside of the functions that are left as written" in str(found)
+    # As the note says.
+    told = attn_fuse.explain(Torchs(True), torch.randn(1, 6, 8))
+    assert not told.notes and len(told.sites) == 2
+
+
+class PrintsWithin(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        print("x")
+        return (x @ x.mT).softmax(-1) @ x
+
+
+def test_own_code_within_torchs_is_compiled() -> None:
+    found = attn_fuse.explain(nn.Sequential(nn.Identity(), PrintsWithin()), torch.randn(1, 6, 8))
+    assert not found.not_compiled and len(found.sites) == 1
+
+
 def test_only_the_first_calls_before_a_break_note_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     noted: dict[Tensor, Any] = {}
     monkeypatch.setattr(breaks, "_returned", noted)

@@ -139,6 +139,10 @@ def asserts_rank(x: Tensor) -> None:
     assert x.dim() == 4
 
 
+def wants_volumes(x: Tensor) -> None:
+    raise ValueError("a 5-dimensional tensor it must be")
+
+
 @pytest.mark.parametrize(
     ("program", "pair"),
     [
@@ -147,6 +151,8 @@ def asserts_rank(x: Tensor) -> None:
         (lambda x: x[:, :, 0], (2, 3)),
         (lambda x: x.size(2), (2, 3)),
         (lambda x: [None for a, b, c in [x.shape]], (None, 3)),
+        (lambda x: torch._nested_tensor_from_mask(x[None], x[None] > 0), (None, 2)),
+        (wants_volumes, (None, 5)),
     ],
 )
 def test_ranks(program: Program, pair: tuple[int | None, int]) -> None:

@@ -35,7 +35,7 @@ class Use:
     layer: the first layer that takes it, or the weight that it is multiplied by. rank: how many dimensions it has;
     least: how many at least. names: those of its dimensions, where they are unpacked into names.
     items: of what each item of it must be, where it is a list. keys: the same by key, where it is a dict.
-    attributes: names that are read of it and that tensors lack. is_truth: whether it is inverted, as a mask is.
+    attributes: names that are read of it and that tensors lack. is_truth: whether it is a mask: inverted, or of keys.
     """
 
     layer: nn.Module | Tensor | None = None
@@ -349,6 +349,9 @@ class _Reading:
         if layer is not None:
             owner, function = layer, type(layer).forward
         if layer is not None and type(layer).__module__.startswith("torch."):
+            for inner, given in _bound(function, node):
+                if inner.endswith("key_padding_mask") and (name := _name_of(given)) is not None:
+                    self._add(name, Use(rank=2, is_truth=True))
             for given in node.args[:1]:
                 if (keyed := self._keyed_by(given)) is not None:
                     held, key = keyed

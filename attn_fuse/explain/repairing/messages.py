@@ -109,6 +109,8 @@ _RANK_OF_MAP = re.compile(r"or (\d)D \(batched\) input to \w+, but got input of 
 _TOO_FEW = re.compile(
     r"too many indices for tensor of dimension (\d)|Dimension out of range \(expected to be in range of \[-(\d), \d\]"
 )
+# In a message of no form that is known: "should be 2D", "a 3-dimensional tensor", "4 dims".
+_ANY_RANK = re.compile(r"\b([1-6])[- ]?(?:D|d|dims?|dimensions?|dimensional)\b")
 _RANKS_DIFFER = re.compile(
     r"Tensors must have same number of dimensions: got \d and \d|Number of dimensions of repeat dims can not be smaller"
 )
@@ -223,3 +225,5 @@ def _ranks(message: str) -> Iterator[tuple[int | None, int]]:
         yield rank, rank + 1
     elif of_map := _RANK_OF_MAP.search(message):
         yield len(_numbers(of_map[2])), int(of_map[1])
+    else:
+        yield from ((None, int(rank)) for rank in _ANY_RANK.findall(message))

@@ -12,6 +12,7 @@ from attn_fuse.explain.inputs import Inputs, in_python, tensors_in, that_can_be_
 from attn_fuse.explain.repairing.repairs import Failed
 from attn_fuse.explain.running.declared import USUAL, Sizes
 from attn_fuse.explain.running.longer import longer
+from attn_fuse.explain.running.sequence_first import sequence_first
 from attn_fuse.explain.running.try_inputs import Trial, first_of
 
 # Inputs of fewer numbers than these are a toy's.
@@ -53,7 +54,7 @@ def inputs_for(
     for attempt in (trial.with_set_up, trial.with_optional):
         ran = ran or ((trial.of_any() or trial.of_repairs()) if attempt() else None)
     if ran is not None:
-        return longer(ran, trial).inputs
+        return sequence_first(longer(ran, trial), trial).inputs
     if trial.slow is not None:
         return trial.slow
     tried = f"with {trial.failures[0]}" if trial.failures else "it has no embedding, convolution or linear layer"

@@ -150,7 +150,7 @@ def _truths(use: Use, around: Around) -> Iterator[Tensor]:
     shapes: list[tuple[int, ...]] = [(batch, *around.sides)] if like is not None and like.dim() == 4 else []
     if like is not None and like.dim() == 2 and like.is_floating_point():
         shapes.append((like.shape[0], like.shape[0]))
-    shapes += [(batch, length), (length, length), (batch, length, length), (batch, 1, 1, length)]
+    shapes += [(batch, length), (length, batch), (length, length), (batch, length, length), (batch, 1, 1, length)]
     shapes += [(batch, 1, length, length), (batch, 1, length), (batch, *around.sides)]
     for shape in dict.fromkeys(shapes):
         if use.rank is not None and len(shape) != use.rank:
