@@ -35,7 +35,8 @@ class Use:
     layer: the first layer that takes it, or the weight that it is multiplied by. rank: how many dimensions it has;
     least: how many at least. names: those of its dimensions, where they are unpacked into names.
     items: of what each item of it must be, where it is a list. keys: the same by key, where it is a dict.
-    attributes: names that are read of it and that tensors lack. is_truth: whether it is a mask: inverted, or of keys.
+    attributes: names that are read of it and that tensors lack. is_truth: whether it is inverted, as a mask is.
+    hides_keys: whether a layer takes it for its mask of padded keys.
     """
 
     layer: nn.Module | Tensor | None = None
@@ -46,6 +47,7 @@ class Use:
     keys: Mapping[str, Use] = field(default_factory=dict)
     attributes: frozenset[str] = frozenset()
     is_truth: bool = False
+    hides_keys: bool = False
 
     @property
     def is_vectors(self) -> bool:
@@ -67,6 +69,7 @@ class Use:
             keys,
             self.attributes | other.attributes,
             self.is_truth or other.is_truth,
+            self.hides_keys or other.hides_keys,
         )
 
 
@@ -351,7 +354,7 @@ class _Reading:
         if layer is not None and type(layer).__module__.startswith("torch."):
             for inner, given in _bound(function, node):
                 if inner.endswith("key_padding_mask") and (name := _name_of(given)) is not None:
-                    self._add(name, Use(rank=2, is_truth=True))
+                    self._add(name, Use(rank=2, hides_keys=True))
             for given in node.args[:1]:
                 if (keyed := self._keyed_by(given)) is not None:
                     held, key = keyed

@@ -82,7 +82,7 @@ def values_for(use: Use, name: str, around: Around) -> Iterator[Any]:
             for count in (1,) if isinstance(one, dict) else (LEVELS, 1, 3):
                 yield [_alone(one) for _ in range(count)]
         return
-    if use.is_truth or (TRUTH.search(name) and use.layer is None):
+    if use.is_truth or use.hides_keys or (TRUTH.search(name) and use.layer is None):
         yield from _truths(use, around)
         return
     if use.layer is not None:
@@ -157,7 +157,7 @@ def _truths(use: Use, around: Around) -> Iterator[Tensor]:
             continue
         if len(shape) < use.least:
             continue
-        if use.is_truth:
+        if use.is_truth or use.hides_keys:
             yield torch.zeros(shape, dtype=torch.bool, device=around.device)
             continue
         yield torch.ones(shape, dtype=around.dtype, device=around.device)
