@@ -100,7 +100,7 @@ class Explanation:
         count = len(self.reports)
         graphs = f" in {count} graphs" if count > 1 else ""
         if not self.sites:
-            why = "there is no softmax between two products"
+            why = "no softmax that can be followed stands between two products"
             if self.not_compiled:
                 return f"no attention found{graphs}: {why} outside of the functions that are left as written"
             return f"no attention found{graphs}: {why}"

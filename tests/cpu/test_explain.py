@@ -164,7 +164,7 @@ class TestText:
         assert text.count("a note") == 1 and "2 attentions in 2 graphs: 2 fused" in text
 
     def test_no_attention(self) -> None:
-        assert "no attention found: there is no softmax between two products" in str(explanation())
+        assert "no attention found: no softmax that can be followed stands between two products" in str(explanation())
         assert "no attention found: torch.compile made no graph of it" in str(Explanation("GPT()", ()))
 
     def test_json_keeps_every_site(self) -> None:
