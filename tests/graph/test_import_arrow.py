@@ -16,8 +16,8 @@ ORDER = (
     "__main__",
 )  # fmt: skip
 ORDER_IN_EXPLAIN = (
-    "roots", "problems", "steps", "inputs", "opening", "reading", "repairing", "building", "running", "page",
-    "explanation", "__init__", "subject", "info", "command", "watched", "__main__",
+    "roots", "problems", "steps", "inputs", "opening", "reading", "repairing", "building", "running",
+    "torchs_own", "page", "explanation", "__init__", "subject", "info", "command", "watched", "__main__",
 )  # fmt: skip
 MODULES = sorted(ROOT.rglob("*.py"))
 MOST_FILES_AT_THE_ROOT = 10
