@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from traceback import FrameSummary
@@ -13,7 +14,8 @@ from torch.fx import GraphModule
 from attn_fuse.report import Location
 from attn_fuse.torch_internals import frames_of_break
 
-_TORCH, _OURS = (str(Path(code).parent) for code in (torch.__file__, str(Path(__file__).parent)))
+# With the separator: torchvision's files are none of torch's.
+_TORCH, _OURS = (f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 # What stands between the call of a module and its forward.
 _CALLS = ("_wrapped_call_impl", "_call_impl")
 # The function of torch that looks into a mask, and what tells torch what it would see.
@@ -26,7 +28,7 @@ _MOVE_IT = "Call it without what breaks there."
 
 
 def torch_code_left(graph: GraphModule) -> Iterator[str]:
-    """A sentence on the function of torch that the break at the end of `graph` leaves as written, if there is one.
+    """A sentence on the module of torch that the break at the end of `graph` leaves as written, if there is one.
 
     Dynamo goes on after a break in the outermost function, and compiles what that calls by itself: user code, but none
     of torch's files.
@@ -34,7 +36,8 @@ def torch_code_left(graph: GraphModule) -> Iterator[str]:
     frames = [frame for frame in frames_of_break(graph) if frame.name not in _CALLS]
     own = [number for number, frame in enumerate(frames) if not frame.filename.startswith(_TORCH)]
     called = frames[own[-1] + 1 :] if own else []
-    if not called:
+    # Of torch's functions modules alone hold attention.
+    if not called or called[0].name != "forward":
         return
     by, at = frames[own[-1]], called[-1]
     caller = "" if by.filename.startswith(_OURS) else f", which {Location(by.filename, by.lineno or 0, '', '')} calls,"

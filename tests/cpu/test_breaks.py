@@ -307,6 +307,16 @@ class PrintsWithin(nn.Module):
         return (x @ x.mT).softmax(-1) @ x
 
 
+class Counts(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[torch.unique((x > 0).long()).sum().item() :] + 1
+
+
+def test_a_function_of_torch_without_attention_is_not_named() -> None:
+    found = attn_fuse.explain(Counts(), torch.randn(4, 8))
+    assert not found.not_compiled and found.notes
+
+
 def test_own_code_within_torchs_is_compiled() -> None:
     found = attn_fuse.explain(nn.Sequential(nn.Identity(), PrintsWithin()), torch.randn(1, 6, 8))
     assert not found.not_compiled and len(found.sites) == 1
