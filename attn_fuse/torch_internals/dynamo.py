@@ -46,8 +46,10 @@ def graph_break(graph: torch.fx.GraphModule) -> tuple[str, str] | None:
 
 
 def frames_of_break(graph: torch.fx.GraphModule) -> tuple[traceback.FrameSummary, ...]:
-    """The frames of the graph break that ends `graph`, the innermost last; none without one, and where Dynamo goes on
-    within the innermost."""
+    """The frames of the graph break that ends `graph`, the innermost last.
+
+    Empty without a break, and where Dynamo goes on within the innermost frame, so that no code is left as written.
+    """
     if graph_break(graph) is None or getattr(torch._dynamo.config, "nested_graph_breaks", False):
         return ()
     ended: Any = graph.compile_subgraph_reason

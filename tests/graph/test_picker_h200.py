@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -336,3 +337,12 @@ def test_by_the_evidence_that_ships(
     with settings(case):
         (site,) = picked(case.program(), *case.inputs(), training=case.training)
     assert site.kernel in case.best | case.ours and "by measurements" in site.choice.because, site
+    # By that evidence no other kernel that can run it is faster.
+    of_others = [_ratio(reason) for reasons in site.choice.why_not.values() for reason in reasons]
+    own = 1.0 if site.kernel is None else _ratio(site.choice.because)
+    assert own is not None and all(ratio is None or ratio >= own for ratio in of_others), site
+
+
+def _ratio(reason: str) -> float | None:
+    found = re.match(r"([\d.]+) of the time as written, by measurements", reason)
+    return float(found[1]) if found else None

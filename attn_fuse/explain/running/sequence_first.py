@@ -23,11 +23,12 @@ def sequence_first(ran: Ran, trial: Trial) -> Ran:
     if first is None or first.dim() not in _RANKS or first.shape[0] != batch or first.shape[1] == batch:
         return ran
     slow = trial.slow
-    exchanged = Inputs(_exchanged(ran.inputs.args), _exchanged(ran.inputs.kwargs))
-    again = trial.on(exchanged) if batch in _keys(trial, ran.inputs) else None
-    is_better = again is not None and batch not in _keys(trial, exchanged)
+    _, keys = _watched(trial, ran.inputs)
+    if batch in keys:
+        again, keys = _watched(trial, Inputs(_exchanged(ran.inputs.args), _exchanged(ran.inputs.kwargs)))
+        ran = again if again is not None and batch not in keys else ran
     trial.slow = slow
-    return again if again is not None and is_better else ran
+    return ran
 
 
 def _exchanged(value: Any) -> Any:
@@ -38,11 +39,10 @@ def _exchanged(value: Any) -> Any:
     return type(value)(map(_exchanged, value)) if type(value) in (list, tuple) else value
 
 
-def _keys(trial: Trial, inputs: Inputs) -> set[int]:
-    # The numbers of keys that are attended over.
+def _watched(trial: Trial, inputs: Inputs) -> tuple[Ran | None, set[int]]:
+    # A run, and the numbers of keys that it attends over.
     with _Keys() as seen:
-        trial.on(inputs)
-    return seen.counts
+        return trial.on(inputs), seen.counts
 
 
 class _Keys(TorchDispatchMode):
