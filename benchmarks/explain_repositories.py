@@ -1,8 +1,8 @@
 """How many files of public repositories `python -m attn_fuse.explain FILE` reports on, with no flag but the path.
 
 The list is benchmarks/results/explain_repositories.json: of each file the repository, its commit and what came of it.
-A report counts where the model was built and run, also where it has no attention to fuse; one of a part of the model
-("of a part only" in it) is counted apart. A failure must be one line, with exit code 2. Each row has the commit that it
+A report counts where the model was built and run; those with an attention in it are counted once more, and those of a
+part of the model ("of a part only" in it) apart. A failure must be one line, with exit code 2. Each row has the commit that it
 was measured at. Repositories are sought in FOLDER as OWNER+NAME, and cloned there with --clone. Nothing of them is
 installed: what they need and this environment, which has the packages of the extra `explain`, lacks is among the
 failures. Their code runs: use a machine for it.
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -29,6 +30,7 @@ NOTE = (
     "omegaconf, pytorch-lightning, PyYAML, rotary-embedding-torch, scipy, timm, transformers, x-transformers"
 )
 LIST = Path(__file__).parent / "results" / "explain_repositories.json"
+_FOUND = re.compile(r"\b\d+ attentions?\b")
 
 
 def outcome_of(file: Path, limit: float) -> dict[str, Any]:
@@ -57,6 +59,11 @@ def outcome_of(file: Path, limit: float) -> dict[str, Any]:
         "words": lines[-1].removeprefix("attn_fuse.explain: ") if lines else "",
         "seconds": seconds,
     }
+
+
+def has_attention(row: dict[str, Any]) -> bool:
+    """Whether the report of a row, on a model or on a part of it, has an attention."""
+    return row["outcome"] in ("report", "part") and bool(_FOUND.search(row["words"]))
 
 
 def clone(repository: str, version: str, folder: Path) -> None:
@@ -109,7 +116,8 @@ def main() -> None:
     commits = sorted({row["measured"] for row in files})
     content = {"commit": now, "commits": commits, "note": NOTE, "counts": counts, "files": files}
     arguments.results.write_text(json.dumps(content, indent=1) + "\n")
-    print(f"{counts['report']} of {len(files)} give a report; {dict(counts)}")
+    found = sum(map(has_attention, files))
+    print(f"{counts['report']} of {len(files)} give a report; {dict(counts)}; {found} with an attention")
 
 
 if __name__ == "__main__":

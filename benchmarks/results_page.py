@@ -175,6 +175,8 @@ def recognised() -> str:
 
 def opened() -> str:
     """explain_repositories.py: on how many files of public repositories explain reports, with nothing but the path."""
+    from explain_repositories import has_attention
+
     content = stored("explain_repositories")
     rows = []
     groups = [*dict.fromkeys(row["group"] for row in content["files"]), "all"]
@@ -186,9 +188,9 @@ def opened() -> str:
             counts = Counter(row.get(key) for row in of)
             cells += [str(counts["report"]), str(counts["part"])] if key == "outcome" or is_told else ["", ""]
         lacks = sum(row["outcome"] != "report" and LACKS in row.get("why", "") + row["words"] for row in of)
-        rows.append([group, str(len(of)), *cells, str(lacks)])
+        rows.append([group, str(len(of)), *cells, str(sum(map(has_attention, of))), str(lacks)])
     heads = [
-        "sample", "files", "a report, when it was new", "of a part", "a report, now", "of a part",
+        "sample", "files", "a report, when it was new", "of a part", "a report, now", "of a part", "with an attention",
         "not one for want of a package",
     ]  # fmt: skip
     return _signed(markdown(heads, rows), "explain_repositories")
