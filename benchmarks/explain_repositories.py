@@ -2,9 +2,9 @@
 
 The list is benchmarks/results/explain_repositories.json: of each file the repository, its commit and what came of it.
 A report counts where the model was built and run; those with an attention in it are counted once more, and those of a
-part of the model ("of a part only" in it) apart. A failure must be one line, with exit code 2. Each row has the commit that it
-was measured at. Repositories are sought in FOLDER as OWNER+NAME, and cloned there with --clone. Nothing of them is
-installed: what they need and this environment, which has the packages of the extra `explain`, lacks is among the
+part of the model ("of a part only" in it) apart. A failure must be one line, with exit code 2. Each row has the commit
+that it was measured at. Repositories are sought in FOLDER as OWNER+NAME, and cloned there with --clone. Nothing of them
+is installed: what they need and this environment, which has the packages of the extra `explain`, lacks is among the
 failures. Their code runs: use a machine for it.
 """
 
