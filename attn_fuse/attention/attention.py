@@ -99,3 +99,7 @@ class Attention:
     def length(self, axes: tuple[sympy.Symbol, ...]) -> sympy.Expr:
         """The number of positions along `axes` together, 1 for no axes."""
         return sympy.prod([self.size(a) for a in axes]) if axes else sympy.Integer(1)
+
+    def same_length(self, one: tuple[sympy.Symbol, ...], other: tuple[sympy.Symbol, ...]) -> bool:
+        """Whether there are as many positions along `one` as along `other` on every call; False if not proved."""
+        return self.space.same_size(self.length(one), self.length(other))

@@ -18,7 +18,6 @@ from attn_fuse.expression import nodes as ex
 from attn_fuse.expression import simplify as al
 from attn_fuse.expression.index import Space
 from attn_fuse.expression.nodes import Const, Expr
-from attn_fuse.torch_internals import FloorDiv, Mod
 
 Kind = Literal["none", "causal", "window", "prefix", "padding", "documents", "dense"]
 # The kinds of mask that evidence knows, the cheapest first. "window": a band of keys around each query, or a causal
@@ -83,7 +82,7 @@ class Causal(MaskPart):
         if not isinstance(keep, ex.NonNegative) or not axes.query:
             return None
         offset = sympy.expand(keep.value - position(axes.query, space) + position(axes.key, space))
-        return Causal(keep, offset) if _is_number(offset, axes) else None
+        return Causal(keep, offset) if _is_number(offset, space) else None
 
     @property
     def band(self) -> Band:
@@ -117,7 +116,7 @@ class Window(MaskPart):
         if not isinstance(keep, ex.NonNegative) or not axes.query:
             return None
         reach = sympy.expand(keep.value + position(axes.query, space) - position(axes.key, space))
-        return Window(keep, reach) if _is_number(reach, axes) else None
+        return Window(keep, reach) if _is_number(reach, space) else None
 
     @property
     def band(self) -> Band:
@@ -290,10 +289,9 @@ def _renamed(index: tuple[sympy.Expr, ...], by: Mapping[sympy.Symbol, sympy.Expr
     return tuple(sympy.expand(i.subs(by)) for i in index)
 
 
-def _is_number(value: sympy.Expr, axes: Axes) -> bool:
+def _is_number(value: sympy.Expr, space: Space) -> bool:
     """Whether `value` is the same for all elements: a number, or an expression of sizes."""
-    known = {*axes.batch, *axes.kv_heads, *axes.groups, *axes.query, *axes.key}
-    return not value.free_symbols & known and not value.has(FloorDiv, Mod)
+    return not value.free_symbols & space.sizes.keys()
 
 
 def every_query_sees_a_key(

@@ -240,11 +240,11 @@ def assuming(x: Expr, cond: Expr, space: Space) -> Expr:
 
 
 def _continues(cond: Expr, a: Expr, b: Expr) -> bool:
-    """Whether `cond` is s >= 1 for an index s, and `b` is what `a` would be at s = 0, so that `a` holds everywhere."""
+    """Whether `a` holds everywhere: `cond` is s >= 1 for a symbol s that is never negative, and `b` is `a` at s = 0."""
     match cond, a, b:
         case NonNegative(start), Index(x), Index(y):
             symbol = sympy.expand(start + 1)
-            return bool(symbol.is_Symbol and x.subs(symbol, 0) == y)
+            return bool(symbol.is_Symbol and symbol.is_nonnegative and x.subs(symbol, 0) == y)
     return False
 
 

@@ -49,7 +49,7 @@ def cpu_limits(attention: Attention, facts: Facts) -> Iterator[str]:
         width = max(facts.head_dim, facts.value_dim)
         query, key, value, mask = _stand_ins(attention, replace(facts, head_dim=width, value_dim=width), facts.device)
         chosen = sdpa_choice(
-            query, key, value, mask, 0.0, attention.mask.is_causal and mask is None, facts.heads != facts.kv_heads
+            query, key, value, mask, 0.0, attention.mask.is_causal and mask is None, _is_grouped(attention, facts)
         )
         if chosen != SDPBackend.FLASH_ATTENTION.value:
             yield "torch would not run flash attention here (is it switched off?)"
@@ -68,9 +68,9 @@ def cuda_limits(
         yield "a query that sees no key would not get the mean of the values on CUDA"
     if attention.biases and (facts.bias_dtype or torch.float32) != facts.dtype:
         yield f"a bias in {facts.bias_dtype or torch.float32} would be rounded to {facts.dtype}"
-    if facts.heads != facts.kv_heads and not takes_gqa:
+    if _is_grouped(attention, facts) and not takes_gqa:
         yield "takes no grouped queries"
-    if attention.mask.is_causal and not attention.biases and facts.q_len != facts.kv_len:
+    if attention.mask.is_causal and not attention.biases and not _is_square(attention, facts):
         yield "takes a causal mask only where q_len equals kv_len"
     if facts.device.type != "cuda":
         return
@@ -78,7 +78,7 @@ def cuda_limits(
         query, key, value, mask = _stand_ins(attention, facts, facts.device)
         parameters = torch.backends.cuda.SDPAParams(
             query, key, value, mask, _probability(attention), attention.mask.is_causal and mask is None,
-            facts.heads != facts.kv_heads,
+            _is_grouped(attention, facts),
         )  # fmt: skip
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
@@ -129,6 +129,16 @@ def _is_plain(attention: Attention) -> bool:
     return not attention.biases and (attention.mask.is_causal or not attention.mask.parts)
 
 
+def _is_grouped(attention: Attention, facts: Facts) -> bool:
+    """Whether query heads may share a head of key and value, on this call or another."""
+    return facts.heads != facts.kv_heads or not attention.same_length(attention.head_axes, attention.kv_head_axes)
+
+
+def _is_square(attention: Attention, facts: Facts) -> bool:
+    """Whether q_len equals kv_len on every call."""
+    return facts.q_len == facts.kv_len and attention.same_length(attention.axes.query, attention.axes.key)
+
+
 def _is_boolean(attention: Attention) -> bool:
     return not attention.biases and attention.mask.empty_rows != "mean"
 
@@ -160,7 +170,7 @@ def emit(backend: SDPBackend, call: Call) -> Node:
         dropout_p=call.dropout_p(),
         is_causal=call.attention.mask.is_causal and not call.attention.biases,
         scale=call.scale(),
-        enable_gqa=facts.heads != facts.kv_heads,
+        enable_gqa=_is_grouped(call.attention, facts),
     )
     return out if wider >= 0 else call.node(torch.narrow, out, -1, 0, facts.value_dim)
 

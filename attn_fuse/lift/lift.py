@@ -28,7 +28,7 @@ from attn_fuse.lift.closed_forms import ClosedForm, Diagonals
 from attn_fuse.lift.normalize import Normal
 from attn_fuse.lift.operations import OPERATIONS
 from attn_fuse.lift.tensor import Indices, LiftedTensor, NoClosedForm, Operation, shape_of
-from attn_fuse.torch_internals import FakeTensor, lower_bounds
+from attn_fuse.torch_internals import FakeTensor, number_ranges
 
 # A longer tensor of constants is not written out.
 _MOST_WRITTEN_OUT = 16
@@ -69,7 +69,7 @@ def lift(normal: Normal, closed_forms: Mapping[int, ClosedForm | Diagonals]) -> 
         `Diagonals` are used only where a parameter in training is read by them: its gradient is then summed along the
         diagonals.
     """
-    space = Space(lower=lower_bounds(normal.mode))
+    space = Space(number_ranges(normal.mode))
     lifter = _Lifter(normal, closed_forms, space)
     output = lifter.output()
     indices = tuple(sympy.Integer(0) if size == 1 else space.fresh("o", size) for size in output.shape)

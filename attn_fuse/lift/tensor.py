@@ -191,7 +191,7 @@ def slice_start(call: Operation, length: sympy.Expr, count: sympy.Expr) -> sympy
     if space.is_nonnegative(first):
         return first
     from_front = sympy.expand(length + first)
-    if space.is_nonnegative(from_front):
+    if space.is_negative(first) and space.is_nonnegative(from_front):
         return from_front
     if space.is_negative(from_front):
         return sympy.Integer(0)

@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx as make_fx
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._sympy.functions import FloorDiv as FloorDiv
 from torch.utils._sympy.functions import Mod as Mod
+from torch.utils._sympy.functions import PythonMod as PythonMod
 
 from attn_fuse.torch_internals.dynamo import LeftFunction as LeftFunction
 from attn_fuse.torch_internals.dynamo import PassesThroughDynamo as PassesThroughDynamo
@@ -43,9 +44,9 @@ from attn_fuse.torch_internals.tensors import decompositions as decompositions
 from attn_fuse.torch_internals.tensors import dispatch_modes_aside as dispatch_modes_aside
 from attn_fuse.torch_internals.tensors import functionalized as functionalized
 from attn_fuse.torch_internals.tensors import functorch_levels_kept as functorch_levels_kept
-from attn_fuse.torch_internals.tensors import index_bounds as index_bounds
 from attn_fuse.torch_internals.tensors import innermost as innermost
-from attn_fuse.torch_internals.tensors import lower_bounds as lower_bounds
+from attn_fuse.torch_internals.tensors import interval_of_number as interval_of_number
+from attn_fuse.torch_internals.tensors import number_ranges as number_ranges
 from attn_fuse.torch_internals.tensors import on_fake_tensors as on_fake_tensors
 from attn_fuse.torch_internals.tensors import saved_tensors_hooks_aside as saved_tensors_hooks_aside
 from attn_fuse.torch_internals.tensors import sizes_apart as sizes_apart

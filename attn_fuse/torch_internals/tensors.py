@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 
@@ -66,17 +69,36 @@ def sizes_apart() -> Iterator[None]:
         _config.use_duck_shape = before
 
 
-def lower_bounds(mode: FakeTensorMode) -> dict[Any, int]:
-    """The min of each size symbol in the shape environment of `mode`, or 0 where it is not known as an integer."""
+def number_ranges(mode: FakeTensorMode) -> dict[Any, tuple[float, float]]:
+    """The (min, max) that the shape environment of `mode` guards for each symbol; infinite where it guards none."""
     if mode.shape_env is None:
         return {}
-    return {s: int(r.lower) if r.lower.is_Integer else 0 for s, r in mode.shape_env.var_to_range.items()}
+    return {s: (_as_float(r.lower), _as_float(r.upper)) for s, r in mode.shape_env.var_to_range.items()}
 
 
-def index_bounds(value: Any, ranges: Mapping[Any, tuple[int, int]]) -> tuple[float, float]:
-    """Bounds (min, max) of a SymPy expression over integer symbols. ranges: the (min, max) of each symbol."""
-    bounds = bound_sympy(value, {symbol: ValueRanges(*ends) for symbol, ends in ranges.items()})
-    return float(bounds.lower), float(bounds.upper)
+def interval_of_number(value: Any, ranges: Mapping[Any, tuple[float, float]]) -> tuple[float, float]:
+    """Bounds (min, max) of a SymPy expression, by torch's interval arithmetic; infinite where it has no rule.
+
+    ranges: the (min, max) of each symbol. Whole numbers are exact, as Python's integers.
+    """
+    known = {s: ValueRanges(*(_as_sympy(end, bool(s.is_integer)) for end in ends)) for s, ends in ranges.items()}
+    try:
+        bounds = bound_sympy(value, known)
+    except Exception:
+        # Its rules assert and raise where a function is not defined for all of a range.
+        return -math.inf, math.inf
+    return _as_float(bounds.lower), _as_float(bounds.upper)
+
+
+def _as_float(end: Any) -> float:
+    return int(end) if end.is_Integer else float(end)
+
+
+def _as_sympy(end: float, whole: bool) -> Any:
+    if not math.isinf(end):
+        return end
+    infinity = int_oo if whole else sympy.oo
+    return infinity if end > 0 else -infinity
 
 
 def innermost(tensor: torch.Tensor) -> torch.Tensor:

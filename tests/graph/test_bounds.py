@@ -14,9 +14,9 @@ from attn_fuse.expression.index import Space
 from attn_fuse.expression.ranges import stays_within
 
 T = 12
-SPACE = Space(lower={sympy.Symbol("length", integer=True): 2})
+SPACE = Space({sympy.Symbol("length", integer=True, positive=True): (2, math.inf)})
 ROW, COLUMN = SPACE.fresh("i", T), SPACE.fresh("j", T)
-FAR_COLUMN = SPACE.fresh("k", sympy.Symbol("length", integer=True))
+FAR_COLUMN = SPACE.fresh("k", sympy.Symbol("length", integer=True, positive=True))
 DISTANCE, FAR = ex.Index(ROW - COLUMN), ex.Index(-FAR_COLUMN)
 LEARNED, STORED = ex.Load(0, (ROW,)), ex.Load(1, (COLUMN,))
 HALF = ex.Const(0.5)

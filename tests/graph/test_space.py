@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import sympy
 from hypothesis import given, settings
@@ -60,7 +61,7 @@ def test_digits_are_bounded_soundly(size: int, base: int, a: int, constant: int)
 
 def test_symbolic_sizes() -> None:
     length = sympy.Symbol("s0", integer=True, positive=True)
-    space = Space(lower={length: 2})
+    space = Space({length: (2, math.inf)})
     i, j = space.fresh("i", length), space.fresh("j", length)
     assert space.is_nonnegative(length - 2) and not space.is_nonnegative(length - 3)
     assert space.is_nonnegative(i + length - 1 - j)
