@@ -7,10 +7,21 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 from zlib import crc32
 
 import pytest
 import torch
+
+try:
+    import z3  # noqa: F401
+except ImportError:
+    # The GPU machine has no solver.
+    _CLAIMS = None
+else:
+    from tests.claims import Claims
+
+    _CLAIMS = Claims()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -61,3 +72,34 @@ def fresh() -> Iterator[None]:
     torch._dynamo.reset()
     torch.manual_seed(0)
     yield
+
+
+@pytest.fixture(autouse=True)
+def proofs_hold() -> Iterator[None]:
+    """Every proof about sizes, integers and positions that a test makes has no counterexample."""
+    if _CLAIMS is None:
+        yield
+        return
+    end = _CLAIMS.listen()
+    yield
+    end()
+    assert [*_CLAIMS.wrong()] == []
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput") and _CLAIMS is not None:
+        session.config.workeroutput["claims"] = _CLAIMS.counts
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    if _CLAIMS is not None:
+        _CLAIMS.add(getattr(node, "workeroutput", {}).get("claims", (0, 0, 0)))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if _CLAIMS is not None and _CLAIMS.checked:
+        checked, undecided, beyond = _CLAIMS.counts
+        terminalreporter.write_line(
+            f"z3: {checked} proofs without a counterexample, {undecided} of them undecided, {beyond} beyond it"
+        )
