@@ -19,10 +19,10 @@ from attn_fuse.expression.numbers import Bounds, Numbers
 from attn_fuse.torch_internals import FloorDiv, Mod
 
 Size: TypeAlias = sympy.Expr
-# The max that a symbolic size is assumed to have, and the max absolute value of any other integer of the program, where
-# the question is whether a dtype holds a position exactly.
+# The max that a symbolic size is assumed to have, where the question is whether a dtype holds a position exactly.
 LONGEST = 2**24
-WIDEST = 2**62
+# The max absolute value of any other integer of the program. The lift guards it, except of an integer from a tensor.
+WIDEST = 2**40
 # The max steps of a proof: more than any layout needs. Each digit of an expression, x // n or x mod n, may double them.
 _MOST_STEPS = 200
 

@@ -20,7 +20,7 @@ from torch.fx import Node
 from attn_fuse.attention.facts import is_learned
 from attn_fuse.expression import nodes as ex
 from attn_fuse.expression import simplify as al
-from attn_fuse.expression.index import Space
+from attn_fuse.expression.index import WIDEST, Space
 from attn_fuse.expression.nodes import Expr
 from attn_fuse.graph.names import value_of
 from attn_fuse.graph.walk import batch_dimensions, is_product
@@ -28,7 +28,7 @@ from attn_fuse.lift.closed_forms import ClosedForm, Diagonals
 from attn_fuse.lift.normalize import Normal
 from attn_fuse.lift.operations import OPERATIONS
 from attn_fuse.lift.tensor import Indices, LiftedTensor, NoClosedForm, Operation, shape_of
-from attn_fuse.torch_internals import FakeTensor, number_ranges
+from attn_fuse.torch_internals import FakeTensor, limit_integer, number_ranges
 
 # A longer tensor of constants is not written out.
 _MOST_WRITTEN_OUT = 16
@@ -69,6 +69,7 @@ def lift(normal: Normal, closed_forms: Mapping[int, ClosedForm | Diagonals]) -> 
         `Diagonals` are used only where a parameter in training is read by them: its gradient is then summed along the
         diagonals.
     """
+    _limit_integers(normal)
     space = Space(number_ranges(normal.mode))
     lifter = _Lifter(normal, closed_forms, space)
     output = lifter.output()
@@ -84,6 +85,15 @@ def lift(normal: Normal, closed_forms: Mapping[int, ClosedForm | Diagonals]) -> 
     leaves = enumerate(normal.region.leaves)
     batch_of = {n: batch_dimensions(leaf) for n, leaf in leaves if is_product(leaf)}
     return Lifted(element, indices, output.shape, output.dtype, space, lifter.leaf_dtypes, learned, batch_of)
+
+
+def _limit_integers(normal: Normal) -> None:
+    """Guard that integers of the program stay so far from the ends of int64 that no sum of positions wraps around."""
+    for leaf in normal.region.leaves:
+        value = value_of(leaf)
+        for symbol in value.node.expr.free_symbols if isinstance(value, torch.SymInt) else ():
+            if not symbol.is_positive and not limit_integer(normal.mode, symbol, WIDEST):
+                raise NotLifted(f"an integer beyond {WIDEST} in a position", leaf)
 
 
 class _Lifter:

@@ -46,6 +46,7 @@ from attn_fuse.torch_internals.tensors import functionalized as functionalized
 from attn_fuse.torch_internals.tensors import functorch_levels_kept as functorch_levels_kept
 from attn_fuse.torch_internals.tensors import innermost as innermost
 from attn_fuse.torch_internals.tensors import interval_of_number as interval_of_number
+from attn_fuse.torch_internals.tensors import limit_integer as limit_integer
 from attn_fuse.torch_internals.tensors import number_ranges as number_ranges
 from attn_fuse.torch_internals.tensors import on_fake_tensors as on_fake_tensors
 from attn_fuse.torch_internals.tensors import saved_tensors_hooks_aside as saved_tensors_hooks_aside

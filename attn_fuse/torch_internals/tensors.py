@@ -10,6 +10,7 @@ from typing import Any
 import sympy
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
@@ -74,6 +75,22 @@ def number_ranges(mode: FakeTensorMode) -> dict[Any, tuple[float, float]]:
     if mode.shape_env is None:
         return {}
     return {s: (_as_float(r.lower), _as_float(r.upper)) for s, r in mode.shape_env.var_to_range.items()}
+
+
+def limit_integer(mode: FakeTensorMode, symbol: Any, most: int) -> bool:
+    """Whether -most <= `symbol` <= most on this call, guarded from now on: a call with another answer compiles anew.
+
+    True also for an integer that is known only when the program runs, of which nothing can be guarded.
+    """
+    environment = mode.shape_env
+    if environment is None or not symbol.is_integer or free_unbacked_symbols(symbol):
+        return True
+    known = environment.var_to_range[symbol]
+    low, high = _as_float(known.lower), _as_float(known.upper)
+    return bool(
+        (high <= most or environment.evaluate_expr(sympy.Le(symbol, most)))
+        and (low >= -most or environment.evaluate_expr(sympy.Ge(symbol, -most)))
+    )
 
 
 def interval_of_number(value: Any, ranges: Mapping[Any, tuple[float, float]]) -> tuple[float, float]:
