@@ -12,8 +12,9 @@ that all keys share, cancels to 0 in the program as written and comes out as a r
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -24,17 +25,26 @@ from torch.utils import _pytree as pytree
 from attn_fuse.backend import attn_fuse as backend
 from attn_fuse.report import GraphReport, SiteReport, as_text, collecting
 from tests.rounding import ROUNDINGS, TIMES_EAGER, rounding_of_float64
+from tests.variations import variations
 
 Program = Callable[..., Any]
 Tensors = dict[str, Tensor]
 
+# Calls of a dynamic program at other sizes and numbers, and how many of them may compile it again.
+AGAIN, COMPILED_AGAIN = 6, 1
+
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a compiled program. tensors: its outputs and the gradients, by name."""
+    """What became of a compiled program.
+
+    tensors: its outputs and the gradients, by name. again: how many calls of a dynamic program at other arguments ran
+    the code that there was, how many compiled it again, and how many were not made.
+    """
 
     tensors: Tensors
     graphs: Sequence[GraphReport]
+    again: Counter[str] = field(default_factory=Counter)
 
     @property
     def sites(self) -> list[SiteReport]:
@@ -71,9 +81,12 @@ def check(
     dynamic: bool | None = None,
     backward: bool = True,
     more: Sequence[tuple[Any, ...]] = (),
+    again: Iterable[tuple[str, tuple[Any, ...]]] | None = None,
     **options: Any,
 ) -> Outcome:
     """Compile `program`, run it on `args` and then on each of `more`, and hold every result against float64.
+
+    A program with dynamic sizes, or called at several, is then called `again`: by default at other sizes and numbers.
 
     backward: also compare the gradient of every floating-point argument and parameter. options: of the backend.
     """
@@ -82,9 +95,54 @@ def check(
         for values in (args, *more):
             got = _results(run, program, values, backward)
             assert_as_good_as_eager(got, program, values, backward)
+        counts: Counter[str] = Counter()
+        if again is not None:
+            counts = call_again(run, program, again, backward)
+        elif dynamic or (dynamic is None and more):
+            others = variations(args, lambda values: _exact_and_eager(program, values, False) is not None)
+            counts = call_again(run, program, others, backward)
     for site in (site for graph in graphs for site in graph.sites):
         assert site.blocker is None or not site.blocker.reason.startswith("the check"), site.blocker.reason
-    return Outcome(got, tuple(graphs))
+    return Outcome(got, tuple(graphs), counts)
+
+
+def call_again(
+    run: Program,
+    program: Program,
+    calls: Iterable[tuple[str, tuple[Any, ...]]],
+    backward: bool,
+    most: int = AGAIN,
+    compiled_again: int = COMPILED_AGAIN,
+) -> Counter[str]:
+    """Call the compiled `run` at other arguments, and hold each result against float64; the first `most` that run.
+
+    The code that there is runs wherever its guards let it. Only the first few calls for which they do not may compile
+    the program again: what they compile is then called, too. calls: words for what is different, and arguments.
+    """
+    counts: Counter[str] = Counter()
+    for words, args in calls:
+        if counts["reused"] + counts["compiled again"] >= most:
+            break
+        expected = _exact_and_eager(program, args, backward)
+        if expected is None:
+            counts["not run: eager raises"] += 1
+            continue
+        try:
+            with torch.compiler.set_stance("fail_on_recompile"):
+                got, how = _results(run, program, args, backward), "reused"
+        except RuntimeError as problem:
+            if "fail_on_recompile" not in str(problem):
+                raise AssertionError(f"called again with {words}: {problem}") from problem
+            if counts["compiled again"] >= compiled_again:
+                counts["not run: compiles again"] += 1
+                continue
+            got, how = _results(run, program, args, backward), "compiled again"
+        counts[how] += 1
+        try:
+            _assert_near(got, *expected, program, args, backward)
+        except AssertionError as wrong:
+            raise AssertionError(f"called again with {words} ({how}): {wrong}") from wrong
+    return counts
 
 
 def assert_right(program: Program, *args: Any, picks: Sequence[str] = ("fused",), **how: Any) -> None:
@@ -153,6 +211,22 @@ def assert_as_good_as_eager(got: Tensors, program: Program, args: Sequence[Any],
     wide = _wider(program)
     exact = _results(wide, wide, pytree.tree_map(_widened, args), backward)
     eager = _results(program, program, args, backward)
+    _assert_near(got, exact, eager, program, args, backward)
+
+
+def _exact_and_eager(program: Program, args: Sequence[Any], backward: bool) -> tuple[Tensors, Tensors] | None:
+    """The results in float64 and as written; None where `program` does not run."""
+    wide, narrow = _wider(program), copy.deepcopy(program) if isinstance(program, nn.Module) else program
+    try:
+        eager = _results(narrow, narrow, args, backward)
+        return _results(wide, wide, pytree.tree_map(_widened, args), backward), eager
+    except Exception:
+        return None
+
+
+def _assert_near(
+    got: Tensors, exact: Tensors, eager: Tensors, program: Program, args: Sequence[Any], backward: bool
+) -> None:
     assert got.keys() == eager.keys() == exact.keys()
     largest = max(map(_magnitude, exact.values()), default=0.0)
     for name in exact:
