@@ -17,14 +17,14 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from tests.fuzz.description import Program
-from tests.fuzz.draw import PROGRAMS, drawn
+from tests.fuzz.draw import PROGRAMS, drawn, drawn_with_numbers
 from tests.fuzz.published import Rewritten, published, rewritten
 from tests.fuzz.trial import Tally, smallest
 from tests.fuzz.write import write
 
-pytestmark = pytest.mark.thorough
-
 EXAMPLES = 200
+# Programs that whole numbers move: in the everyday tests, and in the thorough ones after those.
+NUMBERED = (0, 12, 120)
 PUBLISHED = 100
 # Of the attentions that were not mutated. The others are written in place, or are in the list that `make fuzz` prints.
 LEAST_FUSED = 0.9
@@ -49,6 +49,28 @@ def assert_nothing_found(tally: Tally) -> None:
     assert not tally.failures, f"{len(tally.failures)} of the programs fail:\n\n" + "\n\n".join(shown)
 
 
+def with_numbers(first: int, count: int) -> Tally:
+    """Programs moved by whole numbers, each called again at other sizes and at numbers of both signs."""
+    tally = Tally()
+    for n in range(first, first + count):
+        tally.run(drawn_with_numbers(n))
+    assert tally.counts["programs"] == count
+    assert_nothing_found(tally)
+    assert tally.counts["called again: reused"] >= 2 * count, str(tally)
+    assert tally.counts["called again, fused: reused"] >= count, str(tally)
+    return tally
+
+
+def test_some_called_again_at_other_numbers() -> None:
+    with_numbers(NUMBERED[0], NUMBERED[1])
+
+
+@pytest.mark.thorough
+def test_called_again_at_other_numbers() -> None:
+    with_numbers(NUMBERED[1], NUMBERED[2])
+
+
+@pytest.mark.thorough
 def test_fused_correctly_or_left_alone() -> None:
     tally = Tally()
     drawing(EXAMPLES, lambda program: tally.run(program), derandomize=True)()
@@ -58,6 +80,7 @@ def test_fused_correctly_or_left_alone() -> None:
     assert tally.share_fused >= LEAST_FUSED, str(tally)
 
 
+@pytest.mark.thorough
 def test_published_functions_rewritten() -> None:
     if not published():
         pytest.skip("transformers is not installed: there is nothing to rewrite")
@@ -96,6 +119,8 @@ def test_long_run(capsys: pytest.CaptureFixture[str]) -> None:
     for n in range(10**6):
         if time.monotonic() - started >= seconds:
             break
+        for numbered in range(first + 200 * n, first + 200 * (n + 1)):
+            run(drawn_with_numbers(numbered))
         seed(first + n)(drawing(200, lambda program: run(program)))()
         for rewrite in rewrites(first + 100 * n, 100) if published() else ():
             run(rewrite)

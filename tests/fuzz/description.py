@@ -93,6 +93,8 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Masked:
+    """number: of what kind the whole number is that moves it (numbers.py)."""
+
     kind: str = "triangle"
     form: str = "tril"
     offset: str = "0"
@@ -100,6 +102,7 @@ class Masked:
     fill: str = "-inf"
     reach: int = 2
     reversed: bool = False
+    number: str = "argument"
 
 
 @dataclass(frozen=True)
@@ -146,4 +149,6 @@ class Program:
     edit: str = "none"
     detached: str = "none"
     call: str = "once"
+    cut: str = "none"
+    number: str = "argument"
     mutation: str | None = None

@@ -12,6 +12,7 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from tests.fuzz import description as d
+from tests.fuzz import numbers
 from tests.fuzz.description import Biased, Layer, Masked, Modified, Program, Sizes
 
 # They end in an operand or a result being overwritten for good, which autograd does not always allow.
@@ -51,7 +52,31 @@ def drawn(entropy: int) -> Program:
         call=mostly(d.CALLS, 0.8),
         mutation=one(d.MUTATIONS) if r.random() < 1 / 3 else None,
     )
+    if program.dynamic and r.random() < 0.7:
+        program = numbers.moved(program, r)
     return fitting(program)
+
+
+def drawn_with_numbers(entropy: int) -> Program:
+    """A program with dynamic sizes, nothing mutated, and masks that whole numbers move; otherwise rather plain."""
+    r = random.Random(entropy)
+    program, plain = drawn(entropy), Program()
+    names = (
+        "layout",
+        "rank",
+        "viewed",
+        "product",
+        "scale",
+        "softmax",
+        "weights",
+        "outside",
+        "edit",
+        "detached",
+        "call",
+    )
+    kept = {name: getattr(program, name) if r.random() < 0.15 else getattr(plain, name) for name in names}
+    layers = tuple(x for x in program.layers if r.random() < 0.3)
+    return fitting(numbers.moved(replace(program, **kept, layers=layers, mutation=None), r))
 
 
 PROGRAMS = st.integers(0, 2**64 - 1).map(drawn)
@@ -115,6 +140,10 @@ def fitting(p: Program) -> Program:
         p = replace(p, touched=(*p.touched[:2], "none" if p.touched[2] == "normalised" else p.touched[2]))
     if p.mutation is not None:  # one thing at a time
         p = replace(p, transposed=False, rank="four", viewed=False, call="once", dynamic=False)
+    if p.call == "vmapped" and (p.cut != "none" or any(map(_is_moved, p.layers))):
+        p = replace(p, call="once")  # numbers are not stacked
+    if not p.dynamic:
+        p = replace(p, cut="none", layers=tuple(x for x in p.layers if not _is_moved(x)))
     if p.rank == "four":
         p = replace(p, viewed=False)
     if p.rank == "rows_folded":
@@ -133,6 +162,10 @@ def fitting(p: Program) -> Program:
     return p
 
 
+def _is_moved(layer: Layer) -> bool:
+    return isinstance(layer, Masked) and layer.kind in numbers.KEPT
+
+
 def oddity(p: Program) -> str:
     """Why an attention may be left as written though nothing was mutated; "" where it should be fused."""
     in_place = [isinstance(x, Masked) and x.applied in ("in_place", "indexed") for x in p.layers]
@@ -149,6 +182,8 @@ def oddity(p: Program) -> str:
         return "another mode on the way"
     if p.sizes.kv_len == 1:
         return "a single key"
+    if p.cut != "none" or any(map(_is_moved, p.layers)):
+        return "whole numbers move it"
     if p.softmax == "exp2":
         return "a softmax to the base of 2"
     if p.value_product == "summed":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.fuzz import numbers
 from tests.fuzz.description import NARROW, OFFSETS, Biased, Layer, Masked, Modified, Program
 from tests.fuzz.source import LONGEST, Source
 
@@ -85,6 +86,10 @@ def keep(out: Source, layer: Masked) -> tuple[str, str]:
     match layer.kind:
         case "triangle":
             return triangle(out, layer.form, o)
+        case "triangle_at":
+            return triangle(out, layer.form, numbers.whole(out, layer.number, r + 1))
+        case kind if kind in numbers.KEPT:
+            return f"({numbers.kept(out, layer)}).expand(N, M)", "ij"
         case "window" if layer.form == "tril":
             return f"torch.ones(N, M).tril().triu(-{r}).bool()", "ij"
         case "window":

@@ -9,13 +9,17 @@ LONGEST = 24
 
 
 class Source:
-    """lines: the body of forward. setup: the body of __init__. arguments: names, and expressions that make them."""
+    """lines: the body of forward. setup: the body of __init__. arguments: names, and expressions that make them.
+
+    numbers: whole numbers that the arguments are made of, and what they are in the first call.
+    """
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self.lines: list[str] = []
         self.setup: list[str] = []
         self.arguments: dict[str, str] = {}
+        self.numbers: dict[str, int] = {}
         self._count = 0
         self._has_positions = False
 
@@ -86,6 +90,7 @@ class Source:
     def text(self) -> str:
         s = self.program.sizes
         names = ", ".join(self.arguments)
+        numbers = "".join(f", {name}={n}" for name, n in self.numbers.items())
         body = [*(f"        {line}" for line in self.lines)]
         return "\n".join(
             [
@@ -99,7 +104,7 @@ class Source:
                 *([] if self.program.dynamic else [f"B, N, M = {s.batch}, {s.q_len}, {s.kv_len}"]),
                 f"DTYPE = torch.{self.program.dtype}",
                 "",
-                f"def inputs(B={s.batch}, N={s.q_len}, M={s.kv_len}):",
+                f"def inputs(B={s.batch}, N={s.q_len}, M={s.kv_len}{numbers}):",
                 f"    g = torch.Generator().manual_seed({self.program.seed})",
                 "    return (",
                 *(f"        {made},  # {name}" for name, made in self.arguments.items()),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import inspect
 import itertools
 import linecache
 import sys
@@ -15,7 +16,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from attn_fuse.report import SiteReport
-from tests.fuzz import published
+from tests.fuzz import numbers, published
 from tests.fuzz.description import Program, Sizes
 from tests.fuzz.draw import fitting, oddity
 from tests.fuzz.published import Rewritten
@@ -33,14 +34,27 @@ class Failure:
     def __str__(self) -> str:
         if isinstance(self.program, Rewritten):
             return f"{self.error}\n{self.program}"
-        return f"{self.error}\n{self.program}\n\n{write(self.program)}\n{_TAIL.format(p=self.program)}"
+        source = write(self.program)
+        calls = _calls(self.program, loaded(source))
+        return f"{self.error}\n{self.program}\n\n{source}\n{_TAIL.format(p=self.program, calls=calls)}"
 
 
 _TAIL = """
+CALLS = {calls}
+
 if __name__ == "__main__":
     from tests.harness import check
-    print(check(Program(), *inputs(), backward={p.backward}, dynamic={p.dynamic} or None))
+    again = [(str(how), inputs(**how)) for how in CALLS]
+    print(check(Program(), *inputs(), backward={p.backward}, dynamic={p.dynamic} or None, again=again))
 """
+
+
+def _calls(program: Program, module: types.ModuleType) -> list[dict[str, int]]:
+    """How a program with dynamic sizes is called after the first call."""
+    if not program.dynamic:
+        return []
+    parameters = inspect.signature(module.inputs).parameters
+    return numbers.calls(program, {name: one.default for name, one in parameters.items()})
 
 
 class Tally:
@@ -69,6 +83,10 @@ class Tally:
             self.counts["not run: eager raises"] += 1
             return
         self.failures += [Failure(program, _reason(site)) for site in outcome.sites if _broke(site)]
+        for what, count in outcome.again.items():
+            self.counts[f"called again: {what}"] += count
+            if any(site.fused for site in outcome.sites):
+                self.counts[f"called again, fused: {what}"] += count
         sites = [(site.fused, _reason(site)) for site in outcome.sites] or [(False, "no attention was found")]
         for fused, reason in sites:
             self.counts[f"{kind} sites"] += 1
@@ -113,16 +131,14 @@ def attempt(program: Program | Rewritten, inner: str = "eager") -> Outcome | Non
     written, args = module.Program(), module.inputs()
     if not _runs(written, args, program.backward):
         return None
-    more = []
-    if program.dynamic:
-        s = program.sizes
-        longer = module.inputs(s.batch + 1, s.q_len + 2, s.kv_len + (2 if s.q_len == s.kv_len else 3))
-        more = [longer] if _runs(written, longer, program.backward) else []
+    again = [(str(how), module.inputs(**how)) for how in _calls(program, module)]
     dynamic = program.dynamic or None
-    if not all(_is_right_alone(written, given, inner, dynamic, program.backward) for given in (args, *more)):
+    if not all(
+        _is_right_alone(written, given, inner, dynamic, program.backward) for given in (args, *dict(again[:1]).values())
+    ):
         inner = "eager"
     torch._dynamo.reset()
-    return check(written, *args, inner=inner, dynamic=dynamic, backward=program.backward, more=tuple(more))
+    return check(written, *args, inner=inner, dynamic=dynamic, backward=program.backward, again=again)
 
 
 def _attempt_rewritten(program: Rewritten, inner: str) -> Outcome | None:

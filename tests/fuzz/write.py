@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.fuzz import mutate
+from tests.fuzz import mutate, numbers
 from tests.fuzz.description import STEEP, Layer, Modified, Program
 from tests.fuzz.operands import product, value_product, write_groups, write_operands, write_rank
 from tests.fuzz.scores import triangle, write_layer, write_scale_after, write_scale_before
@@ -55,6 +55,7 @@ def _attend(out: Source, results: list[str]) -> None:
     if p.detached.startswith("no_grad_"):
         name = p.detached[len("no_grad_")]
         out.say("with torch.no_grad():", f"    {name} = ({name} * 0.7).transpose(1, 2).contiguous().transpose(1, 2)")
+    numbers.cut(out)
     _edits_before(out)
     alpha = write_scale_before(out)
     write_groups(out)
