@@ -84,7 +84,31 @@ def add(a: Expr, b: Expr) -> Expr:
             return Index(sympy.expand(x + int(c)))
         case Select(cond, x, y), Select(other, z, w) if cond == other:
             return select(cond, add(x, z), add(y, w))
+        case x, y if has_product(y) and (multiple := _multiple(x, y)) is not None:
+            return multiple
     return _through_select(add, a, b) or Add(a, b)
+
+
+def _multiple(a: Expr, b: Expr) -> Expr | None:
+    """a + b where `b` and a term of `a` are multiples of the same scores, which become one multiple; else None."""
+    scores, n = _with_factor(b)
+    match a:
+        case Add(x, y):
+            if (first := _multiple(x, b)) is not None:
+                return add(first, y)
+            second = _multiple(y, b) if has_product(y) else None
+            return None if second is None else add(x, second)
+    other, m = _with_factor(a)
+    # What is infinite may cancel to NaN, which one multiple would not.
+    return mul(scores, Const(m + n)) if scores == other and (m * n > 0 or not infinities(scores)) else None
+
+
+def _with_factor(x: Expr) -> tuple[Expr, float]:
+    match x:
+        case Mul(inner, Const(n)):
+            scores, factor = _with_factor(inner)
+            return scores, factor * n
+    return x, 1
 
 
 def mul(a: Expr, b: Expr) -> Expr:
@@ -105,6 +129,9 @@ def mul(a: Expr, b: Expr) -> Expr:
             return select(cond, zero, x)
         case (Div(Const(1 | 1.0), x), y) | (y, Div(Const(1 | 1.0), x)) if has_product(x) or has_product(y):
             return div(y, x)
+        # Scores are masked from above where they are negated afterwards, as for a softmin.
+        case Select(cond, x, Const(fill)), Const(n) if has_product(x) and -math.inf < n < 0:
+            return select(cond, mul(x, b), Const(fill * n))
     return _through_select(mul, a, b) or Mul(a, b)
 
 

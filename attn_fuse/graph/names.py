@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from attn_fuse.expression.functions import COMPARISONS, FUNCTIONS
 from attn_fuse.torch_internals import storage_of
 
-SOFTMAX = frozenset({"softmax", "_softmax", "log_softmax", "_log_softmax", "_safe_softmax"})
+SOFTMAX = frozenset({"softmax", "softmin", "_softmax", "log_softmax", "_log_softmax", "_safe_softmax"})
 FUSED = frozenset({"scaled_dot_product_attention"})
 # Calls that compute attention among other things: `expand` writes them out before sites are sought.
 CALLS = frozenset({"multi_head_attention_forward", "_transformer_encoder_layer_fwd"})
@@ -43,7 +43,7 @@ ELEMENTWISE = frozenset(CASTS | COMPARISONS.keys() | FUNCTIONS.keys() - LAYOUT) 
     "hardswish hardtanh heaviside index_fill index_put int invert ldexp leaky_relu lerp less less_equal "
     "log_sigmoid logaddexp logaddexp2 logical_and logical_not logical_or logical_xor logit logsigmoid long "
     "masked_fill masked_scatter max min mish mod multiply nan_to_num negative not not_equal or positive prelu "
-    "rad2deg relu6 rsub selu setitem sgn sinc softshrink softsign special_expit square subtract tanhshrink "
+    "rad2deg relu6 rsub selu setitem sgn sinc softshrink softsign expit square subtract tanhshrink "
     "threshold true_divide where xlogy xor zero".split()
 )
 REDUCTIONS = frozenset("sum amax amin logsumexp any all mean cumsum diff".split())
@@ -90,6 +90,8 @@ def op_name(node: Node) -> str:
             return f"{module}.{name}"
     if name == "getattr" and len(node.args) > 1:
         return str(node.args[1])
+    # `torch.special` has second names for functions of torch's own.
+    name = name.removeprefix("special_")
     bare = name.strip("_") if name.startswith("__") else name.rstrip("_")
     return _OPERATORS.get(bare, bare)
 

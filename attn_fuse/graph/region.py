@@ -12,6 +12,7 @@ A site has several candidates where only the meaning tells which product is that
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Container, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
@@ -188,15 +189,19 @@ def _site(scope: Scope, anchor: Node, output: Node, position: dict[Node, int]) -
         refusal = next((found for leaf in walk.leaves - walk.operands if (found := _why_unread(walk, leaf))), None)
         return None if refusal is None else Site(anchor, (RefusedRegion(scope, anchor, refusal),), unsure)
     walks = [walk]
-    if len(walk.scores) > 1:
+    several = _written_again(walk.scores)
+    if len(several) > 1:
         # Together they may be one score matrix, over cached and new keys.
         walks = walks if op_name(output) == "add" else []
-        for product in walk.scores[:_MOST_CANDIDATES]:
-            walks.append(Walk(anchor, scope.modes, only=product))
+        for products in several[:_MOST_CANDIDATES]:
+            walks.append(Walk(anchor, scope.modes, only=products))
             walks[-1].from_output(output)
     tried = [other for walk in walks for other in _ways(walk, output)]
-    several = walk.scores if len(walk.scores) > 1 else ()
-    disjoint = {one for one in several if not any(_may_equal(one, other) for other in several if other is not one)}
+    firsts = [products[0] for products in several]
+    apart = [not any(_may_equal(one, other) for other in firsts if other is not one) for one in firsts]
+    disjoint = (
+        {one for products in itertools.compress(several, apart) for one in products} if len(several) > 1 else set()
+    )
     return Site(anchor, tuple(_region(scope, anchor, output, w, position, disjoint) for w in tried), unsure)
 
 
@@ -243,6 +248,18 @@ def _comes_from(node: Node, operands: Container[Node]) -> bool:
     return any(n in operands for n in reach([node], above))
 
 
+def _written_again(products: Iterable[Node]) -> list[list[Node]]:
+    """`products` in groups, each the same product written more than once."""
+    groups: list[list[Node]] = []
+    for product in products:
+        group = next((group for group in groups if _alike(group[0], product)), None)
+        if group is None:
+            groups.append([product])
+        else:
+            group.append(product)
+    return groups
+
+
 def _may_equal(a: Node, b: Node) -> bool:
     """Whether two products may be equal: one operation on alike inputs, or two operations with results of one shape."""
     if a.target == b.target:
@@ -250,14 +267,30 @@ def _may_equal(a: Node, b: Node) -> bool:
     return str(getattr(value_of(a), "shape", None)) == str(getattr(value_of(b), "shape", None))
 
 
-def _alike(a: Any, b: Any) -> bool:
+def _alike(one: Any, other: Any) -> bool:
     """Whether both apply the same products, layout and element-wise operations to the same tensors."""
-    if isinstance(a, Node) and isinstance(b, Node) and a is not b:
-        within = a.op.startswith("call_") and op_name(a) in PRODUCTS | LAYOUT | ELEMENTWISE
-        return within and a.target == b.target and _alike(a.args, b.args) and _alike(a.kwargs, b.kwargs)
-    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return len(a) == len(b) and all(map(_alike, a, b))
-    return a is b or (type(a) is type(b) and not isinstance(a, Node) and bool(a == b))
+    todo, seen = [(one, other)], set()
+    while todo:
+        a, b = todo.pop()
+        if a is b:
+            continue
+        if type(a) is not type(b):
+            return False
+        if isinstance(a, Node):
+            if called(a) not in PRODUCTS | LAYOUT | ELEMENTWISE or a.target != b.target:
+                return False
+            if (a, b) not in seen:
+                seen.add((a, b))
+                todo += [(a.args, b.args), (a.kwargs, b.kwargs)]
+        elif isinstance(a, dict):
+            todo += [(list(a), list(b)), (list(a.values()), list(b.values()))]
+        elif isinstance(a, (list, tuple)):
+            if len(a) != len(b):
+                return False
+            todo += zip(a, b, strict=True)
+        elif not bool(a == b):
+            return False
+    return True
 
 
 def _region(

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -42,7 +42,7 @@ class Walk:
     """The walk backward from the product with the value.
 
     softmax: the anchor. modes: the mode of each node of the graph.
-    only: the one product that may be that of query and key; None allows any.
+    only: the products that may be that of query and key: one, also where it is written again; None allows any.
     whole: whether a partly written operand is a leaf; otherwise the walk goes through its writes.
     inside: the region's operations. leaves: what they read. scores: the products of query and key.
     operands: the leaves behind query, key and value. beside: the leaves that scores and weights meet, such as masks.
@@ -50,7 +50,7 @@ class Walk:
 
     softmax: Node
     modes: Mapping[Node, Mode]
-    only: Node | None = None
+    only: Container[Node] | None = None
     whole: bool = False
     inside: set[Node] = field(default_factory=set)
     leaves: set[Node] = field(default_factory=set)
@@ -120,7 +120,7 @@ class Walk:
         if self.is_cut_off(node) or (not _is_tensor(node) and not is_tuple(node) and name not in LAYOUT):
             self.leaf(node)
         elif is_product(node) and not self._is_behind_softmax(node):
-            if self.only is not None and node is not self.only:
+            if self.only is not None and node not in self.only:
                 self.leaf(node)
                 return
             self.inside.add(node)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.fx.traceback
-from torch.fx import GraphModule, Node, map_arg
+from torch.fx import Graph, GraphModule, Node, map_arg
 
 from attn_fuse.graph.memory import call
 from attn_fuse.graph.modes import autocast_of
@@ -100,6 +100,7 @@ def normalize(region: Region) -> Normal:
             probabilities.clear()
             traced = make_fx(functionalized(run), _decompositions(trains))(*inputs)
     traced.graph.eliminate_dead_code()
+    _merge_equal(traced.graph)
     if sum(node.op == "placeholder" for node in traced.graph.nodes) != len(region.leaves):
         raise NotNormal("not every leaf is one tensor or one number", region.output)
     origin = {
@@ -108,6 +109,18 @@ def normalize(region: Region) -> Normal:
         if (name := node.meta.get("custom", {}).get(_ORIGIN)) in by_name
     }
     return Normal(region, traced, tuple(probabilities), origin, mode, trains)
+
+
+def _merge_equal(graph: Graph) -> None:
+    """Let each operation that stands in `graph` a second time, as in scores written twice, be the first one."""
+    made: dict[tuple[Any, str], Node] = {}
+    for node in list(graph.nodes):
+        if node.op == "call_function" and torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+            # In words, since True, 1 and 1.0 are equal and give other dtypes.
+            first = made.setdefault((node.target, repr((node.args, node.kwargs))), node)
+            if first is not node:
+                node.replace_all_uses_with(first)
+                graph.erase_node(node)
 
 
 def _require_plain_tensors(region: Region) -> None:

@@ -23,7 +23,7 @@ from attn_fuse.expression.ranges import infinities, may_be_no_number
 from attn_fuse.lift.lift import Lifted
 from attn_fuse.patterns import WEIGHT_LAYERS
 from attn_fuse.patterns.layer import DropoutLayer, EmptyIsZero, Factor, Layer, peel
-from attn_fuse.patterns.softmax import Normalised, softmax
+from attn_fuse.patterns.softmax import LONGER, Normalised, softmax
 from attn_fuse.torch_internals import FloorDiv, Mod
 
 # The max number of axes to split: more than any layout merges. With symbolic sizes, a digit may survive its split.
@@ -95,8 +95,8 @@ def draft(lifted: Lifted) -> Draft | Refusal:
         return Refusal("the weights pass through dropout twice", weights)
     if (dropped := next((part for part in ex.walk(score) if isinstance(part, ex.Dropout)), None)) is not None:
         return Refusal("the scores pass through dropout before the softmax", dropped)
-    if key not in index_symbols(value):
-        return Refusal("there is a single key, or the value is the same for every key", value)
+    if space.sizes[key] == 1:
+        return Refusal("there is a single key", value, LONGER)
     return _split_axes(
         Draft(
             query=query,

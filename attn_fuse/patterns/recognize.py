@@ -141,8 +141,6 @@ def _axes(whole: Draft) -> Axes | Refusal:
                 return Refusal("the keys differ along an axis that neither query nor value has", whole.key)
             case _:
                 shared.append(symbol)
-    if not set(whole.key_axes) <= in_key or not set(whole.key_axes) <= in_value:
-        return Refusal("key or value is the same for several keys", whole.value)
     if set(whole.key_axes) & in_query:
         return Refusal("the query differs from key to key", whole.query)
     compared = [s for s in rows if _is_compared(whole.score, s, whole.key_axes)]

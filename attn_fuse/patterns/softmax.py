@@ -39,8 +39,9 @@ from attn_fuse.torch_internals import CLAMP_PASSES_AT_ITS_EDGE
 
 _NOT_NORMALISED = Refusal("the weights are not normalised by their own sum over the keys")
 _MIXED = Refusal("the product after the softmax sums over another axis: the weights are mixed, or are none")
-_LONGER = "pass longer inputs: those of another length are compiled, and looked at, anew"
-_ONE_KEY = Refusal("there is a single key, whose weight is 1", advice=_LONGER)
+# What a user does about a Refusal that holds for one length alone.
+LONGER = "pass longer inputs: those of another length are compiled, and looked at, anew"
+_ONE_KEY = Refusal("there is a single key, whose weight is 1", advice=LONGER)
 _DETACHED = Refusal("the weights are detached: no gradient goes through them")
 # A score this far below the max of its row weighs less than any dtype's rounding, however many such scores there are.
 _FAR_BELOW = -50.0
@@ -81,7 +82,7 @@ def softmax(weights: Expr, key: sympy.Symbol, space: Space) -> Normalised | Refu
 def _whole(weights: Softmax, key: sympy.Symbol, space: Space) -> Normalised | Refusal:
     axis, count = weights.axis, space.sizes[key]
     if count == 0:
-        return Refusal("there is no key", advice=_LONGER)
+        return Refusal("there is no key", advice=LONGER)
     extra = space.sizes[axis] - count
     first = sympy.expand(weights.at - key)
     if key in first.free_symbols:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attn_fuse.report import collecting
-from tests.harness import assert_fused, check, compiled, tensors
+from tests.harness import assert_fused, assert_refused, check, compiled, tensors
 
 pytestmark = pytest.mark.thorough
 
@@ -122,6 +122,67 @@ def powers_of_ten_less_the_maximum(q, k, v):
     return (e / e.sum(-1, keepdim=True)) @ v
 
 
+def softmin_of_the_negative(q, k, v):
+    return F.softmin(-scores(q, k), -1) @ v
+
+
+def softmin_as_a_module(q, k, v):
+    return torch.nn.Softmin(-1)(scores(q, k)) @ v
+
+
+def softmin_masked_from_above(q, k, v):
+    s = (q @ k.mT * -SCALE).masked_fill(torch.ones(T, T).triu(1).bool(), math.inf)
+    return F.softmin(s, -1) @ v
+
+
+def second_names(q, k, v):
+    s = scores(q, k)
+    e = torch.special.exp2(s - torch.special.logsumexp(s, -1, keepdim=True))
+    return torch.special.softmax(s, -1) @ (e / e.sum(-1, keepdim=True) @ v)
+
+
+def written_twice_for_the_maximum(q, k, v):
+    largest = scores(q, k).amax(-1, keepdim=True)
+    e = (scores(q, k) - largest).exp()
+    return e / e.sum(-1, keepdim=True) @ v
+
+
+def exponentials_written_twice(q, k, v):
+    return (scores(q, k).exp() / scores(q, k).exp().sum(-1, keepdim=True)) @ v
+
+
+def halves_of_the_scores_added(q, k, v):
+    return (q @ k.mT / 2 * SCALE + q @ k.mT / 2 * SCALE).softmax(-1) @ v
+
+
+def sum_of_multiples(q, k, v):
+    s = scores(q, k)
+    return (s + torch.linspace(0, 1, T) + s * 0.5 - s / 4).softmax(-1) @ v
+
+
+def masked_scores_doubled(q, k, v):
+    s = scores(q, k).masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf)
+    return (s + s).softmax(-1) @ v
+
+
+def scores_less_themselves(q, k, v):
+    return (scores(q, k) - scores(q, k)).softmax(-1) @ v
+
+
+def one_value_for_each_head(q, k, v):
+    return scores(q, k).softmax(-1) @ v[:, :, :1].expand(-1, -1, k.shape[2], -1)
+
+
+def one_value_without_a_batch(q, k, v):
+    p = scores(q, k).masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf).softmax(-1)
+    return (p * torch.linspace(0, 1, T)) @ v[:1, :, :1].repeat(B, 1, T, 1)
+
+
+def keys_and_values_in_pairs(q, k, v):
+    k, v = (x[:, :, : T // 2].repeat_interleave(2, 2) for x in (k, v))
+    return scores(q, k).softmax(-1) @ v
+
+
 def one_vector(q, k, v):
     return (k[0, 0] @ q[0, 0, 0] * SCALE).softmax(-1) @ v[0, 0]
 
@@ -134,12 +195,27 @@ def one_vector(q, k, v):
         fill_beside_the_diagonal_by_positions, product_added_to_something, halves_of_the_batch_in_place,
         halves_of_the_batch_joined, halves_of_the_queries,
         diagonal_filled, written_and_returned, autocast_off_inside, one_vector,
-        powers_of_two, powers_of_ten_less_the_maximum,
+        powers_of_two, powers_of_ten_less_the_maximum, softmin_of_the_negative, softmin_as_a_module,
+        softmin_masked_from_above, second_names, written_twice_for_the_maximum, exponentials_written_twice,
+        halves_of_the_scores_added, sum_of_multiples, masked_scores_doubled, scores_less_themselves,
+        one_value_for_each_head, one_value_without_a_batch, keys_and_values_in_pairs,
     ],
     ids=lambda f: f.__name__,
 )  # fmt: skip
 def test_fused(program: Program, dynamic: bool | None) -> None:
     assert_fused(program, *tensors(*SHAPE), inner="aot_eager", dynamic=dynamic)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        softmin_of_the_negative, softmin_masked_from_above, written_twice_for_the_maximum, halves_of_the_scores_added,
+        masked_scores_doubled,
+    ],
+    ids=lambda f: f.__name__,
+)  # fmt: skip
+def test_read_as_the_plain_spelling(program: Program) -> None:
+    assert assert_fused(program, *tensors(*SHAPE)).site.kernel == "cpu_flash"
 
 
 def test_steps_of_a_known_length() -> None:
@@ -149,6 +225,33 @@ def test_steps_of_a_known_length() -> None:
 def over_another_product(q, k, v):
     e = scores(q, k).exp()
     return (e / (e @ torch.linspace(0.5, 2.0, T, dtype=q.dtype).unsqueeze(-1))) @ v
+
+
+def softmin_over_the_queries(q, k, v):
+    return F.softmin(scores(q, k), -2) @ v
+
+
+def softmin_masked_from_below(q, k, v):
+    return F.softmin(scores(q, k).masked_fill(torch.ones(T, T).triu(1).bool(), -5e4), -1) @ v
+
+
+def infinities_that_cancel(q, k, v):
+    s = scores(q, k).masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf)
+    return (2 * s - s).nan_to_num(nan=0.5).softmax(-1) @ v
+
+
+def written_twice_of_other_keys(q, k, v):
+    return (scores(q, k).exp() / scores(q, k.flip(-1)).exp().sum(-1, keepdim=True)) @ v
+
+
+def written_twice_at_other_scales(q, k, v):
+    return (scores(q, k).exp() / (scores(q, k) * 0.5).exp().sum(-1, keepdim=True)) @ v
+
+
+def written_twice_for_other_queries(q, k, v):
+    e = scores(q, k).exp()
+    q = q * 0.5
+    return e / scores(q, k).exp().sum(-1, keepdim=True) @ v
 
 
 def halves_of_other_scores(q, k, v):
@@ -225,12 +328,27 @@ def test_writes_into_arguments() -> None:
     [
         over_another_product, halves_of_other_scores, halves_of_the_keys, half_that_is_normalised_twice,
         half_that_is_not_normalised, weights_times_a_matrix, antidiagonal,
-        squares, halves_less_the_maximum_and_one, halves_kept_above_one,
+        squares, halves_less_the_maximum_and_one, halves_kept_above_one, softmin_over_the_queries,
+        softmin_masked_from_below, infinities_that_cancel, written_twice_of_other_keys,
+        written_twice_at_other_scales, written_twice_for_other_queries,
     ],
     ids=lambda f: f.__name__,
 )  # fmt: skip
 def test_right(program: Program, dynamic: bool | None) -> None:
     check(program, *tensors(*SHAPE), inner="aot_eager", dynamic=dynamic)
+
+
+@pytest.mark.parametrize(
+    "program, reason",
+    [
+        (softmin_over_the_queries, "sums over another axis"),
+        (written_twice_of_other_keys, "not normalised by their own sum"),
+        (written_twice_at_other_scales, "not normalised by their own sum"),
+        (written_twice_for_other_queries, "not normalised by their own sum"),
+    ],
+)
+def test_refused(program: Program, reason: str) -> None:
+    assert_refused(program, *tensors(*SHAPE), reason=reason)
 
 
 def detached(q, k, v):

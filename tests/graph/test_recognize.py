@@ -290,15 +290,11 @@ REFUSED: list[tuple[str, Callable[[Parts], Expr]]] = [
         "the score product does not sum over an axis of query and key",
         lambda p: p.out(p.softmax(p.product(query=Load(0, (p.b, p.h, p.i, sympy.Integer(0)))))),
     ),
-    (
-        "there is a single key, or the value is the same for every key",
-        lambda p: p.out(p.softmax(p.product()), Load(2, (p.b, p.h, sympy.Integer(0), p.d))),
-    ),
+    ("there is a single key", lambda p: one_key_beside_a_sink(p)),
     (
         "the keys differ along an axis that neither query nor value has",
         lambda p: p.out(p.softmax(p.product(query=Load(0, (p.b, p.i, p.e)))), Load(2, (p.b, p.at, p.d))),
     ),
-    ("key or value is the same for several keys", lambda p: several_keys_alike(p)),
     (
         "the weights pass through dropout twice",
         lambda p: p.out(ex.Dropout(ex.Dropout(p.softmax(p.product()), Const(0.1)), Const(0.1))),
@@ -316,12 +312,25 @@ def few_values(p: Parts, count: int) -> Expr:
     return Contract((at,), p.softmax(p.product(), at=at), Load(2, (p.b, p.h, at, p.d)), F32)
 
 
+def one_key_beside_a_sink(p: Parts) -> Expr:
+    j, at = p.space.fresh("j", 2), p.space.fresh("j", 1)
+    body = Select(NonNegative(-j), p.product(at=j), Load(3, (p.h,)))
+    return Contract((at,), Softmax(j, body, at, F32), Load(2, (p.b, p.h, at, p.d)), F32)
+
+
 def several_keys_alike(p: Parts) -> Expr:
     """Keys in pairs: two have the same key and each its own value."""
     j, at = p.space.fresh("j", 14), p.space.fresh("j", 14)
     key = Load(1, (p.b, p.h, FloorDiv(j, 2), p.e))
     weights = Softmax(j, Contract((p.e,), Load(0, (p.b, p.h, p.i, p.e)), key, F32), at, F32)
     return Contract((at,), weights, Load(2, (p.b, p.h, at, p.d)), F32)
+
+
+def test_keys_that_share_a_key_or_a_value() -> None:
+    p = Parts()
+    assert isinstance(p.recognized(several_keys_alike(p)), Attention)
+    found = p.recognized(p.out(p.softmax(p.product()), Load(2, (p.b, p.h, sympy.Integer(0), p.d))))
+    assert isinstance(found, Attention) and found.axes.value == (p.d,)
 
 
 @pytest.mark.parametrize(("reason", "element"), REFUSED, ids=[f"{n} {case[0]}" for n, case in enumerate(REFUSED)])
@@ -375,7 +384,7 @@ UNREAD: list[tuple[str, Callable[[Parts], Expr]]] = [
     ("masked scores become -5, which ordinary scores can reach", lambda p: filled(p, p.product(), -5.0)),
     ("the scores are scaled differently for each key", lambda p: Mul(p.product(), Load(3, (p.j,)))),
     (
-        "masked scores are scaled by something that is not a positive number",
+        "masked scores become 1e+09, which ordinary scores can reach",
         lambda p: -1.0 * filled(p, p.product(), -1e9),
     ),
     (
