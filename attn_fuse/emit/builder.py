@@ -7,6 +7,7 @@ before anything is replaced.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,7 +25,7 @@ from attn_fuse.expression.functions import COMPARISONS, FUNCTIONS
 from attn_fuse.expression.nodes import Expr
 from attn_fuse.graph.names import value_of
 from attn_fuse.graph.region import Region
-from attn_fuse.torch_internals import FakeTensorMode, FloorDiv, Mod, on_fake_tensors
+from attn_fuse.torch_internals import FakeTensorMode, FloorDiv, Mod, called_on, on_fake_tensors
 
 Axes = Sequence[sympy.Symbol]
 
@@ -373,10 +374,10 @@ class Builder:
     # ---- sizes
 
     def size(self, size: sympy.Expr) -> Any:
-        """A size as a number or a node of the graph. Raises NotEmitted where no tensor of the graph tells it."""
+        """A number of sizes as a number or a node of the graph. Raises NotEmitted where the graph does not tell it."""
         size = sympy.sympify(size)
-        if size.is_Integer:
-            return int(size)
+        if size.is_Number:
+            return int(size) if size.is_Integer else float(size)
         # First the leaves of the region, then every input of the graph.
         for leaf in (*self._region.leaves, *self._graph.find_nodes(op="placeholder")):
             value = value_of(leaf)
@@ -386,6 +387,8 @@ class Builder:
                 for dim, length in enumerate(value.shape):
                     if size_expr(length) == size:
                         return self.node("size", leaf, dim)
+        if size in self._numbers:
+            return self._numbers[size]
         match size:
             case sympy.Add():
                 return self._joined(operator.add, size.args)
@@ -397,7 +400,22 @@ class Builder:
                 return self._joined(operator.floordiv, size.args)
             case Mod():
                 return self._joined(operator.mod, size.args)
-        raise NotEmitted(f"size {size} is not that of any tensor here")
+        try:
+            return called_on(size, [self.size(part) for part in size.args], self.node)
+        except KeyError:
+            raise NotEmitted(f"size {size} is not that of any tensor here") from None
+
+    @functools.cached_property
+    def _numbers(self) -> dict[sympy.Expr, Node]:
+        """The first node of each symbolic number that the program computes before the region's output."""
+        found: dict[sympy.Expr, Node] = {}
+        for node in self._graph.nodes:
+            if node is self._region.output:
+                break
+            value = value_of(node)
+            if isinstance(value, (torch.SymInt, torch.SymFloat)):
+                found.setdefault(value.node.expr, node)
+        return found
 
     def _joined(self, combine: Callable[..., Any], parts: Sequence[sympy.Expr]) -> Any:
         total = self.size(parts[0])
