@@ -42,6 +42,7 @@ class Lifted:
     leaf_dtypes: of each leaf that is a tensor, by its number.
     learned: the numbers of the leaves that are parameters in training, assumed to lie in [-100, 100].
     batch_of: of each leaf that is a matrix product, by its number, the dimensions along which it multiplies others.
+    numbers: the leaves that are floats known only when the program runs, by their numbers.
     """
 
     element: Expr
@@ -52,6 +53,7 @@ class Lifted:
     leaf_dtypes: Mapping[int, torch.dtype]
     learned: frozenset[int]
     batch_of: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    numbers: Mapping[int, torch.SymFloat] = field(default_factory=dict)
 
 
 class NotLifted(Exception):
@@ -78,13 +80,14 @@ def lift(normal: Normal, closed_forms: Mapping[int, ClosedForm | Diagonals]) -> 
         element = output.at(indices)
     except NoClosedForm as problem:
         raise NotLifted(str(problem), normal.origin.get(problem.node) if problem.node is not None else None) from None
-    values = map(value_of, normal.region.leaves)
+    values = list(map(value_of, normal.region.leaves))
     learned = frozenset(n for n, x in enumerate(values) if is_learned(x))
+    numbers = {n: x for n, x in enumerate(values) if isinstance(x, torch.SymFloat)}
     along = {n: form for n, form in closed_forms.items() if isinstance(form, Diagonals)}
     element = lifter.read_along(element, along, learned) if along else element
     leaves = enumerate(normal.region.leaves)
     batch_of = {n: batch_dimensions(leaf) for n, leaf in leaves if is_product(leaf)}
-    return Lifted(element, indices, output.shape, output.dtype, space, lifter.leaf_dtypes, learned, batch_of)
+    return Lifted(element, indices, output.shape, output.dtype, space, lifter.leaf_dtypes, learned, batch_of, numbers)
 
 
 def _limit_integers(normal: Normal) -> None:

@@ -77,7 +77,7 @@ def draft(lifted: Lifted) -> Draft | Refusal:
     if peeled.refusal is not None:
         return peeled.refusal
     layers = [layer for layer, _ in peeled.found]
-    normalised = softmax(peeled.rest, key, space)
+    normalised = softmax(peeled.rest, key, space, lifted.numbers)
     if isinstance(normalised, Refusal):
         return normalised.at(peeled.rest)
     unsure = _wrong_guard(layers, normalised.body, key, space)

@@ -2,14 +2,16 @@
 
 Taken: exponentials, or weights, divided by their own sum over the keys; a shift of all scores of a query cancels.
 An extra term of the sum is a sink (StreamingLLM, arXiv 2309.17453): one more key that has no value.
-Declined: weights that are not normalised, and a number added to the sum that could be seen in the result.
+Declined: weights that are not normalised, and a number added to the sum that could be seen in the result. A float that
+is known only when the program runs is held small by a guard, so that larger ones are compiled anew.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import sympy
 import torch
@@ -28,6 +30,7 @@ from attn_fuse.expression.nodes import (
     Expr,
     Mul,
     Reduce,
+    Scalar,
     Select,
     Softmax,
     Unary,
@@ -35,7 +38,7 @@ from attn_fuse.expression.nodes import (
 from attn_fuse.expression.ranges import infinities
 from attn_fuse.patterns.layer import dtype_of
 from attn_fuse.patterns.masks import MASK_FILL_THRESHOLD
-from attn_fuse.torch_internals import CLAMP_PASSES_AT_ITS_EDGE
+from attn_fuse.torch_internals import CLAMP_PASSES_AT_ITS_EDGE, holds_by_guard
 
 _NOT_NORMALISED = Refusal("the weights are not normalised by their own sum over the keys")
 _MIXED = Refusal("the product after the softmax sums over another axis: the weights are mixed, or are none")
@@ -60,22 +63,27 @@ class Normalised:
     zero: bool = False
 
 
-def softmax(weights: Expr, key: sympy.Symbol, space: Space) -> Normalised | Refusal:
-    """`weights`, at index symbol `key`, as a softmax over all keys; a Refusal where they are none."""
+def softmax(
+    weights: Expr, key: sympy.Symbol, space: Space, numbers: Mapping[int, torch.SymFloat] = MappingProxyType({})
+) -> Normalised | Refusal:
+    """`weights`, at index symbol `key`, as a softmax over all keys; a Refusal where they are none.
+
+    numbers: the leaves that are floats known only when the program runs, by their numbers.
+    """
     match weights:
         case Softmax():
             return _whole(weights, key, space)
         case Unary("detach", _):
             return _DETACHED
         case Div(numerator, denominator):
-            return _written_out(_bare(numerator), denominator, key, space)
+            return _written_out(_bare(numerator), denominator, key, space, numbers)
         case Unary("exp", x):
             parts = list(ex.terms(_bare(x)))
             for part in parts:
                 match part:
                     case Mul(Unary("log", total), Const(-1 | -1.0)):
                         rest = _sum([p for p in parts if p is not part])
-                        return _written_out(al.unary("exp", rest), total, key, space)
+                        return _written_out(al.unary("exp", rest), total, key, space, numbers)
     return _NOT_NORMALISED
 
 
@@ -120,7 +128,9 @@ def _with_sink(
     return Normalised(inner, logit, dtype)
 
 
-def _written_out(numerator: Expr, denominator: Expr, key: sympy.Symbol, space: Space) -> Normalised | Refusal:
+def _written_out(
+    numerator: Expr, denominator: Expr, key: sympy.Symbol, space: Space, numbers: Mapping[int, torch.SymFloat]
+) -> Normalised | Refusal:
     read = _sum_and_rest(denominator)
     if read is None:
         return _NOT_NORMALISED
@@ -144,23 +154,42 @@ def _written_out(numerator: Expr, denominator: Expr, key: sympy.Symbol, space: S
         (inner, shift), dtype = _without_shift(core, key, hidden=core != logarithm), None
         at_least_one = core == logarithm and len(shift) == 1 and _is_maximum_of(shift[0], inner, key)
     body = masked(inner)
-    if least is not None and not (at_least_one and least <= 1):
-        return Refusal(f"the sum of the weights is kept above {least:g}, which could be seen in them")
+    if least is not None and not (at_least_one and _lies_within(least, -math.inf, 1.0, numbers)):
+        return Refusal(f"the sum of the weights is kept above {_word(least)}, which could be seen in them")
+    rounding = torch.finfo(dtype or dtype_of(numerator)).eps
     match rest:
         case None:
             return Normalised(body, None, dtype, zero=least is not None)
-        case Const(value) if at_least_one and 0 < value <= torch.finfo(dtype or dtype_of(numerator)).eps:
+        case Const() | Scalar() if at_least_one and _lies_within(rest, 0.0, rounding, numbers):
             return Normalised(body, None, dtype, zero=True)
         case Const(value) if value > 0 and not shift and not isinstance(core, Softmax):
             return Normalised(body, Const(math.log(value)), dtype)
+        case Scalar() if not shift and not isinstance(core, Softmax) and _lies_within(rest, 0.0, math.inf, numbers):
+            return Normalised(body, al.unary("log", rest), dtype)
         case Unary("exp", logit) if not isinstance(core, Softmax):
             return _with_sink(body, shift, logit, key, dtype)
-        case Const(value):
-            return Refusal(f"{value:g} is added to the sum of the weights, which could be seen in them")
+        case Const() | Scalar():
+            return Refusal(f"{_word(rest)} is added to the sum of the weights, which could be seen in them")
     return Refusal("the sum of the weights has another term, which is no sink")
 
 
-def _sum_and_rest(x: Expr) -> tuple[sympy.Symbol, Expr, Expr | None, float | None] | None:
+def _lies_within(x: Expr, above: float, most: float, numbers: Mapping[int, torch.SymFloat]) -> bool:
+    """Whether above < x <= most for the number `x`; one known only when the program runs gets a guard."""
+    match x:
+        case Const(value):
+            return above < value <= most
+        case Scalar(leaf) if leaf in numbers:
+            number = numbers[leaf]
+            is_above = math.isinf(above) or holds_by_guard(number > above)
+            return is_above and (math.isinf(most) or holds_by_guard(number <= most))
+    return False
+
+
+def _word(x: Expr) -> str:
+    return f"{x.value:g}" if isinstance(x, Const) else "an argument"
+
+
+def _sum_and_rest(x: Expr) -> tuple[sympy.Symbol, Expr, Expr | None, Expr | None] | None:
     """(axis, body, other summand, lower limit) of a denominator that sums `body` over `axis`; None for any other."""
     match _bare(x):
         case Reduce("sum", axis, body):
@@ -168,8 +197,8 @@ def _sum_and_rest(x: Expr) -> tuple[sympy.Symbol, Expr, Expr | None, float | Non
         # A matrix product with a column of ones sums the weights, too.
         case Contract((axis,), a, b):
             return axis, al.mul(a, b), None, None
-        case Binary("maximum", inner, Const(least)) if (read := _sum_and_rest(inner)) is not None:
-            return (*read[:2], None, float(least)) if read[2:] == (None, None) else None
+        case Binary("maximum", inner, Const() | Scalar() as least) if (read := _sum_and_rest(inner)) is not None:
+            return (*read[:2], None, least) if read[2:] == (None, None) else None
         case Add(a, b):
             for one, other in ((a, b), (b, a)):
                 read = _sum_and_rest(one)
