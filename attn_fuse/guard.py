@@ -1,14 +1,13 @@
 """Guard: check at every call what a compiled graph rests on: the contents of buffers, and which kernels may run.
 
-The check compares the identity, version and address of each buffer: nanoseconds, and no work for the device. Where one
-differs, the contents are read again; where the contents differ, the graph runs as written.
+The check compares the identity, version and memory of each buffer: under a microsecond, and no work for the device.
+Where one differs, the contents are read again; where the contents differ, the graph runs as written.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from torch.fx import GraphModule
 
 from attn_fuse.graph.names import INLINE_SUBGRAPHS, op_name
+from attn_fuse.graph.seen import Seen
 from attn_fuse.lift.closed_forms import ClosedForm, Diagonals
 from attn_fuse.options import chosen_kernels
 from attn_fuse.torch_internals import dispatch_modes_aside, sdpa_switches
@@ -78,8 +78,13 @@ def _compiled_anew(graph: GraphModule, backend: Callable[..., Any]) -> Callable[
     def again(*values: Any) -> Any:
         return graph.forward(*values)
 
-    # Dynamo reuses code that it compiled for an equal backend, under other kernels; a new partial equals no other.
-    return torch.compile(again, backend=functools.partial(backend))
+    # Dynamo reuses code that it compiled for an equal backend, under other kernels; a new function equals no other.
+    # Where it knows a backend's name, it drops its own weak references to the inputs.
+    def attn_fuse(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        compiled: Callable[..., Any] = backend(graph, inputs)
+        return compiled
+
+    return torch.compile(again, backend=attn_fuse)
 
 
 def can_be_guarded(tensor: torch.Tensor) -> bool:
@@ -92,15 +97,15 @@ class Guard:
 
     def __init__(self, proofs: tuple[Proof, ...], inputs: Sequence[object]) -> None:
         self._proofs = proofs
-        self._seen: list[tuple[int, Callable[[], Any], int, int, torch.UntypedStorage]] = []
+        self._seen: list[tuple[int, Seen]] = []
         for proof in proofs:
             self._remember(proof, inputs[proof.input])
 
     def holds(self, inputs: Sequence[object]) -> bool:
         """Whether every proof is true of `inputs`, those of this call."""
-        for number, tensor_of, version, pointer, _ in self._seen:
+        for number, seen in self._seen:
             tensor: Any = inputs[number]
-            if tensor is not tensor_of() or tensor._version != version or tensor.data_ptr() != pointer:
+            if not seen.is_still(tensor):
                 with dispatch_modes_aside():
                     return self._prove_again(inputs)
         return True
@@ -117,6 +122,4 @@ class Guard:
 
     def _remember(self, proof: Proof, tensor: object) -> None:
         assert isinstance(tensor, torch.Tensor)
-        # While the storage is held, no other tensor gets its address.
-        seen = (weakref.ref(tensor), tensor._version, tensor.data_ptr(), tensor.untyped_storage())
-        self._seen.append((proof.input, *seen))
+        self._seen.append((proof.input, Seen.now(tensor)))

@@ -30,7 +30,7 @@ from attn_fuse.graph.scopes import code_of
 from attn_fuse.kernels.sdpa import CPU_FLASH, CUDA_EFFICIENT, CUDA_FLASH, CUDNN, PINNED
 from attn_fuse.options import Fuel, parse_options
 from attn_fuse.report import GraphReport, record
-from attn_fuse.torch_internals import calling_convention_of, storage_of
+from attn_fuse.torch_internals import SOURCE, calling_convention_of, storage_of
 
 log = logging.getLogger("attn_fuse")
 
@@ -38,18 +38,6 @@ _TORCHS_OWN = tuple(kernel.name for kernel in (CUDNN, CUDA_FLASH, CUDA_EFFICIENT
 _SDPA = (F.scaled_dot_product_attention, *PINNED.values())
 _SELF = "L['self']."  # as Dynamo begins the name of what a module holds
 _BAKED = "what is proved of %s is part of the program now, and not checked when the program runs"
-
-
-@dataclass(frozen=True)
-class _Source:
-    """What `torch_internals.source_name` reads off a graph input. name: as Dynamo spells it."""
-
-    name: str
-
-
-@dataclass(frozen=True)
-class _Argument:
-    source: _Source
 
 
 def export(
@@ -190,7 +178,7 @@ def _lifted(module: GraphModule, written: frozenset[int]) -> tuple[GraphModule, 
             holders[name] = graph.placeholder(f"lifted_{len(holders)}")
             holders[name].meta = dict(node.meta)
             if storage_of(value) not in written:
-                holders[name].meta["grapharg"] = _Argument(_Source(_SELF + name))
+                holders[name].meta[SOURCE] = _SELF + name
             tensors.append(value)
         copies[node] = holders[name]
     graph.output(graph.graph_copy(module.graph, copies))
@@ -208,7 +196,7 @@ def _lower(module: GraphModule, rewritten: GraphModule, names: Sequence[str]) ->
     for placeholder, name in zip(list(graph.find_nodes(op="placeholder")), names, strict=False):
         with graph.inserting_before(placeholder):
             attribute = graph.get_attr(name)
-        attribute.meta = {k: v for k, v in placeholder.meta.items() if k != "grapharg"}
+        attribute.meta = {k: v for k, v in placeholder.meta.items() if k != SOURCE}
         placeholder.replace_all_uses_with(attribute)
         graph.erase_node(placeholder)
     _widen_masks(graph)

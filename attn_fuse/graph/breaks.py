@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node, map_arg
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from attn_fuse.graph.expand import expand
 from attn_fuse.graph.functionalize import functionalize
@@ -24,6 +23,7 @@ from attn_fuse.graph.location import in_stack
 from attn_fuse.graph.names import SOFTMAX, called, is_exponential, value_of
 from attn_fuse.graph.region import Region, Site, find_sites
 from attn_fuse.graph.scopes import copied, scopes
+from attn_fuse.graph.seen import Seen
 from attn_fuse.graph.walk import is_product
 from attn_fuse.report import Location
 from attn_fuse.torch_internals import FakeTensor, FakeTensorMode, LeftFunction, graph_break
@@ -76,7 +76,8 @@ class NotJoined(Exception):
     """Two graphs that cannot be joined: one writes in place, or reads tensors of a kind that has no plain fake."""
 
 
-_returned: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+# The tensors that parts returned, by the ids of their attributes: `Seen`, the part, and the number of the output.
+_returned: dict[int, tuple[Seen, Part, int]] = {}
 
 
 def part_of(graph: GraphModule, inputs: Sequence[object]) -> Part | None:
@@ -85,7 +86,7 @@ def part_of(graph: GraphModule, inputs: Sequence[object]) -> Part | None:
     Raises NotJoined where the graph writes in place what cannot be made a value.
     """
     ends = break_after(graph)
-    made = ((place, _returned.get(x)) for place, x in enumerate(inputs) if isinstance(x, torch.Tensor))
+    made = ((place, _returned_by(x)) for place, x in enumerate(inputs) if type(x) is torch.Tensor)
     reads = {place: source for place, source in made if source is not None}
     if (ends is None and not reads) or not any(map(_is_piece, graph.graph.nodes)):
         return None
@@ -135,12 +136,20 @@ def remembering(compiled: Callable[..., Any], part: Part) -> Callable[..., Any]:
     def run(*values: Any) -> Any:
         made = compiled(*values)
         if next(calls) < _CALLS_NOTED:
+            for key in [key for key, (seen, *_) in _returned.copy().items() if seen.is_gone]:
+                _returned.pop(key, None)
             for number, tensor in enumerate(made):
-                if isinstance(tensor, torch.Tensor):
-                    _returned[tensor] = (part, number)
+                if type(tensor) is torch.Tensor:
+                    _returned[id(tensor.__dict__)] = (Seen.now(tensor), part, number)
         return made
 
     return run
+
+
+def _returned_by(tensor: torch.Tensor) -> tuple[Part, int] | None:
+    """The part that returned `tensor`, and the number of the output; None where none did."""
+    found = _returned.get(id(tensor.__dict__))
+    return found[1:] if found is not None and found[0].is_still(tensor) else None
 
 
 def joined(last: Part) -> Joined:

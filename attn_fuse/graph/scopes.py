@@ -11,6 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 from attn_fuse.attention.attention import Refusal
 from attn_fuse.graph.modes import Mode, mode_now, modes_of
 from attn_fuse.graph.names import INLINE_SUBGRAPHS, LOOPED_SUBGRAPHS, op_name, storages, value_of
+from attn_fuse.torch_internals import name_sources
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,10 +90,11 @@ def is_frozen(graph: GraphModule) -> bool:
 
 
 def copied(module: GraphModule) -> GraphModule:
-    """A copy of `module` and its subgraphs, to be rewritten; tensors and parameters are shared."""
+    """A copy of `module` and its subgraphs, to be rewritten: it shares the module's tensors and refers to no input."""
     graph = Graph()
     result = graph.graph_copy(module.graph, {})
     graph.output(result)
+    name_sources(graph)
     copy = GraphModule(module, graph)
     for name, child in list(copy.named_children()):
         if isinstance(child, GraphModule):

@@ -14,6 +14,7 @@ from torch.utils._sympy.functions import FloorDiv as FloorDiv
 from torch.utils._sympy.functions import Mod as Mod
 from torch.utils._sympy.functions import PythonMod as PythonMod
 
+from attn_fuse.torch_internals.dynamo import SOURCE as SOURCE
 from attn_fuse.torch_internals.dynamo import LeftFunction as LeftFunction
 from attn_fuse.torch_internals.dynamo import PassesThroughDynamo as PassesThroughDynamo
 from attn_fuse.torch_internals.dynamo import RestartsDynamo as RestartsDynamo
@@ -23,6 +24,7 @@ from attn_fuse.torch_internals.dynamo import frames_of_break as frames_of_break
 from attn_fuse.torch_internals.dynamo import graph_break as graph_break
 from attn_fuse.torch_internals.dynamo import known_backends as known_backends
 from attn_fuse.torch_internals.dynamo import left_by_dynamo as left_by_dynamo
+from attn_fuse.torch_internals.dynamo import name_sources as name_sources
 from attn_fuse.torch_internals.dynamo import source_name as source_name
 from attn_fuse.torch_internals.dynamo import trace_artifact as trace_artifact
 from attn_fuse.torch_internals.inductor import compile_with as compile_with
@@ -41,6 +43,7 @@ from attn_fuse.torch_internals.kernels import sdpa_switches as sdpa_switches
 from attn_fuse.torch_internals.symbols import called_on as called_on
 from attn_fuse.torch_internals.symbols import holds_by_guard as holds_by_guard
 from attn_fuse.torch_internals.tensors import CLAMP_PASSES_AT_ITS_EDGE as CLAMP_PASSES_AT_ITS_EDGE
+from attn_fuse.torch_internals.tensors import StorageWeakRef as StorageWeakRef
 from attn_fuse.torch_internals.tensors import current_value as current_value
 from attn_fuse.torch_internals.tensors import decompositions as decompositions
 from attn_fuse.torch_internals.tensors import dispatch_modes_aside as dispatch_modes_aside

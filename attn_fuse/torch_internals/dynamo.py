@@ -27,8 +27,26 @@ def trace_artifact(name: str, text: Callable[[], str]) -> None:
     trace_structured("artifact", lambda: {"name": name, "encoding": "string"}, payload_fn=text, expect_trace_id=False)
 
 
+# Where the record of a graph input has the name of its source, in a graph of ours.
+SOURCE = "attn_fuse_source"
+
+
+def name_sources(graph: torch.fx.Graph) -> None:
+    """Replace Dynamo's records of the inputs of `graph` by their names.
+
+    Dynamo's record of an input refers to the tensor, weakly, and `torch.utils.swap_tensors` refuses such a tensor.
+    """
+    for placeholder in graph.find_nodes(op="placeholder"):
+        name = source_name(placeholder)
+        placeholder.meta = {key: value for key, value in placeholder.meta.items() if key != "grapharg"}
+        if name:
+            placeholder.meta[SOURCE] = name
+
+
 def source_name(placeholder: torch.fx.Node) -> str:
     """Dynamo's name of the source of a graph input, as in ``L['self']._buffers['bias']``; "" without one."""
+    if (kept := placeholder.meta.get(SOURCE)) is not None:
+        return str(kept)
     argument = placeholder.meta.get("grapharg")
     source = getattr(argument, "source", None)
     if source is None:

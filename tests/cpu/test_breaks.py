@@ -323,11 +323,18 @@ def test_own_code_within_torchs_is_compiled() -> None:
 
 
 def test_only_the_first_calls_before_a_break_note_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    noted: dict[Tensor, Any] = {}
+    class Noted(dict[int, Any]):
+        count = 0
+
+        def __setitem__(self, key: int, value: Any) -> None:
+            self.count += 1
+            super().__setitem__(key, value)
+
+    noted = Noted()
     monkeypatch.setattr(breaks, "_returned", noted)
     compiled = torch.compile(after_the_product, backend="attn_fuse", options={"inner_backend": "eager"})
     counts = []
     for _ in range(breaks._CALLS_NOTED + 2):
         compiled(*operands())
-        counts.append(len(noted))
+        counts.append(noted.count)
     assert counts[0] > 0 and counts[-3] > counts[0] and counts[-1] == counts[-2] == counts[-3]

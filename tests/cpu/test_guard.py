@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import return_and_correct_aliasing
 
 import attn_fuse
 from attn_fuse.backend import attn_fuse as backend
@@ -200,3 +204,136 @@ def test_training_follows_an_edit() -> None:
     model.zero_grad()
     model(x).square().sum().backward()
     assert torch.allclose(got, model.qkv.weight.grad, atol=1e-4)
+
+
+# ---- no references
+
+
+def weak_references(tensors: list[torch.Tensor]) -> list[int]:
+    gc.collect()
+    return [weakref.getweakrefcount(tensor) for tensor in tensors]
+
+
+def referring(tensors: list[torch.Tensor]) -> list[int]:
+    gc.collect()
+    return [len(gc.get_referrers(tensor)) for tensor in tensors]
+
+
+def by_name(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
+    return backend(graph, inputs, options={"inner_backend": "eager", "pick": "fused"})
+
+
+by_name.__name__ = "attn_fuse"  # Dynamo drops its own weak references where it knows the name of the backend
+
+
+@pytest.mark.parametrize("edited", [False, True])
+@pytest.mark.parametrize("checked", [False, True])
+def test_no_reference_to_a_tensor_of_the_users_is_kept(edited, checked) -> None:
+    model, x = Causal(), torch.randn(2, T, 32)
+    tensors = [*model.parameters(), *model.buffers(), x]
+    before = referring(tensors)
+    fused = torch.compile(model, backend="attn_fuse", options={"inner_backend": "eager", "check": checked})
+    fused(x).sum().backward()
+    if edited:
+        model.bias.fill_(1)
+        fused(x).sum().backward()
+    assert weak_references(tensors) == [0] * len(tensors)
+    assert referring(tensors) == before
+
+
+def test_no_reference_is_kept_to_what_a_graph_with_a_break_returns() -> None:
+    returned = []
+
+    def attention(x: torch.Tensor) -> torch.Tensor:
+        weights = (x @ x.mT).softmax(-1)
+        returned.append(weights)
+        torch._dynamo.graph_break()
+        return weights @ x
+
+    compiled(attention)(torch.randn(2, 4, T, 8))
+    assert returned and weak_references(returned) == [0]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_swapping_the_mask_is_seen(dynamic) -> None:
+    model, x = Causal(), torch.randn(2, T, 32)
+    fused = torch.compile(model, backend=by_name, dynamic=dynamic)
+    assert same(model, fused, x)
+    before = fused(x)
+    torch.utils.swap_tensors(model.bias, visible_diagonal_and_next())
+    assert not torch.allclose(before, model(x), atol=1e-3)
+    assert same(model, fused, x)
+
+
+def test_swapping_in_another_alias_of_the_memory_at_the_same_version_is_seen() -> None:
+    model, x = Causal(), torch.randn(2, T, 32)
+    model.bias.mul_(1)
+    fused = torch.compile(model, backend=by_name)
+    before = fused(x)
+    alias = model.bias.data
+    alias[0, 0, :, :] = visible_diagonal_and_next()
+    assert alias._version == model.bias._version and alias.data_ptr() == model.bias.data_ptr()
+    torch.utils.swap_tensors(model.bias, alias)
+    assert not torch.allclose(before, model(x), atol=1e-3)
+    assert same(model, fused, x)
+
+
+def test_a_state_dict_is_loaded_by_swapping() -> None:
+    model, x = Causal(), torch.randn(2, T, 32)
+    fused = torch.compile(model, backend=by_name)
+    fused(x)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.load_state_dict(Causal().state_dict() | {"bias": visible_diagonal_and_next()})
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert same(model, fused, x)
+
+
+def test_the_memory_of_a_mask_that_was_replaced_is_freed() -> None:
+    model, x = Causal(), torch.randn(2, T, 32)
+    fused = compiled(model)
+    fused(x)
+    memory = StorageWeakRef(model.bias.untyped_storage())
+    model.bias = None
+    gc.collect()
+    assert memory.expired()
+
+
+class Int8(torch.Tensor):
+    """A weight in int8 and its scale, as quantisers make it."""
+
+    @staticmethod
+    def __new__(cls, q: torch.Tensor, s: torch.Tensor) -> Int8:
+        return torch.Tensor._make_wrapper_subclass(cls, q.shape, dtype=s.dtype, device=q.device)
+
+    def __init__(self, q: torch.Tensor, s: torch.Tensor) -> None:
+        self.q, self.s = q, s
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["q", "s"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner, _, size, stride) -> Int8:
+        return cls(inner["q"], inner["s"])
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, f, types, args, kwargs=None):
+        if f in (torch.ops.aten.detach.default, torch.ops.aten._to_copy.default, torch.ops.aten.clone.default):
+            made = cls(args[0].q.clone(), args[0].s.clone())
+            return return_and_correct_aliasing(f, args, kwargs or {}, made)
+        return f(*[a.q * a.s if isinstance(a, cls) else a for a in args], **(kwargs or {}))
+
+
+def test_a_module_whose_weights_are_of_a_subclass_is_moved() -> None:
+    model, x = Causal(), torch.randn(2, T, 32)
+    weight = Int8(torch.randint(-99, 99, (96, 32), dtype=torch.int8), torch.full((96, 1), 0.002))
+    model.qkv.weight = nn.Parameter(weight, requires_grad=False)
+    fused = torch.compile(model, backend=by_name)
+    with torch.no_grad():
+        fused(x)
+        assert attn_fuse.reports()[-1].sites[0].fused
+        model._apply(torch.clone)
+        assert same(model, fused, x)
