@@ -14,7 +14,7 @@ from attn_fuse.emit.call import Call
 from attn_fuse.emit.kept import kept
 from attn_fuse.errors import first_line
 from attn_fuse.graph.modes import uncast
-from attn_fuse.graph.names import CASTS, LAYOUT, op_name, requires_grad, storages
+from attn_fuse.graph.names import CASTS, IN_THE_SHAPE_OF, LAYOUT, called, op_name, requires_grad, storages
 from attn_fuse.graph.reach import reach
 from attn_fuse.graph.region import Region
 from attn_fuse.torch_internals import FakeTensorMode
@@ -61,7 +61,25 @@ def _lost(region: Region, result: Node) -> Node | None:
     wanted = {leaf for leaf in region.leaves if requires_grad(leaf) and leaf not in region.detached}
     first = min(wanted, default=result)
     wanted -= {*reach([result], lambda node: [n for n in node.all_input_nodes if not n < first])}
-    return next((leaf for leaf in region.leaves if leaf in wanted), None)
+    return next((leaf for leaf in region.leaves if leaf in wanted and _shows_gradient(leaf)), None)
+
+
+def _shows_gradient(leaf: Node) -> bool:
+    """Whether the program can tell a gradient of `leaf` from none: one of zeros reaches an input or a parameter.
+
+    A cache that the graph allocates is recorded with what is written into it later, which may require a gradient.
+    """
+
+    def behind(node: Node) -> list[Node]:
+        passes = op_name(node) not in IN_THE_SHAPE_OF and op_name(node) != "detach"
+        return [source for source in node.all_input_nodes if requires_grad(source)] if passes else []
+
+    return any(
+        node.op in ("placeholder", "get_attr", "call_module")
+        or node.kwargs.get("requires_grad")
+        or called(node) == "requires_grad"
+        for node in reach([leaf], behind)
+    )
 
 
 def _as_kernels_may_read(call: Call, region: Region) -> None:

@@ -422,3 +422,46 @@ def test_a_number_made_a_tensor_under_a_vmap() -> None:
         return (s * (at + 1)[:, None].to(s.dtype)).tanh().softmax(-1) @ v
 
     assert_fused(torch.vmap(one), *tensors(3, 2, 6, 4))
+
+
+CACHES = [
+    lambda v: torch.empty(2, 3, 12, 16, dtype=v.dtype),
+    lambda v: torch.zeros(2, 3, 12, 16, dtype=v.dtype),
+    lambda v: torch.ones(2, 3, 12, 16, dtype=v.dtype),
+    lambda v: torch.full((2, 3, 12, 16), 0.5, dtype=v.dtype),
+    lambda v: torch.zeros_like(v),
+    lambda v: torch.empty_like(v.detach()),
+    lambda v: torch.zeros_like(v.sin()),
+    lambda v: v.new_zeros(2, 3, 12, 16),
+    lambda v: v.new_empty(2, 3, 12, 16),
+    lambda v: v.new_full((2, 3, 12, 16), 0.5),
+    lambda v: v.detach().clone(),
+]
+
+
+@pytest.mark.parametrize("make", CACHES)
+def test_a_cache_that_no_gradient_leaves_is_filled_in_part(make: Callable[[Tensor], Tensor]) -> None:
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        cache = make(v)
+        cache[:, :, :9] = k
+        return scores(q, cache[:, :, :9]).softmax(-1) @ v[:, :, :9]
+
+    assert_fused(program, *tensors(*SHAPE)[:2], torch.randn(2, 3, 12, 16))
+
+
+@pytest.mark.parametrize("make", [torch.clone, torch.sin, lambda v: torch.zeros_like(v) * v])
+def test_a_cache_that_gives_an_input_a_gradient_of_zeros(make: Callable[[Tensor], Tensor]) -> None:
+    def program(q: Tensor, k: Tensor, v: Tensor, old: Tensor) -> Tensor:
+        cache = make(old)
+        cache[:, :, :9] = k
+        return scores(q, cache[:, :, :9]).softmax(-1) @ v
+
+    operands = [torch.randn(2, 3, n, 16, requires_grad=True) for n in (9, 9, 9, 12)]
+    with collecting() as graphs:
+        out = torch.compile(program, backend="attn_fuse", options={"pick": "fused", "inner_backend": "eager"})(
+            *operands
+        )
+    out.sum().backward()
+    assert operands[3].grad is not None and not operands[3].grad.any()
+    (reason,) = [site.blocker.reason for graph in graphs for site in graph.sites]
+    assert "gets a gradient of zeros as written, and would get none" in reason
