@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import operator
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -182,7 +183,20 @@ def _lifted(module: GraphModule, written: frozenset[int]) -> tuple[GraphModule, 
             tensors.append(value)
         copies[node] = holders[name]
     graph.output(graph.graph_copy(module.graph, copies))
+    # torch.export keeps what nobody reads, such as the weights that nn.MultiheadAttention averages.
+    graph.eliminate_dead_code(lambda node: not _is_pure(node))
     return GraphModule(module, graph), [*holders], tensors
+
+
+def _is_pure(node: Node) -> bool:
+    """Whether `node` does nothing but give a result: an assertion gives none, and a draw moves the random state."""
+    target = node.target
+    if target is operator.getitem:
+        return True
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("aten", "prims"):
+        return False
+    is_random = torch.Tag.nondeterministic_seeded in target.tags
+    return not target._schema.is_mutable and bool(target._schema.returns) and not is_random
 
 
 def _lower(module: GraphModule, rewritten: GraphModule, names: Sequence[str]) -> None:

@@ -272,3 +272,30 @@ def test_aot_inductor_runs_a_loaded_program(tmp_path: Path) -> None:
         for shape in [(2, 24), (3, 61)]:
             values = torch.randn(*shape, 32)
             torch.testing.assert_close(run(values), model(values))
+
+
+class Averaged(nn.Module):
+    """The weights are averaged, and read or thrown away; random numbers are drawn, and read or thrown away."""
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        self.attention, self.reads = nn.MultiheadAttention(32, 2, batch_first=True), reads
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        out, weights = self.attention(x, x, x)
+        torch.rand(4)
+        return (out, weights) if self.reads else (out, torch.rand(4))
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_weights_that_nobody_reads_are_not_in_the_program(reads: bool) -> None:
+    model, x = Averaged(reads).eval(), torch.randn(2, 9, 32)
+    with torch.no_grad():
+        program = attn_fuse.export(model, (x,), options=FUSED)
+    called = [node.target for node in program.graph.nodes if node.op == "call_function"]
+    assert (torch.ops.aten.softmax.int in called) is reads
+    torch.manual_seed(3)
+    expected = model(x)
+    torch.manual_seed(3)
+    for got, wanted in zip(program.module()(x), expected, strict=True):
+        assert torch.allclose(got, wanted, atol=1e-5)
