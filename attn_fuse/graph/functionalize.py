@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from attn_fuse.attention.attention import Refusal
 from attn_fuse.errors import named
+from attn_fuse.graph.in_place_views import pure_views
 from attn_fuse.graph.memory import (
     Memory,
     NotFunctional,
@@ -74,6 +75,7 @@ def make_functional(scope: Scope, only: Set[int] | None = None, far: bool = Fals
     kept = Graph()
     kept.output(kept.graph_copy(module.graph, {}))
     try:
+        pure_views(module.graph, scope.modes)
         memory = Memory(module, written, scope.modes)
         written = set().union(*memory.writes.values())
         if not written:

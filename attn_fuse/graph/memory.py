@@ -50,7 +50,18 @@ def written_memory(graph: Graph) -> set[int]:
     for node in graph.nodes:
         found |= {storage_of(t) for t in tensors_of(value_of(node)) if innermost(t)._version > 0}
         found |= {storage for source in may_write(node) for storage in storages(source)}
+        # torch counts `unsqueeze_` as a write, and `resize_` not.
+        found |= storages(node) if changes_shape(node) else set()
     return found
+
+
+def changes_shape(node: Node) -> bool:
+    """Whether `node` is a method that gives its tensor another shape or memory, such as `unsqueeze_` and `resize_`."""
+    name = str(node.target)
+    if node.op != "call_method" or not name.endswith("_") or name == "detach_":
+        return False
+    packet = getattr(torch.ops.aten, name, None)
+    return packet is not None and any(torch.Tag.inplace_view in overload.tags for overload in _overloads(packet))
 
 
 def may_write(node: Node) -> list[Node]:
@@ -127,7 +138,7 @@ class Memory:
         self.reads: dict[Node, list[Node]] = {}
         self.bases: dict[int, Node] = {}
         self.writes: dict[Node, set[int]] = {}
-        self.mode = _fake_mode(module.graph)
+        self.mode = fake_mode(module.graph)
         self._written = written
         self._sharing: Node | None = None
         self._fakes: dict[Node, Any] = {}
@@ -243,7 +254,8 @@ def is_tensor(node: Node) -> bool:
     return isinstance(value_of(node), torch.Tensor)
 
 
-def _fake_mode(graph: Graph) -> FakeTensorMode:
+def fake_mode(graph: Graph) -> FakeTensorMode:
+    """The mode of the fake tensors that `graph` records. Raises TypeError without one."""
     for node in graph.nodes:
         for tensor in tensors_of(value_of(node)):
             if isinstance(tensor, FakeTensor):

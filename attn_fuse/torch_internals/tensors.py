@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -34,8 +35,14 @@ def on_fake_tensors(mode: FakeTensorMode) -> Iterator[None]:
     from torch._guards import TracingContext, tracing
 
     symbolic = mode.shape_env is not None and bool(mode.shape_env.var_to_range)
+    log = logging.getLogger("torch._subclasses.fake_tensor")
     with tracing(TracingContext(mode)), mode, enable_python_dispatcher() if symbolic else contextlib.nullcontext():
-        yield
+        # torch prints the traceback of an operation that raises here; we say in words what is refused.
+        silent, log.disabled = log.disabled, True
+        try:
+            yield
+        finally:
+            log.disabled = silent
 
 
 def functionalized(function: Callable[..., Any], pre_dispatch: bool = False) -> Callable[..., Any]:
