@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from attn_fuse.errors import AttnFuseError, NotFusedError, OptionError
     from attn_fuse.explain import explain
     from attn_fuse.options import Options, use_kernels
-    from attn_fuse.report import GraphReport, SiteReport, reports
+    from attn_fuse.report import GraphReport, SiteReport, last_report, reports
 
     __version__: str
 
@@ -29,6 +29,7 @@ __all__ = [
     "explain",
     "export",
     "install",
+    "last_report",
     "reports",
     "uninstall",
     "use_kernels",
@@ -43,6 +44,7 @@ _HOME = {
     "SiteReport": "report",
     "export": "doors.export",
     "install": "doors.install",
+    "last_report": "report",
     "reports": "report",
     "uninstall": "doors.install",
     "use_kernels": "options",

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
+from attn_fuse.errors import AttnFuseError
 from attn_fuse.torch_internals import trace_artifact
 
 log = logging.getLogger("attn_fuse")
@@ -55,7 +56,7 @@ class Blocker:
 SDPA = "F.scaled_dot_product_attention"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SiteReport:
     """One attention: what was recognised and what was done with it.
 
@@ -88,6 +89,10 @@ class SiteReport:
     def fused(self) -> bool:
         """Whether attn_fuse put the attention on a kernel."""
         return self.status == "fused"
+
+    def __repr__(self) -> str:
+        """One line: the place, and what became of the attention."""
+        return f"<SiteReport {self.location}: {headline(self)}>"
 
 
 @dataclass(frozen=True)
@@ -134,6 +139,19 @@ def record(report: GraphReport) -> None:
 def reports() -> tuple[GraphReport, ...]:
     """The reports of the last 256 graphs compiled in this process, oldest first."""
     return tuple(_recent)
+
+
+def last_report() -> GraphReport:
+    """The report of the graph that was compiled last in this process.
+
+    Raises AttnFuseError where none was compiled: torch.compile compiles a model when the model first runs.
+    """
+    if not _recent:
+        raise AttnFuseError(
+            "attn_fuse has compiled no graph in this process yet: torch.compile compiles a model when it first runs, "
+            'so run what torch.compile(..., backend="attn_fuse") gave, and ask again.'
+        )
+    return _recent[-1]
 
 
 @contextlib.contextmanager

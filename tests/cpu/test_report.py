@@ -272,3 +272,14 @@ def test_any_record_of_a_module_gives_a_location(kind: object) -> None:
     node.meta["nn_module_stack"] = {"": ("L['self'].proj", kind)}
     found = locate(node)
     assert found.module == "proj" and (found.code == "Linear.forward" if kind is nn.Linear else found.line == 0)
+
+
+def test_the_last_report_and_its_sites_in_a_line_each() -> None:
+    with collecting():
+        with pytest.raises(attn_fuse.AttnFuseError, match=r"compiled no graph in this process yet: .* first runs"):
+            attn_fuse.last_report()
+        torch.compile(Attention(), backend="attn_fuse", options={"inner_backend": "eager"})(torch.randn(1, 6, 32))
+        last = attn_fuse.last_report()
+    assert last is attn_fuse.reports()[-1]
+    (site,) = last.sites
+    assert repr(last.sites).count("\n") == 0 and f"<SiteReport {site.location}: as written: no kernel" in repr(site)

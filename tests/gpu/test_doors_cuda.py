@@ -289,5 +289,5 @@ def test_every_kernel_that_is_tried_by_itself_is_said() -> None:
     with collecting() as graphs:
         step(torch.compile(model, backend=backend), model, x, padding)
     (site,) = [site for graph in graphs for site in graph.sites]
-    print(attn_fuse.reports()[-1])
+    print(attn_fuse.last_report())
     assert site.kernel == "triton_flash" or any("triton_flash" in name for name in site.why_not), site
