@@ -1,10 +1,14 @@
 """Expand: replace calls and vmaps that may hide an attention by the operations that they run.
 
 Dynamo keeps `F.multi_head_attention_forward` as one call, torch's fast path of `nn.TransformerEncoderLayer` as another,
-`baddbmm` of weights and values as a third, and it writes a `torch.vmap` as operations between markers that mean nothing
-without the markers. We trace each such stretch once on fake tensors and put the trace in its place. A stretch stays as
-written where it writes in place, changes the mode, takes a derivative or lies within an open one. A graph that could
-not be made functional keeps all its stretches: we would not know in whose memory the values of a trace lie.
+`baddbmm` of weights and values as a third, and so each function that `allow_in_graph` names, as einx does with its own.
+It writes a `torch.vmap` as operations between markers that mean nothing without the markers. We trace each such stretch
+once on fake tensors and put the trace in its place. A stretch stays as written where it writes in place, changes the
+mode, takes a derivative or lies within an open one. A graph that could not be made functional keeps all its stretches:
+we would not know in whose memory the values of a trace lie.
+
+A function under `allow_in_graph` promises that a trace of it is the same program: Inductor runs no other. What a trace
+of operations does not show is how a gradient is made, so a function that says that itself stays as written, too.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from torch.utils import _pytree as pytree
 from attn_fuse.graph.encoder_layer import encoder_layer
 from attn_fuse.graph.functionalize import make_functional
 from attn_fuse.graph.memory import call, may_write, with_gradient
-from attn_fuse.graph.modes import Mode
+from attn_fuse.graph.modes import Mode, autocast_of
 from attn_fuse.graph.names import (
     CALLS,
     DROPOUT,
@@ -29,6 +33,7 @@ from attn_fuse.graph.names import (
     LAYOUT,
     SOFTMAX,
     called,
+    is_others_function,
     op_name,
     requires_grad,
     storages,
@@ -45,6 +50,7 @@ from attn_fuse.torch_internals import (
     innermost,
     make_fx,
     on_fake_tensors,
+    plain_gradients,
 )
 
 # Calls whose insides no trace shows, since they are one operator, and what computes the same.
@@ -78,7 +84,7 @@ def _written_out(module: GraphModule, left: Container[str]) -> dict[str, set[int
             if not _is_plain(stretch, scope.modes):
                 continue
             try:
-                memory = _write_out(scope.module, stretch, scope.modes[stretch[0]].grad)
+                memory = _write_out(scope.module, stretch, scope.modes[stretch[0]])
                 if memory:
                     made.setdefault(scope.path, set()).update(memory)
             except Exception:  # rule 5: a stretch that cannot be written out stays
@@ -98,8 +104,13 @@ def _stretches(scope: Scope) -> Iterator[list[Node]]:
             yield stretch
         if levels == 0 or (levels == 1 and name.endswith("_decrement_nesting")):
             stretch = []
-        if levels == 0 and (name in CALLS or (name == "baddbmm" and _takes_weights(node))):
+        if levels == 0 and (_is_call(node) or (name == "baddbmm" and _takes_weights(node))):
             yield [node]
+
+
+def _is_call(node: Node) -> bool:
+    """Whether `node` calls a function of many operations, which a trace before dispatch shows as they are written."""
+    return called(node) in CALLS or is_others_function(node)
 
 
 def _takes_weights(node: Node) -> bool:
@@ -126,13 +137,16 @@ def _is_plain(stretch: Sequence[Node], modes: Mapping[Node, Mode]) -> bool:
         if replace(modes[node], levels=0) != replace(mode, levels=0):
             return False
         by_operator = name in _OPERATORS
-        if mode.casts and (by_operator or (name not in CALLS and any(t.is_floating_point() for t in tensors))):
+        if mode.casts and (by_operator or (not _is_call(node) and any(t.is_floating_point() for t in tensors))):
             return False
     return True
 
 
-def _write_out(module: GraphModule, stretch: Sequence[Node], has_gradient: bool) -> set[int]:
-    """Replace `stretch` by its trace; gives the storages that the trace writes. Raises where the trace differs."""
+def _write_out(module: GraphModule, stretch: Sequence[Node], now: Mode) -> set[int]:
+    """Replace `stretch` by its trace; gives the storages that the trace writes. Raises where the trace differs.
+
+    now: the mode that the stretch runs in.
+    """
     inside = set(stretch)
     inputs = list(dict.fromkeys(a for node in stretch for a in node.all_input_nodes if a not in inside))
     results = [node for node in stretch if any(user not in inside for user in node.users)]
@@ -150,7 +164,11 @@ def _write_out(module: GraphModule, stretch: Sequence[Node], has_gradient: bool)
         return [env[node] for node in results]
 
     # A pre-dispatch trace keeps dropout and SDPA whole, but records the inside of a vmap as constants.
-    traced = _traced(run, [value_of(n) for n in inputs], mode, pre_dispatch=op_name(stretch[0]) in CALLS)
+    values = [value_of(n) for n in inputs]
+    if is_others_function(stretch[0]):
+        traced = _traced_with_gradients(run, values, mode, now)
+    else:
+        traced = _traced(run, values, mode, pre_dispatch=op_name(stretch[0]) in CALLS)
     env: dict[Node, Any] = dict(zip((n for n in traced.graph.nodes if n.op == "placeholder"), inputs, strict=True))
     by_name = {node.name: node for node in stretch}
     with module.graph.inserting_before(stretch[0]):
@@ -159,7 +177,7 @@ def _write_out(module: GraphModule, stretch: Sequence[Node], has_gradient: bool)
                 env[node] = _attribute(module, traced, node, mode)
             elif node.op == "call_function":
                 env[node] = module.graph.node_copy(node, env.__getitem__)
-                env[node].meta = {"example_value": _described(env[node], node.meta["val"], has_gradient)}
+                env[node].meta = {"example_value": _described(env[node], node.meta["val"], now.grad)}
                 origin = by_name.get(node.meta.get("custom", {}).get(_ORIGIN), stretch[0])
                 for name in ("stack_trace", "nn_module_stack", "source_fn_stack"):
                     if name in origin.meta:
@@ -201,21 +219,58 @@ def _described(made: Node, value: Any, has_gradient: bool) -> Any:
 
 def _traced(run: Any, values: Sequence[Any], mode: FakeTensorMode, pre_dispatch: bool) -> GraphModule:
     with on_fake_tensors(mode), torch.no_grad(), functorch_levels_kept(), torch.fx.traceback.preserve_node_meta():
-        fresh = [
-            torch.empty_strided(v.size(), v.stride(), dtype=v.dtype, device=v.device)
-            if isinstance(v, torch.Tensor)
-            else v
-            for v in values
-        ]
+        fresh = list(map(_fresh, values))
         traced = make_fx(run, decompositions([torch.ops.aten.baddbmm]), pre_dispatch=pre_dispatch)(*fresh)
     traced.graph.eliminate_dead_code()
     return traced
+
+
+def _traced_with_gradients(run: Any, values: Sequence[Any], mode: FakeTensorMode, now: Mode) -> GraphModule:
+    """The trace of `run` in the mode `now`. Raises TypeError where it changes the mode, or makes its own gradients."""
+    with (
+        on_fake_tensors(mode),
+        torch.set_grad_enabled(now.grad),
+        autocast_of(now),
+        functorch_levels_kept(),
+        torch.fx.traceback.preserve_node_meta(),
+    ):
+        given = [
+            with_gradient(_fresh(v)) if isinstance(v, torch.Tensor) and v.requires_grad else _fresh(v) for v in values
+        ]
+        with plain_gradients() as all_plain:
+            traced = make_fx(lambda *args: all_plain(run(*args)), pre_dispatch=True)(*given)
+    for node in traced.graph.nodes:
+        if node.op == "call_function" and _is_mode_or_opaque(node):
+            raise TypeError(f"it calls {op_name(node)}")
+    for node in traced.graph.find_nodes(op="call_function", target=torch.ops.aten.detach_.default):
+        # `torch.tensor` detaches the copy that it makes.
+        if node.args[0].target == torch.ops.aten.lift_fresh_copy.default:
+            node.replace_all_uses_with(node.args[0])
+            traced.graph.erase_node(node)
+    traced.graph.eliminate_dead_code()
+    return traced
+
+
+def _is_mode_or_opaque(node: Node) -> bool:
+    of_an_operation = isinstance(node.target, torch._ops.OpOverload) or op_name(node) == "getitem"
+    return not (of_an_operation or isinstance(node.meta.get("val"), torch.SymInt))
+
+
+def _fresh(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
 
 
 def _attribute(module: GraphModule, traced: GraphModule, node: Node, mode: FakeTensorMode) -> Node:
     value = getattr(traced, str(node.target))
     if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
         raise TypeError(f"{node.target} is a {type(value).__name__}")
+    if value.numel() == 1 and value.device.type == "cpu":
+        number = (list(value.shape), value.item())
+        made = module.graph.call_function(torch.full, number, {"dtype": value.dtype, "device": value.device})
+        made.meta["example_value"] = mode.from_tensor(value)
+        return made
     name = f"_expanded_{sum(n.startswith('_expanded_') for n, _ in module.named_buffers())}"
     module.register_buffer(name, value)
     made = module.graph.get_attr(name)

@@ -24,6 +24,7 @@ from attn_fuse.graph.names import (
     FUSED,
     SOFTMAX,
     is_exponential,
+    is_others_function,
     op_name,
     storages,
     tensors_of,
@@ -181,6 +182,8 @@ class Memory:
             raise NotFunctional("a vmap or a derivative of torch.func is open", node)
         if _writes_unseen(node):
             raise NotFunctional(f"{op_name(node)} writes into what it is given", node)
+        if is_others_function(node) and any(requiring(n) for n in (node, *sources)):
+            raise NotFunctional(f"{op_name(node)} may write it, and make a gradient of its own", node)
         # An operation that gives a number, as `.item()` does, writes nothing.
         gives_number = isinstance(value_of(node), (bool, int, float, torch.SymInt, torch.SymFloat, torch.SymBool))
         writes = self._run(node, sources) if sources and not gives_number else set()

@@ -64,6 +64,9 @@ INLINE_SUBGRAPHS = frozenset({"tag_activation_checkpoint", "invoke_subgraph", "w
 LOOPED_SUBGRAPHS = frozenset({"while_loop", "cond", "scan", "map_impl", "map"})
 
 
+_TORCH_AND_PYTHON = ("torch", "_operator", "builtins", "math")
+
+
 def elements(tensor: torch.Tensor) -> int:
     """The number of elements on the first call; a symbolic size without a known value counts as 1."""
     sizes = [n.node.hint if isinstance(n, torch.SymInt) else n for n in tensor.shape]
@@ -85,8 +88,7 @@ def op_name(node: Node) -> str:
             return packet._qualified_op_name
     else:
         name = getattr(target, "__name__", str(target))
-        module = getattr(target, "__module__", None) or "torch"
-        if module.partition(".")[0] not in ("torch", "_operator", "builtins", "math"):
+        if (module := _module_of(target)).partition(".")[0] not in _TORCH_AND_PYTHON:
             return f"{module}.{name}"
     if name == "getattr" and len(node.args) > 1:
         return str(node.args[1])
@@ -94,6 +96,17 @@ def op_name(node: Node) -> str:
     name = name.removeprefix("special_")
     bare = name.strip("_") if name.startswith("__") else name.rstrip("_")
     return _OPERATORS.get(bare, bare)
+
+
+def is_others_function(node: Node) -> bool:
+    """Whether `node` calls a Python function that is neither torch's nor Python's, as `allow_in_graph` leaves it."""
+    if node.op != "call_function" or isinstance(node.target, torch._ops.OperatorBase):
+        return False
+    return _module_of(node.target).partition(".")[0] not in _TORCH_AND_PYTHON
+
+
+def _module_of(target: object) -> str:
+    return getattr(target, "__module__", None) or "torch"
 
 
 def called(node: Node) -> str:

@@ -54,6 +54,7 @@ from attn_fuse.torch_internals.tensors import interval_of_number as interval_of_
 from attn_fuse.torch_internals.tensors import limit_integer as limit_integer
 from attn_fuse.torch_internals.tensors import number_ranges as number_ranges
 from attn_fuse.torch_internals.tensors import on_fake_tensors as on_fake_tensors
+from attn_fuse.torch_internals.tensors import plain_gradients as plain_gradients
 from attn_fuse.torch_internals.tensors import saved_tensors_hooks_aside as saved_tensors_hooks_aside
 from attn_fuse.torch_internals.tensors import sizes_apart as sizes_apart
 from attn_fuse.torch_internals.tensors import storage_of as storage_of

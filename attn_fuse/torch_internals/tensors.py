@@ -13,6 +13,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
@@ -181,6 +183,40 @@ def functorch_levels_kept() -> Iterator[None]:
         _set_fwd_grad_enabled(forward)
         if get_dynamic_layer_stack_depth() > depth:
             pop_dynamic_layer_stack_and_undo_to_depth(depth)
+
+
+class _NoHooks(TorchFunctionMode):
+    """A mode in which a tensor can be given no hook, and no gradient can be asked for."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if "hook" in name or name in ("retain_grad", "requires_grad_", "backward", "grad", "_make_subclass"):
+            raise TypeError(f"it calls {name}")
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def plain_gradients() -> Iterator[Callable[[Any], Any]]:
+    """A block that raises TypeError at a tensor hook, with a function that gives back results as they are.
+
+    The function raises TypeError where an `autograd.Function` makes some gradient of the results.
+    """
+
+    def checked(results: Any) -> Any:
+        todo: list[Any] = [t.grad_fn for t in tree_leaves(results) if isinstance(t, torch.Tensor)]
+        seen = set()
+        while todo:
+            node = todo.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if isinstance(node, torch.autograd.function.BackwardCFunction):
+                raise TypeError(f"the gradient is made by {type(node).__name__}")
+            todo += [other for other, _ in node.next_functions]
+        return results
+
+    with _NoHooks():
+        yield checked
 
 
 def _clamp_passes_at_its_edge() -> bool:
