@@ -22,11 +22,12 @@ def calls_in(graph: GraphModule) -> Iterator[SiteReport]:
     for module in graph.modules():
         if isinstance(module, GraphModule):
             for node in module.graph.nodes:
-                if _is_attention(node):
+                if is_attention(node):
                     yield SiteReport(locate(node), "already fused", fused_by=called(node))
 
 
-def _is_attention(node: Node) -> bool:
+def is_attention(node: Node) -> bool:
+    """Whether `node` calls a fused attention that is neither torch's SDPA nor ours."""
     # Its name says so, and the shapes of its first three tensors: query, key and value are [..., len, heads, head_dim]
     # or [..., heads, len, head_dim], and values may have a size of their own.
     name = called(node)

@@ -21,6 +21,7 @@ from typing import Any
 from torch.fx import Node
 
 from attn_fuse.attention.attention import Refusal
+from attn_fuse.graph.hidden import hidden, why_hidden
 from attn_fuse.graph.modes import Mode
 from attn_fuse.graph.names import (
     CASTS,
@@ -124,16 +125,15 @@ class Site:
 
 
 def find_sites(scope: Scope, written: StillWritten | None = None) -> Iterator[Site]:
-    """The sites in the graph of `scope`, in graph order, those of exponentials last.
+    """The sites in the graph of `scope`, in graph order, then those of exponentials, then those that no walk follows.
 
     written: the memory that the graph still writes; a candidate that touches it is `RefusedRegion`.
     """
     graph = scope.module.graph
     anchors = [n for n in graph.nodes if n.op.startswith("call_") and _is_anchor(n)]
-    if not anchors:
-        return
     position = {node: i for i, node in enumerate(graph.nodes)}
     outputs: set[Node] = set()
+    followed: set[Node] = set()
     # Exponentials come last: one may lie in the region of another anchor.
     for anchor in sorted(anchors, key=is_exponential):
         for output in [anchor] if op_name(anchor) in FUSED else _outputs(anchor):
@@ -141,9 +141,13 @@ def find_sites(scope: Scope, written: StillWritten | None = None) -> Iterator[Si
                 site = _site(scope, anchor, output, position)
                 if site is not None:
                     outputs.add(output)
+                    followed.add(anchor)
+                    followed.update(n for c in site.candidates if isinstance(c, Region) for n in c.nodes)
                     if written is not None:
                         site = replace(site, candidates=tuple(_unless(written, c) for c in site.candidates))
                     yield site
+    for anchor, refusal in hidden(scope, followed):
+        yield Site(anchor, (RefusedRegion(scope, anchor, refusal),))
 
 
 def _unless(written: StillWritten, candidate: Region | RefusedRegion) -> Region | RefusedRegion:
@@ -399,7 +403,7 @@ def _why_unread(walk: Walk, leaf: Node) -> Refusal | None:
     """Why `leaf` may hide the product of query and key from the walk; None where it does not."""
     if walk.is_cut_off(leaf):
         return Refusal("computed without gradients, though the output has one", leaf)
-    return Refusal(f"the scores pass through {op_name(leaf)}", leaf) if _hides_a_product(leaf) else None
+    return Refusal(why_hidden(leaf), leaf) if _hides_a_product(leaf) else None
 
 
 def _hides_a_product(leaf: Node) -> bool:

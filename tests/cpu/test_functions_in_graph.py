@@ -104,3 +104,9 @@ def test_one_that_makes_its_own_gradient_stays(function: Callable[[Tensor], Tens
 def test_without_gradients_an_autograd_function_is_its_forward() -> None:
     with torch.no_grad():
         assert_fused(lambda q, k, v: allowed(seven_times, q, k, v), *tensors(2, 3, 9, 16), backward=False)
+
+
+def test_one_that_writes_its_argument_stays_in_training() -> None:
+    program: Callable[..., Tensor] = lambda q, k, v: allowed(written_and_seven_times, q, k, v)  # noqa: E731
+    (site,) = check(program, *tensors(2, 3, 9, 16), check=False).sites
+    assert site.blocker is not None and "may write it, and make a gradient of its own" in site.blocker.reason
