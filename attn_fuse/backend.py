@@ -17,6 +17,7 @@ from attn_fuse.errors import NotFusedError, named
 from attn_fuse.graph.breaks import Break, NotJoined, Part, break_after, cut_sites, joined, part_of, remembering
 from attn_fuse.graph.expand import expand
 from attn_fuse.graph.functionalize import functionalize
+from attn_fuse.graph.hidden import may_hold_attention
 from attn_fuse.graph.kernel_calls import calls_in
 from attn_fuse.graph.region import Site, find_sites
 from attn_fuse.graph.scopes import Scope, code_of, copied
@@ -125,10 +126,12 @@ class Compiler:
 
         Raises NotFusedError under `strict` where a site is not fused.
         """
-        started, before, notes = time.perf_counter(), code_of(graph), self._notes(graph)
+        started, notes, looks = time.perf_counter(), self._notes(graph), may_hold_attention(graph)
+        shown = looks or not self.options.compiles
+        before = code_of(graph) if shown else ""
         # A checkpoint around this call must not count the tensors that the stages save, nor their operations.
         with saved_tensors_hooks_aside(), dispatch_modes_aside():
-            found, called, failed = self._found(graph, inputs)
+            found, called, failed = self._found(graph, inputs) if looks else (Rewritten(graph, [], ()), (), ())
             part = _part_of(graph, inputs)
             broken = () if part is None else self.broken(part)
         # The inner backend may change the graph that it is given.
@@ -139,7 +142,7 @@ class Compiler:
             original = copied(graph) if found.sites else graph
         seconds = time.perf_counter() - started
         sites = (*relocated(found.sites, self.locations), *broken, *called)
-        report = GraphReport(sites, seconds, (*notes, *failed), before, code_of(graph))
+        report = GraphReport(sites, seconds, (*notes, *failed), before, code_of(graph) if shown else "")
         templated = {site.kernel for site in found.sites if site.fused and site.kernel in _TEMPLATED}
         try:
             if self.options.strict:

@@ -100,7 +100,8 @@ class GraphReport:
     """One graph that the backend compiled.
 
     seconds: the time until the graph went to the inner backend. notes: sentences for the user about the whole graph.
-    before, after: the code of the graph as Dynamo made it, and as handed to the inner backend.
+    before, after: the code of the graph as Dynamo made it, and as handed to the inner backend; "" for a graph that can
+        hold no attention, except in explain.
     """
 
     sites: tuple[SiteReport, ...]

@@ -3,7 +3,8 @@
 Every figure is of a process of its own: a cold one starts with an empty cache directory, a warm one with what the cold
 one left. Each compiles a training step, forward and backward; what a step takes once compiled is subtracted.
 
-With --stages nothing is compiled: measured is what attn_fuse's own stages take, on graphs that grow.
+With --stages nothing is compiled: measured is what attn_fuse's own stages take, on graphs that grow and on one
+without attention.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from torch._dynamo.utils import counters
 
 from attn_fuse.backend import attn_fuse
 from attn_fuse.report import reports
+from attn_fuse.torch_internals import known_backends
 from harness import store, summary, table
 from model import GPT, GPTConfig
 
@@ -120,11 +122,31 @@ def writes(args: argparse.Namespace) -> tuple[torch.nn.Module, Callable[[], torc
     return layers(between, args)
 
 
-MODELS = {"gpt": gpt, "t5": t5, "wav2vec2": wav2vec2, "large": large, "writes": writes}
+class Perceptron(torch.nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(32, 32) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + torch.nn.functional.gelu(layer(x)) * 0.5
+        return x
+
+
+def perceptron(args: argparse.Namespace) -> tuple[torch.nn.Module, Callable[[], torch.Tensor]]:
+    """No attention: with 840 layers 5,000 nodes."""
+    model = Perceptron(args.layers).to(args.device)
+    x = torch.randn(16, 32, device=args.device)
+    return model, lambda: model(x).square().mean()
+
+
+MODELS = {
+    "gpt": gpt, "t5": t5, "wav2vec2": wav2vec2, "large": large, "writes": writes, "perceptron": perceptron,
+}  # fmt: skip
 # What --stages measures: the model and its layers.
 STAGES = (
     ("gpt", 12), ("gpt", 60), ("wav2vec2", 12), ("large", 24), ("large", 48), ("large", 96),
-    ("writes", 12), ("writes", 24),
+    ("writes", 12), ("writes", 24), ("perceptron", 840),
 )  # fmt: skip
 
 
@@ -141,6 +163,7 @@ def stages_once(args: argparse.Namespace) -> dict[str, Any]:
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
         nonlocal busy
         nodes.append(len(graph.graph.nodes))
+        known_backends()  # torch reads the installed packages once in a process
         started = time.process_time()
         run = attn_fuse(graph, inputs, options={"pick": "fused", "inner_backend": "eager"})
         busy += time.process_time() - started
@@ -194,19 +217,19 @@ def in_new_process(backend: str, cache: str, args: argparse.Namespace) -> dict[s
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=MODELS, default="gpt", help="t5 and wav2vec2 need the package transformers")
+    parser.add_argument("--model", choices=MODELS, help="gpt by default; t5 and wav2vec2 need the package transformers")
     parser.add_argument("--device", type=torch.device, default="cpu")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=3, help="cold and warm processes of each backend, in turn")
-    parser.add_argument("--stages", action="store_true", help="attn_fuse's own stages alone, on every model but t5")
+    parser.add_argument("--stages", action="store_true", help="attn_fuse's own stages alone, on --model or all but t5")
     parser.add_argument("--child", choices=BACKENDS, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def all_stages(args: argparse.Namespace) -> None:
     rows, stored = [], {}
-    for model, count in STAGES:
+    for model, count in [case for case in STAGES if args.model in (None, case[0])]:
         if model == "wav2vec2" and importlib.util.find_spec("transformers") is None:
             print("wav2vec2 is not measured: it needs the package transformers")
             continue
@@ -217,10 +240,10 @@ def all_stages(args: argparse.Namespace) -> None:
         took, busy = (summary([run[what] for run in runs]).median for what in ("stages_s", "cpu_s"))
         stored[name] = runs
         fused, each = f"{last['fused']} of {last['sites']}", f"{1e3 * busy / last['nodes']:.2f} ms"
-        rows.append([name, f"{last['nodes']:,}", fused, f"{took:.2f} s", f"{busy:.2f} s", each])
+        rows.append([name, f"{last['nodes']:,}", fused, f"{took:.3f} s", f"{busy:.3f} s", each])
         print(*rows[-1], flush=True)
     print(table(["", "nodes", "fused", "in attn_fuse", "of the CPU", "for each node"], rows))
-    print(store("compile_time-stages", args.device, {"runs": stored}))
+    print(store(f"compile_time-stages{'-' if args.model else ''}{args.model or ''}", args.device, {"runs": stored}))
 
 
 def main() -> None:
@@ -231,6 +254,7 @@ def main() -> None:
     if args.stages:
         all_stages(args)
         return
+    args.model = args.model or "gpt"
     runs: dict[str, list[dict[str, Any]]] = {}
     for repeat in range(args.repeats):
         for backend in BACKENDS if repeat % 2 == 0 else reversed(BACKENDS):

@@ -86,7 +86,7 @@ def part_of(graph: GraphModule, inputs: Sequence[object]) -> Part | None:
     Raises NotJoined where the graph writes in place what cannot be made a value.
     """
     ends = break_after(graph)
-    made = ((place, _returned_by(x)) for place, x in enumerate(inputs) if type(x) is torch.Tensor)
+    made = ((place, _returned_by(x)) for place, x in enumerate(inputs) if _returned and type(x) is torch.Tensor)
     reads = {place: source for place, source in made if source is not None}
     if (ends is None and not reads) or not any(map(_is_piece, graph.graph.nodes)):
         return None

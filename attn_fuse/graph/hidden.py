@@ -17,8 +17,10 @@ import torch
 from torch.fx import GraphModule, Node
 
 from attn_fuse.attention.attention import Refusal
-from attn_fuse.graph.kernel_calls import is_attention
+from attn_fuse.graph.kernel_calls import NAME, is_attention
 from attn_fuse.graph.names import (
+    CALLS,
+    FUSED,
     INLINE_SUBGRAPHS,
     REDUCTIONS,
     SIZE_QUERIES,
@@ -83,6 +85,32 @@ def hidden(scope: Scope, followed: Iterable[Node]) -> Iterator[tuple[Node, Refus
 def why_hidden(node: Node) -> str:
     """Why an attention stays as written whose scores or weights pass through the call of `node`."""
     return _WHY.get(called(node), f"the scores pass through {called(node)}")
+
+
+def may_hold_attention(module: GraphModule) -> bool:
+    """Whether some call in `module` or in a graph within is a softmax, an exponential or attention, or may hold one.
+
+    Where none is, there is nothing to fuse and nothing to report.
+    """
+    seen: set[object] = set()
+    for graph in module.modules():
+        for node in graph.graph.nodes if isinstance(graph, GraphModule) else ():
+            # Calls of one operation are alike, but for powers: what they raise says whether they are exponentials.
+            if node.op.startswith("call_") and (node.target not in seen or node.op == "call_module"):
+                name = op_name(node)
+                if name in SOFTMAX | FUSED | CALLS or is_exponential(node) or NAME.search(name):
+                    return True
+                if is_opaque(node) and not _runs_a_graph(node):
+                    return True
+                if name != "pow":
+                    seen.add(node.target)
+    return False
+
+
+def _runs_a_graph(node: Node) -> bool:
+    """Whether `node` runs a graph of the module, in which all that it computes is seen."""
+    of_torch = isinstance(node.target, torch._ops.HigherOrderOperator)
+    return of_torch and any(isinstance(a, Node) and a.op == "get_attr" for a in node.args)
 
 
 class _Looking:
