@@ -251,7 +251,7 @@ def _none(why: str) -> Callable[..., Choice]:
 
 def _blocked_by(cut: Break, report: SiteReport) -> SiteReport:
     reason = f"the graph breaks inside it, at line {cut.location.line}: {cut.reason}"
-    return replace(report, blocker=Blocker(reason, "graph break", cut.location, _MEND_BREAK))
+    return replace(report, blocker=Blocker(reason, "graph break", cut.location, cut.advice or _MEND_BREAK))
 
 
 def require_all_fused(sites: Sequence[SiteReport]) -> None:

@@ -34,12 +34,22 @@ _MOST_PARTS = 4
 _CALLS_NOTED = 8
 
 
+_MEND_BRANCH = (
+    "compute both cases and choose by torch.where, or move the check out of the attention; an assert on data can be "
+    "torch._assert_async(condition), or go before the first product"
+)
+
+
 @dataclass(frozen=True)
 class Break:
-    """A graph break. reason: Dynamo's, in one line. location: the line of user code that Dynamo could not follow."""
+    """A graph break. reason: Dynamo's, in one line. location: the line of user code that Dynamo could not follow.
+
+    advice: what to write instead; "" where only Dynamo's reason says it.
+    """
 
     reason: str
     location: Location
+    advice: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +113,13 @@ def break_after(graph: GraphModule) -> Break | None:
     if found is None:
         return None
     reason, stack = found
-    return Break(_in_one_line(reason), in_stack(stack, "a graph break"))
+    where = in_stack(stack, "a graph break")
+    if reason.startswith("generic_jump"):
+        # Dynamo gives no words for a jump: it ends the graph there and compiles what follows.
+        return Break(f"the program branches on the data here: `{where.code}`", where, _MEND_BRANCH)
+    if reason.startswith("step_unsupported"):
+        return Break(f"Dynamo runs the rest of the function as written, from here on: `{where.code}`", where)
+    return Break(_in_one_line(reason), where)
 
 
 def _in_one_line(reason: str) -> str:

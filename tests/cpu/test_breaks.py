@@ -161,6 +161,36 @@ def test_dynamos_reason_is_named() -> None:
     assert "Failed to trace builtin operator" in site.blocker.reason and "`print`" in site.blocker.reason
 
 
+def a_check_of_the_data(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k.transpose(-2, -1) / 4
+    if torch.isnan(scores).any():  # as `assert`, which pytest writes anew
+        raise ValueError("not a number")
+    return scores.softmax(-1) @ v
+
+
+@pytest.mark.parametrize(
+    ("attention", "line"),
+    [(where_the_data_decides, "if scores.max() > -1e9:"), (a_check_of_the_data, "if torch.isnan(scores).any():")],
+)
+def test_a_branch_on_data_is_said_in_words(attention: Callable[..., Tensor], line: str) -> None:
+    (site,) = compiled_sites(attention, *operands())
+    assert site.blocker is not None and "torch.where" in site.blocker.advice
+    assert f": the program branches on the data here: `{line}" in site.blocker.reason
+
+
+def test_a_break_that_dynamo_does_not_resume_from_is_said_in_words() -> None:
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        weights = (q @ k.mT).softmax(-1)
+        weights.retain_grad()
+        return weights @ v
+
+    found = attn_fuse.explain(program, *(t.requires_grad_() for t in operands()))
+    assert any(
+        note.endswith("Dynamo runs the rest of the function as written, from here on: `weights.retain_grad()`")
+        for note in found.notes
+    )
+
+
 def test_strict_raises_for_a_broken_attention() -> None:
     with pytest.raises(NotFusedError, match=r"1 of 1 attentions not fused: .*the graph breaks inside it, at line "):
         compiled_sites(after_the_product, *operands(), strict=True)
