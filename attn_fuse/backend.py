@@ -17,10 +17,11 @@ from attn_fuse.errors import NotFusedError, named
 from attn_fuse.graph.breaks import Break, NotJoined, Part, break_after, cut_sites, joined, part_of, remembering
 from attn_fuse.graph.expand import expand
 from attn_fuse.graph.functionalize import functionalize
-from attn_fuse.graph.hidden import may_hold_attention
+from attn_fuse.graph.hidden import halves, may_hold_attention
 from attn_fuse.graph.kernel_calls import calls_in
+from attn_fuse.graph.location import locate
 from attn_fuse.graph.region import Site, find_sites
-from attn_fuse.graph.scopes import Scope, code_of, copied
+from attn_fuse.graph.scopes import Scope, code_of, copied, scopes
 from attn_fuse.guard import guarded
 from attn_fuse.kernels import KERNELS
 from attn_fuse.lift.lift import lift
@@ -198,9 +199,13 @@ class Compiler:
 
     def broken(self, part: Part) -> tuple[SiteReport, ...]:
         """The attentions that graph breaks before `part` cut in two, as far as the parts together prove one."""
-        if not part.reads:
+        ends = part.ends
+        if not part.reads and (ends is None or ends.resumed):
             return ()
         try:
+            if ends is not None and not ends.resumed:
+                cut_off = halves(next(scopes(part.graph)))
+                return tuple(_blocked_by(ends, SiteReport(locate(node), "refused")) for node in cut_off)
             whole = joined(part)
             sites = list(cut_sites(whole))
             found = [

@@ -44,12 +44,13 @@ _MEND_BRANCH = (
 class Break:
     """A graph break. reason: Dynamo's, in one line. location: the line of user code that Dynamo could not follow.
 
-    advice: what to write instead; "" where only Dynamo's reason says it.
+    advice: what to write instead; "" where only Dynamo's reason says it. resumed: whether Dynamo compiles what follows.
     """
 
     reason: str
     location: Location
     advice: str = ""
+    resumed: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,7 +119,7 @@ def break_after(graph: GraphModule) -> Break | None:
         # Dynamo gives no words for a jump: it ends the graph there and compiles what follows.
         return Break(f"the program branches on the data here: `{where.code}`", where, _MEND_BRANCH)
     if reason.startswith("step_unsupported"):
-        return Break(f"Dynamo runs the rest of the function as written, from here on: `{where.code}`", where)
+        return Break(f"Dynamo runs the rest of the function as written, from here on: `{where.code}`", where, "", False)
     return Break(_in_one_line(reason), where)
 
 

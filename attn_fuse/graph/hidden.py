@@ -87,6 +87,18 @@ def why_hidden(node: Node) -> str:
     return _WHY.get(called(node), f"the scores pass through {called(node)}")
 
 
+def halves(scope: Scope) -> Iterator[Node]:
+    """The softmaxes of the product of two activations that the graph returns: the value may be met outside."""
+    looking = _Looking(scope)
+    returned = {*scope.module.graph.output_node().all_input_nodes}
+    for node in scope.module.graph.nodes:
+        before = filter(is_product, looking.way(node, _sources)) if called(node) in SOFTMAX else ()
+        if any(map(looking.of_activations, before)):
+            below = looking.way(node, lambda n: n.users)
+            if returned.intersection(below) and not any(map(looking.is_factor, below[1:])):
+                yield node
+
+
 def may_hold_attention(module: GraphModule) -> bool:
     """Whether some call in `module` or in a graph within is a softmax, an exponential or attention, or may hold one.
 

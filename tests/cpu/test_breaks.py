@@ -178,17 +178,33 @@ def test_a_branch_on_data_is_said_in_words(attention: Callable[..., Tensor], lin
     assert f": the program branches on the data here: `{line}" in site.blocker.reason
 
 
-def test_a_break_that_dynamo_does_not_resume_from_is_said_in_words() -> None:
-    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        weights = (q @ k.mT).softmax(-1)
-        weights.retain_grad()
-        return weights @ v
+def keeps_the_gradient_of_the_weights(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights = (q @ k.mT).softmax(-1)
+    weights.retain_grad()
+    return weights @ v
 
-    found = attn_fuse.explain(program, *(t.requires_grad_() for t in operands()))
-    assert any(
-        note.endswith("Dynamo runs the rest of the function as written, from here on: `weights.retain_grad()`")
-        for note in found.notes
+
+class KeepsTheGradientOfItsClasses(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.classes = nn.Linear(16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        classes = self.classes(x).softmax(-1)
+        classes.retain_grad()
+        return classes
+
+
+def test_a_break_that_dynamo_does_not_resume_from_is_said_in_words() -> None:
+    inputs = [t.requires_grad_() for t in operands()]
+    (site,) = compiled_sites(keeps_the_gradient_of_the_weights, *inputs)
+    assert site.status == "refused" and site.blocker is not None
+    assert site.blocker.reason.endswith(
+        "Dynamo runs the rest of the function as written, from here on: `weights.retain_grad()`"
     )
+    with pytest.raises(NotFusedError, match="retain_grad"):
+        compiled_sites(keeps_the_gradient_of_the_weights, *inputs, strict=True)
+    assert not compiled_sites(KeepsTheGradientOfItsClasses(), operands()[0], strict=True)
 
 
 def test_strict_raises_for_a_broken_attention() -> None:
