@@ -78,7 +78,7 @@ class Choice:
 
     why_not: why each other kernel was not chosen. because: what the choice rests on, in words.
     then: the kernels that would have been chosen in its place, best first.
-    advice: what the user can do where there is no kernel.
+    advice: what the user can do where there is no kernel. slower: the kernels that do not beat the program as written.
     """
 
     kernel: Kernel | None
@@ -86,6 +86,7 @@ class Choice:
     because: str
     then: tuple[Kernel, ...] = ()
     advice: str = ""
+    slower: tuple[str, ...] = ()
 
     def without(self, reason: str) -> Choice:
         """The next best choice, where the kernel's call cannot be written into the graph. reason: why it cannot."""
@@ -95,7 +96,13 @@ class Choice:
         why_not = self.why_not | {self.kernel.name: (f"its call cannot be written into the graph: {reason}",)}
         if following is not None:
             why_not.pop(following.name, None)
-        return Choice(following, why_not, f"{self.kernel.name} cannot be called: {reason}", self.then[1:])
+        because = f"{self.kernel.name} cannot be called: {reason}"
+        if following is None and self.slower:
+            # What decides is that the kernels that can be called are slower.
+            said = ", ".join(f"{name} takes {'; '.join(why_not[name])}" for name in self.slower)
+            because = f"no kernel that can be called is surely faster than the program as written: {said}; {because}"
+            return Choice(None, why_not, because, advice=_FUSE_ALL_OR_MEASURE)
+        return Choice(following, why_not, because, self.then[1:], slower=self.slower)
 
 
 def pick(
@@ -245,7 +252,8 @@ def _fastest(known: dict[Kernel, Comparison], why_not: WhyNot, note: str) -> tup
     if doubted(known[best]) < 1:
         del why_not[best.name]
         then = tuple(k for k in others if doubted(known[k]) < 1)
-        return Choice(best, why_not, said[best] + note, then), known[best].ratio
+        slower = tuple(k.name for k in others if k not in then)
+        return Choice(best, why_not, said[best] + note, then, slower=slower), known[best].ratio
     unsure = f", and an estimate has to promise {_DOUBT:g}" if known[best].ratio < 1 else ""
     than = "surely faster" if unsure else "faster"
     because = f"no kernel is {than} than the program as written: {best.name} takes {said[best]}{unsure}{note}"
