@@ -54,8 +54,8 @@ from attn_fuse.expression.ranges import infinities
 from attn_fuse.torch_internals import Mod
 
 
-def _ordered(a: Expr, b: Expr) -> tuple[Expr, Expr]:
-    """The operands of an operation that commutes, in their order; a choice of 1 and 0 stands behind other parts."""
+def ordered(a: Expr, b: Expr) -> tuple[Expr, Expr]:
+    """The operands of an operation that commutes, in one order; a choice of 1 and 0 comes after other parts."""
     return (b, a) if _rank(b) < _rank(a) else (a, b)
 
 
@@ -72,7 +72,7 @@ def _rank(x: Expr) -> int:
 
 def add(a: Expr, b: Expr) -> Expr:
     """a + b, simplified."""
-    a, b = _ordered(a, b)
+    a, b = ordered(a, b)
     match a, b:
         case Const(x), Const(y):
             return Const(x + y)
@@ -113,7 +113,7 @@ def _with_factor(x: Expr) -> tuple[Expr, float]:
 
 def mul(a: Expr, b: Expr) -> Expr:
     """a * b, simplified."""
-    a, b = _ordered(a, b)
+    a, b = ordered(a, b)
     match a, b:
         case Const(x), Const(y):
             return Const(x * y)
@@ -179,8 +179,7 @@ def binary(name: str, a: Expr, b: Expr, dtype: torch.dtype | None = None) -> Exp
     """Function `name` of `a` and `b`, simplified. dtype: the one in which torch computes it for constants."""
     if isinstance(a, Const) and isinstance(b, Const):
         return _folded(name, dtype, a, b) or Binary(name, a, b)
-    if name in ("maximum", "minimum"):
-        a, b = _ordered(a, b)
+    # Max and min keep the order of their operands, which says where the gradient goes at a tie.
     return Binary(name, a, b)
 
 

@@ -165,30 +165,25 @@ def _clamp(call: Operation) -> LiftedTensor:
 def _greater(name: str) -> Callable[[Operation], LiftedTensor]:
     """`torch.maximum` or `torch.minimum`: at a tie each operand has half of the gradient.
 
-    `Binary` gives all of it to one operand, as a clamp does.
+    `Binary` gives all of it to one operand, as a clamp does. No constant is out of reach of a tie: a score plus the
+    dtype's lowest number is that number.
     """
-    plain = _of_two(name)
 
     def handler(call: Operation) -> LiftedTensor:
-        dtype = call.result.dtype
-        if not call.trains or not dtype.is_floating_point:
-            return plain(call)
+        dtype, space = call.result.dtype, call.space
         a, b = operand(call, "self", dtype), operand(call, "other", dtype)
+        shares = call.trains and dtype.is_floating_point
 
         def at(index: Indices) -> Expr:
-            x, y = a(index), b(index)
-            if any(isinstance(n, ex.Const) and abs(n.value) >= _OUT_OF_REACH for n in (x, y)):
-                return al.binary(name, x, y, dtype)
+            x, y = al.ordered(a(index), b(index))
+            if not shares:
+                return precision.computed(al.binary(name, x, y, dtype), dtype, space)
             halves = (al.mul(ex.Const(0.5), al.binary(name, one, other, dtype)) for one, other in ((x, y), (y, x)))
             return al.add(*halves)
 
         return call.tensor(at)
 
     return handler
-
-
-# No ordinary score equals a number this large, so that there is no tie.
-_OUT_OF_REACH = 1e9
 
 
 def _between(x: Expr, low: float, high: float, call: Operation) -> Expr:
@@ -208,6 +203,11 @@ def _hardtanh(call: Operation) -> LiftedTensor:
 def _hardsigmoid(call: Operation) -> LiftedTensor:
     x = operand(call, "self", call.result.dtype)
     return call.tensor(lambda index: al.div(_between(al.add(x(index), ex.Const(3.0)), 0.0, 6.0, call), ex.Const(6.0)))
+
+
+def _hardswish(call: Operation) -> LiftedTensor:
+    x, share = operand(call, "self", call.result.dtype), _hardsigmoid(call)
+    return call.tensor(lambda index: al.mul(x(index), share.at(index)))
 
 
 # Klambauer et al., arXiv 1706.02515
@@ -344,6 +344,7 @@ ELEMENTWISE: dict[Any, Callable[[Operation], Any]] = {
     aten.hardtanh.default: _hardtanh,
     aten.relu6.default: _hardtanh,
     aten.hardsigmoid.default: _hardsigmoid,
+    aten.hardswish.default: _hardswish,
     aten.elu.default: _elu,
     aten.celu.default: _elu,
     aten.selu.default: _elu,

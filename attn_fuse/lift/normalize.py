@@ -236,5 +236,5 @@ def _decompositions(trains: bool = False) -> dict[Any, Any]:
     )  # fmt: skip
     # In training these stay whole: the gradient of their decomposition differs at the ends of a range, or where one
     # branch of a choice is not a number. The lift reads most of them as they are.
-    own = {"elu", "celu", "selu", "hardtanh", "relu6", "hardsigmoid", "sinc", "xlogy"} if trains else set()
+    own = {"elu", "celu", "selu", "hardtanh", "relu6", "hardsigmoid", "hardswish", "sinc", "xlogy"} if trains else set()
     return {op: how for op, how in taken_apart.items() if op._schema.name.removeprefix("aten::") not in own}

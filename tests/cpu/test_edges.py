@@ -51,16 +51,61 @@ def test_edges(name: str) -> None:
         of_bias = (q @ k.mT * 0.001 + 0.01 * function(bias)).softmax(-1) @ v
         return torch.stack([of_scores, of_bias])
 
-    values = [torch.ones(1, 1, N, 1), POINTS.view(1, 1, N, 1), torch.randn(1, 1, N, 4), POINTS.expand(N, N)]
+    ones = torch.ones(1, 1, N, 1)
+    values = [
+        torch.cat([ones, 0 * ones], -1), torch.cat([POINTS.view(1, 1, N, 1), ones], -1), torch.randn(1, 1, N, 4),
+        POINTS.expand(N, N),
+    ]  # fmt: skip
     results = []
-    for by in (program, compiled(program, kernels=["chunked"], check=False)):
-        args = [x.clone().requires_grad_() for x in values]
-        out = by(*args)
-        results.append([out, *torch.autograd.grad((out * torch.linspace(0.5, 1.5, 4)).sum(), args)])
+    with collecting() as graphs:
+        for by in (program, compiled(program, kernels=["chunked"], check=False)):
+            args = [x.clone().requires_grad_() for x in values]
+            out = by(*args)
+            results.append([out, *torch.autograd.grad((out * torch.linspace(0.5, 1.5, 4)).sum(), args)])
+    # Of the scores, xlogy is not read in training.
+    assert [site.fused for site in graphs[-1].sites] == [name != "xlogy", True]
     for wanted, found in zip(*results, strict=True):
         torch.testing.assert_close(
             torch.where(wanted.isnan(), wanted, found), wanted, atol=1e-4, rtol=1e-4, equal_nan=True
         )
+
+
+LOWEST = {dtype: torch.finfo(dtype).min for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+FLOORS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
+    "max": lambda s, hidden, low: torch.max(s + low * hidden, torch.tensor(low, dtype=s.dtype)),
+    "maximum, bound first": lambda s, hidden, low: torch.maximum(torch.tensor(low, dtype=s.dtype), s + low * hidden),
+    "max of a choice": lambda s, hidden, low: torch.max(
+        s + torch.where(hidden > 0, low, 0.0).to(s.dtype), torch.tensor(low, dtype=s.dtype)
+    ),
+    "max of a fill": lambda s, hidden, low: torch.max(s.masked_fill(hidden > 0, low), torch.tensor(low, dtype=s.dtype)),
+    "clamp": lambda s, hidden, low: (s + low * hidden).clamp(min=low),
+    "clamp of a choice": lambda s, hidden, low: (s + torch.where(hidden > 0, low, 0.0).to(s.dtype)).clamp(min=low),
+    "choice": lambda s, hidden, low: (lambda x: torch.where(x > low, x, low))(s + low * hidden),
+    "min": lambda s, hidden, low: -torch.min(-(s + low * hidden), torch.tensor(-low, dtype=s.dtype)),
+}
+
+
+@pytest.mark.parametrize("dtype", LOWEST, ids=str)
+@pytest.mark.parametrize("name", FLOORS)
+def test_a_floor_equals_the_fill(name: str, dtype: torch.dtype) -> None:
+    """A score that a mask lowers to the floor ties with it: OPT's first queries under padding on the left."""
+    hidden = torch.ones(1, 1, N, N, dtype=dtype).triu(1)
+    hidden[..., :5] = 1
+
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return FLOORS[name](q @ k.mT * 0.25, hidden, LOWEST[dtype]).softmax(-1) @ v
+
+    values = tensors(2, 3, N, 8, dtype=dtype)
+    results = []
+    with collecting() as graphs:
+        for by in (program, compiled(program, kernels=["chunked"], check=False)):
+            args = [x.clone().requires_grad_() for x in values]
+            out = by(*args)
+            results.append([out, *torch.autograd.grad((out * torch.linspace(-1, 1, 8).cos()).sum(), args)])
+    assert [site.fused for site in graphs[-1].sites] == [True]
+    near = 1e-5 if dtype == torch.float32 else 0.02
+    for wanted, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, wanted, atol=near * wanted.abs().max().item(), rtol=0)
 
 
 def test_a_shift_that_stops_the_gradient_of_the_largest() -> None:

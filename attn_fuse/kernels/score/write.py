@@ -149,11 +149,16 @@ class _Writer:
                 return ex.Cast(torch.float32 if narrow else dtype, self.lowered(inner))
             case ex.Unary("detach", inner) if not ex.has_product(inner):
                 return self._input(x)
-            case ex.Add(a, b) if self._call.facts.bias_may_hide and self._dtypes(x) == {torch.float16}:
+            case ex.Add(a, b) if self._may_hide and self._dtypes(x) == {torch.float16}:
                 return self._sum_in_float16(a, b)
         if ex.name_of(x):
             return ex.remade(x, list(map(self.lowered, ex.children(x))))
         raise NotEmitted(f"{type(x).__name__} has no place in a score program")
+
+    @property
+    def _may_hide(self) -> bool:
+        """Whether a finite number may hide every key of a query: added to the scores, or in their place."""
+        return self._call.facts.bias_may_hide or self._call.attention.mask.empty_rows == "mean"
 
     def _dtypes(self, x: Expr) -> frozenset[torch.dtype]:
         """The floating-point dtypes of the tensors that `x` is computed from; constants have none."""
