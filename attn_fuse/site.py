@@ -21,6 +21,7 @@ from attn_fuse.expression import nodes as ex
 from attn_fuse.expression.text import Names, as_text
 from attn_fuse.graph.location import locate
 from attn_fuse.graph.names import op_name, value_of
+from attn_fuse.graph.nan_reads import nan_reads
 from attn_fuse.graph.region import RefusedRegion, Region, Site, cut_at
 from attn_fuse.graph.scopes import Scope, StillWritten, is_frozen, scopes
 from attn_fuse.guard import Proof, can_be_guarded
@@ -173,6 +174,7 @@ class Rewriter:
             bool(region.scope.path) and self._is_frozen,
             analysis.multiplied,
         )
+        facts = replace(facts, nan_read=self._nan_reads.get(region.output, ""))
         if facts.training and (factor := _lost_in_rounding(attention, facts)) is not None:
             reason = Refusal(f"the scores are scaled by {factor:g}: computed again for the backward they are others")
             return SiteReport(location, "refused", blocker=_blocker(reason, region.softmax))
@@ -280,6 +282,8 @@ class Rewriter:
     def __post_init__(self) -> None:
         self._placeholders = {n: i for i, n in enumerate(self.graph.graph.find_nodes(op="placeholder"))}
         self._is_frozen = is_frozen(self.graph)
+        # Asked of the graph as written: what stands behind a region is rewritten after it.
+        self._nan_reads = nan_reads(self.graph)
         self._forms: dict[int, ClosedForm | Diagonals | None] = {}
         # The seconds that went into picking.
         self._picking = 0.0

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import sympy
 import torch
@@ -13,7 +14,7 @@ import torch
 from attn_fuse.attention.attention import Attention
 from attn_fuse.expression import nodes as ex
 from attn_fuse.expression.nodes import Expr
-from attn_fuse.expression.ranges import stays_within
+from attn_fuse.expression.ranges import least, stays_within
 
 # Beyond this score an lse in float32 begins to lose the log of the number of keys.
 _ORDINARY = 1e6
@@ -30,10 +31,12 @@ class Facts:
     bias_needs_grad: whether a bias does.
     bias_may_hide: whether a bias, or what `score_mod` adds to the scores or puts in their place, could lower every
         score of a query by much, as a padding mask does.
+    bias_may_be_infinite: whether what is added could make every score of a query minus infinity.
     bias_dtype: the widest floating-point dtype of the tensors that the biases read; None without one.
     weights_used: whether the program also uses the scores or weights elsewhere, so that they are computed anyway.
     compiled: whether Inductor compiles the rewritten graph.
     checkpointed: whether the attention stands in a subgraph, such as a checkpoint's, of a graph that `is_frozen`.
+    nan_read: the operation that can tell a NaN in the output from 0, in words; "" for none.
     repeats: the copies of each key and value in memory, for the queries that share them, in the program as written.
     """
 
@@ -54,12 +57,20 @@ class Facts:
     weights_used: bool = False
     compiled: bool = True
     checkpointed: bool = False
+    bias_may_be_infinite: bool = False
     repeats: int = 1
+    nan_read: str = ""
 
     @property
     def score_bytes(self) -> int:
         """Bytes of the score matrix [batch, heads, q_len, kv_len] that the attention stores as written, in `dtype`."""
         return self.batch * self.heads * self.q_len * self.kv_len * self.dtype.itemsize
+
+
+def may_be_nan(attention: Attention, facts: Facts) -> bool:
+    """Whether a fully masked row is NaN as written, and there may be one."""
+    rows = attention.mask.empty_rows
+    return rows == "nan" or (rows != "zero" and facts.bias_may_be_infinite)
 
 
 def is_learned(value: object) -> bool:
@@ -106,7 +117,7 @@ def facts_of(
     limit = min(_ORDINARY, torch.finfo(dtype).max / 4)
     wanting = torch.is_grad_enabled()
     widths = [t.dtype for t in added if t.dtype.is_floating_point]
-    first = {name: _on_first_call(size, leaves) for name, size in sizes.items()}
+    first: dict[str, Any] = {name: _on_first_call(size, leaves) for name, size in sizes.items()}
     return Facts(
         device=operands[0].device,
         dtype=dtype,
@@ -114,6 +125,7 @@ def facts_of(
         training=wanting and any(t.requires_grad for t in operands + others),
         bias_needs_grad=wanting and any(t.requires_grad for t in added),
         bias_may_hide=not all(stays_within(x, limit, attention.space, learned, [dtype]) for x in _added(attention)),
+        bias_may_be_infinite=_may_be_infinite(attention, learned, dtype),
         bias_dtype=max(widths, key=lambda d: torch.finfo(d).bits) if widths else None,
         weights_used=weights_used,
         compiled=compiled,
@@ -133,6 +145,14 @@ def _repeats(
         return 1
     others = batch * heads * q_len * (head_dim + kv_len)
     return max(1, round((sum(multiplied) - others) / each))
+
+
+def _may_be_infinite(attention: Attention, learned: Container[int], dtype: torch.dtype) -> bool:
+    """Whether the sum of the biases can be minus infinity; a function of the scores that is not read always may."""
+    added: Expr = ex.Const(0.0)
+    for term in attention.biases:
+        added = ex.Add(added, term)
+    return attention.score_mod is not None or least(added, attention.space, learned) < torch.finfo(dtype).min
 
 
 def _added(attention: Attention) -> Iterator[Expr]:

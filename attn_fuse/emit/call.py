@@ -8,6 +8,7 @@ import sympy
 import torch
 from torch.fx import Node
 
+from attn_fuse.attention.facts import may_be_nan
 from attn_fuse.emit.builder import Builder, NotEmitted, shape, size_expr, tensor
 from attn_fuse.expression import nodes as ex
 from attn_fuse.expression import simplify as al
@@ -54,6 +55,11 @@ class Call(Builder):
                 return ex.Const(1.0 if value > 0 else -1.0)
             case scale:
                 return scale
+
+    @property
+    def empty_is_nan(self) -> bool:
+        """Whether a fully masked row is NaN as written, and there may be one."""
+        return may_be_nan(self.attention, self.facts)
 
     def dropout_p(self) -> Any:
         """The dropout probability, 0 without dropout: a number, or the node of one."""

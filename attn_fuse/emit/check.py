@@ -31,11 +31,14 @@ _ROUNDINGS_OF_AS_WRITTEN = 64.0
 _FAR_FROM_MOST = 1e3
 
 
-def disagreement(written: GraphModule, rewritten: GraphModule, inputs: Sequence[Any]) -> str | None:
+def disagreement(
+    written: GraphModule, rewritten: GraphModule, inputs: Sequence[Any], keeps_nan: bool = False
+) -> str | None:
     """The first difference between `rewritten` and `written` on `inputs`, the graph's real ones; None where they agree.
 
     Both run in the caller's grad mode and autocast, with the same random state and without dropout. The user's
-    tensors, gradients, random state and modes stay as they are. A graph that cannot be run here is a disagreement.
+    tensors, gradients, random state and modes stay as they are. keeps_nan: whether 0 in place of a NaN of an output
+    is a difference. A graph that cannot be run here is a disagreement.
     """
     aliases: Aliases = {}
     try:
@@ -49,16 +52,26 @@ def disagreement(written: GraphModule, rewritten: GraphModule, inputs: Sequence[
         exact = None
     if exact is not None and not _comparable(exact, as_written):
         exact = None
+    if keeps_nan:
+        for name, tensor in as_written.tensors.items():
+            found = as_rewritten.tensors.get(name)
+            if found is not None and found.shape == tensor.shape and (tensor.isnan() & (found == 0)).any():
+                return f"the check failed: the rewritten {name} is 0 where as written it is no number"
     return _disagreement(as_written, as_rewritten, exact)
 
 
 @dataclass(frozen=True)
 class Rewritten:
-    """A rewritten graph with the reports of its sites. proofs: what the rewrites rest on, for the guard."""
+    """A rewritten graph with the reports of its sites.
+
+    proofs: what the rewrites rest on, for the guard. keeps_nan: whether fully masked rows are still NaN, where they are
+    as written.
+    """
 
     graph: GraphModule
     sites: list[SiteReport]
     proofs: tuple[Any, ...]
+    keeps_nan: bool = False
 
 
 def without_disagreements(
@@ -70,7 +83,7 @@ def without_disagreements(
     """
     left: dict[int, str] = {}
     while fused := [number for number, site in enumerate(found.sites) if site.fused]:
-        problem = disagreement(original, found.graph, inputs)
+        problem = disagreement(original, found.graph, inputs, found.keeps_nan)
         if problem is None:
             break
         # Bisect to the first site with which the graph disagrees.
@@ -78,7 +91,8 @@ def without_disagreements(
         while low < high:
             middle = (low + high) // 2
             behind = dict.fromkeys(fused[middle + 1 :], "")
-            if disagreement(original, rewrite({**left, **behind}).graph, inputs) is None:
+            part = rewrite({**left, **behind})
+            if disagreement(original, part.graph, inputs, part.keeps_nan) is None:
                 low = middle + 1
             else:
                 high = middle

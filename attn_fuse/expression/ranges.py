@@ -29,8 +29,13 @@ def stays_within(
     cannot hold counts as unbounded, and so does what int32 cannot. A symbolic size is assumed to be at most 2**24.
     """
     held = min((torch.finfo(dtype).max for dtype in dtypes if dtype.is_floating_point), default=math.inf)
-    least, greatest = _Bounder(min(held, _WRAPS), space, learned).of(x)
-    return -limit < least and greatest < limit
+    low, high = _Bounder(min(held, _WRAPS), space, learned).of(x)
+    return -limit < low and high < limit
+
+
+def least(x: Expr, space: Space, learned: Container[int]) -> float:
+    """A lower bound of `x`, which may be a huge number; minus infinity where none is known."""
+    return _Bounder(math.inf, space, learned).of(x)[0]
 
 
 def infinities(x: Expr) -> frozenset[int]:
@@ -120,10 +125,10 @@ class _Bounder:
         self.learned = learned
 
     def of(self, x: Expr) -> Bounds:
-        least, greatest = self._of(x)
+        low, high = self._of(x)
         # Overflow may give inf or wrap around; we treat both as unknown.
-        known = not (math.isnan(least) or math.isnan(greatest)) and -self.most < least and greatest < self.most
-        return (least, greatest) if known else _ANY
+        known = not (math.isnan(low) or math.isnan(high)) and -self.most < low and high < self.most
+        return (low, high) if known else _ANY
 
     def _of(self, x: Expr) -> Bounds:
         match x:

@@ -14,7 +14,7 @@ import torch
 from torch.fx import Node
 
 from attn_fuse.attention.attention import Attention
-from attn_fuse.attention.facts import Facts
+from attn_fuse.attention.facts import Facts, may_be_nan
 
 if TYPE_CHECKING:
     from attn_fuse.emit.call import Call
@@ -73,6 +73,7 @@ class Kernel:
         `torch.use_deterministic_algorithms` only warns.
     declines: the values of the test grid that the kernel declines: "always", in "training", or on a type of device.
     trains: the types of device on which it gives gradients.
+    keeps_nan: whether a fully masked row is NaN where it is as written; else it is 0.
     templated: whether Inductor makes its code from a template, which it may fail to do.
     """
 
@@ -88,6 +89,7 @@ class Kernel:
     nondeterministic: Callable[[Facts, bool], str] = lambda facts, only_warns: ""
     declines: Mapping[str, GridValues] = field(default_factory=dict)
     trains: frozenset[str] = frozenset({"cpu", "cuda"})
+    keeps_nan: bool = False
     templated: bool = False
 
     def why_not(self, attention: Attention, facts: Facts) -> tuple[str, ...]:
@@ -97,6 +99,8 @@ class Kernel:
             return (f"runs on {' and '.join(sorted(self.devices))}, not on {facts.device.type}",)
         if facts.dtype not in self.dtypes:
             reasons.append(f"does not take {_short(facts.dtype)}")
+        if facts.nan_read and may_be_nan(attention, facts) and not self.keeps_nan:
+            reasons.append(f"a query that sees no key would get 0 for NaN, which {facts.nan_read} tells apart")
         return (*reasons, *self.limits(attention, facts))
 
 

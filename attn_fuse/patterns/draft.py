@@ -106,7 +106,7 @@ def draft(lifted: Lifted) -> Draft | Refusal:
             sink=normalised.sink,
             factors=tuple(layer.value for layer in layers if isinstance(layer, Factor)),
             dropout_p=drops[0] if drops else None,
-            empty_is_zero=normalised.zero or any(isinstance(layer, EmptyIsZero) for layer in layers),
+            empty_is_zero=normalised.zero or any(map(_makes_zero, layers)),
             query_dtype=query_dtype,
             value_dtype=product.dtype,
             softmax_dtype=normalised.dtype or score_product.dtype,
@@ -199,13 +199,17 @@ def _wrong_guard(layers: Iterable[Layer], body: Expr, key: sympy.Symbol, space: 
                 asked = scores if axis is None else al.substitute(scores, {axis: key}, space)
                 if asked != body:
                     return Refusal("the weights are set to zero by what other scores are", asked)
-    guards = (isinstance(layer, EmptyIsZero) or (isinstance(layer, Factor) and layer.filled) for layer in layers)
-    if any(guards) and may_be_no_number(body):
+    if any(map(_makes_zero, layers)) and may_be_no_number(body):
         return Refusal(
             "the weights are guarded or filled where a score may be infinity times zero, which makes its row no number",
             body,
         )
     return None
+
+
+def _makes_zero(layer: Layer) -> bool:
+    """Whether `layer` puts 0 in the place of a weight that is NaN."""
+    return isinstance(layer, EmptyIsZero) or (isinstance(layer, Factor) and layer.filled)
 
 
 def _query_and_key(

@@ -6,7 +6,7 @@ never from sizes. The layers of the scores are read as structure as far as patte
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import sympy
 
@@ -49,6 +49,9 @@ def _recognized(lifted: Lifted) -> Attention | Refusal:
     factor, out_scale = _factors(whole, axes, mask)
     if whole.empty_is_zero and mask.empty_rows == "nan":
         mask = Mask(mask.parts, "zero")
+    elif whole.empty_is_zero and mask.empty_rows == "none":
+        # A bias that is read from memory may hide every key by minus infinity.
+        mask = replace(mask, empty_rows="zero")
     return Attention(
         axes=axes,
         space=space,

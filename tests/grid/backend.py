@@ -125,4 +125,4 @@ def answer(kernel: Kernel, device: torch.device, c: Case) -> Answer:
         blocker = sites[0].blocker
         return Answer(sites[0].why_not.get(kernel.name) or (blocker.reason if blocker else sites[0].status,))
     assert sites[0].kernel == kernel.name
-    return Answer((), complaint(got, c, o, kept_weights(run, c, o) if c.dropout_p else None))
+    return Answer((), complaint(got, c, o, kept_weights(run, c, o) if c.dropout_p else None, kernel.keeps_nan))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,10 +49,10 @@ def attend(
     centred: whether to attend over values minus their centre.
 
     out: [B, H, Lq, Dv] in query's dtype. row_max, row_sum: the max score of each query and the sum of exp(score - max),
-    the sink among the scores, [B, H, Lq] in the compute dtype. A query whose scores are all -inf gives 0; without a
-    sink its max is -inf and its sum 0. NaN and +inf come out as NaN. centre, share: empty unless `centred`; else
-    `centre_of` the values and each output's share of it, [B, H, Lq], while out is over values minus the centre, in the
-    compute dtype.
+    the sink among the scores, [B, H, Lq] in the compute dtype. A query whose scores are all -inf gives 0, or NaN by
+    the program's `empty_is_nan`; without a sink its max is -inf and its sum 0.
+    NaN and +inf come out as NaN. centre, share: empty unless `centred`; else `centre_of` the values and each output's
+    share of it, [B, H, Lq], while out is over values minus the centre, in the compute dtype.
 
     Raises ValueError for shapes, dtypes, dropout or a program that do not fit.
     """
@@ -97,7 +98,10 @@ def _attend_rows(plan: Plan, part: Part, start: int, stop: int) -> tuple[Tensor,
         out.view(*block.shape[:3], -1).mul_(shrink)
         _add_product(out, weights, part.value[:, slice(*keys)])
     out = out.view(*whole.shape[:3], -1)
-    out, *met = (torch.where(row_sum == 0, 0.0, x / row_sum) for x in (out, *met))
+    if plan.steps.program.empty_is_nan:
+        out, *met = (x / row_sum for x in (out, *met))
+    else:
+        out, *met = (torch.where(row_sum == 0, 0.0, x / row_sum) for x in (out, *met))
     return out, row_max, row_sum, *met
 
 
@@ -145,7 +149,9 @@ def attend_backward(
                 grad_rows, block_sum = grad_out[rows].to(plan.dtype), row_sum[rows].unsqueeze(-1)
                 # With weights w, factors f, dropout m: sum_j w_j f_j m_j (grad_out . value_j) = grad_out . out.
                 delta = (grad_rows * out[rows]).sum(-1, keepdim=True)
-                over_sum = torch.where(block_sum == 0, 0.0, 1 / block_sum)
+                # Where a fully masked row is NaN, so are its weights, and the gradients that they give.
+                none = math.nan if plan.steps.program.empty_is_nan else 0.0
+                over_sum = torch.where(block_sum == 0, none, 1 / block_sum)
                 columns = [shift_of(row_max[rows].unsqueeze(-1)), over_sum, delta]
                 columns += [x[rows].unsqueeze(-1) for x in of_shares]
                 dquery[rows].copy_(_rows_backward(plan, part, (start, stop), columns, grad_rows, dkeys, dvalues, sums))

@@ -61,6 +61,7 @@ CHUNKED = Kernel(
     dtypes=frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64}),
     limits=limits,
     emit=emit,
+    keeps_nan=True,
     # The products as written; blocks pass through cache on a CPU. Launches: from the shipped rows with a single query.
     reach={
         "cuda": Reach(0.4, 0.4, passes=(10, 24), launches=10, per_block=40, splits=True),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from attn_fuse.expression.nodes import Expr, Gather, Input, Number, children, distinct, remade
 from attn_fuse.kernels.score.program import ScoreProgram
@@ -25,7 +26,7 @@ def part_of(score: Expr, hides_only_if_others_seen: bool = False, **others: Expr
     inputs = sorted({node.leaf for node in read if isinstance(node, (Input, Gather))})
     numbers = sorted({node.number for node in read if isinstance(node, Number)})
     new_input, new_number = ({old: new for new, old in enumerate(some)} for some in (inputs, numbers))
-    made = {name: _renumbered(expr, new_input, new_number) for name, expr in exprs.items()}
+    made: dict[str, Any] = {name: _renumbered(expr, new_input, new_number) for name, expr in exprs.items()}
     return Part(
         ScoreProgram(**made, hides_only_if_others_seen=hides_only_if_others_seen), tuple(inputs), tuple(numbers)
     )

@@ -121,6 +121,7 @@ class ScoreProgram:
         integer arithmetic. Kernels skip blocks of keys by these two guarantees.
     hides_only_if_others_seen: the guarantee of `visible` is only for a query that sees some key; a fully masked row
         weighs all keys. Then there are no bounds.
+    empty_is_nan: whether a fully masked row gives NaN, as its softmax does; else 0.
 
     Raises ValueError for an expression with a node that has no place there, and names the node.
     """
@@ -132,6 +133,7 @@ class ScoreProgram:
     upper: Expr | None = None
     lower: Expr | None = None
     hides_only_if_others_seen: bool = False
+    empty_is_nan: bool = False
 
     def __post_init__(self) -> None:
         known: dict[Any, Expr] = {}
@@ -159,7 +161,7 @@ class ScoreProgram:
         parts: dict[str, Any] = {
             part: _as_json(getattr(self, part)) for part in _FORBIDDEN if getattr(self, part) is not None
         }
-        parts |= {_IF_OTHERS_SEEN: True} if self.hides_only_if_others_seen else {}
+        parts |= {name: True for name in _FLAGS if getattr(self, name)}
         return json.dumps(parts, separators=(",", ":"), allow_nan=False)
 
     @staticmethod
@@ -170,7 +172,7 @@ class ScoreProgram:
         Raises ValueError for a text that `dumps` cannot have written.
         """
         parts = json.loads(text)
-        if not isinstance(parts, dict) or "score" not in parts or not parts.keys() <= {*_FORBIDDEN, _IF_OTHERS_SEEN}:
+        if not isinstance(parts, dict) or "score" not in parts or not parts.keys() <= {*_FORBIDDEN, *_FLAGS}:
             raise ValueError(f"not a score program: {text[:100]}")
         return ScoreProgram(**parts)
 
@@ -198,7 +200,7 @@ _NO_BOUND = frozenset(
     }
     - {*_BOUNDS}
 )
-_IF_OTHERS_SEEN = "hides_only_if_others_seen"
+_FLAGS = ("hides_only_if_others_seen", "empty_is_nan")
 _FORBIDDEN = {
     "score": frozenset[str](), "factor": frozenset({"score"}), "sink": frozenset({"score", "j"}),
     "visible": frozenset({"score"}), "upper": _NO_BOUND, "lower": _NO_BOUND,

@@ -51,6 +51,7 @@ def score_call(call: Call) -> ScoreCall:
         upper=upper,
         lower=lower,
         hides_only_if_others_seen=writer.hides_only_if_others_seen,
+        empty_is_nan=call.empty_is_nan,
     )
     return ScoreCall(program, writer.inputs, writer.numbers)
 

@@ -8,6 +8,7 @@ the structure of the mask hides are not computed.
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -72,10 +73,12 @@ def emit(call: Call) -> Node:
         score.program.dumps(),
         centred,
     )
-    out = call.node(operator.getitem, results, 0)
+    out, row_sum, centre = (call.node(operator.getitem, results, n) for n in (0, 2, 3))
+    if call.empty_is_nan:
+        hidden = call.node(torch.unsqueeze, call.node(torch.eq, row_sum, 0), -1)
+        out = call.node(torch.masked_fill, out, hidden, math.nan)
     if not centred:
         return out
-    row_sum, centre = (call.node(operator.getitem, results, n) for n in (2, 3))
     whole: Node = restored(out, call.node(torch.ne, row_sum, 0), centre, call.node)
     return whole
 
@@ -141,6 +144,7 @@ TRITON_FLASH = Kernel(
     limits=limits,
     emit=emit,
     needs_evidence=True,
+    keeps_nan=True,
     # Triton's tutorial kernel reaches 0.6-0.7 of cuDNN. Dropout takes 1.3 to 1.6 times the instructions, counted on
     # sm_90. Float32 products are three TF32 ones where a row fits the registers; these shares are guesses.
     reach={"cuda": Reach(0.42, 0.33, launches=2, dropout=1.5, forward32=0.25, backward32=0.15, splits32=64)},

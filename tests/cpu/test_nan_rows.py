@@ -1,0 +1,160 @@
+"""A query that sees no key under minus infinity is NaN: some kernels keep it, the others decline a program that tells."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from attn_fuse.report import collecting
+from tests.harness import compiled, tensors
+
+INF = float("inf")
+T, D = 24, 16
+HIDDEN = torch.zeros(2, T, dtype=torch.bool)
+HIDDEN[0], HIDDEN[1, 5:] = True, True
+PROJECTION = torch.randn(D, D, generator=torch.Generator().manual_seed(0))
+
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+After = Callable[[Tensor, Tensor], Tensor]
+
+
+def filled(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
+    return (q @ k.mT * 0.25).masked_fill(hidden[:, None, None], -INF).softmax(-1) @ v
+
+
+def added(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
+    return (q @ k.mT * 0.25 + torch.zeros(2, 1, 1, T).masked_fill(hidden[:, None, None], -INF)).softmax(-1) @ v
+
+
+def from_memory(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    return (q @ k.mT * 0.25 + bias).softmax(-1) @ v
+
+
+def twice_the_lowest(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
+    """Their sum is minus infinity."""
+    low = torch.where(hidden[:, None, None], torch.finfo(q.dtype).min, 0.0)
+    return (q @ k.mT * 0.25 + (low + low)).softmax(-1) @ v
+
+
+MASK = torch.zeros(2, 1, 1, T).masked_fill(HIDDEN[:, None, None], -INF)
+ATTEND: list[tuple[Attend, Tensor]] = [
+    (filled, HIDDEN),
+    (added, HIDDEN),
+    (from_memory, MASK),
+    (twice_the_lowest, HIDDEN),
+]
+
+CARRY: dict[str, After] = {
+    "nothing": lambda out, v: out,
+    "a linear layer": lambda out, v: F.gelu(out @ PROJECTION),
+    "a norm": lambda out, v: F.layer_norm(out + v, (D,)),
+    "a fill of queries": lambda out, v: out.masked_fill(HIDDEN[:, None, :, None], 0.0),
+    "its shape": lambda out, v: out.reshape(out.size(0), -1) + torch.zeros_like(out).flatten(1),
+    "nan_to_num at once": lambda out, v: out.transpose(1, 2).reshape(2, T, -1).nan_to_num(),
+    "a checkpoint": lambda out, v: checkpoint(lambda x: (x @ PROJECTION).relu(), out, use_reentrant=False),
+}
+READ: dict[str, After] = {
+    "isnan": lambda out, v: torch.where(out.isnan(), v.mean(-2, keepdim=True), out),
+    "nan_to_num of 1": lambda out, v: out.nan_to_num(1.0),
+    "nan_to_num later": lambda out, v: (out @ PROJECTION + 1).nan_to_num(),
+    "unequal to itself": lambda out, v: (out != out).float(),
+    "isfinite": lambda out, v: out * out.isfinite().all(),
+    "argmax": lambda out, v: out.argmax(-1),
+    "comparison": lambda out, v: torch.where((out @ PROJECTION) > 0, 1.0, 2.0),
+    "nanmean": lambda out, v: out.nanmean(-1),
+    "fmax": lambda out, v: torch.fmax(out, v),
+    "sign": lambda out, v: out.sign(),
+    "in a checkpoint": lambda out, v: checkpoint(lambda x: x.isnan().float(), out * 2, use_reentrant=False),
+    "behind a checkpoint": lambda out, v: checkpoint(lambda x: x * 2, out, use_reentrant=False).isnan().float(),
+}
+
+
+def outcome(attend: Attend, hidden: Tensor, after: After, **options: object) -> tuple[Tensor, Tensor, object]:
+    """(as written, compiled, the report of the site)"""
+
+    def program(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
+        return after(attend(q, k, v, hidden), v)
+
+    args = (*tensors(2, 4, T, D), hidden)
+    with collecting() as graphs:
+        got = compiled(program, check=False, **options)(*args)
+    (site,) = graphs[-1].sites
+    return program(*args), got, site
+
+
+@pytest.mark.parametrize(("attend", "hidden"), ATTEND, ids=lambda x: getattr(x, "__name__", ""))
+@pytest.mark.parametrize("name", CARRY | READ)
+def test_chunked_keeps_it(name: str, attend: Attend, hidden: Tensor) -> None:
+    written, got, site = outcome(attend, hidden, (CARRY | READ)[name], kernels=["chunked"])
+    assert site.fused
+    torch.testing.assert_close(got, written, equal_nan=True, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("attend", "hidden"), ATTEND, ids=lambda x: getattr(x, "__name__", ""))
+@pytest.mark.parametrize("name", READ)
+def test_a_program_that_tells_is_left_by_others(name: str, attend: Attend, hidden: Tensor) -> None:
+    written, got, site = outcome(attend, hidden, READ[name], kernels=["cpu_flash"])
+    assert site.status == "as written" and "would get 0 for NaN" in site.blocker.reason
+    torch.testing.assert_close(got, written, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", CARRY)
+def test_others_show_0_for_it(name: str) -> None:
+    written, got, site = outcome(filled, HIDDEN, CARRY[name])
+    assert site.kernel == "cpu_flash"
+    shown = ~written.isnan()
+    torch.testing.assert_close(got[shown], written[shown], atol=1e-5, rtol=1e-5)
+
+
+def finite(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
+    return (q @ k.mT * 0.25 + torch.where(hidden[:, None, None], torch.finfo(q.dtype).min, 0.0)).softmax(-1) @ v
+
+
+def guarded(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    return (q @ k.mT * 0.25 + bias).softmax(-1).nan_to_num(0.0) @ v
+
+
+def filled_once_more(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
+    weights = (q @ k.mT * 0.25).masked_fill(hidden[:, None, None], -INF).softmax(-1)
+    return weights.masked_fill(hidden[:, None, None], 0.0) @ v
+
+
+@pytest.mark.parametrize(
+    ("attend", "hidden", "kernel"),
+    [
+        (finite, HIDDEN, "cpu_flash"),
+        (guarded, MASK, "cpu_flash"),
+        *((f, hidden, "chunked") for f, hidden in ((finite, HIDDEN), (guarded, MASK), (filled_once_more, HIDDEN))),
+    ],
+    ids=lambda x: getattr(x, "__name__", x if isinstance(x, str) else ""),
+)
+def test_no_row_is_nan(attend: Attend, hidden: Tensor, kernel: str) -> None:
+    """A finite fill gives the mean, a guard 0: any kernel takes them, whoever asks afterwards."""
+    written, got, site = outcome(attend, hidden, lambda out, v: out.nan_to_num(1.0), kernels=[kernel])
+    assert site.kernel == kernel
+    torch.testing.assert_close(got, written, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("attend", [filled, added], ids=lambda f: f.__name__)
+def test_gradients_are_nan_where_they_are_as_written(attend: Attend) -> None:
+    args = tensors(2, 4, T, D)
+    results = []
+    for by in (attend, compiled(attend, kernels=["chunked"], check=False)):
+        leaves = [x.clone().requires_grad_() for x in args]
+        results.append(torch.autograd.grad(by(*leaves, HIDDEN).square().sum(), leaves))
+    for written, got in zip(*results, strict=True):
+        torch.testing.assert_close(got, written, equal_nan=True, atol=1e-5, rtol=1e-5)
+
+
+def test_the_check_tells_0_from_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that says that it keeps NaN, and gives 0."""
+    monkeypatch.setattr("attn_fuse.emit.call.Call.empty_is_nan", False)
+    with collecting() as graphs:
+        compiled(filled, kernels=["chunked"])(*tensors(2, 4, T, D), HIDDEN)
+    (site,) = graphs[-1].sites
+    assert not site.fused and "is 0 where as written it is no number" in site.blocker.reason
