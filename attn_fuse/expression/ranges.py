@@ -38,6 +38,38 @@ def least(x: Expr, space: Space, learned: Container[int]) -> float:
     return _Bounder(math.inf, space, learned).of(x)[0]
 
 
+def largest_factor(x: Expr, space: Space, learned: Container[int]) -> float:
+    """The max magnitude of `x`, a factor of the scores; infinity where nothing is known of it.
+
+    A divisor in training is assumed to be 0.01 or more.
+    """
+    match x:
+        case ex.Mul(a, b):
+            return largest_factor(a, space, learned) * largest_factor(b, space, learned)
+        case ex.Div(a, b):
+            divisor = smallest_divisor(b, space, learned)
+            return largest_factor(a, space, learned) / divisor if divisor else math.inf
+        case ex.Cast(dtype, a) if dtype.is_floating_point:
+            return largest_factor(a, space, learned)
+    low, high = _Bounder(math.inf, space, learned).of(x)
+    return max(-low, high)
+
+
+def smallest_divisor(x: Expr, space: Space, learned: Container[int]) -> float:
+    """The min magnitude of `x`, a divisor of the scores; 0 where nothing is known of it."""
+    match x:
+        case ex.Load(leaf) | ex.Gather(leaf) if leaf in learned:
+            return 1 / _LEARNED
+        case ex.Mul(a, b):
+            return smallest_divisor(a, space, learned) * smallest_divisor(b, space, learned)
+        case ex.Cast(dtype, a) if dtype.is_floating_point:
+            return smallest_divisor(a, space, learned)
+        case ex.Unary("sqrt", a):
+            return math.sqrt(smallest_divisor(a, space, learned))
+    low, high = _Bounder(math.inf, space, learned).of(x)
+    return max(0.0, low, -high)
+
+
 def infinities(x: Expr) -> frozenset[int]:
     """The signs (1, -1) of the infinities that `x` may take by infinite constants in it, such as a mask's fill."""
     return _infinities(x, {})

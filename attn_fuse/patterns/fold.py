@@ -8,7 +8,7 @@ query is proved to see a key, and keeps its exact meaning elsewhere.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import sympy
@@ -20,8 +20,9 @@ from attn_fuse.attention.mask import EmptyRows, Mask, every_query_sees_a_key, ma
 from attn_fuse.expression import nodes as ex
 from attn_fuse.expression import simplify as al
 from attn_fuse.expression.functions import FUNCTIONS
+from attn_fuse.expression.index import Space
 from attn_fuse.expression.nodes import Const, Expr, index_symbols
-from attn_fuse.expression.ranges import stays_within
+from attn_fuse.expression.ranges import largest_factor, smallest_divisor, stays_within
 from attn_fuse.lift.lift import Lifted
 from attn_fuse.patterns.layer import Bias, Floor, Layer, MaskFill, Scale, Softcap
 from attn_fuse.patterns.masks import MASK_FILL_THRESHOLD
@@ -41,8 +42,8 @@ class Term:
 class Scores:
     """The layers of the scores: softcap(scale * product), plus `terms`, filled by `fills`, both outermost first.
 
-    magnitude: about how much `scale` makes of an ordinary product. scaled_fill: whether the scores are scaled after a
-    fill. floored: whether a bias is raised to a floor. bounded: whether a floor lies over the product.
+    magnitude: the max of `scale`, infinity where nothing is known of it. scaled_fill: whether the scores are scaled
+    after a fill. floored: whether a bias is raised to a floor. bounded: whether a floor lies over the product.
     """
 
     scale: Expr = _ONE
@@ -55,25 +56,33 @@ class Scores:
     bounded: bool = False
 
 
-def fold(layers: Sequence[tuple[Layer, Expr]], key_axes: tuple[sympy.Symbol, ...]) -> Scores | Refusal:
+def fold(
+    layers: Sequence[tuple[Layer, Expr]],
+    key_axes: tuple[sympy.Symbol, ...],
+    space: Space,
+    learned: Container[int] = (),
+) -> Scores | Refusal:
     """The layers of the scores, folded; a Refusal where they have no such form.
 
     layers: outermost first, each with the part that it was taken off. key_axes: the axes of the key position.
+    space, learned: as `Lifted` has them.
     """
     scores = Scores()
     for layer, part in reversed(layers):
-        answer = over(scores, layer, key_axes)
+        answer = over(scores, layer, key_axes, space, learned)
         if isinstance(answer, Refusal):
             return answer.at(part)
         scores = answer
     return scores
 
 
-def over(scores: Scores, layer: Layer, key_axes: tuple[sympy.Symbol, ...]) -> Scores | Refusal:
+def over(
+    scores: Scores, layer: Layer, key_axes: tuple[sympy.Symbol, ...], space: Space, learned: Container[int] = ()
+) -> Scores | Refusal:
     """`scores` with `layer` laid over them."""
     match layer:
         case Scale(factor):
-            return _scaled(scores, factor, key_axes)
+            return _scaled(scores, factor, key_axes, largest_factor(factor, space, learned))
         case Softcap(value):
             return _capped(scores, value)
         case Bias(term):
@@ -102,7 +111,7 @@ def without_shift(scores: Scores, key_axes: tuple[sympy.Symbol, ...], lifted: Li
     return replace(scores, terms=tuple(term for term in scores.terms if not cancels(term.value)))
 
 
-def _scaled(scores: Scores, factor: Expr, key_axes: tuple[sympy.Symbol, ...]) -> Scores | Refusal:
+def _scaled(scores: Scores, factor: Expr, key_axes: tuple[sympy.Symbol, ...], magnitude: float) -> Scores | Refusal:
     """s * (x + b) = s * x + s * b, and s * where(k, x, f) = where(k, s * x, s * f)."""
     if index_symbols(factor) & set(key_axes):
         return Refusal("the scores are scaled differently for each key")
@@ -119,7 +128,7 @@ def _scaled(scores: Scores, factor: Expr, key_axes: tuple[sympy.Symbol, ...]) ->
     return replace(
         scores,
         scale=al.mul(factor, scores.scale),
-        magnitude=scores.magnitude * _magnitude(factor),
+        magnitude=scores.magnitude * magnitude,
         terms=tuple(replace(term, value=al.mul(factor, term.value)) for term in scores.terms),
         fills=tuple(fills),
         scaled_fill=scores.scaled_fill or (bool(fills) and factor != _ONE),
@@ -137,8 +146,11 @@ def _capped(scores: Scores, value: float) -> Scores | Refusal:
 def _filled(scores: Scores, fill: MaskFill) -> Scores | Refusal:
     # A fill above the threshold is the min of the scores' dtype, out of reach of any score in it.
     is_near = -math.inf < fill.value <= MASK_FILL_THRESHOLD and scores.magnitude * _ORDINARY > -fill.value
-    if is_near and scores.magnitude > 1:
-        return Refusal(f"masked scores become {fill.value:g}, which scores times {scores.magnitude:g} can reach")
+    if is_near and scores.magnitude > 1 and not _absorbs(fill.value):
+        if fill.added:
+            return over(scores, Bias(_as_bias(fill)), (), Space())
+        times = "a factor that may be anything" if math.isinf(scores.magnitude) else f"{scores.magnitude:g}"
+        return Refusal(f"masked scores become {fill.value:g}, which scores times {times} can reach")
     terms = tuple(replace(term, below=term.below + 1) for term in scores.terms)
     return replace(scores, terms=terms, fills=(fill, *scores.fills))
 
@@ -153,20 +165,6 @@ def _floored(scores: Scores, least: float) -> Scores | Refusal:
     )
     terms = tuple(replace(term, value=al.binary("maximum", term.value, Const(least))) for term in scores.terms)
     return replace(scores, terms=terms, fills=fills, floored=scores.floored or bool(terms), bounded=True)
-
-
-def _magnitude(factor: Expr) -> float:
-    """About the magnitude of a factor of the scores; whatever is read from memory counts as 1."""
-    match factor:
-        case Const(value):
-            return abs(value)
-        case ex.Mul(a, b):
-            return _magnitude(a) * _magnitude(b)
-        case ex.Div(a, Const(value)) if value != 0:
-            return _magnitude(a) / abs(value)
-        case ex.Div(a, _) | ex.Cast(_, a):
-            return _magnitude(a)
-    return 1.0
 
 
 def mask_and_biases(
@@ -240,12 +238,11 @@ def _is_ordinary(score: Expr, lifted: Lifted) -> bool:
             return True
         case ex.Unary(name, x) if FUNCTIONS[name].growth == "linear":
             return _is_ordinary(x, lifted)
-        case ex.Cast(_, x) | ex.Mul(x, ex.Load() | ex.Scalar()):
+        case ex.Cast(_, x):
             return _is_ordinary(x, lifted)
-        case ex.Div(x, ex.Load() | ex.Scalar()):
-            return _is_ordinary(x, lifted)
-        case ex.Div(x, Const(value)):
-            return abs(value) >= 1 / _ORDINARY and _is_ordinary(x, lifted)
+        case ex.Div(x, divisor) if not ex.has_product(divisor):
+            far = smallest_divisor(divisor, lifted.space, lifted.learned) >= 1 / _ORDINARY
+            return far and _is_ordinary(x, lifted)
         case ex.Mul(a, b) if ex.has_product(a) and ex.has_product(b):
             return False
         case ex.Add(a, b) | ex.Mul(a, b) | ex.Binary("maximum" | "minimum", a, b) | ex.Select(_, a, b):

@@ -91,7 +91,7 @@ class _Reading:
 
 def _read(whole: Draft, axes: Axes, lifted: Lifted) -> _Reading:
     layers = peel(whole.score, SCORE_LAYERS)
-    folded = fold(layers.found, axes.key)
+    folded = fold(layers.found, axes.key, lifted.space, lifted.learned)
     if not isinstance(folded, Refusal) and whole.sink is None:
         folded = without_shift(folded, axes.key, lifted)
     read = folded if isinstance(folded, Refusal) else mask_and_biases(folded, layers.rest, axes, lifted)

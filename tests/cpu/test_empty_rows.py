@@ -339,6 +339,52 @@ def test_a_scaled_fill_has_to_stay_out_of_reach(temperature: float) -> None:
     assert site.fused and (site.attention["mask"] == "none") == (temperature > 1e7)
 
 
+HUGE = [(lambda s, t: s * t, 1e10), (lambda s, t: s / t, 1e-10), (lambda s, t: s * t.sqrt() * t.sqrt(), 1e10)]
+
+
+@pytest.mark.parametrize("kernels", [["cpu_flash"], ["chunked"]], ids=lambda names: names[0])
+@pytest.mark.parametrize("shape", [(), (4, 1, 1)], ids=str)
+@pytest.mark.parametrize("fill", ["in place", "added"])
+@pytest.mark.parametrize(("scaled", "number"), HUGE, ids=["times", "over", "times roots"])
+def test_a_factor_from_memory_may_be_anything(scaled, number, fill, shape, kernels) -> None:
+    """Scores of 1e10 reach -1e9: hidden keys then have weights beside them."""
+
+    def written(q: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        s = scaled(q @ q.flip(2).mT, factor)
+        s = s.masked_fill(above(), -1e9) if fill == "in place" else s + torch.where(above(), -1e9, 0.0)
+        return s.softmax(-1) @ q
+
+    q, factor = torch.randn(2, 4, T, 16), torch.full(shape, number)
+    hidden = scaled(q @ q.flip(2).mT, factor).masked_fill(above(), -torch.inf).softmax(-1) @ q
+    expected = written(q, factor)
+    assert not torch.allclose(expected, hidden, atol=1e-2)
+    torch.testing.assert_close(compiled(written, kernels=kernels)(q, factor), expected, atol=1e-4, rtol=1e-4)
+
+
+class Tempered(torch.nn.Module):
+    """Scores over a number that the module keeps."""
+
+    def __init__(self, number: torch.Tensor) -> None:
+        super().__init__()
+        if isinstance(number, torch.nn.Parameter):
+            self.number = number
+        else:
+            self.register_buffer("number", number)
+
+    def forward(self, q: torch.Tensor) -> torch.Tensor:
+        return (q @ q.mT / self.number).masked_fill(above(), -1e9).softmax(-1) @ q
+
+
+@pytest.mark.parametrize(
+    "number",
+    [torch.tensor([16.0]).sqrt(), torch.tensor(4.0), torch.nn.Parameter(torch.ones(4, 1, 1))],
+    ids=["buffer", "number", "learned"],
+)
+def test_a_factor_that_is_known_or_learned_is_ordinary(number) -> None:
+    outcome = check(Tempered(number), torch.randn(2, 4, T, 16))
+    assert outcome.site.attention["mask"] == "causal" and outcome.site.kernel == "cpu_flash"
+
+
 # ---- float16
 
 

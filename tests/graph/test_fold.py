@@ -86,7 +86,7 @@ def test_every_rule_keeps_the_value(layers: list[Layer]) -> None:
     """Innermost first. Of a filled score only that it is out of reach: a sum with the fill is the fill."""
     scores, written = Scores(), PRODUCT
     for layer in layers:
-        answer = over(scores, layer, (K,))
+        answer = over(scores, layer, (K,), SPACE, (0,))
         if isinstance(answer, Refusal):
             return
         scores, written = answer, laid(layer, written)
@@ -99,10 +99,10 @@ def test_every_rule_keeps_the_value(layers: list[Layer]) -> None:
 @given(st.lists(LAYERS, max_size=5))
 @settings(max_examples=100, deadline=None)
 def test_the_whole_is_its_layers(layers: list[Layer]) -> None:
-    found = fold([(layer, Score()) for layer in reversed(layers)], (K,))
+    found = fold([(layer, Score()) for layer in reversed(layers)], (K,), SPACE, (0,))
     scores: Scores | Refusal = Scores()
     for layer in layers:
-        scores = over(scores, layer, (K,)) if isinstance(scores, Scores) else scores
+        scores = over(scores, layer, (K,), SPACE, (0,)) if isinstance(scores, Scores) else scores
     assert found == scores
 
 
@@ -129,5 +129,5 @@ def test_the_whole_is_its_layers(layers: list[Layer]) -> None:
 def test_what_has_no_such_form(layers: list[Layer], reason: str) -> None:
     """Innermost first; the culprit is the part that the outermost layer was taken off."""
     parts = [Load(9, (Q,)), *[Score()] * (len(layers) - 1)]
-    found = fold(list(zip(reversed(layers), parts, strict=True)), (K,))
+    found = fold(list(zip(reversed(layers), parts, strict=True)), (K,), SPACE, (0,))
     assert found == Refusal(reason) and isinstance(found, Refusal) and found.node is parts[0]
