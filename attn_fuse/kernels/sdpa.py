@@ -31,6 +31,9 @@ from attn_fuse.torch_internals import FakeTensorMode, sdpa_choice
 if TYPE_CHECKING:
     from attn_fuse.emit.call import Call
 
+# Without a mask to add, torch's flash attention on the CPU finds a NaN among the scores of a query only in whole
+# vectors of them: AVX-512 has 16 floats in one (torch 2.13).
+_A_VECTOR = 16
 _HALF = frozenset({torch.float16, torch.bfloat16})
 
 
@@ -42,6 +45,8 @@ def cpu_limits(attention: Attention, facts: Facts) -> Iterator[str]:
         reasons.append("torch has no fused attention with dropout on CPU")
     if facts.bias_needs_grad:
         reasons.append("a bias needs a gradient, which this kernel does not give")
+    if facts.nan_read and facts.kv_len < _A_VECTOR and "kv_len" not in facts.symbolic and _is_plain(attention):
+        reasons.append(f"a query that is NaN would get 0 of so few keys, which {facts.nan_read} tells apart")
     if facts.value_dim != facts.head_dim and facts.symbolic & {"head_dim", "value_dim"}:
         reasons.append("value_dim differs from head_dim, and they may change from call to call")
     yield from reasons

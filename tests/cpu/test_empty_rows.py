@@ -381,8 +381,8 @@ class Tempered(torch.nn.Module):
     ids=["buffer", "number", "learned"],
 )
 def test_a_factor_that_is_known_or_learned_is_ordinary(number) -> None:
-    outcome = check(Tempered(number), torch.randn(2, 4, T, 16))
-    assert outcome.site.attention["mask"] == "causal" and outcome.site.kernel == "cpu_flash"
+    outcome = check(Tempered(number), torch.randn(2, 4, T, 16), backward=False)
+    assert outcome.site.attention["mask"].startswith("causal") and outcome.site.kernel == "cpu_flash"
 
 
 # ---- float16

@@ -158,3 +158,24 @@ def test_the_check_tells_0_from_nan(monkeypatch: pytest.MonkeyPatch) -> None:
         compiled(filled, kernels=["chunked"])(*tensors(2, 4, T, D), HIDDEN)
     (site,) = graphs[-1].sites
     assert not site.fused and "is 0 where as written it is no number" in site.blocker.reason
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("length", [7, 15, 16, 40])
+def test_a_query_that_is_nan(length: int, causal: bool) -> None:
+    """torch's kernel gives 0 for it where the keys fill no vector register."""
+
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        s = q @ k.mT * 0.25
+        s = s.masked_fill(torch.ones(length, length, dtype=torch.bool).triu(1), -INF) if causal else s
+        return (s.softmax(-1) @ v).isnan()
+
+    args = tensors(2, 4, length, D)
+    args[0][:, :, 3] = torch.nan
+    with collecting() as graphs:
+        got = compiled(program)(*args)
+    (site,) = graphs[-1].sites
+    assert torch.equal(got, program(*args))
+    assert site.kernel == ("chunked" if length < 16 else "cpu_flash")
+    if length < 16:
+        assert any("a query that is NaN would get 0 of so few keys, which" in why for why in site.why_not["cpu_flash"])
