@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import time
@@ -271,6 +272,11 @@ class Rewriter:
                 proofs[leaf] = Proof(number, form, source)
         return proofs
 
+    @functools.cached_property
+    def _nan_reads(self) -> dict[Node, str]:
+        # First asked before any region is rewritten.
+        return nan_reads(self.graph)
+
     def _is_constant(self, source: str) -> bool:
         return source in self.constants or (bool(source) and _ARGUMENT.fullmatch(source) is None)
 
@@ -282,8 +288,6 @@ class Rewriter:
     def __post_init__(self) -> None:
         self._placeholders = {n: i for i, n in enumerate(self.graph.graph.find_nodes(op="placeholder"))}
         self._is_frozen = is_frozen(self.graph)
-        # Asked of the graph as written: what stands behind a region is rewritten after it.
-        self._nan_reads = nan_reads(self.graph)
         self._forms: dict[int, ClosedForm | Diagonals | None] = {}
         # The seconds that went into picking.
         self._picking = 0.0
