@@ -71,7 +71,9 @@ class _Reads:
         return self.of_zero.get(user, "") if moves and _is_fractions(user) else said
 
     def _said(self, user: Node, node: Node, graph: GraphModule) -> str:
-        if user.op == "output" or op_name(user) in _SHAPES:
+        # What the graph writes into its inputs at its end is an output, too.
+        is_written = op_name(user) == "copy" and user.args[0] is not node and _is_fractions(node)
+        if user.op == "output" or is_written or op_name(user) in _SHAPES:
             return ""
         bodies = _bodies(graph, user)
         if len(bodies) == 1 and op_name(user) in INLINE_SUBGRAPHS:
