@@ -31,7 +31,7 @@ class Bars:
 
 @dataclass(frozen=True)
 class Lines:
-    """A panel of lines on logarithmic axes. lines: (x, y) points in order, by name."""
+    """A panel of lines, or of dots where there is one point. lines: (x, y) points in order, by name."""
 
     title: str
     x_label: str
@@ -78,6 +78,8 @@ def lines(path: Path, title: str, rows: Sequence[Sequence[Lines]], logarithmic: 
             number = names.index(name)
             # Of lines that coincide, the lower ones are the broader.
             style: dict[str, Any] = {"linewidth": 1.4 + 1.2 * (len(names) - 1 - number)}
+            if len(points) == 1:  # a line of one point is invisible
+                style |= {"marker": "o", "markersize": 4 + 2 * (len(names) - 1 - number)}
             if logarithmic:
                 style = {"linewidth": 1.6, "marker": _MARKERS[number % len(_MARKERS)], "markersize": 5}
             (shown[name],) = axis.plot(*zip(*points, strict=True), color=_colour(number), **style)

@@ -15,7 +15,6 @@ import argparse
 import collections
 import contextlib
 import itertools
-import math
 import os
 import statistics
 import sys
@@ -121,21 +120,17 @@ def train(variants: list[Variant], text: Text, graphs: Graphs, args: argparse.Na
     """Train the variants side by side; the numbers of steps after which they were evaluated."""
     draw = torch.Generator().manual_seed(args.seed)
     held_out = [text.batch(text.validation, args.batch, args.block_size, draw) for _ in range(args.eval_batches)]
-    print(f"The first {UNTIMED} steps compile; they take a while. The --minutes start after them.", flush=True)
-    with graphs.compiled_for("evaluation"):
-        for variant in variants:
-            evaluate(variant.model, held_out[:1])
-    bar = tqdm(range(args.steps), desc="training", unit="step", mininterval=1.0)
-    started, evaluated = math.inf, []
+    first = [text.batch(text.train, args.batch, args.block_size, draw) for _ in range(UNTIMED)]
+    compile_all(variants, first, held_out, graphs, args)
+    steps = range(UNTIMED, args.steps)
+    bar = tqdm(steps, initial=UNTIMED, total=args.steps, desc="training", unit="step", mininterval=1.0)
+    started, evaluated = time.perf_counter(), [0]
     for number in bar:
-        if number == UNTIMED:
-            started = time.perf_counter()
         inputs, targets = text.batch(text.train, args.batch, args.block_size, draw)
-        first = number % len(variants)
+        turn = number % len(variants)
         with graphs.compiled_for("training step"):
-            for variant in variants[first:] + variants[:first]:
-                torch.manual_seed(args.seed + number)  # the same dropout, where the kernels draw alike
-                run_step(variant, number, inputs, targets, args.device)
+            for variant in variants[turn:] + variants[:turn]:
+                run_step(variant, number, inputs, targets, args)
         bar.set_postfix({v.name: f"{v.losses[-1]:.3f}" for v in variants})
         over = time.perf_counter() - started > 60 * args.minutes
         if over or number + 1 == args.steps or (number + 1) % args.window == 0:
@@ -149,14 +144,37 @@ def train(variants: list[Variant], text: Text, graphs: Graphs, args: argparse.Na
     return evaluated
 
 
-def run_step(variant: Variant, number: int, inputs: Tensor, targets: Tensor, device: torch.device) -> None:
+def compile_all(
+    variants: list[Variant],
+    batches: list[tuple[Tensor, Tensor]],
+    held_out: list[tuple[Tensor, Tensor]],
+    graphs: Graphs,
+    args: argparse.Namespace,
+) -> None:
+    """Evaluate each variant and run the steps in which it compiles; say how long that took."""
+    print(f"The first {UNTIMED} steps of each compile it; the --minutes start after them:", flush=True)
+    for variant in variants:
+        print(f"  {variant.name:<10}", end="", flush=True)
+        started = time.perf_counter()
+        with graphs.compiled_for("evaluation"):
+            variant.validation.append(evaluate(variant.model, held_out))
+        print(f"evaluation {time.perf_counter() - started:.0f} s, training step ", end="", flush=True)
+        started = time.perf_counter()
+        with graphs.compiled_for("training step"):
+            for number, (inputs, targets) in enumerate(batches):
+                run_step(variant, number, inputs, targets, args)
+        print(f"{time.perf_counter() - started:.0f} s", flush=True)
+
+
+def run_step(variant: Variant, number: int, inputs: Tensor, targets: Tensor, args: argparse.Namespace) -> None:
+    torch.manual_seed(args.seed + number)  # the same dropout, where the kernels draw alike
     if number == PROFILED:
-        variant.peak = peak_memory(lambda: variant.losses.append(variant.step(inputs, targets).item()), device)
+        variant.peak = peak_memory(lambda: variant.losses.append(variant.step(inputs, targets).item()), args.device)
         return
-    synchronize(device)
+    synchronize(args.device)
     started = time.perf_counter()
     loss = variant.step(inputs, targets)
-    synchronize(device)
+    synchronize(args.device)
     if number >= UNTIMED:
         variant.seconds.append(time.perf_counter() - started)
     variant.losses.append(loss.item())

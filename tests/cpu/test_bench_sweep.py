@@ -124,6 +124,16 @@ def test_a_plot_of_the_sweep(suffix: str, tmp_path: Path) -> None:
     assert data.startswith(b"\x89PNG\r\n") and width == 5 * 4.6 * 120 and height == (4 * 3.4 + 0.8) * 120
 
 
+def test_a_line_of_one_point_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    drawn: list[Any] = []
+    monkeypatch.setattr(plot, "_save", lambda figure, *_: drawn.append(figure))
+    panel = plot.Lines("loss", "step", "cross entropy", {"eager": [(26, 2.9)], "sdpa": [(26, 2.9), (52, 2.8)]})
+    plot.lines(Path("loss.svg"), "a GPT", [[panel]], logarithmic=False)
+    dot, line = drawn[0].axes[0].lines
+    assert dot.get_marker() == "o" and line.get_marker() == "None"
+
+
 @pytest.mark.parametrize(
     "arguments, words",
     [

@@ -25,6 +25,11 @@ def test_it_ends_well_when_the_minutes_are_over(tmp_path: Path) -> None:
     # Three steps are untimed, and the clock starts after them.
     assert "Stopped after 4 of 50 steps: the --minutes are over." in done.stdout
     assert "training loss, mean of steps     1-1     2-2     3-3     4-4" in done.stdout
+    # A curve has at least two points: before training and at the end.
+    assert "validation loss after step       0       4" in done.stdout
+    # What compiles is named before it does, and the bar starts when all are compiled.
+    assert "  eager     evaluation 0 s, training step 0 s\n" in done.stdout and " 3/50 [00:00" in done.stderr
+    assert " 2/50 [" not in done.stderr
     assert "Medians of 1 steps" in done.stdout and "</svg>" in path.read_text()
 
 
