@@ -25,7 +25,14 @@ from attn_fuse.expression.functions import COMPARISONS, FUNCTIONS
 from attn_fuse.expression.nodes import Expr
 from attn_fuse.graph.names import value_of
 from attn_fuse.graph.region import Region
-from attn_fuse.torch_internals import FakeTensorMode, FloorDiv, Mod, called_on, on_fake_tensors
+from attn_fuse.torch_internals import (
+    CLAMP_BY_A_TENSOR_SPLITS,
+    FakeTensorMode,
+    FloorDiv,
+    Mod,
+    called_on,
+    on_fake_tensors,
+)
 
 Axes = Sequence[sympy.Symbol]
 
@@ -113,6 +120,10 @@ class Builder:
                 return self.node(torch.logical_not, self._as_tensor(self.tensor_of(inner, axes)))
             case ex.Compare(op, a, b):
                 return self._on_tensors(COMPARISONS[op], a, b, axes)
+            case ex.Binary("maximum" | "minimum" as name, a, ex.Const(bound)) if CLAMP_BY_A_TENSOR_SPLITS:
+                # A number as bound shares no gradient.
+                sides = {"min" if name == "maximum" else "max": bound}
+                return self.node(torch.clamp, self._as_tensor(self.tensor_of(a, axes)), **sides)
             case ex.Binary(name, a, b):
                 return self._on_tensors(FUNCTIONS[name].torch, a, b, axes, both=True)
             case ex.And(a, b):

@@ -101,7 +101,7 @@ def compare(op: str, x: Expr, y: Expr | float) -> Expr:
 
 
 def _leads(x: Expr, other: Expr) -> Expr:
-    """Whether `x` >= `other`; since torch 2.15 `x` > `other`, as a clamp's gradient at a tie now goes to its bound."""
+    """Whether `x` >= `other`; since torch 2.14 `x` > `other`, as a clamp's gradient at a tie now goes to its bound."""
     return compare("ge" if CLAMP_PASSES_AT_ITS_EDGE else "gt", x, other)
 
 

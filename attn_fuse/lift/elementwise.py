@@ -15,6 +15,7 @@ from attn_fuse.expression import simplify as al
 from attn_fuse.expression.functions import COMPARISONS, UNARY
 from attn_fuse.expression.nodes import Expr
 from attn_fuse.lift.tensor import Indices, LiftedTensor, NoClosedForm, Operation, aten, exact, number, operand
+from attn_fuse.torch_internals import CLAMP_BY_A_TENSOR_SPLITS
 
 
 def _arithmetic(build: Callable[[Expr, Expr], Expr], scaled: bool = False) -> Callable[[Operation], LiftedTensor]:
@@ -146,17 +147,23 @@ def _negate(call: Operation) -> LiftedTensor:
 
 
 def _clamp(call: Operation) -> LiftedTensor:
-    x, low, high = operand(call, "self", call.result.dtype), call["min"], call["max"]
+    dtype = call.result.dtype
+    x, low, high = operand(call, "self", dtype), call["min"], call["max"]
     bounds = [
-        (name, operand(call, which, call.result.dtype))
+        (name, operand(call, which, dtype))
         for name, which, bound in (("maximum", "min", low), ("minimum", "max", high))
         if bound is not None
     ]
+    of_two: Callable[[str, Expr, Expr, torch.dtype], Expr] = al.binary
+    if CLAMP_BY_A_TENSOR_SPLITS and call.trains and dtype.is_floating_point and isinstance(low or high, LiftedTensor):
+        if len(bounds) == 2:
+            raise NoClosedForm("a clamp between two tensors, in training")
+        of_two = _shared
 
     def at(index: Indices) -> Expr:
         element = x(index)
         for name, bound in bounds:
-            element = al.binary(name, element, bound(index), call.result.dtype)
+            element = of_two(name, element, bound(index), dtype)
         return element
 
     return call.tensor(at)
@@ -175,15 +182,21 @@ def _greater(name: str) -> Callable[[Operation], LiftedTensor]:
         shares = call.trains and dtype.is_floating_point
 
         def at(index: Indices) -> Expr:
-            x, y = al.ordered(a(index), b(index))
-            if not shares:
-                return precision.computed(al.binary(name, x, y, dtype), dtype, space)
-            halves = (al.mul(ex.Const(0.5), al.binary(name, one, other, dtype)) for one, other in ((x, y), (y, x)))
-            return al.add(*halves)
+            x, y = a(index), b(index)
+            if shares:
+                return _shared(name, x, y, dtype)
+            return precision.computed(al.binary(name, *al.ordered(x, y), dtype), dtype, space)
 
         return call.tensor(at)
 
     return handler
+
+
+def _shared(name: str, x: Expr, y: Expr, dtype: torch.dtype) -> Expr:
+    """The maximum or minimum that shares the gradient of a tie."""
+    x, y = al.ordered(x, y)
+    halves = (al.mul(ex.Const(0.5), al.binary(name, one, other, dtype)) for one, other in ((x, y), (y, x)))
+    return al.add(*halves)
 
 
 def _between(x: Expr, low: float, high: float, call: Operation) -> Expr:

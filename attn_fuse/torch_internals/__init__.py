@@ -42,6 +42,7 @@ from attn_fuse.torch_internals.kernels import sdpa_choice as sdpa_choice
 from attn_fuse.torch_internals.kernels import sdpa_switches as sdpa_switches
 from attn_fuse.torch_internals.symbols import called_on as called_on
 from attn_fuse.torch_internals.symbols import holds_by_guard as holds_by_guard
+from attn_fuse.torch_internals.tensors import CLAMP_BY_A_TENSOR_SPLITS as CLAMP_BY_A_TENSOR_SPLITS
 from attn_fuse.torch_internals.tensors import CLAMP_PASSES_AT_ITS_EDGE as CLAMP_PASSES_AT_ITS_EDGE
 from attn_fuse.torch_internals.tensors import StorageWeakRef as StorageWeakRef
 from attn_fuse.torch_internals.tensors import current_value as current_value

@@ -220,7 +220,7 @@ def plain_gradients() -> Iterator[Callable[[Any], Any]]:
 
 
 def _clamp_passes_at_its_edge() -> bool:
-    """Whether `clamp` has a gradient where its input equals the bound: up to torch 2.14, no longer in 2.15."""
+    """Whether `clamp` has a gradient where its input equals the bound: up to torch 2.13, no longer in 2.14.1."""
     with torch.inference_mode(False), torch.enable_grad():
         x = torch.zeros(1, requires_grad=True)
         (gradient,) = torch.autograd.grad(x.clamp(min=0).sum(), x)
@@ -228,3 +228,14 @@ def _clamp_passes_at_its_edge() -> bool:
 
 
 CLAMP_PASSES_AT_ITS_EDGE = _clamp_passes_at_its_edge()
+
+
+def _clamp_by_a_tensor_splits() -> bool:
+    """Whether a `clamp` by a tensor shares the gradient of a tie with it, as `maximum` does: since torch 2.14.1."""
+    with torch.inference_mode(False), torch.enable_grad():
+        x = torch.zeros(1, requires_grad=True)
+        (gradient,) = torch.autograd.grad(x.clamp(min=torch.zeros(1)).sum(), x)
+    return 0 < gradient.item() < 1
+
+
+CLAMP_BY_A_TENSOR_SPLITS = _clamp_by_a_tensor_splits()

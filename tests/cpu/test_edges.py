@@ -125,8 +125,29 @@ def test_a_shift_that_stops_the_gradient_of_the_largest() -> None:
 
     for program in (minimum, hardtanh):
         check(program, *tensors(2, 3, 9, 16), check=False)
-    # Since torch 2.15 a clamp stops the gradient at its edge, too.
+    # Since torch 2.14 a clamp stops the gradient at its edge, too.
     (assert_fused if CLAMP_PASSES_AT_ITS_EDGE else check)(clamped, *tensors(2, 3, 9, 16), check=False)
+
+
+@pytest.mark.parametrize("bound", ["a number", "a tensor", "two tensors"])
+def test_a_clamp_at_a_tie_has_the_gradient_that_torch_gives(bound: str) -> None:
+    """Most scores equal the bound. Since torch 2.14 a clamp by a tensor shares the gradient of a tie."""
+
+    def program(q: Tensor, k: Tensor, v: Tensor, low: Tensor) -> Tensor:
+        s = (q @ k.mT).round()
+        s = s + (q @ k.mT) - (q @ k.mT).detach()
+        if bound == "two tensors":
+            return s.clamp(low, low + 1).softmax(-1) @ v
+        return s.clamp(min=0.0 if bound == "a number" else low).softmax(-1) @ v
+
+    q, k, v = (x.detach().mul(0.3).requires_grad_() for x in tensors(2, 3, 9, 16))
+    low = torch.zeros(9, dtype=q.dtype, requires_grad=True)
+    wanted = torch.autograd.grad(program(q, k, v, low).square().sum(), (q, k, v, low), allow_unused=True)
+    found = torch.autograd.grad(
+        compiled(program, check=False)(q, k, v, low).square().sum(), (q, k, v, low), allow_unused=True
+    )
+    for one, other in zip(wanted, found, strict=True):
+        torch.testing.assert_close(other, one, atol=1e-4, rtol=1e-4)
 
 
 def threshold_of_another_product(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

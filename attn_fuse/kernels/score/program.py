@@ -60,21 +60,30 @@ from attn_fuse.expression.nodes import (
 )
 from attn_fuse.kernels.score import lookup
 from attn_fuse.kernels.score.dependence import POSITIONS
+from attn_fuse.torch_internals import CLAMP_BY_A_TENSOR_SPLITS
 
 # Values by the identity of their nodes. None: the value is to be kept once it is computed.
 Memo = dict[int, Tensor | None]
 
 
-def _clamped_to(clamp: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
-    # The same numbers, but at a tie autograd splits the gradient of a maximum, and leaves that of a clamp whole.
-    return lambda a, b: (clamp if torch.promote_types(a.dtype, b.dtype).is_floating_point else other)(a, b)
+def _clamped_to(clamp: Callable[..., Any], other: Callable[..., Any], leads: Callable[..., Any]) -> Callable[..., Any]:
+    # The same numbers, but at a tie autograd splits the gradient of a maximum, and leaves that of a clamp whole. Where
+    # a clamp splits it, too, the choice is written out; a NaN of the operand that is not chosen is added.
+    def clamped(a: Tensor, b: Tensor) -> Tensor:
+        if not torch.promote_types(a.dtype, b.dtype).is_floating_point:
+            return other(a, b)
+        if CLAMP_BY_A_TENSOR_SPLITS and torch.is_grad_enabled():
+            return torch.where(leads(a, b), a, b + torch.where(a.isnan(), a.detach(), 0.0))
+        return clamp(a, b)
+
+    return clamped
 
 
 _OPERATIONS: Mapping[str, Callable[..., Any]] = {
     **{name: row.torch for name, row in FUNCTIONS.items()},
     **COMPARISONS,
-    "maximum": _clamped_to(torch.clamp_min, torch.maximum),
-    "minimum": _clamped_to(torch.clamp_max, torch.minimum),
+    "maximum": _clamped_to(torch.clamp_min, torch.maximum, torch.gt),
+    "minimum": _clamped_to(torch.clamp_max, torch.minimum, torch.lt),
 }
 
 
