@@ -87,7 +87,11 @@ def cuda_limits(
         )  # fmt: skip
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            able = can_use(parameters, True)
+            try:
+                able = can_use(parameters, True)
+            except RuntimeError as problem:  # a CUDA build without a driver, since torch 2.14
+                yield first_line(problem)
+                return
     if not able:
         yield from {first_line(w.message).partition(" (Triggered")[0] for w in said} or {"torch says that it cannot"}
 
