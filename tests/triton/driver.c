@@ -82,6 +82,8 @@ CUresult cuFuncSetAttribute(CUfunction function, CUfunction_attribute attribute,
     if (value > MOST_SHARED) return refused("more shared memory than a block can have");
     kernels[of(function)].shared = value;
   }
+  // CU_FUNC_ATTRIBUTE_SHARED_MEMORY_MODE, which Triton 3.8 tries first, is of a later GPU.
+  if (attribute >= 17) return refused("an attribute that a Hopper GPU does not have");
   return CUDA_SUCCESS;
 }
 
