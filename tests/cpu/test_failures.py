@@ -58,7 +58,7 @@ def test_a_failure_on_the_whole_graph_never_breaks_a_model(stage: str, monkeypat
 
 
 def takes_no_kernel(graph: GraphModule, inputs: list[Any]) -> GraphModule:
-    if "attn_fuse" in graph.print_readable(print_output=False):
+    if any("attn_fuse" in str(node.target) for node in graph.graph.nodes):
         raise NotImplementedError("no such operator")
     return graph
 

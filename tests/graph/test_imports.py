@@ -14,7 +14,8 @@ APART = ("kernels/triton",)
 MODULES = [
     ".".join(path.relative_to(ROOT).with_suffix("").parts)
     for path in sorted((ROOT / "attn_fuse").rglob("*.py"))
-    if path.name not in ("__init__.py", "__main__.py") and not any(part in str(path) for part in APART)
+    if path.name not in ("__init__.py", "__main__.py")
+    and not path.relative_to(ROOT / "attn_fuse").as_posix().startswith(APART)
 ]
 
 PROGRAM = """
