@@ -209,7 +209,7 @@ def _lower(module: GraphModule, rewritten: GraphModule, names: Sequence[str]) ->
     graph = module.graph
     for placeholder, name in zip(list(graph.find_nodes(op="placeholder")), names, strict=False):
         with graph.inserting_before(placeholder):
-            attribute = graph.get_attr(name)
+            attribute = graph.create_node("get_attr", name)  # Graph.get_attr warns of a tensor that is no buffer
         attribute.meta = {k: v for k, v in placeholder.meta.items() if k != SOURCE}
         placeholder.replace_all_uses_with(attribute)
         graph.erase_node(placeholder)

@@ -196,6 +196,24 @@ def test_a_baked_proof_is_said() -> None:
     assert note == "what is proved of mask is part of the program now, and not checked when the program runs"
 
 
+def test_a_tensor_that_is_no_buffer_brings_no_warning(recwarn: pytest.WarningsRecorder) -> None:
+    class Biased(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = torch.randn(9, 9)
+
+        def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return (q @ k.mT / 4 + self.bias).softmax(-1) @ v
+
+    given = tuple(torch.randn(2, 3, 9, 16) for _ in range(3))
+    model = Biased()
+    with torch.no_grad():
+        program = attn_fuse.export(model, given, options={"pick": "fused"})
+    torch.testing.assert_close(program.module()(*given), model(*given))
+    assert attn_fuse.reports()[-1].sites[0].fused
+    assert not [str(w.message) for w in recwarn if "get_attr" in str(w.message)]
+
+
 def test_look_alikes_stay_as_torch_exports_them() -> None:
     class OverQueries(nn.Module):
         def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
