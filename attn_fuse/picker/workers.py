@@ -27,6 +27,8 @@ from typing import Any
 
 # Max seconds for a process to start, in which it imports torch and attn_fuse.
 STARTING = 120.0
+# Max seconds for an idle process to end by itself.
+_ENDING = 3.0
 _LONGEST = 400
 
 
@@ -57,6 +59,7 @@ class Worker:
         self._process: Any = None
         self._pipe: Connection | None = None
         self._starting = threading.Lock()
+        self._idle = False
 
     def call(self, seconds: float, function: Callable[..., Any], *arguments: Any) -> Answer:
         """The answer of `function(*arguments)`, all picklable, ended after `seconds`; starting does not count."""
@@ -68,6 +71,7 @@ class Worker:
         if pipe is None:
             return self._lost(f"its process did not start within {STARTING:.0f} s", started)
         started, doing = time.perf_counter(), ""
+        self._idle = False
         try:
             pipe.send((function, arguments))
             while pipe.poll(max(0.0, started + seconds - time.perf_counter())):
@@ -78,6 +82,7 @@ class Worker:
                 value, problem, works = said
                 if not works:
                     return self._lost(problem, started, doing)
+                self._idle = True
                 return Answer(value, problem, False, doing, time.perf_counter() - started)
             return self._lost(f"stopped after {seconds:.3g} s", started, doing)
         except (EOFError, OSError):
@@ -92,7 +97,10 @@ class Worker:
         if pipe is not None:
             pipe.close()
         if process is not None:
+            if self._idle:
+                process.join(_ENDING)
             _end(process)
+        self._idle = False
 
     def kill(self) -> None:
         """End the process, from another thread than that of `call`, which then answers that the process died."""
@@ -241,7 +249,11 @@ def _serve(pipe: Connection, environment: Mapping[str, str], imports: Sequence[s
         try:
             function, arguments = pipe.recv()
         except (EOFError, OSError):
-            os._exit(0)
+            # An end like any other gives semaphores back, which our caller's Python would call leaked.
+            late = threading.Timer(_ENDING, os._exit, (0,))
+            late.daemon = True
+            late.start()
+            return
         except BaseException as error:
             _answer(pipe, (None, _in_words(error), True))
             continue

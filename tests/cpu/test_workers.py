@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -168,6 +170,24 @@ def test_what_fails_beside_the_calls_reaches_the_caller(monkeypatch) -> None:
     monkeypatch.setattr(Worker, "call", lambda self, *_: 1 // 0)
     with Pool(2) as pool, pytest.raises(ZeroDivisionError):
         dict(pool.answers([(abs, -1)] * 3, 60.0))
+
+
+HELD = []
+
+
+def holds_a_semaphore() -> None:
+    HELD.append(multiprocessing.Lock())
+
+
+def test_an_idle_worker_gives_its_semaphores_back() -> None:
+    program = (
+        "from attn_fuse.picker.workers import Worker\nfrom tests.cpu.test_workers import holds_a_semaphore\n"
+        "if __name__ == '__main__':\n    with Worker() as worker: print(worker.call(60, holds_a_semaphore).problem)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[2]
+    )
+    assert done.stdout == "\n" and "leaked" not in done.stderr, done.stderr
 
 
 def test_a_worker_ends_with_its_program() -> None:
