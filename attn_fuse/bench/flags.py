@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 
 from attn_fuse.bench import plot
-from attn_fuse.errors import BenchError
+from attn_fuse.errors import BenchError, unwritable
 from attn_fuse.options import kernel_names
 
 
@@ -36,10 +36,8 @@ def check_files(args: argparse.Namespace) -> None:
     """Raise BenchError where a file of `add_files` cannot be written, before anything is measured."""
     for flag in ("json", "csv", "plot", "html"):
         path: Path | None = getattr(args, flag, None)
-        if path is None:
-            continue
-        if path.is_dir() or not path.parent.is_dir():
-            raise BenchError(f"--{flag} {path}: it cannot be written; name a file in a folder that exists")
+        if path is not None and (problem := unwritable(f"--{flag}", path)):
+            raise BenchError(problem)
     if args.plot is not None:
         plot.check(args.plot)
 

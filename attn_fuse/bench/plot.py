@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from attn_fuse.errors import BenchError
+from attn_fuse.errors import BenchError, unwritable
 
 SUFFIXES = (".png", ".svg")
 # Inches; dots per inch of a PNG.
@@ -40,9 +40,11 @@ class Lines:
 
 
 def check(path: Path) -> None:
-    """Raise BenchError where no plot can be written to `path`: without matplotlib, or in another format."""
+    """Raise BenchError where no plot can be written to `path`: without matplotlib, in another format, or a folder."""
     if path.suffix.lower() not in SUFFIXES:
         raise BenchError(f"--plot {path}: it is a .png or .svg")
+    if problem := unwritable("--plot", path):
+        raise BenchError(problem)
     if importlib.util.find_spec("matplotlib") is None:
         raise BenchError("--plot needs matplotlib, which is not installed: pip install matplotlib, or leave --plot out")
 

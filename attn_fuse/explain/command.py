@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from attn_fuse.errors import ExplainError, OptionError
+from attn_fuse.errors import ExplainError, OptionError, unwritable
 from attn_fuse.explain import explanation_of, name_of
 from attn_fuse.explain.explanation import Explanation
 from attn_fuse.explain.problems import in_one_line
@@ -27,6 +27,8 @@ COMPILING = 3
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; gives the exit code: 0, or 2 after one line on stderr that says what to pass."""
     args = _parser().parse_args(argv)
+    if args.html is not None and (problem := unwritable("--html", args.html)):
+        return _refused(problem)
     try:
         # What the model's own code prints stays out of the report.
         with contextlib.redirect_stdout(sys.stderr):
@@ -39,14 +41,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _refused(
             f"{args.path}: {in_one_line(error)}; name the class with --entry and its arguments with --inputs"
         )
-    if args.html is not None and (problem := _written(args.html, explanation.html())):
-        return _refused(problem)
     if args.json:
         print(json.dumps(explanation.as_json(args.graph), indent=2))
-        return 0
-    print(explanation.text(args.expression))
-    if args.graph:
-        print(f"\n{explanation.graphs()}")
+    else:
+        print(explanation.text(args.expression))
+        if args.graph:
+            print(f"\n{explanation.graphs()}")
+    # Last: the text is not lost where the page is.
+    if args.html is not None and (problem := _written(args.html, explanation.html())):
+        return _refused(problem)
     return 0
 
 
@@ -55,7 +58,7 @@ def _written(path: Path, text: str) -> str:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        return f"--html {str(path)!r} cannot be written: {error.strerror}; name a file in a folder that exists"
+        return f"--html {path}: it cannot be written: {error.strerror}"
     return ""
 
 

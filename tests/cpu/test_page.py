@@ -197,9 +197,37 @@ def test_the_command_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str
     out = tmp_path / "report.html"
     assert main([str(model), "--html", str(out)]) == 0
     assert out.read_text().startswith("<!doctype html>") and "1 attention" in capsys.readouterr().out
-    assert main([str(model), "--html", str(tmp_path / "none" / "report.html")]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "cannot be written" in line and "name a file in a folder that exists" in line
+
+
+def test_a_page_that_cannot_be_written_is_told_before_the_model_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = {
+        tmp_path / "none" / "report.html": "name a file in a folder that exists",
+        tmp_path: "that is a folder, name a file",
+    }
+    for path, words in said.items():
+        assert main(["no_such_model.py", "--html", str(path)]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"--html {path}: it cannot be written; {words}" in line
+
+
+def test_the_text_is_printed_where_the_page_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Path, *_: object, **__: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    model = tmp_path / "model.py"
+    model.write_text(
+        "import torch\nfrom torch import nn\n\n\nclass Model(nn.Module):\n"
+        "    def forward(self, q: torch.Tensor):\n        return (q @ q.mT).softmax(-1) @ q\n"
+    )
+    inputs = ["--inputs", "torch.randn(2, 8, 16)"]
+    monkeypatch.setattr(Path, "write_text", full)
+    assert main([str(model), *inputs, "--html", str(tmp_path / "report.html")]) == 2
+    captured = capsys.readouterr()
+    assert "1 attention" in captured.out and "it cannot be written: No space left on device" in captured.err
 
 
 @pytest.mark.thorough
