@@ -4,15 +4,20 @@ python := .venv/bin/python
 PYTEST := $(python) -m pytest
 QUICK := not slow and not gpu and not fuzz and not models and not ecosystem
 
+# torch hands names of temporary files to the C++ compiler without quotes.
+ifneq ($(word 2,$(TMPDIR)),)
+export TMPDIR := /tmp
+endif
+
 # A GPU machine may have no network and lack what the tests here need: its own Python, and no set-up.
-gpu_python = PYTHONPATH=. $(or $(PYTHON),$(wildcard $(python)),python3)
+gpu_python = PYTHONPATH=. "$(or $(PYTHON),$(wildcard $(python)),python3)"
 RESULTS ?= build/gpu
 
-.PHONY: help demo test test-thorough slow fuzz test-models test-ecosystem test-gpu gpu gpu-cache gpu-results results docs lint types bench recall recall-published evidence regret clean
+.PHONY: help demo test test-thorough test-versions slow fuzz test-models test-ecosystem test-gpu gpu gpu-cache gpu-results results docs lint types bench recall recall-published evidence regret clean
 .DEFAULT_GOAL := help
 
 help: ## this list
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 13
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 15
 	@echo "PYTHON=/path/to/python chooses the interpreter; a torch that it has is used. ARGS=... goes to the program."
 
 .venv/ready-%: pyproject.toml tools/setup.sh
@@ -29,6 +34,9 @@ test: .venv/ready-dev ## the everyday tests, 5 to 7 minutes on 2 cores
 
 test-thorough: .venv/ready-dev ## what CI runs beside them: every kernel on the grid, every spelling's numbers, the fuzzer's first programs
 	OMP_NUM_THREADS=1 $(PYTEST) -m "thorough and $(QUICK)" $(in_parallel) $(ARGS)
+
+test-versions: .venv/ready-dev ## the everyday tests under other versions of torch; ARGS="--python /path/to/python" takes the torch of that one
+	$(python) benchmarks/versions.py $(ARGS)
 
 slow: .venv/ready-dev ## the slow tests
 	$(PYTEST) -m "slow and not gpu and not fuzz and not models and not ecosystem" $(ARGS)
