@@ -73,7 +73,7 @@ def main() -> int:
     args = parser.parse_args()
     versions = args.versions if args.versions is not None else [] if args.python else list(VERSIONS)
     path = RESULTS / "versions-cpu.json"
-    rows = {minor(row): row for row in (json.loads(path.read_text()) if path.exists() else [])}
+    rows = {minor(row): row for row in (json.loads(path.read_text())["versions"] if path.exists() else [])}
     found = []
     for version, python in [*((v, None) for v in versions), *((None, p) for p in args.python)]:
         found.append(tested(version, python, args.tests))
@@ -81,7 +81,7 @@ def main() -> int:
         # A version that was tested is not forgotten because it is not to be had here.
         if "not had" not in found[-1] or "passed" not in rows.get(minor(found[-1]), {}):
             rows[minor(found[-1])] = found[-1]
-        path.write_text(json.dumps([rows[key] for key in sorted(rows)], indent=1) + "\n")
+        path.write_text(json.dumps({"versions": [rows[key] for key in sorted(rows)]}, indent=1) + "\n")
     return int(any(row.get("failed") for row in found))
 
 
