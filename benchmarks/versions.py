@@ -34,7 +34,7 @@ def tested(version: str | None, python: str | None, arguments: str) -> dict[str,
         done = subprocess.run(["make", ".venv/ready-dev"], cwd=clone, env=variables, stderr=subprocess.PIPE, text=True)
         row: dict[str, Any] = {"torch": version, "commit": commit(), "day": f"{datetime.date.today():%Y-%m-%d}"}
         if done.returncode:
-            said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+            said = [line for line in done.stderr.splitlines() if line.startswith("setup: pip")]
             return row | {"not had": said[-1] if said else done.stderr[-300:]}
         asked = subprocess.run(
             [".venv/bin/python", "-c", _ASKED], cwd=clone, capture_output=True, text=True, check=True
