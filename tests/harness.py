@@ -95,7 +95,7 @@ def check(
         for values in (args, *more):
             got = _results(run, program, values, backward)
             assert_as_good_as_eager(got, program, values, backward)
-        counts: Counter[str] = Counter()
+        asked, counts = tuple(graphs), Counter[str]()
         if again is not None:
             counts = call_again(run, program, again, backward)
         elif dynamic or (dynamic is None and more):
@@ -103,7 +103,7 @@ def check(
             counts = call_again(run, program, others, backward)
     for site in (site for graph in graphs for site in graph.sites):
         assert site.blocker is None or not site.blocker.reason.startswith("the check"), site.blocker.reason
-    return Outcome(got, tuple(graphs), counts)
+    return Outcome(got, asked, counts)
 
 
 def call_again(
