@@ -12,7 +12,6 @@ from torch.fx.experimental.proxy_tensor import make_fx as make_fx
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._sympy.functions import FloorDiv as FloorDiv
 from torch.utils._sympy.functions import Mod as Mod
-from torch.utils._sympy.functions import PythonMod as PythonMod
 
 from attn_fuse.torch_internals.dynamo import SOURCE as SOURCE
 from attn_fuse.torch_internals.dynamo import LeftFunction as LeftFunction
