@@ -7,7 +7,8 @@ Each case is an unmodified model of a package of the index, at random, tiny, in 
 and the distance of outputs, gradients and what is written from eager; where it is large, float64 decides. A site that
 is no single attention is not counted, and its case says the mathematics (zoo/apart.py).
 
-Each row goes to build/published.jsonl at once, and is measured again only by --again.
+Each row goes to build/published.jsonl at once, and is measured again only by --again. A change of the core runs a tenth,
+which the hash of its commit chooses: --share commit/10 --rows build/tenth.jsonl
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import os
 import re
 import time
 import warnings
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
@@ -155,6 +157,10 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--package", default=",".join(MODULES), help="only these packages, separated by commas")
     parser.add_argument("--only", default="", metavar="REGEX", help="only cases in whose name it is found")
+    parser.add_argument(
+        "--share", type=_share, default=(0, 1), metavar="N/M",
+        help="only part N of M, by the hashes of the cases' names; `commit` for N takes the one of the last commit",
+    )  # fmt: skip
     parser.add_argument("--again", default="", metavar="WORDS", help=f"measure again what is {', '.join(AGAIN)}")
     parser.add_argument(
         "--timeout", type=int, default=100, help="seconds of computing for a case and mode (default 100)"
@@ -164,6 +170,17 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--markdown", action="store_true", help="print it as docs/results.md has it")
     parser.add_argument("--verbose", action="store_true", help="let the cases print")
     return parser.parse_args()
+
+
+def _share(text: str) -> tuple[int, int]:
+    number, _, of = text.partition("/")
+    parts = int(of)
+    return (int(commit()[:7], 16) if number == "commit" else int(number)) % parts, parts
+
+
+def _is_in(share: tuple[int, int], name: str) -> bool:
+    number, parts = share
+    return zlib.crc32(name.encode()) % parts == number
 
 
 def main() -> None:
@@ -181,11 +198,12 @@ def main() -> None:
                 print(f"{name} is not measured: {problem}")
                 continue
             package = next(package for package in module.PACKAGES if package.name == name)
-            measure(package, [case for case in package.cases if re.search(args.only, case)], done, args)
+            names = [case for case in package.cases if re.search(args.only, case) and _is_in(args.share, case)]
+            measure(package, names, done, args)
         found = entries(args.rows)
     print(markdown(found) if args.markdown else table(HEAD, list(lines(found))))
     packages = {entry.row.package: entry.version for entry in found}
-    if packages.keys() == MODULES.keys():
+    if packages.keys() == MODULES.keys() and args.share[1] == 1:
         stored = {"packages": packages, "commits": sorted({entry.commit for entry in found})}
         print(store("published", torch.device("cpu"), {**stored, "rows": [as_plain(entry) for entry in found]}))
 
