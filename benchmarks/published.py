@@ -7,8 +7,8 @@ Each case is an unmodified model of a package of the index, at random, tiny, in 
 and the distance of outputs, gradients and what is written from eager; where it is large, float64 decides. A site that
 is no single attention is not counted, and its case says the mathematics (zoo/apart.py).
 
-Each row goes to build/published.jsonl at once, and is measured again only by --again. A change of the core runs a tenth,
-which the hash of its commit chooses: --share commit/10 --rows build/tenth.jsonl
+Each row goes to build/published.jsonl at once, and is measured again only by --again. A change of the core runs a tenth
+that the hash of its commit chooses: --share commit/10 --rows build/tenth.jsonl
 """
 
 from __future__ import annotations
