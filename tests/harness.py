@@ -90,20 +90,20 @@ def check(
 
     backward: also compare the gradient of every floating-point argument and parameter. options: of the backend.
     """
+    run, counts = compiled(program, inner, dynamic, **options), Counter[str]()
     with collecting() as graphs:
-        run = compiled(program, inner, dynamic, **options)
         for values in (args, *more):
             got = _results(run, program, values, backward)
             assert_as_good_as_eager(got, program, values, backward)
-        asked, counts = tuple(graphs), Counter[str]()
+    with collecting() as compiled_again:
         if again is not None:
             counts = call_again(run, program, again, backward)
         elif dynamic or (dynamic is None and more):
             others = variations(args, lambda values: _exact_and_eager(program, values, False) is not None)
             counts = call_again(run, program, others, backward)
-    for site in (site for graph in graphs for site in graph.sites):
+    for site in (site for graph in (*graphs, *compiled_again) for site in graph.sites):
         assert site.blocker is None or not site.blocker.reason.startswith("the check"), site.blocker.reason
-    return Outcome(got, asked, counts)
+    return Outcome(got, tuple(graphs), counts)
 
 
 def call_again(

@@ -41,6 +41,7 @@ from attn_fuse.expression.nodes import (
     NonNegative,
     Not,
     Or,
+    Reduce,
     Scalar,
     Score,
     Select,
@@ -137,7 +138,11 @@ def mul(a: Expr, b: Expr) -> Expr:
 
 def _may_be_dropped(x: Expr) -> bool:
     """Whether 0 * `x` is 0 as far as the constants in `x` tell; False for a constant or a quotient."""
-    return not isinstance(x, (Const, Div)) and not infinities(x)
+    if isinstance(x, (Const, Div)) or infinities(x):
+        return False
+    # A row of nothing but minus infinity has weights that are no number.
+    rows = (part.body for part in walk(x) if isinstance(part, (Softmax, Reduce)))
+    return not any(map(infinities, rows))
 
 
 def div(a: Expr, b: Expr) -> Expr:

@@ -13,8 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attn_fuse.backend import Compiler
 from attn_fuse.report import collecting
-from tests.cpu.test_functions_in_graph import doubled
-from tests.cpu.test_hidden import OWN, OwnSoftmax, OwnSwish
+from tests.own_functions import OWN, OwnSoftmax, OwnSwish, doubled
 
 
 def shifted(s: Tensor) -> Tensor:

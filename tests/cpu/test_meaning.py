@@ -192,7 +192,7 @@ def test_scores_that_double_in_parts() -> None:
     def program(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         scores = query @ key.mT * 0.1
         for _ in range(30):
-            scores = scores + 0.01 * scores
+            scores = scores + 0.01 * scores.tanh()
         return scores.softmax(-1) @ value
 
     assert_refused(program, *tensors(2, 3, N, 8), reason="an expression with too many parts")

@@ -184,7 +184,7 @@ FUNCTIONS = [
     (chosen_between_functions, "the scores are chosen from several products"),
     (parts_scaled_apart, "masked scores become something that is not one number"),
     (scaled_by_key, "the scores are scaled differently for each key"),
-    (negatively_scaled_mask, "masked scores are scaled by something that is not a positive number"),
+    (negatively_scaled_mask, "masked scores become 1e+09, which ordinary scores can reach"),
     (squared, "the scores are multiplied with something computed from them"),
     (over_squared, "something is divided by the scores"),
     (softsign, "something is divided by the scores"),

@@ -18,6 +18,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
+from attn_fuse.attention.mask import Mask
 from attn_fuse.emit.builder import NotEmitted
 from attn_fuse.expression import nodes as ex
 from attn_fuse.expression.nodes import Expr
@@ -210,7 +211,7 @@ class _Everywhere(_Writer):
         computed_in: torch.dtype,
     ) -> None:
         axes = SimpleNamespace(batch=(), query=(), key=tuple(symbols))
-        attention = SimpleNamespace(space=lifted.space, axes=axes, head_axes=())
+        attention = SimpleNamespace(space=lifted.space, axes=axes, head_axes=(), mask=Mask())
         facts = SimpleNamespace(bias_may_hide=False)
         super().__init__(SimpleNamespace(attention=attention, facts=facts))  # type: ignore[arg-type]
         self.symbols, self.lifted, self.leaves, self.computed_in = symbols, lifted, leaves, computed_in

@@ -179,7 +179,7 @@ def test_the_normal_form(x: Expr) -> None:
     """The operand with the matrix product stands first, a constant last; so patterns match one order."""
     for part in walk(simplified(x)):
         match part:
-            case Add(a, b) | Mul(a, b) | Binary("maximum" | "minimum", a, b):
+            case Add(a, b) | Mul(a, b):
                 assert not isinstance(a, Const) or isinstance(b, Const), str(part)
                 assert has_product(a) or not has_product(b), str(part)
             case Select(_, a, b):
