@@ -44,7 +44,6 @@ from attn_fuse.torch_internals import (
 _MEND_BREAK = "move that line out of the attention, or write it so that Dynamo can trace it"
 _PATTERNS_OFF = "Inductor's own attention patterns were kept off this graph: they rewrite look-alikes wrongly"
 _FAILED = "this graph stays as written, since analysing it failed; report the failure, which the log holds in full"
-_KEEP_NAN = frozenset(kernel.name for kernel in KERNELS if kernel.keeps_nan)
 _TEMPLATED = frozenset(kernel.name for kernel in KERNELS if kernel.templated)
 _UNCOMPILED = "the inner backend failed on the graph with its attention fused"
 
@@ -121,8 +120,7 @@ class Compiler:
         is_inductor = options.inner_backend == "inductor"
         rewriter = Rewriter(graph, inputs, stages, self.fuel.allows, written, left, self.constants, is_inductor)
         sites = rewriter.rewrite(options.seconds, started)
-        keeps_nan = all(site.kernel in _KEEP_NAN for site in sites if site.fused)
-        return Rewritten(graph, sites, tuple(rewriter.proofs.values()), keeps_nan)
+        return Rewritten(graph, sites, tuple(rewriter.proofs.values()), rewriter.keeps_nan)
 
     def compiled(self, graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """`graph` rewritten, reported, compiled by the inner backend, and guarded.

@@ -71,7 +71,8 @@ class Rewriter:
     inputs: the graph's example inputs. may_rewrite: asked with the report of each site about to be rewritten.
     written: by the path of a subgraph, the memory that it still writes. left: the sites that stay as written: number ->
     reason. constants: source names of arguments that are constants all the same. compiled: whether Inductor compiles
-    the graph. proofs: what the rewrites rest on, by the number of the input, for the guard.
+    the graph. proofs: what the rewrites rest on, by the number of the input, for the guard. keeps_nan: whether rows of
+    the rewritten attentions are NaN wherever they are as written.
     """
 
     graph: GraphModule
@@ -83,6 +84,7 @@ class Rewriter:
     constants: frozenset[str] = frozenset()
     compiled: bool = True
     proofs: dict[int, Proof] = field(default_factory=dict)
+    keeps_nan: bool = True
     _known: dict[Any, _Analysis] = field(default_factory=dict)
 
     def rewrite(self, seconds: float, started: float) -> list[SiteReport]:
@@ -199,21 +201,20 @@ class Rewriter:
         self._picking += time.perf_counter() - picking
         drawn = self._drawn(attention, region)
         left = SiteReport(location, "as written", words, expression=analysis.expression, picture=drawn)
-        while choice.kernel is not None:
+        while (kernel := choice.kernel) is not None:
             words["picked"] = choice.because
-            name, saved = choice.kernel.name, facts.score_bytes
+            name, saved = kernel.name, facts.score_bytes
             report = replace(left, status="fused", kernel=name, why_not=choice.why_not, score_bytes=saved)
             if not self.may_rewrite(report):
                 blocker = _blocker(Refusal("the fuel is used up", advice="raise the option fuel"), region.softmax)
                 return replace(left, why_not=choice.why_not, blocker=blocker)
             try:
-                self._replaced[region.output] = self.stages.emit(
-                    region, attention, facts, choice.kernel.emit, analysis.mode
-                )
+                self._replaced[region.output] = self.stages.emit(region, attention, facts, kernel.emit, analysis.mode)
             except NotEmitted as problem:
                 choice = choice.without(str(problem))
                 continue
             self.proofs |= {proof.input: proof for proof in used}
+            self.keeps_nan &= kernel.keeps_nan and not attention.zero_for_nan
             return report
         words.pop("picked", None)
         # Where kernels decline a function of the scores, the operation that made it one is to blame.

@@ -54,6 +54,7 @@ class Attention:
     query_dtype: of the product of query and key; where both are half precision widened only for the product, theirs.
     value_dtype: of the product with the value. softmax_dtype: of the softmax as written.
     output: for each dimension of the output the symbols that it is made of, slowest first.
+    zero_for_nan: whether a row that is NaN as written may come out as 0 on every kernel: a fill of some of its weights.
     """
 
     axes: Axes
@@ -76,6 +77,7 @@ class Attention:
     value_dtype: torch.dtype
     softmax_dtype: torch.dtype
     output: tuple[tuple[sympy.Symbol, ...], ...]
+    zero_for_nan: bool = False
 
     @property
     def batch_axes(self) -> tuple[sympy.Symbol, ...]:

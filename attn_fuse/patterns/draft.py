@@ -35,6 +35,7 @@ class Draft:
     """An attention over index symbols that have no roles yet. Fields are those of `Attention`, except for these.
 
     factors: the factors of the weights. empty_is_zero: whether the program sets the weights of a fully masked row to 0.
+    fills: the conditions outside which it does so; none where it sets all of them.
     key_axes, inner_axes: the axes that the product with the value, and that of query and key, sum over.
     """
 
@@ -46,6 +47,7 @@ class Draft:
     factors: tuple[Expr, ...]
     dropout_p: Expr | None
     empty_is_zero: bool
+    fills: tuple[Expr, ...]
     query_dtype: torch.dtype
     value_dtype: torch.dtype
     softmax_dtype: torch.dtype
@@ -107,6 +109,7 @@ def draft(lifted: Lifted) -> Draft | Refusal:
             factors=tuple(layer.value for layer in layers if isinstance(layer, Factor)),
             dropout_p=drops[0] if drops else None,
             empty_is_zero=normalised.zero or any(map(_makes_zero, layers)),
+            fills=() if normalised.zero or any(isinstance(layer, EmptyIsZero) for layer in layers) else _fills(layers),
             query_dtype=query_dtype,
             value_dtype=product.dtype,
             softmax_dtype=normalised.dtype or score_product.dtype,
@@ -210,6 +213,11 @@ def _wrong_guard(layers: Iterable[Layer], body: Expr, key: sympy.Symbol, space: 
 def _makes_zero(layer: Layer) -> bool:
     """Whether `layer` puts 0 in the place of a weight that is NaN."""
     return isinstance(layer, EmptyIsZero) or (isinstance(layer, Factor) and layer.filled)
+
+
+def _fills(layers: Iterable[Layer]) -> tuple[Expr, ...]:
+    values = (layer.value for layer in layers if isinstance(layer, Factor) and layer.filled)
+    return tuple(al.compare("ne", value, Const(0)) for value in values)
 
 
 def _query_and_key(
@@ -327,6 +335,7 @@ def _substituted(
         whole,
         **changed,
         factors=tuple(al.substitute(x, by, space) for x in whole.factors),
+        fills=tuple(al.substitute(x, by, space) for x in whole.fills),
         output=tuple(map(split, whole.output)),
         key_axes=split(whole.key_axes),
         inner_axes=split(whole.inner_axes),

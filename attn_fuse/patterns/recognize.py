@@ -47,6 +47,7 @@ def _recognized(lifted: Lifted) -> Attention | Refusal:
     reading = _read(whole, axes, lifted)
     mask = reading.mask
     factor, out_scale = _factors(whole, axes, mask)
+    zero_for_nan = mask.empty_rows != "mean" and not _fills_whole_rows(whole.fills, mask)
     if whole.empty_is_zero and mask.empty_rows == "nan":
         mask = Mask(mask.parts, "zero")
     elif whole.empty_is_zero and mask.empty_rows == "none":
@@ -73,7 +74,14 @@ def _recognized(lifted: Lifted) -> Attention | Refusal:
         value_dtype=whole.value_dtype,
         softmax_dtype=whole.softmax_dtype,
         output=whole.output,
+        zero_for_nan=zero_for_nan,
     )
+
+
+def _fills_whole_rows(fills: tuple[Expr, ...], mask: Mask) -> bool:
+    """Whether every weight of a fully masked row is filled with 0; True without a fill."""
+    hidden = {part.keep for part in mask.parts}
+    return not fills or (bool(hidden) and any(hidden <= set(conjuncts(cond)) for cond in fills))
 
 
 # ---- the scores as structure

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -179,3 +180,40 @@ def test_a_query_that_is_nan(length: int, causal: bool) -> None:
     assert site.kernel == ("chunked" if length < 16 else "cpu_flash")
     if length < 16:
         assert any("a query that is NaN would get 0 of so few keys, which" in why for why in site.why_not["cpu_flash"])
+
+
+def filled_in_part(q: Tensor, k: Tensor, v: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    scores = (q @ k.mT / 4).masked_fill(~one, -math.inf).masked_fill(~other, -math.inf)
+    return scores.softmax(-1).masked_fill(~other, 0.0) @ v
+
+
+def filled_wholly(q: Tensor, k: Tensor, v: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    return (q @ k.mT / 4).masked_fill(~one, -math.inf).softmax(-1).masked_fill(~one, 0.0) @ v
+
+
+def multiplied(q: Tensor, k: Tensor, v: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    return ((q @ k.mT / 4).masked_fill(~one, -math.inf).softmax(-1) * one) @ v
+
+
+@pytest.mark.parametrize("kernel", ["chunked", "cpu_flash"])
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize("program", [filled_in_part, filled_wholly, multiplied])
+def test_weights_filled_with_0(program: Callable[..., Tensor], reads: bool, kernel: str) -> None:
+    """A fill of some weights leaves a fully masked row NaN, a fill of all makes it 0, a product keeps it NaN."""
+
+    def whole(*args: Tensor) -> Tensor:
+        out = program(*args)
+        return torch.where(out.isnan(), 7.0, out) if reads else out
+
+    q, k, v = (torch.randn(1, 2, 32, 16) for _ in range(3))
+    masks = (torch.rand(1, 1, 32, 32) > 0.9, torch.rand(1, 1, 32, 32) > 0.5)
+    expected = whole(q, k, v, *masks)
+    options = {"inner_backend": "eager", "pick": "fused", "kernels": [kernel], "check": True}
+    with collecting() as reports:
+        got = torch.compile(whole, backend="attn_fuse", options=options)(q, k, v, *masks)
+    (site,) = reports[0].sites
+    tells = {"chunked": program is filled_in_part, "cpu_flash": program is not filled_wholly}
+    assert site.fused is not (reads and tells[kernel]), site.blocker
+    torch.testing.assert_close(got.nan_to_num(), expected.nan_to_num())
+    if reads or (program is multiplied and kernel == "chunked"):
+        assert got.isnan().equal(expected.isnan())
