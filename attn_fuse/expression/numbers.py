@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 import sympy
 
-from attn_fuse.torch_internals import Mod, interval_of_number
+from attn_fuse.torch_internals import FloorDiv, Mod, interval_of_number
 
 # Whole numbers, or minus infinity and infinity where there is no bound.
 Bounds: TypeAlias = tuple[float, float]
@@ -89,6 +89,9 @@ class Numbers:
 
     def _range_of(self, expr: sympy.Expr, parts: list[sympy.Expr]) -> Bounds:
         """The range of a function of `parts`."""
+        if isinstance(expr, FloorDiv) and self._interval(parts[1])[0] < 0:
+            # torch writes x // 8 // -2 as x // -16, which is another number where it rounds.
+            return UNBOUNDED
         if isinstance(expr, Mod):
             # torch's ranges take it for C's remainder, which torch itself never applies below 0; Python's is meant.
             (low, _), (least, most) = map(self._interval, parts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -219,11 +220,8 @@ def referring(tensors: list[torch.Tensor]) -> list[int]:
     return [len(gc.get_referrers(tensor)) for tensor in tensors]
 
 
-def by_name(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
-    return backend(graph, inputs, options={"inner_backend": "eager", "pick": "fused"})
-
-
-by_name.__name__ = "attn_fuse"  # Dynamo drops its own weak references where it knows the name of the backend
+# By its name: Dynamo then drops its own weak references.
+BY_NAME: dict[str, Any] = {"backend": "attn_fuse", "options": {"inner_backend": "eager", "pick": "fused"}}
 
 
 @pytest.mark.parametrize("edited", [False, True])
@@ -257,7 +255,7 @@ def test_no_reference_is_kept_to_what_a_graph_with_a_break_returns() -> None:
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_swapping_the_mask_is_seen(dynamic) -> None:
     model, x = Causal(), torch.randn(2, T, 32)
-    fused = torch.compile(model, backend=by_name, dynamic=dynamic)
+    fused = torch.compile(model, **BY_NAME, dynamic=dynamic)
     assert same(model, fused, x)
     before = fused(x)
     torch.utils.swap_tensors(model.bias, visible_diagonal_and_next())
@@ -268,7 +266,7 @@ def test_swapping_the_mask_is_seen(dynamic) -> None:
 def test_swapping_in_another_alias_of_the_memory_at_the_same_version_is_seen() -> None:
     model, x = Causal(), torch.randn(2, T, 32)
     model.bias.mul_(1)
-    fused = torch.compile(model, backend=by_name)
+    fused = torch.compile(model, **BY_NAME)
     before = fused(x)
     alias = model.bias.data
     alias[0, 0, :, :] = visible_diagonal_and_next()
@@ -280,7 +278,7 @@ def test_swapping_in_another_alias_of_the_memory_at_the_same_version_is_seen() -
 
 def test_a_state_dict_is_loaded_by_swapping() -> None:
     model, x = Causal(), torch.randn(2, T, 32)
-    fused = torch.compile(model, backend=by_name)
+    fused = torch.compile(model, **BY_NAME)
     fused(x)
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
@@ -331,7 +329,7 @@ def test_a_module_whose_weights_are_of_a_subclass_is_moved() -> None:
     model, x = Causal(), torch.randn(2, T, 32)
     weight = Int8(torch.randint(-99, 99, (96, 32), dtype=torch.int8), torch.full((96, 1), 0.002))
     model.qkv.weight = nn.Parameter(weight, requires_grad=False)
-    fused = torch.compile(model, backend=by_name)
+    fused = torch.compile(model, **BY_NAME)
     with torch.no_grad():
         fused(x)
         assert attn_fuse.reports()[-1].sites[0].fused

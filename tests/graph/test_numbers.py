@@ -83,11 +83,18 @@ def claims(seed: int, count: int) -> list[tuple[Number, str]]:
             # Each assignment holds the three claims together: the sign, the min and the max.
             made += 3
             if not low <= found <= high or (answer is not None and answer != (found >= 0)):
+                if is_another(expr, found, at):
+                    break
                 wrong.append((x, f"{expr}: {answer}, [{low}, {high}], but {found} at {at}"))
                 break
         if answer is not None:
             wrong += [(x, f"{expr}: {answer}, but z3 has {model}") for model in refuted(expr, answer)]
     return wrong
+
+
+def is_another(expr: sympy.Expr, found: float, at: dict[str, int]) -> bool:
+    """Whether torch's own expression is another number than the program's: n // s // n as 1 // s, for a negative n."""
+    return bool(expr.subs({SYMPY[name]: number for name, number in at.items()}) != found)
 
 
 def refuted(expr: sympy.Expr, answer: bool) -> list[str]:
