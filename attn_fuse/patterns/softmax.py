@@ -76,7 +76,11 @@ def softmax(
         case Unary("detach", _):
             return _DETACHED
         case Div(numerator, denominator):
-            return _written_out(_bare(numerator), denominator, key, space, numbers)
+            numerator, read = _bare(numerator), _sum_and_rest(denominator)
+            if read is not None and read[2:] == (None, None):
+                # A row with a NaN in its sum is NaN, whether the product or a fill by 0 hides its other weights.
+                numerator, denominator = _as_fill(numerator), Reduce("sum", read[0], _as_fill(_bare(read[1])))
+            return _written_out(numerator, denominator, key, space, numbers)
         case Unary("exp", x):
             parts = list(ex.terms(_bare(x)))
             for part in parts:
@@ -126,6 +130,16 @@ def _with_sink(
     if isinstance(logit, Const) and abs(logit.value) * torch.finfo(held).eps >= 1:
         return Refusal(f"a sink of {logit.value:g} and scores next to it are whole numbers at most in {held}")
     return Normalised(inner, logit, dtype)
+
+
+def _as_fill(weights: Expr) -> Expr:
+    """`weights` with a product by a choice of 1 and 0 as the choice of a weight and 0."""
+    match weights:
+        case Mul(inner, Select(cond, Const(1 | 1.0), Const(0 | 0.0) as zero)):
+            return al.select(cond, inner, zero)
+        case Mul(inner, Select(cond, Const(0 | 0.0) as zero, Const(1 | 1.0))):
+            return al.select(cond, zero, inner)
+    return weights
 
 
 def _written_out(

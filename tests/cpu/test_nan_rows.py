@@ -217,3 +217,20 @@ def test_weights_filled_with_0(program: Callable[..., Tensor], reads: bool, kern
     torch.testing.assert_close(got.nan_to_num(), expected.nan_to_num())
     if reads or (program is multiplied and kernel == "chunked"):
         assert got.isnan().equal(expected.isnan())
+
+
+def multiplied_and_renormalised(q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
+    weights = (q @ k.mT / 4).masked_fill(~kept, -math.inf).softmax(-1) * kept
+    return weights / weights.sum(-1, keepdim=True) @ v
+
+
+@pytest.mark.parametrize("kernel", ["chunked", "cpu_flash"])
+def test_weights_times_their_mask_over_their_sum(kernel: str) -> None:
+    args = (*(torch.randn(1, 2, 32, 16) for _ in range(3)), torch.rand(1, 1, 32, 32) > 0.9)
+    expected = multiplied_and_renormalised(*args)
+    options = {"inner_backend": "eager", "pick": "fused", "kernels": [kernel]}
+    with collecting() as reports:
+        got = torch.compile(multiplied_and_renormalised, backend="attn_fuse", options=options)(*args)
+    assert reports[0].sites[0].fused and bool(expected.isnan().any())
+    torch.testing.assert_close(got.nan_to_num(), expected.nan_to_num())
+    assert kernel != "chunked" or got.isnan().equal(expected.isnan())
