@@ -109,7 +109,7 @@ def draft(lifted: Lifted) -> Draft | Refusal:
             factors=tuple(layer.value for layer in layers if isinstance(layer, Factor)),
             dropout_p=drops[0] if drops else None,
             empty_is_zero=normalised.zero or any(map(_makes_zero, layers)),
-            fills=() if normalised.zero or any(isinstance(layer, EmptyIsZero) for layer in layers) else _fills(layers),
+            fills=_fills(normalised, layers),
             query_dtype=query_dtype,
             value_dtype=product.dtype,
             softmax_dtype=normalised.dtype or score_product.dtype,
@@ -215,7 +215,11 @@ def _makes_zero(layer: Layer) -> bool:
     return isinstance(layer, EmptyIsZero) or (isinstance(layer, Factor) and layer.filled)
 
 
-def _fills(layers: Iterable[Layer]) -> tuple[Expr, ...]:
+def _fills(normalised: Normalised, layers: Sequence[Layer]) -> tuple[Expr, ...]:
+    if normalised.zero_for_nan:
+        return (Const(True),)
+    if normalised.zero or any(isinstance(layer, EmptyIsZero) for layer in layers):
+        return ()
     values = (layer.value for layer in layers if isinstance(layer, Factor) and layer.filled)
     return tuple(al.compare("ne", value, Const(0)) for value in values)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import sympy
@@ -55,12 +55,14 @@ class Normalised:
     """Weights exp(body) / (sum over the keys of exp(body) + exp(sink)); without a sink, the sum alone.
 
     dtype: that of a whole softmax, else None. zero: whether a fully masked row has weights of 0.
+    zero_for_nan: whether they are read as 0 where a product by 0 leaves them NaN.
     """
 
     body: Expr
     sink: Expr | None
     dtype: torch.dtype | None
     zero: bool = False
+    zero_for_nan: bool = False
 
 
 def softmax(
@@ -77,10 +79,12 @@ def softmax(
             return _DETACHED
         case Div(numerator, denominator):
             numerator, read = _bare(numerator), _sum_and_rest(denominator)
-            if read is not None and read[2:] == (None, None):
-                # A row with a NaN in its sum is NaN, whether the product or a fill by 0 hides its other weights.
-                numerator, denominator = _as_fill(numerator), Reduce("sum", read[0], _as_fill(_bare(read[1])))
-            return _written_out(numerator, denominator, key, space, numbers)
+            filled = _as_fill(numerator)
+            found = _written_out(filled, _over_fills(denominator), key, space, numbers)
+            if filled is numerator or isinstance(found, Refusal):
+                return found
+            # Over the sum alone a fully masked row is NaN under both; over more, a fill makes it 0.
+            return replace(found, zero_for_nan=read is None or read[2:] != (None, None))
         case Unary("exp", x):
             parts = list(ex.terms(_bare(x)))
             for part in parts:
@@ -140,6 +144,20 @@ def _as_fill(weights: Expr) -> Expr:
         case Mul(inner, Select(cond, Const(0 | 0.0) as zero, Const(1 | 1.0))):
             return al.select(cond, zero, inner)
     return weights
+
+
+def _over_fills(total: Expr) -> Expr:
+    """A denominator whose sum of products by a choice of 1 and 0 sums choices of a weight and 0."""
+    match _bare(total):
+        case Reduce("sum", axis, body):
+            return Reduce("sum", axis, _as_fill(_bare(body)))
+        case Contract((axis,), a, b):
+            return Reduce("sum", axis, _as_fill(_bare(al.mul(a, b))))
+        case Binary("maximum", inner, bound):
+            return Binary("maximum", _over_fills(inner), bound)
+        case Add(a, b):
+            return Add(_over_fills(a), _over_fills(b))
+    return total
 
 
 def _written_out(

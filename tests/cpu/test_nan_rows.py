@@ -234,3 +234,21 @@ def test_weights_times_their_mask_over_their_sum(kernel: str) -> None:
     assert reports[0].sites[0].fused and bool(expected.isnan().any())
     torch.testing.assert_close(got.nan_to_num(), expected.nan_to_num())
     assert kernel != "chunked" or got.isnan().equal(expected.isnan())
+
+
+@pytest.mark.parametrize("kernel", ["chunked", "cpu_flash"])
+@pytest.mark.parametrize("reads", [False, True])
+def test_weights_times_their_mask_over_a_bounded_sum(reads: bool, kernel: str) -> None:
+    """As written a fully masked row is NaN, and is read as 0: a program that tells is left by every kernel."""
+
+    def program(q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
+        weights = (q @ k.mT / 4).masked_fill(~kept, -math.inf).softmax(-1) * kept
+        out = weights / weights.sum(-1, keepdim=True).clamp(min=1e-9) @ v
+        return torch.where(out.isnan(), 7.0, out) if reads else out
+
+    args = (*(torch.randn(1, 2, 32, 16) for _ in range(3)), torch.rand(1, 1, 32, 32) > 0.9)
+    options = {"inner_backend": "eager", "pick": "fused", "kernels": [kernel], "check": True}
+    with collecting() as reports:
+        got = torch.compile(program, backend="attn_fuse", options=options)(*args)
+    assert not (reads and reports[0].sites[0].fused)
+    torch.testing.assert_close(got.nan_to_num(), program(*args).nan_to_num())
