@@ -6,12 +6,14 @@ once more or a random mask. Declined: weights that are chosen by what the scores
 
 from __future__ import annotations
 
+import functools
 import math
 
 from sympy import Symbol
 
 from attn_fuse.attention.attention import Refusal
 from attn_fuse.expression.nodes import (
+    And,
     Cast,
     Compare,
     Const,
@@ -27,7 +29,7 @@ from attn_fuse.expression.nodes import (
     has_product,
     terms,
 )
-from attn_fuse.expression.simplify import div, logical_not, select
+from attn_fuse.expression.simplify import div, logical_and, logical_not, select
 from attn_fuse.patterns.layer import Answer, DropoutLayer, EmptyIsZero, Factor, Layered
 
 
@@ -50,12 +52,34 @@ def guard(weights: Expr) -> Answer:
     """The guard that zeroes the weights of a fully masked row; a Refusal of any other choice by the scores."""
     match weights:
         case Select(cond, a, b) if has_product(cond):
+            apart = _fill_apart(cond, a, b) or _fill_apart(logical_not(cond), b, a)
+            if apart is not None:
+                return apart
             return (
                 _guarded(cond, a, b)
                 or _guarded(logical_not(cond), b, a)
                 or Refusal("the weights are chosen by what they or the scores are", cond)
             )
     return None
+
+
+def _fill_apart(keep: Expr, inner: Expr, instead: Expr) -> Layered | None:
+    """A fill by 0 where conditions of positions or of a guard fail, as the fill over the guard; None for one alone."""
+    if instead != Const(0):
+        return None
+    asks: list[Expr] = []
+    fills: list[Expr] = []
+    waiting = [keep]
+    while waiting:
+        match waiting.pop():
+            case And(x, y):
+                waiting += [y, x]
+            case part:
+                (asks if has_product(part) else fills).append(part)
+    if not asks or not fills:
+        return None
+    guarded = Select(functools.reduce(logical_and, asks), inner, instead)
+    return Layered(guarded, Factor(select(functools.reduce(logical_and, fills), Const(1.0), Const(0.0)), filled=True))
 
 
 def _guarded(cond: Expr, instead: Expr, inner: Expr) -> Layered | None:

@@ -252,3 +252,39 @@ def test_weights_times_their_mask_over_a_bounded_sum(reads: bool, kernel: str) -
         got = torch.compile(program, backend="attn_fuse", options=options)(*args)
     assert not (reads and reports[0].sites[0].fused)
     torch.testing.assert_close(got.nan_to_num(), program(*args).nan_to_num())
+
+
+def guarded_and_multiplied(q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
+    weights = (q @ k.mT / 4).softmax(-1)
+    return (torch.where(weights.isnan(), 0.0, weights) * kept) @ v
+
+
+def guarded_and_filled_at_once(q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
+    weights = (q @ k.mT / 4).softmax(-1)
+    return torch.where(weights.isnan() | ~kept, 0.0, weights) @ v
+
+
+def guarded_where_filled(q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
+    weights = (q @ k.mT / 4).softmax(-1)
+    return torch.where(weights.isnan() & ~kept, 0.0, weights) @ v
+
+
+def filled_by_other_scores(q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
+    weights = (q @ k.mT / 4).softmax(-1)
+    return torch.where((weights < 0.01) | ~kept, 0.0, weights) @ v
+
+
+@pytest.mark.parametrize(
+    ("program", "fused"),
+    [
+        (guarded_and_multiplied, True), (guarded_and_filled_at_once, True), (guarded_where_filled, False),
+        (filled_by_other_scores, False),
+    ],
+)  # fmt: skip
+def test_a_guard_beside_a_fill(program: Callable[..., Tensor], fused: bool) -> None:
+    """Conditions of the scores and of positions that keep a weight together are a guard and a fill."""
+    args = (*(torch.randn(1, 2, 32, 16) for _ in range(3)), torch.rand(1, 1, 32, 32) > 0.5)
+    with collecting() as reports:
+        got = compiled(program)(*args)
+    assert reports[0].sites[0].fused is fused, reports[0].sites[0].blocker
+    torch.testing.assert_close(got, program(*args))
