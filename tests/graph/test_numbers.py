@@ -84,7 +84,7 @@ def claims(seed: int, count: int) -> list[tuple[Number, str]]:
             made += 3
             if not low <= found <= high or (answer is not None and answer != (found >= 0)):
                 if is_another(expr, found, at):
-                    break
+                    continue
                 wrong.append((x, f"{expr}: {answer}, [{low}, {high}], but {found} at {at}"))
                 break
         if answer is not None:
