@@ -63,11 +63,11 @@ class Numbers:
         apart = {}
         for symbol in opened.free_symbols:
             low, high = self._ranges.get(symbol, UNBOUNDED)
-            beyond = sympy.Dummy(integer=True, nonnegative=True)
+            beyond = sympy.Dummy(nonnegative=True)
             if math.isfinite(low):
-                apart[symbol] = int(low) + beyond
+                apart[symbol] = math.floor(low) + beyond
             elif math.isfinite(high):
-                apart[symbol] = int(high) - beyond
+                apart[symbol] = math.ceil(high) - beyond
         expanded = sympy.expand(opened.xreplace(apart))
         beyond_all = {symbol for place in apart.values() for symbol in place.free_symbols}
         return expanded.free_symbols <= beyond_all and all(

@@ -130,8 +130,8 @@ def mul(a: Expr, b: Expr) -> Expr:
             return select(cond, zero, x)
         case (Div(Const(1 | 1.0), x), y) | (y, Div(Const(1 | 1.0), x)) if has_product(x) or has_product(y):
             return div(y, x)
-        # Scores are masked from above where they are negated afterwards, as for a softmin.
-        case Select(cond, x, Const(fill)), Const(n) if has_product(x) and -math.inf < n < 0:
+        # Scores are masked from above where they are negated afterwards, as for a softmin; a larger factor overflows.
+        case Select(cond, x, Const(fill)), Const(n) if has_product(x) and -1 <= n < 0:
             return select(cond, mul(x, b), Const(fill * n))
     return _through_select(mul, a, b) or Mul(a, b)
 

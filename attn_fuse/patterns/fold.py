@@ -18,13 +18,14 @@ from attn_fuse.attention.attention import Refusal
 from attn_fuse.attention.axes import Axes
 from attn_fuse.attention.mask import EmptyRows, Mask, every_query_sees_a_key, mask_parts
 from attn_fuse.expression import nodes as ex
+from attn_fuse.expression import precision
 from attn_fuse.expression import simplify as al
 from attn_fuse.expression.functions import FUNCTIONS
 from attn_fuse.expression.index import Space
 from attn_fuse.expression.nodes import Const, Expr, index_symbols
 from attn_fuse.expression.ranges import largest_factor, smallest_divisor, stays_within
 from attn_fuse.lift.lift import Lifted
-from attn_fuse.patterns.layer import Bias, Floor, Layer, MaskFill, Scale, Softcap
+from attn_fuse.patterns.layer import Bias, Floor, Layer, MaskFill, Scale, Softcap, dtype_of
 from attn_fuse.patterns.masks import MASK_FILL_THRESHOLD
 
 _ONE = Const(1.0)
@@ -72,7 +73,7 @@ def fold(
         answer = over(scores, layer, key_axes, space, learned)
         if isinstance(answer, Refusal):
             return answer.at(part)
-        scores = answer
+        scores = _overflowed(answer, dtype_of(part)) if isinstance(layer, Scale) else answer
     return scores
 
 
@@ -133,6 +134,15 @@ def _scaled(scores: Scores, factor: Expr, key_axes: tuple[sympy.Symbol, ...], ma
         fills=tuple(fills),
         scaled_fill=scores.scaled_fill or (bool(fills) and factor != _ONE),
     )
+
+
+def _overflowed(scores: Scores, dtype: torch.dtype) -> Scores:
+    """`scores` held in `dtype`: a scaled fill beyond its lowest number is minus infinity."""
+    fills = tuple(
+        replace(fill, value=-math.inf) if math.isinf(precision.rounded(fill.value, dtype)) else fill
+        for fill in scores.fills
+    )
+    return replace(scores, fills=fills)
 
 
 def _capped(scores: Scores, value: float) -> Scores | Refusal:

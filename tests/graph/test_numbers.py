@@ -52,6 +52,8 @@ s0, s1, u0, n0, n2, n3 = (SYMPY[name] for name in "s0 s1 u0 n0 n2 n3".split())
         (Max(n0, 0), True), (Max(n0, 3) - 3, True), (Min(n0, 3), None), (3 - Min(n0, 3), True), (Min(n0, -1), False),
         (CeilToInt(IntTrueDiv(s0, 2)) - 1, True), (CeilToInt(ToFloat(n0) * 0.5), None),
         (TruncToInt(ToFloat(s0) * 0.3), True), (TruncToInt(ToFloat(s0) * -0.3), None),
+        # A fraction just below 0 is not at least 0, whatever its integer part is.
+        (IntTrueDiv(n3, 4), None), (-IntTrueDiv(n3, 8), None),
         # Rounding of what cancels may be on either side of 0.
         (FloorToInt(ToFloat(s0) * 0.1 - 0.2), None),
     ],
