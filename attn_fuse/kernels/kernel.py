@@ -99,8 +99,7 @@ class Kernel:
             return (f"runs on {' and '.join(sorted(self.devices))}, not on {facts.device.type}",)
         if facts.dtype not in self.dtypes:
             reasons.append(f"does not take {_short(facts.dtype)}")
-        lost = attention.zero_for_nan or (may_be_nan(attention, facts) and not self.keeps_nan)
-        if facts.nan_read and lost:
+        if facts.nan_read and (attention.zero_for_nan or (may_be_nan(attention, facts) and not self.keeps_nan)):
             reasons.append(f"a query that sees no key would get 0 for NaN, which {facts.nan_read} tells apart")
         return (*reasons, *self.limits(attention, facts))
 
