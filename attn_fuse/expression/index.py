@@ -15,7 +15,7 @@ from typing import TypeAlias
 import sympy
 from sympy.core.function import Application
 
-from attn_fuse.expression.numbers import Bounds, Numbers
+from attn_fuse.expression.numbers import UNBOUNDED, Bounds, Numbers
 from attn_fuse.torch_internals import FloorDiv, Mod
 
 Size: TypeAlias = sympy.Expr
@@ -32,10 +32,12 @@ class Space:
     """The index symbols of one region and their ranges: symbol s runs over [0, sizes[s]).
 
     ranges: the (min, max) of each symbol that sizes are made of, guarded by the shape environment.
+    scalars: the floats known only when the program runs, over such symbols, by their leaves' numbers.
     simplified: the memo of `simplify_index`; a mask made by a hundred writes asks for the same few positions.
     """
 
     ranges: Mapping[sympy.Symbol, Bounds] = field(default_factory=dict)
+    scalars: Mapping[int, sympy.Expr] = field(default_factory=dict)
     sizes: dict[sympy.Symbol, Size] = field(default_factory=dict)
     _counter: Iterator[int] = field(default_factory=itertools.count)
     simplified: dict[sympy.Expr, sympy.Expr] = field(default_factory=dict)
@@ -80,6 +82,10 @@ class Space:
     def bounds(self, expr: sympy.Expr) -> Bounds:
         """Bounds (min, max) of `expr` for symbolic sizes up to `LONGEST` and integers up to `WIDEST` of either sign."""
         return self._ordinary.bounds(expr)
+
+    def bounds_of_scalar(self, leaf: int) -> Bounds:
+        """As `bounds`, of a leaf that is a number."""
+        return self.bounds(self.scalars[leaf]) if leaf in self.scalars else UNBOUNDED
 
     def longest(self, size: Size) -> float:
         """The max of `size`: the number itself, or what sizes up to `LONGEST` allow."""

@@ -168,6 +168,8 @@ class _Bounder:
                 return float(value), float(value)
             case ex.Index(value):
                 return self.space.bounds(value)
+            case ex.Scalar(leaf):
+                return self.space.bounds_of_scalar(leaf)
             case ex.Load(leaf) | ex.Gather(leaf):
                 return (-_LEARNED, _LEARNED) if leaf in self.learned else _ANY
             case ex.NonNegative() | ex.IsZero() | ex.Compare() | ex.Not() | ex.And() | ex.Or() | ex.Softmax():

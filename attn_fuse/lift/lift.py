@@ -72,7 +72,9 @@ def lift(normal: Normal, closed_forms: Mapping[int, ClosedForm | Diagonals]) -> 
         diagonals.
     """
     _limit_integers(normal)
-    space = Space(number_ranges(normal.mode))
+    values = list(map(value_of, normal.region.leaves))
+    numbers = {n: x for n, x in enumerate(values) if isinstance(x, torch.SymFloat)}
+    space = Space(number_ranges(normal.mode), {n: x.node.expr for n, x in numbers.items()})
     lifter = _Lifter(normal, closed_forms, space)
     output = lifter.output()
     indices = tuple(sympy.Integer(0) if size == 1 else space.fresh("o", size) for size in output.shape)
@@ -80,9 +82,7 @@ def lift(normal: Normal, closed_forms: Mapping[int, ClosedForm | Diagonals]) -> 
         element = output.at(indices)
     except NoClosedForm as problem:
         raise NotLifted(str(problem), normal.origin.get(problem.node) if problem.node is not None else None) from None
-    values = list(map(value_of, normal.region.leaves))
     learned = frozenset(n for n, x in enumerate(values) if is_learned(x))
-    numbers = {n: x for n, x in enumerate(values) if isinstance(x, torch.SymFloat)}
     along = {n: form for n, form in closed_forms.items() if isinstance(form, Diagonals)}
     element = lifter.read_along(element, along, learned) if along else element
     leaves = enumerate(normal.region.leaves)

@@ -70,29 +70,39 @@ def fold(
     """
     scores = Scores()
     for layer, part in reversed(layers):
-        answer = over(scores, layer, key_axes, space, learned)
+        answer = over(scores, layer, dtype_of(part), key_axes, space, learned)
         if isinstance(answer, Refusal):
             return answer.at(part)
-        scores = _overflowed(answer, dtype_of(part)) if isinstance(layer, Scale) else answer
+        scores = answer
     return scores
 
 
 def over(
-    scores: Scores, layer: Layer, key_axes: tuple[sympy.Symbol, ...], space: Space, learned: Container[int] = ()
+    scores: Scores,
+    layer: Layer,
+    dtype: torch.dtype,
+    key_axes: tuple[sympy.Symbol, ...],
+    space: Space,
+    learned: Container[int] = (),
 ) -> Scores | Refusal:
-    """`scores` with `layer` laid over them."""
+    """`scores` with `layer` laid over them, held in `dtype`."""
     match layer:
         case Scale(factor):
-            return _scaled(scores, factor, key_axes, largest_factor(factor, space, learned))
+            answer = _scaled(scores, factor, key_axes, largest_factor(factor, space, learned))
+            return answer if isinstance(answer, Refusal) else _overflowed(answer, dtype)
         case Softcap(value):
             return _capped(scores, value)
         case Bias(term):
-            return replace(scores, terms=(Term(term, 0), *scores.terms))
+            return _with_bias(scores, term)
         case MaskFill():
             return _filled(scores, layer)
         case Floor(value):
             return _floored(scores, value)
     return scores
+
+
+def _with_bias(scores: Scores, term: Expr) -> Scores:
+    return replace(scores, terms=(Term(term, 0), *scores.terms))
 
 
 def without_shift(scores: Scores, key_axes: tuple[sympy.Symbol, ...], lifted: Lifted) -> Scores:
@@ -158,7 +168,7 @@ def _filled(scores: Scores, fill: MaskFill) -> Scores | Refusal:
     is_near = -math.inf < fill.value <= MASK_FILL_THRESHOLD and scores.magnitude * _ORDINARY > -fill.value
     if is_near and scores.magnitude > 1 and not _absorbs(fill.value):
         if fill.added:
-            return over(scores, Bias(_as_bias(fill)), (), Space())
+            return _with_bias(scores, _as_bias(fill))
         times = "a factor that may be anything" if math.isinf(scores.magnitude) else f"{scores.magnitude:g}"
         return Refusal(f"masked scores become {fill.value:g}, which scores times {times} can reach")
     terms = tuple(replace(term, below=term.below + 1) for term in scores.terms)

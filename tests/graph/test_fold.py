@@ -86,7 +86,7 @@ def test_every_rule_keeps_the_value(layers: list[Layer]) -> None:
     """Innermost first. Of a filled score only that it is out of reach: a sum with the fill is the fill."""
     scores, written = Scores(), PRODUCT
     for layer in layers:
-        answer = over(scores, layer, (K,), SPACE, (0,))
+        answer = over(scores, layer, torch.float32, (K,), SPACE, (0,))
         if isinstance(answer, Refusal):
             return
         scores, written = answer, laid(layer, written)
@@ -102,7 +102,7 @@ def test_the_whole_is_its_layers(layers: list[Layer]) -> None:
     found = fold([(layer, Score()) for layer in reversed(layers)], (K,), SPACE, (0,))
     scores: Scores | Refusal = Scores()
     for layer in layers:
-        scores = over(scores, layer, (K,), SPACE, (0,)) if isinstance(scores, Scores) else scores
+        scores = over(scores, layer, torch.float32, (K,), SPACE, (0,)) if isinstance(scores, Scores) else scores
     assert found == scores
 
 
