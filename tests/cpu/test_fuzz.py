@@ -66,8 +66,10 @@ def test_some_called_again_at_other_numbers() -> None:
 
 
 @pytest.mark.thorough
-def test_called_again_at_other_numbers() -> None:
-    with_numbers(NUMBERED[1], NUMBERED[2])
+@pytest.mark.parametrize("part", range(8))
+def test_called_again_at_other_numbers(part: int) -> None:
+    each = (NUMBERED[2] + 7) // 8
+    with_numbers(NUMBERED[1] + part * each, each)
 
 
 @pytest.mark.thorough
