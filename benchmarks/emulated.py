@@ -28,8 +28,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import attn_fuse.kernels
 import attn_fuse.kernels.triton.decode.op
-import attn_fuse.kernels.triton.flash.op
-import attn_fuse.kernels.triton.flash.packed_op  # noqa: F401
+import attn_fuse.kernels.triton.flash.op  # noqa: F401
 import gpu_attention
 from tests.grid import operators as grid_operators
 from tests.triton import device

@@ -24,7 +24,6 @@ from attn_fuse.kernels.triton.decode import launch as decode  # noqa: E402
 from attn_fuse.kernels.triton.flash import backward as flash_backward  # noqa: E402
 from attn_fuse.kernels.triton.flash import forward as flash_forward  # noqa: E402
 from attn_fuse.kernels.triton.flash import launch as flash  # noqa: E402
-from attn_fuse.kernels.triton.flash import packed_op  # noqa: E402
 from tests.graph.chunked_cases import CASE, Sizes  # noqa: E402
 from tests.triton.flash_compile import PLAIN, SEED  # noqa: E402
 
@@ -49,19 +48,9 @@ def operands(s: Sizes, dtype: torch.dtype = HALF) -> list[Tensor]:
     return [torch.empty(s.batch, n, h, d, dtype=dtype).transpose(1, 2) for n, h, d in widths]
 
 
-def packed(s: Sizes, dtype: torch.dtype) -> list[Tensor]:
-    """As views of one tensor [batch, len, (heads + 2 * kv_heads) * head_dim]."""
-    views: list[int] = []
-    for start in (0, s.heads, s.heads + s.kv_heads):
-        views += [0, 0, start * s.head_dim, 1, 0, 0, 0, 0, s.head_dim, 0, 1, 0, 0, 0, 1]
-    whole = torch.empty(s.batch, s.q_len, (s.heads + 2 * s.kv_heads) * s.head_dim, dtype=dtype)
-    sizes = [s.batch, s.heads, s.kv_heads, s.q_len, s.kv_len, s.head_dim, s.value_dim]
-    return [*packed_op.operands(whole, views, sizes)]
-
-
-def step(s: Sizes, name: str, dtype: torch.dtype = HALF, is_packed: bool = False) -> None:
+def step(s: Sizes, name: str, dtype: torch.dtype = HALF) -> None:
     """Forward and backward of one program."""
-    query, key, value = packed(s, dtype) if is_packed else operands(s, dtype)
+    query, key, value = operands(s, dtype)
     simple = name in ("plain", "dropout")
     inputs = [] if simple else CASE[name].inputs(s)
     program, numbers = (PLAIN, [s.kv_len - s.q_len]) if simple else (CASE[name].program, CASE[name].numbers(s))
@@ -69,8 +58,7 @@ def step(s: Sizes, name: str, dtype: torch.dtype = HALF, is_packed: bool = False
     how = (query, key, value, inputs, numbers, *dropout)
     outputs = flash.attend(*how, program.dumps())
     wanted = [x.is_floating_point() for x in inputs]
-    dquery, dkey, dvalue = packed(s, dtype) if is_packed else operands(s, dtype)
-    flash.attend_backward(outputs[0], *how, *outputs, program.dumps(), wanted, into=(dquery, dkey, dvalue))
+    flash.attend_backward(outputs[0], *how, *outputs, program.dumps(), wanted)
 
 
 def reported(shape: str, program: str, run: Callable[..., None], *args: Any) -> None:
@@ -88,8 +76,6 @@ def shapes() -> None:
     for shape, s in SHAPES.items():
         for name in ("plain", "dropout", "everything") if shape == "usual" else ("plain",):
             reported(shape, name, step, s, name)
-        if s.q_len == s.kv_len:
-            reported(shape, "packed", step, s, "plain", HALF, True)
         reported(shape, "decode", decoded, s)
 
 

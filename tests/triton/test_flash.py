@@ -53,7 +53,6 @@ if INTERPRETED:
     from attn_fuse.kernels.triton.flash.configs import Config
     from attn_fuse.kernels.triton.flash.facts import CallFacts
     from attn_fuse.kernels.triton.flash.op import triton_flash
-    from attn_fuse.kernels.triton.flash.packed_op import flash_packed
     from attn_fuse.kernels.triton.flash.spans import spans
 
 
@@ -100,22 +99,15 @@ def products_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_gradients_of_values_with_a_common_part() -> None:
     program = ScoreProgram(["add", ["mul", S, const(HEAD_DIM**-0.5)], ["input", 0]]).dumps()
 
-    def attend(packed: bool, centred: bool, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    def attend(centred: bool, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
         rest = ([bias.unsqueeze(0)], [], None, None, None, 0.0, program, centred)
-        if packed and q._base is not None:
-            b, h, n, d = q.shape
-            views = [step for which in range(3) for step in (0, 0, which * h * d, 1, 0, 0, 0, 0, d, 0, 1, 0, 0, 0, 1)]
-            out, _, row_sum, centre = flash_packed(q._base.reshape(b, n, -1), views, [b, h, h, n, n, d, d], *rest)
-        else:
-            out, _, row_sum, centre = triton_flash(q, k, v, *rest)
+        out, _, row_sum, centre = triton_flash(q, k, v, *rest)
         return restored(out, row_sum != 0, centre) if centred else out
 
-    several = {"eager": written, "not centred": partial(attend, False, False)}
-    several |= {name: partial(attend, name == "packed", True) for name in ("apart", "packed")}
+    several = {"eager": written, "not centred": partial(attend, False), "centred": partial(attend, True)}
     found = distances(several, 500.0, tokens=40, seeds=1)
-    for name in ("apart", "packed"):
-        assert all(of[name] <= TIMES_EAGER * of["eager"] for of in found.values()), found
-        assert found["qkv.weight"][name] < found["qkv.weight"]["not centred"] / 5
+    assert all(of["centred"] <= TIMES_EAGER * of["eager"] for of in found.values()), found
+    assert found["qkv.weight"]["centred"] < found["qkv.weight"]["not centred"] / 5
 
 
 @interpreted

@@ -27,9 +27,7 @@ from attn_fuse.kernels.score.program import ScoreProgram
 from attn_fuse.kernels.score.simplify import inside
 from attn_fuse.kernels.score.write import ScoreCall, score_call
 from attn_fuse.kernels.triton import DEVICES, common_limits
-from attn_fuse.kernels.triton.flash import op as flash_op
-from attn_fuse.kernels.triton.flash import packed_op
-from attn_fuse.kernels.triton.flash.packed import packed_operands
+from attn_fuse.kernels.triton.flash.op import triton_flash
 from attn_fuse.kernels.triton.flash.spans import spans
 
 if TYPE_CHECKING:
@@ -48,22 +46,18 @@ def limits(attention: Attention, facts: Facts) -> Iterator[str]:
 
 
 def emit(call: Call) -> Node:
-    """Build the call of an operator, and return the node of [batch, heads, q_len, value_dim]."""
+    """Build the call of `triton_flash`, and return the node of [batch, heads, q_len, value_dim]."""
     score = score_call(call)
     drops = call.attention.dropout_p is not None
     seed = call.node(torch.randint, 2**62, [1], dtype=torch.int64, device=call.facts.device) if drops else None
     of_queries, of_keys = _spans(call, score)
-    packed = packed_operands(call)
-    attend, *operands = (
-        (flash_op.triton_flash, call.query(scaled=False), call.key(), call.value())
-        if packed is None
-        else (packed_op.flash_packed, *packed)
-    )
-    # In half precision, centring gains too little for a copy of the values, packed or not.
+    # In half precision, centring gains too little for a copy of the values.
     centred = gains(call) and sums_to_one(call.attention) and call.facts.dtype.itemsize > 2
     results = call.node(
-        attend,
-        *operands,
+        triton_flash,
+        call.query(scaled=False),
+        call.key(),
+        call.value(),
         score.inputs,
         score.numbers,
         seed,

@@ -121,12 +121,10 @@ def attend_backward(
     centre: Tensor,
     program: str,
     wanted: Sequence[bool],
-    *,
-    into: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """The gradients of query, key and value, in memory [B, L, H, D], and of each input, contiguous, each in its dtype.
 
-    out, row_max, row_sum, centre: what `attend` gave. into: where to write the first three instead.
+    out, row_max, row_sum, centre: what `attend` gave.
     wanted: whether an input needs a gradient; one that does not, or is not floating-point, gets an empty tensor.
     Every sum has one order: results do not change from run to run. Raises ValueError as `attend` does.
     """
@@ -134,11 +132,11 @@ def attend_backward(
     value = less_centre(value, centre, value.dtype)
     call = _Call(query, key, value, inputs, numbers, seed if facts.drops else None, facts)
     batch, heads, q_len, _ = query.shape
-    dquery, dkey, dvalue = into or (heads_inside(x, x.shape) for x in (query, key, value))
+    dquery, dkey, dvalue = (heads_inside(x, x.shape) for x in (query, key, value))
     saved = torch.empty((batch, heads, 4, _padded(q_len)), dtype=torch.float32, device=query.device)
     on_queries, on_keys = _table(of_queries), _table(of_keys)
-    pointers = (grad_out, query, key, value, dquery, dkey, dvalue, of_queries, of_keys, *inputs)
-    strides = tuple(x.stride() for x in (grad_out, value, out, dquery, dkey, dvalue))
+    pointers = (grad_out, query, key, value, of_queries, of_keys, *inputs)
+    strides = tuple(x.stride() for x in (grad_out, value, out))
     tables = on_queries and on_queries[1], on_keys and on_keys[1]
 
     def run(name: str, kernel: Any, made: tuple[Any, ...], of_other: Any) -> None:

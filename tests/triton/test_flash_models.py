@@ -1,0 +1,145 @@
+"""triton_flash through torch.compile: query, key and value as parts of one projection, interpreted on the CPU.
+
+Triton is told to interpret before it is imported, so the tests run in a process of their own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import make_boxed_compiler
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+
+from attn_fuse.backend import attn_fuse as backend
+from tests.harness import assert_fused
+from tests.triton.interpreted import interpreted, run_interpreted
+
+pytestmark = pytest.mark.thorough
+
+Program = Callable[[Tensor], Tensor]
+BATCH, LENGTH, HEADS, DIM = 2, 19, 4, 16
+WIDTH = HEADS * DIM
+
+
+def test_in_a_process_that_interprets() -> None:
+    run_interpreted(__file__)
+
+
+# ---- programs: the projection in, [batch, len, everything]; [batch, len, heads * dim] out
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """[batch, len, heads, dim] in; fewer key heads are repeated."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    if q.shape[1] != k.shape[1]:
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+    keep = torch.tril(torch.ones(q.shape[2], k.shape[2], dtype=torch.bool))
+    weights = torch.softmax(scores.masked_fill(~keep, -math.inf), -1)
+    return (weights @ v).transpose(1, 2).contiguous().flatten(2)
+
+
+def one_after_the_other(x: Tensor) -> Tensor:
+    return attended(*(part.unflatten(2, (HEADS, DIM)) for part in x.split(WIDTH, 2)))
+
+
+def three_first(x: Tensor) -> Tensor:
+    return attended(*x.unflatten(2, (3, HEADS, DIM)).unbind(2))
+
+
+def three_within_a_head(x: Tensor) -> Tensor:
+    return attended(*x.unflatten(2, (HEADS, 3 * DIM)).chunk(3, -1))
+
+
+def time_first(x: Tensor) -> Tensor:
+    return attended(*(part.unflatten(2, (HEADS, DIM)) for part in x.transpose(0, 1).split(WIDTH, 2)))
+
+
+def grouped(x: Tensor) -> Tensor:
+    parts = x.split([2 * DIM * HEADS, HEADS * DIM // 2, HEADS * DIM // 2], 2)
+    return attended(*(part.unflatten(2, (-1, DIM)) for part in parts))
+
+
+def with_a_rest(x: Tensor) -> Tensor:
+    """Between the three lies something else, which is used otherwise."""
+    q, k, gate, v = x.split([WIDTH, WIDTH, DIM, WIDTH], 2)
+    return attended(*(part.unflatten(2, (HEADS, DIM)) for part in (q, k, v))) * gate.sigmoid().mean(-1, keepdim=True)
+
+
+def one_twice(x: Tensor) -> Tensor:
+    q, k, _ = (part.unflatten(2, (HEADS, DIM)) for part in x.split(WIDTH, 2))
+    return attended(q, k, k)
+
+
+def overlapping(x: Tensor) -> Tensor:
+    parts = (x[..., :WIDTH], x[..., DIM : DIM + WIDTH], x[..., -WIDTH:])
+    return attended(*(part.unflatten(2, (HEADS, DIM)) for part in parts))
+
+
+def shared_by_all(x: Tensor) -> Tensor:
+    """The keys and values of the first batch entry, for each: batch entries are read as queries grouped to a key."""
+    q, k, v = (part.unflatten(2, (HEADS, DIM)) for part in x.split(WIDTH, 2))
+    return attended(q, k[:1].expand(q.shape), v[:1].expand(q.shape))
+
+
+def in_groups(x: Tensor) -> Tensor:
+    """The query heads of each key head beside it, as in Falcon: no one step leads from head to head."""
+    x = x.unflatten(2, (2, 6, DIM))
+    return attended(x[:, :, :, :4].flatten(2, 3), x[:, :, :, 4], x[:, :, :, 5])
+
+
+def turned(x: Tensor) -> Tensor:
+    """Queries are reversed in time first: no step of a view is negative."""
+    q, k, v = (part.unflatten(2, (HEADS, DIM)) for part in x.split(WIDTH, 2))
+    return attended(q.flip(1), k, v)
+
+
+VIEWS: dict[Program, int] = {
+    one_after_the_other: 3 * WIDTH,
+    three_first: 3 * WIDTH,
+    three_within_a_head: 3 * WIDTH,
+    time_first: 3 * WIDTH,
+    grouped: 3 * WIDTH,
+    with_a_rest: 3 * WIDTH + DIM,
+    one_twice: 3 * WIDTH,
+    overlapping: 3 * WIDTH,
+    shared_by_all: 3 * WIDTH,
+}
+COPIED: dict[Program, int] = {in_groups: 12 * DIM, turned: 3 * WIDTH}
+WIDTHS = VIEWS | COPIED
+
+
+@interpreted
+@pytest.mark.parametrize("program", WIDTHS)
+def test_parts_of_a_projection(program: Program) -> None:
+    assert_fused(program, torch.randn(BATCH, LENGTH, WIDTHS[program]), kernels=["triton_flash"])
+
+
+COPIES = ("cat", "clone", "copy", "index", "flip", "stack")
+
+
+@interpreted
+@pytest.mark.parametrize("dynamic", (False, True))
+@pytest.mark.parametrize("program", WIDTHS)
+def test_views_are_read_where_they_lie(program: Program, dynamic: bool) -> None:
+    graphs: list[list[str]] = []
+
+    def keep(graph: Any, inputs: Any) -> Any:
+        graphs.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
+        return graph
+
+    inner = aot_autograd(fw_compiler=make_boxed_compiler(keep))
+    options = {"inner_backend": inner, "kernels": ["triton_flash"]}
+    run = torch.compile(program, backend=backend, options=options, dynamic=dynamic)
+    # In float32 the values are centred, which copies them.
+    with torch.no_grad():
+        run(torch.randn(BATCH, LENGTH, WIDTHS[program]).half())
+    (names,) = graphs
+    before = names[: next(n for n, name in enumerate(names) if "triton_flash" in name)]
+    copies = [name for name in before if any(word in name for word in COPIES)]
+    assert bool(copies) == (program in COPIED), names
