@@ -99,21 +99,19 @@ def tasks(library: Path, only: list[str]) -> Iterator[Task]:
         for shape in gpu_sections.shapes(tiny=False):
             yield attention, library, gpu_attention.plain, "triton_flash", *shape
         for size in gpu_sections.CACHES_READ:
-            yield attention, library, gpu_attention.decoding, "triton_decode", *size
+            yield attention, library, gpu_attention.decoding, "triton_flash", *size
         for feature in gpu_attention.FEATURES:
             yield attention, library, gpu_attention.features, "triton_flash", feature
     if "evidence" in only:
         for _, one in gpu_cases.cases():
-            names = ["triton_flash", "triton_decode"] if one.q_len == 1 else ["triton_flash"]
-            yield from ((case, library, name, one) for name in names)
+            yield case, library, "triton_flash", one
     if "models" in only:
         yield from ((model, library, name) for name in gpu_tasks.MODELS)
     if "correct" in only:
         from tests.grid.case import LONGER, Case
-        from tests.grid.operators import DECODE, FLASH
+        from tests.grid.operators import FLASH
 
-        for operator in (FLASH, DECODE):
-            yield from ((checked, library, operator.name, Case.of(row)) for row in operator.rows(other=LONGER))
+        yield from ((checked, library, FLASH.name, Case.of(row)) for row in FLASH.rows(other=LONGER))
 
 
 def pack(folder: Path, out: Path) -> int:

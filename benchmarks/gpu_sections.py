@@ -39,7 +39,7 @@ MAX_LOST = 12
 # Batch and length of the caches that are decoded from.
 CACHES_READ = ((32, 4096), (1, 32768), (8, 16384), (64, 1024))
 # The one that most waits for comes first.
-ORDER = ("triton_flash", "triton_decode", "chunked")
+ORDER = ("triton_flash", "chunked")
 
 
 @dataclass
@@ -273,11 +273,10 @@ def _to_time(run: Run) -> list[tuple[Callable[..., Any], list[str], tuple[Any, .
     """What `speed` calls, the most telling first: a function, the names of what it times, and a shape."""
     own = run.own
     torchs = ["sdpa"] if run.tiny else ["sdpa", "cudnn", "flash", "efficient"]
-    flash = [name for name in own if name != "triton_decode"]
     sizes = ((2, 65),) if run.tiny else CACHES_READ
-    plain = [(gpu_tasks.plain, [*torchs, *flash], shape) for shape in shapes(run.tiny)]
+    plain = [(gpu_tasks.plain, [*torchs, *own], shape) for shape in shapes(run.tiny)]
     decoding = [(gpu_tasks.decoding, ["sdpa", *own], size) for size in sizes]
-    features = [(gpu_tasks.features, ["flex", "sdpa", *flash], (feature,)) for feature in FEATURES]
+    features = [(gpu_tasks.features, ["flex", "sdpa", *own], (feature,)) for feature in FEATURES]
     return [*plain[:6], *decoding[:2], *features, *plain[6:], *decoding[2:]]
 
 

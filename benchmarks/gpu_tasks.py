@@ -111,7 +111,7 @@ def _grids(device: torch.device) -> Mapping[str, Any]:
 # ---- published models
 
 # Each as the kernels' order has it, and on our own where these take it.
-ORDERS: dict[str, tuple[str, ...]] = {"fused": (), "triton": ("triton_flash", "triton_decode")}
+ORDERS: dict[str, tuple[str, ...]] = {"fused": (), "triton": ("triton_flash",)}
 
 
 def published_cases() -> list[str]:

@@ -1,7 +1,7 @@
 """What a call of our Triton kernels takes in Python, up to a driver that runs nothing: `python benchmarks/host.py`.
 
 No GPU is needed, and none is used (benchmarks/emulated.py). A causal attention of two sequences of 1024, 8 heads of 64
-in bfloat16; and a token decoded over 4096 keys, one key head for four query heads, in one part and in several.
+in bfloat16.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from pathlib import Path
 import emulated  # isort: skip  # before all that imports attn_fuse
 
 import torch
-from torch import Tensor
 
 from attn_fuse.kernels.score.program import ScoreProgram
 from harness import interleaved, store, table
@@ -25,24 +24,17 @@ from tests.triton import device
 PROGRAM = ScoreProgram(where(CAUSAL, ["mul", S, const(0.125)]), upper=["number", 0]).dumps()
 
 
-def operands(batch: int, heads: int, kv_heads: int, q_len: int, kv_len: int, head_dim: int) -> list[Tensor]:
-    shapes = ((q_len, heads), (kv_len, kv_heads), (kv_len, kv_heads))
-    return [torch.empty(batch, n, h, head_dim, dtype=torch.bfloat16).transpose(1, 2) for n, h in shapes]
-
-
 def calls() -> dict[str, Callable[[], object]]:
-    from attn_fuse.kernels.triton.decode import launch as decode
     from attn_fuse.kernels.triton.flash import launch as flash
 
-    training = (*operands(2, 8, 8, 1024, 1024, 64), [], [0], None, None, None, 0.0)
-    found: dict[str, Callable[[], object]] = {}
+    query, key, value = (torch.empty(2, 1024, 8, 64, dtype=torch.bfloat16).transpose(1, 2) for _ in range(3))
+    training = (query, key, value, [], [0], None, None, None, 0.0)
     outputs = flash.attend(*training, PROGRAM)
     back = (outputs[0], *training, *outputs, PROGRAM, [])
-    found["triton_flash, forward"] = functools.partial(flash.attend, *training, PROGRAM)
-    found["triton_flash, backward"] = functools.partial(flash.attend_backward, *back)
-    token = (*operands(1, 8, 2, 1, 4096, 64), [], [4095], PROGRAM)
-    found |= {f"triton_decode, {n} part(s)": functools.partial(decode.attend, *token, n) for n in (1, 16)}
-    return found
+    return {
+        "triton_flash, forward": functools.partial(flash.attend, *training, PROGRAM),
+        "triton_flash, backward": functools.partial(flash.attend_backward, *back),
+    }
 
 
 def main() -> None:

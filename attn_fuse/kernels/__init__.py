@@ -3,7 +3,6 @@
 from attn_fuse.kernels.chunked.kernel import CHUNKED
 from attn_fuse.kernels.flex.kernel import FLEX
 from attn_fuse.kernels.sdpa import CPU_FLASH, CUDA_EFFICIENT, CUDA_FLASH, CUDNN
-from attn_fuse.kernels.triton.decode.kernel import TRITON_DECODE
 from attn_fuse.kernels.triton.flash.kernel import TRITON_FLASH
 
 __all__ = ["CHUNKED", "KERNELS"]
@@ -14,7 +13,6 @@ KERNELS = (
     CUDA_EFFICIENT,
     CPU_FLASH,
     FLEX,
-    TRITON_DECODE,
     TRITON_FLASH,
     CHUNKED,
 )

@@ -154,6 +154,10 @@ def dies_on_sdpa(names: list[str], *_: object) -> list[dict[str, object]]:
     return [{"us": dict.fromkeys(names, 1.0)}]
 
 
+# Two of our own, one in plain torch.
+TWO = ("triton_flash", "another", "chunked")
+
+
 def a_run(folder: Path, seconds: float, *operators: str) -> Run:
     about = {"machine": {"cpu": "a CPU", "threads": 1, "torch": torch.__version__}, "operators": operators}
     return Run(CPU, folder / "results", folder / "caches", time.perf_counter() + seconds, 1, about)
@@ -162,17 +166,18 @@ def a_run(folder: Path, seconds: float, *operators: str) -> Run:
 def test_a_worker_that_is_broken_is_replaced_and_the_rest_goes_on(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(gpu_tasks, "grid_rows", rows_of_the_grid)
     monkeypatch.setattr(gpu_tasks, "checked", meets)
+    monkeypatch.setattr(gpu_sections, "ORDER", TWO)
     monkeypatch.setattr(Run, "patience", lambda self, seconds: 5.0)
-    run = a_run(tmp_path, 90.0, "chunked", "triton_decode", "triton_flash")
+    run = a_run(tmp_path, 90.0, "chunked", "another", "triton_flash")
     *wrong, last = gpu_sections.correctness(run, run.end)
     counts = {"right": 5, "wrong": 2, "lost": 3, "not run": 0}
     assert last["checked"] == {
         "triton_flash": counts,
-        "triton_decode": counts,
+        "another": counts,
     }  # in this order, and chunked is left out
     words = "2 rows wrong, 3 lost, 5 right"
-    assert last["wrong kernels"] == run.earlier["wrong kernels"] == {"triton_flash": words, "triton_decode": words}
-    assert [row["kernel"] for row in wrong] == ["triton_flash"] * 5 + ["triton_decode"] * 5
+    assert last["wrong kernels"] == run.earlier["wrong kernels"] == {"triton_flash": words, "another": words}
+    assert [row["kernel"] for row in wrong] == ["triton_flash"] * 5 + ["another"] * 5
     assert {row["case"]: row.get("lost", row.get("wrong")) for row in wrong} == {
         "hangs": "stopped after 5 s",
         "dies": "its process died of signal SIGABRT",
@@ -186,12 +191,13 @@ def test_a_worker_that_is_broken_is_replaced_and_the_rest_goes_on(tmp_path: Path
 def test_a_kernel_that_breaks_everything_is_given_up(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(gpu_tasks, "grid_rows", nine_rows)
     monkeypatch.setattr(gpu_tasks, "checked", first_dies)
+    monkeypatch.setattr(gpu_sections, "ORDER", TWO)
     monkeypatch.setattr(gpu_sections, "MAX_LOST", 2)
-    run = a_run(tmp_path, 90.0, "triton_decode", "triton_flash")
+    run = a_run(tmp_path, 90.0, "another", "triton_flash")
     last = [*gpu_sections.correctness(run, run.end)][-1]
     assert last["checked"]["triton_flash"] == {"right": 0, "wrong": 0, "lost": 2, "not run": 7}
-    assert last["checked"]["triton_decode"] == {"right": 9, "wrong": 0, "lost": 0, "not run": 0}
-    assert run.own == ["triton_decode"]
+    assert last["checked"]["another"] == {"right": 9, "wrong": 0, "lost": 0, "not run": 0}
+    assert run.own == ["another"]
 
 
 def nine_rows(name: str, device: torch.device, tiny: bool) -> list[str]:
@@ -292,15 +298,16 @@ def nothing(*_: object) -> dict[str, str]:
 
 def test_a_later_call_knows_what_an_earlier_one_found(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("ATTN_FUSE_CACHE", str(tmp_path / "cache"))
-    wrong = {"triton_decode": "3 rows wrong, 0 lost, 5 right"}
-    sections = {"correctness": {"rows": [{"kernel": "triton_decode"}, {"checked": {}, "wrong kernels": wrong}]}}
+    monkeypatch.setattr(gpu_sections, "ORDER", TWO)
+    wrong = {"another": "3 rows wrong, 0 lost, 5 right"}
+    sections = {"correctness": {"rows": [{"kernel": "another"}, {"checked": {}, "wrong kernels": wrong}]}}
     earlier = tmp_path / "earlier"
     evidence.write_whole(earlier / "gpu-1-correct-h200.json", json.dumps({"sections": sections}))
     head = {"gpu": "NVIDIA H200", "torch": torch.__version__, "cpu": "a CPU", "threads": 1}
     rows = [evidence.Row(case, {AS_WRITTEN: 2.0, "triton_flash": 1.0}) for _, case in THREE]
     evidence.write_table(earlier / "evidence_cuda_h200.json", head, rows)
     gpu.adopt(earlier, tmp_path / "caches")
-    run = a_run(tmp_path, 1.0, "triton_decode", "triton_flash")
+    run = a_run(tmp_path, 1.0, "another", "triton_flash")
     gpu._read_earlier(run)
     assert run.own == ["triton_flash"]
     evidence.tables.cache_clear()

@@ -121,13 +121,8 @@ REASONS = [
     ("flex", plain, CUDA | {"value_dim": 8}, "takes no head_dim or value_dim below 16"),
     ("flex", filled, CUDA | TRAINED, "a query that sees no key would get a wrong gradient"),
     ("flex", biased, CUDA | TRAINED, "a bias that may hide every key of a query, as padding does, would get a wrong"),
-    ("triton_decode", plain, CUDA | TRAINED, "gives no gradient"),
-    ("triton_decode", dropped, CUDA, "has no dropout"),
-    ("triton_decode", plain, CUDA | {"q_len": 129}, "takes at most 16 queries, not 129"),
-    ("triton_decode", plain, CUDA | {"symbolic": frozenset({"q_len"})},
-     "takes at most 16 queries, and their number may change from call to call"),
-    ("triton_decode", plain, CUDA | {"value_dim": 257}, "takes a value_dim of at most 256, not 257"),
-    ("triton_decode", plain, CUDA | {"symbolic": frozenset({"head_dim"})},
+    ("triton_flash", plain, CUDA | {"value_dim": 257}, "takes a value_dim of at most 256, not 257"),
+    ("triton_flash", plain, CUDA | {"symbolic": frozenset({"head_dim"})},
      "takes a head_dim of at most 256, and it may change from call to call"),
     ("triton_flash", plain, CUDA | {"head_dim": 257}, "takes a head_dim of at most 256, not 257"),
     ("triton_flash", plain, CUDA | {"dtype": torch.float64}, "does not take float64"),
@@ -171,9 +166,8 @@ def test_what_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flex, "flex_runs_on_cpu", lambda: False)
     inductor = dataclasses.replace(facts, compiled=True)
     assert "torch has it on CPU only with AVX2, and not on macOS" in KERNEL["flex"].why_not(attention, inductor)
-    monkeypatch.setattr("attn_fuse.kernels.triton.is_installed", lambda: False)
+    monkeypatch.setattr("attn_fuse.kernels.triton.flash.kernel.is_installed", lambda: False)
     there = dataclasses.replace(facts, **CUDA)
-    assert "Triton is not installed" in KERNEL["triton_decode"].why_not(attention, there)
     assert "Triton is not installed" in KERNEL["triton_flash"].why_not(attention, there)
 
 

@@ -64,7 +64,7 @@ def test_reasons_are_found() -> None:
     assert {"draft.py", "region.py", "softmax.py", "weights.py", "fold.py", "memory.py"} <= {
         file.name for file in FILES if any(reasons(file))
     }
-    assert {"kernels/kernel.py", "kernels/sdpa.py", "flex/kernel.py", "decode/kernel.py"} <= {
+    assert {"kernels/kernel.py", "kernels/sdpa.py", "flex/kernel.py", "flash/kernel.py"} <= {
         f"{file.parent.name}/{file.name}" for file in KERNELS if any(reasons_of_kernels(file))
     }
 

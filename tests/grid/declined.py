@@ -51,7 +51,7 @@ def by_name(device: str, interpreted: Sequence[str] = ()) -> dict[str, dict[bool
     return {name: takes(kernel, device) for name, kernel in named.items()}
 
 
-_INTERPRETED = ("triton_flash", "triton_decode")
+_INTERPRETED = ("triton_flash",)
 TAKES: Mapping[str, Mapping[str, Mapping[bool, Takes]]] = {
     "cpu": by_name("cpu", _INTERPRETED),
     "cuda": by_name("cuda"),

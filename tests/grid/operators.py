@@ -78,21 +78,8 @@ def _flash(c: Call) -> Callable[[], Tensor]:
     )[0]
 
 
-def _decode(c: Call) -> Callable[[], Tensor]:
-    from attn_fuse.kernels.triton.decode.op import decode
-
-    return lambda: decode(c.query, c.key, c.value, c.inputs, c.numbers, c.program)
-
-
-_IN_TRITON = {"dtype": ("float32", "bfloat16", "float16")}
 CHUNKED = Operator("chunked", _chunked, {})
-FLASH = Operator("triton_flash", _flash, _IN_TRITON)
-DECODE = Operator(
-    "triton_decode",
-    _decode,
-    _IN_TRITON
-    | {"gradient": ("none",), "dropout": ("none",), "lengths": ("1, 17", "13, 29", "1, 333", "16, 251", "29, 13")},
-)
+FLASH = Operator("triton_flash", _flash, {"dtype": ("float32", "bfloat16", "float16")})
 
 
 def operators(device: torch.device) -> dict[str, Operator]:
@@ -100,7 +87,7 @@ def operators(device: torch.device) -> dict[str, Operator]:
     found = [CHUNKED]
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if importlib.util.find_spec("triton") is not None and (interpreted or device.type == "cuda"):
-        found += [DECODE, FLASH]
+        found.append(FLASH)
     return {operator.name: operator for operator in found}
 
 

@@ -18,7 +18,6 @@ import triton
 
 SOURCE = Path(__file__).with_name("driver.c")
 ROOT = Path(__file__).resolve().parents[2]
-PROCESSORS = 132
 
 
 def build(folder: Path) -> Path:
@@ -50,7 +49,6 @@ def use() -> None:
     from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
     from triton.runtime import driver
 
-    from attn_fuse.kernels.triton.decode import launch as decode
     from attn_fuse.kernels.triton.flash import facts as flash_facts
 
     made: Any = SimpleNamespace(
@@ -63,7 +61,6 @@ def use() -> None:
     )
     driver.set_active(made)
     flash_facts._capability = lambda device: 9  # type: ignore[assignment]
-    decode.multiprocessors = lambda device: PROCESSORS  # type: ignore[assignment]
 
 
 def launches(folder: Path) -> list[tuple[str, int]]:

@@ -1,6 +1,6 @@
-"""Launches the flash and decode kernels on a GPU that is not there, and prints what came of it as lines of JSON.
+"""Launches the flash kernels on a GPU that is not there, and prints what came of it as lines of JSON.
 
-python tests/triton/launched.py shapes|all|lengths      # in the environment that `device.pretend` gives
+python tests/triton/launched.py shapes|all|lengths|growing      # in the environment that `device.pretend` gives
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from tests.triton.device import launches, use
 
 use()
 
-from attn_fuse.kernels.triton.decode import launch as decode  # noqa: E402
 from attn_fuse.kernels.triton.flash import backward as flash_backward  # noqa: E402
 from attn_fuse.kernels.triton.flash import forward as flash_forward  # noqa: E402
 from attn_fuse.kernels.triton.flash import launch as flash  # noqa: E402
@@ -68,15 +67,10 @@ def reported(shape: str, program: str, run: Callable[..., None], *args: Any) -> 
     print(json.dumps({"shape": shape, "program": program, "launched": launches(LOG)[launched:]}), flush=True)
 
 
-def decoded(s: Sizes, dtype: torch.dtype = HALF) -> None:
-    decode.attend(*operands(s, dtype), [], [s.kv_len - s.q_len], PLAIN.dumps())
-
-
 def shapes() -> None:
     for shape, s in SHAPES.items():
         for name in ("plain", "dropout", "everything") if shape == "usual" else ("plain",):
             reported(shape, name, step, s, name)
-        reported(shape, "decode", decoded, s)
 
 
 def everything() -> None:
@@ -86,7 +80,6 @@ def everything() -> None:
             about = f"{dtype} {head_dim} {value_dim}"
             for shape, s in SHAPES.items():
                 of = dataclasses.replace(s, head_dim=head_dim, value_dim=value_dim)
-                reported(shape, f"decode {about}", decoded, of, dtype)
                 reported(shape, f"plain {about}", step, of, "plain", dtype)
             of = dataclasses.replace(SHAPES["grouped"], head_dim=head_dim, value_dim=value_dim)
             if dtype is HALF and head_dim == value_dim and head_dim % 64 == 0:
@@ -100,9 +93,23 @@ def lengths() -> None:
         step(Sizes(1, 4, 4, length, length + length % 3, 64, 64), "plain")
     kernels = (flash_forward.forward, flash_backward.backward_query, flash_backward.backward_key_value)
     for kernel in (*kernels, flash_backward.statistics):
-        compiled = kernel.device_caches[0][0]
-        print(json.dumps({"kernel": kernel.__name__, "compiled": len(compiled)}), flush=True)
+        compiled(kernel)
+
+
+def growing() -> None:
+    """One query, and a cache that is concatenated anew or is the first part of a longer one."""
+    query, cache = torch.empty(2, 8, 1, 64, dtype=HALF), torch.empty(2, 2, 256, 64, dtype=HALF)
+    for kv_len in range(100, 164):
+        for keys in (cache[:, :, :kv_len], cache[:, :, :kv_len].contiguous()):
+            flash.attend(query, keys, keys, [], [kv_len - 1], None, None, None, 0.0, PLAIN.dumps())
+    compiled(flash_forward.forward)
+
+
+def compiled(kernel: Any) -> None:
+    """Prints how often it was compiled."""
+    count = len(kernel.device_caches[0][0])
+    print(json.dumps({"kernel": kernel.__name__, "compiled": count}), flush=True)
 
 
 if __name__ == "__main__":
-    {"shapes": shapes, "all": everything, "lengths": lengths}[sys.argv[1]]()
+    {"shapes": shapes, "all": everything, "lengths": lengths, "growing": growing}[sys.argv[1]]()

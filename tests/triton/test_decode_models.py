@@ -1,20 +1,15 @@
-"""triton_decode through torch.compile: decode steps of hand-written models with caches, interpreted on the CPU."""
+"""Decode steps of hand-written models with caches on triton_flash, interpreted on the CPU."""
 
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from attn_fuse.attention.attention import Attention
-from attn_fuse.attention.facts import Facts
 from attn_fuse.backend import attn_fuse as backend
-from attn_fuse.kernels.triton.decode.kernel import TRITON_DECODE
 from attn_fuse.report import collecting
 from tests.models.surroundings import GrowingCache, SlicedCache
 from tests.triton.interpreted import interpreted, run_interpreted
@@ -54,13 +49,13 @@ def steps(model: nn.Module, calls: list[tuple[Any, ...]], attentions: int, inner
     """Each call of `model` compiled gives what the same call gives in float64; every attention is fused."""
     wide = copy.deepcopy(model).double()
     with torch.no_grad(), collecting() as graphs:
-        run = torch.compile(model, backend=backend, options={"kernels": ["triton_decode"], "inner_backend": inner})
+        run = torch.compile(model, backend=backend, options={"kernels": ["triton_flash"], "inner_backend": inner})
         for call in calls:
             exact = wide(*(_widened(x) for x in call))
             for got, wanted in zip(_leaves(run(*call)), _leaves(exact), strict=True):
                 torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-5)
     assert graphs and all(len(graph.sites) == attentions for graph in graphs)
-    assert all(site.kernel == "triton_decode" for graph in graphs for site in graph.sites), graphs
+    assert all(site.kernel == "triton_flash" for graph in graphs for site in graph.sites), graphs
 
 
 def _widened(x: Any) -> Any:
@@ -110,38 +105,3 @@ def test_all_queries_of_one_key_head() -> None:
             return attention(q, k.expand(-1, 40, -1, -1), v.expand(-1, 40, -1, -1))
 
     steps(Model(), [(torch.randn(2, 40, 1, 8), *torch.randn(2, 2, 1, 50, 8).unbind(0))], attentions=1)
-
-
-# ---- what it takes; every other reason is in tests/graph/test_kernel_reasons.py
-
-CUDA = Facts(
-    device=torch.device("cuda"), dtype=torch.bfloat16, batch=2, heads=8, kv_heads=2, q_len=1, kv_len=4096,
-    head_dim=128, value_dim=128, symbolic=frozenset({"kv_len", "batch"}), training=False, bias_needs_grad=False,
-    bias_may_hide=False, bias_dtype=None,
-)  # fmt: skip
-PLAIN = cast(Attention, SimpleNamespace(dropout_p=None))
-
-
-def test_it_takes_few_queries_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attn_fuse.kernels.triton.is_installed", lambda: True)
-    for facts in (CUDA, replace(CUDA, q_len=16), replace(CUDA, heads=71, kv_heads=1), replace(CUDA, q_len=32)):
-        assert not TRITON_DECODE.why_not(PLAIN, facts)
-
-
-@pytest.mark.parametrize(
-    ("facts", "reason"),
-    [
-        (replace(CUDA, bias_needs_grad=True), "gives no gradient"),
-        (replace(CUDA, q_len=33), "takes at most 16 queries, not 33"),
-        (replace(CUDA, q_len=17, heads=16), "takes at most 16 queries, not 17"),
-        (replace(CUDA, head_dim=264), "takes a head_dim of at most 256, not 264"),
-    ],
-)
-def test_just_beyond(facts: Facts, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attn_fuse.kernels.triton.is_installed", lambda: True)
-    assert TRITON_DECODE.why_not(PLAIN, facts) == (reason,)
-
-
-def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attn_fuse.kernels.triton.is_installed", lambda: False)
-    assert TRITON_DECODE.why_not(PLAIN, CUDA) == ("Triton is not installed",)

@@ -26,7 +26,7 @@ from attn_fuse.kernels.score.part import part_of
 from attn_fuse.kernels.score.program import ScoreProgram
 from attn_fuse.kernels.score.simplify import inside
 from attn_fuse.kernels.score.write import ScoreCall, score_call
-from attn_fuse.kernels.triton import DEVICES, common_limits
+from attn_fuse.kernels.triton import DEVICES, WIDEST, is_installed
 from attn_fuse.kernels.triton.flash.op import triton_flash
 from attn_fuse.kernels.triton.flash.spans import spans
 
@@ -38,7 +38,13 @@ _AMPERE = (8, 0)
 
 def limits(attention: Attention, facts: Facts) -> Iterator[str]:
     """The reasons beside device type and dtype: wide rows, no Triton, a GPU before Ampere."""
-    yield from common_limits(facts)
+    for name in ("head_dim", "value_dim"):
+        if name in facts.symbolic:
+            yield f"takes a {name} of at most {WIDEST}, and it may change from call to call"
+        elif getattr(facts, name) > WIDEST:
+            yield f"takes a {name} of at most {WIDEST}, not {getattr(facts, name)}"
+    if not is_installed():
+        yield "Triton is not installed"
     if facts.device.type == "cuda" and torch.cuda.is_available():
         capability = torch.cuda.get_device_capability(facts.device)
         if capability < _AMPERE:
