@@ -119,7 +119,7 @@ def main() -> None:
         print(f"{name}: {agree[name]:.0%} of the tokens as eager, {len(sites[name])} attentions reported", flush=True)
 
     load = harness.OtherLoad()
-    times = harness.interleaved(calls, device, rounds=15, seconds=arguments.seconds)
+    times = harness.interleaved(calls, device, rounds=15, seconds=arguments.seconds, whole_programs=True)
     others = load.share()
     print(f"other programs took {others:.0%} of the cores")
     rows = {}

@@ -145,6 +145,7 @@ def line(row: Row) -> str:
     """A row in words: what it is of, then each figure; times beside the least of the others."""
     figures = {
         "us",
+        "host_us",
         "graph_us",
         "tflops",
         "tb_per_s",

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -102,12 +103,12 @@ def ship(folder: Path, package: Path) -> list[Path]:
     for path in sorted(folder.glob("evidence_cuda_*.json")):
         new = evidence.read_table(path)
         target = package / path.name
-        rows = {row.case: row for row in new.rows}
+        rows = list(new.rows)
         if target.exists():
             old = evidence.read_table(target)
             if (old.device, old.torch) == (new.device, new.torch):
-                rows = {row.case: row for row in old.rows} | rows
-        evidence.write_table(target, json.loads(path.read_text())["machine"], list(rows.values()))
+                rows = evidence.merged(old.rows, new.rows)
+        evidence.write_table(target, json.loads(path.read_text())["machine"], rows)
         written.append(target)
     return written
 
@@ -172,11 +173,18 @@ def picks(found: dict[str, dict[str, Any]]) -> Iterator[list[str]]:
 
 
 def evidence_of(found: dict[str, dict[str, Any]]) -> Iterator[list[str]]:
-    for row in rows_of(found, "evidence", "evidence"):
-        times = row.get("us", {})
-        if AS_WRITTEN in times:
-            ratios = (f"{times[name] / times[AS_WRITTEN]:.2f}" if name in times else "-" for name in KERNELS_SHOWN)
-            yield [row["what"], row["case"], *ratios]
+    """A row for each case; where the host's times are known, the kernels that it takes longer to issue than to run."""
+    measured = [row for row in rows_of(found, "evidence", "evidence") if AS_WRITTEN in row.get("us", {})]
+    known = any(row.get("host_us") for row in measured)
+    for row in measured:
+        times, host = row["us"], row.get("host_us", {})
+        ratios = (f"{times[name] / times[AS_WRITTEN]:.2f}" if name in times else "-" for name in KERNELS_SHOWN)
+        longer = [
+            f"{'as written' if name == AS_WRITTEN else f'`{name}`'} {host[name]:.0f} for {times[name]:.0f}"
+            for name in (AS_WRITTEN, *KERNELS_SHOWN)
+            if host.get(name, 0.0) > times.get(name, math.inf)
+        ]
+        yield [row["what"], row["case"], *ratios, *(["; ".join(longer) or "-"] if known else [])]
 
 
 def models(found: dict[str, dict[str, Any]]) -> Iterator[list[str]]:
@@ -230,9 +238,14 @@ def block(found: dict[str, dict[str, Any]]) -> str:
     )
     if ratios:
         parts.append("Our kernels beside torch's, worst to best shape, forward by CUDA graph replays:\n\n" + ratios)
-    measured = table(["", "case", *KERNELS_SHOWN], evidence_of(found))
+    rows = [*evidence_of(found)]
+    by_gpu_time = bool(rows) and len(rows[0]) > 2 + len(KERNELS_SHOWN)
+    said = "The evidence: the time of each kernel over that as written under Inductor"
+    if by_gpu_time:
+        said += ", by GPU time; last, what takes the host longer to issue than the GPU to run, in µs of each"
+    measured = table(["", "case", *KERNELS_SHOWN, *(["longer on the host"] if by_gpu_time else [])], iter(rows))
     if measured:
-        parts.append("The evidence: the time of each kernel over that as written under Inductor:\n\n" + measured)
+        parts.append(f"{said}:\n\n{measured}")
     chosen = table(["", "case", "picked", "/ as written under Inductor", "times as fast as torch's best"], picks(found))
     if chosen:
         parts.append("What the picker chooses by this evidence; / is its time over that of the other:\n\n" + chosen)

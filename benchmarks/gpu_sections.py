@@ -299,7 +299,7 @@ def speed(run: Run, end: float) -> Iterator[Row]:
 
 
 def gathered(run: Run, end: float) -> Iterator[Row]:
-    """Evidence: each case as written under Inductor and on every kernel, one by one."""
+    """Evidence: each case as written under Inductor and on every kernel, one by one; the GPU's times and the host's."""
     kernels, known = _kernels(run), _cases(run)
     rows: list[evidence.Row] = []
     effort = Effort(2, 0.1, 0.0) if run.tiny else Effort(rounds=9, seconds=0.8)
@@ -315,7 +315,8 @@ def gathered(run: Run, end: float) -> Iterator[Row]:
                 continue
             rows.append(seen.row)
             _write_evidence(run, rows)
-            yield head | {"us": dict(seen.row.times), "why_not": dict(seen.why_not)}
+            times = {"us": dict(seen.row.times), "host_us": dict(seen.row.host)}
+            yield head | times | {"why_not": dict(seen.why_not)}
 
 
 def _kernels(run: Run) -> list[str]:

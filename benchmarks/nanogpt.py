@@ -131,7 +131,7 @@ def measured(name: str, runs: Runs, args: argparse.Namespace) -> dict[str, Any]:
     for variant, result in results.items():
         torch.testing.assert_close(result, results[args.variants[0]], rtol=tolerance, atol=tolerance, msg=variant)
     del results, result
-    seconds = interleaved(runs, args.device, rounds=args.rounds, seconds=args.seconds)
+    seconds = interleaved(runs, args.device, rounds=args.rounds, seconds=args.seconds, whole_programs=True)
     memory = {variant: peak_memory(run, args.device) for variant, run in runs.items()}
     rows = [
         [v, str(seconds[v]), *(ratio(seconds, v, base) for base in VARIANTS), bytes_in_words(memory[v])] for v in runs

@@ -46,7 +46,7 @@ def calibrate(
     """
     here = this_device(device)
     path = evidence.own_path(here, torch.__version__)
-    rows = {row.case: row for known in _own(here) for row in known.rows}
+    before = [row for known in _own(here) for row in known.rows]
     print(f"measuring {here} with torch {torch.__version__} for {minutes:g} min at most; kept in {path}")
     end, kept, left_out = time.perf_counter() + 60 * minutes, [], 0  # type: float, list[Row], int
     with Measuring(device, effort, observe, DEADLINE) as measuring:
@@ -61,10 +61,9 @@ def calibrate(
                 print(f"  left out: {seen.busy or seen.problem}", flush=True)
                 continue
             kept.append(seen.row)
-            rows[seen.row.case] = seen.row
             print(f"  {_in_words(seen.row)}", flush=True)
             try:
-                evidence.write_table(path, machine(device), list(rows.values()))
+                evidence.write_table(path, machine(device), evidence.merged(before, kept))
             except OSError as problem:
                 raise BenchError(f"cannot write {path}: {problem.strerror or problem}") from problem
     evidence.tables.cache_clear()
@@ -122,12 +121,13 @@ def show(device: torch.device) -> None:
     print(f"device: {here}, torch {torch.__version__}")
     print(f"calibrations: {evidence.cache_dir()}")
     for known in own:
-        print(f"\nmeasured here with torch {known.torch}:\n{as_table(known.rows)}")
+        print(f"\nmeasured here with torch {known.torch}, {known.figures}:\n{as_table(known.rows)}")
     for known in others:
         if known not in own:
             whose = "this device" if known.device == here else "another device, so only ratios are taken from it"
             kernels = sorted({name for row in known.rows for name in row.times} - {AS_WRITTEN})
-            print(f"\n{known.device}, torch {known.torch}: {whose}; {len(known.rows)} rows on {', '.join(kernels)}")
+            what = f"{len(known.rows)} rows of {known.figures} on {', '.join(kernels)}"
+            print(f"\n{known.device}, torch {known.torch}: {whose}; {what}")
     if not own and not others:
         print("\nnothing was measured on such a device: the picker goes by a cost model")
 

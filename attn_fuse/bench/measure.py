@@ -71,7 +71,8 @@ def measured(
 
 
 def _row(case: Case, timings: Mapping[str, Timing]) -> Row:
-    return Row(case, {name: round(timing.median * 1e6, 2) for name, timing in timings.items()})
+    host = {name: round(t.host * 1e6, 2) for name, t in timings.items() if t.host is not None}
+    return Row(case, {name: round(timing.median * 1e6, 2) for name, timing in timings.items()}, host)
 
 
 def timed(

@@ -234,7 +234,8 @@ def _measured(
 ) -> tuple[list[Row], dict[str, Profile]]:
     """The rows with time and memory, and the profiles."""
     progress.step(f"timing {len(runs)} programs in turn")
-    timings = interleaved(runs, device, _ROUNDS, seconds * len(runs), _SHORTEST, progress.within(len(runs)))
+    done = progress.within(len(runs))
+    timings = interleaved(runs, device, _ROUNDS, seconds * len(runs), _SHORTEST, done, whole_programs=True)
     finished = []
     for row in rows:
         if row.name in runs:

@@ -125,7 +125,7 @@ def measure(sizes: Sizes, device: torch.device, seconds: float, progress: Progre
             runs |= {} if run is None else {row.name: run}
             progress.advance()
         progress.step(f"timing {len(runs)} programs in turn")
-        timings = interleaved(runs, device, _ROUNDS, seconds * len(runs), 0.0, progress.within(len(runs)))
+        timings = interleaved(runs, device, _ROUNDS, seconds * len(runs), 0.0, progress.within(len(runs)), True)
         progress.step("measuring memory")
         peaks = {name: peak_memory(run, device) for name, run in runs.items()}
         rows = [replace(row, timing=timings.get(row.name), peak=peaks.get(row.name)) for row in rows]

@@ -15,6 +15,7 @@ from torch.fx import GraphModule
 from attn_fuse import backend
 from attn_fuse.explain import compiled_apart
 from attn_fuse.kernels import KERNELS
+from attn_fuse.picker import evidence
 from attn_fuse.picker.timing import this_device
 from attn_fuse.report import collecting, version
 
@@ -31,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def table() -> str:
-    """The table: a line for each version and for the device, then a line for each kernel and why it cannot run here."""
+    """A line for each version, the device and its evidence; then one for each kernel, with why it cannot run here."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     lines = [
         f"{'attn_fuse':<16}{version()}",
@@ -39,6 +40,7 @@ def table() -> str:
         f"{'torch':<16}{torch.__version__}",
         f"{'Triton':<16}{_triton()}",
         f"{'device':<16}{device.type}: {this_device(device)}",
+        *(f"{'evidence' if not n else '':<16}{line}" for n, line in enumerate(evidence_on(device.type))),
         "",
         f"{'kernel':<16}{'runs here':<12}in, or why not",
     ]
@@ -48,6 +50,16 @@ def table() -> str:
         said = ", ".join(taken) or "; ".join(dict.fromkeys(r for of in refused.values() for r in of[kernel.name]))
         lines.append(f"{kernel.name:<16}{'yes' if taken else 'no':<12}{said}")
     return "\n".join(lines)
+
+
+def evidence_on(device_type: str) -> list[str]:
+    """What the picker goes by on such a device: a line for each table of measured times."""
+    return [
+        f"{len(known.rows)} attentions on {known.device}, torch {known.torch}, by {known.figures}"
+        f"{', measured here' if known.own else ''}"
+        for known in evidence.tables()
+        if known.device.type == device_type
+    ] or ["none: the picker estimates"]
 
 
 def why_not(dtype: torch.dtype, device: torch.device) -> dict[str, tuple[str, ...]]:

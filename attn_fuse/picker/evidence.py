@@ -2,7 +2,8 @@
 
 A table holds the rows measured on one device with one version of torch. Shipped tables lie beside this file
 (benchmarks/crossover.py writes them); the user's own, from ``python -m attn_fuse.bench calibrate``, lie in the
-directory that `cache_dir` gives. Only the ratios of a row's times are used, never the times.
+directory that `cache_dir` gives. Only the ratios of a row's times are used, never the times. On a GPU these are its
+own times; rows measured before the host's times were kept hold what the GPU waited for the host as well.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,29 +28,38 @@ from attn_fuse.picker.timing import Device
 log = logging.getLogger("attn_fuse")
 
 AS_WRITTEN = "as_written"
-_TIME = "_us"
+_TIME, _HOST = "_us", "_host_us"
 
 
 @dataclass(frozen=True)
 class Row:
-    """The times of one case. times: microseconds, by the name of a kernel or "as_written"."""
+    """The times of one case, by the name of a kernel or "as_written".
+
+    times: microseconds of a call on the device, by which the picker goes. host: microseconds in which the host issues
+    the call to a GPU; empty on a CPU, and where they were not measured.
+    """
 
     case: Case
     times: Mapping[str, float]
+    host: Mapping[str, float] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        """The fields of the case, and each time under its name with "_us" behind it."""
-        return self.case.as_json() | {f"{name}{_TIME}": time for name, time in self.times.items()}
+        """The fields of the case, and each time under its name with "_us" or "_host_us" behind it."""
+        times = {f"{name}{_TIME}": time for name, time in self.times.items()}
+        return self.case.as_json() | times | {f"{name}{_HOST}": time for name, time in self.host.items()}
 
     @staticmethod
     def from_json(data: object) -> Row:
         """The row that `as_json` wrote as `data`. Raises ValueError for data that it cannot write."""
         if not isinstance(data, dict):
             raise ValueError(f"not a row: {data!r}")
-        times = {name.removesuffix(_TIME): time for name, time in data.items() if name.endswith(_TIME)}
-        if not all(isinstance(time, (int, float)) and time > 0 for time in times.values()):
+        host = {name.removesuffix(_HOST): time for name, time in data.items() if name.endswith(_HOST)}
+        others = {name: value for name, value in data.items() if not name.endswith(_HOST)}
+        times = {name.removesuffix(_TIME): time for name, time in others.items() if name.endswith(_TIME)}
+        if not all(isinstance(time, (int, float)) and time > 0 for time in (*times.values(), *host.values())):
             raise ValueError("a time is a number above 0")
-        return Row(Case.from_json({name: value for name, value in data.items() if not name.endswith(_TIME)}), times)
+        case = Case.from_json({name: value for name, value in others.items() if not name.endswith(_TIME)})
+        return Row(case, times, host)
 
 
 @dataclass(frozen=True)
@@ -60,6 +70,13 @@ class Table:
     torch: str
     rows: tuple[Row, ...]
     own: bool = False
+
+    @property
+    def figures(self) -> str:
+        """What the times are, in words."""
+        if self.device.type == "cpu":
+            return "wall time"
+        return "GPU time" if any(row.host for row in self.rows) else "GPU time, its waits for the host included"
 
 
 @dataclass(frozen=True)
@@ -162,6 +179,12 @@ def read_table(path: Path, own: bool = False) -> Table:
         return Table(Device.of_machine(head), str(head["torch"]), rows, own)
     except (KeyError, TypeError) as problem:
         raise ValueError(f"it is no table of measurements ({type(problem).__name__}: {problem})") from problem
+
+
+def merged(old: Sequence[Row], new: Sequence[Row]) -> list[Row]:
+    """`new`, and the rows of `old` for other cases whose times are of the same kind."""
+    apart = any(row.host for row in new)
+    return list({row.case: row for row in (*(row for row in old if row.host or not apart), *new)}.values())
 
 
 def write_table(path: Path, machine: Mapping[str, Any], rows: Sequence[Row]) -> None:

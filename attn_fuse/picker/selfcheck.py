@@ -51,7 +51,7 @@ from attn_fuse.report import log
 from attn_fuse.torch_internals import cuda_driver
 
 # Raise it when the format of the files or the way of checking changes.
-_VERSION = 1
+_VERSION = 2
 # Max seconds of a process, most of them for compiling.
 _DEADLINE = 240.0
 # Bytes that a torch process takes on a GPU; copies of the leaves, for the gradients and results of three programs.

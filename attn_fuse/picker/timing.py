@@ -1,4 +1,8 @@
-"""Timing: interleaved medians, the load of other programs, and the device that a time was measured on."""
+"""Timing: interleaved medians, the load of other programs, and the device that a time was measured on.
+
+A kernel's time on a GPU is the GPU's own. The GPU sleeps while the host issues the calls, so that it never waits for
+the host between them; how long the host takes to issue a call is measured apart.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +14,33 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+
+from attn_fuse.torch_internals import cuda_sleep
+
+# Max seconds for which the host issues calls to a sleeping GPU. The driver's queue takes about 1,000 launches, each of
+# 4 µs or more on the host, and makes the host wait beyond that.
+_ISSUING = 4e-3
+# A GPU sleeps for so many times the seconds that the host needs, and for no longer than this.
+_AHEAD, _LONGEST_SLEEP = 2.0, 0.2
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one call: the median and the quartiles of `runs` measurements."""
+    """Seconds of one call: the median and the quartiles of `runs` measurements.
+
+    host: the median of the seconds in which the host issues a call to a GPU; None where they are not measured apart.
+    """
 
     median: float
     lower: float
     upper: float
     runs: int
+    host: float | None = None
 
     def __str__(self) -> str:
         return f"{seconds_in_words(self.median)} ({seconds_in_words(self.lower)}-{seconds_in_words(self.upper)})"
@@ -63,6 +79,7 @@ def interleaved(
     seconds: float = 60.0,
     shortest: float = 0.0,
     done: Callable[[float], object] = lambda share: None,
+    whole_programs: bool = False,
 ) -> dict[str, Timing]:
     """The time of each callable. Each round measures all of them in a new order, so that drift hits all alike.
 
@@ -70,27 +87,37 @@ def interleaved(
     0.3 s or more during which other programs took a tenth of the cores is run again, at most `rounds` times in all and
     while there is time.
     shortest: min seconds of a measurement, about: a faster callable is repeated, and its time divided. done: called
-        after each round with the share of the work that is behind it.
+        after each round with the share of the work that is behind it. whole_programs: on a GPU, count what it waits for
+        the host as well, as users of a whole program do.
     """
+    apart = device.type == "cuda" and not whole_programs
     repeats = {}
     for name, call in callables.items():
         call()
-        repeats[name] = max(1, round(shortest / max(_timed(call, 1, device), 1e-9)))
-    order, kept, again = list(callables), [], rounds  # type: tuple[list[str], list[dict[str, float]], int]
+        time_once, host = _measured(call, 1, device, apart)
+        repeats[name] = max(1, round(shortest / max(time_once, 1e-9)))
+        if host is not None:
+            repeats[name] = max(1, min(repeats[name], int(_ISSUING / max(host, 1e-9))))
+    order, kept, again = list(callables), [], rounds  # type: tuple[list[str], list[dict[str, _Measured]], int]
     shuffle = random.Random(0).shuffle
     begin = time.perf_counter()
     end = begin + seconds
     while len(kept) < rounds and (time.perf_counter() < end or len(kept) < 3):
         shuffle(order)
         started, load = time.perf_counter(), OtherLoad()
-        times = {name: _timed(callables[name], repeats[name], device) for name in order}
+        times = {name: _measured(callables[name], repeats[name], device, apart) for name in order}
         now = time.perf_counter()
         if again and now < end and now - started > 0.3 and load.share() > 0.1:
             again -= 1
         else:
             kept.append(times)
         done(min(1.0, max(len(kept) / rounds, (now - begin) / seconds)))
-    return {name: summary([times[name] for times in kept]) for name in callables}
+    found = {}
+    for name in callables:
+        hosts = [host for times in kept if (host := times[name][1]) is not None]
+        timing = summary([times[name][0] for times in kept])
+        found[name] = replace(timing, host=statistics.median(hosts)) if hosts else timing
+    return found
 
 
 def summary(times: list[float]) -> Timing:
@@ -107,20 +134,46 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _timed(call: Callable[[], object], repeats: int, device: torch.device) -> float:
+# Seconds of a call, and of the host to issue it where that is measured apart.
+_Measured: TypeAlias = tuple[float, float | None]
+
+
+def _measured(call: Callable[[], object], repeats: int, device: torch.device, apart: bool) -> _Measured:
+    """The time of `call`, the mean of `repeats`. apart: measure the host's time apart from the GPU's."""
     synchronize(device)
-    if device.type == "cuda":
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
+    if device.type != "cuda":
+        started = time.perf_counter()
         for _ in range(repeats):
             call()
-        end.record()
+        return (time.perf_counter() - started) / repeats, None
+    host = None
+    if apart:
+        started = time.perf_counter()
+        call()
+        host = time.perf_counter() - started
         synchronize(device)
-        return begin.elapsed_time(end) / 1e3 / repeats
-    started = time.perf_counter()
+        cuda_sleep(round(min(_AHEAD * host * repeats, _LONGEST_SLEEP) * _cycles_in_a_second(device)))
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
     for _ in range(repeats):
         call()
-    return (time.perf_counter() - started) / repeats
+    end.record()
+    synchronize(device)
+    return begin.elapsed_time(end) / 1e3 / repeats, host
+
+
+@functools.cache
+def _cycles_in_a_second(device: torch.device) -> float:
+    """The clock of a GPU, the fastest of three measurements: an idle GPU speeds up during the first."""
+    rates, cycles = [], 10_000_000
+    for _ in range(3):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        cuda_sleep(cycles)
+        end.record()
+        synchronize(device)
+        rates.append(cycles / begin.elapsed_time(end) * 1e3)
+    return max(rates)
 
 
 class OtherLoad:

@@ -37,7 +37,7 @@ from attn_fuse.report import log
 from attn_fuse.torch_internals import FakeTensorMode, apart_from_dynamo, compile_with, without_inductor_attention
 
 # Raise it when the format of the files or the way of measuring changes.
-_VERSION = 1
+_VERSION = 2
 _ROUNDS, _SECONDS, _SHORTEST = 11, 1.0, 1e-3
 # Tensors of the size of the scores that the program as written keeps, by whether it trains: a training step keeps the
 # scores, the weights, their gradients and what dropout kept.

@@ -34,6 +34,7 @@ from attn_fuse.torch_internals.inductor import inductor_options as inductor_opti
 from attn_fuse.torch_internals.inductor import open_inductor_door as open_inductor_door
 from attn_fuse.torch_internals.inductor import without_inductor_attention as without_inductor_attention
 from attn_fuse.torch_internals.kernels import cuda_driver as cuda_driver
+from attn_fuse.torch_internals.kernels import cuda_sleep as cuda_sleep
 from attn_fuse.torch_internals.kernels import flex_attention as flex_attention
 from attn_fuse.torch_internals.kernels import flex_differentiates_what_it_reads as flex_differentiates_what_it_reads
 from attn_fuse.torch_internals.kernels import flex_runs_on_cpu as flex_runs_on_cpu

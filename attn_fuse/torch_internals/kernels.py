@@ -18,6 +18,11 @@ def cuda_driver() -> str:
         return str(getattr(torch._C, "_cuda_getDriverVersion", str)())
 
 
+def cuda_sleep(cycles: int) -> None:
+    """Have the current GPU do nothing for `cycles` of its clock, on the current stream."""
+    torch.cuda._sleep(cycles)
+
+
 def sdpa_choice(
     query: torch.Tensor,
     key: torch.Tensor,

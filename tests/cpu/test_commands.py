@@ -13,6 +13,9 @@ from attn_fuse.__main__ import COMMANDS, main
 from attn_fuse.bench import command as bench
 from attn_fuse.explain import info
 from attn_fuse.kernels import KERNELS
+from attn_fuse.picker.case import Case
+from attn_fuse.picker.evidence import AS_WRITTEN, Row, Table
+from attn_fuse.picker.timing import Device
 
 
 @pytest.mark.parametrize("argv", [[], ["--help"]])
@@ -69,6 +72,18 @@ def test_info_has_versions_and_every_kernel_with_the_reason_why_not(monkeypatch:
     assert rows["cudnn"].split(maxsplit=2) == ["cudnn", "no", "runs on cuda, not on cpu"]
     assert rows["chunked"].split(maxsplit=2) == ["chunked", "yes", "float32"]
     assert len(asked) == 4
+
+
+def test_info_says_what_the_evidence_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case("bfloat16", False, 1, 8, 64, 64, 64)
+    rows = (Row(case, {AS_WRITTEN: 2.0, "cudnn": 1.0}, {"cudnn": 9.0}), Row(case, {AS_WRITTEN: 2.0}))
+    tables = (Table(Device("cuda", "A GPU"), "2.11.0", rows), Table(Device("cuda", "B"), "2.10.0", rows[1:], own=True))
+    monkeypatch.setattr(info.evidence, "tables", lambda: tables)
+    assert info.evidence_on("cuda") == [
+        "2 attentions on A GPU, torch 2.11.0, by GPU time",
+        "1 attentions on B, torch 2.10.0, by GPU time, its waits for the host included, measured here",
+    ]
+    assert info.evidence_on("cpu") == ["none: the picker estimates"]
 
 
 def test_info_asks_the_kernels() -> None:

@@ -146,6 +146,20 @@ def test_the_readme_has_the_figures_and_can_be_written_again(folder: Path, check
     assert (checkout / gpu_results.RESULTS_PAGE).read_text() == written
 
 
+def test_what_the_host_takes_longer_to_issue_is_named(folder: Path, checkout: Path) -> None:
+    path = folder / "gpu-3-evidence-h200.json"
+    content = json.loads(path.read_text())
+    rows = content["sections"]["evidence"]["rows"]
+    rows[1]["host_us"] = {AS_WRITTEN: 90.0, "cuda_efficient": 60.0, "triton_flash": 220.0}
+    rows.append({"what": TWO, "case": str(SECOND), "us": TIMES, "host_us": dict.fromkeys(TIMES, 20.0)})
+    path.write_text(json.dumps(content))
+    gpu_results.main([str(folder), "--into", str(checkout)])
+    written = (checkout / gpu_results.RESULTS_PAGE).read_text()
+    assert "by GPU time; last, what takes the host longer" in written and "| longer on the host |" in written
+    assert f"| {ONE} | {FIRST} | - | - | 0.38 | - | 0.25 | - | `triton_flash` 220 for 100 |" in written
+    assert f"| {TWO} | {SECOND} | - | - | 0.38 | - | 0.25 | - | - |" in written
+
+
 def test_parts_that_are_missing_are_left_out(folder: Path, checkout: Path) -> None:
     for path in folder.glob("gpu-[123]-*.json"):
         path.unlink()

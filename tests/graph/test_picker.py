@@ -86,6 +86,33 @@ class TestRows:
         (row,) = rows({"chunked": 0.5}, case)
         assert Row.from_json(json.loads(json.dumps(row.as_json()))) == row
 
+    def test_the_hosts_times_stand_beside(self) -> None:
+        (row,) = rows({"chunked": 0.5}, PLAIN)
+        both = dataclasses.replace(row, host={AS_WRITTEN: 7.0, "chunked": 30.0})
+        assert both.as_json()["chunked_host_us"] == 30.0 and both.as_json()["chunked_us"] == 5.0
+        assert Row.from_json(json.loads(json.dumps(both.as_json()))) == both
+
+    def test_the_hosts_times_change_no_choice(self) -> None:
+        fast_to_issue = tuple(
+            dataclasses.replace(row, host={AS_WRITTEN: 9.0, "chunked": 1.0}) for row in rows({"chunked": 2.0}, PLAIN)
+        )
+        found = compare("chunked", PLAIN, HERE, VERSION, [Table(HERE, VERSION, fast_to_issue)])
+        assert found is not None and found.ratio == pytest.approx(2.0)
+
+    def test_rows_of_another_clock_do_not_stay_beside(self) -> None:
+        """A table of which some rows hold the GPU's waits for the host, and others do not, compares unlike ratios."""
+        (old, other), (new,) = rows({"a": 0.5}, PLAIN, CAUSAL), rows({"a": 0.7}, PLAIN)
+        assert evidence.merged([old, other], [new]) == [new, other]
+        apart = dataclasses.replace(new, host={"a": 3.0})
+        assert evidence.merged([old, other], [apart]) == [apart]
+        assert evidence.merged([apart], [dataclasses.replace(apart, case=CAUSAL)])[0] == apart
+
+    def test_what_the_times_are_is_said(self) -> None:
+        gpu, (row,) = Device("cuda", "A GPU"), rows({"a": 0.5}, PLAIN)
+        assert Table(HERE, VERSION, (row,)).figures == "wall time"
+        assert Table(gpu, VERSION, (row,)).figures == "GPU time, its waits for the host included"
+        assert Table(gpu, VERSION, (dataclasses.replace(row, host={"a": 3.0}),)).figures == "GPU time"
+
     def test_what_says_nothing_is_left_out(self) -> None:
         assert PLAIN.as_json().keys() == {"dtype", "training", "batch", "heads", "q_len", "kv_len", "head_dim"}
 
@@ -101,6 +128,7 @@ class TestRows:
             ({"softcap": 3}, "unexpected keyword argument 'softcap'"),
             ({"chunked_us": 0}, "a time is a number above 0"),
             ({"chunked_us": "fast"}, "a time is a number above 0"),
+            ({"chunked_host_us": -1}, "a time is a number above 0"),
         ],
     )
     def test_what_is_no_row(self, change: dict[str, Any], words: str) -> None:
