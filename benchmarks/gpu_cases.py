@@ -1,5 +1,7 @@
 """The attentions that evidence is gathered of on a GPU in a few minutes, those first that wait for it most.
 
+tests/graph/test_gpu_cases.py holds what is recognised in the program of each against its name.
+
 Our Triton kernels are picked where they were measured: what torch has no kernel for, or none that is fast on Hopper,
 comes first. A GiB of scores at most, so that each runs as written, and is compiled beside others.
 """
@@ -34,6 +36,10 @@ def cases() -> Iterator[tuple[str, Case]]:
     def huge(case: Case) -> Case:
         return replace(case, heads=8, kv_heads=8, head_dim=256, value_dim=256)
 
+    def sized(batch: int, heads: int, length: int, dim: int, **other: object) -> Case:
+        case = at(length, batch, heads=heads, kv_heads=heads, head_dim=dim, value_dim=dim)
+        return replace(case, **other)  # type: ignore[arg-type]
+
     def inference(case: Case) -> Case:
         return replace(case, training=False)
 
@@ -46,12 +52,17 @@ def cases() -> Iterator[tuple[str, Case]]:
 
     plain, short = at(2048, 4), at(512, 16)
     yield "causal and padded, as Hugging Face trains", padded(plain)
-    yield "ALiBi", replace(causal(plain), bias="constant")
+    yield "T5's table", replace(short, function=True, table=True)
+    yield "Evoformer's pair bias", sized(128, 8, 256, 32, bias="gradient")
+    yield "ALiBi", replace(causal(plain), bias="positions")
     yield "softcap", replace(causal(wide(plain)), function=True)
     yield "sinks", replace(causal(plain), sink=True)
     yield "window", window(4096, 1, 512)
     yield "documents", documents(plain)
-    yield "T5's table", replace(short, function=True)
+    yield "Graphormer's bias", sized(64, 32, 128, 24, bias="gradient", bias_by_entry=True)
+    yield "Swin's stored index", sized(1024, 6, 49, 32, bias="indexed")
+    yield "softcap, grouped decode", decode(4096, 16, 8, function=True)
+    yield "ALiBi, decode", decode(4096, 16, 32, bias="positions")
     yield "causal, D 256", huge(causal(plain))
     yield "grouped decode", decode(4096, 16, 8)
     yield "causal", causal(plain)
@@ -63,21 +74,25 @@ def cases() -> Iterator[tuple[str, Case]]:
     yield "causal and padded, D 128", padded(wide(plain))
     yield "sinks and window", replace(window(4096, 1, 512), sink=True)
     yield "softcap, inference", inference(replace(causal(wide(plain)), function=True))
-    yield "ALiBi, inference", inference(replace(causal(plain), bias="constant"))
+    yield "ALiBi, inference", inference(replace(causal(plain), bias="positions"))
     yield "grouped decode, one sequence", decode(16384, 1, 8)
     yield "grouped, D 128", replace(wide(causal(plain)), kv_heads=4)
     yield "causal, long", causal(at(8192, 1, heads=8, kv_heads=8))
     yield "causal and padded, inference", inference(padded(plain))
     yield "window, inference", inference(window(4096, 1, 512))
-    yield "T5's table, longer", replace(plain, function=True)
+    yield "T5's table, longer", replace(plain, function=True, table=True)
     yield "dense bias with its gradient, longer", replace(plain, bias="gradient")
     yield "causal, D 256, inference", inference(huge(causal(plain)))
     yield "causal, inference", inference(causal(plain))
     yield "documents, inference", inference(documents(plain))
+    yield "constant bias, causal", replace(causal(plain), bias="constant")
+    yield "constant bias, causal, inference", inference(replace(causal(plain), bias="constant"))
+    yield "softcap without a mask", replace(short, function=True)
+    yield "softcap without a mask, longer", replace(plain, function=True)
     yield "padding", replace(short, mask="padding")
     yield "no mask", short
     yield "dropout", replace(short, dropout=True)
-    yield "decode, padded", decode(4096, 16, 8, mask="padding")
+    yield "grouped decode, padded", decode(4096, 16, 8, mask="padding")
     yield "decode, one key head", decode(4096, 16, 1)
     yield "decode, no groups", decode(4096, 16, 32)
     yield "sinks, inference", inference(replace(causal(plain), sink=True))

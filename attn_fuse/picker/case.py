@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -15,9 +15,10 @@ from attn_fuse.attention.facts import Facts
 from attn_fuse.attention.mask import KINDS
 from attn_fuse.expression.nodes import Expr, Gather, Load, walk
 
-# The kinds of bias. "gradient": one that needs its gradient. "indexed": a table read by an index tensor that has an
-# element for each query and key, whether the table needs a gradient or not.
-BIASES = ("none", "constant", "gradient", "indexed")
+# The kinds of bias. "positions": computed from the positions, as ALiBi's, without a tensor that has an element for each
+# query or key. "gradient": one that needs its gradient. "indexed": a table read by an index tensor that has an element
+# for each query and key, whether the table needs a gradient or not.
+BIASES = ("none", "constant", "positions", "gradient", "indexed")
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 
 # The min that a symbolic length counts as: the first call may be short, but later long ones take the time.
@@ -32,7 +33,8 @@ class Case:
     dtype: a key of DTYPES. training: whether the backward runs as well as the forward.
     kv_heads, value_dim: 0 stands for `heads` and for `head_dim`.
     mask: one of `attention.mask.KINDS`. visible: the share of the scores that the mask keeps, by positions alone.
-    bias: one of BIASES. table: whether a learned bias is looked up in a table.
+    bias: one of BIASES. bias_by_entry: whether each batch entry has a stored bias of its own.
+    table: whether a learned bias is looked up in a table.
     function: whether a softcap, another function or a looked-up bias changes the scores, or a factor the weights.
     dropout, sink: whether there is dropout of the weights, and a sink.
     repeats: copies of each key in memory, in the program as written; 0 stands for heads // kv_heads.
@@ -57,6 +59,7 @@ class Case:
     sink: bool = False
     table: bool = False
     repeats: int = 0
+    bias_by_entry: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
@@ -104,8 +107,8 @@ class Case:
     def __str__(self) -> str:
         mask = "no mask" if self.mask == "none" else f"{self.mask} mask"
         words = [f"{mask} ({self.visible:.0%} seen)" if self.mask == "window" else mask]
-        words += [{"none": "", "constant": "bias"}.get(self.bias, f"bias with {self.bias}")]
-        words += ["a function of the scores"] if self.function else []
+        words += [_BIAS_IN_WORDS[self.bias] + " for each batch entry" * self.bias_by_entry]
+        words += ["a bias from a table" if self.table else "a function of the scores"] if self.function else []
         words += [name for name in ("dropout", "sink") if getattr(self, name)]
         words += ["training" if self.training else "inference", self.dtype, f"{self.batch} x {self.heads} heads"]
         words += [f"{self.kv_heads} kv_heads"] if self.kv_heads != self.heads else []
@@ -114,6 +117,10 @@ class Case:
         return ", ".join([*filter(None, words), f"q_len {self.q_len}, kv_len {self.kv_len}"])
 
 
+_BIAS_IN_WORDS = {
+    "none": "", "constant": "bias", "positions": "bias by positions", "gradient": "bias with gradient",
+    "indexed": "bias with indexed",
+}  # fmt: skip
 _KINDS: dict[str, Any] = {"str": str, "bool": bool, "int": int, "float": (int, float)}
 _USUAL: dict[str, Any] = {
     field.name: field.default for field in fields(Case) if field.name not in ("kv_heads", "value_dim")
@@ -126,11 +133,9 @@ def case_of(attention: Attention, facts: Facts) -> Case:
         name: max(getattr(facts, name), TYPICAL_LENGTH if name in facts.symbolic else 1) for name in ("q_len", "kv_len")
     }
     mask, visible = _mask(attention, facts, sizes["q_len"], sizes["kv_len"])
+    stored = any(_is_stored(term, attention) for term in attention.biases)
     # A learned bias that is looked up costs as much as a function of the scores, not as much as a stored bias.
-    by_index = any(_by_index(term, attention) for term in attention.biases)
-    looked_up = facts.bias_needs_grad and not any(_is_stored(term, attention) for term in attention.biases)
-    bias = "none" if looked_up or not attention.biases else "gradient" if facts.bias_needs_grad else "constant"
-    bias = "indexed" if by_index else bias
+    looked_up = facts.bias_needs_grad and not stored
     beyond = (attention.score_mod, attention.softcap, attention.factor)
     return Case(
         dtype=str(facts.dtype).removeprefix("torch."),
@@ -139,7 +144,9 @@ def case_of(attention: Attention, facts: Facts) -> Case:
         **sizes,
         mask=mask,
         visible=visible,
-        bias=bias,
+        bias="none" if looked_up else _bias(attention, facts),
+        bias_by_entry=facts.batch > 1
+        and any(_is_stored(term, attention, {*attention.axes.batch}) for term in attention.biases),
         function=looked_up or any(x is not None for x in beyond),
         dropout=attention.dropout_p is not None,
         sink=attention.sink is not None,
@@ -148,16 +155,29 @@ def case_of(attention: Attention, facts: Facts) -> Case:
     )
 
 
+def _bias(attention: Attention, facts: Facts) -> str:
+    """The kind of what is added to the scores, of all terms together."""
+    if any(_by_index(term, attention) for term in attention.biases):
+        return "indexed"
+    if facts.bias_needs_grad:
+        return "gradient"
+    positions = {*attention.axes.query, *attention.axes.key}
+    read = [x for term in attention.biases for x in walk(term) if isinstance(x, (Load, Gather))]
+    if any(isinstance(x, Gather) or positions & set().union(*(i.free_symbols for i in x.index)) for x in read):
+        return "constant"
+    return "positions" if attention.biases else "none"
+
+
 def _by_index(bias: Expr, attention: Attention) -> bool:
     """Whether `bias` reads a table by an index tensor that has an element for each query and key."""
     return any(_is_stored(place, attention) for x in walk(bias) if isinstance(x, Gather) for place in x.index)
 
 
-def _is_stored(bias: Expr, attention: Attention) -> bool:
-    """Whether `bias` reads a tensor that has an element for each query and key."""
+def _is_stored(bias: Expr, attention: Attention, beside: Set[sympy.Symbol] = frozenset()) -> bool:
+    """Whether `bias` reads a tensor that has an element for each query and key, and along one of `beside` if given."""
     query, key = {*attention.axes.query}, {*attention.axes.key}
     symbols = [set().union(*(i.free_symbols for i in x.index)) for x in walk(bias) if isinstance(x, Load)]
-    return any(found & query and found & key for found in symbols)
+    return any(found & query and found & key and (not beside or found & beside) for found in symbols)
 
 
 def _mask(attention: Attention, facts: Facts, q_len: int, kv_len: int) -> tuple[str, float]:

@@ -91,7 +91,8 @@ def seconds(reach: Reach, case: Case, here: Peaks) -> float:
     # All batch entries share a stored bias or mask, which each pass over the scores reads about once.
     with_gradient = case.bias in ("gradient", "indexed")
     whole = (case.mask in ("dense", "documents") or case.bias != "none") + case.dropout + with_gradient
-    passes = reach.passes[case.training] + whole * (2 if case.training else 1) / max(case.batch, 1)
+    sharing = 1 if case.bias_by_entry else max(case.batch, 1)
+    passes = reach.passes[case.training] + whole * (2 if case.training else 1) / sharing
     time += passes * moved / (here.cached if moved < here.cache or reach.per_block else here.bandwidth)
     # As written, keys that several query heads share are copied in memory: read once, then each copy written and read.
     repeated = 1 + 2 * case.copies if case.copies > 1 and reach.skips == "none" else 1

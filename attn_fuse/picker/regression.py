@@ -27,7 +27,13 @@ _PLANES, _SCORES, _SHAPE, _HEAD_DIM, _VALUE_DIM, _VISIBLE = 0.43, 0.26, 0.22, 0.
 _MASK, _TRAINING, _FUNCTION, _DROPOUT, _SINK = 0.63, 0.32, 0.2, 1.1, 0.2
 _HALF, _DOUBLE = 1.6, 1.6
 # Distances: constant to none 0.15, gradient to constant or none 0.3, indexed to gradient 0.5.
-_BIAS = {"none": (0.0, 0.0), "constant": (0.15, 0.0), "gradient": (0.075, 0.225), "indexed": (0.075, 0.725)}
+_BIAS = {
+    "none": (0.0, 0.0), "constant": (0.15, 0.0), "positions": (0.15, 0.0), "gradient": (0.075, 0.225),
+    "indexed": (0.075, 0.725),
+}  # fmt: skip
+# On a GPU: of a table from a function of the scores, of positions from a constant bias, and of a bias for each batch
+# entry from a shared one. Assumed, as little as the min above: no device has rows of both yet.
+_TABLE, _POSITIONS, _BY_ENTRY = 0.2, 0.2, 0.2
 
 # From this many bytes on (the max of M_MMAP_THRESHOLD) glibc takes an allocation anew from the system, which clears it
 # page by page: scores just above cost the program as written half as much again as scores just below.
@@ -46,6 +52,7 @@ def point_of(case: Case, device_type: str) -> Point:
     groups = case.heads // case.kv_heads
     queries, heads = (groups, case.kv_heads) if case.q_len == 1 else (case.q_len, case.heads)
     shape = case.q_len * groups / case.kv_len
+    on_gpu = device_type == "cuda"
     return (
         _PLANES * math.log2(case.batch * heads),
         _SCORES * math.log2(queries * case.kv_len),
@@ -61,6 +68,9 @@ def point_of(case: Case, device_type: str) -> Point:
         _DOUBLE * (case.itemsize == 8),
         _MAPPED * (device_type == "cpu" and case.scores * case.itemsize >= _MAPPED_FROM),
         *_BIAS[case.bias],
+        _TABLE * (on_gpu and case.table),
+        _POSITIONS * (on_gpu and case.bias == "positions"),
+        _BY_ENTRY * (on_gpu and case.bias_by_entry),
         *(_MASK / 2 * (case.mask == name) for name in KINDS),
     )
 

@@ -19,6 +19,8 @@ from attn_fuse.picker.case import DTYPES, Case, visible_share
 Program = Callable[..., Tensor]
 
 _SOFTCAP, _DROPOUT, _SEEN_OF_DENSE = 30.0, 0.1, 0.8
+# T5's buckets of relative positions, and the distance from which on all are one (arXiv 1910.10683).
+_BUCKETS, _FAR = 32, 128
 # Where documents begin, as shares of the length: the borders of documents are not those of blocks.
 _DOCUMENTS = (0.21, 0.34, 0.71)
 
@@ -31,15 +33,21 @@ def program(case: Case) -> Program:
         if groups > 1:
             key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
         scores = (query * scale) @ key.transpose(-2, -1)
-        if case.function:
+        i = torch.arange(query.shape[2], device=query.device)[:, None]
+        j = torch.arange(key.shape[2], device=query.device)[None, :]
+        if case.table:
+            scores = scores + F.embedding(bucket(j - i), others["table"]).permute(2, 0, 1)
+        elif case.function:
             scores = _SOFTCAP * torch.tanh(scores / _SOFTCAP)
         if case.bias == "indexed":
             scores = scores + others["table"][others["index"]].permute(2, 0, 1)
+        elif case.bias == "positions":
+            slopes = torch.exp2(-8 * torch.arange(1, case.heads + 1, device=query.device) / case.heads)
+            distance = j - (i + key.shape[2] - query.shape[2])
+            scores = scores + (slopes[:, None, None] * distance).to(scores.dtype)
         elif case.bias != "none":
             scores = scores + others["bias"]
         if seen is not None:
-            i = torch.arange(query.shape[2], device=query.device)[:, None]
-            j = torch.arange(key.shape[2], device=query.device)[None, :]
             scores = scores.masked_fill(~seen(i, j), -math.inf)
         if case.mask in ("padding", "dense"):
             scores = scores.masked_fill(~others["keep"], -math.inf)
@@ -57,6 +65,15 @@ def program(case: Case) -> Program:
         return weights @ value
 
     return written
+
+
+def bucket(distance: Tensor) -> Tensor:
+    """T5's bucket of a key's position less a query's: one for each near distance, then ever wider ones."""
+    half, far = _BUCKETS // 2, distance.abs()
+    exact = half // 2
+    wide = exact + (torch.log(far.float() / exact) / math.log(_FAR / exact) * (half - exact)).long()
+    within = torch.where(far < exact, far, torch.min(wide, torch.full_like(wide, half - 1)))
+    return within + half * (distance > 0).long()
 
 
 def seen_by_position(case: Case) -> Callable[[Tensor, Tensor], Tensor] | None:
@@ -106,8 +123,11 @@ def tensors(case: Case, device: torch.device) -> tuple[Any, ...]:
     if case.bias == "indexed":
         others["index"] = index = window_index(case.q_len, case.kv_len, device)
         others["table"] = random(int(index.max()) + 1, case.heads)
-    elif case.bias != "none":
-        others["bias"] = random(1, case.heads, case.q_len, case.kv_len, grad=case.bias == "gradient")
+    elif case.bias in ("constant", "gradient"):
+        entries = case.batch if case.bias_by_entry else 1
+        others["bias"] = random(entries, case.heads, case.q_len, case.kv_len, grad=case.bias == "gradient")
+    if case.table:
+        others["table"] = random(_BUCKETS, case.heads)
     if case.mask == "dense":
         keep = torch.rand(case.batch, 1, case.q_len, case.kv_len, device=device) < _SEEN_OF_DENSE
         keep[..., 0] = True  # so that no row is fully masked

@@ -289,6 +289,10 @@ SPECIMENS = [case for case in grid("cpu", [24], 4) if case.dtype == "float32"]
 SPECIMENS += [
     Case("float32", True, 2, 4, 24, 24, 8, bias="indexed"),
     Case("float32", False, 1, 4, 12, 20, 8, bias="indexed"),
+    Case("float32", True, 2, 4, 24, 24, 8, function=True, table=True),
+    Case("float32", True, 2, 4, 24, 24, 8, bias="gradient", bias_by_entry=True),
+    Case("float32", True, 2, 4, 24, 24, 8, bias="positions"),
+    Case("float32", False, 2, 4, 1, 20, 8, bias="positions"),
     Case("float32", False, 2, 4, 24, 24, 8, mask="padding"),
     Case("float32", False, 2, 4, 24, 24, 8, mask="prefix", visible=visible_share(24, 24, 0, None, 6)),
     Case("float32", True, 2, 4, 24, 24, 8, mask="padding", visible=visible_share(24, 24, 0, None)),
