@@ -4,7 +4,7 @@
     PYTHONPATH=. python benchmarks/gpu.py compile  --results DIRECTORY   what the others time, side by side
     PYTHONPATH=. python benchmarks/gpu.py speed    --results DIRECTORY   them beside torch's, FlexAttention, decoding
     PYTHONPATH=. python benchmarks/gpu.py evidence --results DIRECTORY   what the kernel picker goes by
-    PYTHONPATH=. python benchmarks/gpu.py models   --results DIRECTORY   nanoGPT's training step; tests/gpu
+    PYTHONPATH=. python benchmarks/gpu.py models   --results DIRECTORY   `bench nanogpt`; tests/gpu
 
 They go by 1 to 5, too, and `all` makes the five. Nothing is needed but torch with its Triton, no network, and nothing
 is written but to DIRECTORY and to a folder for caches, the same on every machine, since Triton's cache hits only there:

@@ -29,6 +29,7 @@ import gpu_attention
 import gpu_cases
 import gpu_sections
 import gpu_tasks
+from attn_fuse.bench.nanogpt import programs_of
 from attn_fuse.picker.workers import Pool
 from gpu import CACHES, triton_key
 from gpu_attention import Bench
@@ -69,19 +70,18 @@ def case(library: Path, name: str, case: Any) -> dict[str, int]:
     return _counted(library, run)
 
 
-def model(library: Path, name: str) -> dict[str, int]:
+def model(library: Path, dropout: float) -> dict[str, int]:
     """GPT-2 small's attention on triton_flash, as `models` trains it: one layer, since all are alike."""
-    import nanogpt as script
     from attn_fuse.backend import attn_fuse
+    from attn_fuse.bench.gpt import GPT, GPTConfig
 
     def run() -> None:
-        changes, _ = gpu_tasks.MODELS[name]
-        config = script.GPTConfig(**changes | {"n_layer": 1, "vocab_size": 256})
-        args = argparse.Namespace(device=_CPU, batch=gpu_tasks.BATCH, length=config.block_size)
+        sizes = gpu_tasks.sizes(tiny=False)
         options = {"kernels": ["triton_flash"], "strict": True, "inner_backend": "aot_eager"}
-        module = script.GPT(config).to(torch.bfloat16)
+        module = GPT(GPTConfig(sizes.length, 256, 1, sizes.heads, sizes.width, dropout, bias=False)).to(torch.bfloat16)
         module.compile(backend=attn_fuse, options=options)
-        script.block_runs({name: module}, args, training=True)[name]()
+        tokens = torch.zeros(sizes.batch, sizes.length, dtype=torch.long)
+        module(tokens, tokens)[1].backward()
 
     return _counted(library, run)
 
@@ -106,7 +106,8 @@ def tasks(library: Path, only: list[str]) -> Iterator[Task]:
         for _, one in gpu_cases.cases():
             yield case, library, "triton_flash", one
     if "models" in only:
-        yield from ((model, library, name) for name in gpu_tasks.MODELS)
+        programs = programs_of(torch.device("cuda"), gpu_tasks.sizes(tiny=False))
+        yield from ((model, library, dropout) for dropout in dict.fromkeys(p.dropout for p in programs))
     if "correct" in only:
         from tests.grid.case import LONGER, Case
         from tests.grid.operators import FLASH

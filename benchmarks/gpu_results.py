@@ -21,6 +21,7 @@ from typing import Any
 # First of all: other packages, too, bring a `tests`.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from attn_fuse.bench.ways import EAGER, INDUCTOR
 from attn_fuse.picker import evidence
 from attn_fuse.picker.evidence import AS_WRITTEN
 from harness import ROOT, bytes_in_words, seconds_in_words
@@ -187,18 +188,17 @@ def evidence_of(found: dict[str, dict[str, Any]]) -> Iterator[list[str]]:
         yield [row["what"], row["case"], *ratios, *(["; ".join(longer) or "-"] if known else [])]
 
 
-def models(found: dict[str, dict[str, Any]]) -> Iterator[list[str]]:
-    for row in rows_of(found, "models", "models"):
-        seconds = row.get("seconds") or {}
-        for variant in ("attn_fuse", "triton_flash"):
-            if variant not in seconds:
-                continue
-            ratios = [f"{seconds[variant] / seconds[n]:.2f}" if n in seconds else "-" for n in ("inductor", "sdpa")]
-            memory = ", ".join(
-                bytes_in_words(row["peak_bytes"][n]) for n in ("inductor", variant, "sdpa") if n in row["peak_bytes"]
-            )
-            name = row["what"] + (", on `triton_flash` alone" if variant == "triton_flash" else "")
-            yield [name, seconds_in_words(seconds[variant]), *ratios, memory]
+def steps(found: dict[str, dict[str, Any]]) -> Iterator[list[str]]:
+    """The rows of `bench nanogpt`, each over eager and over Inductor."""
+    rows = rows_of(found, "models", "nanogpt")
+    seconds = {row["what"]: row["seconds"] for row in rows if "seconds" in row}
+    for row in rows[1:]:
+        if "seconds" not in row:
+            yield [row["what"], str(row["vocabulary"]), row["failed"], "-", "-", "-", "-"]
+            continue
+        ratios = [f"{row['seconds'] / seconds[base]:.2f}" if base in seconds else "-" for base in (EAGER, INDUCTOR)]
+        memory = bytes_in_words(row["peak_bytes"])
+        yield [row["what"], str(row["vocabulary"]), seconds_in_words(row["seconds"]), *ratios, memory, row["fused"]]
 
 
 def table(head: Sequence[str], rows: Iterator[list[str]]) -> str:
@@ -249,16 +249,14 @@ def block(found: dict[str, dict[str, Any]]) -> str:
     chosen = table(["", "case", "picked", "/ as written under Inductor", "times as fast as torch's best"], picks(found))
     if chosen:
         parts.append("What the picker chooses by this evidence; / is its time over that of the other:\n\n" + chosen)
-    head = [
-        "a training step",
-        "attn_fuse",
-        "/ Inductor",
-        "/ edited by hand",
-        "peak memory: Inductor, attn_fuse, by hand",
-    ]
-    steps = table(head, models(found))
-    if steps:
-        parts.append("nanoGPT, unmodified, 12 sequences of 1024 tokens, forward and backward:\n\n" + steps)
+    head = ["a training step", "vocabulary", "median", "/ eager", "/ Inductor", "peak memory", "fused"]
+    trained = table(head, steps(found))
+    if trained:
+        sizes = rows_of(found, "models", "nanogpt")[0]
+        said = f"{sizes['batch']} sequences of {sizes['length']} tokens, autocast to {sizes['dtype']}, with AdamW"
+        parts.append(
+            f"GPT-2 small, its attention written out (`python -m attn_fuse.bench nanogpt`), {said}:\n\n{trained}"
+        )
     return "\n\n".join(parts)
 
 

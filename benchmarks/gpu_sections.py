@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
+import json
 import re
 import subprocess
 import sys
@@ -20,6 +21,8 @@ import gpu_cases
 import gpu_tasks
 from attn_fuse.bench.calibrate import Measuring
 from attn_fuse.bench.measure import Effort, kernels_on
+from attn_fuse.bench.nanogpt import programs_of
+from attn_fuse.bench.ways import EAGER
 from attn_fuse.picker import evidence
 from attn_fuse.picker.case import Case
 from attn_fuse.picker.evidence import AS_WRITTEN
@@ -38,6 +41,8 @@ COMPILING = 10
 MAX_LOST = 12
 # Batch and length of the caches that are decoded from.
 CACHES_READ = ((32, 4096), (1, 32768), (8, 16384), (64, 1024))
+# Seconds that `bench nanogpt` takes beside what it is told to stay within: the program that it is at, and memory.
+_ENDING = 25.0
 # The one that most waits for comes first.
 ORDER = ("triton_flash", "chunked")
 
@@ -235,11 +240,14 @@ def everything(run: Run, end: float) -> Iterator[Row]:
         for name in names
         if name in run.own or name == "flex"
     ]
-    steps = [(gpu_tasks.first_step, [name], run.bench, model) for model, name in _variants(run)]
-    first, rest = steps[: len(gpu_tasks.VARIANTS)], steps[len(gpu_tasks.VARIANTS) :]
-    half = len(cases) // 2
-    calls = [*first, *cases[:half], *rest, *cases[half:], *timed]
-    # Each holds up to 4 GiB, a model's training step 10 to 20.
+    programs = programs_of(run.device, gpu_tasks.sizes(run.tiny))
+    steps = [(gpu_tasks.first_step, p.name, run.device, run.tiny) for p in programs if p.way.name != EAGER]
+    # Each holds up to 4 GiB, a training step 10 to 20: three of them at first, then one after every few cases.
+    calls, rest = list[tuple[Any, ...]](steps[:3]), steps[3:]
+    few = -(-len(cases) // len(rest))
+    for number, step in enumerate(rest):
+        calls += [*cases[number * few : (number + 1) * few], step]
+    calls += timed
     workers = min(run.workers(), COMPILING)
     with Pool(workers, gpu_tasks.environment() | {"TORCHINDUCTOR_COMPILE_THREADS": "2"}, TASKS) as pool:
         yield from _compiled(run, pool, calls, end)
@@ -367,25 +375,33 @@ def choices(run: Run, end: float) -> Iterator[Row]:
 # ---- 5: models
 
 
-def _variants(run: Run) -> list[tuple[str, str]]:
-    wrong = run.earlier.get("wrong kernels", {})
-    asked = [(model, name) for model, (_, names) in gpu_tasks.MODELS.items() for name in names]
-    return [(model, name) for model, name in asked if name not in wrong]
-
-
-def models(run: Run, end: float) -> Iterator[Row]:
-    """A training step of GPT-2 small, its variants in turn."""
-    variants = _variants(run)
-    for model in gpu_tasks.MODELS:
-        left = end - time.perf_counter()
-        if left < 5:
-            yield {"what": model, "failed": "no time was left"}
+def nanogpt(run: Run, end: float) -> Iterator[Row]:
+    """`python -m attn_fuse.bench nanogpt`: a row for each program that trains a GPT; its own file lies beside."""
+    left, sizes = max(1.0, end - time.perf_counter()), gpu_tasks.sizes(run.tiny)
+    path = run.results / f"bench-nanogpt-{run.label}.json"
+    path.unlink(missing_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    options = {**vars(sizes), "device": run.device.type, "seconds": 0.2 if run.tiny else 3.0, "json": path}
+    options["within"] = max(1.0, left - _ENDING)
+    command = [sys.executable, "-m", "attn_fuse.bench", "nanogpt"]
+    command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=left, check=False)
+    except subprocess.TimeoutExpired:
+        yield {"failed": f"stopped after {seconds_in_words(left)}"}
+        return
+    if done.returncode or not path.exists():
+        yield {"failed": f"exit code {done.returncode}: {done.stderr[-1000:]}"}
+        return
+    found = json.loads(path.read_text())
+    yield {"what": "sizes", **found["sizes"], "load": found["load"]}
+    for row in found["rows"]:
+        head = {"what": row["name"], "vocabulary": row["vocabulary"], "fused": f"{row['fused']} of {row['sites']}"}
+        if row["timing"] is None:
+            yield head | {"failed": row["problem"]}
             continue
-        with Worker(imports=TASKS) as worker:
-            names = [variant for of, variant in variants if of == model]
-            answer, broke = spared(worker, left, end, gpu_tasks.training, names, run.bench, model, 5.0)
-        row = answer.value or {"what": model, "failed": answer.problem}
-        yield row | ({"broke": broke} if broke else {})
+        times = {"seconds": row["timing"]["median"], "peak_bytes": row["peak"], "loss": row["loss"]}
+        yield head | times | {"first_call_s": row["first_call"]}
 
 
 def tests(run: Run, end: float) -> Iterator[Row]:
@@ -428,5 +444,5 @@ CALLS = {
     "compile": Call(3.5, {"compile": (everything, 1.0)}),
     "speed": Call(2.0, {"speed": (speed, 1.0)}),
     "evidence": Call(3.0, {"evidence": (gathered, 0.85), "choices": (choices, 1.0)}),
-    "models": Call(2.5, {"models": (models, 0.8), "tests": (tests, 1.0)}),
+    "models": Call(2.5, {"nanogpt": (nanogpt, 0.8), "tests": (tests, 1.0)}),
 }  # fmt: skip

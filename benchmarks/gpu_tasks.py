@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import os
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
 import gpu_attention
+from attn_fuse.bench import nanogpt
 from attn_fuse.bench.measure import bytes_as_written, in_gib, prepared
+from attn_fuse.bench.nanogpt import Sizes
 from attn_fuse.picker.case import Case
 from attn_fuse.picker.evidence import AS_WRITTEN
-from attn_fuse.picker.timing import free_memory, interleaved, machine, synchronize
-from attn_fuse.picker.workers import note
+from attn_fuse.picker.timing import free_memory, machine
 from attn_fuse.picker.workloads import program, runner, tensors
 from gpu_attention import Bench, Row
 
@@ -181,112 +181,24 @@ def picked(case: Case, device: torch.device) -> tuple[str, str]:
     return site.kernel, site.attention["picked"]
 
 
-# ---- models
+# ---- the training step of a GPT
 
-BATCH = 12
-VARIANTS = ("inductor", "sdpa", "attn_fuse", "triton_flash")
-MODELS = {
-    "GPT-2 small": ({"vocab_size": 50257}, VARIANTS),
-    "GPT-2 small, its vocabulary padded to 50304": ({"vocab_size": 50304}, VARIANTS[:3]),
-    "GPT-2 small, dropout 0.1": ({"vocab_size": 50304, "dropout": 0.1}, VARIANTS[:3]),
-}
-# Gradients in bfloat16 may differ by so much, of their norm; losses near 11 by two of its steps.
-MAX_OFF, MAX_LOSS_OFF = 0.1, 0.13
-_TINY = {"block_size": 32, "n_layer": 1, "n_head": 2, "n_embd": 32}
+# About as many bytes as its largest program holds at once: scores of 12 layers, and logits with their gradients.
+STEP_BYTES = 16 << 30
 
 
-def steps(variants: Sequence[str], bench: Bench, model: str) -> tuple[dict[str, Callable[[], Any]], dict[str, Any]]:
-    """A training step of each variant, once run, and its report; one that fails is left out, with the reason.
-
-    As written under Inductor, edited by hand to SDPA under Inductor, and as written under attn_fuse: as it picks, and
-    on triton_flash alone.
-    """
-    import nanogpt as script
-    from attn_fuse.report import headline, reports
-
-    changes, _ = MODELS[model]
-    config = script.GPTConfig(**changes, **(_TINY if bench.tiny else {}))
-    inner = "aot_eager" if bench.tiny else "inductor"
-    own = "chunked" if bench.device.type == "cpu" else "triton_flash"
-    torch.manual_seed(0)
-    weights = script.GPT(config).state_dict()
-    backends: dict[str, dict[str, Any]] = {
-        "inductor": {"backend": inner},
-        "sdpa": {"backend": inner},
-        "attn_fuse": {"backend": "attn_fuse", "options": {"inner_backend": inner}},
-        "triton_flash": {
-            "backend": "attn_fuse",
-            "options": {"inner_backend": inner, "kernels": [own], "strict": True},
-        },
-    }
-    args = argparse.Namespace(device=bench.device, batch=2 if bench.tiny else BATCH, length=config.block_size)
-    gradients: dict[str, torch.Tensor] = {}
-    calls, said = {}, {"failed": {}, "loss": {}, "off": {}, "sites": {}, "first_step_s": {}}  # type: dict[str, Any], dict[str, Any]
-    for variant in variants:
-        note(variant)
-        started = time.perf_counter()
-        try:
-            module = (script.SDPAGPT if variant == "sdpa" else script.GPT)(config)
-            module.load_state_dict(weights)
-            module.to(bench.device, torch.bfloat16).compile(**_known(backends[variant]))
-            step = script.block_runs({variant: module}, args, training=True)[variant]
-            before = len(reports())
-            said["loss"][variant] = float(step())
-            sites = {headline(site) for report in reports()[before:] for site in report.sites}
-            said["sites"][variant] = sorted(sites)
-            gradients[variant] = _gradients(module)
-            calls[variant] = step
-        except Exception as error:
-            synchronize(bench.device)  # raises where the device is broken
-            said["failed"][variant] = f"{type(error).__name__}: {str(error)[:500]}"
-        said["first_step_s"][variant] = round(time.perf_counter() - started, 1)
-    note("")
-    first = next(iter(gradients), "")
-    # Under dropout each draws for itself, and only the sizes are alike.
-    allowed = MAX_OFF * (5 if config.dropout else 1)
-    for variant, gradient in gradients.items():
-        of = gradients[first]
-        off = float((gradient.norm() - of.norm()).abs() / of.norm() if config.dropout else _distance(gradient, of))
-        said["off"][variant] = round(off, 5)
-        if not off <= allowed or abs(said["loss"][variant] - said["loss"][first]) > MAX_LOSS_OFF:
-            calls.pop(variant)
-            said["failed"][variant] = f"wrong: its gradients are off from those of {first} by {off:.3g}"
-    return calls, {"what": model, "batch": args.batch, "tokens": config.block_size, **said}
+def sizes(tiny: bool) -> Sizes:
+    """Of `python -m attn_fuse.bench nanogpt`: GPT-2 small in batches of 12, as nanoGPT has it."""
+    return Sizes(1, 2, 32, 32, 2, 65, "float32") if tiny else Sizes(batch=12)
 
 
-def _gradients(model: torch.nn.Module) -> torch.Tensor:
-    """Those of the weights that make query, key and value, which say most of what the attention did."""
-    named = [(name, p.grad) for name, p in model.named_parameters() if name.endswith("c_attn.weight")]
-    return torch.cat([gradient.flatten().float() for _, gradient in named if gradient is not None])
-
-
-def _distance(found: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    return (found - reference).norm() / reference.norm()
-
-
-def _known(how: dict[str, Any]) -> dict[str, Any]:
-    """torch finds the backend by its name where attn_fuse is installed; run from a checkout it is given itself."""
-    from attn_fuse.backend import attn_fuse
-
-    return how | {"backend": attn_fuse} if how["backend"] == "attn_fuse" else how
-
-
-def first_step(variants: Sequence[str], bench: Bench, model: str) -> Row:
-    """Have the variants compiled, which the caches on disk keep."""
-    said = steps(variants, bench, model)[1]
-    if torch.cuda.is_initialized():
+def first_step(name: str, device: torch.device, tiny: bool) -> float:
+    """Have a program of that table compiled, which the caches on disk keep; the loss."""
+    _wait_for_memory(device, 0 if tiny else STEP_BYTES)
+    loss = nanogpt.first_step(name, sizes(tiny), device)
+    if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    return said
-
-
-def training(variants: Sequence[str], bench: Bench, model: str, seconds: float) -> Row:
-    """Seconds of a training step of each variant, interleaved, and the max memory."""
-    from harness import peak_memory
-
-    calls, said = steps(variants, bench, model)
-    times = interleaved(calls, bench.device, 2 if bench.tiny else 15, seconds) if calls else {}
-    peaks = {variant: peak_memory(call, bench.device) for variant, call in calls.items()}
-    return {**said, "seconds": {variant: timing.median for variant, timing in times.items()}, "peak_bytes": peaks}
+    return loss
 
 
 def environment() -> dict[str, str]:

@@ -1,12 +1,13 @@
 """``python -m attn_fuse.bench nanogpt``: the training step of a GPT with hand-written attention.
 
-Eager, Inductor, SDPA's formula, its efficient and flash kernels, and flash beside a padded vocabulary: on CUDA GPT-2
-small in bfloat16, on the CPU a small GPT in float32.
+Eager, Inductor, SDPA's formula, its efficient and flash kernels, edited by hand, flash beside a padded vocabulary, and
+dropout: on CUDA GPT-2 small in bfloat16, on the CPU a small GPT in float32.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
     device = device_of(args.device)
     sizes = _sizes(args, device)
     with Progress(steps_of(device, sizes)) as progress:
-        found = measure(sizes, device, args.seconds, progress)
+        found = measure(sizes, device, args.seconds, progress, args.within)
     print(as_text(found, sizes, device))
     if args.json is not None:
         data = {"machine": machine(device), "sizes": vars(sizes), "load": found.load}
@@ -71,6 +72,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=[d for d in DTYPES if d != "float64"], help="bfloat16; float32 on the CPU")
     parser.add_argument("--device", help="cpu or cuda; cuda where there is one is the default")
     parser.add_argument("--seconds", type=duration, default=_SECONDS, help=f"of timing, at most, a row ({_SECONDS:g})")
+    parser.add_argument(
+        "--within", type=duration, default=math.inf, metavar="SECONDS", help="of all, about; what is late is left out"
+    )
     add_files(parser, "bars of time and memory")
     return parser
 

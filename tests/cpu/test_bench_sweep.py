@@ -184,11 +184,20 @@ def test_the_rows_of_a_gpt(monkeypatch: pytest.MonkeyPatch) -> None:
         ("attn_fuse, SDPA math", 65),
         ("attn_fuse, SDPA flash", 65),
         ("attn_fuse, its own choice", 65),
+        ("edited by hand to SDPA, Inductor", 65),
         ("attn_fuse, SDPA flash + padded vocabulary", 128),
+        ("Inductor, dropout 0.1", 65),
+        ("attn_fuse, its own choice, dropout 0.1", 65),
     ]
+    assert [row.dropout for row in table.rows] == [0.0] * 7 + [0.1] * 2
     for row in table.rows:
         assert not row.problem and row.timing is not None and row.timing.runs == 3 and row.peak and row.sites == 1, row
-    assert [row.fused for row in table.rows][3::2] == [1, 1] and table.rows[0].fused == 0
+    fused = {row.name: row.fused for row in table.rows}
+    assert fused["attn_fuse, SDPA flash"] == fused["attn_fuse, SDPA flash + padded vocabulary"] == 1
+    assert fused[EAGER] == 0
+    losses = {row.name: row.loss for row in table.rows}
+    assert losses["edited by hand to SDPA, Inductor"] == pytest.approx(losses[EAGER], rel=1e-3)
+    assert losses["Inductor, dropout 0.1"] != pytest.approx(losses[EAGER], rel=1e-6)
     text = nanogpt_command.as_text(table, SMALL, CPU)
     rows = nanogpt.as_csv(table.rows, SMALL)
     for row in rows:
@@ -226,12 +235,35 @@ def test_a_gpt_that_computes_another_loss_gets_no_time(monkeypatch: pytest.Monke
         return (lambda *a: (None, run(*a)[1] * 1.01)) if "flash" in self.name else run
 
     monkeypatch.setattr(Way, "compiled", wrong)
-    some = [(way, n) for way, n in nanogpt.ways_of(CPU, SMALL) if way.name in (EAGER, "attn_fuse, SDPA flash")]
-    monkeypatch.setattr(nanogpt, "ways_of", lambda *_: some)
+    some = [p for p in nanogpt.programs_of(CPU, SMALL) if p.name in (EAGER, "attn_fuse, SDPA flash")]
+    monkeypatch.setattr(nanogpt, "programs_of", lambda *_: some)
     table = nanogpt.measure(SMALL, CPU, 0.05, Progress(1))
     assert [bool(row.timing) for row in table.rows] == [True, False]
     assert table.rows[1].problem.startswith("WRONG: the loss of the first step is ")
     assert "note: attn_fuse, SDPA flash: WRONG" in nanogpt_command.as_text(table, SMALL, CPU)
+
+
+def test_what_is_late_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_inductor(monkeypatch)
+    clock, right = [0.0], nanogpt._prepared
+
+    def slow(*arguments: Any) -> Any:
+        clock[0] += 40.0
+        return right(*arguments)
+
+    monkeypatch.setattr(nanogpt, "_prepared", slow)
+    monkeypatch.setattr(nanogpt.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(nanogpt, "interleaved", lambda runs, *_, **__: dict.fromkeys(runs, timing(1e-3)))
+    # Two fit, with the 10 seconds of timing of each.
+    table = nanogpt.measure(SMALL, CPU, 10.0, Progress(1), within=95.0)
+    assert [row.problem for row in table.rows] == [""] * 2 + ["no time was left"] * 7
+    assert [row.timing is not None for row in table.rows] == [True] * 2 + [False] * 7
+
+
+def test_a_first_step_is_that_of_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_inductor(monkeypatch)
+    by_hand = nanogpt.first_step("edited by hand to SDPA, Inductor", SMALL, CPU)
+    assert by_hand == pytest.approx(nanogpt.first_step(EAGER, SMALL, CPU), rel=1e-3)
 
 
 def test_the_gpt_is_the_one_of_the_example() -> None:
@@ -240,12 +272,15 @@ def test_the_gpt_is_the_one_of_the_example() -> None:
 
 
 def test_on_cuda_the_efficient_kernel_has_a_row() -> None:
-    ways = nanogpt.ways_of(torch.device("cuda"), Sizes())
-    assert [(way.name, vocabulary) for way, vocabulary in ways][3:] == [
+    programs = nanogpt.programs_of(torch.device("cuda"), Sizes())
+    assert [(program.name, program.vocabulary) for program in programs][3:] == [
         ("attn_fuse, SDPA efficient", 50257),
         ("attn_fuse, SDPA flash", 50257),
         ("attn_fuse, its own choice", 50257),
+        ("edited by hand to SDPA, Inductor", 50257),
         ("attn_fuse, SDPA flash + padded vocabulary", 50304),
+        ("Inductor, dropout 0.1", 50257),
+        ("attn_fuse, its own choice, dropout 0.1", 50257),
     ]
 
 

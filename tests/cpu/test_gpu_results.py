@@ -35,11 +35,14 @@ SPEED = [
      "tb_per_s": {"sdpa": 2.0, "triton_flash": 1.0}, "failed": {}},
     {"not run": "plain (512, 64, False)"},
 ]  # fmt: skip
-STEP = {
-    "what": "GPT-2 small", "failed": {},
-    "seconds": {"inductor": 0.2, "sdpa": 0.1, "attn_fuse": 0.09, "triton_flash": 0.11},
-    "peak_bytes": {"inductor": 30 << 30, "sdpa": 10 << 30, "attn_fuse": 11 << 30, "triton_flash": 12 << 30},
-}  # fmt: skip
+STEPS = [
+    {"what": "sizes", "batch": 12, "length": 1024, "dtype": "bfloat16"},
+    {"what": "eager", "vocabulary": 50257, "fused": "0 of 12", "seconds": 0.2, "peak_bytes": 30 << 30},
+    {"what": "Inductor", "vocabulary": 50257, "fused": "0 of 12", "seconds": 0.1, "peak_bytes": 20 << 30},
+    {"what": "attn_fuse, its own choice", "vocabulary": 50257, "fused": "12 of 12", "seconds": 0.05,
+     "peak_bytes": 10 << 30},
+    {"what": "attn_fuse, SDPA flash", "vocabulary": 50304, "fused": "0 of 0", "failed": "no time was left"},
+]  # fmt: skip
 CALLS = {
     "correct": {
         "ceilings": [{"what": "bf16 matmul 8192", "us": 1.0, "tflops": 790.0}],
@@ -53,7 +56,7 @@ CALLS = {
             {"what": TWO, "failed": "stopped"},
         ],
     },
-    "models": {"models": [{"compiled": 10}, STEP], "tests": [{"exit": 0}]},
+    "models": {"nanogpt": STEPS, "tests": [{"exit": 0}]},
 }
 
 
@@ -131,8 +134,10 @@ def test_the_readme_has_the_figures_and_can_be_written_again(folder: Path, check
         "| decoding, 32 heads, 8 of keys, D 128 | - | 1.00 TB/s | - | 2.00 TB/s | - |",
         f"| {ONE} | {FIRST} | `triton_flash` | 0.25 | 1.50 |",
         f"| {ONE} | {FIRST} | - | - | 0.38 | - | 0.25 |",
-        "| GPT-2 small | 90 ms | 0.45 | 0.90 | 30720.0 MiB, 11264.0 MiB, 10240.0 MiB |",
-        "| GPT-2 small, on `triton_flash` alone | 110 ms | 0.55 | 1.10 | 30720.0 MiB, 12288.0 MiB, 10240.0 MiB |",
+        "12 sequences of 1024 tokens, autocast to bfloat16, with AdamW:",
+        "| eager | 50257 | 200 ms | 1.00 | 2.00 | 30720.0 MiB | 0 of 12 |",
+        "| attn_fuse, its own choice | 50257 | 50 ms | 0.25 | 0.50 | 10240.0 MiB | 12 of 12 |",
+        "| attn_fuse, SDPA flash | 50304 | no time was left | - | - | - | - |",
     ):
         assert line in written, written[start:]
     gpu_results.main([str(folder), "--into", str(checkout)])
@@ -165,7 +170,7 @@ def test_parts_that_are_missing_are_left_out(folder: Path, checkout: Path) -> No
         path.unlink()
     gpu_results.main([str(folder), "--into", str(checkout)])
     written = (checkout / gpu_results.RESULTS_PAGE).read_text()
-    assert "| GPT-2 small | 90 ms |" in written and "times as fast as torch's" not in written
+    assert "| Inductor | 50257 | 100 ms |" in written and "times as fast as torch's" not in written
 
 
 def test_what_is_no_result_is_refused(folder: Path, checkout: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -20,6 +21,7 @@ import gpu_cases
 import gpu_sections
 import gpu_tasks
 from attn_fuse.bench.measure import Observation, bytes_as_written
+from attn_fuse.bench.nanogpt import Sizes, programs_of
 from attn_fuse.picker import evidence
 from attn_fuse.picker.evidence import AS_WRITTEN
 from attn_fuse.picker.workers import note
@@ -32,6 +34,7 @@ PUBLISHED = {"published": {"fused": _ALL_RIGHT, "triton": _ALL_RIGHT}, "asked": 
 
 BENCHMARKS = Path(gpu.__file__).parent
 CPU = torch.device("cpu")
+PROGRAMS = programs_of(CPU, gpu_tasks.sizes(tiny=True))
 # The machines that the calls are made for have neither, and need not have the others.
 LACKING = ("expecttest", "mypy", "ruff", "hypothesis", "xdist")
 FORBID = f"""
@@ -85,11 +88,15 @@ def test_every_call_completes_in_its_time(tmp_path: Path) -> None:
     timed = [row for row in rows["speed"] if "us" in row]
     assert len(timed) > 10 and all(row["us"] and not row["failed"] for row in timed), rows["speed"]
     assert [row["picked"] for row in rows["choices"]] and all("us" in row for row in rows["evidence"])
-    assert all({"inductor", "sdpa", "attn_fuse"} <= row["seconds"].keys() for row in rows["models"])
+    sizes, *trained = rows["nanogpt"]
+    assert sizes["what"] == "sizes" and [row["what"] for row in trained] == [p.name for p in PROGRAMS]
+    assert all(row["seconds"] > 0 and row["peak_bytes"] for row in trained), trained
+    assert [row["fused"] for row in trained if row["what"].startswith("attn_fuse, SDPA")] == ["1 of 1"] * 3
     (compiled,) = rows["compile"]
     assert compiled["compiled"] == compiled["of"] > 10 and not compiled["failed"]
     assert rows["tests"][0]["exit"] == 0 and "skipped" in rows["tests"][0]["said"]
     # Both what goes home and what the picker reads.
+    assert (tmp_path / "results" / "bench-nanogpt-cpu.json").exists()
     (shipped,) = (tmp_path / "results").glob("evidence_*.json")
     (own,) = (caches / "attn_fuse").glob("calibration_*.json")
     for path in (shipped, own):
@@ -99,10 +106,29 @@ def test_every_call_completes_in_its_time(tmp_path: Path) -> None:
 
 def test_the_calls_fit_their_minutes() -> None:
     assert [call.minutes for call in CALLS.values()] == [4.0, 3.5, 2.0, 3.0, 2.5]
+    assert sum(call.minutes for call in CALLS.values()) <= 15 and max(call.minutes for call in CALLS.values()) <= 9
     assert all(0 < share <= 1 for call in CALLS.values() for _, share in call.sections.values())
     for _, case in gpu_cases.cases():
         assert bytes_as_written(case) < 7 * 2**30, case
     assert len({case for _, case in gpu_cases.cases()}) == len([*gpu_cases.cases()]) >= 40
+
+
+def test_what_is_trained_later_is_compiled_before(tmp_path: Path, monkeypatch) -> None:
+    """Each case and each program of the table, but eager, is one call; the largest programs do not begin together."""
+    asked = []
+    monkeypatch.setattr(gpu_sections, "_compiled", lambda run, pool, calls, end: asked.extend(calls) or iter(()))
+    run = a_run(tmp_path, 60.0, "chunked")
+    assert not [*gpu_sections.everything(run, run.end)]
+    steps = [place for place, call in enumerate(asked) if call[0] is gpu_tasks.first_step]
+    assert [asked[place][1] for place in steps] == [p.name for p in PROGRAMS if p.name != "eager"]
+    assert steps[:4] == [0, 1, 2, 4] and sum(call[0] is gpu_tasks.compiled for call in asked) == len(small())
+
+
+def test_a_table_that_is_not_made_says_why(tmp_path: Path, monkeypatch) -> None:
+    run = a_run(tmp_path, 60.0, "chunked")
+    monkeypatch.setattr(gpu_tasks, "sizes", lambda tiny: dataclasses.replace(Sizes(), heads=5))
+    (row,) = gpu_sections.nanogpt(run, run.end)
+    assert row["failed"].startswith("exit code 2") and "--width 768: it is a multiple of --heads" in row["failed"]
 
 
 def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
@@ -237,7 +263,6 @@ def test_a_section_ends_by_its_time_whatever_hangs(name: str, tmp_path: Path, mo
         "compiled",
         "picked",
         "first_step",
-        "training",
         "answered",
         "published",
     ):
