@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 
 import attn_fuse
 from attn_fuse.backend import attn_fuse as backend
+from attn_fuse.picker.timing import interleaved
 
 pytestmark = [
     pytest.mark.gpu,
@@ -91,3 +93,16 @@ def test_a_bias_with_gradient_runs_on_the_efficient_kernel() -> None:
     torch.compile(model, backend=backend, options=options)(q, k, v).square().sum().backward()
     assert attn_fuse.reports()[-1].sites[0].kernel == "cuda_efficient"
     torch.testing.assert_close(model.bias.grad, wanted, atol=1e-3, rtol=1e-3)
+
+
+def test_the_clock_does_not_wait_for_the_host() -> None:
+    x = torch.zeros(8, device="cuda")
+
+    def call() -> None:
+        time.sleep(1e-3)
+        x.add_(1)
+
+    found = interleaved({"slow to issue": call}, x.device, rounds=5, seconds=1.0, shortest=2e-3)["slow to issue"]
+    assert found.median < 1e-4 and found.host is not None and found.host >= 1e-3
+    whole = interleaved({"step": call}, x.device, rounds=5, seconds=1.0, whole_programs=True)["step"]
+    assert whole.median >= 1e-3 and whole.host is None
