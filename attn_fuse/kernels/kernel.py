@@ -39,6 +39,7 @@ class Reach:
     forward32, backward32: the shares in float32 and float64; None where they are the same.
     splits32: the max head_dim and value_dim at which a float32 product becomes three TF32 products, where a single one
         is not allowed. fixed32: whether it becomes three even where a single one is allowed.
+    block: the queries and keys of a block, where each head's are multiplied apart by a library that settings choose.
     """
 
     forward: float
@@ -55,6 +56,7 @@ class Reach:
     backward32: float | None = None
     splits32: int = 0
     fixed32: bool = False
+    block: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, eq=False)

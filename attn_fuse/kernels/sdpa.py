@@ -275,7 +275,7 @@ CPU_FLASH = Kernel(
     limits=cpu_limits,
     emit=functools.partial(emit, SDPBackend.FLASH_ATTENTION),
     # At length 2048: 35 ms forward and 126 ms in training; Inductor takes 112 and 329 ms.
-    reach={"cpu": Reach(0.38, 0.37, skips="causal", launches=6)},
+    reach={"cpu": Reach(0.38, 0.37, skips="causal", launches=6, block=(256, 512))},
     switch="flash",
     # In inference it also declines the grid's float16 cases with a bias or a fully masked row.
     declines={"always": BEYOND_SDPA | {"dropout": ("0.25",)}, "training": _ANY_BIAS},

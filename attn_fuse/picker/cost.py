@@ -26,7 +26,8 @@ class Peaks:
     flops16, flops32: floating-point operations a second in 16 and 32 bits. flops_sm80: in 16 bits, of code for sm_80.
     bandwidth: bytes a second of memory, freshly allocated on a CPU. cached: bytes a second of the last-level cache.
     cache: bytes of that cache. launch: seconds of one launch. units: multiprocessors, among which programs are spread.
-    tf32: whether float32 products may be computed in TF32.
+    tf32: whether float32 products may be computed in TF32. product: seconds that a float32 product of two blocks takes
+    beside its operations.
     """
 
     flops16: float
@@ -38,6 +39,7 @@ class Peaks:
     launch: float
     units: int = 1
     tf32: bool = False
+    product: float = 0.0
 
 
 # CUDA, shares of the dense peak; products as written run at the rate of matmuls of this size, the rest is memory. CPU,
@@ -59,6 +61,9 @@ _CALLS_OF_A_SHAPE = 100
 # has to clear first) and to the last-level cache; bytes of that cache; seconds of a launch. A cycle has the
 # floating-point operations of two vector units of that width.
 _CLOCK, _FRESH, _CACHED, _CPU_CACHE, _CPU_LAUNCH = 2.5e9, 2.5e9, 8e9, 32e6, 8e-6
+# Where float32 products may be of bfloat16 numbers, as float32_matmul_precision("medium") has it, torch calls oneDNN
+# for each: measured with 256 windows of 49 keys.
+_ONEDNN_CALL = 2.4e-5
 _PER_CYCLE = {"AVX512": 64, "AVX2": 32}
 _CUDA_LAUNCH = 4e-6
 # Dense 16-bit floating-point operations of an SM in a cycle, by major capability; sm_80 code reaches at most 2048.
@@ -117,6 +122,17 @@ def plans(kernel: Kernel, case: Case, changing: bool, device: torch.device) -> f
     return each_call / seconds(AS_WRITTEN_REACH[device.type], case, peaks(device))
 
 
+def calls(kernel: Kernel, case: Case, device: torch.device) -> float:
+    """The ratio that a slower library for float32 products, which torch's settings choose, adds to that of `kernel`."""
+    reach, here = kernel.reach.get(device.type), peaks(device)
+    if reach is None or reach.block is None or case.itemsize != 4 or not here.product:
+        return 0.0
+    rows, keys = reach.block
+    blocks = case.batch * case.heads * math.ceil(case.q_len / rows) * math.ceil(case.kv_len / keys)
+    products = _FORWARD + (_BACKWARD if case.training else 0)
+    return here.product * blocks * products / seconds(AS_WRITTEN_REACH[device.type], case, here)
+
+
 def _rates(reach: Reach, case: Case, here: Peaks) -> tuple[float, float]:
     """Floating-point operations a second, forward and backward."""
     dense = min(here.flops16, here.flops_sm80) if reach.sm80 else here.flops16
@@ -137,7 +153,7 @@ def peaks(device: torch.device) -> Peaks:
     """The peak rates of `device` as torch reports them, with typical figures for what torch does not report."""
     if device.type == "cuda":
         return _cuda_peaks(device, float32_precision(device))
-    return _cpu_peaks(torch.get_num_threads())
+    return _cpu_peaks(torch.get_num_threads(), float32_precision(device))
 
 
 @functools.cache
@@ -160,7 +176,16 @@ def _cuda_peaks(device: torch.device, precision: str) -> Peaks:
     )
 
 
-def _cpu_peaks(threads: int) -> Peaks:
+def _cpu_peaks(threads: int, precision: str) -> Peaks:
     capability = torch.backends.cpu.get_cpu_capability()
     flops = threads * _CLOCK * _PER_CYCLE.get(capability.partition(" ")[0], 16)
-    return Peaks(flops, flops, flops, threads * _FRESH, threads * _CACHED, _CPU_CACHE, _CPU_LAUNCH)
+    return Peaks(
+        flops,
+        flops,
+        flops,
+        bandwidth=threads * _FRESH,
+        cached=threads * _CACHED,
+        cache=_CPU_CACHE,
+        launch=_CPU_LAUNCH,
+        product=_ONEDNN_CALL / threads if precision == "bf16" else 0.0,
+    )

@@ -172,7 +172,7 @@ def _among_measured(
         why_not |= {name: (reason,) for name, reason in times.why_not.items()}
         return _fastest(known, why_not, "")
     known = {k: found for k in able if (found := _judged(k, case, facts.device)) is not None}
-    known = {k: _with_plans(k, found, case, facts) for k, found in known.items()}
+    known = {k: _with_more(k, found, case, facts) for k, found in known.items()}
     why_not |= {k.name: ("neither measured nor estimated",) for k in able if k not in known}
     return _fastest(known, why_not, f"; measuring here failed ({times.failed})" if times is not None else "")
 
@@ -182,16 +182,16 @@ def _judged(kernel: Kernel, case: Case, device: torch.device) -> Comparison | No
     return found if found is not None else cost.estimated(kernel, case, device)
 
 
-def _with_plans(kernel: Kernel, found: Comparison, case: Case, facts: Facts) -> Comparison:
-    """`found`, the ratio of one fixed shape, with the plans added that changing shapes need."""
-    more = cost.plans(kernel, case, bool(facts.symbolic & {"batch", "q_len", "kv_len"}), facts.device)
-    return (
-        found
-        if not more
-        else replace(
-            found, ratio=found.ratio + more, how=f"{found.how}, with a plan for each of the shapes that change"
-        )
-    )
+def _with_more(kernel: Kernel, found: Comparison, case: Case, facts: Facts) -> Comparison:
+    """`found`, the ratio of one fixed shape at full precision, with what changing shapes and settings add."""
+    changing = bool(facts.symbolic & {"batch", "q_len", "kv_len"})
+    for more, what in (
+        (cost.plans(kernel, case, changing, facts.device), "a plan for each of the shapes that change"),
+        (cost.calls(kernel, case, facts.device), "what its products take at this float32_matmul_precision"),
+    ):
+        if more:
+            found = replace(found, ratio=found.ratio + more, how=f"{found.how}, with {what}")
+    return found
 
 
 def _evidence(kernel: Kernel, case: Case, device: torch.device) -> Comparison | None:

@@ -380,7 +380,7 @@ class TestCost:
         return [cost.seconds(reaches[name], case, here) for name in names]
 
     def test_cpu(self) -> None:
-        here = cost._cpu_peaks(2)
+        here = cost._cpu_peaks(2, "ieee")
         for training, names in ((False, ("flex", "cpu_flash", AS_WRITTEN)), (True, ("cpu_flash", AS_WRITTEN))):
             case = dataclasses.replace(CAUSAL, q_len=2048, kv_len=2048, training=training)
             times = self.times(case, here, "cpu", *names)
@@ -391,9 +391,20 @@ class TestCost:
 
     @pytest.mark.parametrize("row", FITTED, ids=lambda row: str(row.case))
     def test_near_the_shipped_table(self, row: Row) -> None:
-        here = cost._cpu_peaks(2)
+        here = cost._cpu_peaks(2, "ieee")
         model, flash = self.times(row.case, here, "cpu", AS_WRITTEN, "cpu_flash")
         assert abs(math.log2(flash / model) - math.log2(row.times["cpu_flash"] / row.times[AS_WRITTEN])) < 1.6
+
+    def test_many_short_rows_are_slow_where_products_may_be_of_bfloat16(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """float32_matmul_precision("medium") took Swin's 256 windows of 49 keys from 0.8 to 7 times as written."""
+        cpu, by_name = torch.device("cpu"), {kernel.name: kernel for kernel in KERNELS}
+        windows = dataclasses.replace(CAUSAL, batch=256, heads=3, kv_heads=3, q_len=49, kv_len=49, head_dim=16)
+        long = dataclasses.replace(CAUSAL, q_len=2048, kv_len=2048)
+        assert cost.calls(by_name["cpu_flash"], windows, cpu) == 0
+        monkeypatch.setattr(cost, "float32_precision", lambda device: "bf16")
+        assert cost.calls(by_name["cpu_flash"], windows, cpu) > 1 > 10 * cost.calls(by_name["cpu_flash"], long, cpu)
+        for name, case in (("chunked", windows), ("cpu_flash", dataclasses.replace(windows, dtype="bfloat16"))):
+            assert cost.calls(by_name[name], case, cpu) == 0
 
     def test_hopper(self) -> None:
         # An H200 as torch describes it: 132 SMs at 1.98 GHz, 4.8 TB/s.
