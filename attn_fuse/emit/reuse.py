@@ -14,10 +14,11 @@ def earlier(graph: Graph, before: Node, target: Any, args: tuple[Any, ...]) -> N
     """The node in front of `before` that calls `target` on the same `args`; None without one.
 
     target: a function without effects. Arguments are the same if they are equal numbers or sizes, the same tensors, or
-    the same views of them; never if one requires a gradient, as the node may stand in a block without gradients.
+    the same views of them; if one requires a gradient, only of a node that has one: not in a block without gradients.
     """
     for node in graph.find_nodes(op="call_function", target=target):
-        if node < before and not node.kwargs and _same(node.args, args) and not _has_gradient(args):
+        alike = node < before and not node.kwargs and _same(node.args, args)
+        if alike and (requires_grad(node) or not _has_gradient(args)):
             return node
     return None
 

@@ -287,8 +287,12 @@ class TestEarlier:
             again = self.call(graph, torch.rand_like, x)
         assert earlier(graph, end, torch.cumsum, (again, 0)) is None
 
-    def test_not_where_a_gradient_is_required(self) -> None:
+    def test_not_where_a_gradient_would_be_lost(self) -> None:
         graph, x, _ = self.graph()
         x.meta["example_value"] = torch.empty(4, requires_grad=True)
         first = self.call(graph, torch.cumsum, x, 0)
-        assert earlier(graph, graph.output(first), torch.cumsum, (x, 0)) is None
+        end = graph.output(first)
+        # Made where gradients are off.
+        assert earlier(graph, end, torch.cumsum, (x, 0)) is None
+        first.meta["example_value"] = torch.empty(4, requires_grad=True)
+        assert earlier(graph, end, torch.cumsum, (x, 0)) is first

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from functorch.compile import make_boxed_compiler
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 
 from attn_fuse.backend import attn_fuse as backend
@@ -143,3 +143,58 @@ def test_views_are_read_where_they_lie(program: Program, dynamic: bool) -> None:
     before = names[: next(n for n, name in enumerate(names) if "triton_flash" in name)]
     copies = [name for name in before if any(word in name for word in COPIES)]
     assert bool(copies) == (program in COPIED), names
+
+
+# ---- tables that are looked up for each query and key
+
+
+def distances(length: int) -> Tensor:
+    at = torch.arange(length)
+    return (at[None, :] - at[:, None]).clamp(-8, 8) + 8
+
+
+class RelativeLayers(nn.Module):
+    """Two layers with one learned table, as in T5: it is looked up once. stored: at places in a buffer, as in Swin.
+    frozen: the first has no gradients."""
+
+    def __init__(self, stored: bool, frozen: bool = False) -> None:
+        super().__init__()
+        self.table, self.frozen = nn.Parameter(torch.randn(17, HEADS)), frozen
+        self.register_buffer("places", distances(LENGTH) if stored else None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = distances(x.shape[1]) if self.places is None else self.places
+        for frozen in (self.frozen, False):
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not frozen):
+                bias = self.table[places].permute(2, 0, 1)
+                q, k, v = (part.unflatten(2, (HEADS, DIM)).transpose(1, 2) for part in (x, x + 1, x - 1))
+                y = (torch.softmax(q @ k.transpose(-2, -1) / 4 + bias, -1) @ v).transpose(1, 2).flatten(2)
+            x = x + y
+        return x
+
+
+@interpreted
+@pytest.mark.parametrize("stored, dynamic", [(False, False), (False, True), (True, False)])
+def test_layers_share_one_lookup(stored: bool, dynamic: bool) -> None:
+    x = torch.randn(BATCH, LENGTH, WIDTH)
+    outcome = assert_fused(RelativeLayers(stored), x, kernels=["triton_flash"], dynamic=dynamic)
+    assert outcome.after.count("lookup_v1.default(") == 1 and '"gather"' not in calls_of(outcome.after)
+
+
+@interpreted
+def test_a_lookup_without_gradients_is_not_shared_with_one_that_has_them() -> None:
+    x = torch.randn(BATCH, LENGTH, WIDTH)
+    outcome = assert_fused(RelativeLayers(False, frozen=True), x, kernels=["triton_flash"])
+    assert outcome.after.count("lookup_v1.default(") == 2
+
+
+@interpreted
+def test_a_large_lookup_is_left_to_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attn_fuse.kernels.score.apart._MOST", 4 * HEADS * LENGTH * LENGTH - 1)
+    outcome = assert_fused(RelativeLayers(False), torch.randn(BATCH, LENGTH, WIDTH), kernels=["triton_flash"])
+    assert "lookup_v" not in outcome.after and '"gather"' in calls_of(outcome.after)
+
+
+def calls_of(code: str) -> str:
+    """The lines of `code` that call the attention."""
+    return "\n".join(line for line in code.splitlines() if "triton_flash_v" in line)

@@ -22,6 +22,7 @@ from attn_fuse.emit.builder import tensor
 from attn_fuse.expression.nodes import TRUE, And, Expr, Gather, Input, Position, Score, distinct
 from attn_fuse.kernels.centring import gains, restored, sums_to_one
 from attn_fuse.kernels.kernel import Kernel, Reach
+from attn_fuse.kernels.score.apart import lookups_apart
 from attn_fuse.kernels.score.part import part_of
 from attn_fuse.kernels.score.program import ScoreProgram
 from attn_fuse.kernels.score.simplify import inside
@@ -53,7 +54,7 @@ def limits(attention: Attention, facts: Facts) -> Iterator[str]:
 
 def emit(call: Call) -> Node:
     """Build the call of `triton_flash`, and return the node of [batch, heads, q_len, value_dim]."""
-    score = score_call(call)
+    score = lookups_apart(call, score_call(call))
     drops = call.attention.dropout_p is not None
     seed = call.node(torch.randint, 2**62, [1], dtype=torch.int64, device=call.facts.device) if drops else None
     of_queries, of_keys = _spans(call, score)
