@@ -16,7 +16,7 @@ from attn_fuse.expression.functions import BINARY, FUNCTIONS, UNARY, Function, O
 from attn_fuse.kernels.score import program as score_program
 from attn_fuse.kernels.score.gradient import differentiable, gradient_exprs, gradients, needed
 from attn_fuse.kernels.score.program import Block, Memo, ScoreProgram, evaluate
-from attn_fuse.kernels.triton.emitter import Described, Emitter
+from attn_fuse.kernels.triton.emitter import Described, Emitter, Granted
 from attn_fuse.lift.elementwise import ELEMENTWISE
 
 ORDINARY = [-40.0, -3.5, -1.0, -0.75, -0.5, -0.1, 0.0, 0.1, 0.5, 0.75, 1.0, 1.5, 2.5, 7.0, 40.0]
@@ -151,7 +151,7 @@ class TestARow:
         """What tests/triton computes with; here that both templates name every operand."""
         for template in filter(None, (row.triton, row.whole)):
             assert all(f"{{{n}}}" in template for n in range(len(row.gradients)))
-        emitter = Emitter([Described(torch.float32, (False,) * 4, True)] * 2, wide_numbers=False)
+        emitter = Emitter([Described(torch.float32, (False,) * 4, True)] * 2, Granted())
         value = emitter.value(node(row.name, *map(ex.Input, range(len(row.gradients)))))
         assert value.dtype == (torch.bool if row.gives == "truth" else torch.float32)
 

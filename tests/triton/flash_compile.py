@@ -2,9 +2,9 @@
 
     python tests/triton/flash_compile.py CAPABILITY DTYPE HEAD_DIM [CASE [VALUE_DIM]]
 
-CASE: "plain", a causal mask and a scale; "dropout" and "grouped", the same with dropout, or with two heads to a key
-head; "padded", with a mask that hides keys unless a query would see none; or one of `chunked_cases`, grouped, and
-"everything" with dropout.
+CASE: one of PROGRAMS, "plain" a causal mask and a scale, "dropout" and "grouped" the same with dropout, or with two
+heads to a key head, "padded" with a mask that hides keys unless a query would see none; or one of `chunked_cases`,
+grouped, and "everything" with dropout.
 
 The kernels are launched as always, through a driver that only says which device it would be. A process of its own:
 Triton's interpreter cannot be on here, and a compiler pass that fails may end the process.
@@ -25,6 +25,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
+from triton.runtime.errors import OutOfResources
 
 from attn_fuse.kernels.score.program import ScoreProgram
 from attn_fuse.kernels.triton.assembled import misdescribed
@@ -47,10 +48,31 @@ KERNELS = {
     "input": flash_backward.backward_input,
     "seen": spans_kernel.seen,
 }
-PLAIN = ScoreProgram(where(CAUSAL, ["mul", S, const(0.125)]), upper=["number", 0])
+SCALED = ["mul", S, const(0.125)]
+PLAIN = ScoreProgram(where(CAUSAL, SCALED), upper=["number", 0])
 SEEN = ["and", CAUSAL, ["input", 0]]
-ADDED = ["add", ["mul", S, const(0.125)], where(SEEN, const(0.0), torch.finfo(torch.float32).min)]
+ADDED = ["add", SCALED, where(SEEN, const(0.0), torch.finfo(torch.float32).min)]
 PADDED = ScoreProgram(ADDED, visible=SEEN, hides_only_if_others_seen=True)
+BIASED = ["add", SCALED, ["input", 0]]
+CAPPED = ["mul", const(30.0), ["tanh", ["div", SCALED, const(30.0)]]]
+SLOPED = ["add", SCALED, ["mul", ["input", 0], ["sub", ["j"], ["i"]]]]
+# Each with the shape of what it reads.
+PROGRAMS: dict[str, tuple[ScoreProgram, tuple[int, ...] | None]] = {
+    "plain": (PLAIN, None),
+    "dropout": (PLAIN, None),
+    "grouped": (PLAIN, None),
+    "padded": (PADDED, (2, 1, 1, 1024)),
+    "dense bias": (ScoreProgram(BIASED), (1, 4, 1024, 1024)),
+    "own bias": (ScoreProgram(BIASED), (2, 4, 1024, 1024)),
+    "causal bias": (ScoreProgram(where(CAUSAL, BIASED), upper=["number", 0]), (1, 4, 1024, 1024)),
+    "mask": (ScoreProgram(where(["input", 0], SCALED)), (2, 1, 1024, 1024)),
+    "softcap": (ScoreProgram(where(CAUSAL, CAPPED), upper=["number", 0]), None),
+    "slopes": (ScoreProgram(where(CAUSAL, SLOPED), upper=["number", 0]), (1, 4, 1, 1)),
+}
+# The dtype of what is read, where it is not that of the operands.
+READ = {"padded": torch.bool, "mask": torch.bool, "slopes": torch.float32}
+# Bytes of shared memory that one program can have.
+SHARED = {80: 163 * 1024, 86: 99 * 1024, 90: 232448, 100: 232448}
 SEED = torch.zeros(1, dtype=torch.int64)
 
 
@@ -89,17 +111,21 @@ def facts(compiled: Any, tile: Config) -> dict[str, Any]:
     for loop in whole:
         known["per_element"] = loop.instructions / elements
         known["bound_by_issue"] = loop.bound_by_issue
-        known["copies_ahead"] = loop.counts["LDGSTS"]
+        known["in_flight"] = loop.in_flight
         known["spills"] = loop.counts["LDL"] + loop.counts["STL"]
+        known["loop"] = {name: loop.counts[name] for name in ("LDG", "SHFL", "BAR")}
     return known
 
 
-def only_compile(kernel: Any, found: list[Any]) -> None:
+def only_compile(kernel: Any, found: list[Any], most_shared: int) -> None:
     launch = kernel.run
 
     def run(*args: Any, grid: Any, warmup: bool, **how: Any) -> None:
         if warmup:  # what follows is the launch
-            found.append(launch(*args, grid=grid, warmup=True, **how))
+            compiled = launch(*args, grid=grid, warmup=True, **how)
+            if compiled.metadata.shared > most_shared:
+                raise OutOfResources(compiled.metadata.shared, most_shared, "shared memory")
+            found.append(compiled)
 
     kernel.run = run
 
@@ -109,14 +135,13 @@ def main(capability: int, dtype: torch.dtype, head_dim: int, name: str = "plain"
     flash_facts._capability = lambda device: capability // 10  # type: ignore[assignment]
     made: dict[str, list[Any]] = {kernel: [] for kernel in KERNELS}
     for kernel, function in KERNELS.items():
-        only_compile(function, made[kernel])
+        only_compile(function, made[kernel], SHARED[capability])
     # Where no head is shared, the kernels know it when they are compiled.
-    s = Sizes(2, 4, 4 if name in ("plain", "dropout") else 2, 1024, 1024, head_dim, int(value_dim or head_dim))
-    simple = name in ("plain", "dropout", "grouped")
-    if name == "padded":
-        inputs, numbers, program = [torch.empty(s.batch, 1, 1, s.kv_len, dtype=torch.bool)], [0], PADDED
-    elif simple:
-        inputs, numbers, program = [], [0], PLAIN
+    kv_heads = 4 if name in PROGRAMS and name != "grouped" else 2
+    s = Sizes(2, 4, kv_heads, 1024, 1024, head_dim, int(value_dim or head_dim))
+    if name in PROGRAMS:
+        program, shape = PROGRAMS[name]
+        inputs, numbers = [] if shape is None else [torch.empty(shape, dtype=READ.get(name, dtype))], [0]
     else:
         inputs, numbers, program = CASE[name].inputs(s), CASE[name].numbers(s), CASE[name].program
     shapes = (s.q_len, s.heads, s.head_dim), (s.kv_len, s.kv_heads, s.head_dim), (s.kv_len, s.kv_heads, s.value_dim)
@@ -133,7 +158,7 @@ def main(capability: int, dtype: torch.dtype, head_dim: int, name: str = "plain"
         # The gradients of key and value come of one function, which is compiled for each where rows are wide.
         names = together_or_apart(dtype, known.widths) if kernel == "key_value" else [kernel] * len(several)
         for name, compiled in zip(names, several, strict=True):
-            tile = known.config("query" if name in ("statistics", "seen") else name)
+            tile = known.configs["query" if name in ("statistics", "seen") else name]
             print(json.dumps({"kernel": name, **facts(compiled, tile)}), flush=True)
 
 

@@ -2,8 +2,8 @@
 
     PYTHONPATH=.:benchmarks TRITON_CACHE_DIR=FOLDER/triton python tests/triton/misassembled.py FOLDER
 
-A line of JSON says what was compiled, and which tiles run. Found on an H100, where it reads beyond shared memory or
-gives a wrong sum.
+A line of JSON says what was compiled, and which tiles run. Found on an H100, with another function of the scores, where
+it reads beyond shared memory or gives a wrong sum.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from tests.triton import device
 
 FOLDER = Path(sys.argv[1])
 ROW = {
-    "positions": "window", "visible": "a tensor for all batches", "bias": "learned", "function": "softcap",
-    "sink": "of each head", "factor": "of the keys", "empty rows": "mean", "dropout": "0.25", "heads": "4 of 1",
-    "dims": "64, 8", "lengths": "127, 251", "batch": "1", "layout": "packed", "gradient": "none", "dtype": "float16",
+    "positions": "window", "visible": "a tensor for all batches", "bias": "learned",
+    "function": "temperature of each head", "sink": "of each head", "factor": "of the keys", "empty rows": "mean",
+    "dropout": "0.25", "heads": "4 of 1", "dims": "64, 8", "lengths": "127, 251", "batch": "1", "layout": "packed",
+    "gradient": "none", "dtype": "float16",
 }  # fmt: skip
 
 

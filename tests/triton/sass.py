@@ -1,7 +1,8 @@
 """What the machine code of a kernel says of its speed: the loops that hold its matrix products.
 
-A multiprocessor of Hopper issues four instructions of a warp in a clock, and multiplies and adds 2,048 times in one, in
-16 bits dense. A loop whose instructions take longer than its products is bound by issue, whatever its memory does.
+A multiprocessor issues four instructions of a warp in a clock, and multiplies and adds 2,048 times in one on Hopper,
+1,024 times on Ampere, in 16 bits dense. A loop whose instructions take longer than its products is bound by issue,
+whatever its memory does.
 """
 
 from __future__ import annotations
@@ -12,17 +13,20 @@ from dataclasses import dataclass
 
 from attn_fuse.kernels.triton.assembled import instructions
 
-_PRODUCT = re.compile(r"HGMMA\.64x(\d+)x16")
+_PRODUCT = re.compile(r"HGMMA\.64x(\d+)x16|HMMA\.16816")
+_WAIT = re.compile(r"DEPBAR\.LE SB0, 0x([0-9a-f]+)")
 
 
 @dataclass(frozen=True)
 class Loop:
     """An innermost loop. instructions: of each warp, a turn. products: clocks of the tensor cores a turn, by warp
-    group, in issue slots of a warp: so both are of one unit. counts: by the first part of their names."""
+    group, in issue slots of a warp: so both are of one unit. counts: by the first part of their names. in_flight: how
+    many groups of copies may still be under way at any time that the loop waits for some; 0 where it copies none."""
 
     instructions: int
     products: float
     counts: collections.Counter[str]
+    in_flight: int
 
     @property
     def bound_by_issue(self) -> float:
@@ -31,7 +35,7 @@ class Loop:
 
 
 def loops(sass: str) -> list[Loop]:
-    """The innermost loops with products of warp groups, the shortest first: that over whole blocks."""
+    """The innermost loops with products, the shortest first: that over whole blocks."""
     lines = instructions(sass)
     at = {address: n for n, (address, _) in enumerate(lines)}
     spans = []
@@ -43,9 +47,11 @@ def loops(sass: str) -> list[Loop]:
     found = []
     for first, last in inner:
         names = [text.split()[0] for _, text in lines[first : last + 1]]
-        # 64 rows of one warp group times N columns, 16 deep, take N / 2 of the slots in which its warps issue.
-        products = sum(int(product[1]) for product in map(_PRODUCT.match, names) if product) / 2
+        # 64 rows of one warp group times N columns, 16 deep, take N / 2 of the slots in which its warps issue; 16 rows
+        # of one warp times 8 columns on Ampere, half as fast, take 8.
+        products = sum(int(product[1] or 16) for product in map(_PRODUCT.match, names) if product) / 2
         if products:
             counts = collections.Counter(name.partition(".")[0] for name in names)
-            found.append(Loop(len(names), products, counts))
+            waits = [int(wait[1], 16) for wait in (_WAIT.match(text) for _, text in lines[first : last + 1]) if wait]
+            found.append(Loop(len(names), products, counts, min(waits, default=0)))
     return sorted(found, key=lambda loop: loop.instructions)

@@ -16,26 +16,46 @@ import pytest
 
 SCRIPT = Path(__file__).with_name("flash_compile.py")
 # Bytes that one program can have.
-SHARED = {80: 163 * 1024, 90: 232448, 100: 232448}
+SHARED = {80: 163 * 1024, 86: 99 * 1024, 90: 232448, 100: 232448}
 TENSOR_CORES = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}
-# Bytes known to be put away where rows are padded, by capability, width and kernel: on 9.0 around the loops, in none.
-STACK = {(80, 80, "forward"): 80, (80, 80, "query"): 8, (90, 80, "key_value"): 40}
-# On 9.0, by width of a row and case: of each kernel the most instructions that a whole block may take for an element,
-# and whether its loop may take longer than its matrix products. As compiled by Triton 3.6, and a tenth more.
-PRODUCTS = {
+# Bytes known to be put away where rows are padded, by capability, width and kernel: around the loops, in none.
+STACK = {(80, 80, "forward"): 48, (80, 80, "key_value"): 8, (90, 80, "key_value"): 40}
+# On 9.0, by width of a row and case: of each kernel the most instructions that a whole block may take for an element.
+# As compiled by Triton 3.6, and a tenth more.
+BUDGETS = {
+    (32, "plain"): {"forward": 7.4, "query": 7.9, "key_value": 11.0},
+    (32, "dense bias"): {"forward": 12.2, "query": 12.7, "key_value": 18.9, "input": 16.4},
     (64, "plain"): {"forward": 7.9, "query": 8.2, "key_value": 10.6},
     (64, "grouped"): {"forward": 7.9, "query": 8.2, "key_value": 12.2},
     (64, "dropout"): {"forward": 11.9, "query": 12.1, "key_value": 16.9},
-    (128, "plain"): {"forward": 8.9, "query": 11.5, "key_value": 16.1},
-    (128, "grouped"): {"forward": 9.9, "query": 11.5, "key_value": 19.3},
-    (128, "dropout"): {"forward": 13.0, "query": 15.1, "key_value": 26.0},
-    (256, "plain"): {"forward": 15.9, "query": 20.2, "key": 25.6, "value": 14.3},
-    (256, "dropout"): {"forward": 19.9, "query": 23.0, "key": 30.7, "value": 19.5},
+    (64, "padded"): {"forward": 9.5, "query": 10.0, "key_value": 13.8},
+    (64, "dense bias"): {"forward": 13.2, "query": 13.5, "key_value": 20.7, "input": 18.4},
+    (64, "causal bias"): {"forward": 13.2, "query": 13.5, "key_value": 20.9, "input": 20.7},
+    (64, "own bias"): {"forward": 13.2, "query": 14.9, "key_value": 20.7},
+    (64, "mask"): {"forward": 17.7, "query": 18.0, "key_value": 17.7},
+    (64, "softcap"): {"forward": 12.8, "query": 16.4, "key_value": 20.5},
+    (64, "slopes"): {"forward": 13.9, "query": 14.2, "key_value": 17.0, "input": 39.0},
+    (128, "plain"): {"forward": 10.3, "query": 12.2, "key_value": 17.2},
+    (128, "grouped"): {"forward": 10.3, "query": 12.2, "key_value": 19.1},
+    (128, "dropout"): {"forward": 14.3, "query": 16.1, "key_value": 26.0},
+    (128, "dense bias"): {"forward": 18.2, "query": 17.2, "key_value": 24.5, "input": 28.1},
+    (128, "softcap"): {"forward": 14.7, "query": 19.9, "key_value": 30.9},
+    (256, "plain"): {"forward": 27.3, "query": 21.4, "key": 29.5, "value": 22.3},
+    (256, "dropout"): {"forward": 31.2, "query": 25.4, "key": 35.1, "value": 25.9},
 }
-# Narrow rows have few products, and 8 instructions an element are all there is: 3 of dropout's are too many.
-WAITING = {(64, "dropout"): {"forward"}}
-# Bytes that are put away before the loops and fetched after them.
-PUT_AWAY = {(128, "dropout", "forward"): 16}
+SLOW = {"grouped", "causal bias", "mask"}
+# The cases of which every loop, but those named, takes no longer than its matrix products. Narrow rows have few, and 8
+# instructions an element are all there is: 3 of dropout's are too many.
+BY_PRODUCTS = {"plain", "grouped", "dropout"}
+WAITING = {(32, "plain"): {"forward", "query", "key_value"}, (64, "dropout"): {"forward"}}
+# Bytes that are put away before the loops and fetched after them, or in those over blocks that a mask cuts.
+PUT_AWAY = {
+    (64, "grouped", "key_value"): 24, (64, "padded", "forward"): 8, (64, "softcap", "query"): 64,
+}  # fmt: skip
+# Reads of a whole block that are not copies, and barriers: where keys are rows, Triton reads a bias ahead into
+# registers, sixteen bytes at a time, and turns it there; so it does with what `input` reads of each query.
+READS = {"key_value": 4, "input": 6}
+BARRIERS = {"key_value": 9}
 
 # () where there is none.
 TRITON = (
@@ -88,30 +108,36 @@ def test_the_kernel_of_spans(capability: int) -> None:
 
 @pytest.mark.skipif(TRITON != (3, 6), reason="the figures are Triton 3.6's")
 @pytest.mark.parametrize(
-    "head_dim, case",
-    [pytest.param(*x, marks=pytest.mark.slow if x[1] == "grouped" or x == (256, "dropout") else ()) for x in PRODUCTS],
+    "head_dim, case", [pytest.param(*x, marks=pytest.mark.slow if x[1] in SLOW or x[0] > 128 else ()) for x in BUDGETS]
 )
 def test_loops_over_whole_blocks(head_dim: int, case: str) -> None:
-    """What a GPU would show as slow: too many instructions for the products, registers spilled, products too narrow."""
+    """What a GPU would show as slow: too many instructions for the products, registers spilled, products too narrow,
+    copies that are waited for at once, a bias read an element at a time."""
     every = compiled(90, "bfloat16", head_dim, case)
     found = {x["kernel"]: x for x in every if x["kernel"] not in ("statistics", "seen")}
-    budget = PRODUCTS[head_dim, case]
+    budget = BUDGETS[head_dim, case]
     assert found.keys() == budget.keys()
     for kernel, x in found.items():
         assert x["per_element"] <= budget[kernel], x
-        assert x["bound_by_issue"] <= 1.0 or kernel in WAITING.get((head_dim, case), ()), x
+        waiting = case not in BY_PRODUCTS or kernel in WAITING.get((head_dim, case), ())
+        assert x["bound_by_issue"] <= 1.0 or waiting, x
         assert x["HGMMA"] and not x.get("HMMA") and not x["spills"] and x["registers"] <= 255, x
-        assert x["stack"] <= PUT_AWAY.get((head_dim, case, kernel), 0), x
-        # Keys and values, or queries, come while others are computed.
-        assert x["copies_ahead"], x
+        assert x["stack"] <= PUT_AWAY.get((head_dim, case, kernel), 0) and x["shared"] <= SHARED[90], x
+        biased = "bias" in case
+        assert x["loop"]["LDG"] <= (READS.get(kernel, 0) if biased else 0) or (case, kernel) == ("slopes", "input"), x
+        assert x["loop"]["SHFL"] <= 16 and x["loop"]["BAR"] <= (BARRIERS.get(kernel, 3) if biased else 3), x
+        # Keys and values, or queries, come while others are computed; a slope's gradient visits blocks by a branch.
+        assert x["in_flight"] > 0 or (case, kernel) == ("slopes", "input"), x
 
 
-@pytest.mark.skipif(TRITON != (3, 6), reason="the figures are Triton 3.6's")
-def test_whole_blocks_of_a_padded_mask() -> None:
-    """Where no key is hidden they need no mask: with it they took 18, 21 and 27 instructions an element."""
-    found = {x["kernel"]: x for x in compiled(90, "bfloat16", 64, "padded")}
-    for kernel, most in {"forward": 9.5, "query": 10.0, "key_value": 14.5}.items():
-        assert found[kernel]["per_element"] <= most and found[kernel]["spills"] <= 1, found[kernel]
+@pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", ["plain", pytest.param("dense bias", marks=pytest.mark.slow)])
+def test_copies_are_in_flight_on_ampere(head_dim: int, case: str) -> None:
+    """8.0 holds three stages. A device of 99 KiB takes fewer where it must, and runs."""
+    for x in compiled(80, "bfloat16", head_dim, case):
+        assert x["kernel"] == "statistics" or (x["in_flight"] > 0 and not x["spills"]), x
+    for x in compiled(86, "bfloat16", head_dim, case):
+        assert x["shared"] <= SHARED[86], x
 
 
 @pytest.mark.slow

@@ -26,13 +26,12 @@ def is_misassembled(compiled: Any) -> bool:
     """Whether the machine code of a kernel that Triton compiled has the mistake, or might and cannot be looked at.
 
     It takes a tenth of a second, for kernels that put registers away and multiply by groups of warps; no time for
-    others.
+    others. The kernel is loaded, which says what it puts away.
     """
     cubin, ptx = compiled.asm.get("cubin"), compiled.asm.get("ptx")
     # A cache may have been packed without the PTX; a device that is not NVIDIA's has neither.
     if cubin is None or (ptx is not None and "wgmma" not in ptx):
         return False
-    _ = compiled.run  # loads it, which says what it puts away
     if getattr(compiled, "n_spills", None) == 0:
         return False
     code = _machine_code(cubin)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -38,6 +38,8 @@ from attn_fuse.kernels.score.program import Block, evaluate
 
 # Positions stay below this number; the launch of a kernel checks that.
 LONGEST = (1 << 30) - 1
+# Float32 holds each position below this one, and each sum or difference of two.
+SHORT = 1 << 23
 
 _INT32 = (-(1 << 31), (1 << 31) - 1)
 _INT64 = (-(1 << 63), (1 << 63) - 1)
@@ -68,12 +70,26 @@ def described(x: Tensor) -> Described:
 
 
 @dataclass(frozen=True)
+class Granted:
+    """What the code may take for granted of a call.
+
+    wide: whether some numbers exceed `LONGEST`. short: whether positions stay below `SHORT`, and numbers, too.
+    half: whether query and key have 16 bits, so that each product of them is rounded to 11 or 8 bits as written.
+    """
+
+    wide: bool = False
+    short: bool = False
+    half: bool = False
+
+
+@dataclass(frozen=True)
 class Value:
     """A node in Triton.
 
     code: a variable, or where `constant` is not None a literal, which may be written in any dtype.
     dtype: of the node in torch. carrier: of `code` in Triton. depends: which of score, b, h, i, j it depends on.
     span: [min, max] of an integer or a Boolean.
+    made_of: what a difference or sum of rows and columns, exact in float32, or its magnitude is made of, by name.
     """
 
     code: str
@@ -82,15 +98,18 @@ class Value:
     depends: frozenset[str] = frozenset()
     span: tuple[int, int] = _INT64
     constant: bool | int | float | None = None
+    made_of: tuple[str, Value, Value | None] | None = None
 
 
 class Emitter:
-    """Writes the lines of one function. inputs: the tensors it reads. wide_numbers: some numbers exceed `LONGEST`."""
+    """Writes the lines of one function. inputs: the tensors it reads."""
 
-    def __init__(self, inputs: Sequence[Described], wide_numbers: bool) -> None:
+    def __init__(self, inputs: Sequence[Described], granted: Granted) -> None:
         self.lines: list[str] = []
         self._inputs = inputs
-        self._number_span = _INT64 if wide_numbers else (-LONGEST, LONGEST)
+        self._granted = granted
+        most = SHORT if granted.short else LONGEST
+        self._positions, self._number_span = (0, most), _INT64 if granted.wide else (-most, most)
         self._known: dict[int, tuple[Expr, Value]] = {}
         self._variables: dict[str, str] = {}
         self._first_size = [2 * sum(x.dims for x in inputs[:n]) for n in range(len(inputs))]
@@ -133,7 +152,7 @@ class Emitter:
             case Given(n):
                 return Value(f"given{n}", torch.float32, torch.float32, frozenset({"score"}))
             case Position(name):
-                return Value(name, torch.int64, torch.int32, frozenset({name}), (0, LONGEST))
+                return Value(name, torch.int64, torch.int32, frozenset({name}), self._positions)
             case Number(n):
                 carrier = torch.int64 if self._number_span == _INT64 else torch.int32
                 code = self._let(f"tl.cast(reads[2][{n}] >> 2, tl.{_short(carrier)})")
@@ -189,7 +208,7 @@ class Emitter:
 
     def _read(self, n: int, offset: list[str], depends: frozenset[str]) -> Value:
         dtype = self._inputs[n].dtype
-        inside = [f"({x} < {end})" for x, end in (("i", "q_len"), ("j", "kv_len")) if x in depends]
+        inside = [f"fn.before({x}, {end})" for x, end in (("i", "q_len"), ("j", "kv_len")) if x in depends]
         masked = f", mask={' & '.join(inside)}, other=0" if inside else ""
         code = f"tl.load({' + '.join([f'reads[0][{n}]', *offset])}{masked})"
         if dtype == torch.bool:
@@ -237,6 +256,8 @@ class Emitter:
         if not floating and row.gives == "same":
             return self._unary_of_integer(name, x)
         dtype = x.dtype if floating else torch.float32
+        if name == "tanh" and "score" in x.depends:
+            return self._rounded(f"fn.tanh_of_score({self._as(x, torch.float32)}, {self._granted.half})", dtype, x)
         return self._rounded(row.triton.format(self._as(x, _computed(dtype))), dtype, x)
 
     def _unary_of_integer(self, name: str, x: Value) -> Value:
@@ -249,7 +270,8 @@ class Emitter:
             found = (low > 0) - (low < 0), (high > 0) - (high < 0)
         elif name == "relu":
             found = max(low, 0), max(high, 0)
-        return self._integer(template, x.dtype, found or _INT64, x)
+        value = self._integer(template, x.dtype, found or _INT64, x)
+        return replace(value, made_of=(name, x, None)) if name == "abs" and x.made_of else value
 
     def _binary(self, name: str, x: Value, y: Value) -> Value:
         if gives_fraction(name):
@@ -265,7 +287,8 @@ class Emitter:
             return self._binary_of_floats(name, x, y, dtype)
         # Triton's own division and remainder round towards 0, which is the same where nothing is negative.
         unsigned = _OF_POSITIVE.get(name) if x.span[0] >= 0 and y.span[0] > 0 else None
-        return self._integer(unsigned or FUNCTIONS[name].whole, dtype, _spanned(name, x.span, y.span), x, y)
+        value = self._integer(unsigned or FUNCTIONS[name].whole, dtype, _spanned(name, x.span, y.span), x, y)
+        return replace(value, made_of=(name, x, y)) if _is_exact_apart(name, x, y, value) else value
 
     def _binary_of_floats(self, name: str, x: Value, y: Value, dtype: torch.dtype) -> Value:
         computed, template = _computed(dtype), FUNCTIONS[name].triton
@@ -329,7 +352,17 @@ class Emitter:
         """The code of `x` in Triton's dtype for `dtype`."""
         if x.constant is not None:
             return _as_text(x.constant, dtype)
+        if dtype == torch.float32 and x.made_of is not None:
+            return self._as_float(*x.made_of)
         return x.code if x.carrier == dtype else self._let(f"tl.cast({x.code}, tl.{_short(dtype)})")
+
+    def _as_float(self, name: str, x: Value, y: Value | None) -> str:
+        """A row and a column of integers, cast apart: their difference is then one instruction for each element, where
+        casting it takes a slow one."""
+        if y is None:
+            return self._let(f"tl.abs({self._as(x, torch.float32)})")
+        sign = "+" if name == "add" else "-"
+        return self._let(f"{self._as(x, torch.float32)} {sign} {self._as(y, torch.float32)}")
 
     def _let(self, code: str) -> str:
         if code not in self._variables:
@@ -340,6 +373,13 @@ class Emitter:
 
 def _depends(values: Sequence[Value]) -> frozenset[str]:
     return frozenset().union(*(x.depends for x in values))
+
+
+def _is_exact_apart(name: str, x: Value, y: Value, whole: Value) -> bool:
+    """Whether x + y or x - y is of a row and a column, all of them integers that float32 holds."""
+    apart = not any(_TILE <= value.depends for value in (x, y)) and whole.depends >= _TILE
+    held = all(-2 * SHORT <= end <= 2 * SHORT for value in (x, y, whole) for end in value.span)
+    return name in ("add", "sub") and apart and held
 
 
 def _promoted(*values: Value) -> torch.dtype:
@@ -394,6 +434,7 @@ def _short(dtype: torch.dtype) -> str:
 
 
 _HALF = (torch.float16, torch.bfloat16)
+_TILE = frozenset({"i", "j"})
 _SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "eq": "==", "ne": "!="}
 _LOGICAL = {"add": "|", "maximum": "|", "mul": "&", "minimum": "&"}
 _OF_POSITIVE = {"floor_divide": "{0} // {1}", "remainder": "{0} % {1}"}

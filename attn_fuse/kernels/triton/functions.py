@@ -6,8 +6,18 @@ as a few roundings of the result, or of 1 where a comment says so.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+
+IN_PTX = tl.constexpr(torch.version.hip is None and not triton.knobs.runtime.interpret)
+_APPROXIMATE_TANH = tl.constexpr("tanh.approx.f32 $0, $1;")
+
+
+@triton.jit
+def before(position, end):
+    """Whether a tensor may be read there. end: None where that is known."""
+    return tl.full((), True, tl.int1) if end is None else position < end
 
 
 @triton.jit
@@ -18,6 +28,16 @@ def tanh(x):
     near = x + x * y * (near - 3.33332819422e-1)
     far = 1.0 - 2.0 / (tl.exp(2.0 * tl.abs(x)) + 1.0)
     return tl.where(tl.abs(x) < 0.625, near, tl.where(x < 0.0, -far, far))
+
+
+@triton.jit
+def tanh_of_score(x, HALF: tl.constexpr):
+    """To a rounding of 1, which a cap multiplies: of float32, or where HALF, of a product in 16 bits, to 2^-11."""
+    if HALF and IN_PTX:
+        y = tl.inline_asm_elementwise(_APPROXIMATE_TANH, "=f,f", [x], tl.float32, is_pure=True, pack=1)
+    else:
+        y = 1.0 - 2.0 / (tl.exp2(2.8853900817779268 * x) + 1.0)
+    return y
 
 
 @triton.jit

@@ -41,7 +41,8 @@ def launch(
     pointers: the tensors among the arguments that may lie anywhere: Triton compiles apart for those that are aligned to
         16 bytes.
 
-    Raises MisassembledError for a kernel that would not do what its program says.
+    Raises MisassembledError for a kernel that would not do what its program says, and Triton's OutOfResources for one
+    that the device does not hold.
     """
     for x in pointers:
         if x is not None and x.data_ptr() % ALIGNMENT:
@@ -77,6 +78,7 @@ _wrong: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 
 def _require_assembled(kernel: Any, compiled: Any) -> None:
+    _ = compiled.run  # loads it
     if compiled not in _wrong:
         _wrong[compiled] = is_misassembled(compiled)
     if _wrong[compiled]:

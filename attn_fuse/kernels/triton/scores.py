@@ -9,7 +9,8 @@ Every function works on one tile of any shape and orientation:
     raw        fp32 tile, the product of query and key without any scale
     b, h       int32: batch and query head, scalars or of the shape of `i`
     i, j       int32 positions of query and key, of shapes that broadcast to the tile ([M, 1] and [1, N], or [1, M] and
-               [N, 1]); beyond q_len and kv_len nothing is read, and the result there has no meaning
+               [N, 1]); beyond q_len and kv_len nothing is read, and the result there has no meaning; a length that
+               is None is beyond all of the tile
     reads      as above
 
     score(raw, b, h, i, j, q_len, kv_len, reads)             the final score, fp32, times `unit`
@@ -55,7 +56,7 @@ from attn_fuse.kernels.cache import cache_dir
 from attn_fuse.kernels.score.gradient import gradient_exprs
 from attn_fuse.kernels.score.program import ScoreProgram
 from attn_fuse.kernels.score.simplify import in_unit, inside, taken_out
-from attn_fuse.kernels.triton.emitter import LONGEST, Described, Emitter, described
+from attn_fuse.kernels.triton.emitter import LONGEST, SHORT, Described, Emitter, Granted, described
 
 LOG2E = 1.4426950408889634
 
@@ -120,14 +121,20 @@ def readable(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return tuple(x.view(torch.uint8) if x.dtype == torch.bool else x for x in inputs)
 
 
-def score_code(program: str, inputs: Sequence[Tensor], numbers: Sequence[int]) -> ScoreCode:
-    """The functions of `program`, a `ScoreProgram`'s text, for inputs of these dtypes and sizes, and such numbers."""
-    wide = any(abs(n) > LONGEST for n in numbers)
-    return _score_code(program, tuple(map(described, inputs)), wide)
+def score_code(
+    program: str, inputs: Sequence[Tensor], numbers: Sequence[int], longest: int = LONGEST, half: bool = False
+) -> ScoreCode:
+    """The functions of `program`, a `ScoreProgram`'s text, for inputs of these dtypes and sizes, and such numbers.
+
+    longest: the max length of queries and keys. half: whether query and key have 16 bits.
+    """
+    most = max(longest, *map(abs, numbers)) if numbers else longest
+    granted = Granted(wide=any(abs(n) > LONGEST for n in numbers), short=most <= SHORT, half=half)
+    return _score_code(program, tuple(map(described, inputs)), granted)
 
 
 @functools.cache
-def _score_code(text: str, inputs: tuple[Described, ...], wide: bool) -> ScoreCode:
+def _score_code(text: str, inputs: tuple[Described, ...], granted: Granted) -> ScoreCode:
     program = ScoreProgram.loads(text)
     # Where the bounds simplify nothing, score_inside is no function of its own; neither is score_seen.
     scored, scored_inside = program.score, inside(program.score, program)
@@ -142,11 +149,11 @@ def _score_code(text: str, inputs: tuple[Described, ...], wide: bool) -> ScoreCo
     unit_seen = unit
     if _slope(scored_seen) is not None and unit == 1.0 and (product := in_unit(scored_seen, LOG2E)) is not None:
         scored_seen, unit_seen = product, LOG2E
-    write = functools.partial(_function, inputs=inputs, wide=wide)
+    write = functools.partial(_function, inputs=inputs, granted=granted)
     sources: dict[str, str | None] = {
         "score": write("score", f"raw, {_PLACE}", scored, "raw", _TILE),
         "factor": None if program.factor is None else write("factor", f"raw, {_PLACE}", program.factor, "raw", _TILE),
-        "visible": _visible(program, inputs, wide),
+        "visible": _visible(program, inputs, granted),
         "sink": None if sink is None else write("sink", "b, h, i, q_len, kv_len, reads", sink, "i", frozenset("i")),
     }
     if scored_inside is not scored:
@@ -236,19 +243,25 @@ from attn_fuse.kernels.triton import functions as fn
 
 
 def _function(
-    name: str, arguments: str, expr: Expr, like: str, whole: frozenset[str], inputs: Sequence[Described], wide: bool
+    name: str,
+    arguments: str,
+    expr: Expr,
+    like: str,
+    whole: frozenset[str],
+    inputs: Sequence[Described],
+    granted: Granted,
 ) -> str:
-    emitter = Emitter(inputs, wide)
+    emitter = Emitter(inputs, granted)
     result = emitter.float32(expr, like, whole)
     lines = [*emitter.lines, f"return {result}"]
     return f"@triton.jit\ndef {name}({arguments}):\n" + "\n".join(f"    {line}" for line in lines) + "\n"
 
 
-def _visible(program: ScoreProgram, inputs: Sequence[Described], wide: bool) -> str | None:
+def _visible(program: ScoreProgram, inputs: Sequence[Described], granted: Granted) -> str | None:
     expr = None if program.visible is None else inside(program.visible, program)
     if expr is None or (isinstance(expr, Const) and expr.value):
         return None
-    emitter = Emitter(inputs, wide)
+    emitter = Emitter(inputs, granted)
     result = emitter.boolean(expr)
     lines = [*emitter.lines, f"return {result}"]
     return f"@triton.jit\ndef visible({_PLACE}):\n" + "\n".join(f"    {line}" for line in lines) + "\n"

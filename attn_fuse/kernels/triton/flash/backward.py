@@ -5,8 +5,9 @@ query heads that share them, and one, where it is wanted, for the gradient of a 
 summed over the dimensions that the tensor broadcasts over. Every sum has one order: results do not change between runs.
 
 The arguments are those of `forward.forward`. saved: what `statistics` writes, fp32 [B, H, 4, stride]: shift, over,
-delta and an unused row; delta is sum(grad_out * out), over and delta include dropout_scale. BACKWARD, TIMES:
-`score_backward` and `backward_factor` of a `ScoreCode`. BACKWARD_INSIDE: that for the whole blocks of SCORE_INSIDE.
+delta and the gradient of the sink's logit; delta is sum(grad_out * out), over and delta include dropout_scale.
+BACKWARD, TIMES: `score_backward` and `backward_factor` of a `ScoreCode`. BACKWARD_INSIDE: that for the whole blocks of
+SCORE_INSIDE.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from attn_fuse.kernels.triton.flash.tiles import (
     draws,
     dropped,
     head_base,
+    in_blocks,
     load_rows,
     odd_numbers,
     place,
+    rounded,
     span,
     store_rows,
     stretch,
@@ -30,12 +33,14 @@ from attn_fuse.kernels.triton.flash.tiles import (
 
 @triton.jit(do_not_specialize=CHANGING)
 def statistics(
-    grad_out, out, row_max, row_sum, saved, stride, heads, q_len, dropout_scale,
-    VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr,
+    grad_out, out, row_max, row_sum, saved, stride, reads, numbers, heads, q_len, kv_len, dropout_scale,
+    SINK: tl.constexpr, TO_LOG2: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Of each query, once for all that read it: what its scores are shifted by, dropout_scale over their sum, and delta
-    over dropout_scale: so that no weight is multiplied by it."""
-    block, h, b = place(tl.cdiv(q_len, BLOCK_M), heads)
+    over dropout_scale: so that no weight is multiplied by it. SINK: as `forward.forward` has it, or None for one that
+    needs no gradient."""
+    reads = (reads[0], reads[1], numbers)
+    block, h, b = place(tl.cdiv(q_len, BLOCK_M), heads, False)
     start = block * BLOCK_M
     rows = start + tl.arange(0, BLOCK_M)
     x = load_rows(grad_out, head_base(grad_out, b, h), start, q_len, BLOCK_M, VALUE_DIM, BLOCK_V, True)
@@ -45,10 +50,16 @@ def statistics(
     there = rows < q_len
     most = tl.load(row_max + row, mask=there, other=0.0)
     total = tl.load(row_sum + row, mask=there, other=0.0)
-    tl.store(to, tl.where(most == float("-inf"), 0.0, most), mask=there)
-    tl.store(to + stride, dropout_scale / tl.where(total == 0.0, float("inf"), total), mask=there)
+    shift = tl.where(most == float("-inf"), 0.0, most)
+    over = dropout_scale / tl.where(total == 0.0, float("inf"), total)
     found = tl.sum(x.to(tl.float32) * y.to(tl.float32), 1)
-    tl.store(to + 2 * stride, tl.where(dropout_scale == 0.0, 0.0, found / dropout_scale), mask=there)
+    delta = tl.where(dropout_scale == 0.0, 0.0, found / dropout_scale)
+    tl.store(to, shift, mask=there)
+    tl.store(to + stride, over, mask=there)
+    tl.store(to + 2 * stride, delta, mask=there)
+    if SINK is not None:
+        sink = SINK(b, h, rows, q_len, kv_len, reads)
+        tl.store(to + 3 * stride, -tl.exp2((sink - shift) * TO_LOG2) * over * delta, mask=there)
 
 
 @triton.jit
@@ -84,17 +95,20 @@ def load_statistics(
 
 @triton.jit(do_not_specialize=CHANGING)
 def backward_query(
-    grad_out, query, key, value, dquery, saved, stride, seed, spans, reads, numbers,
+    grad_out, query, key, value, dquery, dinput, saved, stride, seed, spans, reads, numbers,
     lower, upper, heads, groups, q_len, kv_len, dropout,
     SCORE: tl.constexpr, SCORE_INSIDE: tl.constexpr, FACTOR: tl.constexpr, BACKWARD: tl.constexpr,
     BACKWARD_INSIDE: tl.constexpr, TIMES: tl.constexpr, TO_LOG2: tl.constexpr, INNER: tl.constexpr,
-    RESCALED: tl.constexpr,
+    RESCALED: tl.constexpr, EVEN: tl.constexpr, SHARED: tl.constexpr,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, GRADIENT: tl.constexpr,
 ):  # fmt: skip
+    """dinput: zeros [B, H, Lq, Lk] for the gradient of a tensor with an element for each score, which GRADIENT gives as
+    in `backward_input`; or None."""
     reads = (reads[0], reads[1], numbers)
+    kv_len = rounded(kv_len, EVEN)
     blocks = tl.cdiv(q_len, BLOCK_M)
-    block, h, b = place(blocks, heads)
+    block, h, b = place(blocks, heads, SHARED)
     start = (blocks - 1 - block) * BLOCK_M
     rows = start + tl.arange(0, BLOCK_M)
     i = rows[:, None]
@@ -113,14 +127,14 @@ def backward_query(
     for phase in tl.static_range(3):
         begin, end = stretch(phase, first, inner_first, inner_last, last)
         if phase > 0 or lower is not None or INNER:
-            for n in tl.range(begin, end, BLOCK_N):
+            for n in tl.range(begin * BLOCK_N, end * BLOCK_N, BLOCK_N):
                 columns = n + tl.arange(0, BLOCK_N)
                 j = columns[None, :]
                 k = load_rows(key, key_start, n, kv_len, BLOCK_N, HEAD_DIM, BLOCK_D, phase != 1)
                 v = load_rows(value, value_start, n, kv_len, BLOCK_N, VALUE_DIM, BLOCK_V, phase != 1)
                 raw = tl.dot(q, tl.trans(k), input_precision=PRECISION)
                 if phase == 1:
-                    scores = SCORE_INSIDE(raw, b, h, i, j, q_len, kv_len, reads)
+                    scores = SCORE_INSIDE(raw, b, h, i, j, q_len, None, reads)
                 else:
                     scores = SCORE(raw, b, h, i, j, q_len, kv_len, reads)
                     scores = tl.where(j < kv_len, scores, float("-inf"))
@@ -131,14 +145,24 @@ def backward_query(
                 dweights = tl.dot(do, tl.trans(v), input_precision=PRECISION)
                 if seed is not None:
                     dweights = dropped(dweights, of_queries, for_keys, n, dropout)
+                dfactor = weights * dweights
                 if FACTOR is not None:
-                    dweights = dweights * FACTOR(raw, b, h, i, j, q_len, kv_len, reads)
+                    dweights = dweights * FACTOR(raw, b, h, i, j, q_len, None if phase == 1 else kv_len, reads)
                 draw = weights * (dweights - row_delta[:, None])
+                if dinput is not None:
+                    if phase == 1:
+                        of_input = GRADIENT(draw, dfactor, raw, b, h, i, j, q_len, None, reads)
+                    else:
+                        of_input = GRADIENT(draw, dfactor, raw, b, h, i, j, q_len, kv_len, reads)
+                    to = dinput[0] + tl.cast(b, tl.int64) * dinput[1][0] + tl.cast(h, tl.int64) * dinput[1][1]
+                    to = to + tl.cast(i, tl.int64) * dinput[1][2] + j
+                    there = i < q_len if phase == 1 else (i < q_len) & (j < kv_len)
+                    tl.store(to, of_input.to(dinput[0].dtype.element_ty), mask=there)
                 if phase != 1 and BACKWARD is not None:
                     draw = BACKWARD(draw, raw, b, h, i, j, q_len, kv_len, reads)
                     draw = tl.where(j < kv_len, draw, 0.0)
                 elif phase == 1 and BACKWARD_INSIDE is not None:
-                    draw = BACKWARD_INSIDE(draw, raw, b, h, i, j, q_len, kv_len, reads)
+                    draw = BACKWARD_INSIDE(draw, raw, b, h, i, j, q_len, None, reads)
                 dq = tl.dot(draw.to(k.dtype), k, dq, input_precision=PRECISION)
     store_rows(dquery, head_base(dquery, b, h), rows, q_len, dq * TIMES, HEAD_DIM, BLOCK_D)
 
@@ -157,11 +181,7 @@ def query_phases(
     if upper is not None:
         first = tl.maximum(first, start - upper)
         inner_first = tl.maximum(inner_first, stop - 1 - upper)
-    first = first // BLOCK_M * BLOCK_M
-    last = tl.maximum(first, last)
-    inner_first = tl.minimum(tl.maximum(first, tl.cdiv(tl.maximum(inner_first, 0), BLOCK_M) * BLOCK_M), last)
-    inner_last = tl.maximum(tl.minimum(inner_last, last), 0) // BLOCK_M * BLOCK_M
-    return first, inner_first, tl.maximum(inner_first, inner_last), last
+    return in_blocks(first, inner_first, inner_last, last, BLOCK_M)
 
 
 @triton.jit(do_not_specialize=CHANGING)
@@ -170,17 +190,19 @@ def backward_key_value(
     lower, upper, heads, groups, q_len, kv_len, dropout,
     SCORE: tl.constexpr, SCORE_INSIDE: tl.constexpr, FACTOR: tl.constexpr, BACKWARD: tl.constexpr,
     BACKWARD_INSIDE: tl.constexpr, TIMES: tl.constexpr, TO_LOG2: tl.constexpr, INNER: tl.constexpr,
-    RESCALED: tl.constexpr,
+    RESCALED: tl.constexpr, EVEN: tl.constexpr, SHARED: tl.constexpr,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, STATISTICS: tl.constexpr,
+    GROUPED: tl.constexpr,
 ):  # fmt: skip
     """The scores are [keys, queries] here: so they stay in registers for the products with grad_out and query.
 
     dkey, dvalue: None for the one that is not to be computed; registers do not hold both sums of wide rows. STATISTICS:
-    how many of a query's are read at once, see `flash_configs.Config`.
+    how many of a query's are read at once, see `configs.Config`. GROUPED: whether several query heads share a key head.
     """
     reads = (reads[0], reads[1], numbers)
-    block, kv_head, b = place(tl.cdiv(kv_len, BLOCK_N), heads // groups)
+    kv_len = rounded(kv_len, EVEN)
+    block, kv_head, b = place(tl.cdiv(kv_len, BLOCK_N), heads // groups, SHARED)
     start = block * BLOCK_N
     columns = start + tl.arange(0, BLOCK_N)
     j = columns[:, None]
@@ -197,21 +219,23 @@ def backward_key_value(
         inner_first, inner_last = tl.maximum(inner_first, of_head[2]), tl.minimum(inner_last, of_head[3])
     found = first, last, inner_first, inner_last
     first, inner_first, inner_last, last = query_phases(found, start, lower, upper, q_len, kv_len, BLOCK_M, BLOCK_N)
+    # To count steps takes fewer instructions, and more registers, which are there on the tiles of dropout.
+    COUNTED: tl.constexpr = GROUPED or seed is not None
     for phase in tl.static_range(3):
         begin, end = stretch(phase, first, inner_first, inner_last, last)
         if phase > 0 or upper is not None or INNER:
             # One loop over the query heads and their blocks: two within each other take many more registers.
-            count = tl.cdiv(tl.maximum(end - begin, 0), BLOCK_M)
-            for step in tl.range(0, groups * count):
-                # Of one query head to a key head the kernel knows it when it is compiled.
-                h = kv_head if groups == 1 else kv_head * groups + step // count
-                m = begin + (step if groups == 1 else step % count) * BLOCK_M
+            count = end - begin
+            of, to, by = (0, groups * count, 1) if COUNTED else (begin * BLOCK_M, end * BLOCK_M, BLOCK_M)
+            for step in tl.range(of, to, by):
+                h = kv_head * groups + step // count if GROUPED else kv_head
+                m = (begin + (step % count if GROUPED else step)) * BLOCK_M if COUNTED else step
                 rows = m + tl.arange(0, BLOCK_M)
                 i = rows[None, :]
                 q = load_rows(query, head_base(query, b, h), m, q_len, BLOCK_M, HEAD_DIM, BLOCK_D, phase != 1)
                 raw = tl.dot(k, tl.trans(q), input_precision=PRECISION)
                 if phase == 1:
-                    scores = SCORE_INSIDE(raw, b, h, i, j, q_len, kv_len, reads)
+                    scores = SCORE_INSIDE(raw, b, h, i, j, None, kv_len, reads)
                 else:
                     scores = SCORE(raw, b, h, i, j, q_len, kv_len, reads)
                     scores = tl.where(i < q_len, scores, float("-inf"))
@@ -238,7 +262,7 @@ def backward_key_value(
                     keep = dropped(tl.full(weights.shape, 1.0, tl.float32), of_keys, for_queries, m, dropout)
                     used = used * keep
                 if FACTOR is not None:
-                    factor = FACTOR(raw, b, h, i, j, q_len, kv_len, reads)
+                    factor = FACTOR(raw, b, h, i, j, None if phase == 1 else q_len, kv_len, reads)
                     if phase != 1:
                         factor = tl.where(i < q_len, factor, 0.0)
                     used = used * factor
@@ -260,7 +284,7 @@ def backward_key_value(
                         draw = BACKWARD(draw, raw, b, h, i, j, q_len, kv_len, reads)
                         draw = tl.where(i < q_len, draw, 0.0)
                     elif phase == 1 and BACKWARD_INSIDE is not None:
-                        draw = BACKWARD_INSIDE(draw, raw, b, h, i, j, q_len, kv_len, reads)
+                        draw = BACKWARD_INSIDE(draw, raw, b, h, i, j, None, kv_len, reads)
                     dk = tl.dot(draw.to(q.dtype), q, dk, input_precision=PRECISION)
     if dkey is not None:
         store_rows(dkey, head_base(dkey, b, kv_head), columns, kv_len, dk * TIMES, HEAD_DIM, BLOCK_D)
@@ -268,12 +292,23 @@ def backward_key_value(
         store_rows(dvalue, head_base(dvalue, b, kv_head), columns, kv_len, dv, VALUE_DIM, BLOCK_V)
 
 
+@triton.jit
+def in_reach(row, column, lower, upper, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Whether some query of the tile that begins there may see a key of it, as far as the bounds go."""
+    reach = True
+    if upper is not None:
+        reach = reach & (column - (row + BLOCK_M - 1) <= upper)
+    if lower is not None:
+        reach = reach & (column + BLOCK_N - 1 - row >= lower)
+    return reach
+
+
 @triton.jit(do_not_specialize=CHANGING)
 def backward_input(
     grad_out, query, key, value, dinput, saved, stride, seed, reads, numbers,
     lower, upper, heads, groups, q_len, kv_len, dropout, batch, first_row, row_count, parts,
     SCORE: tl.constexpr, FACTOR: tl.constexpr, GRADIENT: tl.constexpr, TO_LOG2: tl.constexpr,
-    ALONG_B: tl.constexpr, ALONG_H: tl.constexpr, ALONG_I: tl.constexpr, ALONG_J: tl.constexpr,
+    ALONG_B: tl.constexpr, ALONG_H: tl.constexpr, ALONG_I: tl.constexpr, ALONG_J: tl.constexpr, EVEN: tl.constexpr,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -283,6 +318,7 @@ def backward_input(
     does not have; over those it is added up, in `parts` parts.
     """
     reads = (reads[0], reads[1], numbers)
+    kv_len = rounded(kv_len, EVEN)
     row_blocks, column_blocks = tl.cdiv(row_count, BLOCK_M), tl.cdiv(kv_len, BLOCK_N)
     # What this program writes, then what it adds up: each a number in the mixed base of the dimensions concerned.
     number = tl.program_id(0)
@@ -308,6 +344,10 @@ def backward_input(
         number = number // batch
     else:
         count = count * batch
+    if ALONG_I and ALONG_J:
+        # Every summand is of this tile: a branch in the loop would keep Triton from copying ahead.
+        row, column = first_row + own_m * BLOCK_M, own_n * BLOCK_N
+        count = count if in_reach(row, column, lower, upper, BLOCK_M, BLOCK_N) else 0
     each = tl.cdiv(count, parts)
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for summand in range(number * each, tl.minimum(number * each + each, count)):
@@ -325,12 +365,7 @@ def backward_input(
         if not ALONG_B:
             b = left
         row, column = first_row + m * BLOCK_M, n * BLOCK_N
-        seen = True
-        if upper is not None:
-            seen = seen & (column - (row + BLOCK_M - 1) <= upper)
-        if lower is not None:
-            seen = seen & (column + BLOCK_N - 1 - row >= lower)
-        if seen:
+        if (ALONG_I and ALONG_J) or in_reach(row, column, lower, upper, BLOCK_M, BLOCK_N):
             rows, columns = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
             i, j = rows[:, None], columns[None, :]
             q = load_rows(query, head_base(query, b, h), row, q_len, BLOCK_M, HEAD_DIM, BLOCK_D, True)

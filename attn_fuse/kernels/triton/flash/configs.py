@@ -27,38 +27,40 @@ class Config:
 class Taken:
     """What takes registers beside the tiles.
 
-    element: whether a tensor is read for each element of the scores. drops: whether there is dropout.
-    again: whether the gradient needs the product of query and key, or a factor, again.
+    element: whether a tensor is read for each element of the scores. looked_up: whether it is a table, at positions
+    that are computed. drops: whether there is dropout. again: whether the gradient needs the product of query and key,
+    or a factor, again.
     """
 
     element: bool
+    looked_up: bool
     drops: bool
     again: bool
 
 
-# By kernel, then by the max width of a row, the wider of key and value. The smallest device has 99 KiB of shared memory
-# for a program. tests/triton/test_flash_compile.py checks what spills.
+# By kernel, then by the max width of a row, the wider of key and value. Three stages: with two, Triton waits for each
+# copy before it computes. A device whose shared memory does not hold them runs with fewer.
+# tests/triton/test_flash_compile.py checks what spills, and what is copied while products are computed.
 _HALF = {
-    "forward": {64: Config(128, 64, 4, 3), 128: Config(128, 64, 8, 2), 256: Config(64, 32, 4, 2)},
-    "query": {64: Config(64, 64, 4, 2), 128: Config(64, 64, 4, 2), 256: Config(64, 32, 8, 1)},
-    "key_value": {64: Config(64, 64, 4, 2), 128: Config(64, 64, 8, 2)},
-    "key": {256: Config(32, 64, 8, 1)},
-    "value": {256: Config(32, 64, 8, 1)},
-    "input": {64: Config(64, 64, 4, 1), 128: Config(64, 64, 8, 1), 256: Config(32, 64, 8, 1)},
+    "forward": {64: Config(128, 64, 4, 3), 128: Config(128, 64, 8, 3), 256: Config(64, 32, 8, 3)},
+    "query": {64: Config(64, 64, 4, 3), 128: Config(64, 64, 4, 3), 256: Config(64, 32, 8, 3)},
+    "key_value": {64: Config(64, 64, 8, 3), 128: Config(64, 64, 8, 3)},
+    "key": {256: Config(32, 64, 8, 3)},
+    "value": {256: Config(32, 64, 8, 3)},
+    "input": {64: Config(64, 64, 8, 3), 128: Config(64, 64, 8, 3), 256: Config(32, 64, 8, 3)},
 }
 # What differs on devices of one major capability. 9: products of 64 rows and 128 columns keep its tensor cores busy,
 # and 128 queries halve the reads of keys and values; tests/triton/test_flash_compile.py bounds the instructions of its
 # loops.
 _HALF_ON = {
-    8: {"forward": {256: Config(64, 32, 8, 2)}, "key_value": {64: Config(32, 64, 4, 2)}},
+    8: {"key_value": {64: Config(32, 64, 4, 3)}},
     9: {
-        "forward": {64: Config(128, 128, 8, 2), 128: Config(128, 128, 8, 2), 256: Config(128, 64, 8, 2)},
-        "query": {64: Config(128, 128, 8, 2), 128: Config(128, 64, 8, 2), 256: Config(128, 32, 8, 2)},
-        "key_value": {64: Config(128, 128, 8, 2, 2), 128: Config(64, 128, 8, 2)},
-        "key": {256: Config(32, 128, 8, 2)},
-        "value": {256: Config(64, 128, 8, 2)},
+        "forward": {64: Config(128, 128, 8, 3), 128: Config(128, 128, 8, 3), 256: Config(128, 32, 8, 3)},
+        "query": {64: Config(128, 128, 8, 3), 128: Config(128, 64, 8, 3), 256: Config(128, 32, 8, 3)},
+        "key_value": {64: Config(128, 128, 8, 3, 2), 128: Config(64, 128, 8, 3)},
+        "key": {256: Config(32, 128, 8, 3)},
+        "value": {256: Config(32, 128, 8, 3)},
     },
-    10: {"key_value": {128: Config(32, 64, 4, 2)}},
 }
 _FLOAT = {
     "forward": {64: Config(64, 32, 4, 2), 128: Config(32, 32, 4, 2), 256: Config(32, 16, 4, 1)},
@@ -77,20 +79,32 @@ def together_or_apart(dtype: torch.dtype, widths: tuple[int, int]) -> tuple[str,
     return ("key", "value") if dtype.itemsize == 2 and max(widths) > max(_HALF["key_value"]) else ("key_value",)
 
 
-# Where the scores read a tensor for each element, for which larger tiles leave too few registers.
+# Where the scores read a tensor for each element, whose tiles are copied beside those of the keys.
+_READING_ON = {
+    9: {
+        "forward": {64: Config(128, 128, 8, 3), 128: Config(128, 64, 8, 3), 256: Config(128, 32, 8, 3)},
+        "query": {64: Config(128, 128, 8, 3), 128: Config(128, 64, 8, 3), 256: Config(128, 32, 8, 2)},
+        "key_value": {64: Config(64, 128, 8, 3, 4), 128: Config(64, 128, 8, 3)},
+        "key": {256: Config(16, 128, 8, 3)},
+        "value": {256: Config(32, 128, 8, 3)},
+        "input": {64: Config(64, 128, 8, 3), 128: Config(64, 64, 8, 3), 256: Config(64, 32, 8, 2)},
+    },
+}
+# Where they do, and there is more to keep, or it is a table that is looked up.
 _HEAVY_ON = {
     9: {
-        "forward": {64: Config(128, 64, 8, 2), 128: Config(128, 64, 8, 2), 256: Config(128, 32, 8, 2)},
-        "query": {64: Config(128, 64, 8, 2), 128: Config(128, 64, 8, 2), 256: Config(64, 32, 8, 2)},
-        "key_value": {64: Config(32, 128, 8, 2), 128: Config(32, 128, 8, 1)},
-        "key": {256: Config(16, 128, 8, 2)},
-        "value": {256: Config(32, 128, 8, 2)},
+        "forward": {64: Config(128, 64, 8, 3), 128: Config(128, 64, 8, 3), 256: Config(128, 32, 8, 3)},
+        "query": {64: Config(128, 64, 8, 3), 128: Config(128, 64, 8, 2), 256: Config(64, 32, 8, 3)},
+        "key_value": {64: Config(32, 128, 8, 3), 128: Config(32, 128, 8, 3)},
+        "key": {256: Config(16, 128, 8, 3)},
+        "value": {256: Config(32, 128, 8, 3)},
+        "input": {64: Config(64, 64, 8, 3), 128: Config(64, 64, 8, 3), 256: Config(64, 32, 8, 2)},
     },
 }
 # Where there is no such tensor, but dropout, or something that the gradient needs again. A kernel that is missing here
 # has its config from above; on a device that is missing, dropout counts as such a tensor.
 _BUSY_ON: dict[int, dict[str, dict[int, Config]]] = {
-    9: {"key_value": {64: Config(64, 128, 8, 2, 4), 128: Config(32, 128, 8, 2)}},
+    9: {"key_value": {64: Config(64, 128, 8, 3, 4), 128: Config(32, 128, 8, 3)}},
     10: {},
 }
 
@@ -102,24 +116,27 @@ def config(kernel: str, dtype: torch.dtype, widths: tuple[int, int], capability:
     capability: the major one of the device.
     """
     half = dtype.itemsize == 2
-    heavy = taken.element or (taken.drops and not (half and capability in _BUSY_ON))
     busy = taken.drops or taken.again
+    reading = taken.element or taken.looked_up or (taken.drops and not (half and capability in _BUSY_ON))
     table = (_HALF if half else _FLOAT)[kernel]
     most = next(most for most in table if max(widths) <= most)
-    special = [_HEAVY_ON] if heavy else [_BUSY_ON, _HALF_ON] if busy else [_HALF_ON]
+    if reading:
+        special = [_HEAVY_ON] if busy or taken.looked_up else [_READING_ON]
+    else:
+        special = [_BUSY_ON, _HALF_ON] if busy else [_HALF_ON]
     found = [by[capability][kernel][most] for by in special if half and most in by.get(capability, {}).get(kernel, {})]
     if found:
         chosen = found[0]
-    elif heavy:
+    elif reading:
         chosen = _HALF_ON.get(capability, {}).get(kernel, {}).get(most, table[most]) if half else table[most]
         rows = max(16, chosen.block_m // 2) if kernel in OF_KEYS else chosen.block_m
-        chosen = replace(chosen, block_m=rows, num_warps=8, num_stages=min(2, chosen.num_stages))
+        chosen = replace(chosen, block_m=rows, num_warps=8)
     else:
         chosen = table[most]
     return _by_one_group(chosen, kernel) if min(widths) <= _NARROW else chosen
 
 
-_NARROW = 32
+_NARROW = 16
 
 
 def _by_one_group(chosen: Config, kernel: str) -> Config:

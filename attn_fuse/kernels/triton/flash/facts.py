@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ class CallFacts:
     drops: whether there is dropout. threshold: as int32, the 32-bit number below which dropout drops a weight.
     scale: what dropout multiplies the other weights by.
     inner: whether spans say where every query sees every key.
+    shared: whether batch entries share what is read for each element of the scores.
     kept: kernels compiled for such calls.
     """
 
@@ -55,6 +56,7 @@ class CallFacts:
     reads: tuple[int, ...]
     capability: int
     inner: bool
+    shared: bool
     kept: Kept = field(default_factory=dict)
 
     @property
@@ -82,8 +84,18 @@ class CallFacts:
         before = self.configs[kernel]
         if before == (after := without_groups(before, kernel)):
             raise ValueError(f"the tiles of {kernel} cannot be smaller than {before}")
-        log.info("smaller tiles for %s: %s", kernel, after)
-        self.configs[kernel] = after
+        self._use(kernel, after)
+
+    def give_up_stage(self, kernel: str) -> None:
+        """From here on `kernel` copies less ahead. Raises ValueError where it copied nothing ahead."""
+        before = self.configs[kernel]
+        if before.num_stages == 1:
+            raise ValueError(f"this device does not hold the tiles of {kernel}: {before}")
+        self._use(kernel, replace(before, num_stages=before.num_stages - 1))
+
+    def _use(self, kernel: str, smaller: Config) -> None:
+        log.info("smaller tiles for %s: %s", kernel, smaller)
+        self.configs[kernel] = smaller
         for made in ("forward_constants", "backward_constants", "options"):
             self.__dict__.pop(made, None)
 
@@ -91,6 +103,11 @@ class CallFacts:
     def rescaled(self) -> bool:
         """Whether the scores of whole blocks are in another unit than the others."""
         return self.inner and self.code.unit_seen != self.code.unit
+
+    @property
+    def even(self) -> bool:
+        """Whether the kernels are compiled for a multiple of 16 keys, where a tensor is read for each of them."""
+        return (self.taken.element or self.taken.looked_up) and self.key[2] % 16 == 0
 
     def config(self, kernel: str) -> Config:
         """The config of `kernel`."""
@@ -117,8 +134,8 @@ class CallFacts:
         """The constants of the forward kernel, from SCORE to PRECISION."""
         code = self.code
         simpler = (code.score_seen, code.slope_seen) if self.inner else (code.score_inside, code.slope)
-        functions = (code.score, *simpler, code.factor, code.sink, LOG2E / code.unit, self.inner, self.rescaled)
-        return *functions, *self.sizes("forward")
+        functions = (code.score, *simpler, code.factor, code.sink, LOG2E / code.unit)
+        return *functions, self.inner, self.rescaled, self.even, self.shared, *self.sizes("forward")
 
     @functools.cached_property
     def backward_constants(self) -> Mapping[str, tuple[Any, ...]]:
@@ -128,7 +145,8 @@ class CallFacts:
             (code.score_seen, code.backward_seen) if self.inner else (code.score_inside, code.score_backward)
         )
         functions = (code.score, score, code.factor, code.score_backward, backward, code.backward_factor)
-        return _Made(lambda kernel: (*functions, LOG2E / code.unit, self.inner, self.rescaled, *self.sizes(kernel)))
+        how = LOG2E / code.unit, self.inner, self.rescaled, self.even, self.shared
+        return _Made(lambda kernel: (*functions, *how, *self.sizes(kernel)))
 
     @functools.cached_property
     def options(self) -> Mapping[str, dict[str, int]]:
@@ -204,10 +222,10 @@ def _worked_out(
         raise ValueError(f"not computed in {query.dtype}, {key.dtype}, {value.dtype}")
     if max(query.shape[3], value.shape[3]) > WIDEST or max(query.shape[2], key.shape[2]) >= LONGEST:
         raise ValueError(f"shapes are too large: {[*query.shape]}, {[*value.shape]}")
-    code = score_code(program, inputs, numbers)
+    code = score_code(program, inputs, numbers, max(query.shape[2], key.shape[2]), query.dtype.itemsize == 2)
     bounds = (bound(tree, numbers) for tree in (code.program.lower, code.program.upper))
     lower, upper = (None if n is None else max(-LONGEST, min(n, LONGEST)) for n in bounds)
-    tiles = any(x.ndim == 4 and 1 not in x.shape[2:] for x in inputs)
+    tiles = [x.shape for x in inputs if x.ndim == 4 and 1 not in x.shape[2:]]
     _, strides, whole = code.kernel_args(inputs, numbers)
     return CallFacts(
         dtype=query.dtype,
@@ -217,7 +235,8 @@ def _worked_out(
         value_dim=value.shape[3],
         code=code,
         taken=Taken(
-            element=tiles or any(isinstance(node, Gather) for node in distinct(code.program.score)),
+            element=bool(tiles),
+            looked_up=any(isinstance(node, Gather) for node in distinct(code.program.score)),
             drops=dropout_p > 0,
             again=code.score_backward is not None or code.factor is not None,
         ),
@@ -231,6 +250,7 @@ def _worked_out(
         reads=strides,
         capability=_capability(query.device),
         inner=inner,
+        shared=bool(tiles) and query.shape[0] > 1 and all(shape[0] == 1 for shape in tiles),
     )
 
 

@@ -13,9 +13,11 @@ from attn_fuse.kernels.triton.flash.tiles import (
     draws,
     dropped,
     head_base,
+    in_blocks,
     load_rows,
     odd_numbers,
     place,
+    rounded,
     span,
     store_rows,
     stretch,
@@ -32,8 +34,12 @@ CHANGING = (
 def key_phases(
     found, start, lower, upper, q_len, kv_len, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """Where the keys that queries from `start` on may see are cut: before and after those blocks that every query sees
-    as far as bounds and spans go, and which are whole. found: of `span`."""
+    """Where the blocks of keys that queries from `start` on may see are cut: before and after those that every query
+    sees as far as bounds and spans go, and which are whole. found: of `span`.
+
+    Gives numbers of blocks. A loop over them tells Triton that each block begins at a multiple of its size, without
+    which it reads a bias an element at a time.
+    """
     first, last, inner_first, inner_last = found
     stop = tl.minimum(start + BLOCK_M, q_len)
     last = tl.minimum(last, kv_len)
@@ -43,11 +49,7 @@ def key_phases(
     if lower is not None:
         first = tl.maximum(first, start + lower)
         inner_first = tl.maximum(inner_first, stop - 1 + lower)
-    first = first // BLOCK_N * BLOCK_N
-    last = tl.maximum(first, last)
-    inner_first = tl.minimum(tl.maximum(first, tl.cdiv(tl.maximum(inner_first, 0), BLOCK_N) * BLOCK_N), last)
-    inner_last = tl.maximum(tl.minimum(inner_last, last), 0) // BLOCK_N * BLOCK_N
-    return first, inner_first, tl.maximum(inner_first, inner_last), last
+    return in_blocks(first, inner_first, inner_last, last, BLOCK_N)
 
 
 @triton.jit(do_not_specialize=CHANGING)
@@ -55,7 +57,7 @@ def forward(
     query, key, value, out, row_max, row_sum, seed, spans, reads, numbers,
     lower, upper, heads, groups, q_len, kv_len, dropout, dropout_scale,
     SCORE: tl.constexpr, SCORE_INSIDE: tl.constexpr, SLOPE: tl.constexpr, FACTOR: tl.constexpr, SINK: tl.constexpr,
-    TO_LOG2: tl.constexpr, INNER: tl.constexpr, RESCALED: tl.constexpr,
+    TO_LOG2: tl.constexpr, INNER: tl.constexpr, RESCALED: tl.constexpr, EVEN: tl.constexpr, SHARED: tl.constexpr,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -65,13 +67,16 @@ def forward(
     upper: of j - i, or None.
     INNER: whether the spans say where every query sees every key; SCORE_INSIDE may take it that they do. RESCALED:
     whether it gives the score times log2(e), while SCORE gives the score.
+    SHARED: see `place`. EVEN: whether kv_len is a multiple of 16, so that a bias is read by 16 bytes where a mask of
+    the keys cuts it.
     TO_LOG2: what a difference of scores is multiplied by for a power of 2. SLOPE: where SCORE_INSIDE only multiplies by
     a number above 0, that number.
     """
     reads = (reads[0], reads[1], numbers)
+    kv_len = rounded(kv_len, EVEN)
     blocks = tl.cdiv(q_len, BLOCK_M)
     # Those that see most keys come first under a causal mask.
-    block, h, b = place(blocks, heads)
+    block, h, b = place(blocks, heads, SHARED)
     start = (blocks - 1 - block) * BLOCK_M
     rows = start + tl.arange(0, BLOCK_M)
     i = rows[:, None]
@@ -93,7 +98,7 @@ def forward(
     for phase in tl.static_range(3):
         begin, end = stretch(phase, first, inner_first, inner_last, last)
         if phase > 0 or lower is not None or INNER:
-            for n in tl.range(begin, end, BLOCK_N):
+            for n in tl.range(begin * BLOCK_N, end * BLOCK_N, BLOCK_N):
                 columns = n + tl.arange(0, BLOCK_N)
                 j = columns[None, :]
                 k = load_rows(key, key_start, n, kv_len, BLOCK_N, HEAD_DIM, BLOCK_D, phase != 1)
@@ -107,7 +112,7 @@ def forward(
                     scores = raw * SLOPE
                     most = tl.max(raw, 1) * SLOPE
                 else:
-                    scores = SCORE_INSIDE(raw, b, h, i, j, q_len, kv_len, reads)
+                    scores = SCORE_INSIDE(raw, b, h, i, j, q_len, None, reads)
                     most = tl.max(scores, 1)
                 if phase == 1 and RESCALED:
                     most = most / TO_LOG2
@@ -122,7 +127,7 @@ def forward(
                 greatest = new
                 total = total * shrink + tl.sum(weights, 1)
                 if FACTOR is not None:
-                    weights = weights * FACTOR(raw, b, h, i, j, q_len, kv_len, reads)
+                    weights = weights * FACTOR(raw, b, h, i, j, q_len, None if phase == 1 else kv_len, reads)
                 if seed is not None:
                     weights = dropped(weights, of_queries, for_keys, n, dropout)
                 v = load_rows(value, value_start, n, kv_len, BLOCK_N, VALUE_DIM, BLOCK_V, phase != 1)

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
-from attn_fuse.expression.nodes import Gather, Input, distinct
+from attn_fuse.expression.nodes import Cast, Gather, Input, Position, distinct
 from attn_fuse.kernels.centring import centre_of, less_centre
 from attn_fuse.kernels.score.gradient import differentiable, gradients, needed
 from attn_fuse.kernels.score.program import Block, Memo, accumulate, evaluate, gathered
@@ -138,20 +139,24 @@ def attend_backward(
     pointers = (grad_out, query, key, value, of_queries, of_keys, *inputs)
     strides = tuple(x.stride() for x in (grad_out, value, out))
     tables = on_queries and on_queries[1], on_keys and on_keys[1]
+    is_wanted = [want and x.is_floating_point() for want, x in zip(wanted, inputs, strict=True)]
+    of_scores = _of_scores(call, is_wanted)
+    found: dict[int, Tensor] = {}
 
     def run(name: str, kernel: Any, made: tuple[Any, ...], of_other: Any) -> None:
         chosen = facts.configs[name]
         if name in OF_KEYS:
             programs = ceil_div(key.shape[2], chosen.block_n) * key.shape[1] * batch
-            constants: tuple[int, ...] = (chosen.statistics,)
+            constants: tuple[Any, ...] = (chosen.statistics, facts.heads[1] != 1)
         else:
-            programs, constants = ceil_div(q_len, chosen.block_m) * heads * batch, ()
+            programs = ceil_div(q_len, chosen.block_m) * heads * batch
+            constants = (None if of_scores is None else of_scores.function,)
         if programs:
             arguments = (
                 *call.operands(grad_out), *made, saved, saved.shape[3], call.seed,
                 of_other, *call.reads, *facts.scalars, *facts.backward_constants[name], *constants,
             )  # fmt: skip
-            of = name, strides, tables
+            of = name, strides, tables, of_scores is None
             launch(facts.kept, of, kernel, (programs, 1, 1), arguments, facts.options[name], *pointers)
 
     with on(query.device):
@@ -159,36 +164,58 @@ def attend_backward(
         rows = max(1, _STATISTICS // block_v)
         if batch * heads * q_len:
             launch(
-                facts.kept, ("statistics", strides), flash_backward.statistics,
+                facts.kept, ("statistics", strides, any(wanted)), flash_backward.statistics,
                 (ceil_div(q_len, rows) * heads * batch, 1, 1),
-                (_strided(grad_out), _strided(out), row_max, row_sum, saved, saved.shape[3], heads, q_len, facts.scale,
+                (_strided(grad_out), _strided(out), row_max, row_sum, saved, saved.shape[3], *call.reads, heads, q_len,
+                 facts.lengths[1], facts.scale, facts.code.sink if any(wanted) else None, LOG2E / facts.code.unit,
                  value_dim, block_v, rows),
-                _USUAL, grad_out, out,
+                _USUAL, grad_out, out, *inputs,
             )  # fmt: skip
-        of_query = functools.partial(run, "query", flash_backward.backward_query, (_strided(dquery),), on_queries)
-        _assembled(facts, "query", of_query)
+        made: tuple[Any, ...] = (_strided(dquery), None)
+        if of_scores is not None:
+            read, scores = inputs[of_scores.node.leaf], (batch, heads, q_len, key.shape[2])
+            # Blocks that no query sees are not computed.
+            found[of_scores.node.leaf] = dinput = torch.zeros(scores, dtype=read.dtype, device=read.device)
+            made = (_strided(dquery), _strided(dinput))
+        _assembled(facts, "query", functools.partial(run, "query", flash_backward.backward_query, made, on_queries))
         for name in together_or_apart(query.dtype, facts.widths):
             made = (_strided(dkey) if name != "value" else None, _strided(dvalue) if name != "key" else None)
             of_keys_or_values = functools.partial(run, name, flash_backward.backward_key_value, made, on_keys)
             _assembled(facts, name, of_keys_or_values)
-        dinputs = _input_gradients(call, grad_out, saved, wanted)
+        _add_input_gradients(call, grad_out, saved, is_wanted, of_scores, found)
+    dinputs = [
+        (found[n] if n in found else torch.zeros_like(x)).to(x.dtype).contiguous() if want else x.new_empty(0)
+        for n, (x, want) in enumerate(zip(inputs, is_wanted, strict=True))
+    ]
     return dquery, dkey, dvalue, dinputs
 
 
-def _input_gradients(call: _Call, grad_out: Tensor, saved: Tensor, wanted: Sequence[bool]) -> list[Tensor]:
-    is_wanted = [want and x.is_floating_point() for want, x in zip(wanted, call.inputs, strict=True)]
-    found: dict[int, Tensor] = {}
+def _of_scores(call: _Call, is_wanted: Sequence[bool]) -> Gradient | None:
+    """The gradient, if there is one, of a tensor with an element for each score: the kernel for query writes it."""
+    scores = (*call.query.shape[:3], call.key.shape[2])
+    for gradient in call.facts.code.gradients:
+        leaf = gradient.node.leaf
+        if isinstance(gradient.node, Input) and is_wanted[leaf] and call.inputs[leaf].shape == scores:
+            return gradient
+    return None
+
+
+def _add_input_gradients(
+    call: _Call,
+    grad_out: Tensor,
+    saved: Tensor,
+    is_wanted: Sequence[bool],
+    done: Gradient | None,
+    found: dict[int, Tensor],
+) -> None:
+    """Add to `found` the gradients of what the scores read, by input, but that of `done`, which is there."""
     for gradient in call.facts.code.gradients:
         number = gradient.node.leaf
-        if not is_wanted[number]:
+        if not is_wanted[number] or gradient is done:
             continue
         made = (_of_element if isinstance(gradient.node, Input) else _of_lookup)(call, gradient, grad_out, saved)
         found[number] = found[number] + made if number in found else made
     _add_sink_gradients(call, saved, is_wanted, found)
-    return [
-        (found[n] if n in found else torch.zeros_like(x)).to(x.dtype).contiguous() if want else x.new_empty(0)
-        for n, (x, want) in enumerate(zip(call.inputs, is_wanted, strict=True))
-    ]
 
 
 def _of_element(call: _Call, gradient: Gradient, grad_out: Tensor, saved: Tensor) -> Tensor:
@@ -250,45 +277,60 @@ def _once_of_node(
         (*map(_strided, (grad_out, call.query, call.key, call.value)), made, saved, saved.shape[3], call.seed,
          *call.reads, *facts.scalars,
          batch, first, rows, parts, code.score, code.factor, gradient.function, LOG2E / code.unit,
-         *(name in gradient.along for name in "bhij"), *facts.sizes("input")),
+         *(name in gradient.along for name in "bhij"), facts.even, *facts.sizes("input")),
         facts.options["input"],
     )  # fmt: skip
     return made[0] if parts == 1 else made.sum(0)
 
 
 def _add_sink_gradients(call: _Call, saved: Tensor, is_wanted: Sequence[bool], found: dict[int, Tensor]) -> None:
-    """Add to `found` the gradients of what the sink reads: it is one number for each query, and needs no kernel."""
-    program, unit = call.facts.code.program, call.facts.code.unit
-    if program.sink is None:
+    """Add to `found` the gradients of what the sink reads, from that of its logit, which `statistics` has written."""
+    sink = call.facts.code.program.sink
+    if sink is None:
         return
-    wanted = [n for n in distinct(program.sink) if isinstance(n, (Input, Gather)) and is_wanted[n.leaf]]
-    path = differentiable([program.sink], wanted)
+    batch, heads, q_len, _ = call.query.shape
+    of_sink = saved[:, :, 3, :q_len, None]
+    read = sink.x if isinstance(sink, Cast) and sink.dtype.is_floating_point else sink
+    if isinstance(read, (Input, Gather)) and _is_of_heads(read, source := call.inputs[read.leaf]):
+        if is_wanted[read.leaf]:
+            of_heads = of_sink.sum((0, 2)).view(source.shape)
+            found[read.leaf] = found[read.leaf] + of_heads if read.leaf in found else of_heads
+        return
+    wanted = [n for n in distinct(sink) if isinstance(n, (Input, Gather)) and is_wanted[n.leaf]]
+    path = differentiable([sink], wanted)
     if not path:
         return
     memo: Memo = dict.fromkeys(needed(path))
-    batch, heads, q_len, _ = call.query.shape
-    shift, over, delta, _ = saved[..., :q_len, None].unbind(2)
     block = Block(batch, heads, (0, q_len), (0, 1), call.query.device, torch.float32)
-    sink = evaluate(program.sink, None, call.inputs, call.numbers, block, memo).float()
-    weight = torch.exp2((sink * unit - shift) * (LOG2E / unit)) * over
+    evaluate(sink, None, call.inputs, call.numbers, block, memo)
     for node in wanted:
         source = call.inputs[node.leaf]
         wide = torch.promote_types(source.dtype, torch.float32)
         into = found.get(node.leaf, torch.zeros(source.shape, dtype=wide, device=source.device)).to(wide)
-        gradient = gradients(path, wanted, [(program.sink, -weight * delta)], call.numbers, block, memo).get(id(node))
+        gradient = gradients(path, wanted, [(sink, of_sink)], call.numbers, block, memo).get(id(node))
         if gradient is not None:
             indices = gathered(node, call.inputs, call.numbers, block, memo)
             accumulate(node, gradient, into, indices, block)
             found[node.leaf] = into
 
 
+def _is_of_heads(node: Input | Gather, source: Tensor) -> bool:
+    """Whether it reads a number for each head, as most sinks are."""
+    if isinstance(node, Gather):
+        return node.index == (Position("h"),)
+    return source.ndim == 4 and source.shape[1] == source.numel()
+
+
 def _assembled(facts: CallFacts, kernel: str, run: Callable[[], None]) -> None:
-    """Run it, again with smaller tiles where the assembler made a mistake with these."""
-    try:
-        run()
-    except MisassembledError:
-        facts.give_up_groups(kernel)
-        run()
+    """Run it: again with smaller tiles where the assembler made a mistake with these, and with fewer stages for as long
+    as the device's shared memory does not hold them."""
+    while True:
+        try:
+            return run()
+        except MisassembledError:
+            facts.give_up_groups(kernel)
+        except OutOfResources:
+            facts.give_up_stage(kernel)
 
 
 def _padded(length: int) -> int:

@@ -38,7 +38,7 @@ def seen(
     length, others = q_len, kv_len
     if OF_KEYS:
         length, others = kv_len, q_len
-    block, h, b = place(tl.cdiv(length, SPAN), heads)
+    block, h, b = place(tl.cdiv(length, SPAN), heads, False)
     own = block * SPAN + tl.arange(0, SPAN)
     there = tl.minimum(length - block * SPAN, SPAN)
     first, last, inner_first, inner_last = others, others * 0, others, others

@@ -5,9 +5,10 @@ A tensor [batch, heads, length, width] is given as (pointer, strides).
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
+
+from attn_fuse.kernels.triton.functions import IN_PTX
 
 # Queries or keys in one entry of a table of spans.
 SPAN = tl.constexpr(64)
@@ -17,7 +18,6 @@ _FIRST = tl.constexpr(0x7FEB352D)
 _SECOND = tl.constexpr(0x846CA68B)
 # Neighbouring positions whose random numbers have a factor in common.
 _GROUP = tl.constexpr(32)
-_IN_PTX = tl.constexpr(torch.version.hip is None and not triton.knobs.runtime.interpret)
 # For the same in Triton's language LLVM makes vectors of bits, which it packs into words and unpacks again.
 _DROPPED = tl.constexpr("""
     { .reg .pred kept; .reg .u32 drawn;
@@ -32,15 +32,24 @@ def head_base(tensor, b, h):
 
 
 @triton.jit
-def place(blocks, heads):
-    """The block, head and batch entry that this program is for."""
+def place(blocks, heads, SHARED: tl.constexpr):
+    """The block, head and batch entry that this program is for.
+
+    SHARED: whether batch entries share what is read for each element. They then follow each other, and all but the
+    first find it in the cache.
+    """
     number = tl.program_id(0)
-    return number % blocks, number // blocks % heads, number // blocks // heads
+    if SHARED:
+        batch = tl.num_programs(0) // (blocks * heads)
+        b, block, h = number % batch, number // batch % blocks, number // batch // blocks
+    else:
+        block, h, b = number % blocks, number // blocks % heads, number // blocks // heads
+    return block, h, b
 
 
 @triton.jit
 def stretch(phase: tl.constexpr, first, inner_first, inner_last, last):
-    """Where one of the three phases of a loop begins, and one past where it ends."""
+    """The first block of one of the three phases of a loop, and one past its last."""
     if phase == 0:
         begin, end = first, inner_first
     elif phase == 1:
@@ -48,6 +57,23 @@ def stretch(phase: tl.constexpr, first, inner_first, inner_last, last):
     else:
         begin, end = inner_last, last
     return begin, end
+
+
+@triton.jit
+def rounded(length, EVEN: tl.constexpr):
+    """`length`, which is a multiple of 16 where EVEN says so: Triton sees that from the product alone."""
+    return length // 16 * 16 if EVEN else length
+
+
+@triton.jit
+def in_blocks(first, inner_first, inner_last, last, BLOCK: tl.constexpr):
+    """The four positions that cut a loop, as numbers of blocks: those in the middle are whole, the others may be cut
+    by the end of the sequence."""
+    begin = first // BLOCK
+    last = tl.maximum(begin * BLOCK, last)
+    end = tl.cdiv(last, BLOCK)
+    whole = tl.minimum(tl.maximum(begin, tl.cdiv(tl.maximum(inner_first, 0), BLOCK)), end)
+    return begin, whole, tl.maximum(whole, tl.maximum(tl.minimum(inner_last, last), 0) // BLOCK), end
 
 
 @triton.jit
@@ -150,7 +176,7 @@ def dropped(x, of_rows, start, first, threshold):
         places = tl.arange(0, _GROUP)
         of_columns = (_of_groups(start, groups)[:, None] * _of_places(start, places)[None, :]).reshape(COLUMNS)
     rows, columns, least = of_rows[:, None], of_columns[None, :], threshold.to(tl.uint32, bitcast=True)
-    if _IN_PTX:
+    if IN_PTX:
         x = tl.inline_asm_elementwise(
             _DROPPED, "=f,f,r,r,r", [x, rows, columns, least], tl.float32, is_pure=True, pack=1
         )
