@@ -29,7 +29,7 @@ demo: .venv/ready-demo ## train a hand-written GPT four ways, side by side: loss
 # A process for each core, one thread in each: ARGS="-n 0" runs all tests in one. A test that hangs ends its process
 # and fails, by its name; the others go on.
 in_parallel = -n auto --maxprocesses 8 --dist worksteal --timeout 600 --timeout-method thread
-test: .venv/ready-dev ## the everyday tests, 5 to 7 minutes on 2 cores
+test: .venv/ready-dev ## the everyday tests, 8 to 11 minutes on 2 cores
 	OMP_NUM_THREADS=1 $(PYTEST) -m "not thorough and $(QUICK)" $(in_parallel) $(ARGS)
 
 test-thorough: .venv/ready-dev ## what CI runs beside them: every kernel on the grid, every spelling's numbers, the fuzzer's first programs
