@@ -47,7 +47,7 @@ _HALF = {
     "key_value": {64: Config(64, 64, 8, 3), 128: Config(64, 64, 8, 3)},
     "key": {256: Config(32, 64, 8, 3)},
     "value": {256: Config(32, 64, 8, 3)},
-    "input": {64: Config(64, 64, 8, 3), 128: Config(64, 64, 8, 3), 256: Config(32, 64, 8, 3)},
+    "input": {64: Config(64, 64, 8, 3), 128: Config(32, 64, 8, 3), 256: Config(32, 64, 8, 3)},
 }
 # What differs on devices of one major capability. 9: products of 64 rows and 128 columns keep its tensor cores busy,
 # and 128 queries halve the reads of keys and values; tests/triton/test_flash_compile.py bounds the instructions of its
