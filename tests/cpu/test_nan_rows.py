@@ -312,3 +312,24 @@ def test_a_fill_that_a_factor_makes_infinite(factor: float, reads: bool) -> None
     torch.testing.assert_close(got[seen], expected[seen], rtol=1e-2, atol=1e-2)
     # A kernel may give 0 for NaN where nothing reads it, but no other number.
     assert bool((got[~seen].isnan() | (got[~seen] == 0)).all())
+
+
+@pytest.mark.parametrize("kernel", ["chunked", None])
+def test_no_keys_at_all_give_0(kernel: str | None) -> None:
+    """The softmax of no scores is no number, and its product with no values 0: in a graph for any number of keys."""
+
+    def program(q: Tensor, k: Tensor, v: Tensor, n: int) -> Tensor:
+        length = q.shape[2] - k.shape[2]
+        k, v = k[:, :, : -(length // 3)], v[:, :, : -(length // 3)]
+        keep = torch.arange(k.shape[2])[None, :] < torch.arange(q.shape[2])[:, None] + n
+        return (q @ k.mT).masked_fill(~keep, -INF).softmax(-1) @ v
+
+    options = {"inner_backend": "eager", "pick": "fused"} | ({} if kernel is None else {"kernels": [kernel]})
+    run = torch.compile(program, backend="attn_fuse", dynamic=True, options=options)
+    for q_len, kv_len, n in ((3, 9, 3), (5, 5, -2), (4, 4, 3), (6, 12, 1)):
+        q, k, v = (torch.randn(2, 3, length, D) for length in (q_len, kv_len, kv_len))
+        written = program(q, k, v, n)
+        assert (written == 0).all() or kv_len != q_len
+        got = run(q, k, v, n)
+        torch.testing.assert_close(got.nan_to_num(), written.nan_to_num(), atol=1e-5, rtol=1e-5)
+        assert kv_len != q_len or not got.isnan().any()

@@ -98,7 +98,8 @@ def _attend_rows(plan: Plan, part: Part, start: int, stop: int) -> tuple[Tensor,
         out.view(*block.shape[:3], -1).mul_(shrink)
         _add_product(out, weights, part.value[:, slice(*keys)])
     out = out.view(*whole.shape[:3], -1)
-    if plan.steps.program.empty_is_nan:
+    # Over no keys at all the product of no weights is 0, whatever their softmax is.
+    if plan.steps.program.empty_is_nan and plan.value.shape[-2]:
         out, *met = (x / row_sum for x in (out, *met))
     else:
         out, *met = (torch.where(row_sum == 0, 0.0, x / row_sum) for x in (out, *met))
