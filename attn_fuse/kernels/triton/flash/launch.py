@@ -85,8 +85,8 @@ def attend(
     out = heads_inside(query, (*query.shape[:3], value_dim))
     row_max = torch.empty((batch, heads, q_len), dtype=torch.float32, device=query.device)
     row_sum = torch.empty_like(row_max)
-    if not key.shape[2]:
-        # Over no keys at all the product of no weights is 0, and no row's weights are NaN.
+    if not key.shape[2] and facts.code.sink is None:
+        # Over no keys at all the product of no weights is 0, and no row is NaN for it.
         return out.zero_(), row_max.fill_(-torch.inf), row_sum.fill_(torch.nan), centre.zero_()
     if q_len * heads * batch:
         value = less_centre(value, centre, value.dtype)
