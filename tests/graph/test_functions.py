@@ -219,3 +219,19 @@ class TestANewRow:
         space: Any = simplify.Space()
         x = ex.Unary("rad2deg", ex.Unary("tanh", ex.Load(0, ())))
         assert ranges.stays_within(x, 57.3, space, ()) and not ranges.stays_within(x, 57.2, space, ())
+
+
+@pytest.mark.parametrize(
+    "dtype, granted, apart",
+    [
+        (torch.int64, Granted(short=True), True),
+        (torch.int64, Granted(), False),
+        (torch.int8, Granted(short=True), False),
+    ],
+    ids=str,
+)
+def test_a_distance_is_cast_apart_only_where_that_is_exact(dtype: torch.dtype, granted: Granted, apart: bool) -> None:
+    """In int8 the difference of two positions wraps around; beyond 2^24 float32 does not hold it."""
+    emitter = Emitter([], granted)
+    distance = ex.Cast(dtype, ex.Position("i")) - ex.Cast(dtype, ex.Position("j"))
+    assert (emitter.value(distance).made_of is not None) == apart

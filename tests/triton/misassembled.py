@@ -2,8 +2,8 @@
 
     PYTHONPATH=.:benchmarks TRITON_CACHE_DIR=FOLDER/triton python tests/triton/misassembled.py FOLDER
 
-A line of JSON says what was compiled, and which tiles run. Found on an H100, with another function of the scores, where
-it reads beyond shared memory or gives a wrong sum.
+A line of JSON says what was compiled, and which tiles run. On an H100 such a kernel read beyond shared
+memory, or gave a wrong sum.
 """
 
 from __future__ import annotations

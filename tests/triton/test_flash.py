@@ -28,6 +28,7 @@ from tests.graph.chunked_cases import (
     USUAL,
     B,
     Case,
+    H,
     K,
     Q,
     S,
@@ -37,6 +38,7 @@ from tests.graph.chunked_cases import (
     const,
     drawn,
     naive,
+    randn,
     results,
     where,
 )
@@ -385,6 +387,32 @@ def test_empty(name: str, s: Sizes) -> None:
     got = results(lambda *x: operator(case, *x, numbers=case.numbers(s)), tensors, grad_out)
     assert got["out"].shape == grad_out.shape
     assert all((x == 0).all() for x in got.values())
+
+
+@interpreted
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (1, -1, 1, 1), (-1, -1, 1, 1)], ids=str)
+def test_the_gradient_of_a_sink_that_heads_or_batch_entries_share(shape: tuple[int, ...]) -> None:
+    made = ScoreProgram(["mul", S, const(0.5)], sink=["input", 0])
+    check(Case("", made, lambda s, at, sink: (s * 0.5, None, sink), randn(*shape)), USUAL)
+
+
+@interpreted
+def test_the_gradient_of_a_sink_from_a_longer_table() -> None:
+    made = ScoreProgram(["mul", S, const(0.5)], sink=["gather", 0, H])
+    dense = lambda s, at, table: (s * 0.5, None, table[: s.shape[1]].view(1, -1, 1, 1))  # noqa: E731
+    check(Case("", made, dense, lambda s: [torch.randn(s.heads + 3)]), USUAL)
+
+
+@interpreted
+def test_a_distance_that_wraps_around() -> None:
+    """As int8, the difference of positions 100 and -100 is -56."""
+    narrow = [["cast", "int8", ["mul", x, const(9)]] for x in (Q, K)]
+    made = ScoreProgram(["add", S, ["cast", "float32", ["sub", *narrow]]])
+
+    def dense(s: Tensor, at: Any) -> Tensor:
+        return s + ((at.i * 9).to(torch.int8) - (at.j * 9).to(torch.int8)).to(s.dtype)
+
+    check(Case("", made, dense), USUAL)
 
 
 @interpreted

@@ -256,7 +256,7 @@ class Emitter:
         if not floating and row.gives == "same":
             return self._unary_of_integer(name, x)
         dtype = x.dtype if floating else torch.float32
-        if name == "tanh" and "score" in x.depends:
+        if name == "tanh" and "score" in x.depends and _computed(dtype) == torch.float32:
             return self._rounded(f"fn.tanh_of_score({self._as(x, torch.float32)}, {self._granted.half})", dtype, x)
         return self._rounded(row.triton.format(self._as(x, _computed(dtype))), dtype, x)
 
@@ -376,10 +376,10 @@ def _depends(values: Sequence[Value]) -> frozenset[str]:
 
 
 def _is_exact_apart(name: str, x: Value, y: Value, whole: Value) -> bool:
-    """Whether x + y or x - y is of a row and a column, all of them integers that float32 holds."""
+    """Whether x + y or x - y is of a row and a column, all of them integers that float32 holds; a narrow one wraps."""
     apart = not any(_TILE <= value.depends for value in (x, y)) and whole.depends >= _TILE
     held = all(-2 * SHORT <= end <= 2 * SHORT for value in (x, y, whole) for end in value.span)
-    return name in ("add", "sub") and apart and held
+    return name in ("add", "sub") and whole.dtype == torch.int64 and apart and held
 
 
 def _promoted(*values: Value) -> torch.dtype:

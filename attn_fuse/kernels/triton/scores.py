@@ -10,7 +10,7 @@ Every function works on one tile of any shape and orientation:
     b, h       int32: batch and query head, scalars or of the shape of `i`
     i, j       int32 positions of query and key, of shapes that broadcast to the tile ([M, 1] and [1, N], or [1, M] and
                [N, 1]); beyond q_len and kv_len nothing is read, and the result there has no meaning; a length that
-               is None is beyond all of the tile
+               is None lies beyond the whole tile
     reads      as above
 
     score(raw, b, h, i, j, q_len, kv_len, reads)             the final score, fp32, times `unit`
@@ -126,7 +126,7 @@ def score_code(
 ) -> ScoreCode:
     """The functions of `program`, a `ScoreProgram`'s text, for inputs of these dtypes and sizes, and such numbers.
 
-    longest: the max length of queries and keys. half: whether query and key have 16 bits.
+    longest: the max of batch, heads, queries and keys. half: whether query and key have 16 bits.
     """
     most = max(longest, *map(abs, numbers)) if numbers else longest
     granted = Granted(wide=any(abs(n) > LONGEST for n in numbers), short=most <= SHORT, half=half)

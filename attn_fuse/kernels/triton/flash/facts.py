@@ -222,7 +222,7 @@ def _worked_out(
         raise ValueError(f"not computed in {query.dtype}, {key.dtype}, {value.dtype}")
     if max(query.shape[3], value.shape[3]) > WIDEST or max(query.shape[2], key.shape[2]) >= LONGEST:
         raise ValueError(f"shapes are too large: {[*query.shape]}, {[*value.shape]}")
-    code = score_code(program, inputs, numbers, max(query.shape[2], key.shape[2]), query.dtype.itemsize == 2)
+    code = score_code(program, inputs, numbers, max(*query.shape[:3], key.shape[2]), query.dtype.itemsize == 2)
     bounds = (bound(tree, numbers) for tree in (code.program.lower, code.program.upper))
     lower, upper = (None if n is None else max(-LONGEST, min(n, LONGEST)) for n in bounds)
     tiles = [x.shape for x in inputs if x.ndim == 4 and 1 not in x.shape[2:]]

@@ -34,8 +34,8 @@ CHANGING = (
 def key_phases(
     found, start, lower, upper, q_len, kv_len, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """Where the blocks of keys that queries from `start` on may see are cut: before and after those that every query
-    sees as far as bounds and spans go, and which are whole. found: of `span`.
+    """The three stretches of blocks of keys for the queries from `start` on. In the middle one every query sees every
+    key, by the bounds and spans, and each block is whole. found: what `span` gave.
 
     Gives numbers of blocks. A loop over them tells Triton that each block begins at a multiple of its size, without
     which it reads a bias an element at a time.

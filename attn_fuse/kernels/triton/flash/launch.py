@@ -294,7 +294,7 @@ def _add_sink_gradients(call: _Call, saved: Tensor, is_wanted: Sequence[bool], f
     batch, heads, q_len, _ = call.query.shape
     of_sink = saved[:, :, 3, :q_len, None]
     read = sink.x if isinstance(sink, Cast) and sink.dtype.is_floating_point else sink
-    if isinstance(read, (Input, Gather)) and _is_of_heads(read, source := call.inputs[read.leaf]):
+    if isinstance(read, (Input, Gather)) and _is_of_heads(read, source := call.inputs[read.leaf], heads):
         if is_wanted[read.leaf]:
             of_heads = of_sink.sum((0, 2)).view(source.shape)
             found[read.leaf] = found[read.leaf] + of_heads if read.leaf in found else of_heads
@@ -317,11 +317,11 @@ def _add_sink_gradients(call: _Call, saved: Tensor, is_wanted: Sequence[bool], f
             found[node.leaf] = into
 
 
-def _is_of_heads(node: Input | Gather, source: Tensor) -> bool:
-    """Whether it reads a number for each head, as most sinks are."""
+def _is_of_heads(node: Input | Gather, source: Tensor, heads: int) -> bool:
+    """Whether `node` reads one element of `source` for each head, and all of them, as most sinks do."""
     if isinstance(node, Gather):
-        return node.index == (Position("h"),)
-    return source.ndim == 4 and source.shape[1] == source.numel()
+        return node.index == (Position("h"),) and source.shape == (heads,)
+    return source.shape == (1, heads, 1, 1)
 
 
 def _assembled(facts: CallFacts, kernel: str, run: Callable[[], None]) -> None:
