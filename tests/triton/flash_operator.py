@@ -12,6 +12,7 @@ from tests.graph.chunked_cases import Case
 from tests.triton.interpreted import INTERPRETED
 
 if INTERPRETED:
+    from attn_fuse.kernels.triton.flash import facts
     from attn_fuse.kernels.triton.flash.configs import Config
     from attn_fuse.kernels.triton.flash.facts import CallFacts
     from attn_fuse.kernels.triton.flash.op import triton_flash
@@ -20,7 +21,13 @@ if INTERPRETED:
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     if INTERPRETED:
-        monkeypatch.setattr(CallFacts, "config", lambda *_: Config(16, 32, 4, 1))
+        use_tiles(monkeypatch, Config(16, 32, 4, 1))
+
+
+def use_tiles(monkeypatch: pytest.MonkeyPatch, tiles: Config) -> None:
+    """Every kernel runs with `tiles` from here on. Facts of earlier calls keep other ones."""
+    monkeypatch.setattr(CallFacts, "config", lambda *_: tiles)
+    monkeypatch.setattr(facts, "_known", {})
 
 
 def operator(

@@ -44,7 +44,7 @@ from tests.graph.chunked_cases import (
 )
 from tests.graph.random_cases import random_case
 from tests.grid.features import At
-from tests.triton.flash_operator import operator, small_tiles  # noqa: F401
+from tests.triton.flash_operator import operator, small_tiles, use_tiles  # noqa: F401
 from tests.triton.interpreted import INTERPRETED, interpreted, run_interpreted
 
 pytestmark = pytest.mark.thorough
@@ -53,7 +53,6 @@ if INTERPRETED:
     from attn_fuse.kernels.triton.flash import launch as flash
     from attn_fuse.kernels.triton.flash import spans_kernel
     from attn_fuse.kernels.triton.flash.configs import Config
-    from attn_fuse.kernels.triton.flash.facts import CallFacts
     from attn_fuse.kernels.triton.flash.op import triton_flash
     from attn_fuse.kernels.triton.flash.spans import spans
 
@@ -209,7 +208,7 @@ def seen_by(name: str, condition: list[Any]) -> Case:
     ids=lambda c: c.name,
 )
 def test_spans(case: Case, tile: tuple[int, int], inner: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CallFacts, "config", lambda *_: Config(*tile, 4, 1))
+    use_tiles(monkeypatch, Config(*tile, 4, 1))
     s = replace(USUAL, heads=2, kv_heads=1, q_len=150, kv_len=201)
     if case.name == "documents":
 
@@ -225,7 +224,7 @@ def test_spans(case: Case, tile: tuple[int, int], inner: bool, monkeypatch: pyte
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("case", [CASE["causal"], CASE["window"], CASE["everything"]], ids=lambda c: c.name)
 def test_statistics_loaded_together(case: Case, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CallFacts, "config", lambda *_: Config(32, 16, 4, 1, statistics=count))
+    use_tiles(monkeypatch, Config(32, 16, 4, 1, statistics=count))
     check(case, USUAL)
 
 
@@ -238,7 +237,7 @@ SOFTLY = ["and", ["le", K, Q], ["ge", K, ["gather", 0, B]], ["lt", K, ["gather",
 @pytest.mark.parametrize("inner", [False, True])
 @pytest.mark.parametrize("tile", [(16, 32), (64, 32), (128, 16)], ids=str)
 def test_a_finite_fill_hides_from_queries_that_see_a_key(tile: tuple[int, int], inner: bool, monkeypatch) -> None:
-    monkeypatch.setattr(CallFacts, "config", lambda *_: Config(*tile, 4, 1))
+    use_tiles(monkeypatch, Config(*tile, 4, 1))
     program = ScoreProgram(where(SOFTLY, S, LOWEST), visible=SOFTLY, hides_only_if_others_seen=True)
     s = Sizes(4, 2, 1, 150, 201, 16, 24)
 
@@ -320,7 +319,7 @@ def test_spans_by_the_mask_itself(visible: list[Any], mask: Tensor, softly: bool
 @pytest.mark.parametrize("at", [(70, 70), (149, 0), (0, 200)], ids=str)
 def test_a_single_hidden_key(at: tuple[int, int], fill: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """One key that one query does not see makes its blocks no whole ones; those of other batch entries stay."""
-    monkeypatch.setattr(CallFacts, "config", lambda *_: Config(64, 32, 4, 1))
+    use_tiles(monkeypatch, Config(64, 32, 4, 1))
     keep = torch.ones(2, 1, 150, 201, dtype=torch.bool)
     keep[1, 0, at[0], at[1]] = False
     program = ScoreProgram(

@@ -22,14 +22,13 @@ from tests.graph.chunked_cases import (
     naive,
     results,
 )
-from tests.triton.flash_operator import operator, small_tiles  # noqa: F401
+from tests.triton.flash_operator import operator, small_tiles, use_tiles  # noqa: F401
 from tests.triton.interpreted import INTERPRETED, interpreted, run_interpreted
 
 pytestmark = pytest.mark.thorough
 
 if INTERPRETED:
     from attn_fuse.kernels.triton.flash.configs import Config
-    from attn_fuse.kernels.triton.flash.facts import CallFacts
     from attn_fuse.kernels.triton.flash.op import triton_flash, triton_flash_backward
 
 
@@ -53,7 +52,7 @@ def test_dropout_keeps_its_distribution(p: float) -> None:
 @interpreted
 def test_dropout_depends_on_the_seed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def with_other_blocks(*tensors: Any) -> Tensor:
-        monkeypatch.setattr(CallFacts, "config", lambda *_: Config(32, 16, 4, 1))
+        use_tiles(monkeypatch, Config(32, 16, 4, 1))
         return with_dropout(*tensors)
 
     check_seed(with_dropout, with_other_blocks)

@@ -169,8 +169,10 @@ def dropped(x, of_rows, start, first, threshold):
     COLUMNS: tl.constexpr = x.shape[1]
     # A loop over columns leaves the places as they are, and draws for the groups only.
     if COLUMNS < _GROUP:
-        places = first % _GROUP + tl.arange(0, COLUMNS)
-        of_columns = _of_groups(start, first // _GROUP) * _of_places(start, places)
+        # Where Triton interprets, a loop may count in Python's numbers.
+        at = tl.cast(first, tl.int32)
+        places = at % _GROUP + tl.arange(0, COLUMNS)
+        of_columns = _of_groups(start, at // _GROUP) * _of_places(start, places)
     else:
         groups = first // _GROUP + tl.arange(0, COLUMNS // _GROUP)
         places = tl.arange(0, _GROUP)
