@@ -1,6 +1,6 @@
 """Launches the flash kernels on a GPU that is not there, and prints what came of it as lines of JSON.
 
-python tests/triton/launched.py shapes|all|lengths|growing      # in the environment that `device.pretend` gives
+python tests/triton/launched.py shapes|all|lengths|growing|kept      # in the environment that `device.pretend` gives
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton import knobs
 
 from tests.triton.device import launches, use
 
 use()
 
 from attn_fuse.kernels.triton.flash import backward as flash_backward  # noqa: E402
+from attn_fuse.kernels.triton.flash import facts as flash_facts  # noqa: E402
 from attn_fuse.kernels.triton.flash import forward as flash_forward  # noqa: E402
 from attn_fuse.kernels.triton.flash import launch as flash  # noqa: E402
 from tests.graph.chunked_cases import CASE, Sizes  # noqa: E402
@@ -105,11 +107,46 @@ def growing() -> None:
     compiled(flash_forward.forward)
 
 
+def kept() -> None:
+    """What may change between calls of the same shapes: the program, where tensors lie, tiles, hooks of Triton's."""
+    shifted = torch.empty(2 * 4 * 256 * 64 + 1, dtype=HALF)[1:].view(2, 256, 4, 64).transpose(1, 2)
+    query, key, value = operands(SHAPES["usual"])
+
+    def attended(name: str, query: Tensor = query, program: str = PLAIN.dumps()) -> None:
+        before, launched = count(flash_forward.forward), len(launches(LOG))
+        for _ in range(2):
+            flash.attend(query, key, value, [], [0], None, None, None, 0.0, program)
+        new = [programs for _, programs in launches(LOG)[launched:]]
+        line = {"change": name, "compiled": count(flash_forward.forward) - before, "programs": new}
+        print(json.dumps(line), flush=True)
+
+    attended("first")
+    attended("shifted", shifted)
+    attended("program", program=dataclasses.replace(PLAIN, upper=None).dumps())
+    for facts in flash_facts._known.values():
+        facts.give_up_groups("forward")
+    attended("tiles")
+    attended("tiles, shifted", shifted)
+    told: list[Any] = []
+    knobs.runtime.launch_enter_hook.add(lambda about: told.append(about.get()["name"]))
+    attended("hook")
+    flash_facts.KEPT = 3
+    for length in range(1, 9):
+        step(dataclasses.replace(SHAPES["ragged"], q_len=length), "plain")
+    facts = [*flash_facts._known.values()][-1]
+    for which in range(8):
+        facts.launches(which)
+    print(json.dumps({"told": told, "facts": len(flash_facts._known), "launches": len(facts._launches)}))
+
+
+def count(kernel: Any) -> int:
+    return len(kernel.device_caches[0][0])
+
+
 def compiled(kernel: Any) -> None:
     """Prints how often it was compiled."""
-    count = len(kernel.device_caches[0][0])
-    print(json.dumps({"kernel": kernel.__name__, "compiled": count}), flush=True)
+    print(json.dumps({"kernel": kernel.__name__, "compiled": count(kernel)}), flush=True)
 
 
 if __name__ == "__main__":
-    {"shapes": shapes, "all": everything, "lengths": lengths, "growing": growing}[sys.argv[1]]()
+    {"shapes": shapes, "all": everything, "lengths": lengths, "growing": growing, "kept": kept}[sys.argv[1]]()

@@ -16,10 +16,13 @@ import pytest
 
 from attn_fuse.kernels.triton import assembled
 from attn_fuse.kernels.triton.assembled import MisassembledError, is_misassembled, misdescribed
-from attn_fuse.kernels.triton.launch import launch, launch_once
 
 SCRIPT = Path(__file__).with_name("misassembled.py")
 TRITON = importlib.metadata.version("triton") if importlib.util.find_spec("triton") else ""
+needs_triton = pytest.mark.skipif(not TRITON, reason="needs Triton")
+
+if TRITON:
+    from attn_fuse.kernels.triton.launch import Launch, misaligned
 
 
 def code(*lines: str) -> str:
@@ -66,15 +69,15 @@ class Kernel:
 
     def __init__(self, sass: str | None, ptx: str | None = "wgmma", spills: int = 8) -> None:
         self.asm = {"cubin": b""} | ({} if ptx is None else {"ptx": ptx})
-        self.sass, self.n_spills, self.run, self.launched = sass, spills, None, 0
+        self.sass, self.n_spills, self.launched = sass, spills, 0
+        self.function, self.packed_metadata = None, None
         self.__name__ = "kernel"
 
     def warmup(self, *_: Any, **__: Any) -> Kernel:
         return self
 
-    def __getitem__(self, grid: Any) -> Any:
+    def run(self, *_: Any) -> None:
         self.launched += 1
-        return lambda *_: None
 
 
 def is_wrong(kernel: Kernel, monkeypatch) -> bool:
@@ -96,36 +99,50 @@ def test_only_what_puts_registers_away_and_multiplies_by_groups_is_looked_at(mon
     assert not is_wrong(other, monkeypatch)
 
 
+@needs_triton
 def test_a_wrong_kernel_is_never_launched(monkeypatch) -> None:
-    wrong, kept, looked = Kernel(code(LOW, HIGH)), {}, []  # type: Kernel, dict[Any, Any], list[bytes]
+    wrong, looked = Kernel(code(LOW, HIGH)), []  # type: Kernel, list[bytes]
 
     def machine_code(cubin: bytes) -> str | None:
         looked.append(cubin)
         return wrong.sass
 
     monkeypatch.setattr(assembled, "_machine_code", machine_code)
-    for _ in range(2):
+    launch = Launch(wrong, 1, ())
+    for again in (launch, launch, Launch(wrong, 1, ())):
         with pytest.raises(MisassembledError, match="kernel is not assembled as it is written"):
-            launch(kept, "key", wrong, (1, 1, 1), (), {})
-        with pytest.raises(MisassembledError):
-            launch_once(wrong, (1, 1, 1), (), {})
-    assert not kept and not wrong.launched
+            again(0, ())
+    assert not wrong.launched
     # Decoding asks for its kernel with every token: the code is looked at once.
     assert len(looked) == 1
     right = Kernel(code(LOW))
     monkeypatch.setattr(assembled, "_machine_code", lambda cubin: right.sass)
+    launch = Launch(right, 1, ())
     for _ in range(2):
-        launch(kept, "key", right, (1, 1, 1), (), {})
-    assert kept == {"key": right} and right.launched == 2
+        launch(0, ())
+    assert right.launched == 2
 
 
+@needs_triton
 def test_tensors_that_are_not_aligned_have_a_kernel_of_their_own(monkeypatch) -> None:
-    kept: dict[Any, Any] = {}
     monkeypatch.setattr(assembled, "_machine_code", lambda cubin: code(LOW))
+    made: list[Kernel] = []
+
+    def warmup(*_: Any, **__: Any) -> Kernel:
+        made.append(Kernel(code(LOW)))
+        return made[-1]
+
+    launch = Launch(SimpleNamespace(warmup=warmup), 1, ())
     aligned, shifted = (SimpleNamespace(data_ptr=lambda at=at: at) for at in (32, 34))
     for pointers in ((aligned, None), (shifted, None), (aligned, shifted), (shifted, None)):
-        launch(kept, "key", Kernel(code(LOW)), (1, 1, 1), (), {}, *pointers)
-    assert [*kept] == ["key", ("key", True, False), ("key", False, True)]
+        launch(0, misaligned(*pointers))
+    assert [kernel.launched for kernel in made] == [1, 2, 1]
+    assert misaligned(aligned, None) == () != misaligned(aligned, shifted)
+
+
+@needs_triton
+def test_an_empty_grid_is_not_launched() -> None:
+    Launch(None, 0, ())(0, ())
 
 
 @pytest.mark.thorough

@@ -61,3 +61,17 @@ def test_lengths_that_change_compile_nothing_new(tmp_path: Path) -> None:
 
 def test_a_growing_cache_compiles_nothing_new(tmp_path: Path) -> None:
     assert lines("growing", tmp_path) == [{"kernel": "forward", "compiled": 1}]
+
+
+def test_what_is_kept_of_a_launch_is_for_calls_like_it(tmp_path: Path) -> None:
+    *changes, last = lines("kept", tmp_path)
+    found = {x["change"]: (x["compiled"], x["programs"]) for x in changes}
+    heads = 2 * 4
+    # 256 queries in tiles of 128, each call twice.
+    assert found["first"] == found["shifted"] == (1, [2 * heads] * 2)
+    assert found["program"] == (1, [2 * heads] * 2)
+    # A kernel for tiles of 128 queries on a grid for 32 would leave its tensors.
+    assert found["tiles"] == found["tiles, shifted"] == (1, [8 * heads] * 2)
+    assert found["hook"] == (0, [8 * heads] * 2)
+    assert last["told"][:2] == ["forward"] * 2
+    assert last["facts"] <= 3 and last["launches"] <= 3

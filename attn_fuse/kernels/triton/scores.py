@@ -104,6 +104,11 @@ class ScoreCode:
     backward_factor: float
     gradients: tuple[Gradient, ...]
 
+    @functools.cached_property
+    def looks_up(self) -> bool:
+        """Whether the score reads a table."""
+        return any(isinstance(node, Gather) for node in distinct(self.program.score))
+
     def kernel_args(self, inputs: Sequence[Tensor], numbers: Sequence[int]) -> tuple[Any, ...]:
         """What the functions read, as one argument of a kernel: (tensors, their strides and sizes, numbers).
 

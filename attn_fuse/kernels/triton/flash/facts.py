@@ -12,14 +12,14 @@ import torch
 import triton
 from torch import Tensor
 
-from attn_fuse.expression.nodes import Gather, distinct
 from attn_fuse.kernels.operands import check_dropout, check_shapes
 from attn_fuse.kernels.score.program import bound
 from attn_fuse.kernels.switches import float32_precision
 from attn_fuse.kernels.triton import WIDEST
 from attn_fuse.kernels.triton.emitter import LONGEST
-from attn_fuse.kernels.triton.flash.configs import Config, Taken, config, without_groups
-from attn_fuse.kernels.triton.launch import KEPT, Kept
+from attn_fuse.kernels.triton.flash.configs import Config, Taken, config, together_or_apart, without_groups
+from attn_fuse.kernels.triton.flash.op import strides_inside
+from attn_fuse.kernels.triton.launch import KEPT, Launch
 from attn_fuse.kernels.triton.scores import LOG2E, ScoreCode, score_code
 
 log = logging.getLogger("attn_fuse")
@@ -37,7 +37,8 @@ class CallFacts:
     scale: what dropout multiplies the other weights by.
     inner: whether spans say where every query sees every key.
     shared: whether batch entries share what is read for each element of the scores.
-    kept: kernels compiled for such calls.
+    strides: of query, key and value as the kernels read them. spans: the strides of those of queries and of keys, or
+        None.
     """
 
     dtype: torch.dtype
@@ -57,7 +58,18 @@ class CallFacts:
     capability: int
     inner: bool
     shared: bool
-    kept: Kept = field(default_factory=dict)
+    strides: tuple[tuple[int, ...], ...]
+    spans: tuple[tuple[int, int] | None, ...]
+    _launches: dict[Hashable, dict[Hashable, Launch]] = field(default_factory=dict)
+
+    def launches(self, *how: Hashable) -> dict[Hashable, Launch]:
+        """The launches kept for calls of these facts that are alike in `how`, by kernel."""
+        found = self._launches.get(how)
+        if found is None:
+            if len(self._launches) >= KEPT:
+                self._launches.clear()
+            found = self._launches[how] = {}
+        return found
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -73,6 +85,17 @@ class CallFacts:
     def widths(self) -> tuple[int, int]:
         """head_dim and value_dim."""
         return self.query[3], self.value_dim
+
+    @functools.cached_property
+    def made(self) -> tuple[tuple[Sequence[int], Sequence[int]], ...]:
+        """Shape and strides of the output, and of the gradients of query, key and value."""
+        shapes = (*self.query[:3], self.value_dim), self.query, self.key, (*self.key[:3], self.value_dim)
+        return tuple((shape, strides_inside(shape)) for shape in shapes)
+
+    @functools.cached_property
+    def of_keys(self) -> tuple[str, ...]:
+        """The kernels for the gradients of key and value."""
+        return together_or_apart(self.dtype, self.widths)
 
     @functools.cached_property
     def scalars(self) -> tuple[int | None, ...]:
@@ -96,8 +119,10 @@ class CallFacts:
     def _use(self, kernel: str, smaller: Config) -> None:
         log.info("smaller tiles for %s: %s", kernel, smaller)
         self.configs[kernel] = smaller
-        for made in ("forward_constants", "backward_constants", "options"):
-            self.__dict__.pop(made, None)
+        self.__dict__.pop("backward_constants", None)
+        # Another thread may keep a launch meanwhile, so there is no walk over the table itself.
+        for launches in [*self._launches.values()]:
+            launches.clear()
 
     @property
     def rescaled(self) -> bool:
@@ -129,7 +154,7 @@ class CallFacts:
         blocks = (max(16, triton.next_power_of_2(width)) for width in self.widths)
         return *self.widths, *blocks, chosen.block_m, chosen.block_n, self.precision
 
-    @functools.cached_property
+    @property
     def forward_constants(self) -> tuple[Any, ...]:
         """The constants of the forward kernel, from SCORE to PRECISION."""
         code = self.code
@@ -148,15 +173,10 @@ class CallFacts:
         how = LOG2E / code.unit, self.inner, self.rescaled, self.even, self.shared
         return _Made(lambda kernel: (*functions, *how, *self.sizes(kernel)))
 
-    @functools.cached_property
-    def options(self) -> Mapping[str, dict[str, int]]:
-        """num_warps and num_stages of each kernel, by its name."""
-
-        def of(kernel: str) -> dict[str, int]:
-            chosen = self.configs[kernel]
-            return {"num_warps": chosen.num_warps, "num_stages": chosen.num_stages}
-
-        return _Made(of)
+    def options(self, kernel: str) -> dict[str, int]:
+        """num_warps and num_stages of `kernel`."""
+        chosen = self.configs[kernel]
+        return {"num_warps": chosen.num_warps, "num_stages": chosen.num_stages}
 
 
 class _Made(dict[str, Any]):
@@ -180,24 +200,25 @@ def call_facts(
     seed: Tensor | None,
     dropout_p: float,
     program: str,
-    of_queries: Tensor | None = None,
+    spans: tuple[Tensor | None, Tensor | None] = (None, None),
+    centred: bool = False,
 ) -> CallFacts:
-    """The facts of a call. of_queries: its spans, or None.
+    """The facts of a call. spans: of queries and of keys, or None. centred: whether a centre is taken from the values.
 
     Raises ValueError for shapes, dtypes, dropout or a program that do not fit.
     """
     dtype = query.dtype
     precision = float32_precision(query.device) if dtype == torch.float32 else None
-    inner = of_queries is not None and of_queries.shape[-1] == 4
     alike: Hashable = (
         program, dtype, key.dtype, value.dtype, query.device, query.shape, key.shape, value.shape,
-        query.stride(), key.stride(), value.stride(), (*numbers,), dropout_p, seed is None, precision, inner,
-        *((x.dtype, x.shape, x.stride()) for x in inputs),
+        query.stride(), key.stride(), value.stride(), (*numbers,), dropout_p, seed is None, precision, centred,
+        *[None if x is None else (x.shape, x.stride()) for x in spans],
+        *[(x.dtype, x.shape, x.stride()) for x in inputs],
     )  # fmt: skip
     found = _known.get(alike)
     if found is None:
         check_dropout(seed, dropout_p)
-        found = _worked_out(query, key, value, inputs, numbers, dropout_p, program, inner)
+        found = _worked_out(query, key, value, inputs, numbers, dropout_p, program, spans, centred)
         if len(_known) >= KEPT:
             _known.clear()
         _known[alike] = found
@@ -215,7 +236,8 @@ def _worked_out(
     numbers: Sequence[int],
     dropout_p: float,
     program: str,
-    inner: bool,
+    spans: tuple[Tensor | None, Tensor | None],
+    centred: bool,
 ) -> CallFacts:
     check_shapes(query, key, value)
     if not query.dtype == key.dtype == value.dtype or query.dtype not in DTYPES:
@@ -236,7 +258,7 @@ def _worked_out(
         code=code,
         taken=Taken(
             element=bool(tiles),
-            looked_up=any(isinstance(node, Gather) for node in distinct(code.program.score)),
+            looked_up=code.looks_up,
             drops=dropout_p > 0,
             again=code.score_backward is not None or code.factor is not None,
         ),
@@ -249,9 +271,24 @@ def _worked_out(
         numbers=whole,
         reads=strides,
         capability=_capability(query.device),
-        inner=inner,
+        inner=spans[0] is not None and spans[0].shape[-1] == 4,
         shared=bool(tiles) and query.shape[0] > 1 and all(shape[0] == 1 for shape in tiles),
+        # Values less their centre are a contiguous copy.
+        strides=(
+            query.stride(),
+            key.stride(),
+            torch.empty(value.shape, device="meta").stride() if centred else value.stride(),
+        ),
+        spans=tuple(map(_of_table, spans)),
     )
+
+
+def _of_table(spans: Tensor | None) -> tuple[int, int] | None:
+    """The strides of spans over batch entries and heads, 0 where all share them."""
+    if spans is None:
+        return None
+    batch, heads = (0 if spans.shape[d] == 1 else spans.stride(d) for d in (0, 1))
+    return batch, heads
 
 
 def _precision(device: torch.device, dtype: torch.dtype, width: int) -> str:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,10 +16,8 @@ from attn_fuse.kernels.score.program import Block, Memo, accumulate, evaluate, g
 from attn_fuse.kernels.triton.assembled import MisassembledError
 from attn_fuse.kernels.triton.flash import backward as flash_backward
 from attn_fuse.kernels.triton.flash import forward as flash_forward
-from attn_fuse.kernels.triton.flash.configs import OF_KEYS, together_or_apart
 from attn_fuse.kernels.triton.flash.facts import CallFacts, call_facts
-from attn_fuse.kernels.triton.flash.op import heads_inside
-from attn_fuse.kernels.triton.launch import ALIGNMENT, ceil_div, launch, launch_once, on
+from attn_fuse.kernels.triton.launch import ALIGNMENT, Launch, ceil_div, misaligned, on, stream_of
 from attn_fuse.kernels.triton.scores import LOG2E, Gradient, readable
 
 # Programs that fill any device, up to which a sum is cut into parts; elements of an output that a program of
@@ -32,27 +28,41 @@ _USUAL = {"num_warps": 4, "num_stages": 3}
 _STRIP = 1 << 25
 
 
-@dataclass(frozen=True)
-class _Call:
-    """One call: its tensors, and the facts that calls like it share."""
+class _Call(NamedTuple):
+    """One call: its tensors, and the facts that calls like it share.
+
+    operands: query, key and value with their strides. reads: the inputs, then their strides and sizes; and the numbers,
+        for which no kernel is compiled anew. lie: see `misaligned`.
+    """
 
     query: Tensor
     key: Tensor
-    value: Tensor
     inputs: Sequence[Tensor]
     numbers: Sequence[int]
     seed: Tensor | None
     facts: CallFacts
+    operands: tuple[tuple[Tensor, tuple[int, ...]], ...]
+    reads: tuple[Any, ...]
+    stream: int
+    lie: tuple[bool, ...]
 
-    def operands(self, grad_out: Tensor | None = None) -> tuple[Any, ...]:
-        """query, key and value as kernels read them, after grad_out if that is given."""
-        tensors = (self.query, self.key, self.value)
-        return tuple(map(_strided, tensors if grad_out is None else (grad_out, *tensors)))
 
-    @property
-    def reads(self) -> tuple[Any, ...]:
-        """The inputs, then their strides and sizes; and the numbers, for which no kernel is compiled anew."""
-        return (readable(self.inputs), self.facts.reads), self.facts.numbers
+def _call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    inputs: Sequence[Tensor],
+    numbers: Sequence[int],
+    seed: Tensor | None,
+    facts: CallFacts,
+    *others: Tensor | None,
+) -> _Call:
+    """others: what else may lie anywhere."""
+    operands = tuple(zip((query, key, value), facts.strides, strict=True))
+    reads = (readable(inputs), facts.reads), facts.numbers
+    drawn = seed if facts.drops else None
+    lie = misaligned(query, key, value, *others, *inputs)
+    return _Call(query, key, inputs, numbers, drawn, facts, operands, reads, stream_of(query.device), lie)
 
 
 def attend(
@@ -79,33 +89,35 @@ def attend(
     the centre is `centre_of` the values, and out is over values less the centre; else it is empty. Raises ValueError
     for shapes, dtypes, dropout or a program that do not fit.
     """
-    facts = call_facts(query, key, value, inputs, numbers, seed, dropout_p, program, of_queries)
+    facts = call_facts(
+        query, key, value, inputs, numbers, seed, dropout_p, program, (of_queries, of_keys), centred
+    )  # fmt: skip
     centre = centre_of(query, value) if centred else value.new_empty(0)
-    (batch, heads, q_len, _), value_dim = query.shape, value.shape[3]
-    out = heads_inside(query, (*query.shape[:3], value_dim))
-    row_max = torch.empty((batch, heads, q_len), dtype=torch.float32, device=query.device)
+    out = query.new_empty_strided(*facts.made[0])
+    row_max = query.new_empty(facts.query[:3], dtype=torch.float32)
     row_sum = torch.empty_like(row_max)
-    if not key.shape[2] and facts.code.sink is None:
+    if not facts.key[2] and facts.code.sink is None:
         # Over no keys at all the product of no weights is 0, and no row is NaN for it.
         return out.zero_(), row_max.fill_(-torch.inf), row_sum.fill_(torch.nan), centre.zero_()
-    if q_len * heads * batch:
-        value = less_centre(value, centre, value.dtype)
-        call = _Call(query, key, value, inputs, numbers, seed if facts.drops else None, facts)
-        on_queries = _table(of_queries)
-
-        def run() -> None:
-            programs = ceil_div(q_len, facts.configs["forward"].block_m) * heads * batch
-            launch(
-                facts.kept, ("forward", value.stride(), on_queries and on_queries[1]),
-                flash_forward.forward, (programs, 1, 1),
-                (*call.operands(), _strided(out), row_max, row_sum, call.seed, on_queries, *call.reads,
-                 *facts.scalars, facts.scale, *facts.forward_constants),
-                facts.options["forward"], query, key, value, of_queries, *inputs,
-            )  # fmt: skip
-
-        with on(query.device):
-            _assembled(facts, "forward", run)
+    value = less_centre(value, centre, value.dtype)
+    with on(query.device):
+        call = _call(query, key, value, inputs, numbers, seed, facts, of_queries)
+        _assembled(facts, "forward", _forward, call, out, row_max, row_sum, _table(of_queries, facts.spans[0]))
     return out, row_max, row_sum, centre
+
+
+def _forward(call: _Call, out: Tensor, row_max: Tensor, row_sum: Tensor, spans: _Table) -> None:
+    facts = call.facts
+    launches = facts.launches()
+    launch = launches.get("forward")
+    if launch is None:
+        programs = ceil_div(facts.query[2], facts.configs["forward"].block_m) * facts.query[0] * facts.query[1]
+        constants = *facts.scalars, facts.scale, *facts.forward_constants
+        options = facts.options("forward")
+        launch = launches["forward"] = Launch(flash_forward.forward, programs, constants, **options)
+    launch(
+        call.stream, call.lie, *call.operands, (out, facts.made[0][1]), row_max, row_sum, call.seed, spans, *call.reads
+    )  # fmt: skip
 
 
 def attend_backward(
@@ -132,65 +144,102 @@ def attend_backward(
     wanted: whether an input needs a gradient; one that does not, or is not floating-point, gets an empty tensor.
     Every sum has one order: results do not change from run to run. Raises ValueError as `attend` does.
     """
-    facts = call_facts(query, key, value, inputs, numbers, seed, dropout_p, program, of_queries)
+    facts = call_facts(
+        query, key, value, inputs, numbers, seed, dropout_p, program, (of_queries, of_keys), centre.dim() == 4
+    )  # fmt: skip
     value = less_centre(value, centre, value.dtype)
-    call = _Call(query, key, value, inputs, numbers, seed if facts.drops else None, facts)
-    batch, heads, q_len, _ = query.shape
-    dquery, dkey, dvalue = (heads_inside(x, x.shape) for x in (query, key, value))
-    saved = torch.empty((batch, heads, 4, _padded(q_len)), dtype=torch.float32, device=query.device)
-    on_queries, on_keys = _table(of_queries), _table(of_keys)
-    pointers = (grad_out, query, key, value, of_queries, of_keys, *inputs)
-    strides = tuple(x.stride() for x in (grad_out, value, out))
-    tables = on_queries and on_queries[1], on_keys and on_keys[1]
+    (batch, heads, q_len, _), kv_len = facts.query, facts.key[2]
     is_wanted = [want and x.is_floating_point() for want, x in zip(wanted, inputs, strict=True)]
-    of_scores = _of_scores(call, is_wanted)
+    dquery, dkey, dvalue = (query.new_empty_strided(*made) for made in facts.made[1:])
+    saved = query.new_empty((batch, heads, 4, _padded(q_len)), dtype=torch.float32)
     found: dict[int, Tensor] = {}
-
-    def run(name: str, kernel: Any, made: tuple[Any, ...], of_other: Any) -> None:
-        chosen = facts.configs[name]
-        if name in OF_KEYS:
-            programs = ceil_div(key.shape[2], chosen.block_n) * key.shape[1] * batch
-            constants: tuple[Any, ...] = (chosen.statistics, facts.heads[1] != 1)
-        else:
-            programs = ceil_div(q_len, chosen.block_m) * heads * batch
-            constants = (None if of_scores is None else of_scores.function,)
-        if programs:
-            arguments = (
-                *call.operands(grad_out), *made, saved, saved.shape[3], call.seed,
-                of_other, *call.reads, *facts.scalars, *facts.backward_constants[name], *constants,
-            )  # fmt: skip
-            of = name, strides, tables, of_scores is None
-            launch(facts.kept, of, kernel, (programs, 1, 1), arguments, facts.options[name], *pointers)
-
     with on(query.device):
-        _, value_dim, _, block_v, *_ = facts.sizes("query")
-        rows = max(1, _STATISTICS // block_v)
-        if batch * heads * q_len:
-            launch(
-                facts.kept, ("statistics", strides, any(wanted)), flash_backward.statistics,
-                (ceil_div(q_len, rows) * heads * batch, 1, 1),
-                (_strided(grad_out), _strided(out), row_max, row_sum, saved, saved.shape[3], *call.reads, heads, q_len,
-                 facts.lengths[1], facts.scale, facts.code.sink if any(wanted) else None, LOG2E / facts.code.unit,
-                 value_dim, block_v, rows),
-                _USUAL, grad_out, out, *inputs,
-            )  # fmt: skip
-        made: tuple[Any, ...] = (_strided(dquery), None)
+        others = grad_out, of_queries, of_keys, out, row_max, row_sum
+        call = _call(query, key, value, inputs, numbers, seed, facts, *others)
+        given, of_out = (grad_out, grad_out.stride()), (out, out.stride())
+        back = _Backward(call, given, saved, facts.launches(given[1], of_out[1], *is_wanted))
+        _statistics(back, of_out, row_max, row_sum, any(is_wanted))
+        dinput, of_scores = None, _of_scores(call, is_wanted) if any(is_wanted) else None
         if of_scores is not None:
-            read, scores = inputs[of_scores.node.leaf], (batch, heads, q_len, key.shape[2])
+            read, scores = inputs[of_scores.node.leaf], (batch, heads, q_len, kv_len)
             # Blocks that no query sees are not computed.
             found[of_scores.node.leaf] = dinput = torch.zeros(scores, dtype=read.dtype, device=read.device)
-            made = (_strided(dquery), _strided(dinput))
-        _assembled(facts, "query", functools.partial(run, "query", flash_backward.backward_query, made, on_queries))
-        for name in together_or_apart(query.dtype, facts.widths):
-            made = (_strided(dkey) if name != "value" else None, _strided(dvalue) if name != "key" else None)
-            of_keys_or_values = functools.partial(run, name, flash_backward.backward_key_value, made, on_keys)
-            _assembled(facts, name, of_keys_or_values)
-        _add_input_gradients(call, grad_out, saved, is_wanted, of_scores, found)
+        _assembled(facts, "query", _query, back, dquery, dinput, of_scores, _table(of_queries, facts.spans[0]))
+        table = _table(of_keys, facts.spans[1])
+        for name in facts.of_keys:
+            made = None if name == "value" else dkey, None if name == "key" else dvalue
+            _assembled(facts, name, _key_value, back, name, *made, table)
+        if any(is_wanted):
+            _add_input_gradients(back, is_wanted, of_scores, found)
     dinputs = [
         (found[n] if n in found else torch.zeros_like(x)).to(x.dtype).contiguous() if want else x.new_empty(0)
         for n, (x, want) in enumerate(zip(inputs, is_wanted, strict=True))
     ]
     return dquery, dkey, dvalue, dinputs
+
+
+class _Backward(NamedTuple):
+    """What the kernels of a backward share: the call, grad_out with its strides, what `statistics` writes, and the
+    launches that are kept for such a backward."""
+
+    call: _Call
+    grad_out: tuple[Tensor, tuple[int, ...]]
+    saved: Tensor
+    launches: dict[Hashable, Launch]
+
+
+def _statistics(
+    back: _Backward, out: tuple[Tensor, tuple[int, ...]], row_max: Tensor, row_sum: Tensor, of_sink: bool
+) -> None:
+    call, grad_out, saved, launches = back
+    facts = call.facts
+    launch = launches.get("statistics")
+    if launch is None:
+        _, value_dim, _, block_v, *_ = facts.sizes("query")
+        rows, (batch, heads, q_len, _) = max(1, _STATISTICS // block_v), facts.query
+        sink, unit = facts.code.sink if of_sink else None, LOG2E / facts.code.unit
+        constants = heads, *facts.lengths, facts.scale, sink, unit, value_dim, block_v, rows
+        programs = ceil_div(q_len, rows) * heads * batch
+        launch = launches["statistics"] = Launch(flash_backward.statistics, programs, constants, **_USUAL)
+    launch(call.stream, call.lie, grad_out, out, row_max, row_sum, saved, saved.shape[3], *call.reads)
+
+
+def _query(back: _Backward, dquery: Tensor, dinput: Tensor | None, of_scores: Gradient | None, spans: _Table) -> None:
+    call, grad_out, saved, launches = back
+    facts = call.facts
+    launch = launches.get("query")
+    if launch is None:
+        programs = ceil_div(facts.query[2], facts.configs["query"].block_m) * facts.query[1] * facts.query[0]
+        gradient = None if of_scores is None else of_scores.function
+        constants = *facts.scalars, *facts.backward_constants["query"], gradient
+        launch = launches["query"] = Launch(
+            flash_backward.backward_query, programs, constants, **facts.options("query")
+        )  # fmt: skip
+    of_input = None if dinput is None else (dinput, dinput.stride())
+    launch(
+        call.stream, call.lie, grad_out, *call.operands, (dquery, facts.made[1][1]), of_input, saved, saved.shape[3],
+        call.seed, spans, *call.reads,
+    )  # fmt: skip
+
+
+def _key_value(back: _Backward, name: str, dkey: Tensor | None, dvalue: Tensor | None, spans: _Table) -> None:
+    call, grad_out, saved, launches = back
+    facts = call.facts
+    launch = launches.get(name)
+    if launch is None:
+        chosen, (batch, kv_heads, kv_len, _) = facts.configs[name], facts.key
+        grouped = facts.heads[1] != 1
+        constants = *facts.scalars, *facts.backward_constants[name], chosen.statistics, grouped
+        programs = ceil_div(kv_len, chosen.block_n) * kv_heads * batch
+        launch = launches[name] = Launch(
+            flash_backward.backward_key_value, programs, constants, **facts.options(name)
+        )  # fmt: skip
+    of_key = None if dkey is None else (dkey, facts.made[2][1])
+    of_value = None if dvalue is None else (dvalue, facts.made[3][1])
+    launch(
+        call.stream, call.lie, grad_out, *call.operands, of_key, of_value, saved, saved.shape[3], call.seed, spans,
+        *call.reads,
+    )  # fmt: skip
 
 
 def _of_scores(call: _Call, is_wanted: Sequence[bool]) -> Gradient | None:
@@ -204,29 +253,27 @@ def _of_scores(call: _Call, is_wanted: Sequence[bool]) -> Gradient | None:
 
 
 def _add_input_gradients(
-    call: _Call,
-    grad_out: Tensor,
-    saved: Tensor,
-    is_wanted: Sequence[bool],
-    done: Gradient | None,
-    found: dict[int, Tensor],
+    back: _Backward, is_wanted: Sequence[bool], done: Gradient | None, found: dict[int, Tensor]
 ) -> None:
     """Add to `found` the gradients of what the scores read, by input, but that of `done`, which is there."""
-    for gradient in call.facts.code.gradients:
+    for which, gradient in enumerate(back.call.facts.code.gradients):
         number = gradient.node.leaf
         if not is_wanted[number] or gradient is done:
             continue
-        made = (_of_element if isinstance(gradient.node, Input) else _of_lookup)(call, gradient, grad_out, saved)
+        made = (_of_element if isinstance(gradient.node, Input) else _of_lookup)(back, which)
         found[number] = found[number] + made if number in found else made
-    _add_sink_gradients(call, saved, is_wanted, found)
+    _add_sink_gradients(back.call, back.saved, is_wanted, found)
 
 
-def _of_element(call: _Call, gradient: Gradient, grad_out: Tensor, saved: Tensor) -> Tensor:
-    return _of_node(call, gradient, grad_out, saved, 0, call.query.shape[2], call.inputs[gradient.node.leaf].dtype)
+def _of_element(back: _Backward, which: int) -> Tensor:
+    call = back.call
+    source = call.inputs[call.facts.code.gradients[which].node.leaf]
+    return _of_node(back, which, 0, call.facts.query[2], source.dtype)
 
 
-def _of_lookup(call: _Call, gradient: Gradient, grad_out: Tensor, saved: Tensor) -> Tensor:
+def _of_lookup(back: _Backward, which: int) -> Tensor:
     """The gradient of a table, by way of that of each element looked up, for a strip of queries at a time."""
+    call, gradient = back.call, back.call.facts.code.gradients[which]
     source, (batch, heads, q_len, _) = call.inputs[gradient.node.leaf], call.query.shape
     into = torch.zeros(source.shape, dtype=torch.promote_types(source.dtype, torch.float32), device=source.device)
     kv_len = call.key.shape[2]
@@ -235,36 +282,24 @@ def _of_lookup(call: _Call, gradient: Gradient, grad_out: Tensor, saved: Tensor)
     strip = max(1, _STRIP // max(in_row, 1)) if "i" in gradient.along else max(q_len, 1)
     for first in range(0, q_len, strip):
         last = min(first + strip, q_len)
-        rows = _of_node(call, gradient, grad_out, saved, first, last - first, into.dtype)
+        rows = _of_node(back, which, first, last - first, into.dtype)
         block = Block(batch, heads, (first, last), (0, kv_len), source.device, torch.float32)
         indices = gathered(gradient.node, call.inputs, call.numbers, block, {})
         accumulate(gradient.node, rows, into, indices, block)
     return into
 
 
-def _of_node(
-    call: _Call,
-    gradient: Gradient,
-    grad_out: Tensor,
-    saved: Tensor,
-    first: int,
-    rows: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    """The gradient of what the node reads, [B|1, H|1, rows|1, Lk|1], for `rows` queries from `first` on."""
-    made: list[Tensor] = []
-
-    def run() -> None:
-        made[:] = [_once_of_node(call, gradient, grad_out, saved, first, rows, dtype)]
-
-    _assembled(call.facts, "input", run)
-    return made[0]
+def _of_node(back: _Backward, which: int, first: int, rows: int, dtype: torch.dtype) -> Tensor:
+    """The gradient of what the node of gradient `which` reads, [B|1, H|1, rows|1, Lk|1], for `rows` queries from
+    `first` on."""
+    made: Tensor = _assembled(back.call.facts, "input", _once_of_node, back, which, first, rows, dtype)
+    return made
 
 
-def _once_of_node(
-    call: _Call, gradient: Gradient, grad_out: Tensor, saved: Tensor, first: int, rows: int, dtype: torch.dtype
-) -> Tensor:
-    (batch, heads, _, _), kv_len, facts = call.query.shape, call.key.shape[2], call.facts
+def _once_of_node(back: _Backward, which: int, first: int, rows: int, dtype: torch.dtype) -> Tensor:
+    call, grad_out, saved, launches = back
+    facts = call.facts
+    (batch, heads, _, _), kv_len, gradient = facts.query, facts.key[2], facts.code.gradients[which]
     tile, code = facts.configs["input"], facts.code
     blocks = (batch, heads, ceil_div(rows, tile.block_m), ceil_div(kv_len, tile.block_n))
     shape, own, count = [], 1, 1
@@ -275,13 +310,17 @@ def _once_of_node(
         return call.query.new_zeros(shape, dtype=dtype)
     parts = max(1, min(count, _PROGRAMS // own))
     made = call.query.new_empty([parts, *shape], dtype=dtype if parts == 1 else torch.float32)
-    launch_once(
-        flash_backward.backward_input, (own * parts, 1, 1),
-        (*map(_strided, (grad_out, call.query, call.key, call.value)), made, saved, saved.shape[3], call.seed,
-         *call.reads, *facts.scalars,
-         batch, first, rows, parts, code.score, code.factor, gradient.function, LOG2E / code.unit,
-         *(name in gradient.along for name in "bhij"), facts.even, *facts.sizes("input")),
-        facts.options["input"],
+    launch = launches.get(("input", which, rows))
+    if launch is None:
+        along = (name in gradient.along for name in "bhij")
+        constants = (
+            code.score, code.factor, gradient.function, LOG2E / code.unit, *along, facts.even, *facts.sizes("input"),
+        )  # fmt: skip
+        launch = Launch(flash_backward.backward_input, own * parts, constants, **facts.options("input"))
+        launches["input", which, rows] = launch
+    launch(
+        call.stream, call.lie, grad_out, *call.operands, made, saved, saved.shape[3], call.seed, *call.reads,
+        *facts.scalars, batch, first, rows, parts,
     )  # fmt: skip
     return made[0] if parts == 1 else made.sum(0)
 
@@ -324,12 +363,12 @@ def _is_of_heads(node: Input | Gather, source: Tensor, heads: int) -> bool:
     return source.shape == (1, heads, 1, 1)
 
 
-def _assembled(facts: CallFacts, kernel: str, run: Callable[[], None]) -> None:
+def _assembled(facts: CallFacts, kernel: str, run: Callable[..., Any], *arguments: Any) -> Any:
     """Run it: again with smaller tiles where the assembler made a mistake with these, and with fewer stages for as long
     as the device's shared memory does not hold them."""
     while True:
         try:
-            return run()
+            return run(*arguments)
         except MisassembledError:
             facts.give_up_groups(kernel)
         except OutOfResources:
@@ -340,9 +379,9 @@ def _padded(length: int) -> int:
     return ceil_div(length, ALIGNMENT) * ALIGNMENT
 
 
-def _strided(x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    return x, x.stride()
+# Spans as kernels take them, with the strides of their first two dimensions.
+_Table = tuple[Tensor, tuple[int, int]] | None
 
 
-def _table(spans: Tensor | None) -> tuple[Tensor, tuple[int, ...]] | None:
-    return None if spans is None else (spans, tuple(0 if spans.shape[d] == 1 else spans.stride(d) for d in (0, 1)))
+def _table(spans: Tensor | None, strides: tuple[int, int] | None) -> _Table:
+    return None if spans is None or strides is None else (spans, strides)

@@ -10,6 +10,7 @@ The first call imports Triton. Under its interpreter (TRITON_INTERPRET=1) the op
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,21 +28,28 @@ VERSION = 11
 
 def heads_inside(like: Tensor, shape: Sequence[Any]) -> Tensor:
     """An empty [batch, heads, length, dim] that lies in memory as [batch, length, heads, dim]."""
-    batch, heads, length, dim = shape
-    strides = (length * heads * dim, dim, heads * dim, 1)
-    return torch.empty_strided((batch, heads, length, dim), strides, dtype=like.dtype, device=like.device)
+    return like.new_empty_strided(shape, strides_inside(shape))
+
+
+def strides_inside(shape: Sequence[Any]) -> tuple[Any, ...]:
+    """The strides of `heads_inside`."""
+    _, heads, length, dim = shape
+    return length * heads * dim, dim, heads * dim, 1
+
+
+@functools.cache
+def _launches() -> Any:
+    from attn_fuse.kernels.triton.flash import launch
+
+    return launch
 
 
 def _run(*args: Any) -> Any:
-    from attn_fuse.kernels.triton.flash.launch import attend
-
-    return attend(*args)
+    return _launches().attend(*args)
 
 
 def _run_backward(*args: Any) -> Any:
-    from attn_fuse.kernels.triton.flash.launch import attend_backward
-
-    return attend_backward(*args)
+    return _launches().attend_backward(*args)
 
 
 def _fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:

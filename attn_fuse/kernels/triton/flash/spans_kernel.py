@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import triton
@@ -14,7 +13,7 @@ from torch import Tensor
 from attn_fuse.kernels.score.dependence import planes
 from attn_fuse.kernels.triton.flash.spans import SPAN as _SPAN
 from attn_fuse.kernels.triton.flash.tiles import SPAN, place
-from attn_fuse.kernels.triton.launch import KEPT, Kept, ceil_div, launch, on
+from attn_fuse.kernels.triton.launch import KEPT, Launch, ceil_div, misaligned, on, stream_of
 from attn_fuse.kernels.triton.scores import ScoreCode, readable, score_code
 
 _CHANGING = ("numbers", "heads", "q_len", "kv_len")
@@ -84,14 +83,14 @@ def seen(
 class _Facts:
     """The facts that calls of the same program, sizes, strides and dtypes share.
 
-    planes: the batch entries and heads that the mask depends on. kept: kernels compiled for such calls.
+    planes: the batch entries and heads that the mask depends on. launches: by whether they are of keys, and by width.
     """
 
     code: ScoreCode
     planes: tuple[int, int]
     reads: tuple[int, ...]
     numbers: tuple[int, ...]
-    kept: Kept = field(default_factory=dict)
+    launches: dict[tuple[int, int], Launch] = field(default_factory=dict)
 
 
 _known: dict[Hashable, _Facts] = {}
@@ -111,17 +110,16 @@ def find_spans(
     empty = None
     if facts.code.program.hides_only_if_others_seen:
         empty = torch.empty((batch, heads, ceil_div(sizes[2], _SPAN)), dtype=torch.int32, device=device)
-    reads, made = (readable(inputs), facts.reads), list[Tensor]()
+    reads, made, lie = (readable(inputs), facts.reads), list[Tensor](), misaligned(*inputs)
     for of_keys, length in enumerate(sizes[2:]):
         table = torch.empty((batch, heads, ceil_div(length, _SPAN), width), dtype=torch.int32, device=device)
         made.append(table)
-        if programs := table.numel() // width:
-            arguments: tuple[Any, ...] = (
-                table, empty, reads, facts.numbers, heads, *sizes[2:], facts.code.visible, bool(of_keys), width == 4,
-                _BLOCK,
-            )  # fmt: skip
-            with on(device):
-                launch(facts.kept, (of_keys, width), seen, (programs, 1, 1), arguments, _OPTIONS, *inputs)
+        launch = facts.launches.get((of_keys, width))
+        if launch is None:
+            constants = heads, *sizes[2:], facts.code.visible, bool(of_keys), width == 4, _BLOCK
+            launch = facts.launches[of_keys, width] = Launch(seen, table.numel() // width, constants, **_OPTIONS)
+        with on(device):
+            launch(stream_of(device), lie, table, empty, reads, facts.numbers)
     return made[0], made[1]
 
 
