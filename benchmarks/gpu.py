@@ -1,17 +1,19 @@
-"""Everything that is to be known from a GPU, in five calls of a few minutes each, back to back.
+"""Everything that is to be known from a GPU, in six calls of a minute or two each, back to back.
 
     PYTHONPATH=. python benchmarks/gpu.py correct  --results DIRECTORY   speed limits; kernels, models against float64
     PYTHONPATH=. python benchmarks/gpu.py compile  --results DIRECTORY   what the others time, side by side
+    PYTHONPATH=. python benchmarks/gpu.py sweep    --results DIRECTORY   our kernels in other configs, and under ncu
     PYTHONPATH=. python benchmarks/gpu.py speed    --results DIRECTORY   them beside torch's, FlexAttention, decoding
     PYTHONPATH=. python benchmarks/gpu.py evidence --results DIRECTORY   what the kernel picker goes by
     PYTHONPATH=. python benchmarks/gpu.py models   --results DIRECTORY   `bench nanogpt`; tests/gpu
 
-They go by 1 to 5, too, and `all` makes the five. Nothing is needed but torch with its Triton, no network, and nothing
-is written but to DIRECTORY and to a folder for caches, the same on every machine, since Triton's cache hits only there:
---cache names the archive of `make gpu-cache`. Each row is measured in a process of its own or one that is replaced
-where a kernel kills it, hangs or breaks the device, and has a deadline. A later call reads what an earlier one left in
-the folder for caches or in --earlier: which kernels are right, and the evidence. benchmarks/gpu_results.py makes
-evidence that ships and the tables of docs/results.md from DIRECTORY.
+They go by the numbers of their results, too, and `all` makes the six, in 9 minutes. A call that ends early leaves its
+time to those after it; --plan prints the seconds of each section, and makes none. Nothing is needed but torch with its
+Triton, no network, and nothing is written but to DIRECTORY and to a folder for caches, the same on every machine, since
+Triton's cache hits only there: --cache names the archive of `make gpu-cache`. Each row is measured in a process of its
+own or one that is replaced where a kernel kills it, hangs or breaks the device, and has a deadline. A later call reads
+what an earlier one left in the folder for caches or in --earlier: which kernels are right, and the evidence.
+benchmarks/gpu_results.py makes evidence that ships and the tables of docs/results.md from DIRECTORY.
 
 With --device cpu everything runs at tiny sizes, but for what only CUDA can do, to see that it runs.
 """
@@ -27,6 +29,7 @@ import tarfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 # First of all: other packages, too, bring a `tests`.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -38,26 +41,27 @@ from attn_fuse.picker import evidence
 from attn_fuse.picker.timing import seconds_in_words
 from attn_fuse.picker.workers import Worker
 from gpu_attention import Row
-from gpu_sections import CALLS, Run
+from gpu_sections import CALLS, SPARE, Run
 from harness import commit
 
 # The paths of the caches are part of what is kept in them.
 CACHES = Path("/tmp/attn_fuse_gpu")
-# Seconds of a call that are left for writing and ending; characters of a printed row.
-_SPARE, _LONGEST = 6.0, 400
+# Characters of a printed row.
+_LONGEST = 400
 
 
-NUMBERS = {str(number): name for number, name in enumerate(CALLS, 1)}
+NUMBERS = {str(call.number): name for name, call in CALLS.items()}
 
 
 def made(name: str, run: Run) -> bool:
     """Make one call; whether all of it was run."""
     started = time.perf_counter()
-    with Worker() as worker:
-        answer = worker.call(90.0, gpu_tasks.about, run.device)
-    if answer.problem:
-        raise SystemExit(f"gpu.py {name}: the device does not work: {answer.problem}")
-    run.about = {**answer.value, "commit": commit()}
+    if not run.about:
+        with Worker() as worker:
+            answer = worker.call(90.0, gpu_tasks.about, run.device)
+        if answer.problem:
+            raise SystemExit(f"gpu.py {name}: the device does not work: {answer.problem}")
+        run.about = {**answer.value, "commit": commit()}
     _read_earlier(run)
     cached = _triton_cache(run.caches)
     print(f"== {name}: {run.left:.0f} s; {cached}", flush=True)
@@ -65,7 +69,8 @@ def made(name: str, run: Run) -> bool:
     for section, (rows, share) in CALLS[name].sections.items():
         begun, end = time.perf_counter(), run.until(share)
         made: list[Row] = []
-        of = run.sections[section] = {"status": "cut off", "rows": made}
+        of: dict[str, Any] = {"status": "cut off", "may take": round(end - begun, 1), "rows": made}
+        run.sections[section] = of
         try:
             for row in rows(run, end):
                 made.append(row)
@@ -77,7 +82,7 @@ def made(name: str, run: Run) -> bool:
             whole = False
         of["seconds"] = round(time.perf_counter() - begun, 1)
         _write(run, name, cached)
-        print(f"   {section}: {of['status']}, {of['seconds']:.0f} s", flush=True)
+        print(f"   {section}: {of['status']}, {of['seconds']:.0f} s of {of['may take']:.0f}", flush=True)
     print(f"== {name} took {time.perf_counter() - started:.0f} s; {_triton_cache(run.caches)}", flush=True)
     return whole
 
@@ -172,21 +177,38 @@ def line(row: Row) -> str:
     return "; ".join(words)
 
 
+def plan(names: Sequence[str]) -> str:
+    """The seconds of each section, at most."""
+    lines = []
+    for name in names:
+        sections = ", ".join(f"{section} {seconds:.0f}" for section, seconds in CALLS[name].planned().items())
+        lines.append(f"{name}: {60 * CALLS[name].minutes:.0f} s at most: {sections}, and {SPARE:.0f} to end")
+    return "\n".join([*lines, f"in all {60 * sum(CALLS[name].minutes for name in names):.0f} s"])
+
+
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("call", nargs="+", choices=[*CALLS, *NUMBERS, "all"], metavar="CALL")
-    parser.add_argument("--results", type=Path, required=True, metavar="DIRECTORY", help="where the result files go")
+    parser.add_argument("call", nargs="+", choices=[*CALLS, *NUMBERS, "all"], metavar="CALL", help="; ".join(CALLS))
+    parser.add_argument("--results", type=Path, metavar="DIRECTORY", help="where the result files go")
+    parser.add_argument("--plan", action="store_true", help="print the seconds of each section, and do nothing")
     parser.add_argument("--device", type=torch.device, default="cuda")
     parser.add_argument("--minutes", type=float, help="that each call takes at most, for other than its own")
     parser.add_argument("--caches", type=Path, default=CACHES, metavar="DIRECTORY", help=f"instead of {CACHES}")
     parser.add_argument("--cache", type=Path, metavar="ARCHIVE", help="what `make gpu-cache` made")
     parser.add_argument("--earlier", type=Path, metavar="DIRECTORY", help="results of earlier calls, on a new machine")
-    return parser.parse_args(given)
+    args = parser.parse_args(given)
+    if args.results is None and not args.plan:
+        parser.error("--results DIRECTORY is needed")
+    args.call = list(dict.fromkeys(x for c in args.call for x in ([*CALLS] if c == "all" else [NUMBERS.get(c, c)])))
+    return args
 
 
 def main() -> None:
     started = time.perf_counter()
     args = arguments()
+    if args.plan:
+        print(plan(args.call))
+        return
     caches = args.caches.absolute()
     for variable, name in (
         ("TRITON_CACHE_DIR", "triton"), ("TORCHINDUCTOR_CACHE_DIR", "inductor"), ("ATTN_FUSE_CACHE", "attn_fuse"),
@@ -198,13 +220,13 @@ def main() -> None:
         unpack(args.cache, caches)
     if args.earlier:
         adopt(args.earlier, caches)
-    names = list(dict.fromkeys(x for c in args.call for x in ([*CALLS] if c == "all" else [NUMBERS.get(c, c)])))
-    whole = True
-    for name in names:
-        number = [*CALLS].index(name) + 1
-        end = started + 60 * (args.minutes or CALLS[name].minutes) - _SPARE
-        whole &= made(name, Run(args.device, args.results.absolute(), caches, end, number))
-        started = time.perf_counter()
+    whole, end = True, started
+    about: dict[str, Any] = {}
+    for name in args.call:
+        end += 60 * (args.minutes or CALLS[name].minutes)
+        run = Run(args.device, args.results.absolute(), caches, end - SPARE, CALLS[name].number, about)
+        whole &= made(name, run)
+        about = run.about
     raise SystemExit(not whole)
 
 

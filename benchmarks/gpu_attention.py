@@ -222,11 +222,11 @@ def _off(given: Mapping[str, Any], compare: bool) -> dict[str, float]:
         elif compare and reference is not None and name != reference:
             other = given[reference]
             others = other if isinstance(other, tuple) else (other,)
-            off[name] = max(map(_distance, tensors, others))
+            off[name] = max(map(distance, tensors, others))
     return off
 
 
-def _distance(found: Tensor, reference: Tensor) -> float:
+def distance(found: Tensor, reference: Tensor) -> float:
     a, b = found.detach().float(), reference.detach().float()
     return float((a - b).norm() / b.norm().clamp_min(1e-30))
 

@@ -28,6 +28,7 @@ import torch
 import gpu_attention
 import gpu_cases
 import gpu_sections
+import gpu_sweep
 import gpu_tasks
 from attn_fuse.bench.nanogpt import programs_of
 from attn_fuse.picker.workers import Pool
@@ -86,6 +87,12 @@ def model(library: Path, dropout: float) -> dict[str, int]:
     return _counted(library, run)
 
 
+def swept(library: Path, trial: gpu_sweep.Trial) -> dict[str, int]:
+    """A kernel in all its configs, as `sweep` times it; those that do not fit the device are left out there, too."""
+    bench = Bench(_CPU, dry=True, emulated=True)
+    return _counted(library, lambda: [*gpu_sweep.swept(trial.names, bench, trial, _DEADLINE)])
+
+
 def _counted(library: Path, call: Callable[[], Any]) -> dict[str, int]:
     emulated.begin(library)
     emulated.counts.clear()
@@ -102,6 +109,8 @@ def tasks(library: Path, only: list[str]) -> Iterator[Task]:
             yield attention, library, gpu_attention.decoding, "triton_flash", *size
         for feature in gpu_attention.FEATURES:
             yield attention, library, gpu_attention.features, "triton_flash", feature
+    if "sweep" in only:
+        yield from ((swept, library, trial) for trial in gpu_sweep.trials())
     if "evidence" in only:
         for _, one in gpu_cases.cases():
             yield case, library, "triton_flash", one
@@ -134,7 +143,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu-cache.tar.xz")
     parser.add_argument("--caches", type=Path, default=CACHES, help=f"as gpu.py is told; {CACHES}")
     parser.add_argument("--minutes", type=float, default=40.0, help="of compiling, at most")
-    parser.add_argument("--only", nargs="+", default=["speed", "evidence", "models", "correct"])
+    parser.add_argument("--only", nargs="+", default=["speed", "sweep", "evidence", "models", "correct"])
     parser.add_argument("--most", type=int, help="no more calls than that")
     args = parser.parse_args()
     folder = args.caches.absolute() / "triton"

@@ -1,4 +1,4 @@
-"""The sections of benchmarks/gpu.py's five calls: each yields rows, made in workers, and ends by its time."""
+"""The sections of benchmarks/gpu.py's six calls: each yields rows, made in workers, and ends by its time."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 import gpu_cases
+import gpu_sweep
 import gpu_tasks
 from attn_fuse.bench.calibrate import Measuring
 from attn_fuse.bench.measure import Effort, kernels_on
@@ -29,10 +30,12 @@ from attn_fuse.picker.evidence import AS_WRITTEN
 from attn_fuse.picker.timing import Device, seconds_in_words
 from attn_fuse.picker.workers import Pool, Worker, spared
 from gpu_attention import FEATURES, Bench, Row
+from gpu_ncu import ncu
 from harness import ROOT
 
-# Seconds that a row of the grid may take, a shape, a case, a compilation; and a kernel before the others had theirs.
-CHECK, SHAPE, CASE, COMPILE, FIRST = 40.0, 45.0, 40.0, 100.0, 20.0
+# Seconds that a row of the grid may take, a shape, a trial of the sweep, a case, a compilation; and a kernel before the
+# others had theirs.
+CHECK, SHAPE, TRIAL, CASE, COMPILE, FIRST = 40.0, 45.0, 15.0, 40.0, 100.0, 20.0
 # What a worker imports before its first deadline begins.
 TASKS = ("gpu_tasks",)
 # Processes that compile side by side, at most: all have programs in memory.
@@ -303,6 +306,31 @@ def speed(run: Run, end: float) -> Iterator[Row]:
                     worker.close()
 
 
+# ---- 6: in which configs
+
+
+def sweep(run: Run, end: float) -> Iterator[Row]:
+    """Our kernels in other configs than they ship with; last, which is the fastest of each trial."""
+    why = "Triton is not installed" if not gpu_tasks.installed("triton") else ""
+    why = why or run.earlier.get("wrong kernels", {}).get("triton_flash", "")
+    if why:
+        yield {"left out": why}
+        return
+    fastest = {}
+    with gpu_sweep.interpreting(run.tiny), Worker(imports=TASKS) as worker:
+        for trial in gpu_sweep.trials(run.tiny):
+            if time.perf_counter() >= end:
+                yield {"not run": str(trial)}
+                continue
+            seconds = run.patience(TRIAL)
+            arguments = gpu_tasks.swept, trial.names, run.bench, trial, seconds / 2
+            answer, broke = spared(worker, seconds, end, *arguments)
+            for row in answer.value or [{"failed": answer.problem}]:
+                fastest[str(trial)] = gpu_sweep.in_words(row)
+                yield {"what": str(trial), **row} | ({"broke": broke} if broke else {})
+    yield {"fastest": fastest}
+
+
 # ---- 4: evidence
 
 
@@ -422,27 +450,43 @@ def tests(run: Run, end: float) -> Iterator[Row]:
         yield {"failed": f"stopped after {seconds_in_words(left)}", "said": said[-4000:]}
 
 
-# ---- the five calls
+# ---- the six calls
+
+# Seconds of a call that are left for writing and ending.
+SPARE = 6.0
 
 
 @dataclass(frozen=True)
 class Call:
-    """minutes: that it takes at most. sections: each with the share of what is then left that it may take."""
+    """number: that its results are named by. minutes: that it takes at most. sections: each with the share of what is
+    then left that it may take."""
 
+    number: int
     minutes: float
     sections: Mapping[str, tuple[Section, float]]
 
+    def planned(self) -> dict[str, float]:
+        """Seconds of each section, where each takes all that it may."""
+        left, found = 60 * self.minutes - SPARE, {}
+        for name, (_, share) in self.sections.items():
+            found[name] = share * left
+            left -= found[name]
+        return found
 
+
+# In the order in which they are made: the last section has all the time that others leave.
 CALLS = {
     "correct": Call(
-        4.0,
+        1,
+        1.6,
         {
-            "ceilings": (ceilings, 0.15), "correctness": (correctness, 0.4), "backend": (backend, 0.5),
+            "ceilings": (ceilings, 0.12), "correctness": (correctness, 0.5), "backend": (backend, 0.5),
             "published": (published, 1.0),
         },
     ),
-    "compile": Call(3.5, {"compile": (everything, 1.0)}),
-    "speed": Call(2.0, {"speed": (speed, 1.0)}),
-    "evidence": Call(3.0, {"evidence": (gathered, 0.85), "choices": (choices, 1.0)}),
-    "models": Call(2.5, {"nanogpt": (nanogpt, 0.8), "tests": (tests, 1.0)}),
+    "compile": Call(2, 1.9, {"compile": (everything, 1.0)}),
+    "sweep": Call(6, 1.35, {"sweep": (sweep, 0.62), "ncu": (ncu, 1.0)}),
+    "speed": Call(3, 0.8, {"speed": (speed, 1.0)}),
+    "evidence": Call(4, 1.8, {"evidence": (gathered, 0.85), "choices": (choices, 1.0)}),
+    "models": Call(5, 1.5, {"nanogpt": (nanogpt, 0.93), "tests": (tests, 1.0)}),
 }  # fmt: skip

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import gpu_attention
+import gpu_sweep
 from attn_fuse.bench import nanogpt
 from attn_fuse.bench.measure import bytes_as_written, in_gib, prepared
 from attn_fuse.bench.nanogpt import Sizes
@@ -67,6 +68,10 @@ def features(names: Sequence[str], bench: Bench, feature: str) -> list[Row]:
 
 def decoding(names: Sequence[str], bench: Bench, batch: int, length: int) -> list[Row]:
     return _all(gpu_attention.decoding(names, bench, batch, length))
+
+
+def swept(names: Sequence[str], bench: Bench, trial: gpu_sweep.Trial, seconds: float) -> list[Row]:
+    return _all(gpu_sweep.swept(names, bench, trial, seconds))
 
 
 def _all(rows: Any) -> list[Row]:
