@@ -50,7 +50,7 @@ test-models: .venv/ready-dev .venv/ready-models ## the tests with the models of 
 test-ecosystem: .venv/ready-dev .venv/ready-ecosystem ## Trainer, accelerate, Lightning, diffusers, generate, ONNX and more, with attn_fuse; the results are stored
 	OMP_NUM_THREADS=1 .venv/ecosystem/bin/python benchmarks/ecosystem.py $(ARGS)
 
-gpu: ## measure on CUDA in six calls of 9 minutes together, CALL=correct, compile, sweep, speed, evidence or models one; into RESULTS=build/gpu
+gpu: ## measure on CUDA in six calls of 9 minutes together, CALL=correct, compile, sweep, speed, evidence or models one; into RESULTS=build/gpu; ARGS=--plan: the seconds of each section
 	$(gpu_python) benchmarks/gpu.py $(or $(CALL),all) --results $(RESULTS) $(ARGS)
 
 gpu-cache: ## compile what `make gpu` will need, without a GPU; PYTHON=... of the GPU machine's version, with its torch and Triton

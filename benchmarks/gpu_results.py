@@ -27,10 +27,13 @@ from attn_fuse.picker.evidence import AS_WRITTEN
 from harness import ROOT, bytes_in_words, seconds_in_words
 
 Row = dict[str, Any]
+# Result files, by call.
+Found = dict[str, dict[str, Any]]
 RESULTS_PAGE = "docs/results.md"
 BEGIN, END = "<!-- gpu: benchmarks/gpu_results.py writes this -->", "<!-- gpu: end -->"
 TORCHS = ("cudnn", "flash", "efficient", "flex", "sdpa")
 OWN = ("triton_flash",)
+IN_PLAIN_TORCH = (AS_WRITTEN, "chunked")
 KERNELS_SHOWN = ("cudnn", "cuda_flash", "cuda_efficient", "flex", *OWN)
 
 
@@ -74,10 +77,10 @@ ANCHORS = (
 )
 
 
-def results(folder: Path) -> dict[str, dict[str, Any]]:
+def results(folder: Path) -> Found:
     """The result files in `folder`, by call. Raises ResultsError for none, or those of a dry run."""
     found = {}
-    for path in sorted(folder.glob("gpu-[1-5]-*.json")):
+    for path in sorted(folder.glob("gpu-[1-6]-*.json")):
         content = json.loads(path.read_text())
         if content["tiny"]:
             raise ResultsError(f"{path} is of a dry run, whose figures mean nothing")
@@ -90,7 +93,13 @@ def results(folder: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-def rows_of(found: dict[str, dict[str, Any]], call: str, section: str) -> list[Row]:
+def stored(folder: Path, label: str) -> Found:
+    """The results of all calls of a device, also of those made before, by call."""
+    contents = [json.loads(path.read_text()) for path in sorted(folder.glob(f"gpu-[1-6]-*-{label}.json"))]
+    return {content["call"]: content for content in contents}
+
+
+def rows_of(found: Found, call: str, section: str) -> list[Row]:
     rows: list[Row] = found.get(call, {}).get("sections", {}).get(section, {}).get("rows", [])
     return rows
 
@@ -140,7 +149,7 @@ def _range(ratios: Sequence[float | None]) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def anchors(found: dict[str, dict[str, Any]]) -> Iterator[list[str]]:
+def anchors(found: Found) -> Iterator[list[str]]:
     rows = rows_of(found, "speed", "speed")
     for anchor in ANCHORS:
         of = [row for row in rows if anchor.rows(row)]
@@ -161,34 +170,113 @@ def anchors(found: dict[str, dict[str, Any]]) -> Iterator[list[str]]:
         yield ["decoding, 32 heads, 8 of keys, D 128", "-", f"{ours} TB/s", "-", f"{others} TB/s", "-"]
 
 
-def picks(found: dict[str, dict[str, Any]]) -> Iterator[list[str]]:
-    measured = {row["case"]: row for row in rows_of(found, "evidence", "evidence") if "us" in row}
-    for row in rows_of(found, "evidence", "choices"):
-        times = measured.get(row.get("case"), {}).get("us")
-        if times is None or "over the best" not in row:
-            continue
-        others = [time for name, time in times.items() if name not in (*OWN, AS_WRITTEN, "chunked")]
-        over = f"{min(others) / times[row['picked']]:.2f}" if others else "-"
-        name = "as written" if row["picked"] == AS_WRITTEN else f"`{row['picked']}`"
-        yield [row["what"], row["case"], name, f"{row['over as written']:.2f}", over]
-
-
-def evidence_of(found: dict[str, dict[str, Any]]) -> Iterator[list[str]]:
-    """A row for each case; where the host's times are known, the kernels that it takes longer to issue than to run."""
-    measured = [row for row in rows_of(found, "evidence", "evidence") if AS_WRITTEN in row.get("us", {})]
-    known = any(row.get("host_us") for row in measured)
+def evidence_of(found: Found) -> Iterator[list[str]]:
+    """A row for each case: each kernel's time over that as written, ours beside torch's best, and what is picked; where
+    the host's times are known, the kernels that it takes longer to issue than to run."""
+    measured, picked = cases_of(found), picks(found)
     for row in measured:
         times, host = row["us"], row.get("host_us", {})
         ratios = (f"{times[name] / times[AS_WRITTEN]:.2f}" if name in times else "-" for name in KERNELS_SHOWN)
+        beside = ours_beside_torch(times)
         longer = [
-            f"{'as written' if name == AS_WRITTEN else f'`{name}`'} {host[name]:.0f} for {times[name]:.0f}"
+            f"{_named(name)} {host[name]:.0f} for {times[name]:.0f}"
             for name in (AS_WRITTEN, *KERNELS_SHOWN)
             if host.get(name, 0.0) > times.get(name, math.inf)
         ]
-        yield [row["what"], row["case"], *ratios, *(["; ".join(longer) or "-"] if known else [])]
+        cells = ["-" if beside is None else f"{beside:.2f}", picked.get(row["case"], "-")]
+        yield [row["what"], row["case"], *ratios, *cells, *(["; ".join(longer) or "-"] if by_gpu_time(found) else [])]
 
 
-def steps(found: dict[str, dict[str, Any]]) -> Iterator[list[str]]:
+def cases_of(found: Found) -> list[Row]:
+    """The cases that were measured."""
+    return [row for row in rows_of(found, "evidence", "evidence") if AS_WRITTEN in row.get("us", {})]
+
+
+def by_gpu_time(found: Found) -> bool:
+    """Whether the evidence has the GPU's own times; older evidence includes the time that it waited for the host."""
+    return any(row.get("host_us") for row in cases_of(found))
+
+
+def picks(found: Found) -> dict[str, str]:
+    """What the picker chooses of the evidence, by case."""
+    rows = rows_of(found, "evidence", "choices")
+    return {row["case"]: _named(row["picked"]) for row in rows if "picked" in row}
+
+
+def _named(name: str) -> str:
+    return "as written" if name == AS_WRITTEN else f"`{name}`"
+
+
+def ours_beside_torch(times: dict[str, float]) -> float | None:
+    """How many times as fast ours is as the fastest of torch's kernels; None where one of them is missing."""
+    ours = [times[name] for name in OWN if name in times]
+    others = [time for name, time in times.items() if name not in (*OWN, *IN_PLAIN_TORCH)]
+    return min(others) / min(ours) if ours and others else None
+
+
+def verdict(found: Found) -> str:
+    """On how many cases ours are faster than torch's kernels, and are picked; which of ours are never the fastest."""
+    measured, picked = cases_of(found), picks(found)
+    beside = {row["what"]: ratio for row in measured if (ratio := ours_beside_torch(row["us"])) is not None}
+    faster = [what for what, ratio in beside.items() if ratio > 1]
+    mine = [row["what"] for row in measured if picked.get(row["case"]) in map(_named, OWN)]
+    ours = " or ".join(f"`{name}`" for name in OWN)
+    text = f"{ours} is faster than torch's best kernel on {_counted(faster)} of the {len(beside)} attentions that both "
+    text += f"run, and picked on {_counted(mine)} of {len(measured)}."
+    fastest = {min(row["us"], key=row["us"].get) for row in measured}
+    for name in (*OWN, *IN_PLAIN_TORCH[1:]):
+        if any(name in row["us"] for row in measured) and name not in fastest:
+            text += f" `{name}` is the fastest on none."
+    return text
+
+
+def _counted(names: Sequence[str]) -> str:
+    return str(len(names)) if names else "none"
+
+
+def clock(found: Found) -> str:
+    """What the times of the evidence are."""
+    if by_gpu_time(found):
+        return "Times are the GPU's own."
+    return "The times are of a clock that has been replaced: they include the time that the GPU waited for the host."
+
+
+def configs_of(found: Found) -> Iterator[list[str]]:
+    """The trials of the sweep: the shipped config, the fastest, and its time over the shipped one's."""
+    for row in rows_of(found, "sweep", "sweep"):
+        if "fastest" in row and "us" in row:
+            fastest = "the same" if row["fastest"] == "shipped" else f"`{row['fastest']}`"
+            cells = [f"{row['over shipped']:.2f}", f"{row['noise']:.2f}"]
+            yield [row["what"], f"`{row['shipped']}`", fastest, *cells]
+
+
+def looked_into(found: Found) -> Iterator[list[str]]:
+    """The kernels under ncu: the time, shares of what the GPU can do, and what a warp waits for most."""
+    for row in rows_of(found, "sweep", "ncu"):
+        metrics = row.get("metrics", {})
+        if not metrics:
+            continue
+        stalls = {
+            name.removeprefix(STALLED).partition("_per_issue")[0].replace("_", " "): value
+            for name, value in metrics.items()
+            if name.startswith(STALLED)
+        }
+        most = sorted(stalls, key=lambda name: -stalls[name])[:3]
+        shares = [_share(metrics, pattern) for pattern in ("sm__warps_active", "pipe_tensor", "lts__", "dram")]
+        waits = ", ".join(f"{name} {stalls[name]:.2f}" for name in most)
+        yield [row["what"], f"{row['us']:.0f} µs" if "us" in row else "-", *shares, waits or "-"]
+
+
+STALLED = "smsp__average_warps_issue_stalled_"
+
+
+def _share(metrics: dict[str, float], name: str) -> str:
+    """The max of the metrics with `name` in theirs that are shares of what can be had."""
+    values = [value for metric, value in metrics.items() if name in metric and ".pct_of_peak" in metric]
+    return f"{max(values):.0f}%" if values else "-"
+
+
+def steps(found: Found) -> Iterator[list[str]]:
     """The rows of `bench nanogpt`, each over eager and over Inductor."""
     rows = rows_of(found, "models", "nanogpt")
     seconds = {row["what"]: row["seconds"] for row in rows if "seconds" in row}
@@ -209,12 +297,26 @@ def table(head: Sequence[str], rows: Iterator[list[str]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *lines))
 
 
-def block(found: dict[str, dict[str, Any]]) -> str:
+def origins(found: Found) -> str:
+    """The commit and the day of each call."""
+    of: dict[str, list[str]] = {}
+    for call, content in found.items():
+        of.setdefault(origin(content), []).append(f"`{call}`")
+    return "; ".join(f"{', '.join(calls)} at {made}" for made, calls in of.items())
+
+
+def origin(content: dict[str, Any]) -> str:
+    """The commit and the day of a result file."""
+    commit, day = content.get("commit", ""), content["machine"].get("date", "")
+    return f"{commit[:7]}{'+changes' * commit.endswith('+changes')}, {day}"
+
+
+def block(found: Found) -> str:
     """What stands in docs/results.md about the GPU."""
     machine = next(iter(found.values()))["machine"]
     parts = [
         f"On one {machine['gpu']}, torch {machine['torch']}, bfloat16 but where it says so (`make gpu`; "
-        f"[benchmarks/results/](../benchmarks/results))."
+        f"[benchmarks/results/](../benchmarks/results)), {origins(found)}."
     ]
     for row in rows_of(found, "correct", "ceilings"):
         if "us" in row:
@@ -237,18 +339,27 @@ def block(found: dict[str, dict[str, Any]]) -> str:
         anchors(found),
     )
     if ratios:
-        parts.append("Our kernels beside torch's, worst to best shape, forward by CUDA graph replays:\n\n" + ratios)
+        said = "Our kernels beside torch's, worst to best shape, forward by CUDA graph replays"
+        if "clock" not in found["speed"]:
+            said += ", backward by the clock before today's, which includes the time that the GPU waited for the host"
+        parts.append(f"{said}:\n\n{ratios}")
     rows = [*evidence_of(found)]
-    by_gpu_time = bool(rows) and len(rows[0]) > 2 + len(KERNELS_SHOWN)
-    said = "The evidence: the time of each kernel over that as written under Inductor"
-    if by_gpu_time:
-        said += ", by GPU time; last, what takes the host longer to issue than the GPU to run, in µs of each"
-    measured = table(["", "case", *KERNELS_SHOWN, *(["longer on the host"] if by_gpu_time else [])], iter(rows))
-    if measured:
-        parts.append(f"{said}:\n\n{measured}")
-    chosen = table(["", "case", "picked", "/ as written under Inductor", "times as fast as torch's best"], picks(found))
-    if chosen:
-        parts.append("What the picker chooses by this evidence; / is its time over that of the other:\n\n" + chosen)
+    if rows:
+        said = "The evidence: each kernel's time over that as written under Inductor, and what the picker chooses."
+        said += f" {clock(found)} {verdict(found)}"
+        head = ["", "case", *KERNELS_SHOWN, "ours: times as fast as torch's best", "picked"]
+        if by_gpu_time(found):
+            said += " Last, what takes the host longer to issue than the GPU to run, in µs of each."
+            head.append("longer on the host")
+        parts.append(f"{said}\n\n{table(head, iter(rows))}")
+    tried = table(["kernel", "shipped config", "fastest", "/ shipped", "noise"], configs_of(found))
+    if tried:
+        said = "Each kernel alone in the config that it shipped with, and the fastest of some others"
+        parts.append(f"{said}; noise: by how much two measurements of the first differ:\n\n{tried}")
+    head = ["kernel", "time", "warps active", "tensor cores", "L2", "memory", "warps that wait, for each that issues"]
+    seen = table(head, looked_into(found))
+    if seen:
+        parts.append(f"In Nsight Compute, as shares of the max:\n\n{seen}")
     head = ["a training step", "vocabulary", "median", "/ eager", "/ Inductor", "peak memory", "fused"]
     trained = table(head, steps(found))
     if trained:
@@ -260,7 +371,7 @@ def block(found: dict[str, dict[str, Any]]) -> str:
     return "\n\n".join(parts)
 
 
-def _whole_programs(found: dict[str, dict[str, Any]]) -> Iterator[str]:
+def _whole_programs(found: Found) -> Iterator[str]:
     """What came of the rows through the backend, and of the published models."""
     for row in rows_of(found, "correct", "backend"):
         for_kernels = row.get("through the backend", {})
@@ -303,12 +414,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(path)
         for path in ship(args.folder, args.into / "attn_fuse" / "picker"):
             print(path)
-        # The tables are of all calls of this device, also of those made before.
         label = content["path"].stem.rpartition(content["call"] + "-")[2]
-        stored = args.into / "benchmarks" / "results"
-        same = {json.loads(p.read_text())["call"]: p for p in sorted(stored.glob(f"gpu-[1-5]-*-{label}.json"))}
-        write(args.into / RESULTS_PAGE, block({call: json.loads(path.read_text()) for call, path in same.items()}))
-        print(args.into / RESULTS_PAGE, "(look over what it says elsewhere of GPUs)")
+        write(args.into / RESULTS_PAGE, block(stored(args.into / "benchmarks" / "results", label)))
+        print(args.into / RESULTS_PAGE, "(look over what it, README.md and docs/kernels.md say elsewhere of GPUs)")
     except (ResultsError, OSError, ValueError) as problem:
         raise SystemExit(f"gpu_results.py: {problem}") from problem
 

@@ -2,7 +2,7 @@
 
 The page's prose is written by hand. Between two comments, `<!-- result: NAME -->` and `<!-- end -->`, stands what the
 stored results of that name say, and under it the commit, machine and date of each. The GPU's tables are
-gpu_results.py's.
+gpu_results.py's; the README's sentences on a GPU are written here.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import re
 import subprocess
 import sys
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any
 # First of all: other packages, too, bring a `tests`.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import gpu_results
 from harness import RESULTS, ROOT, bytes_in_words, seconds_in_words
 
 PAGES = (*(ROOT / "docs" / f"{name}.md" for name in ("results", "bench", "decoding")), ROOT / "README.md")
@@ -173,6 +175,17 @@ def recognised() -> str:
     )
 
 
+def on_a_gpu() -> str:
+    """gpu_results.py: our kernels beside torch's, on each GPU whose evidence is stored."""
+    said = []
+    for path in sorted(RESULTS.glob("gpu-4-evidence-*.json")):
+        found = gpu_results.stored(RESULTS, path.stem.removeprefix("gpu-4-evidence-"))
+        gpu, verdict = found["evidence"]["machine"]["gpu"], gpu_results.verdict(found)
+        origin = gpu_results.origin(found["evidence"])
+        said.append(f"On an {gpu} (commit {origin}) {verdict} {gpu_results.clock(found)}")
+    return "\n".join(textwrap.wrap(" ".join(said), 120, break_long_words=False, break_on_hyphens=False))
+
+
 def opened() -> str:
     """explain_repositories.py: on how many files of public repositories explain reports, with nothing but the path."""
     from explain_repositories import has_attention
@@ -290,6 +303,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
         repositories,
         headline,
         recognised,
+        on_a_gpu,
         opened,
         walked,
         cold_threads,

@@ -19,7 +19,8 @@ from attn_fuse.picker.evidence import AS_WRITTEN
 from attn_fuse.picker.timing import Device
 
 ROOT = Path(gpu_results.__file__).parents[1]
-HEAD = {"gpu": "NVIDIA H200", "torch": "2.11.0+cu130", "cpu": "a CPU", "threads": 16}
+HEAD = {"gpu": "NVIDIA H200", "torch": "2.11.0+cu130", "cpu": "a CPU", "threads": 16, "date": "2026-11-27"}
+COMMIT = "0123456789abcdef"
 (ONE, FIRST), (TWO, SECOND), (_, THIRD), *_ = gpu_cases.cases()
 TIMES = {AS_WRITTEN: 400.0, "cuda_efficient": 150.0, "triton_flash": 100.0}
 SPEED = [
@@ -57,6 +58,46 @@ CALLS = {
         ],
     },
     "models": {"nanogpt": STEPS, "tests": [{"exit": 0}]},
+    "sweep": {
+        "sweep": [
+            {
+                "what": "forward, causal, D 64, T 4096",
+                "shipped": "Config(128, 128, 8, 3)",
+                "us": {"shipped": 100.0},
+                "fastest": "Config(128, 64, 4, 3)",
+                "over shipped": 0.9,
+                "noise": 0.01,
+                "failed": {},
+            },
+            {
+                "what": "query, causal, D 64, T 4096",
+                "shipped": "Config(64, 64, 4, 3)",
+                "us": {"shipped": 100.0},
+                "fastest": "shipped",
+                "over shipped": 1.0,
+                "noise": 0.0,
+                "failed": {},
+            },
+            {"not run": "value, causal, D 256, T 4096"},
+            {"fastest": {"forward, causal, D 64, T 4096": "Config(128, 64, 4, 3)"}},
+        ],
+        "ncu": [
+            {
+                "what": "forward, causal, D 64, T 4096",
+                "kernel": "forward",
+                "us": 691.2,
+                "metrics": {
+                    "sm__warps_active.avg.pct_of_peak_sustained_active": 12.5,
+                    "sm__inst_executed_pipe_tensor_op_hmma.avg.pct_of_peak_sustained_active": 61.4,
+                    "lts__throughput.avg.pct_of_peak_sustained_elapsed": 33.2,
+                    "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed": 4.9,
+                    "smsp__average_warps_issue_stalled_long_scoreboard_per_issue_active.ratio": 0.5,
+                    "smsp__average_warps_issue_stalled_wait_per_issue_active.ratio": 1.25,
+                },
+            },
+            {"failed": "1 of 5 kernels: stopped after 28 s"},
+        ],
+    },
 }
 
 
@@ -64,7 +105,7 @@ CALLS = {
 def folder(tmp_path: Path) -> Path:
     """What the calls bring back."""
     for number, (call, sections) in enumerate(CALLS.items(), 1):
-        content = {"machine": HEAD, "call": call, "tiny": False}
+        content = {"machine": HEAD, "commit": COMMIT, "call": call, "tiny": False}
         content["sections"] = {name: {"status": "complete", "rows": rows} for name, rows in sections.items()}
         evidence.write_whole(tmp_path / "back" / f"gpu-{number}-{call}-h200.json", json.dumps(content))
     rows = [evidence.Row(case, TIMES) for case in (FIRST, SECOND)]
@@ -132,8 +173,14 @@ def test_the_readme_has_the_figures_and_can_be_written_again(folder: Path, check
         "| D 128, T >= 4k | 0.95 of cuDNN forward | 0.80 to 1.50 | - | 0.80 to 1.50 | - |",
         "| documents | 1.3 of FlexAttention | 1.50 | - | 1.50 | - |",
         "| decoding, 32 heads, 8 of keys, D 128 | - | 1.00 TB/s | - | 2.00 TB/s | - |",
-        f"| {ONE} | {FIRST} | `triton_flash` | 0.25 | 1.50 |",
-        f"| {ONE} | {FIRST} | - | - | 0.38 | - | 0.25 |",
+        "backward by the clock before today's, which includes the time that the GPU waited for the host:",
+        "`correct`, `speed`, `evidence`, `models`, `sweep` at 0123456, 2026-11-27.",
+        f"| {ONE} | {FIRST} | - | - | 0.38 | - | 0.25 | 1.50 | `triton_flash` |",
+        "that the GPU waited for the host. `triton_flash` is faster than torch's best kernel on 1 of the 1 attentions "
+        "that both run, and picked on 1 of 1.",
+        "| forward, causal, D 64, T 4096 | `Config(128, 128, 8, 3)` | `Config(128, 64, 4, 3)` | 0.90 | 0.01 |",
+        "| query, causal, D 64, T 4096 | `Config(64, 64, 4, 3)` | the same | 1.00 | 0.00 |",
+        "| forward, causal, D 64, T 4096 | 691 µs | 12% | 61% | 33% | 5% | wait 1.25, long scoreboard 0.50 |",
         "12 sequences of 1024 tokens, autocast to bfloat16, with AdamW:",
         "| eager | 50257 | 200 ms | 1.00 | 2.00 | 30720.0 MiB | 0 of 12 |",
         "| attn_fuse, its own choice | 50257 | 50 ms | 0.25 | 0.50 | 10240.0 MiB | 12 of 12 |",
@@ -143,7 +190,7 @@ def test_the_readme_has_the_figures_and_can_be_written_again(folder: Path, check
     gpu_results.main([str(folder), "--into", str(checkout)])
     assert (checkout / gpu_results.RESULTS_PAGE).read_text() == written
     stored = checkout / "benchmarks" / "results"
-    assert len([*stored.glob("gpu-*.json")]) == 4
+    assert len([*stored.glob("gpu-*.json")]) == 5
     # A call that is made again alone leaves the tables of the others.
     for path in folder.glob("gpu-[234]-*.json"):
         path.unlink()
@@ -160,13 +207,29 @@ def test_what_the_host_takes_longer_to_issue_is_named(folder: Path, checkout: Pa
     path.write_text(json.dumps(content))
     gpu_results.main([str(folder), "--into", str(checkout)])
     written = (checkout / gpu_results.RESULTS_PAGE).read_text()
-    assert "by GPU time; last, what takes the host longer" in written and "| longer on the host |" in written
-    assert f"| {ONE} | {FIRST} | - | - | 0.38 | - | 0.25 | `triton_flash` 220 for 100 |" in written
-    assert f"| {TWO} | {SECOND} | - | - | 0.38 | - | 0.25 | - |" in written
+    assert "Times are the GPU's own." in written and "The times are of a clock" not in written
+    assert "Last, what takes the host longer" in written and "| longer on the host |" in written
+    assert (
+        f"| {ONE} | {FIRST} | - | - | 0.38 | - | 0.25 | 1.50 | `triton_flash` | `triton_flash` 220 for 100 |" in written
+    )
+    assert f"| {TWO} | {SECOND} | - | - | 0.38 | - | 0.25 | 1.50 | - | - |" in written
+
+
+def test_a_kernel_of_ours_that_is_never_the_fastest_is_named(folder: Path, checkout: Path) -> None:
+    path = folder / "gpu-3-evidence-h200.json"
+    content = json.loads(path.read_text())
+    sections = content["sections"]
+    sections["evidence"]["rows"] = [{"what": ONE, "case": str(FIRST), "us": {**TIMES, "triton_flash": 200.0}}]
+    sections["choices"]["rows"][0]["picked"] = "cuda_efficient"
+    path.write_text(json.dumps(content))
+    gpu_results.main([str(folder), "--into", str(checkout)])
+    written = (checkout / gpu_results.RESULTS_PAGE).read_text()
+    said = "on none of the 1 attentions that both run, and picked on none of 1. `triton_flash` is the fastest on none."
+    assert said in written and "| 0.50 | 0.75 | `cuda_efficient` |" in written
 
 
 def test_parts_that_are_missing_are_left_out(folder: Path, checkout: Path) -> None:
-    for path in folder.glob("gpu-[123]-*.json"):
+    for path in folder.glob("gpu-[1235]-*.json"):
         path.unlink()
     gpu_results.main([str(folder), "--into", str(checkout)])
     written = (checkout / gpu_results.RESULTS_PAGE).read_text()
