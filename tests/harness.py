@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -228,6 +228,8 @@ def _assert_near(
     got: Tensors, exact: Tensors, eager: Tensors, program: Program, args: Sequence[Any], backward: bool
 ) -> None:
     assert got.keys() == eager.keys() == exact.keys()
+    given = [*pytree.tree_leaves(args), *(program.parameters() if isinstance(program, nn.Module) else ())]
+    dtypes = {t.dtype for t in given if isinstance(t, Tensor) and t.is_floating_point()}
     largest = max(map(_magnitude, exact.values()), default=0.0)
     for name in exact:
         reference, as_written, result = exact[name], eager[name], got[name]
@@ -238,12 +240,19 @@ def _assert_near(
         reference, as_written, result = (t[known].double() for t in (reference, as_written, result))
         usual = (as_written - reference).abs().max().item()
         error = (result - reference).abs().max().item()
-        rounding = torch.finfo(got[name].dtype).eps if got[name].dtype.is_floating_point else 0.0
+        rounding = _rounding(eager[name][known], dtypes) if got[name].dtype.is_floating_point else 0.0
         magnitude = largest if name.startswith("gradient") else reference.abs().max().item()
         allowed = TIMES_EAGER * usual + ROUNDINGS * rounding * magnitude
         if error > allowed and got[name].dtype == torch.float64:
             allowed += TIMES_EAGER * _rounding_of_float64(program, args, backward).get(name, 0.0)
         assert error <= allowed, f"{name} is {error:.3g} from float64, as written {usual:.3g}, allowed {allowed:.3g}"
+
+
+def _rounding(as_written: Tensor, dtypes: Collection[torch.dtype]) -> float:
+    """The epsilon of its dtype; of a narrower one of `dtypes` where a program that computes in it has widened it."""
+    own = as_written.dtype
+    widened = [d for d in dtypes if d.itemsize < own.itemsize and bool((as_written.to(d).to(own) == as_written).all())]
+    return max(torch.finfo(d).eps for d in (own, *widened))
 
 
 def _rounding_of_float64(program: Program, args: Sequence[Any], backward: bool) -> dict[str, float]:

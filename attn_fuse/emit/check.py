@@ -6,7 +6,7 @@ afterwards. The judge is the program as written, in float64 throughout, or as it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,11 +120,12 @@ def _disagreement(written: Played, rewritten: Played, exact: Played | None) -> s
         if changes and not (name in written.constants and name in rewritten.constants):
             return f"the check failed: {name} is written, and only one of the programs has it"
     judge = written if exact is None else exact
+    dtypes = frozenset(t.dtype for t in written.tensors.values() if t.is_floating_point())
     for name, reference in judge.tensors.items():
         if name not in rewritten.tensors:
             continue  # a constant that is not read any longer
         objection = _objection(
-            name, reference, written.tensors[name], rewritten.tensors[name], exact is not None, largest=0.0
+            name, reference, written.tensors[name], rewritten.tensors[name], dtypes, exact is not None, largest=0.0
         )
         if objection is not None:
             return objection
@@ -140,7 +141,7 @@ def _disagreement(written: Played, rewritten: Played, exact: Played | None) -> s
                 return f"the check failed: the rewritten program has no {name}"
             continue
         objection = _objection(
-            name, reference, written.gradients[name], rewritten.gradients[name], exact is not None, largest
+            name, reference, written.gradients[name], rewritten.gradients[name], dtypes, exact is not None, largest
         )
         if objection is not None:
             return objection
@@ -148,11 +149,18 @@ def _disagreement(written: Played, rewritten: Played, exact: Played | None) -> s
 
 
 def _objection(
-    name: str, reference: Tensor, written: Tensor, rewritten: Tensor, by_float64: bool, largest: float
+    name: str,
+    reference: Tensor,
+    written: Tensor,
+    rewritten: Tensor,
+    dtypes: Collection[torch.dtype],
+    by_float64: bool,
+    largest: float,
 ) -> str | None:
     """Why `rewritten` is too far from `reference`, given how far `written` is; None where it is not.
 
-    by_float64: whether `reference` is in float64. largest: the max of outputs and gradients, for a gradient; else 0.
+    dtypes: of the program's inputs and outputs. by_float64: whether `reference` is in float64. largest: the max of
+        outputs and gradients, for a gradient; else 0.
     """
     if torch.equal(written, rewritten):
         return None
@@ -171,7 +179,7 @@ def _objection(
     # Where the program as written gives no finite number, as in a fully masked row, the rewrite may give anything.
     known = reference.isfinite() & written.isfinite()
     r, w, x = (t[known].double() for t in (reference, written, rewritten))
-    eps = torch.finfo(written.dtype).eps
+    eps = _rounding(written[known], dtypes)
     floor = _ROUNDINGS_OF_SUMS * min(eps, torch.finfo(torch.float32).eps) + _ROUNDINGS_OF_RESULT * eps
     if not by_float64:
         floor = _ROUNDINGS_OF_AS_WRITTEN * eps
@@ -188,6 +196,16 @@ def _objection(
                 f"{'float64, ' if by_float64 else 'it '}as written {as_written:.3g}, allowed {allowed:.3g}"
             )
     return None
+
+
+def _rounding(written: Tensor, dtypes: Collection[torch.dtype]) -> float:
+    """The epsilon of the dtype that `written` was rounded to: a narrower one of `dtypes` where it has only its numbers.
+
+    So ends a program that computes in half precision and widens its result.
+    """
+    narrower = [d for d in dtypes if d.itemsize < written.dtype.itemsize]
+    met = [d for d in narrower if torch.equal(written.to(d).to(written.dtype), written)]
+    return max(torch.finfo(d).eps for d in (written.dtype, *met))
 
 
 def _typical(x: Tensor) -> float:

@@ -139,6 +139,22 @@ def test_the_budget_is_that_of_the_dtype(dtype) -> None:
     assert off is not None and "the rewritten output 0 is" in off
 
 
+def test_the_budget_of_a_widened_result_is_that_of_what_was_rounded() -> None:
+    def exact(q, k, v):
+        return (v + 0 * q).float()
+
+    def off_by_roundings(q, k, v):
+        return ((v + 0 * q) * 1.004).float()
+
+    half = {n: t.bfloat16() for n, t in randoms(2, 3, 6, 4).items()}
+    assert said(exact, off_by_roundings, **half) is None
+    far = said(exact, lambda q, k, v: exact(q, k, v) * 1.1, **half)
+    assert far is not None and "the rewritten output 0 is" in far
+    # Nothing of this program is in half precision: its numbers count as they are, whatever they happen to be.
+    whole = {n: t.float() for n, t in half.items()}
+    assert said(exact, off_by_roundings, **whole) is not None
+
+
 def test_writes_may_be_made_at_the_end() -> None:
     assert said(written_in_place, written_at_the_end, **randoms(2, 3, 6, 4)) is None
 
