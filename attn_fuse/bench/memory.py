@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from attn_fuse.kernels.chunked.workers import alone
 from attn_fuse.picker.timing import synchronize
 
 
@@ -18,7 +19,8 @@ def peak_memory(call: Callable[[], object], device: torch.device) -> int:
     """The most bytes of tensors alive at once during `call`, above what was alive before it.
 
     On CUDA it is `max_memory_allocated`; on the CPU the same figure, summed up from the profiler's record of every
-    allocation and release by torch. Memory that libraries take behind torch's back is in neither.
+    allocation and release by torch. Memory that libraries take behind torch's back is in neither. The profiler sees one
+    thread: `chunked` works in that alone, on blocks as large as those of all its workers. `call` runs twice on the CPU.
     """
     synchronize(device)
     if device.type == "cuda":
@@ -28,8 +30,10 @@ def peak_memory(call: Callable[[], object], device: torch.device) -> int:
         synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler reports its own start and stop
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+    with alone():
         call()
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+            call()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
         record.export_chrome_trace(str(path))

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch._dynamo.backends.registry import lookup_backend
+from torch._dynamo.source import LocalSource
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from attn_fuse.torch_internals.tensors import sizes_apart
@@ -133,25 +134,29 @@ def open_inductor_door(door: Callable[..., Callable[..., Any]] | None) -> None:
 
 
 def compiled_for_any_size(
-    function: Callable[..., Any], examples: Sequence[torch.Tensor]
+    function: Callable[..., Any], examples: Sequence[torch.Tensor], unlocked: bool = False
 ) -> tuple[Callable[..., Any], Callable[[Sequence[torch.Tensor]], bool]]:
     """`function` compiled by Inductor for symbolic sizes, and a test of whether the result takes given tensors.
 
     The result checks nothing when it is called: the checks of torch.compile take 0.1 ms. Ask the test first, which
     compares sizes and strides. The caller sees to the rest: the dtypes and devices of `examples`, and the number of
-    threads and other global state of now.
+    threads and other global state of now. unlocked: whether the result lets go of the interpreter's lock while it runs.
     """
+    # What Inductor calls from Python keeps the lock, a wrapper in C++ does not; that takes a second more to compile.
+    options = {"cpp_wrapper": True, "cpp.threads": torch.get_num_threads()} if unlocked else None
     with torch.no_grad(), sizes_apart():
         graph = make_fx(function, tracing_mode="symbolic")(*examples)
         inputs = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
-        compiled = compile_with("inductor", None, graph, inputs)
+        compiled = compile_with("inductor", None, graph, inputs, options)
     shapes = inputs[0].fake_mode.shape_env
-    guards = shapes.produce_guards_expression(inputs, ignore_static=False)
+    # Each in brackets, which torch's own `produce_guards_expression` leaves out: one with an `or` let all others go.
+    sources = [LocalSource(f"t{n}") for n in range(len(inputs))]
+    guards = " and ".join(f"({guard})" for guard in shapes.produce_guards(inputs, sources, ignore_static=False))
 
     def takes(tensors: Sequence[torch.Tensor]) -> bool:
         # The compiled code does not depend on storage offsets, but the guards would compare them.
         alike = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in tensors]
-        return guards is None or bool(shapes.evaluate_guards_expression(guards, alike))
+        return not guards or bool(shapes.evaluate_guards_expression(guards, alike))
 
     return compiled, takes
 

@@ -94,41 +94,54 @@ def laid_out(*shape: int, order: tuple[int, ...] = (0, 1, 2, 3), gap: int = 0) -
     return memory.permute(*sorted(range(4), key=order.__getitem__))
 
 
+# The sizes of a block, how many query heads share a key head, and its bias.
 LAYOUTS = [
-    lambda: (laid_out(2, 3, 40, 24), laid_out(2, 1, 40, 24)),
-    lambda: (laid_out(5, 2, 33, 17), laid_out(5, 1, 33, 17)),
-    lambda: (laid_out(2, 3, 24, 40), laid_out(2, 1, 24, 40)),
-    lambda: (laid_out(2, 3, 40, 24), laid_out(2, 1, 40, 24, gap=5)),
-    lambda: (laid_out(2, 3, 40, 24), laid_out(2, 1, 40, 24, order=(0, 1, 3, 2))),
-    lambda: (laid_out(3, 3, 24, 24), laid_out(3, 1, 24, 24, order=(3, 2, 1, 0))),
-    lambda: (laid_out(2, 3, 40, 24), laid_out(1, 1, 1, 24).expand(2, 1, 40, 24)),
-    lambda: (laid_out(2, 3, 40, 24), laid_out(1, 1, 40, 24)),
-    lambda: (laid_out(2, 3, 40, 1), laid_out(2, 1, 40, 1)),
+    ((2, 3, 40, 24), 1, lambda: laid_out(2, 1, 40, 24)),
+    ((5, 2, 33, 17), 1, lambda: laid_out(5, 1, 33, 17)),
+    ((2, 3, 24, 40), 1, lambda: laid_out(2, 1, 24, 40)),
+    ((2, 3, 24, 24), 1, lambda: laid_out(2, 1, 24, 24)),
+    ((2, 6, 40, 24), 3, lambda: laid_out(2, 1, 40, 24)),
+    ((1, 4, 40, 24), 4, lambda: laid_out(1, 1, 40, 24)),
+    ((2, 3, 40, 24), 1, lambda: laid_out(2, 1, 40, 24, gap=5)),
+    ((2, 3, 40, 24), 1, lambda: laid_out(2, 1, 40, 24, order=(0, 1, 3, 2))),
+    ((3, 3, 24, 24), 1, lambda: laid_out(3, 1, 24, 24, order=(3, 2, 1, 0))),
+    ((2, 3, 40, 24), 1, lambda: laid_out(1, 1, 1, 24).expand(2, 1, 40, 24)),
+    ((2, 3, 40, 24), 1, lambda: laid_out(1, 1, 40, 24)),
+    ((2, 3, 40, 1), 1, lambda: laid_out(2, 1, 40, 1)),
 ]
 
 
-def test_a_step_is_asked_which_layouts_it_takes(monkeypatch, caplog) -> None:
+@pytest.mark.parametrize("unlocked", [False, True])
+def test_a_step_is_asked_which_layouts_it_takes(unlocked: bool, monkeypatch, caplog) -> None:
     """In one process, in this order, so that what was compiled for the first is there for those after it."""
     made: list[Sequence[Tensor]] = []
 
-    def counted(function: Callable[..., Any], examples: Sequence[Tensor]) -> Any:
+    def counted(function: Callable[..., Any], examples: Sequence[Tensor], unlocked: bool) -> Any:
         made.append(examples)
-        return inductor.compiled_for_any_size(function, examples)
+        return inductor.compiled_for_any_size(function, examples, unlocked)
 
     monkeypatch.setattr(chunked_steps, "compiled_for_any_size", counted)
     program = ScoreProgram(["add", ["mul", ["score"], ["const", 0.5]], ["input", 0]])
     plan = chunked_plan.planned(*torch.randn(3, 1, 2, 4, 8), [torch.zeros(1, 1, 4, 4)], [], None, 0.0, program.dumps())
-    steps = plan.steps
     with caplog.at_level(logging.WARNING, "attn_fuse"):
-        for layout in LAYOUTS:
-            raw, bias = layout()
-            row_max = torch.full((*raw.shape[:3], 1), -torch.inf)
-            again = raw.clone()
-            expected = chunked_steps.run(steps, "forward", [again, row_max, bias], compiles=False)
-            found = chunked_steps.run(steps, "forward", [raw, row_max, bias], compiles=True)
-            torch.testing.assert_close((raw, *found), (again, *expected))
+        for (batch, heads, rows, columns), groups, bias in LAYOUTS:
+            planes, together = batch * heads // groups, groups * rows
+            query, (key, value) = (
+                torch.randn(planes, together, 8) / 8,
+                torch.randn(2, planes, columns + 3, 8)[:, :, 2:-1],
+            )
+            read, column = bias(), torch.rand(batch, heads, rows, 1)
+            sums = [torch.randn(planes, together, 8), torch.full_like(column, -torch.inf), torch.zeros_like(column)]
+            forward = [query, key, value, *sums, read]
+            backward = [query, key, value, torch.randn(planes, together, 8), torch.zeros_like(query),
+                        *torch.zeros(2, planes, columns + 3, 8)[:, :, 2:-1], column, column, column, read]  # fmt: skip
+            for name, tensors in (("forward", forward), ("backward", backward)):
+                again = [x.clone() for x in tensors]
+                chunked_steps.run(plan.steps, name, again, compiles=False)
+                chunked_steps.run(plan.steps, name, tensors, compiles=True, unlocked=unlocked)
+                torch.testing.assert_close(tensors, again)
     assert not [record for record in caplog.records if record.name == "attn_fuse"]
-    assert len(made) < len(LAYOUTS)
+    assert len(made) < 2 * len(LAYOUTS)
 
 
 DISTANCE = ["sub", ["j"], ["i"]]

@@ -22,7 +22,10 @@ from torch import Tensor
 from attn_fuse.expression.nodes import Expr, Gather, children
 from attn_fuse.kernels.chunked.diagonals import DiagonalBuffer
 from attn_fuse.kernels.chunked.plan import Part, Plan, planned, reads
-from attn_fuse.kernels.chunked.steps import run, shift_of
+from attn_fuse.kernels.chunked.portions import Portion
+from attn_fuse.kernels.chunked.reader import Reader, diagonal
+from attn_fuse.kernels.chunked.steps import shift_of
+from attn_fuse.kernels.chunked.workers import together
 from attn_fuse.kernels.score.gradient import differentiable, gradients, needed
 from attn_fuse.kernels.score.lookup import add_up, head_dimension
 from attn_fuse.kernels.score.program import Block, Memo, accumulate, evaluate, gathered
@@ -43,7 +46,8 @@ def attend(
 
     query [B, H, Lq, D], key [B, Hkv, Lk, D], value [B, Hkv, Lk, Dv], H a multiple of Hkv, any strides; float16 and
     bfloat16 are computed in float32. Where the processor multiplies bfloat16, all products but the scores take
-    bfloat16: we round the weights, and in the backward the gradients of the scores, as FlashAttention does.
+    bfloat16: we round the weights, and in the backward the gradients of the scores, as FlashAttention does, and the
+    products themselves, before they are added up in float32.
     inputs, numbers: what the program reads. program: the text of a `ScoreProgram`.
     seed: int64, one element, where dropout_p is not 0; the same seed drops the same weights in blocks of any size.
     centred: whether to attend over values minus their centre.
@@ -63,21 +67,26 @@ def attend(
         row_max = query.new_empty(batch, heads, q_len, dtype=plan.dtype)
         row_sum = torch.empty_like(row_max)
         met = [torch.empty_like(row_max)] if plan.steps.shares else []
-        for part in plan.parts():
-            for start, stop in plan.query_blocks():
-                rows = part.rows(start, stop)
-                block_out, *columns = _attend_rows(plan, part, start, stop)
-                out[rows].copy_(block_out)
-                for whole, column in zip((row_max, row_sum, *met), columns, strict=True):
-                    whole[rows].copy_(column.squeeze(-1))
+
+        def work(portion: Portion) -> None:
+            reader = Reader(plan)
+            for part in plan.parts(portion):
+                for start, stop in plan.query_blocks(portion):
+                    rows = part.rows(start, stop)
+                    block_out, *columns = _attend_rows(plan, reader, part, start, stop)
+                    out[rows].copy_(block_out)
+                    for whole, column in zip((row_max, row_sum, *met), columns, strict=True):
+                        whole[rows].copy_(column.squeeze(-1))
+
+        together(work, plan.portions())
         if plan.centre is None:
             return out, row_max, row_sum, value.new_empty(0), value.new_empty(0)
         return out, row_max, row_sum, plan.centre, met[0] if met else (row_sum != 0).to(row_max.dtype)
 
 
-def _attend_rows(plan: Plan, part: Part, start: int, stop: int) -> tuple[Tensor, ...]:
+def _attend_rows(plan: Plan, reader: Reader, part: Part, start: int, stop: int) -> tuple[Tensor, ...]:
     """(out, max, sum) of queries [start, stop) of the part, and their shares where the steps give any."""
-    query = plan.rows_of(plan.query, part, start, stop)
+    query = plan.rows_of(plan.query, part, start, stop).to(plan.dtype)
     whole = plan.block(part, (start, stop), (0, 1))
     row_max = torch.full((*whole.shape[:3], 1), -torch.inf, dtype=plan.dtype, device=whole.device)
     sink = plan.steps.program.sink
@@ -85,18 +94,11 @@ def _attend_rows(plan: Plan, part: Part, start: int, stop: int) -> tuple[Tensor,
         row_max = evaluate(sink, None, plan.inputs, plan.numbers, whole).to(plan.dtype).expand(row_max.shape).clone()
     row_sum = (row_max - shift_of(row_max)).exp_()
     met = [torch.zeros_like(row_sum)] if plan.steps.shares else []
-    out = query.new_zeros(*query.shape[:2], plan.value.shape[-1], dtype=plan.dtype)
+    out = query.new_zeros(*query.shape[:2], plan.value.shape[-1])
     for keys in plan.key_blocks(part, start, stop):
-        block = plan.block(part, (start, stop), keys)
-        raw = plan.scores(part, block, query, part.key[:, slice(*keys)])
-        scratch = plan.scratch(part, block)
-        tensors = [raw.view(block.shape), row_max, *(memory.view(block.shape) for memory in scratch), *plan.read(block)]
-        row_max, total, shrink, *more = run(plan.steps, "forward", tensors, plan.compiles)
-        (weights,) = scratch or [raw]
-        row_sum = row_sum * shrink + total
-        met = [sum_ * shrink + block_met for sum_, block_met in zip(met, more, strict=True)]
-        out.view(*block.shape[:3], -1).mul_(shrink)
-        _add_product(out, weights, part.value[:, slice(*keys)])
+        read = reader.read(plan.block(part, (start, stop), keys))
+        key, value = part.key[:, slice(*keys)], part.value[:, slice(*keys)]
+        plan.run("forward", [query, key, value, out, row_max, row_sum, *met, *read])
     out = out.view(*whole.shape[:3], -1)
     # Over no keys at all the product of no weights is 0, whatever their softmax is.
     if plan.steps.program.empty_is_nan and plan.value.shape[-2]:
@@ -137,41 +139,45 @@ def attend_backward(
         )
         of_shares = [share, torch.zeros_like(share) if grad_share is None else grad_share] if plan.steps.shares else []
         dquery = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        found: list[Tensor] = []
-        sums = {
-            n: torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, plan.dtype), device=x.device)
-            for n, x in enumerate(plan.inputs)
-            if n in plan.wanted
-        }
-        for part in plan.parts():
-            dkeys, dvalues = (x.new_zeros(x.shape, dtype=plan.dtype) for x in (part.key, part.value))
-            for start, stop in plan.query_blocks():
-                rows = part.rows(start, stop)
-                grad_rows, block_sum = grad_out[rows].to(plan.dtype), row_sum[rows].unsqueeze(-1)
-                # With weights w, factors f, dropout m: sum_j w_j f_j m_j (grad_out . value_j) = grad_out . out.
-                delta = (grad_rows * out[rows]).sum(-1, keepdim=True)
-                # Where a fully masked row is NaN, so are its weights, and the gradients that they give.
-                none = math.nan if plan.steps.program.empty_is_nan else 0.0
-                over_sum = torch.where(block_sum == 0, none, 1 / block_sum)
-                columns = [shift_of(row_max[rows].unsqueeze(-1)), over_sum, delta]
-                columns += [x[rows].unsqueeze(-1) for x in of_shares]
-                dquery[rows].copy_(_rows_backward(plan, part, (start, stop), columns, grad_rows, dkeys, dvalues, sums))
-                _sink_backward(plan, part, (start, stop), columns, sums)
-            parts = [dvalues, dkeys]
-            del dvalues, dkeys
-            for n, x in enumerate((key, value)):
-                if len(found) == n:
-                    found.append(torch.empty(x.shape, dtype=x.dtype, device=x.device))
-                into = found[n][part.keys]
-                into.copy_(parts.pop().unflatten(0, into.shape[:2]))
+        summed, every = plan.sums(), plan.portions()
+        slices = max((portion.slices for portion in every), default=1)
+        # Of each slice of the queries: sums of several are rounded only once.
+        found = [x.new_empty(slices, *x.shape, dtype=x.dtype if slices == 1 else plan.dtype) for x in (key, value)]
+
+        def work(task: tuple[Portion, dict[int, Tensor]]) -> None:
+            portion, sums = task
+            reader = Reader(plan)
+            for part in plan.parts(portion):
+                dkeys, dvalues = (x.new_zeros(x.shape, dtype=plan.dtype) for x in (part.key, part.value))
+                for start, stop in plan.query_blocks(portion):
+                    rows = part.rows(start, stop)
+                    grad_rows, block_sum = grad_out[rows].to(plan.dtype), row_sum[rows].unsqueeze(-1)
+                    # With weights w, factors f, dropout m: sum_j w_j f_j m_j (grad_out . value_j) = grad_out . out.
+                    delta = (grad_rows * out[rows]).sum(-1, keepdim=True)
+                    # Where a fully masked row is NaN, so are its weights, and the gradients that they give.
+                    none = math.nan if plan.steps.program.empty_is_nan else 0.0
+                    over_sum = torch.where(block_sum == 0, none, 1 / block_sum)
+                    columns = [shift_of(row_max[rows].unsqueeze(-1)), over_sum, delta]
+                    columns += [x[rows].unsqueeze(-1) for x in of_shares]
+                    span = (start, stop)
+                    of_rows = _rows_backward(plan, reader, part, span, columns, grad_rows, dkeys, dvalues, sums)
+                    dquery[rows].copy_(of_rows)
+                    _sink_backward(plan, part, span, columns, sums)
+                for whole, x in zip(found, (dkeys, dvalues), strict=True):
+                    into = whole[portion.slice][part.keys]
+                    into.copy_(x.unflatten(0, into.shape[:2]))
+
+        together(work, [(portion, {n: sum_.of(portion) for n, sum_ in summed.items()}) for portion in every])
+        sums = {n: sum_.added_up() for n, sum_ in summed.items()}
         _hoisted_backward(plan, sums)
+        dkey, dvalue = (x[0] if slices == 1 else x.sum(0) for x in found)
     dinputs = [sums[n].to(x.dtype) if n in sums else x.new_empty(0) for n, x in enumerate(inputs)]
-    dkey, dvalue = found or (key.new_empty(key.shape), value.new_empty(value.shape))
-    return dquery, dkey, dvalue, dinputs
+    return dquery, dkey.to(key.dtype), dvalue.to(value.dtype), dinputs
 
 
 def _rows_backward(
     plan: Plan,
+    reader: Reader,
     part: Part,
     span: tuple[int, int],
     columns: Sequence[Tensor],
@@ -185,41 +191,25 @@ def _rows_backward(
     columns: shift, 1 / sum, grad_out . out, and the shares and their gradient where there are any, [B, H, rows, 1].
     """
     query, grad = plan.rows_of(plan.query, part, *span), grad_rows.reshape(len(part.key), -1, plan.value.shape[-1])
-    scored, query, grad = query.to(plan.dtype), query.to(plan.multiplied), grad.to(plan.multiplied)
-    dquery = torch.zeros_like(scored)
+    query, grad = query.to(plan.dtype), grad.to(plan.multiplied).contiguous()
+    dquery = torch.zeros_like(query)
     for keys in plan.key_blocks(part, *span):
-        block = plan.block(part, span, keys)
-        key, value = part.key[:, slice(*keys)], part.value[:, slice(*keys)]
-        raw, scratch = plan.scores(part, block, scored, key), plan.scratch(part, block)
-        dweights = torch.bmm(grad, value.mT, out=plan.memory(part, block, 1, plan.multiplied))
-        read = plan.read(block)
+        block, of_keys = plan.block(part, span, keys), (slice(None), slice(*keys))
+        read = reader.read(block)
         value_of = {id(node): value for node, value in zip(plan.steps.leaves, read, strict=False)}
-        into = [plan.gradient_of(node, block, value_of[id(node)]) for node in plan.steps.into]
-        tensors = [raw.view(block.shape), dweights.view(block.shape), *columns]
-        tensors += [memory.view(block.shape) for memory in scratch]
-        tensors += [memory.block if isinstance(memory, DiagonalBuffer) else memory for memory in into]
-        found = iter(run(plan.steps, "backward", tensors + read, plan.compiles))
-        (draw,) = scratch or [raw]
-        for sum_, left, right in ((dvalues, dweights, grad), (dkeys, draw, query)):
-            _add_product(sum_[:, slice(*keys)], left.mT, right)
-        _add_product(dquery, draw, key)
+        into = [reader.gradient_of(node, block, value_of[id(node)]) for node in plan.steps.into]
+        memory = [x.block if isinstance(x, DiagonalBuffer) else x for x in into]
+        tensors = [query, part.key[of_keys], part.value[of_keys], grad, dquery, dkeys[of_keys], dvalues[of_keys]]
+        found = iter(plan.run("backward", [*tensors, *columns, *memory, *read]))
         for node in plan.steps.wanted:
             accumulate(node, next(found), sums[node.leaf], tuple(itertools.islice(found, len(children(node)))), block)
-        for leaf, memory in zip(plan.steps.into, into, strict=True):
-            if isinstance(memory, DiagonalBuffer):
-                along = plan.diagonal(sums[leaf.leaf], block)
-                along.add_(memory.sums().sum_to_size(along.shape))
+        for leaf, gradient in zip(plan.steps.into, into, strict=True):
+            if isinstance(gradient, DiagonalBuffer):
+                along = diagonal(plan, sums[leaf.leaf], block)
+                along.add_(gradient.sums().sum_to_size(along.shape))
             elif isinstance(leaf, Gather):
-                add_up(head_dimension(leaf), memory, sums[leaf.leaf], plan.places(leaf, block), block.origin[1])
+                add_up(head_dimension(leaf), gradient, sums[leaf.leaf], reader.places(leaf, block), block.origin[1])
     return dquery.view(*grad_rows.shape[:3], -1)
-
-
-def _add_product(sums: Tensor, left: Tensor, right: Tensor) -> None:
-    # Into memory that is not contiguous, torch multiplies one plane after the other.
-    if left.dtype == sums.dtype and sums.is_contiguous():
-        torch.baddbmm(sums, left, right, out=sums)
-    else:
-        sums.add_(torch.bmm(left, right))
 
 
 def _sink_backward(

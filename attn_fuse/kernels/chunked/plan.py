@@ -1,37 +1,36 @@
 """Plan: the blocks of one call of chunked attention, which of them the mask hides, and what each block reads.
 
-Blocks are sized for the cache that a thread has to itself. Several heads share a block as far as they fit, so that the
-products find work for every thread.
+Blocks are sized for the cache that a thread has to itself. Several heads share a block as far as they fit.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from attn_fuse.expression.nodes import Diagonal, Expr, Gather, Input, Number, Position, distinct
 from attn_fuse.kernels.centring import centre_of, less_centre
-from attn_fuse.kernels.chunked.diagonals import DiagonalBuffer, diagonal_buffer
 from attn_fuse.kernels.chunked.dropout import Dropout, dropout
 from attn_fuse.kernels.chunked.hoisted import Hoisted, hoisted
-from attn_fuse.kernels.chunked.steps import Steps
+from attn_fuse.kernels.chunked.portions import MOST_SLICES, Portion, Sums, portions
+from attn_fuse.kernels.chunked.steps import Steps, run
+from attn_fuse.kernels.chunked.workers import workers_and_threads
 from attn_fuse.kernels.operands import check_dropout, check_shapes
-from attn_fuse.kernels.score.dependence import POSITIONS, dependences, varying
+from attn_fuse.kernels.score.dependence import dependences, varying
 from attn_fuse.kernels.score.gradient import differentiable
-from attn_fuse.kernels.score.lookup import head_dimension, look_up, places, rest, rows_of
+from attn_fuse.kernels.score.lookup import head_dimension, rest
 from attn_fuse.kernels.score.program import (
     Block,
-    Memo,
     ScoreProgram,
     bound,
     evaluate,
-    narrowed,
-    widened,
 )
 from attn_fuse.kernels.score.visibility import visibility
 
@@ -80,8 +79,8 @@ class Plan:
     compiles: whether to compile the steps. positions: for each dimension of the scores, int64, broadcasting to them.
     constants: `numbers` as int64 tensors. centre: what to subtract from the values, [B, H, 1, Dv], the same for heads
         that share a key head; None for nothing.
-    buffers, skews, tables, at: what blocks share: memory, buffers of diagonals, and for each lookup the table as rows
-        and the places of the last block.
+    workers, threads: how many workers there are, and how many threads each has.
+    table: bool [B|1, H|1, query blocks, tiles of keys]: whether the mask may show any key; None where we do not ask.
     """
 
     query: Tensor
@@ -97,10 +96,9 @@ class Plan:
     positions: list[Tensor]
     constants: list[Tensor]
     centre: Tensor | None = None
-    buffers: dict[tuple[object, torch.dtype], Tensor] = field(default_factory=dict)
-    skews: dict[tuple[int, ...], DiagonalBuffer] = field(default_factory=dict)
-    tables: dict[int, Tensor] = field(default_factory=dict)
-    at: dict[int, tuple[Block, Tensor]] = field(default_factory=dict)
+    workers: int = 1
+    threads: int = 1
+    table: Tensor | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -125,43 +123,86 @@ class Plan:
     @functools.cached_property
     def block_sizes(self) -> tuple[int, int, int]:
         """The max numbers of planes (heads of batch entries), queries and keys in one block."""
-        batch, heads, _, _ = self.sizes
+        batch, heads, q_len, _ = self.sizes
         on_cpu = self.query.device.type == "cpu"
-        most = ELEMENTS_PER_THREAD * torch.get_num_threads() if on_cpu else ELEMENTS_ON_GPU
+        most = ELEMENTS_PER_THREAD * self.threads if on_cpu else ELEMENTS_ON_GPU
         rows, columns = QUERY_BLOCK, KEY_BLOCK
         program = self.steps.program
         lower, upper = bound(program.lower, self.numbers), bound(program.upper, self.numbers)
+        planes = math.ceil(batch * heads / self.workers)
         # Long blocks compute more that a mask hides. Where heads look up the same places, a block of all heads finds
         # the places once.
         long = lower is None and upper is None and program.visible is None
         long = long and not any(isinstance(node, Gather) for node in self.steps.leaves)
-        while rows * 2 <= MOST_QUERIES and (long or batch * heads * rows * columns * 2 <= most):
+        while rows * 2 <= MOST_QUERIES and (long or planes * rows * columns * 2 <= most):
             rows *= 2
         if lower is not None and upper is not None and upper - lower < 4 * rows:
             rows = max(1, rows // 2)
+        # A block for each slice of the queries that the workers need.
+        slices = min(math.ceil(self.workers / max(self._planes, 1)), MOST_SLICES)
+        rows = min(rows, max(1, math.ceil(q_len / slices)))
         return max(1, most // (rows * columns)), rows, columns
+
+    # ---- the workers
+
+    def portions(self) -> list[Portion]:
+        """What each worker goes through."""
+        query_blocks = math.ceil(self.sizes[2] / self.block_sizes[1])
+        return portions(self._planes, query_blocks, self.workers)
+
+    def sums(self) -> dict[int, Sums]:
+        """The gradients, all zero, of the inputs that need one."""
+        program = self.steps.program
+        exprs = [expr for expr in (program.score, program.factor, program.sink) if expr is not None]
+        read = [node for expr in exprs for node in distinct(expr) if isinstance(node, Input | Diagonal | Gather)]
+        anywhere = {node.leaf for node in read if isinstance(node, Gather)}
+        at_its_place = {node.leaf for node in read} - anywhere
+
+        def of(n: int, x: Tensor) -> Sums:
+            zeros = x.new_zeros(x.shape, dtype=torch.promote_types(x.dtype, self.dtype))
+            planes_apart = n not in anywhere and (n not in at_its_place or x.shape[:2] == self.query.shape[:2])
+            queries_apart = n not in anywhere and (n not in at_its_place or x.shape[2] == self.query.shape[2])
+            return Sums(zeros, planes_apart, queries_apart)
+
+        return {n: of(n, x) for n, x in enumerate(self.inputs) if n in self.wanted}
+
+    @property
+    def _planes(self) -> int:
+        return self.sizes[0] * self.key.shape[1]
 
     # ---- blocks
 
-    def parts(self) -> Iterator[Part]:
-        """The parts of the call, each with as many heads as fit into a block."""
-        batch, heads, _, _ = self.sizes
-        together = _evenly(batch, self.block_sizes[0] // max(heads, 1))
-        kv_heads = _evenly(self.key.shape[1], self.block_sizes[0] // max(self.groups, 1))
-        for b in range(0, batch, together):
-            for h in range(0, self.key.shape[1], kv_heads):
-                entries, of_keys = slice(b, min(b + together, batch)), slice(h, min(h + kv_heads, self.key.shape[1]))
-                of_queries = slice(of_keys.start * self.groups, of_keys.stop * self.groups)
-                key, value = self.key[entries, of_keys], self.value[entries, of_keys]
-                if self.centre is not None:
-                    value = less_centre(value, self.centre[entries, of_queries], self.dtype)
-                key, value = (x.to(self.multiplied).flatten(0, 1) for x in (key, value))
-                yield Part(entries, of_queries, of_keys, key, value)
+    def parts(self, portion: Portion) -> Iterator[Part]:
+        """The parts of a portion, each of as many planes as fit into a block: batch entries, or some heads of one."""
+        most, kv_heads = max(1, self.block_sizes[0] // max(self.groups, 1)), self.key.shape[1]
+        at, end = portion.planes
+        while at < end:
+            entry, head = divmod(at, kv_heads)
+            if head == 0 and min(most, end - at) >= kv_heads:
+                count, heads = self._evenly((end - at) // kv_heads, most // kv_heads), kv_heads
+            else:
+                count, heads = 1, self._evenly(min(kv_heads - head, end - at), most)
+            yield self._part(slice(entry, entry + count), slice(head, head + heads))
+            at += count * heads
 
-    def query_blocks(self) -> Iterator[tuple[int, int]]:
-        """(start, stop) of each block of queries."""
+    def _part(self, entries: slice, of_keys: slice) -> Part:
+        of_queries = slice(of_keys.start * self.groups, of_keys.stop * self.groups)
+        key, value = self.key[entries, of_keys], self.value[entries, of_keys]
+        if self.centre is not None:
+            value = less_centre(value, self.centre[entries, of_queries], self.dtype)
+        key, value = (x.to(self.multiplied).flatten(0, 1) for x in (key, value))
+        return Part(entries, of_queries, of_keys, key, value)
+
+    def _evenly(self, count: int, most: int) -> int:
+        """How many of `count` go together: at most `most`, evenly, a multiple of the threads where that fits."""
+        even = math.ceil(count / math.ceil(count / most) / self.threads) * self.threads
+        return min(even, most, count)
+
+    def query_blocks(self, portion: Portion) -> Iterator[tuple[int, int]]:
+        """(start, stop) of each block of queries of a portion."""
         q_len, size = self.sizes[2], self.block_sizes[1]
-        return ((start, min(start + size, q_len)) for start in range(0, q_len, size))
+        first, step = portion.slice * size, portion.slices * size
+        return ((start, min(start + size, q_len)) for start in range(first, q_len, step))
 
     def key_blocks(self, part: Part, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """(start, stop) of each block of keys that queries [start, stop), one of `query_blocks`, may see."""
@@ -169,15 +210,15 @@ class Plan:
         lower, upper = bound(program.lower, self.numbers), bound(program.upper, self.numbers)
         first = 0 if lower is None else max(0, start + lower)
         last = kv_len if upper is None else min(kv_len, stop + upper)
-        for begin, end in self._visible(part, start) if self._table is not None else [(0, kv_len)]:
+        for begin, end in self._visible(part, start) if self.table is not None else [(0, kv_len)]:
             begin, end = max(begin, first), min(end, last)
             size = self.block_sizes[2]
             yield from ((j, min(j + size, end)) for j in range(begin, end, size))
 
     def _visible(self, part: Part, start: int) -> Iterator[tuple[int, int]]:
         """(start, stop) of each stretch of tiles in which the queries of the block at `start` may see some key."""
-        assert self._table is not None
-        table = self._table
+        table = self.table
+        assert table is not None
         for dim, span in ((0, part.batch), (1, part.heads)):
             table = table[(slice(None),) * dim + (span,)] if table.shape[dim] != 1 else table
         seen = table.flatten(0, 1).any(0)[start // self.block_sizes[1]].tolist()
@@ -189,126 +230,22 @@ class Plan:
                 yield begin * MASK_TILE, min(tile * MASK_TILE, self.sizes[3])
                 begin = None
 
-    @functools.cached_property
-    def _table(self) -> Tensor | None:
-        """Bool [B|1, H|1, query blocks, tiles of keys]: whether the mask may show any key; None where we do not ask."""
-        program, device = self.steps.program, self.query.device
-        if program.visible is None or device.type != "cpu" or self.sizes[3] <= MASK_TILE:
-            return None
-        tiles = (self.block_sizes[1], MASK_TILE)
-        return visibility(program, self.inputs, self.numbers, self.sizes, tiles, device, self.dtype).some
-
     def block(self, part: Part, queries: tuple[int, int], keys: tuple[int, int]) -> Block:
         """The block of these queries and keys in a part."""
         batch, heads = part.batch.stop - part.batch.start, part.heads.stop - part.heads.start
         origin = (part.batch.start, part.heads.start)
         return Block(batch, heads, queries, keys, self.query.device, self.dtype, origin)
 
-    # ---- what they read
+    def run(self, name: str, tensors: Sequence[Tensor]) -> Any:
+        """The result of the step `name` on a block."""
+        return run(self.steps, name, tensors, self.compiles, unlocked=self.workers > 1)
 
     def rows_of(self, x: Tensor, part: Part, start: int, stop: int) -> Tensor:
-        """Rows [start, stop) of `x` [B, H, Lq, n] in a part, as [key heads, groups * rows, n].
+        """Rows [start, stop) of `x` [B, H, Lq, n] in a part, as contiguous [key heads, groups * rows, n].
 
         So one product serves all query heads that share a key head.
         """
-        return x[part.rows(start, stop)].reshape(len(part.key), -1, x.shape[-1])
-
-    def scores(self, part: Part, block: Block, query: Tensor, key: Tensor) -> Tensor:
-        """The raw scores of a block, [key heads, groups * rows, columns] in the compute dtype."""
-        memory = self.memory(part, block, 0, self.dtype)
-        return torch.bmm(query.to(self.dtype), key.to(self.dtype).mT, out=memory)
-
-    def memory(self, part: Part, block: Block, which: int, dtype: torch.dtype) -> Tensor:
-        """Memory as large as the scores of a block, [key heads, groups * rows, columns]. which: its number."""
-        return self._room(which, block.shape, dtype).view(len(part.key), -1, block.shape[3])
-
-    def _room(self, which: object, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Memory of this shape, which the next block with the same `which` and dtype writes over."""
-        count = math.prod(shape)
-        if (which, dtype) not in self.buffers or self.buffers[which, dtype].numel() < count:
-            self.buffers[which, dtype] = self.query.new_empty(count, dtype=dtype)
-        return self.buffers[which, dtype][:count].view(shape)
-
-    def scratch(self, part: Part, block: Block) -> list[Tensor]:
-        """Memory for the results of the steps, where their dtype is not that of the scores; else none."""
-        return [self.memory(part, block, 2, self.multiplied)] if self.steps.rounds else []
-
-    def read(self, block: Block) -> list[Tensor]:
-        """The tensors that the steps read on a block: of the leaves, the sources, then those of dropout."""
-        tensors = [self._leaf(node, block) for node in self.steps.leaves]
-        tensors += [self.inputs[n] for n in self.steps.sources]
-        if self.dropout is not None:
-            d = self.dropout
-            tensors += [_small(narrowed(d.rows, block)), _small(narrowed(d.keys, block)), d.threshold, d.scale]
-        return tensors
-
-    def _leaf(self, node: Expr, block: Block) -> Tensor:
-        match node:
-            case Number(n):
-                return self.constants[n]
-            case Diagonal(n):
-                return _small(self.diagonal(self.inputs[n], block)).squeeze(-2).unfold(-1, block.shape[3], 1)
-            case Input(n):
-                return _small(narrowed(self.inputs[n], block))
-            case Gather():
-                return self._looked_up(node, block)
-            case Position(name):
-                return _small(narrowed(self.positions[POSITIONS.index(name)], block))
-        raise AssertionError("a step has no other leaves")
-
-    def _looked_up(self, node: Gather, block: Block) -> Tensor:
-        """The elements that a lookup reads on a block: [B|1, H|1, rows, columns]."""
-        table = self.inputs[node.leaf]
-        if id(node) not in self.tables:
-            self.tables[id(node)] = widened(rows_of(head_dimension(node), table), block)
-        rows, at = self.tables[id(node)], self.places(node, block)
-        if head_dimension(node) is not None:
-            rows = rows[slice(*block.spans[1])]
-        out = self._room(node, (len(at), len(rows), *block.shape[2:]), rows.dtype)
-        look_up(rows, at, out)
-        return out
-
-    def places(self, node: Gather, block: Block) -> Tensor:
-        """The places that a lookup reads on a block, [B|1, reads], int64."""
-        if id(node) not in self.at or self.at[id(node)][0] != block:
-            hoisted = (part for part in distinct(node) if isinstance(part, Diagonal))
-            memo: Memo = {id(part): self._leaf(part, block).flip(-2) for part in hoisted}
-            indices = [
-                evaluate(x, None, self.inputs, self.numbers, block, memo).long()
-                for x in rest(head_dimension(node), node.index)
-            ]
-            shape = (max(map(len, indices)), 1, *block.shape[2:])
-            self.at[id(node)] = block, places(rest(head_dimension(node), self.inputs[node.leaf].shape), indices, shape)
-        return self.at[id(node)][1]
-
-    def gradient_of(self, node: Gather | Diagonal, block: Block, value: Tensor) -> DiagonalBuffer | Tensor:
-        """Memory for the gradient of `value`, which `node` reads on a block along diagonals or from a table."""
-        dtype = torch.promote_types(value.dtype, self.dtype)
-        if isinstance(node, Gather):
-            return self._room(("gradient", node), value.shape, dtype)
-        key = (node.leaf, *value.shape)
-        if key not in self.skews:
-            self.skews[key] = diagonal_buffer(value.to(dtype))
-        return self.skews[key]
-
-    def diagonal(self, values: Tensor, block: Block) -> Tensor:
-        """The part of `values` [B|1, H|1, 1, Lq + Lk - 1], one for each j - i, that a block reads, as a view."""
-        first = block.keys[0] - block.queries[1] + self.sizes[2]
-        whole = Block(block.batch, block.heads, (0, 1), (first, first + sum(block.shape[2:]) - 1), block.device,
-                      block.dtype, block.origin)  # fmt: skip
-        return narrowed(values, whole)
-
-
-def _evenly(count: int, most: int) -> int:
-    """How many of `count` go together: at most `most`, in even shares, a multiple of the threads where that fits."""
-    parts, threads = math.ceil(count / max(1, most)), torch.get_num_threads()
-    even = math.ceil(count / max(1, parts) / threads) * threads
-    return max(1, min(even, most))
-
-
-def _small(part: Tensor) -> Tensor:
-    """`part`, copied if no larger than a side of a block: views that begin elsewhere would each be compiled for."""
-    return part if part.shape[2] > 1 and part.shape[3] > 1 else part.clone(memory_format=torch.contiguous_format)
+        return x[part.rows(start, stop)].reshape(len(part.key), -1, x.shape[-1]).contiguous()
 
 
 def planned(
@@ -348,7 +285,9 @@ def planned(
     varies = tuple(varying(x.shape) for x in (*inputs, *before)) if on_cpu else None
     drops = _drops(seed, dropout_p)
     shared = (centred or centre is not None) and shares(found.program, seed, dropout_p)
-    return Plan(
+    compiles = math.prod(sizes) >= COMPILE_FROM
+    workers, threads = workers_and_threads() if on_cpu and compiles else (1, torch.get_num_threads())
+    plan = Plan(
         query=query,
         key=key,
         value=value,
@@ -358,11 +297,22 @@ def planned(
         hoisted=found,
         steps=_steps(found, varies, frozenset(grows), drops, shared, dtype, multiplied),
         dropout=dropout(seed, dropout_p, batch, heads, q_len, kv_len, dtype) if drops and seed is not None else None,
-        compiles=math.prod(sizes) >= COMPILE_FROM,
+        compiles=compiles,
         positions=[_along(torch.arange(n, device=device), dim) for dim, n in enumerate(sizes)],
         constants=[_along(torch.full((1,), int(n), dtype=torch.int64, device=device), 0) for n in numbers],
         centre=centre_of(query, value) if centred else centre,
+        workers=workers,
+        threads=threads,
     )
+    return dataclasses.replace(plan, table=_shown(plan))
+
+
+def _shown(plan: Plan) -> Tensor | None:
+    program, device = plan.steps.program, plan.query.device
+    if program.visible is None or device.type != "cpu" or plan.sizes[3] <= MASK_TILE:
+        return None
+    tiles = (plan.block_sizes[1], MASK_TILE)
+    return visibility(program, plan.inputs, plan.numbers, plan.sizes, tiles, device, plan.dtype).some
 
 
 def shares(program: ScoreProgram, seed: Tensor | None, dropout_p: float) -> bool:

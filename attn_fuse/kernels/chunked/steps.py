@@ -1,4 +1,4 @@
-"""Steps: the point-wise work on one block between its products, one pass over the scores each way, fused by Inductor.
+"""Steps: the work on one block, its products and one pass over the scores each way between them, fused by Inductor.
 
 A step is traced with stand-in sizes, and compiled once for a score program and the dtypes that it reads; blocks of all
 sizes and places share it. Small attentions run the steps uncompiled; where no compiler works, all attentions do.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,14 +27,16 @@ from attn_fuse.torch_internals import compiled_for_any_size
 
 log = logging.getLogger("attn_fuse")
 
-# Batch, heads, and the larger and the smaller of rows and columns while a step is traced. No two are equal, so that
+# Batch, key heads, and the larger and the smaller of rows and columns while a step is traced. No two are equal, so that
 # none is taken for another; Inductor may compile for whether rows or columns are more.
 _STAND_INS = (3, 7, 440, 120)
+# What the operands of the steps, tensors of three dimensions, have rows of: the block's queries or its keys.
+_OPERANDS = ("rows", "columns", "columns", "rows", "rows", "columns", "columns")
 
 
 @dataclass(frozen=True, eq=False)
 class Steps:
-    """The point-wise steps of a score program.
+    """The steps of a score program.
 
     leaves: the nodes whose tensors are handed in, block by block; that of a `Diagonal` has its rows in reverse.
     sources: the inputs, handed in whole, in which a step looks up each `Gather` that is no leaf.
@@ -52,11 +55,6 @@ class Steps:
     dtype: torch.dtype
     multiplied: torch.dtype
 
-    @property
-    def rounds(self) -> bool:
-        """Whether products take a narrower dtype than that of the scores; results then go into memory of their own."""
-        return self.multiplied != self.dtype
-
     @functools.cached_property
     def exprs(self) -> tuple[Expr, ...]:
         """The score, and the factor where there is one."""
@@ -71,46 +69,65 @@ class Steps:
     def _looked_up(self) -> set[int]:
         return {id(x) for node in self.wanted if isinstance(node, Gather) for x in node.index}
 
-    def forward(self, raw: Tensor, row_max: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Replace raw [B, H, rows, columns] by exp(score - max), times factor and dropout.
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, row_max: Tensor, row_sum: Tensor, *rest: Tensor
+    ) -> None:
+        """Add what one block gives to the sums of its queries, which are rescaled to their new max.
 
-        row_max [B, H, rows, 1]: the max score of the blocks before. tensors: where the steps round, memory for the
-        result in place of raw; then what `Plan.read` gives. Gives the new max, the sum of exp(score - max), what to
-        multiply earlier sums by, and where there are shares the sum of the result.
+        query [planes, groups * rows, D]; key and value [planes, columns, D or Dv], a plane for each key head of each
+        batch entry. out [planes, groups * rows, Dv]: the sum of exp(score - max) times factor, dropout and value.
+        row_max, row_sum [B, H, rows, 1]: the max score, and the sum of exp(score - max). rest: where there are shares,
+        the sum of what multiplies the values, [B, H, rows, 1]; then what `Plan.read` gives.
         """
-        becomes, tensors = self._becomes(raw, tensors)
+        met, tensors = (rest[:1], rest[1:]) if self.shares else ((), rest)
+        raw = self._raw(query, key, row_max)
         block, memo = self._read(raw, tensors, set(self.program.shared))
         scores = self._final(self.exprs[0], raw, tensors, block, memo)
         new_max = torch.maximum(row_max, scores.amax(-1, keepdim=True))
         shift = shift_of(new_max)
+        shrink = (row_max - shift).exp()
         weights = (scores - shift).exp()
         total = weights.sum(-1, keepdim=True)
         for expr in self.exprs[1:]:
             weights = weights * self._final(expr, None, tensors, block, memo)
         if self.drops:
             weights = weights * kept(*tensors[-4:])
-        becomes.copy_(weights)
-        met = [weights.sum(-1, keepdim=True)] if self.shares else []
-        return new_max, total, (row_max - shift).exp(), *met
+        for sums, more in ((row_sum, total), *((sums, weights.sum(-1, keepdim=True)) for sums in met)):
+            sums.copy_(sums * shrink + more)
+        found = torch.bmm(weights.to(self.multiplied).reshape(*query.shape[:2], -1), value)
+        out.copy_(out * shrink.reshape(*query.shape[:2], 1) + found)
+        row_max.copy_(new_max)
 
     def backward(
-        self, raw: Tensor, dweights: Tensor, shift: Tensor, over_sum: Tensor, delta: Tensor, *tensors: Tensor
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        grad: Tensor,
+        dquery: Tensor,
+        dkey: Tensor,
+        dvalue: Tensor,
+        shift: Tensor,
+        over_sum: Tensor,
+        delta: Tensor,
+        *rest: Tensor,
     ) -> list[Tensor]:
-        """Replace raw by its gradient, and dweights, grad_out times value, by the weights that multiplied the value.
+        """Add what one block gives to the gradients dquery, dkey and dvalue of its queries, keys and values.
 
-        shift, over_sum, delta [B, H, rows, 1]: `shift_of` the max, 1 / sum, grad_out . out. tensors: the shares and
-        their gradient, [B, H, rows, 1], where there are any; then as in `forward`, but with the memory for `into` after
-        that for raw. Gives for each of `wanted`, in order, its gradient, as large as what it reads, and after that of a
-        `Gather` the indices at which it read.
+        query, key, value and their gradients as in `forward`; grad [planes, groups * rows, Dv]: that of out. shift,
+        over_sum, delta [B, H, rows, 1]: `shift_of` the max, 1 / sum, grad . out. rest: the shares and their gradient,
+        [B, H, rows, 1], where there are any; memory for the gradients of `into`; then what `Plan.read` gives. Gives for
+        each of `wanted`, in order, its gradient, as large as what it reads, and after that of a `Gather` the indices at
+        which it read.
         """
-        share, grad_share = tensors[:2] if self.shares else (None, None)
-        tensors = tensors[2:] if self.shares else tensors
-        becomes, tensors = self._becomes(raw, tensors)
+        share, grad_share = rest[:2] if self.shares else (None, None)
+        tensors = rest[2:] if self.shares else rest
         memory, tensors = tensors[: len(self.into)], tensors[len(self.into) :]
+        raw = self._raw(query, key, shift)
         block, memo = self._read(raw, tensors, set(self.program.shared) | needed(self.path) | self._looked_up)
         scores, *factors = (self._final(expr, raw, tensors, block, memo) for expr in self.exprs)
         weights = (scores - shift).exp() * over_sum
-        used, flowing, given = weights, dweights.to(self.dtype), []
+        used, flowing, given = weights, torch.bmm(grad, value.mT).view(raw.shape).to(self.dtype), []
         passes = torch.ones_like(shift)
         if self.drops:
             keep = kept(*tensors[-4:])
@@ -133,13 +150,17 @@ class Steps:
                 results += gathered(node, self._whole(tensors), (), block, memo)
         for leaf, place in zip(self.into, memory, strict=True):
             place.copy_(found.get(id(leaf), nothing))
-        draw = found.get(id(score[0]), nothing) if score else nothing
-        dweights.copy_(used)
-        becomes.copy_(draw)
+        used = used.to(self.multiplied).reshape(*query.shape[:2], -1)
+        dvalue.add_(torch.bmm(used.mT, grad))
+        if score and id(score[0]) in found:
+            draw = found[id(score[0])].to(self.multiplied).expand(raw.shape).reshape(used.shape)
+            dkey.add_(torch.bmm(draw.mT, query.to(self.multiplied)))
+            dquery.add_(torch.bmm(draw, key))
         return results
 
-    def _becomes(self, raw: Tensor, tensors: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        return (tensors[0], tensors[1:]) if self.rounds else (raw, tensors)
+    def _raw(self, query: Tensor, key: Tensor, column: Tensor) -> Tensor:
+        """The raw scores [B, H, rows, columns] in the compute dtype. column [B, H, rows, 1]."""
+        return torch.bmm(query.to(self.dtype), key.to(self.dtype).mT).view(*column.shape[:3], -1)
 
     def _read(self, raw: Tensor, tensors: Sequence[Tensor], keep: set[int]) -> tuple[Block, Memo]:
         batch, heads, rows, columns = raw.shape
@@ -165,21 +186,24 @@ def _raw_scores(exprs: Sequence[Expr]) -> list[Expr]:
     return list({id(node): node for expr in exprs for node in distinct(expr) if isinstance(node, Score)}.values())
 
 
-def run(steps: Steps, name: str, tensors: Sequence[Tensor], compiles: bool) -> Any:
+def run(steps: Steps, name: str, tensors: Sequence[Tensor], compiles: bool, unlocked: bool = False) -> Any:
     """The result of the step `name`, "forward" or "backward".
 
     compiles: whether to compile the step for all sizes of its tensors except 1; where that fails, it runs uncompiled.
+    unlocked: whether what is compiled runs without the interpreter's lock, so that several threads can run it at once.
     """
     if not compiles:
         return getattr(steps, name)(*tensors)
     # Besides the tensors, Inductor compiles for the number of threads and for determinism.
-    step = (steps, name, torch.get_num_threads(), torch.are_deterministic_algorithms_enabled())
+    step = (steps, name, unlocked, torch.get_num_threads(), torch.are_deterministic_algorithms_enabled())
     known = (*step, *((t.dtype, t.device, t.shape, t.stride()) for t in tensors))
     chosen = _chosen.get(known)
     if chosen is None:
         kind = (*step, *((t.dtype, t.device, *(min(n, 2) for n in t.shape)) for t in tensors))
         with _one_at_a_time:
-            chosen = _chosen.get(known) or _choose(getattr(steps, name), tensors, _compiled.setdefault(kind, []))
+            chosen = _chosen.get(known) or _choose(
+                getattr(steps, name), tensors, unlocked, _compiled.setdefault(kind, [])
+            )
             if len(_chosen) >= _MOST_CHOSEN:
                 _chosen.clear()
             _chosen[known] = chosen
@@ -202,42 +226,58 @@ _MOST_CHOSEN = 1 << 12
 _one_at_a_time = threading.RLock()
 
 
-def _choose(step: Callable[..., Any], tensors: Sequence[Tensor], made: list[_Compiled]) -> Callable[..., Any]:
+def _choose(
+    step: Callable[..., Any], tensors: Sequence[Tensor], unlocked: bool, made: list[_Compiled]
+) -> Callable[..., Any]:
     try:
-        return _compiled_for(step, tensors, made)
+        return _compiled_for(step, tensors, unlocked, made)
     except Exception as problem:
         log.warning("chunked attention runs uncompiled: %s", first_line(problem))
         made.append(_Compiled(step, lambda tensors: True))
         return step
 
 
-def _compiled_for(step: Callable[..., Any], tensors: Sequence[Tensor], made: list[_Compiled]) -> Callable[..., Any]:
+def _compiled_for(
+    step: Callable[..., Any], tensors: Sequence[Tensor], unlocked: bool, made: list[_Compiled]
+) -> Callable[..., Any]:
     for known in made:
         if known.takes(tensors):
             return known.function
     # Sizes that all differ assume the least. Where the result does not take the tensors, we compile for these.
-    for examples in (_stand_ins(tensors), tensors):
-        made.append(_Compiled(*compiled_for_any_size(step, examples)))
+    for examples in (_stand_ins(tensors), [_laid_out(t, t.shape) for t in tensors]):
+        made.append(_Compiled(*compiled_for_any_size(step, examples, unlocked)))
         if made[-1].takes(tensors):
             return made[-1].function
     raise RuntimeError(f"what was compiled does not take blocks of {list(tensors[0].shape)}")
 
 
 def _stand_ins(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Stand-ins, laid out alike, for tensors that span a block or some of its dimensions; the others themselves."""
+    query, key, column = tensors[0], tensors[1], next(t for t in tensors if t.ndim == 4)
     taken = {n for t in tensors for n in t.shape}
-    batch, heads, more, fewer = (next(n for n in itertools.count(at) if n not in taken) for at in _STAND_INS)
-    *_, rows, columns = tensors[0].shape
-    sizes = (batch, heads, more, fewer) if rows >= columns else (batch, heads, fewer, more)
-    return [_stand_in(t, tensors[0].shape, sizes) for t in tensors]
+    batch, kv_heads, more, fewer = (next(n for n in itertools.count(at) if n not in taken) for at in _STAND_INS)
+    rows, columns = column.shape[2], key.shape[1]
+    groups = query.shape[1] // rows
+    block, other = (*column.shape[:3], columns), (more, fewer) if rows >= columns else (fewer, more)
+    of_planes = [1 if n == 1 else size for n, size in ((block[0], batch), (block[1] // groups, kv_heads))]
+    rows, columns = (1 if n == 1 else size for n, size in zip((rows, columns), other, strict=True))
+    sizes = (of_planes[0], of_planes[1] * groups, rows, columns)
+
+    def stand_in(at: int, t: Tensor) -> Tensor:
+        if at < len(_OPERANDS) and t.ndim == 3:
+            length = groups * rows if _OPERANDS[at] == "rows" else columns
+            return _laid_out(t, [math.prod(of_planes), length, t.shape[2]])
+        if t.ndim == 4 and all(n in (1, whole) for n, whole in zip(t.shape, block, strict=True)):
+            return _laid_out(t, [1 if n == 1 else size for n, size in zip(t.shape, sizes, strict=True)])
+        return t
+
+    return list(itertools.starmap(stand_in, enumerate(tensors)))
 
 
-def _stand_in(tensor: Tensor, block: Sequence[int], sizes: Sequence[int]) -> Tensor:
-    """A stand-in, laid out alike, for a tensor that spans a block or some of its dimensions; else the tensor itself."""
-    if tensor.ndim != 4 or any(n not in (1, whole) for n, whole in zip(tensor.shape, block, strict=True)):
-        return tensor
-    shape = [1 if n == 1 else size for n, size in zip(tensor.shape, sizes, strict=True)]
-    steps, dense, dense_here = [0] * 4, 1, 1
-    for dim in reversed(range(4)):
-        steps[dim] = tensor.stride(dim) if tensor.stride(dim) < dense_here else dense + tensor.stride(dim) - dense_here
-        dense, dense_here = shape[dim] * steps[dim], tensor.shape[dim] * tensor.stride(dim)
-    return torch.empty_strided(shape, steps, dtype=tensor.dtype, device=tensor.device).zero_()
+def _laid_out(like: Tensor, shape: Sequence[int]) -> Tensor:
+    """Zeros of this shape, with gaps between the dimensions, and repetitions along them, as `like` has them."""
+    steps, dense, dense_here = [0] * like.ndim, 1, 1
+    for dim in reversed(range(like.ndim)):
+        steps[dim] = like.stride(dim) if like.stride(dim) < dense_here else dense + like.stride(dim) - dense_here
+        dense, dense_here = shape[dim] * steps[dim], like.shape[dim] * like.stride(dim)
+    return torch.empty_strided(shape, steps, dtype=like.dtype, device=like.device).zero_()
