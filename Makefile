@@ -80,6 +80,7 @@ bench: .venv/ready-dev ## the benchmarks on the CPU that have no line here; resu
 	$(python) benchmarks/nanogpt.py
 	$(python) benchmarks/compile_time.py
 	$(python) benchmarks/features.py
+	$(python) benchmarks/busy.py
 	$(python) benchmarks/guard.py
 	$(python) benchmarks/left_out.py
 	$(python) benchmarks/common_part.py
