@@ -134,16 +134,17 @@ def open_inductor_door(door: Callable[..., Callable[..., Any]] | None) -> None:
 
 
 def compiled_for_any_size(
-    function: Callable[..., Any], examples: Sequence[torch.Tensor], unlocked: bool = False
+    function: Callable[..., Any], examples: Sequence[torch.Tensor], threads: int | None = None
 ) -> tuple[Callable[..., Any], Callable[[Sequence[torch.Tensor]], bool]]:
     """`function` compiled by Inductor for symbolic sizes, and a test of whether the result takes given tensors.
 
     The result checks nothing when it is called: the checks of torch.compile take 0.1 ms. Ask the test first, which
     compares sizes and strides. The caller sees to the rest: the dtypes and devices of `examples`, and the number of
-    threads and other global state of now. unlocked: whether the result lets go of the interpreter's lock while it runs.
+    threads and other global state of now. threads: the result has as many, and lets go of the interpreter's lock
+    while it runs; None for torch's number, and for no such thing.
     """
     # What Inductor calls from Python keeps the lock, a wrapper in C++ does not; that takes a second more to compile.
-    options = {"cpp_wrapper": True, "cpp.threads": torch.get_num_threads()} if unlocked else None
+    options = None if threads is None else {"cpp_wrapper": True, "cpp.threads": threads}
     with torch.no_grad(), sizes_apart():
         graph = make_fx(function, tracing_mode="symbolic")(*examples)
         inputs = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]

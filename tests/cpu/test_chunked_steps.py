@@ -111,14 +111,14 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("unlocked", [False, True])
-def test_a_step_is_asked_which_layouts_it_takes(unlocked: bool, monkeypatch, caplog) -> None:
+@pytest.mark.parametrize("threads", [None, 1])
+def test_a_step_is_asked_which_layouts_it_takes(threads: int | None, monkeypatch, caplog) -> None:
     """In one process, in this order, so that what was compiled for the first is there for those after it."""
     made: list[Sequence[Tensor]] = []
 
-    def counted(function: Callable[..., Any], examples: Sequence[Tensor], unlocked: bool) -> Any:
+    def counted(function: Callable[..., Any], examples: Sequence[Tensor], threads: int | None) -> Any:
         made.append(examples)
-        return inductor.compiled_for_any_size(function, examples, unlocked)
+        return inductor.compiled_for_any_size(function, examples, threads)
 
     monkeypatch.setattr(chunked_steps, "compiled_for_any_size", counted)
     program = ScoreProgram(["add", ["mul", ["score"], ["const", 0.5]], ["input", 0]])
@@ -138,7 +138,7 @@ def test_a_step_is_asked_which_layouts_it_takes(unlocked: bool, monkeypatch, cap
             for name, tensors in (("forward", forward), ("backward", backward)):
                 again = [x.clone() for x in tensors]
                 chunked_steps.run(plan.steps, name, again, compiles=False)
-                chunked_steps.run(plan.steps, name, tensors, compiles=True, unlocked=unlocked)
+                chunked_steps.run(plan.steps, name, tensors, compiles=True, threads=threads)
                 torch.testing.assert_close(tensors, again)
     assert not [record for record in caplog.records if record.name == "attn_fuse"]
     assert len(made) < 2 * len(LAYOUTS)

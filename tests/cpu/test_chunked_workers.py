@@ -15,14 +15,19 @@ from torch import Tensor
 from attn_fuse.bench.memory import peak_memory
 from attn_fuse.kernels.chunked import attend as chunked_blocks
 from attn_fuse.kernels.chunked import plan as chunked_plan
+from attn_fuse.kernels.chunked import workers as chunked_workers
 from attn_fuse.kernels.chunked.portions import MOST_SLICES, portions
 from attn_fuse.kernels.chunked.workers import MOST_WORKERS, together, workers_and_threads
 from tests.graph.chunked_cases import CASE, Case, Sizes, drawn
 
 
-@pytest.fixture
-def threads():
-    """torch.set_num_threads for the test."""
+@pytest.fixture(params=["torch's threads", "ours"])
+def threads(request, monkeypatch):
+    """torch.set_num_threads for the test, which runs on torch's own threads and on a pool of ours."""
+    if request.param == "ours":
+        monkeypatch.setattr(chunked_workers, "_team_of_torch", lambda: None)
+    elif chunked_workers._team_of_torch() is None:
+        pytest.skip("torch's threads here are not of a library that we know")
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
@@ -74,7 +79,7 @@ def test_many_workers_compute_what_one_does(case: Case, threads, monkeypatch) ->
         for workers in (2, 3, 5):
             with monkeypatch.context() as patched:
                 patched.setattr(chunked_plan, "workers_and_threads", lambda workers=workers: (workers, 1))
-                patched.setattr(chunked_plan, "COMPILE_FROM", 0)
+                patched.setattr(chunked_plan, "WORKERS_FROM", 0)
                 patched.setattr(chunked_plan.Plan, "run", uncompiled)
                 threads(workers)
                 found = run(case, s, tensors)
@@ -90,7 +95,8 @@ def uncompiled(plan: chunked_plan.Plan, name: str, tensors: Any) -> Any:
 @pytest.mark.parametrize("inference", [False, True])
 def test_compiled_in_workers(inference: bool, threads, monkeypatch, caplog) -> None:
     """The steps as they are compiled, in inference mode, too, from several threads at once."""
-    monkeypatch.setattr(chunked_plan, "COMPILE_FROM", 0)
+    for name in ("WORKERS_FROM", "COMPILE_FROM"):
+        monkeypatch.setattr(chunked_plan, name, 0)
     case, s = CASE["everything"], SEVERAL[0]
     torch.manual_seed(0)
     tensors = drawn(case, s, torch.float32)
@@ -109,7 +115,8 @@ def test_compiled_in_workers(inference: bool, threads, monkeypatch, caplog) -> N
 
 
 def test_autocast_does_not_reach_into_the_workers(threads, monkeypatch) -> None:
-    monkeypatch.setattr(chunked_plan, "COMPILE_FROM", 0)
+    for name in ("WORKERS_FROM", "COMPILE_FROM"):
+        monkeypatch.setattr(chunked_plan, name, 0)
     case, s = CASE["softcap"], SEVERAL[0]
     tensors = drawn(case, s, torch.float32)
     threads(2)
@@ -120,8 +127,8 @@ def test_autocast_does_not_reach_into_the_workers(threads, monkeypatch) -> None:
 
 def test_workers_leave_the_number_of_threads_alone(threads) -> None:
     threads(3)
-    inside = together(lambda _: torch.get_num_threads(), range(workers_and_threads()[0]))
-    assert inside == [1, 1, 1]
+    names = together(lambda _: threading.get_ident(), range(workers_and_threads()[0]))
+    assert len(set(names)) <= 3
     later: list[int] = []
     thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
     thread.start()
@@ -130,8 +137,18 @@ def test_workers_leave_the_number_of_threads_alone(threads) -> None:
 
 
 def test_many_cores_give_each_worker_several_threads(threads) -> None:
-    threads(3 * MOST_WORKERS + 1)
-    assert workers_and_threads() == (MOST_WORKERS, 3)
+    threads(MOST_WORKERS)
+    assert workers_and_threads() == (MOST_WORKERS, 1)
+    threads(3 * MOST_WORKERS - 1)
+    assert workers_and_threads() == (MOST_WORKERS - 1, 3)
+
+
+def test_a_pool_computes_in_as_many_threads_as_each_worker_has(threads, monkeypatch) -> None:
+    monkeypatch.setattr(chunked_workers, "MOST_WORKERS", 2)
+    threads(4)
+    assert workers_and_threads() == (2, 2)
+    assert together(lambda _: torch.get_num_threads(), [0, 1]) == [2, 2]
+    assert torch.get_num_threads() == 4
 
 
 def test_what_a_worker_raises_is_raised(threads) -> None:

@@ -75,7 +75,9 @@ def test_cold_threads(kernel: str) -> None:
 def test_chunked_compiles_a_step_once_for_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled_steps = []
 
-    def slowly(step: Callable[..., Any], examples: Sequence[Tensor]) -> tuple[Callable[..., Any], Callable[..., bool]]:
+    def slowly(
+        step: Callable[..., Any], examples: Sequence[Tensor], _: object
+    ) -> tuple[Callable[..., Any], Callable[..., bool]]:
         time.sleep(0.05)
         compiled_steps.append(step.__name__)
         return step, lambda tensors: True

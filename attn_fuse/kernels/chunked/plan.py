@@ -45,6 +45,8 @@ ELEMENTS_ON_GPU = 1 << 23
 MASK_TILE = 128
 # With fewer scores, compiling the steps takes longer than it could save in a thousand calls.
 COMPILE_FROM = 1 << 19
+# With fewer scores, workers would have a block or two each, and wait longer for the interpreter's lock than for others.
+WORKERS_FROM = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -238,7 +240,7 @@ class Plan:
 
     def run(self, name: str, tensors: Sequence[Tensor]) -> Any:
         """The result of the step `name` on a block."""
-        return run(self.steps, name, tensors, self.compiles, unlocked=self.workers > 1)
+        return run(self.steps, name, tensors, self.compiles, self.threads if self.workers > 1 else None)
 
     def rows_of(self, x: Tensor, part: Part, start: int, stop: int) -> Tensor:
         """Rows [start, stop) of `x` [B, H, Lq, n] in a part, as contiguous [key heads, groups * rows, n].
@@ -285,8 +287,8 @@ def planned(
     varies = tuple(varying(x.shape) for x in (*inputs, *before)) if on_cpu else None
     drops = _drops(seed, dropout_p)
     shared = (centred or centre is not None) and shares(found.program, seed, dropout_p)
-    compiles = math.prod(sizes) >= COMPILE_FROM
-    workers, threads = workers_and_threads() if on_cpu and compiles else (1, torch.get_num_threads())
+    divides = on_cpu and math.prod(sizes) >= WORKERS_FROM
+    workers, threads = workers_and_threads() if divides else (1, torch.get_num_threads())
     plan = Plan(
         query=query,
         key=key,
@@ -297,7 +299,7 @@ def planned(
         hoisted=found,
         steps=_steps(found, varies, frozenset(grows), drops, shared, dtype, multiplied),
         dropout=dropout(seed, dropout_p, batch, heads, q_len, kv_len, dtype) if drops and seed is not None else None,
-        compiles=compiles,
+        compiles=math.prod(sizes) >= COMPILE_FROM,
         positions=[_along(torch.arange(n, device=device), dim) for dim, n in enumerate(sizes)],
         constants=[_along(torch.full((1,), int(n), dtype=torch.int64, device=device), 0) for n in numbers],
         centre=centre_of(query, value) if centred else centre,

@@ -186,23 +186,24 @@ def _raw_scores(exprs: Sequence[Expr]) -> list[Expr]:
     return list({id(node): node for expr in exprs for node in distinct(expr) if isinstance(node, Score)}.values())
 
 
-def run(steps: Steps, name: str, tensors: Sequence[Tensor], compiles: bool, unlocked: bool = False) -> Any:
+def run(steps: Steps, name: str, tensors: Sequence[Tensor], compiles: bool, threads: int | None = None) -> Any:
     """The result of the step `name`, "forward" or "backward".
 
     compiles: whether to compile the step for all sizes of its tensors except 1; where that fails, it runs uncompiled.
-    unlocked: whether what is compiled runs without the interpreter's lock, so that several threads can run it at once.
+    threads: how many threads the step has while others run it at once, without the interpreter's lock; None where none
+    does, and it has all threads of torch.
     """
     if not compiles:
         return getattr(steps, name)(*tensors)
     # Besides the tensors, Inductor compiles for the number of threads and for determinism.
-    step = (steps, name, unlocked, torch.get_num_threads(), torch.are_deterministic_algorithms_enabled())
+    step = (steps, name, threads, torch.get_num_threads(), torch.are_deterministic_algorithms_enabled())
     known = (*step, *((t.dtype, t.device, t.shape, t.stride()) for t in tensors))
     chosen = _chosen.get(known)
     if chosen is None:
         kind = (*step, *((t.dtype, t.device, *(min(n, 2) for n in t.shape)) for t in tensors))
         with _one_at_a_time:
             chosen = _chosen.get(known) or _choose(
-                getattr(steps, name), tensors, unlocked, _compiled.setdefault(kind, [])
+                getattr(steps, name), tensors, threads, _compiled.setdefault(kind, [])
             )
             if len(_chosen) >= _MOST_CHOSEN:
                 _chosen.clear()
@@ -227,10 +228,10 @@ _one_at_a_time = threading.RLock()
 
 
 def _choose(
-    step: Callable[..., Any], tensors: Sequence[Tensor], unlocked: bool, made: list[_Compiled]
+    step: Callable[..., Any], tensors: Sequence[Tensor], threads: int | None, made: list[_Compiled]
 ) -> Callable[..., Any]:
     try:
-        return _compiled_for(step, tensors, unlocked, made)
+        return _compiled_for(step, tensors, threads, made)
     except Exception as problem:
         log.warning("chunked attention runs uncompiled: %s", first_line(problem))
         made.append(_Compiled(step, lambda tensors: True))
@@ -238,14 +239,14 @@ def _choose(
 
 
 def _compiled_for(
-    step: Callable[..., Any], tensors: Sequence[Tensor], unlocked: bool, made: list[_Compiled]
+    step: Callable[..., Any], tensors: Sequence[Tensor], threads: int | None, made: list[_Compiled]
 ) -> Callable[..., Any]:
     for known in made:
         if known.takes(tensors):
             return known.function
     # Sizes that all differ assume the least. Where the result does not take the tensors, we compile for these.
     for examples in (_stand_ins(tensors), [_laid_out(t, t.shape) for t in tensors]):
-        made.append(_Compiled(*compiled_for_any_size(step, examples, unlocked)))
+        made.append(_Compiled(*compiled_for_any_size(step, examples, threads)))
         if made[-1].takes(tensors):
             return made[-1].function
     raise RuntimeError(f"what was compiled does not take blocks of {list(tensors[0].shape)}")

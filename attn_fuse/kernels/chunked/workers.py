@@ -9,27 +9,31 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import ctypes
+import functools
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import torch
 
 Portion = TypeVar("Portion")
 Result = TypeVar("Result")
 
-# More threads than this would wait for the interpreter's lock, since Python chooses the operations; on a machine of
-# more cores, each worker gets several for the operations themselves.
+# More workers than this would wait for the interpreter's lock, since Python chooses the operations; on a machine of
+# more cores, each worker gets several threads for the operations themselves.
 MOST_WORKERS = 16
 
 
 def workers_and_threads() -> tuple[int, int]:
     """How many workers torch's threads make here, and how many threads each has for its operations."""
-    threads = torch.get_num_threads()
-    workers = 1 if _alone.get() else min(threads, MOST_WORKERS)
-    return workers, threads // workers
+    total = torch.get_num_threads()
+    if _alone.get():
+        return 1, total
+    threads = -(-total // MOST_WORKERS)
+    return total // threads, threads
 
 
 @contextlib.contextmanager
@@ -59,16 +63,79 @@ def together(work: Callable[[Portion], Result], portions: Sequence[Portion]) -> 
         with torch.inference_mode(inference), torch.no_grad():
             return work(portion)
 
-    return [future.result() for future in _submitted(run, portions)]
+    # A fork has none of the threads of its parent, and their library waits for them.
+    forked = os.getpid() != _process
+    team = None if forked or workers_and_threads()[1] > 1 else _team_of_torch()
+    return _in_a_pool(run, portions) if team is None else _in_the_team(team, run, portions)
 
+
+# ---- torch's own threads
+
+_process = os.getpid()
+
+
+@functools.cache
+def _team_of_torch() -> Any:
+    """The library of OpenMP whose threads torch's operations use, where it is GNU's or looks like it; else None.
+
+    Its threads wait for the next parallel region at full speed for some milliseconds. So others beside them would have
+    to share the cores with them.
+    """
+    for name in ("libgomp.so.1", *_loaded("libgomp", "libiomp5", "libomp")):
+        with contextlib.suppress(OSError, AttributeError):
+            library = ctypes.CDLL(name, mode=getattr(os, "RTLD_NOLOAD", 4))
+            if library.GOMP_parallel and _is_torchs(library):
+                return library
+    return None
+
+
+def _loaded(*names: str) -> Iterator[str]:
+    with contextlib.suppress(OSError), open("/proc/self/maps") as maps:
+        paths = dict.fromkeys(line.split(maxsplit=5)[-1].strip() for line in maps if "/" in line)
+        yield from (path for path in paths if os.path.basename(path).startswith(names))
+
+
+def _is_torchs(library: Any) -> bool:
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
+        return bool(library.omp_get_max_threads() == before + 1)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _in_the_team(library: Any, run: Callable[[Portion], Result], portions: Sequence[Portion]) -> list[Result]:
+    results: dict[int, Result] = {}
+    problems: list[BaseException] = []
+    left = iter(range(len(portions)))
+
+    def member(_: Any) -> None:
+        # The runtime may give fewer threads than asked for: each takes portions until none is left.
+        try:
+            for n in left:
+                results[n] = run(portions[n])
+        except BaseException as problem:
+            problems.append(problem)
+
+    library.GOMP_parallel(_MEMBER(member), None, ctypes.c_uint(len(portions)), ctypes.c_uint(0))
+    if problems:
+        raise problems[0]
+    return [results[n] for n in range(len(portions))]
+
+
+_MEMBER = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+# ---- threads of ours
 
 # The workers of this process, by its number (a fork has none of its parent's threads) and what they were made for.
 _pool: tuple[tuple[int, int, int], ThreadPoolExecutor] | None = None
 _lock = threading.Lock()
-os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined]
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=lambda: globals().update(_lock=threading.Lock()))
 
 
-def _submitted(run: Callable[[Portion], Result], portions: Sequence[Portion]) -> list[Future[Result]]:
+def _in_a_pool(run: Callable[[Portion], Result], portions: Sequence[Portion]) -> list[Result]:
     global _pool
     kind = (os.getpid(), *workers_and_threads())
     with _lock:
@@ -77,7 +144,8 @@ def _submitted(run: Callable[[Portion], Result], portions: Sequence[Portion]) ->
                 # What it has begun it ends.
                 _pool[1].shutdown(wait=False)
             _pool = kind, _started(*kind[1:])
-        return [_pool[1].submit(run, portion) for portion in portions]
+        futures = [_pool[1].submit(run, portion) for portion in portions]
+    return [future.result() for future in futures]
 
 
 def _started(workers: int, threads: int) -> ThreadPoolExecutor:
