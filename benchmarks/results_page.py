@@ -89,6 +89,19 @@ def features() -> str:
     return _signed(markdown(head, lines), "features-cpu")
 
 
+def busy() -> str:
+    """busy.py: training beside processes that keep the cores busy, as a fraction of what Inductor takes there."""
+    rows = stored("busy-cpu")["rows"]
+    loads = sorted({row["beside"] for row in rows})
+    lines = []
+    for program in dict.fromkeys(row["program"] for row in rows):
+        of = {row["beside"]: row for row in rows if row["program"] == program}
+        lines.append([program, f"`{of[loads[0]]['kernel']}`", *(f"{1 / of[load]['gain']:.2f}" for load in loads)])
+    head = ["", "kernel", "alone", *(f"beside {load}" for load in loads[1:])]
+    length = rows[0]["length"]
+    return _signed(f"At {length} tokens:\n\n{markdown(head, lines)}", "busy-cpu")
+
+
 def choices() -> str:
     """left_out.py and regret.py: what the picker's choices cost over the best there is."""
     out, regret = stored("left-out-cpu"), stored("regret-cpu")
@@ -306,6 +319,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
         on_a_gpu,
         opened,
         walked,
+        busy,
         cold_threads,
         tools,
         generated,
