@@ -148,20 +148,24 @@ class Launch:
 @contextlib.contextmanager
 def launches() -> Iterator[dict[str, Launch]]:
     """The launches of the flash kernels, by the names of their configs, as they are made."""
-    from attn_fuse.kernels.triton.flash import launch as flash
+    from attn_fuse.kernels.triton import launch as of_triton
+    from attn_fuse.kernels.triton.flash import backward, forward
 
     found: dict[str, Launch] = {}
-    launch, once = flash.launch, flash.launch_once
+    once = of_triton.Launch.__call__
+    names = {forward.forward: "forward", backward.backward_query: "query", backward.backward_input: "input"}
 
-    def keyed(kept: Any, key: Any, kernel: Any, programs: Any, arguments: Any, options: Any, *pointers: Any) -> None:
-        launch(kept, key, kernel, programs, arguments, options, *pointers)
-        found[key[0]] = Launch(kernel, programs, arguments, options)
+    def recorded(launch: of_triton.Launch, stream: int, misaligned: tuple[bool, ...], *arguments: Any) -> None:
+        once(launch, stream, misaligned, *arguments)
+        name = names.get(launch.kernel)
+        if launch.kernel is backward.backward_key_value:
+            of_key, of_value = arguments[4:6]
+            name = "value" if of_key is None else "key" if of_value is None else "key_value"
+        if name is not None:
+            grid, given = (launch.programs, 1, 1), arguments + launch.constants
+            found[name] = Launch(launch.kernel, grid, given, launch.options)
 
-    def unkeyed(*of: Any) -> None:
-        once(*of)
-        found["input"] = Launch(*of)
-
-    with mock.patch.multiple(flash, launch=keyed, launch_once=unkeyed):
+    with mock.patch.object(of_triton.Launch, "__call__", recorded):
         yield found
 
 
