@@ -140,8 +140,8 @@ def compiled_for_any_size(
 
     The result checks nothing when it is called: the checks of torch.compile take 0.1 ms. Ask the test first, which
     compares sizes and strides. The caller sees to the rest: the dtypes and devices of `examples`, and the number of
-    threads and other global state of now. threads: the result has as many, and lets go of the interpreter's lock
-    while it runs; None for torch's number, and for no such thing.
+    threads and other global state of now. threads: how many the result has; it then lets go of the interpreter's lock
+    while it runs. With None it has torch's number, and keeps the lock.
     """
     # What Inductor calls from Python keeps the lock, a wrapper in C++ does not; that takes a second more to compile.
     options = None if threads is None else {"cpp_wrapper": True, "cpp.threads": threads}

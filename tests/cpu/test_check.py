@@ -155,6 +155,26 @@ def test_the_budget_of_a_widened_result_is_that_of_what_was_rounded() -> None:
     assert said(exact, off_by_roundings, **whole) is not None
 
 
+def test_a_gradient_of_zeros_is_not_taken_for_half_precision() -> None:
+    def unused(q, k, v):
+        return v.float() + 0 * q
+
+    def used(q, k, v):
+        return v.float() + 0 * q + 1e-3 * (q - q.detach())
+
+    inputs = {n: t if n == "q" else t.bfloat16() for n, t in randoms(2, 3, 6, 4, grad=True).items()}
+    inputs = {n: t.detach().requires_grad_() for n, t in inputs.items()}
+    found = said(unused, used, **inputs)
+    assert found is not None and "gradient" in found
+
+
+@pytest.mark.skipif(not hasattr(torch, "float8_e5m2"), reason="this torch has no numbers of 8 bits")
+def test_numbers_of_8_bits_widen_no_budget() -> None:
+    inputs = {n: t.round() for n, t in randoms(2, 3, 6, 4).items()}
+    inputs["k"] = inputs["k"].to(torch.float8_e5m2)
+    assert said(lambda q, k, v: v + 0 * q, lambda q, k, v: v * 1.01 + 0 * q, **inputs) is not None
+
+
 def test_writes_may_be_made_at_the_end() -> None:
     assert said(written_in_place, written_at_the_end, **randoms(2, 3, 6, 4)) is None
 

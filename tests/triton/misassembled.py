@@ -2,7 +2,7 @@
 
     PYTHONPATH=.:benchmarks TRITON_CACHE_DIR=FOLDER/triton python tests/triton/misassembled.py FOLDER
 
-A line of JSON says what was compiled, and which tiles run. On an H100 such a kernel read beyond shared
+Prints, as a line of JSON, what was compiled and which tiles run. On an H100 such a kernel read beyond shared
 memory, or gave a wrong sum.
 """
 

@@ -1,4 +1,4 @@
-"""Portions: how the workers divide a call of chunked attention, and which of their sums are apart."""
+"""Portions: what each worker computes of a call of chunked attention, and the gradients that it sums up."""
 
 from __future__ import annotations
 
