@@ -113,7 +113,7 @@ def facts(compiled: Any, tile: Config) -> dict[str, Any]:
         known["bound_by_issue"] = loop.bound_by_issue
         known["in_flight"] = loop.in_flight
         known["spills"] = loop.counts["LDL"] + loop.counts["STL"]
-        known["loop"] = {name: loop.counts[name] for name in ("LDG", "SHFL", "BAR")}
+        known["loop"] = {name: loop.counts[name] for name in ("LDG", "SHFL", "BAR", "HGMMA", "WARPGROUP")}
     return known
 
 

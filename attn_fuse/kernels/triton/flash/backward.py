@@ -219,17 +219,15 @@ def backward_key_value(
         inner_first, inner_last = tl.maximum(inner_first, of_head[2]), tl.minimum(inner_last, of_head[3])
     found = first, last, inner_first, inner_last
     first, inner_first, inner_last, last = query_phases(found, start, lower, upper, q_len, kv_len, BLOCK_M, BLOCK_N)
-    # To count steps takes fewer instructions, and more registers, which are there on the tiles of dropout.
-    COUNTED: tl.constexpr = GROUPED or seed is not None
     for phase in tl.static_range(3):
         begin, end = stretch(phase, first, inner_first, inner_last, last)
         if phase > 0 or upper is not None or INNER:
             # One loop over the query heads and their blocks: two within each other take many more registers.
             count = end - begin
-            of, to, by = (0, groups * count, 1) if COUNTED else (begin * BLOCK_M, end * BLOCK_M, BLOCK_M)
-            for step in tl.range(of, to, by):
+            # By blocks, not by queries: else ptxas waits for each product before the next (C7515).
+            for step in tl.range(0 if GROUPED else begin, groups * count if GROUPED else end):
                 h = kv_head * groups + step // count if GROUPED else kv_head
-                m = (begin + (step % count if GROUPED else step)) * BLOCK_M if COUNTED else step
+                m = (begin + step % count if GROUPED else step) * BLOCK_M
                 rows = m + tl.arange(0, BLOCK_M)
                 i = rows[None, :]
                 q = load_rows(query, head_base(query, b, h), m, q_len, BLOCK_M, HEAD_DIM, BLOCK_D, phase != 1)

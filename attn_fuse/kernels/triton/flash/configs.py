@@ -84,7 +84,7 @@ _READING_ON = {
     9: {
         "forward": {64: Config(128, 128, 8, 3), 128: Config(128, 64, 8, 3), 256: Config(128, 32, 8, 3)},
         "query": {64: Config(128, 128, 8, 3), 128: Config(128, 64, 8, 3), 256: Config(128, 32, 8, 2)},
-        "key_value": {64: Config(64, 128, 8, 3, 4), 128: Config(64, 128, 8, 3)},
+        "key_value": {64: Config(64, 128, 8, 3), 128: Config(64, 128, 8, 3)},
         "key": {256: Config(16, 128, 8, 3)},
         "value": {256: Config(32, 128, 8, 3)},
         "input": {64: Config(64, 128, 8, 3), 128: Config(64, 64, 8, 3), 256: Config(64, 32, 8, 2)},
