@@ -92,6 +92,20 @@ static FILE *opened(void) {
   return path ? fopen(path, "a") : NULL;
 }
 
+// Of what CUDA's driver API asks of a descriptor of the bulk copy engine.
+CUresult cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType type, cuuint32_t rank, void *address,
+                                const cuuint64_t *sizes, const cuuint64_t *strides, const cuuint32_t *box,
+                                const cuuint32_t *steps, CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle,
+                                CUtensorMapL2promotion promotion, CUtensorMapFloatOOBfill fill) {
+  if (!rank || rank > 5 || (size_t)address % 16) return refused("rank or address of a tensor map");
+  for (cuuint32_t n = 0; n < rank; ++n)
+    if (!sizes[n] || sizes[n] > 1ull << 32 || !box[n] || box[n] > 256 || !steps[n] || steps[n] > 8)
+      return refused("a size of a tensor map");
+  for (cuuint32_t n = 0; n + 1 < rank; ++n)
+    if (!strides[n] || strides[n] % 16 || strides[n] >= 1ull << 40) return refused("a stride of a tensor map");
+  return CUDA_SUCCESS;
+}
+
 CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, void **arguments, void **extra) {
   if (!config->gridDimX || !config->gridDimY || !config->gridDimZ) return refused("an empty grid");
   if (config->gridDimX > 0x7fffffffu) return refused("a grid too long in x");

@@ -127,7 +127,7 @@ class Emitter:
         code = self._as(value, torch.float32)
         if "score" in value.depends or whole <= value.depends:
             return code
-        return self._let(f"{code} + tl.zeros({like}.shape, tl.float32)")
+        return self._let(f"fn.spread({code}, {like})")
 
     def boolean(self, expr: Expr) -> str:
         """`expr` as a Boolean, in any shape that broadcasts to the tile."""
@@ -250,7 +250,7 @@ class Emitter:
         row, floating = FUNCTIONS[name], x.dtype.is_floating_point
         if row.gives == "truth":
             if not floating:
-                return self._boolean("tl.full((), " + str(name == "isfinite") + ", tl.int1)")
+                return self._boolean(f"tl.cast({name == 'isfinite'}, tl.int1)")
             code = self._as(x, _computed(x.dtype))
             return self._boolean(row.triton.format(code), x)
         if not floating and row.gives == "same":
@@ -345,7 +345,7 @@ class Emitter:
 
     def _as_bool(self, x: Value) -> str:
         if x.constant is not None:
-            return f"tl.full((), {bool(x.constant)}, tl.int1)"
+            return f"tl.cast({bool(x.constant)}, tl.int1)"
         return x.code if x.carrier == torch.bool else self._let(f"{x.code} != 0")
 
     def _as(self, x: Value, dtype: torch.dtype) -> str:
@@ -409,7 +409,7 @@ def _span(x: bool | int | float) -> tuple[int, int]:
 
 def _as_text(x: bool | int | float, dtype: torch.dtype) -> str:
     if dtype == torch.bool:
-        return f"tl.full((), {bool(x)}, tl.int1)"
+        return f"tl.cast({bool(x)}, tl.int1)"
     if not dtype.is_floating_point:
         return str(int(x))
     rounded = torch.tensor(x, dtype=torch.float64).to(dtype).item()

@@ -17,7 +17,13 @@ _APPROXIMATE_TANH = tl.constexpr("tanh.approx.f32 $0, $1;")
 @triton.jit
 def before(position, end):
     """Whether a tensor may be read there. end: None where that is known."""
-    return tl.full((), True, tl.int1) if end is None else position < end
+    return tl.cast(True, tl.int1) if end is None else position < end
+
+
+@triton.jit
+def spread(x, like):
+    """`x` in the shape of `like`, also in Gluon, where a tile without a layout is none."""
+    return tl.where(like == like, x, x)
 
 
 @triton.jit

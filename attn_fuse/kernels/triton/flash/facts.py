@@ -17,6 +17,7 @@ from attn_fuse.kernels.score.program import bound
 from attn_fuse.kernels.switches import float32_precision
 from attn_fuse.kernels.triton import WIDEST
 from attn_fuse.kernels.triton.emitter import LONGEST
+from attn_fuse.kernels.triton.flash.bulk import Bulk, bulk
 from attn_fuse.kernels.triton.flash.configs import Config, Taken, config, together_or_apart, without_groups
 from attn_fuse.kernels.triton.flash.op import strides_inside
 from attn_fuse.kernels.triton.launch import KEPT, Launch
@@ -102,6 +103,16 @@ class CallFacts:
         """lower, upper, heads, groups, q_len, kv_len, dropout, as the kernels take them."""
         return self.lower, self.upper, *self.heads, *self.lengths, self.threshold
 
+    @functools.cached_property
+    def bulk(self) -> Bulk | None:
+        """How the forward kernel of hopper.py computes such calls; None where that of forward.py does."""
+        return bulk(self)
+
+    def give_up_bulk(self, why: Exception) -> None:
+        """From here on the forward kernel is that of forward.py."""
+        log.info("no bulk copies for forward: %s", why)
+        self.__dict__["bulk"] = None
+
     def give_up_groups(self, kernel: str) -> None:
         """From here on no warps of `kernel` multiply by groups. Raises ValueError where they did not."""
         before = self.configs[kernel]
@@ -155,11 +166,17 @@ class CallFacts:
         return *self.widths, *blocks, chosen.block_m, chosen.block_n, self.precision
 
     @property
+    def score_constants(self) -> tuple[Any, Any, float | None]:
+        """SCORE, SCORE_INSIDE and SLOPE of the forward kernels."""
+        code = self.code
+        inside = (code.score_seen, code.slope_seen) if self.inner else (code.score_inside, code.slope)
+        return code.score, *inside
+
+    @property
     def forward_constants(self) -> tuple[Any, ...]:
         """The constants of the forward kernel, from SCORE to PRECISION."""
         code = self.code
-        simpler = (code.score_seen, code.slope_seen) if self.inner else (code.score_inside, code.slope)
-        functions = (code.score, *simpler, code.factor, code.sink, LOG2E / code.unit)
+        functions = (*self.score_constants, code.factor, code.sink, LOG2E / code.unit)
         return *functions, self.inner, self.rescaled, self.even, self.shared, *self.sizes("forward")
 
     @functools.cached_property

@@ -52,6 +52,41 @@ def key_phases(
     return in_blocks(first, inner_first, inner_last, last, BLOCK_N)
 
 
+@triton.jit
+def weighted(
+    raw, b, h, i, j, q_len, kv_len, reads, greatest, total,
+    WHOLE: tl.constexpr, SCORE: tl.constexpr, SCORE_INSIDE: tl.constexpr, SLOPE: tl.constexpr, TO_LOG2: tl.constexpr,
+    RESCALED: tl.constexpr,
+):  # fmt: skip
+    """The weights of a block of scores; what those before it, and their sum, are to be multiplied by; the greatest score
+    of each query and the sum of its weights, this block among them.
+
+    WHOLE: whether every query sees every key of the block. The others as in `forward`.
+    """
+    if not WHOLE:
+        scores = SCORE(raw, b, h, i, j, q_len, kv_len, reads)
+        scores = tl.where(j < kv_len, scores, float("-inf"))
+        most = tl.max(scores, 1)
+    elif SLOPE is not None:
+        # Rounding keeps the order: so the maximum is multiplied, and each score but in its difference.
+        scores = raw * SLOPE
+        most = tl.max(raw, 1) * SLOPE
+    else:
+        scores = SCORE_INSIDE(raw, b, h, i, j, q_len, None, reads)
+        most = tl.max(scores, 1)
+    if WHOLE and RESCALED:
+        most = most / TO_LOG2
+    new = tl.maximum(greatest, most)
+    # -inf less -inf is NaN, and a query that sees no key has a weight of exp(-inf) for each.
+    shift = tl.where(new == float("-inf"), 0.0, new)
+    if WHOLE and RESCALED:
+        weights = tl.exp2(scores - (shift * TO_LOG2)[:, None])
+    else:
+        weights = tl.exp2((scores - shift[:, None]) * TO_LOG2)
+    shrink = tl.exp2((greatest - shift) * TO_LOG2)
+    return weights, shrink, new, total * shrink + tl.sum(weights, 1)
+
+
 @triton.jit(do_not_specialize=CHANGING)
 def forward(
     query, key, value, out, row_max, row_sum, seed, spans, reads, numbers,
@@ -103,29 +138,10 @@ def forward(
                 j = columns[None, :]
                 k = load_rows(key, key_start, n, kv_len, BLOCK_N, HEAD_DIM, BLOCK_D, phase != 1)
                 raw = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-                if phase != 1:
-                    scores = SCORE(raw, b, h, i, j, q_len, kv_len, reads)
-                    scores = tl.where(j < kv_len, scores, float("-inf"))
-                    most = tl.max(scores, 1)
-                elif SLOPE is not None:
-                    # Rounding keeps the order: so the maximum is multiplied, and each score but in its difference.
-                    scores = raw * SLOPE
-                    most = tl.max(raw, 1) * SLOPE
-                else:
-                    scores = SCORE_INSIDE(raw, b, h, i, j, q_len, None, reads)
-                    most = tl.max(scores, 1)
-                if phase == 1 and RESCALED:
-                    most = most / TO_LOG2
-                new = tl.maximum(greatest, most)
-                # -inf less -inf is NaN, and a query that sees no key has a weight of exp(-inf) for each.
-                shift = tl.where(new == float("-inf"), 0.0, new)
-                if phase == 1 and RESCALED:
-                    weights = tl.exp2(scores - (shift * TO_LOG2)[:, None])
-                else:
-                    weights = tl.exp2((scores - shift[:, None]) * TO_LOG2)
-                shrink = tl.exp2((greatest - shift) * TO_LOG2)
-                greatest = new
-                total = total * shrink + tl.sum(weights, 1)
+                weights, shrink, greatest, total = weighted(
+                    raw, b, h, i, j, q_len, kv_len, reads, greatest, total,
+                    phase == 1, SCORE, SCORE_INSIDE, SLOPE, TO_LOG2, RESCALED,
+                )  # fmt: skip
                 if FACTOR is not None:
                     weights = weights * FACTOR(raw, b, h, i, j, q_len, None if phase == 1 else kv_len, reads)
                 if seed is not None:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from triton.errors import TritonError
 from triton.runtime.errors import OutOfResources
 
 from attn_fuse.expression.nodes import Cast, Gather, Input, Position, distinct
@@ -16,6 +17,7 @@ from attn_fuse.kernels.score.program import Block, Memo, accumulate, evaluate, g
 from attn_fuse.kernels.triton.assembled import MisassembledError
 from attn_fuse.kernels.triton.flash import backward as flash_backward
 from attn_fuse.kernels.triton.flash import forward as flash_forward
+from attn_fuse.kernels.triton.flash.bulk import OPTIONS, Bulk, descriptor
 from attn_fuse.kernels.triton.flash.facts import CallFacts, call_facts
 from attn_fuse.kernels.triton.launch import ALIGNMENT, Launch, ceil_div, misaligned, on, stream_of
 from attn_fuse.kernels.triton.scores import LOG2E, Gradient, readable
@@ -108,6 +110,13 @@ def attend(
 
 def _forward(call: _Call, out: Tensor, row_max: Tensor, row_sum: Tensor, spans: _Table) -> None:
     facts = call.facts
+    # The engine copies from addresses that are multiples of 16 bytes.
+    if facts.bulk is not None and not any(call.lie[:3]):
+        try:
+            _in_bulk(call, facts.bulk, out, row_max, row_sum, spans)
+            return
+        except (TritonError, RuntimeError) as error:
+            facts.give_up_bulk(error)
     launches = facts.launches()
     launch = launches.get("forward")
     if launch is None:
@@ -118,6 +127,26 @@ def _forward(call: _Call, out: Tensor, row_max: Tensor, row_sum: Tensor, spans: 
     launch(
         call.stream, call.lie, *call.operands, (out, facts.made[0][1]), row_max, row_sum, call.seed, spans, *call.reads
     )  # fmt: skip
+
+
+def _in_bulk(call: _Call, how: Bulk, out: Tensor, row_max: Tensor, row_sum: Tensor, spans: _Table) -> None:
+    from attn_fuse.kernels.triton.flash import hopper
+
+    facts = call.facts
+    launches = facts.launches()
+    _, value_dim, block_d, block_v, *_ = facts.sizes("forward")
+    launch = launches.get("bulk")
+    if launch is None:
+        rows = hopper.GROUPS.value * hopper.ROWS.value
+        programs = ceil_div(facts.query[2], rows) * facts.query[0] * facts.query[1]
+        constants = (
+            facts.lower, facts.upper, *facts.heads, *facts.lengths, *facts.score_constants, facts.code.sink,
+            LOG2E / facts.code.unit, facts.inner, facts.rescaled, value_dim, block_d, block_v, how.block_n, how.stages,
+        )  # fmt: skip
+        launch = launches["bulk"] = Launch(hopper.bulk_forward, programs, constants, **OPTIONS)
+    sizes = (hopper.ROWS.value, block_d), (how.block_n, block_d), (how.block_n, block_v)
+    described = (descriptor(*operand, *size) for operand, size in zip(call.operands, sizes, strict=True))
+    launch(call.stream, call.lie, *described, (out, facts.made[0][1]), row_max, row_sum, spans, *call.reads)
 
 
 def attend_backward(

@@ -114,16 +114,16 @@ def span(spans, b, h, start, length, BLOCK: tl.constexpr, other, INNER: tl.const
     """
     first, last, inner_first, inner_last = 0, other, 0, other
     if spans is not None:
-        # The last position may be past the end.
-        n = start // SPAN + tl.arange(0, (BLOCK + SPAN - 1) // SPAN)
+        first, last = other, 0
         entries = spans[0] + tl.cast(b, tl.int64) * spans[1][0] + tl.cast(h, tl.int64) * spans[1][1]
-        entries += n * (4 if INNER else 2)
-        there = n < tl.cdiv(length, SPAN)
-        first = tl.min(tl.load(entries, mask=there, other=other), 0)
-        last = tl.max(tl.load(entries + 1, mask=there, other=0), 0)
-        if INNER:
-            inner_first = tl.max(tl.load(entries + 2, mask=there, other=0), 0)
-            inner_last = tl.min(tl.load(entries + 3, mask=there, other=other), 0)
+        for k in tl.static_range((BLOCK + SPAN - 1) // SPAN):
+            # The last position may be past the end.
+            n = tl.minimum(start // SPAN + k, tl.cdiv(length, SPAN) - 1)
+            entry = entries + n * (4 if INNER else 2)
+            first, last = tl.minimum(first, tl.load(entry)), tl.maximum(last, tl.load(entry + 1))
+            if INNER:
+                inner_first = tl.maximum(inner_first, tl.load(entry + 2))
+                inner_last = tl.minimum(inner_last, tl.load(entry + 3))
     return first, last, inner_first, inner_last
 
 

@@ -1,0 +1,185 @@
+"""Flash attention forward for Hopper in the shape of FlashAttention-3 (arXiv 2407.08608), in Gluon.
+
+One warp copies blocks of keys and values by the bulk copy engine; two groups of four warps have 64 queries each. A
+group multiplies its queries by the next block of keys while the weights of the last one are multiplied by the values,
+and takes the softmax of one block while the other group multiplies: nobody waits for all warps of the program.
+
+A barrier counts phases: a wait for phase 0 of a new one waits until it is complete once, a wait for phase 1 goes on.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from attn_fuse.kernels.triton.flash.forward import CHANGING, key_phases, weighted
+from attn_fuse.kernels.triton.flash.tiles import head_base, place, span, stretch
+
+# Queries of a group of warps, and the groups.
+ROWS = gl.constexpr(64)
+GROUPS = gl.constexpr(2)
+
+
+@gluon.jit(do_not_specialize=CHANGING)
+def bulk_forward(
+    query, key, value, out, row_max, row_sum, spans, reads, numbers,
+    lower, upper, heads, groups, q_len, kv_len,
+    SCORE: gl.constexpr, SCORE_INSIDE: gl.constexpr, SLOPE: gl.constexpr, SINK: gl.constexpr,
+    TO_LOG2: gl.constexpr, INNER: gl.constexpr, RESCALED: gl.constexpr, VALUE_DIM: gl.constexpr,
+    BLOCK_D: gl.constexpr, BLOCK_V: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """As `forward.forward`, without dropout or a factor.
+
+    query, key, value: descriptors of [B, H or Hkv, len, dim], of blocks [1, 1, ROWS, BLOCK_D], [1, 1, BLOCK_N, BLOCK_D]
+    and [1, 1, BLOCK_N, BLOCK_V]. STAGES: how many blocks of keys and of values shared memory holds."""
+    reads = (reads[0], reads[1], numbers)
+    blocks = gl.cdiv(q_len, GROUPS * ROWS)
+    block, h, b = place(blocks, heads, False)
+    start = (blocks - 1 - block) * (GROUPS * ROWS)
+    found = span(spans, b, h, start, q_len, GROUPS * ROWS, kv_len, INNER)
+    phases = key_phases(found, start, lower, upper, q_len, kv_len, GROUPS * ROWS, BLOCK_N)
+    # A program whose queries see nothing looks at one block, too.
+    begin, end = phases[0], gl.maximum(phases[3], phases[0] + 1)
+    q = gl.allocate_shared_memory(query.dtype, [GROUPS, 1, 1, ROWS, BLOCK_D], query.layout)
+    k = gl.allocate_shared_memory(key.dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], key.layout)
+    v = gl.allocate_shared_memory(value.dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_V], value.layout)
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    q_there = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], barrier)
+    k_there = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    v_there = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    for group in gl.static_range(GROUPS):
+        mbarrier.init(q_there.index(group), count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(k_there.index(stage), count=1)
+        mbarrier.init(k_free.index(stage), count=GROUPS)
+        mbarrier.init(v_there.index(stage), count=1)
+        mbarrier.init(v_free.index(stage), count=GROUPS)
+    fence_async_shared()
+    barriers = q_there, k_there, k_free, v_there, v_free
+    results = out, row_max, row_sum
+    gl.warp_specialize(
+        [
+            (consumer, (
+                q, k, v, barriers, results, reads, b, h, heads, start, phases, begin, end, q_len, kv_len,
+                0, SCORE, SCORE_INSIDE, SLOPE, SINK, TO_LOG2, INNER or lower is not None, RESCALED, VALUE_DIM,
+                BLOCK_V, BLOCK_N, STAGES,
+            )),
+            (consumer, (
+                q, k, v, barriers, results, reads, b, h, heads, start, phases, begin, end, q_len, kv_len,
+                1, SCORE, SCORE_INSIDE, SLOPE, SINK, TO_LOG2, INNER or lower is not None, RESCALED, VALUE_DIM,
+                BLOCK_V, BLOCK_N, STAGES,
+            )),
+            (producer, (query, key, value, q, k, v, barriers, b, h, groups, start, begin, end, BLOCK_N, STAGES)),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
+
+
+@gluon.jit
+def producer(
+    query, key, value, q, k, v, barriers, b, h, groups, start, begin, end, BLOCK_N: gl.constexpr, STAGES: gl.constexpr
+):
+    """Copies the queries of both groups, then each block of keys, and of values, into the next place that is free."""
+    q_there, k_there, k_free, v_there, v_free = barriers
+    of_keys = h // groups
+    for group in gl.static_range(GROUPS):
+        mbarrier.expect(q_there.index(group), query.block_type.nbytes)
+        tma.async_copy_global_to_shared(query, [b, h, start + group * ROWS, 0], q_there.index(group), q.index(group))
+    for n in range(begin, end):
+        stage, turn = (n - begin) % STAGES, ((n - begin) // STAGES) & 1
+        mbarrier.wait(k_free.index(stage), turn ^ 1)
+        mbarrier.expect(k_there.index(stage), key.block_type.nbytes)
+        tma.async_copy_global_to_shared(key, [b, of_keys, n * BLOCK_N, 0], k_there.index(stage), k.index(stage))
+        mbarrier.wait(v_free.index(stage), turn ^ 1)
+        mbarrier.expect(v_there.index(stage), value.block_type.nbytes)
+        tma.async_copy_global_to_shared(value, [b, of_keys, n * BLOCK_N, 0], v_there.index(stage), v.index(stage))
+
+
+@gluon.jit
+def rows_of(tile):
+    """A tile of a descriptor's four dimensions as a matrix."""
+    return tile.reshape([tile.shape[2], tile.shape[3]])
+
+
+@gluon.jit
+def consumer(
+    q, k, v, barriers, results, reads, b, h, heads, start, phases, begin, end, q_len, kv_len,
+    GROUP: gl.constexpr, SCORE: gl.constexpr, SCORE_INSIDE: gl.constexpr, SLOPE: gl.constexpr, SINK: gl.constexpr,
+    TO_LOG2: gl.constexpr, BEFORE: gl.constexpr, RESCALED: gl.constexpr, VALUE_DIM: gl.constexpr,
+    BLOCK_V: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Computes the rows of one group. BEFORE: whether blocks that a mask cuts may come before those that are whole."""
+    q_there, k_there, k_free, v_there, v_free = barriers
+    out, row_max, row_sum = results
+    of_scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
+    of_sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_V, 16])
+    of_weights: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=of_sums, k_width=2)
+    of_rows: gl.constexpr = gl.SliceLayout(1, of_scores)
+    of_columns: gl.constexpr = gl.SliceLayout(0, of_scores)
+    rows = start + GROUP * ROWS + gl.arange(0, ROWS, of_rows)
+    i = rows[:, None]
+    if SINK is None:
+        greatest = gl.full([ROWS], float("-inf"), gl.float32, of_rows)
+        total = gl.zeros([ROWS], gl.float32, of_rows)
+    else:
+        greatest = SINK(b, h, rows, q_len, kv_len, reads)
+        total = gl.where(greatest == float("-inf"), 0.0, 1.0)
+    nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, of_scores)
+    acc = gl.zeros([ROWS, BLOCK_V], gl.float32, of_sums)
+    mbarrier.wait(q_there.index(GROUP), 0)
+    queries = rows_of(q.index(GROUP))
+    mbarrier.wait(k_there.index(0), 0)
+    raw = warpgroup_mma(queries, rows_of(k.index(0)).permute((1, 0)), nothing, use_acc=False, is_async=True)
+    raw = warpgroup_mma_wait(0, deps=(raw,))
+    mbarrier.arrive(k_free.index(0), count=1)
+    j = (begin * BLOCK_N + gl.arange(0, BLOCK_N, of_columns))[None, :]
+    weights, _, greatest, total = weighted(
+        raw, b, h, i, j, q_len, kv_len, reads, greatest, total,
+        False, SCORE, SCORE_INSIDE, SLOPE, TO_LOG2, RESCALED,
+    )  # fmt: skip
+    used = gl.convert_layout(weights.to(q.dtype), of_weights)
+    for phase in gl.static_range(3):
+        first, last = stretch(phase, phases[0], phases[1], phases[2], phases[3])
+        if phase > 0 or BEFORE:
+            for n in range(gl.maximum(first, begin + 1), last):
+                count = n - begin
+                stage, before = count % STAGES, (count - 1) % STAGES
+                mbarrier.wait(k_there.index(stage), (count // STAGES) & 1)
+                keys = rows_of(k.index(stage)).permute((1, 0))
+                scored = warpgroup_mma(queries, keys, nothing, use_acc=False, is_async=True)
+                mbarrier.wait(v_there.index(before), ((count - 1) // STAGES) & 1)
+                summed = warpgroup_mma(used, rows_of(v.index(before)), acc, is_async=True)
+                raw = warpgroup_mma_wait(1, deps=(scored,))
+                mbarrier.arrive(k_free.index(stage), count=1)
+                j = (n * BLOCK_N + gl.arange(0, BLOCK_N, of_columns))[None, :]
+                weights, shrink, greatest, total = weighted(
+                    raw, b, h, i, j, q_len, kv_len, reads, greatest, total,
+                    phase == 1, SCORE, SCORE_INSIDE, SLOPE, TO_LOG2, RESCALED,
+                )  # fmt: skip
+                following = gl.convert_layout(weights.to(q.dtype), of_weights)
+                acc, used = warpgroup_mma_wait(0, deps=(summed, following))
+                mbarrier.arrive(v_free.index(before), count=1)
+                acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, of_sums))[:, None]
+    count = end - begin - 1
+    mbarrier.wait(v_there.index(count % STAGES), (count // STAGES) & 1)
+    acc = warpgroup_mma(used, rows_of(v.index(count % STAGES)), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    acc = acc / gl.convert_layout(gl.where(total == 0.0, 1.0, total), gl.SliceLayout(1, of_sums))[:, None]
+    at = start + GROUP * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, of_sums))
+    d = gl.arange(0, BLOCK_V, gl.SliceLayout(0, of_sums))
+    place_of = at.to(gl.int64)[:, None] * out[1][2] + d.to(gl.int64)[None, :] * out[1][3]
+    there = (at < q_len)[:, None] & (d < VALUE_DIM)[None, :]
+    gl.store(head_base(out, b, h) + place_of, acc.to(q.dtype), mask=there)
+    row = (b.to(gl.int64) * heads + h) * q_len + rows
+    gl.store(row_max + row, greatest, mask=rows < q_len)
+    gl.store(row_sum + row, total, mask=rows < q_len)
