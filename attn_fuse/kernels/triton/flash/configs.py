@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -39,8 +40,8 @@ class Taken:
 
 
 # By kernel, then by the max width of a row, the wider of key and value. Three stages: with two, Triton waits for each
-# copy before it computes. A device whose shared memory does not hold them runs with fewer.
-# tests/triton/test_flash_compile.py checks what spills, and what is copied while products are computed.
+# copy before it computes, and only another program fills the time. A device whose shared memory does not hold them runs
+# with fewer. tests/triton/test_flash_compile.py checks what spills, and what is copied while products are computed.
 _HALF = {
     "forward": {64: Config(128, 64, 4, 3), 128: Config(128, 64, 8, 3), 256: Config(64, 32, 8, 3)},
     "query": {64: Config(64, 64, 4, 3), 128: Config(64, 64, 4, 3), 256: Config(64, 32, 8, 3)},
@@ -49,15 +50,21 @@ _HALF = {
     "value": {256: Config(32, 64, 8, 3)},
     "input": {64: Config(64, 64, 8, 3), 128: Config(32, 64, 8, 3), 256: Config(32, 64, 8, 3)},
 }
-# What differs on devices of one major capability. 9: products of 64 rows and 128 columns keep its tensor cores busy,
-# and 128 queries halve the reads of keys and values; tests/triton/test_flash_compile.py bounds the instructions of its
-# loops.
+# What differs on devices of one major capability. 9: the fastest of a sweep on an H200, or within 5% of it where the
+# fastest spills in a loop for some score. With one warp group to a program, several programs share a multiprocessor:
+# one computes while another waits. Most kernels for rows wider than 64 want two groups, whose 128 queries halve the
+# reads of keys and values.
 _HALF_ON = {
     8: {"key_value": {64: Config(32, 64, 4, 3)}},
     9: {
-        "forward": {64: Config(128, 128, 8, 3), 128: Config(128, 128, 8, 3), 256: Config(128, 32, 8, 3)},
-        "query": {64: Config(128, 128, 8, 3), 128: Config(128, 64, 8, 3), 256: Config(128, 32, 8, 3)},
-        "key_value": {64: Config(128, 128, 8, 3, 2), 128: Config(64, 128, 8, 3)},
+        "forward": {
+            32: Config(128, 64, 4, 3),
+            64: Config(64, 64, 4, 3),
+            128: Config(128, 128, 8, 3),
+            256: Config(128, 64, 8, 2),
+        },
+        "query": {64: Config(64, 64, 4, 3), 128: Config(64, 64, 4, 2), 256: Config(128, 32, 8, 3)},
+        "key_value": {32: Config(128, 64, 4, 3), 64: Config(64, 64, 4, 3, 2), 128: Config(64, 128, 8, 3)},
         "key": {256: Config(32, 128, 8, 3)},
         "value": {256: Config(32, 128, 8, 3)},
     },
@@ -82,12 +89,12 @@ def together_or_apart(dtype: torch.dtype, widths: tuple[int, int]) -> tuple[str,
 # Where the scores read a tensor for each element, whose tiles are copied beside those of the keys.
 _READING_ON = {
     9: {
-        "forward": {64: Config(128, 128, 8, 3), 128: Config(128, 64, 8, 3), 256: Config(128, 32, 8, 3)},
+        "forward": {64: Config(64, 64, 4, 3), 128: Config(128, 64, 8, 3), 256: Config(128, 32, 8, 3)},
         "query": {64: Config(128, 128, 8, 3), 128: Config(128, 64, 8, 3), 256: Config(128, 32, 8, 2)},
-        "key_value": {64: Config(64, 128, 8, 3), 128: Config(64, 128, 8, 3)},
+        "key_value": {64: Config(64, 64, 4, 3, 2), 128: Config(64, 128, 8, 3)},
         "key": {256: Config(16, 128, 8, 3)},
         "value": {256: Config(32, 128, 8, 3)},
-        "input": {64: Config(64, 128, 8, 3), 128: Config(64, 64, 8, 3), 256: Config(64, 32, 8, 2)},
+        "input": {64: Config(64, 64, 4, 3), 128: Config(64, 64, 8, 3), 256: Config(64, 32, 8, 2)},
     },
 }
 # Where they do, and there is more to keep, or it is a table that is looked up.
@@ -104,7 +111,7 @@ _HEAVY_ON = {
 # Where there is no such tensor, but dropout, or something that the gradient needs again. A kernel that is missing here
 # has its config from above; on a device that is missing, dropout counts as such a tensor.
 _BUSY_ON: dict[int, dict[str, dict[int, Config]]] = {
-    9: {"key_value": {64: Config(64, 128, 8, 3, 4), 128: Config(32, 128, 8, 3)}},
+    9: {"key_value": {64: Config(64, 64, 4, 3, 2), 128: Config(32, 128, 8, 3)}},
     10: {},
 }
 
@@ -118,22 +125,25 @@ def config(kernel: str, dtype: torch.dtype, widths: tuple[int, int], capability:
     half = dtype.itemsize == 2
     busy = taken.drops or taken.again
     reading = taken.element or taken.looked_up or (taken.drops and not (half and capability in _BUSY_ON))
-    table = (_HALF if half else _FLOAT)[kernel]
-    most = next(most for most in table if max(widths) <= most)
     if reading:
         special = [_HEAVY_ON] if busy or taken.looked_up else [_READING_ON]
     else:
         special = [_BUSY_ON, _HALF_ON] if busy else [_HALF_ON]
-    found = [by[capability][kernel][most] for by in special if half and most in by.get(capability, {}).get(kernel, {})]
-    if found:
-        chosen = found[0]
-    elif reading:
-        chosen = _HALF_ON.get(capability, {}).get(kernel, {}).get(most, table[most]) if half else table[most]
-        rows = max(16, chosen.block_m // 2) if kernel in OF_KEYS else chosen.block_m
-        chosen = replace(chosen, block_m=rows, num_warps=8)
-    else:
-        chosen = table[most]
+    width = max(widths)
+    chosen = _of_width(width, [by.get(capability, {}).get(kernel, {}) for by in special if half])
+    if chosen is None:
+        usual = _HALF_ON.get(capability, {}).get(kernel, {}) if half else {}
+        chosen = _of_width(width, [usual, (_HALF if half else _FLOAT)[kernel]])
+        assert chosen is not None, f"rows of {width}"
+        if reading:
+            rows = max(16, chosen.block_m // 2) if kernel in OF_KEYS else chosen.block_m
+            chosen = replace(chosen, block_m=rows, num_warps=8)
     return _by_one_group(chosen, kernel) if min(widths) <= _NARROW else chosen
+
+
+def _of_width(width: int, tables: Sequence[Mapping[int, Config]]) -> Config | None:
+    """The config of the first of `tables` that has one for rows of `width`."""
+    return next((table[most] for table in tables for most in sorted(table) if width <= most), None)
 
 
 _NARROW = 16
