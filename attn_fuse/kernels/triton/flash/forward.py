@@ -58,8 +58,8 @@ def weighted(
     WHOLE: tl.constexpr, SCORE: tl.constexpr, SCORE_INSIDE: tl.constexpr, SLOPE: tl.constexpr, TO_LOG2: tl.constexpr,
     RESCALED: tl.constexpr,
 ):  # fmt: skip
-    """The weights of a block of scores; what those before it, and their sum, are to be multiplied by; the greatest score
-    of each query and the sum of its weights, this block among them.
+    """The weights of a block of scores; what those before it, and their sum, are to be multiplied by; the greatest
+    score of each query and the sum of its weights, this block among them.
 
     WHOLE: whether every query sees every key of the block. The others as in `forward`.
     """
