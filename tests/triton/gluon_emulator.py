@@ -6,6 +6,10 @@ goes on: a partition, a copy by TMA, or a product of a warpgroup. A seed stands 
 Most faults show in every order. An access to shared memory has a number, and a partition knows the numbers of all that
 has ended before: its own accesses, the copies and products that it waited for, and all that was known to those whose
 arrivals completed a phase it waited for. An access that conflicts with an unknown one is a fault.
+
+Layouts and types are left to the compiler, and missing fences go unseen. Global memory has no log, but accesses outside
+of the tensors are faults. Copies from shared memory by TMA are not emulated, nor are clusters. As in the interpreter, a
+maximum passes over NaN, and bfloat16 is rounded towards 0.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import builtins
 import functools
 import inspect
 import itertools
+import math
 import random
 import textwrap
 import threading
@@ -111,7 +116,8 @@ class Partition(Actor):
         self.products: deque[UnfinishedProduct] = deque()
         self.ready: Callable[[], bool] = lambda: True
         self.waits_for: tuple[Any, ...] = ()
-        self.done, self.result, self.problem = False, None, None
+        self.done, self.result = False, None
+        self.problem: Exception | None = None
         self.go = threading.Semaphore(0)
         self.thread = threading.Thread(target=self._run, args=(function, arguments), name=name, daemon=True)
         self.thread.start()
@@ -170,8 +176,8 @@ class Machine:
             for partition in self.partitions:
                 partition.go.release()
                 partition.thread.join()
-        for number, what in self.unfinished.items():
-            if number not in main.known:
+        for access, what in self.unfinished.items():
+            if access not in main.known:
                 raise Fault(f"nothing waits for the {what} before the program ends")
 
     def actors(self) -> list[Actor]:
@@ -296,15 +302,15 @@ class Barrier:
     gathered: the accesses known to those that arrived in this phase. released: the same of all phases before.
     """
 
-    def __init__(self, name: str, count: int) -> None:
-        self.name, self.count = name, count
+    def __init__(self, memory: Shared, count: int) -> None:
+        self.memory, self.count = memory, count
         self.phase, self.arrivals, self.bytes = 0, count, 0
         self.gathered: set[int] = set()
         self.released: set[int] = set()
 
     def __str__(self) -> str:
         return (
-            f"{self.name} (in phase {self.phase}, to which {self.arrivals} of {self.count} arrivals and "
+            f"{self.memory.name} (in phase {self.phase}, to which {self.arrivals} of {self.count} arrivals and "
             f"{self.bytes} bytes are still to come)"
         )
 
@@ -320,23 +326,27 @@ class Barrier:
             self.gathered = set()
 
 
-def barrier_at(memory: Shared) -> Barrier:
-    found = machine.barriers.get(memory.data.ctypes.data)
-    if found is None:
-        raise Fault(f"{memory.name} is no barrier yet")
-    return found
+def address(mbarrier: Shared) -> int:
+    return mbarrier.data.ctypes.data
+
+
+def barrier_at(mbarrier: Shared) -> Barrier:
+    if address(mbarrier) not in machine.barriers:
+        raise Fault(f"{mbarrier.name} is no barrier yet")
+    return machine.barriers[address(mbarrier)]
 
 
 def init(mbarrier: Shared, count: Any) -> None:
     machine.turn()
-    if machine.barriers.setdefault(mbarrier.data.ctypes.data, new := Barrier(mbarrier.name, number(count))) is not new:
+    if address(mbarrier) in machine.barriers:
         raise Fault(f"{mbarrier.name} is a barrier already")
+    machine.barriers[address(mbarrier)] = Barrier(mbarrier, number(count))
 
 
 def invalidate(mbarrier: Shared) -> None:
     machine.turn()
     barrier_at(mbarrier)
-    del machine.barriers[mbarrier.data.ctypes.data]
+    del machine.barriers[address(mbarrier)]
 
 
 def expect(mbarrier: Shared, bytes: Any, pred: Any = True) -> None:
@@ -398,12 +408,19 @@ class Copy(Actor):
         self.barrier.change(self.known, bytes=-self.source.block_type.nbytes)
 
 
-def async_copy_global_to_shared(tensor_desc: Descriptor, coord: Any, barrier: Shared, result: Shared, pred: Any = True):
+def async_copy_global_to_shared(
+    tensor_desc: Descriptor, coord: Any, barrier: Shared, result: Shared, pred: Any = True
+) -> None:
     me = machine.turn()
     if not pred:
         return
-    if result.shape != tensor_desc.block_shape or result.dtype != tensor_desc.dtype:
-        raise Fault(f"a copy of {tensor_desc.block_type} into {result.name}, {result.dtype} {result.shape}")
+    # Triton drops leading dimensions of size 1.
+    fits = result.shape == tensor_desc.block_shape[-len(result.shape) :] and result.dtype == tensor_desc.dtype
+    if not fits or result.data.size != math.prod(tensor_desc.block_shape) or len(coord) != len(tensor_desc.shape):
+        raise Fault(
+            f"a copy of {tensor_desc.dtype} {tensor_desc.block_shape} at {len(coord)} coordinates into {result.name}, "
+            f"{result.dtype} {result.shape}"
+        )
     mine = result.access(me, "copy", writes=True)
     machine.unfinished[mine] = f"copy into {result.name}"
     result.spoil()
@@ -524,15 +541,14 @@ class Function:
     """A gluon.jit function that can be called here."""
 
     def __init__(self, function: Any) -> None:
-        self.function, self.__name__ = function, function.fn.__name__
+        self.fn, self.__name__ = function.fn, function.fn.__name__
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        return python_of(self.function)(*arguments, **named)
+        return python_of(self.fn)(*arguments, **named)
 
 
 @functools.cache
-def python_of(function: Any) -> Any:
-    fn = function.fn
+def python_of(fn: Any) -> Any:
     lines, first = inspect.getsourcelines(fn)
     module = ast.parse(textwrap.dedent("".join(lines)))
     definition = module.body[0]
@@ -557,6 +573,7 @@ class Language:
 
     allocate_shared_memory = staticmethod(allocate_shared_memory)
     warp_specialize = staticmethod(warp_specialize)
+    nvidia: Any
 
     def __getattr__(self, name: str) -> Any:
         return getattr(tl, name) if hasattr(tl, name) else getattr(gl, name)
@@ -599,6 +616,7 @@ _tma = within(hopper.tma, async_copy_global_to_shared)
 _products = (fence_async_shared, warpgroup_mma, warpgroup_mma_wait)
 _hopper = within(hopper, *_products)
 _hopper.mbarrier, _hopper.tma = _mbarrier, _tma
+Language.nvidia = types.SimpleNamespace(hopper=_hopper)
 EMULATED = [
     (gl, Language()),
     (hopper, _hopper),

@@ -10,21 +10,24 @@ import torch
 
 from tests.triton.interpreted import interpreted, run_interpreted
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
-from triton.experimental import gluon  # noqa: E402
-from triton.experimental.gluon import language as gl  # noqa: E402
-from triton.experimental.gluon.language.nvidia.hopper import (  # noqa: E402
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # noqa: E402
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tests.triton.gluon_emulator import Deadlock, Fault, emulate  # noqa: E402
+from attn_fuse.kernels.triton.flash.tiles import head_base
+from tests.triton.gluon_emulator import Deadlock, Fault, emulate
 
 ROWS = gl.constexpr(64)
 STAGES = gl.constexpr(2)
@@ -166,3 +169,212 @@ def test_a_fault_is_found_in_some_order(fault: str) -> None:
         except (Fault, AssertionError):
             found += 1
     assert found >= 3
+
+
+# ---- numbers from one partition to another
+
+
+@gluon.jit
+def give(x, y, given, source, FAULT: gl.constexpr):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    x.store(gl.arange(0, 64, layout).to(gl.float16))
+    if FAULT == "too many arrivals":
+        mbarrier.arrive(given, count=3)
+    elif FAULT == "a copy without a wait":
+        tma.async_copy_global_to_shared(source, [0], given, y)
+        mbarrier.expect(given, source.block_type.nbytes)
+    elif FAULT == "a copy of another size":
+        tma.async_copy_global_to_shared(source, [0], given, x)
+    else:
+        mbarrier.arrive(given, count=1)
+
+
+@gluon.jit
+def take(x, given, out, FAULT: gl.constexpr):
+    if FAULT == "no wait":
+        pass
+    elif FAULT == "parity 2":
+        mbarrier.wait(given, 2)
+    elif FAULT != "a copy without a wait":
+        mbarrier.wait(given, 0)
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    at = gl.arange(0, 64, layout)
+    if FAULT == "a store outside":
+        at += 1
+    if FAULT != "a copy without a wait":
+        gl.store(out + at, x.load(layout).to(gl.float32))
+
+
+@gluon.jit
+def hand_over(source, out, FAULT: gl.constexpr):
+    x = gl.allocate_shared_memory(gl.float16, [1, 64], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    y = gl.allocate_shared_memory(gl.float16, source.block_shape, source.layout)
+    given = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    if FAULT != "no barrier":
+        mbarrier.init(given, count=1)
+    at = 1 if FAULT == "an index outside" else 0
+    gl.warp_specialize(
+        [(give, (x.index(0), y, given, source, FAULT)), (take, (x.index(at), given, out, FAULT))], [4], [24]
+    )
+
+
+def handed_over(fault: str, seed: int) -> None:
+    out, source = torch.full((64,), float("nan")), torch.zeros(128, dtype=torch.float16)
+    emulate(hand_over, 1, described(source, 128), out, FAULT=fault, seed=seed)
+    assert torch.equal(out, torch.arange(64.0))
+
+
+@interpreted
+def test_a_hand_over() -> None:
+    for seed in range(5):
+        handed_over("none", seed)
+
+
+HANDED_OVER = {
+    "no wait": r"x\[0\] has a (load|store) in . \((take|give)\) that it has not waited for",
+    "parity 2": "a wait for parity 2 of given",
+    "too many arrivals": "3 more arrivals at given",
+    "no barrier": "given is no barrier yet",
+    "a copy without a wait": "nothing waits for the copy into y before the program ends",
+    "a copy of another size": r"a copy of fp16 \[128\] at 1 coordinates into x\[0\], fp16 \[64\]",
+    "an index outside": "x has no index 1",
+    "a store outside": "1 of 64 elements are outside",
+}
+
+
+@interpreted
+@pytest.mark.parametrize("fault", HANDED_OVER)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_fault_of_a_hand_over(fault: str, seed: int) -> None:
+    with pytest.raises((Fault, IndexError), match=HANDED_OVER[fault]):
+        handed_over(fault, seed)
+
+
+# ---- attention: keys and values take turns in one ring, and the weights of a block meet its values a block later
+
+
+@triton.jit
+def causal(raw, i, j, kv_len, scale):
+    return tl.where((j <= i) & (j < kv_len), raw * scale, float("-inf"))
+
+
+@gluon.jit
+def load_keys_and_values(query, key, value, q, ring, q_full, full, empty, plane, first_row, blocks):
+    for c in gl.static_range(2):
+        mbarrier.expect(q_full.index(c), query.block_type.nbytes)
+        tma.async_copy_global_to_shared(query, [0, plane, first_row + c * ROWS, 0], q_full.index(c), q.index(c))
+    SLOTS: gl.constexpr = ring.shape[0]
+    for n in range(blocks):
+        for which in gl.static_range(2):
+            turn = 2 * n + which
+            slot = turn % SLOTS
+            mbarrier.wait(empty.index(slot), turn // SLOTS & 1 ^ 1)
+            mbarrier.expect(full.index(slot), key.block_type.nbytes)
+            at = [0, plane, n * key.block_shape[2], 0]
+            if which == 0:
+                tma.async_copy_global_to_shared(key, at, full.index(slot), ring.index(slot))
+            else:
+                tma.async_copy_global_to_shared(value, at, full.index(slot), ring.index(slot))
+
+
+@gluon.jit
+def arrived(ring, full, turn):
+    """The block of keys or values that arrives at `turn`."""
+    SLOTS: gl.constexpr = ring.shape[0]
+    mbarrier.wait(full.index(turn % SLOTS), turn // SLOTS & 1)
+    return ring.index(turn % SLOTS).reshape((ring.shape[3], ring.shape[4]))
+
+
+@gluon.jit
+def weigh(raw, n, i, greatest, total, kv_len, scale, SCORE: gl.constexpr, N: gl.constexpr, WIDE: gl.constexpr):
+    j = (n * N + gl.arange(0, N, gl.SliceLayout(0, WIDE)))[None, :]
+    scores = SCORE(raw, i, j, kv_len, scale)
+    new = gl.maximum(greatest, gl.max(scores, 1))
+    weights = gl.exp2((scores - new[:, None]) * LOG2E)
+    shrink = gl.exp2((greatest - new) * LOG2E)
+    return weights, shrink, new, total * shrink + gl.sum(weights, 1)
+
+
+@gluon.jit
+def attend(
+    q, ring, q_full, full, empty, out, plane, first_row, length, blocks, scale, C: gl.constexpr, SCORE: gl.constexpr
+):
+    SLOTS: gl.constexpr = ring.shape[0]
+    N: gl.constexpr = ring.shape[3]
+    D: gl.constexpr = ring.shape[4]
+    WIDE: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
+    rows = first_row + C * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, WIDE))
+    greatest = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, WIDE))
+    total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, WIDE))
+    zero = gl.zeros([ROWS, N], gl.float32, WIDE)
+    acc = gl.zeros([ROWS, D], gl.float32, OUT)
+    mbarrier.wait(q_full.index(C), 0)
+    mine = q.index(C).reshape((ROWS, D))
+    raw = warpgroup_mma(mine, arrived(ring, full, 0).permute((1, 0)), zero, use_acc=False, is_async=True)
+    raw = warpgroup_mma_wait(0, deps=(raw,))
+    mbarrier.arrive(empty.index(0), count=1)
+    weights, shrink, greatest, total = weigh(raw, 0, rows[:, None], greatest, total, length, scale, SCORE, N, WIDE)
+    left = gl.convert_layout(weights.to(q.dtype), LEFT)
+    for n in range(1, blocks):
+        scores = warpgroup_mma(mine, arrived(ring, full, 2 * n).permute((1, 0)), zero, use_acc=False, is_async=True)
+        mixed = warpgroup_mma(left, arrived(ring, full, 2 * n - 1), acc, is_async=True)
+        raw = warpgroup_mma_wait(1, deps=(scores,))
+        mbarrier.arrive(empty.index(2 * n % SLOTS), count=1)
+        weights, shrink, greatest, total = weigh(raw, n, rows[:, None], greatest, total, length, scale, SCORE, N, WIDE)
+        acc, weights = warpgroup_mma_wait(0, deps=(mixed, weights))
+        mbarrier.arrive(empty.index((2 * n - 1) % SLOTS), count=1)
+        left = gl.convert_layout(weights.to(q.dtype), LEFT)
+        acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, OUT))[:, None]
+    acc = warpgroup_mma(left, arrived(ring, full, 2 * blocks - 1), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    acc = acc / gl.convert_layout(total, gl.SliceLayout(1, OUT))[:, None]
+    rows = gl.convert_layout(rows, gl.SliceLayout(1, OUT))[:, None]
+    columns = gl.arange(0, D, gl.SliceLayout(0, OUT))[None, :]
+    gl.store(head_base(out, 0, plane) + rows.to(gl.int64) * out[1][2] + columns, acc.to(q.dtype), mask=rows < length)
+
+
+@gluon.jit
+def attention(query, key, value, out, length, scale, SLOTS: gl.constexpr, SCORE: gl.constexpr):
+    D: gl.constexpr = query.block_shape[3]
+    N: gl.constexpr = key.block_shape[2]
+    q = gl.allocate_shared_memory(query.dtype, [2, 1, 1, ROWS, D], query.layout)
+    ring = gl.allocate_shared_memory(key.dtype, [SLOTS, 1, 1, N, D], key.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for c in gl.static_range(2):
+        mbarrier.init(q_full.index(c), count=1)
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=2)
+    fence_async_shared()
+    first_row = gl.program_id(0) * 2 * ROWS
+    plane = gl.program_id(1)
+    blocks = gl.minimum(gl.cdiv(length, N), gl.cdiv(first_row + 2 * ROWS, N))
+    gl.warp_specialize(
+        [
+            (attend, (q, ring, q_full, full, empty, out, plane, first_row, length, blocks, scale, 0, SCORE)),
+            (attend, (q, ring, q_full, full, empty, out, plane, first_row, length, blocks, scale, 1, SCORE)),
+            (load_keys_and_values, (query, key, value, q, ring, q_full, full, empty, plane, first_row, blocks)),
+        ],
+        [4, 1],
+        [240, 24],
+    )
+
+
+@interpreted
+@pytest.mark.parametrize(("length", "slots", "seed"), [(256, 3, 0), (256, 4, 1), (200, 3, 2), (24, 3, 3), (129, 5, 4)])
+def test_attention(length: int, slots: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    q, k, v = torch.randn(3, 1, 2, length, 64, dtype=torch.float16)
+    out = torch.full_like(q, float("nan"))
+    emulate(
+        attention, ((length + 127) // 128, 2), described(q, 1, 1, 64, 64), described(k, 1, 1, 32, 64),
+        described(v, 1, 1, 32, 64), (out, out.stride()), length, 0.125, seed=seed, SLOTS=slots, SCORE=causal,
+    )  # fmt: skip
+    expected = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True)
+    eager = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    budget = 2 * (eager - expected).abs().max() + torch.finfo(torch.float16).eps * expected.abs().max()
+    assert (out - expected).abs().max() <= budget
