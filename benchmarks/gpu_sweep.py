@@ -22,6 +22,7 @@ from torch import Tensor
 
 import gpu_attention
 from attn_fuse.kernels.score.program import ScoreProgram
+from attn_fuse.kernels.triton.flash.bulk import Bulk
 from attn_fuse.kernels.triton.flash.configs import Config
 from attn_fuse.picker.timing import synchronize
 from attn_fuse.picker.workers import note
@@ -29,7 +30,7 @@ from gpu_attention import LIMIT, Bench, Feature, Row, distance
 
 SHIPPED, AGAIN = "shipped", "shipped, again"
 # Bytes of its registers that a config may put away: around a loop they cost little, and larger tiles may be worth it.
-MAX_PUT_AWAY = 128
+MAX_PUT_AWAY = 512
 
 
 def _full(bench: Bench, batch: int, heads: int, length: int) -> Feature:
@@ -56,7 +57,7 @@ class Trial:
     heads: int
     length: int
     head_dim: int
-    configs: tuple[Config, ...]
+    configs: tuple[Config | Bulk, ...]
 
     @property
     def names(self) -> list[str]:
@@ -67,8 +68,10 @@ class Trial:
         return f"{self.kernel}, {self.scores}, D {self.head_dim}, T {self.length}"
 
 
-def written(config: Config) -> str:
-    """As configs.py has it."""
+def written(config: Config | Bulk) -> str:
+    """As configs.py or bulk.py has it."""
+    if isinstance(config, Bulk):
+        return f"Bulk({config.block}, {config.stages})"
     values = [config.block_m, config.block_n, config.num_warps, config.num_stages]
     return f"Config({', '.join(map(str, values + [config.statistics] * (config.statistics != 1)))})"
 
@@ -85,16 +88,25 @@ def _trial(kernel: str, scores: str, head_dim: int, length: int, *configs: tuple
     # A bias has an element for each score, of which there are to be few enough for a machine that only compiles.
     tokens, width = (8192, 1024) if scores == "bias" else (16384, 2048)
     batch, heads = max(1, tokens // length), width // max(64, head_dim)
-    return Trial(kernel, scores, batch, heads, length, head_dim, tuple(Config(*values) for values in configs))
+    tried = tuple(Bulk(*values) if len(values) == 2 else Config(*values) for values in configs)
+    return Trial(kernel, scores, batch, heads, length, head_dim, tried)
 
 
 _TRIALS: tuple[tuple[Any, ...], ...] = (
-    ("forward", "causal", 64, 4096, (128, 128, 4, 3), (128, 64, 4, 3), (64, 128, 4, 3), (64, 64, 4, 3)),
-    ("forward", "causal", 128, 4096, (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3), (64, 64, 4, 2)),
-    ("key_value", "causal", 64, 4096, (128, 128, 8, 3), (64, 128, 8, 3, 4), (64, 64, 4, 3, 2), (128, 64, 4, 2)),
-    ("key_value", "causal", 128, 4096, (64, 128, 8, 3, 4), (32, 128, 8, 3), (64, 64, 4, 2, 2), (64, 128, 8, 2)),
-    ("query", "causal", 64, 4096, (128, 64, 4, 3), (64, 64, 4, 3), (64, 128, 4, 2)),
-    ("query", "causal", 128, 4096, (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 3)),
+    ("key_value", "causal", 128, 4096, (32, 3), (64, 128, 8, 3), (64, 128, 8, 3, 4)),
+    ("query", "causal", 128, 4096, (128, 2), (64, 2), (64, 64, 4, 2)),
+    ("forward", "causal", 128, 4096, (64, 3), (128, 128, 8, 3)),
+    ("forward", "causal", 256, 4096, (32, 3), (128, 64, 8, 2)),
+    ("key_value", "causal", 64, 4096, (64, 3), (128, 2), (128, 128, 8, 3, 2)),
+    ("query", "causal", 64, 4096, (64, 3), (128, 3), (128, 64, 4, 3)),
+    ("forward", "causal", 64, 4096, (128, 3), (128, 2), (128, 64, 4, 3)),
+    ("forward", "softcap", 128, 4096, (64, 3), (128, 128, 8, 3)),
+    ("forward", "full", 64, 4096, (128, 3), (128, 64, 4, 3)),
+    ("forward", "causal", 128, 512, (64, 3), (128, 128, 8, 3), (64, 64, 4, 3)),
+    ("key_value", "causal", 128, 512, (32, 3), (64, 128, 8, 3)),
+    ("query", "causal", 128, 512, (128, 2), (64, 64, 4, 2)),
+    ("forward", "causal", 64, 512, (128, 3), (128, 64, 4, 3)),
+    ("forward", "full", 128, 4096, (64, 3), (128, 128, 8, 3)),
     ("forward", "bias", 64, 2048, (128, 64, 8, 3), (128, 64, 4, 3), (64, 64, 4, 3)),
     ("forward", "bias", 128, 2048, (128, 128, 8, 2), (128, 64, 8, 2), (64, 64, 4, 3)),
     ("query", "bias", 64, 2048, (128, 64, 8, 3), (64, 64, 4, 3)),
@@ -102,13 +114,9 @@ _TRIALS: tuple[tuple[Any, ...], ...] = (
     ("key_value", "bias", 64, 2048, (64, 128, 8, 3, 4), (32, 128, 8, 3), (64, 64, 4, 3, 2)),
     ("key_value", "bias", 128, 2048, (64, 128, 8, 3, 4), (32, 128, 8, 3)),
     ("input", "bias", 64, 2048, (128, 64, 8, 3), (64, 64, 8, 3), (64, 64, 4, 3)),
-    ("forward", "causal", 256, 4096, (128, 64, 8, 2), (128, 32, 8, 4)),
     ("query", "causal", 256, 4096, (128, 32, 8, 2)),
     ("key", "causal", 256, 4096, (32, 128, 8, 2)),
     ("value", "causal", 256, 4096, (64, 128, 8, 2), (32, 128, 8, 2)),
-    ("forward", "causal", 64, 512, (128, 128, 4, 3), (128, 64, 4, 3), (64, 128, 4, 3), (64, 64, 4, 3)),
-    ("forward", "full", 64, 4096, (128, 128, 4, 3), (128, 64, 4, 3)),
-    ("forward", "full", 128, 4096, (128, 64, 8, 3), (128, 128, 8, 2)),
     ("key_value", "softcap", 64, 4096, (64, 64, 4, 3, 2), (64, 128, 8, 3)),
     ("key_value", "softcap", 128, 4096, (64, 128, 8, 3, 4)),
     ("forward", "causal", 32, 4096, (128, 128, 4, 3), (128, 64, 4, 3), (64, 128, 4, 3)),
@@ -149,11 +157,16 @@ class Launch:
 def launches() -> Iterator[dict[str, Launch]]:
     """The launches of the flash kernels, by the names of their configs, as they are made."""
     from attn_fuse.kernels.triton import launch as of_triton
-    from attn_fuse.kernels.triton.flash import backward, forward
+    from attn_fuse.kernels.triton.flash import backward, bulk, forward
 
     found: dict[str, Launch] = {}
     once = of_triton.Launch.__call__
     names = {forward.forward: "forward", backward.backward_query: "query", backward.backward_input: "input"}
+    if bulk.is_there():
+        from attn_fuse.kernels.triton.flash import hopper, hopper_backward
+
+        names |= {hopper.bulk_forward: "forward", hopper_backward.bulk_query: "query"}
+        names[hopper_backward.bulk_key_value] = "key_value"
 
     def recorded(launch: of_triton.Launch, stream: int, misaligned: tuple[bool, ...], *arguments: Any) -> None:
         once(launch, stream, misaligned, *arguments)
@@ -187,7 +200,7 @@ class Attention:
         self.operands = tuple(bench.random(*shape) for _ in range(3))
         self.gradient = bench.random(*shape)
 
-    def made(self, config: Config | None = None) -> tuple[Config, Launch, list[Tensor]]:
+    def made(self, config: Config | Bulk | None = None) -> tuple[Config | Bulk, Launch, list[Tensor]]:
         """Run it: the config that the trial's kernel ran in, its launch, and what that wrote.
 
         config: to run in; None is the shipped one. Another runs where the device does not hold it.
@@ -200,27 +213,30 @@ class Attention:
         # What calls like this one share has the config, and the kernels compiled in it.
         flash_facts._known.clear()
         facts = flash_facts.call_facts(*self.operands, inputs, numbers, None, 0.0, self.program)
-        if config is not None:
+        if isinstance(config, Bulk):
+            facts.bulk[kernel] = config
+        elif config is not None:
+            facts.bulk.pop(kernel, None)
             facts.configs[kernel] = config
         how = (*self.operands, inputs, numbers, None, None, None, 0.0)
         with torch.no_grad(), launches() as found:
             outputs = flash.attend(*how, self.program)
             if kernel == "forward":
-                return facts.configs[kernel], found[kernel], [outputs[0]]
+                return facts.bulk.get(kernel, facts.configs[kernel]), found[kernel], [outputs[0]]
             wanted = [kernel == "input" and x.is_floating_point() for x in inputs]
             dquery, dkey, dvalue, dinputs = flash.attend_backward(self.gradient, *how, *outputs, self.program, wanted)
         wrote = {
             "query": [dquery], "key_value": [dkey, dvalue], "key": [dkey], "value": [dvalue],
             "input": [x for x, want in zip(dinputs, wanted, strict=True) if want],
         }  # fmt: skip
-        return facts.configs[kernel], found[kernel], wrote[kernel]
+        return facts.bulk.get(kernel, facts.configs[kernel]), found[kernel], wrote[kernel]
 
 
 def swept(names: Sequence[str], bench: Bench, trial: Trial, seconds: float) -> Iterator[Row]:
     """A row with the times of a trial's kernel in the configs of these names; `seconds` in which to begin each."""
     end = time.perf_counter() + seconds
     configs = {written(config): config for config in trial.configs}
-    shipped: Config | None = None
+    shipped: Config | Bulk | None = None
     timed: dict[str, Callable[[], None]] = {}
     failed: dict[str, str] = {}
     reference: list[Tensor] = []
@@ -271,7 +287,7 @@ def _nan_where_not_written() -> Iterator[None]:
         torch.use_deterministic_algorithms(before)
 
 
-def _why_not(config: Config, shipped: Config | None, used: Config, launch: Launch) -> str:
+def _why_not(config: Config | Bulk, shipped: Config | Bulk | None, used: Config | Bulk, launch: Launch) -> str:
     """Why a config that ran is not timed."""
     if config == shipped:
         return "is the shipped one"

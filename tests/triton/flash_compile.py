@@ -32,7 +32,7 @@ from attn_fuse.kernels.triton.assembled import misdescribed
 from attn_fuse.kernels.triton.flash import backward as flash_backward
 from attn_fuse.kernels.triton.flash import facts as flash_facts
 from attn_fuse.kernels.triton.flash import forward as flash_forward
-from attn_fuse.kernels.triton.flash import hopper, spans_kernel
+from attn_fuse.kernels.triton.flash import hopper, hopper_backward, spans_kernel
 from attn_fuse.kernels.triton.flash import launch as flash
 from attn_fuse.kernels.triton.flash.configs import Config, together_or_apart
 from attn_fuse.kernels.triton.flash.spans import spans
@@ -42,7 +42,9 @@ from tests.triton.sass import loops
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 KERNELS = {
     "forward": flash_forward.forward,
-    "bulk": hopper.bulk_forward,
+    "bulk_forward": hopper.bulk_forward,
+    "bulk_query": hopper_backward.bulk_query,
+    "bulk_key_value": hopper_backward.bulk_key_value,
     "statistics": flash_backward.statistics,
     "query": flash_backward.backward_query,
     "key_value": flash_backward.backward_key_value,
@@ -153,16 +155,21 @@ def main(capability: int, dtype: torch.dtype, head_dim: int, name: str = "plain"
     dropout = (SEED, *tables, 0.1) if name in ("dropout", "everything") else (None, *tables, 0.0)
     how = (query, key, value, inputs, numbers, *dropout)
     outputs = flash.attend(*how, text)
-    known = flash_facts.call_facts(query, key, value, inputs, numbers, dropout[0], dropout[3], text, tables)
-    if known.bulk is not None:
-        known.give_up_bulk(RuntimeError("both are compiled"))
-        flash.attend(*how, text)
     flash.attend_backward(outputs[0], *how, *outputs, text, [True] * len(inputs))
+    known = flash_facts.call_facts(query, key, value, inputs, numbers, dropout[0], dropout[3], text, tables)
+    if known.bulk:
+        for kernel in [*known.bulk]:
+            known.give_up_bulk(kernel, RuntimeError("the others are wanted, too"))
+        for kernel, found in made.items():
+            if "bulk" not in kernel and kernel != "seen":
+                found.clear()
+        flash.attend(*how, text)
+        flash.attend_backward(outputs[0], *how, *outputs, text, [True] * len(inputs))
     for kernel, several in made.items():
         # The gradients of key and value come of one function, which is compiled for each where rows are wide.
         names = together_or_apart(dtype, known.widths) if kernel == "key_value" else [kernel] * len(several)
         for name, compiled in zip(names, several, strict=True):
-            tile = known.configs["query" if name in ("statistics", "seen", "bulk") else name]
+            tile = known.configs[name if name in known.configs else "query"]
             print(json.dumps({"kernel": name, **facts(compiled, tile)}), flush=True)
 
 

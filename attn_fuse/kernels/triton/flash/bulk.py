@@ -1,9 +1,10 @@
-"""Whether a call takes the forward kernel of hopper.py, and how it is launched there."""
+"""Which calls take the kernels with bulk copies, of hopper.py and hopper_backward.py, and their launches."""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,55 +12,69 @@ import torch
 import triton
 from torch import Tensor
 
-from attn_fuse.kernels.triton.launch import ALIGNMENT
+from attn_fuse.kernels.triton.launch import ALIGNMENT, Launch, ceil_div
+from attn_fuse.kernels.triton.scores import LOG2E
 
 if TYPE_CHECKING:
     from attn_fuse.kernels.triton.flash.facts import CallFacts
-
-# Queries of a program: below so many the wider tiles of this kernel do not pay.
-_FEWEST = 128
-# The registers of a thread when a program begins; the groups share them anew.
-_REGISTERS = 168
+    from attn_fuse.kernels.triton.flash.launch import Backward, Call, Table
 
 
 @dataclass(frozen=True)
 class Bulk:
-    """Keys in a block, and how many blocks of keys and of values are in shared memory."""
+    """block: keys, or for key_value queries, in a block of the loop. stages: how many blocks shared memory holds."""
 
-    block_n: int
+    block: int
     stages: int
 
 
-# By the max width of a row. Below, warps that copy for themselves are as fast, and several programs share a
-# multiprocessor.
-_BULK = {128: Bulk(128, 2), 256: Bulk(64, 2)}
+# By kernel and max width of a row. For rows up to 64 wide, warps that copy for themselves are as fast, since several
+# programs share a multiprocessor.
+_BULK = {
+    "forward": {128: Bulk(128, 2), 256: Bulk(64, 2)},
+    "query": {128: Bulk(64, 3)},
+    "key_value": {128: Bulk(64, 2)},
+}
 _NARROWEST = 64
+# Rows of a group of warps, and the groups of a program, as in hopper.py: importing it needs a Triton that has Gluon.
+ROWS, GROUPS = 64, 2
+# When a program begins, each thread has as many registers; the groups of warps share them anew.
+OPTIONS = {"num_warps": 4, "maxnreg": 168}
 
 
 @functools.cache
 def is_there() -> bool:
-    """Whether this Triton has Gluon in the version that the kernel is written in; it changes from one to the next."""
-    return triton.__version__.startswith(("3.6.", "3.7.")) and bool(importlib.util.find_spec("triton.experimental"))
+    """Whether this Triton has Gluon in the version that the kernels are written in; it changes from one to the next."""
+    return triton.__version__.startswith("3.6.") and bool(importlib.util.find_spec("triton.experimental.gluon"))
 
 
-def bulk(facts: CallFacts) -> Bulk | None:
-    """How the forward kernel of hopper.py computes such calls, or None where it does not take them: on other devices;
-    rows of other widths or strides than the bulk copy engine's; scores that read a tensor for each of them, dropout, a
-    factor."""
-    width = max(facts.widths)
-    fits = facts.capability == 9 and facts.dtype.itemsize == 2 and width > _NARROWEST and facts.query[2] >= _FEWEST
-    taken = facts.taken
+def bulk(facts: CallFacts) -> dict[str, Bulk]:
+    """How each kernel computes such calls by bulk copies; those that do not are missing.
+
+    They need a Hopper GPU; 16 bits, rows of more than 64 columns and strides of the bulk copy engine's; as many queries
+    as a program has; and no dropout, no factor and no tensor that is read for each score.
+    """
+    width, taken = max(facts.widths), facts.taken
+    fits = facts.capability == 9 and facts.dtype.itemsize == 2 and width > _NARROWEST
+    fits = fits and facts.query[2] >= ROWS * GROUPS
     if not fits or taken.element or taken.looked_up or taken.drops or facts.code.factor is not None:
-        return None
+        return {}
     shapes = facts.query, facts.key, (*facts.key[:3], facts.value_dim)
-    if not all(map(_is_copied, shapes, facts.strides)) or not is_there():
-        return None
-    return next(chosen for most, chosen in _BULK.items() if width <= most)
+    if not all(map(is_copied, shapes, facts.strides)) or not is_there():
+        return {}
+    # What the gradient needs again would take registers that are not there.
+    kernels = ("forward",) if taken.again else tuple(_BULK)
+    found = {kernel: _of_width(width, _BULK[kernel]) for kernel in kernels}
+    return {kernel: how for kernel, how in found.items() if how is not None}
 
 
-def _is_copied(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether the engine copies a tensor of 16-bit elements: the last stride is 1, the others are multiples of 16
-    bytes."""
+def _of_width(width: int, by_width: Mapping[int, Bulk]) -> Bulk | None:
+    return next((how for most, how in by_width.items() if width <= most), None)
+
+
+def is_copied(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether the engine copies a 16-bit tensor of four dimensions: the last stride is 1, the others are multiples of
+    16 bytes."""
     each = ALIGNMENT // 2
     return strides[3] == 1 and all(
         n == 1 or (step > 0 and step % each == 0) for n, step in zip(shape[:3], strides[:3], strict=True)
@@ -83,4 +98,63 @@ def _layout(rows: int, width: int, dtype: torch.dtype) -> Any:
     return gl.NVMMASharedLayout.get_default_for([1, 1, rows, width], kind)
 
 
-OPTIONS = {"num_warps": 4, "maxnreg": _REGISTERS}
+def _programs(facts: CallFacts, shape: torch.Size) -> int:
+    return ceil_div(shape[2], GROUPS * ROWS) * shape[0] * shape[1]
+
+
+def forward_in_bulk(call: Call, how: Bulk, out: Tensor, row_max: Tensor, row_sum: Tensor, spans: Table) -> None:
+    """Launch `hopper.bulk_forward`."""
+    from attn_fuse.kernels.triton.flash import hopper
+
+    facts = call.facts
+    launches = facts.launches()
+    _, value_dim, block_d, block_v, *_ = facts.sizes("forward")
+    launch = launches.get("forward in bulk")
+    if launch is None:
+        constants = (
+            *facts.scalars[:-1], *facts.score_constants, facts.code.sink, LOG2E / facts.code.unit, facts.inner,
+            facts.rescaled, value_dim, block_d, block_v, how.block, how.stages,
+        )  # fmt: skip
+        programs = _programs(facts, facts.query)
+        launch = launches["forward in bulk"] = Launch(hopper.bulk_forward, programs, constants, **OPTIONS)
+    sizes = (ROWS, block_d), (how.block, block_d), (how.block, block_v)
+    described = (descriptor(*operand, *size) for operand, size in zip(call.operands, sizes, strict=True))
+    launch(call.stream, call.lie, *described, (out, facts.made[0][1]), row_max, row_sum, spans, *call.reads)
+
+
+def query_in_bulk(back: Backward, how: Bulk, dquery: Tensor, spans: Table) -> None:
+    """Launch `hopper_backward.bulk_query`."""
+    from attn_fuse.kernels.triton.flash import hopper_backward
+
+    call, grad_out, saved, launches = back
+    facts = call.facts
+    head_dim, _, block_d, block_v, *_ = facts.sizes("query")
+    launch = launches.get("query in bulk")
+    if launch is None:
+        constants = *facts.scalars[:-1], *facts.bulk_constants, head_dim, block_d, block_v, how.block, how.stages
+        programs = _programs(facts, facts.query)
+        launch = launches["query in bulk"] = Launch(hopper_backward.bulk_query, programs, constants, **OPTIONS)
+    sizes = (ROWS, block_v), (ROWS, block_d), (how.block, block_d), (how.block, block_v)
+    described = (descriptor(*x, *size) for x, size in zip((grad_out, *call.operands), sizes, strict=True))
+    launch(call.stream, call.lie, *described, (dquery, facts.made[1][1]), saved, saved.shape[3], spans, *call.reads)
+
+
+def key_value_in_bulk(back: Backward, how: Bulk, dkey: Tensor, dvalue: Tensor, spans: Table) -> None:
+    """Launch `hopper_backward.bulk_key_value`."""
+    from attn_fuse.kernels.triton.flash import hopper_backward
+
+    call, grad_out, saved, launches = back
+    facts = call.facts
+    head_dim, value_dim, block_d, block_v, *_ = facts.sizes("query")
+    launch = launches.get("key_value in bulk")
+    if launch is None:
+        sizes = head_dim, value_dim, block_d, block_v, how.block, how.stages
+        constants = *facts.scalars[:-1], *facts.bulk_constants, *sizes
+        programs = _programs(facts, facts.key)
+        launch = launches["key_value in bulk"] = Launch(hopper_backward.bulk_key_value, programs, constants, **OPTIONS)
+    blocks = (how.block, block_v), (how.block, block_d), (ROWS, block_d), (ROWS, block_v)
+    described = (descriptor(*x, *size) for x, size in zip((grad_out, *call.operands), blocks, strict=True))
+    launch(
+        call.stream, call.lie, *described, (dkey, facts.made[2][1]), (dvalue, facts.made[3][1]), saved, saved.shape[3],
+        spans, *call.reads,
+    )  # fmt: skip

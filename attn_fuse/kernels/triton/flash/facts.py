@@ -104,14 +104,14 @@ class CallFacts:
         return self.lower, self.upper, *self.heads, *self.lengths, self.threshold
 
     @functools.cached_property
-    def bulk(self) -> Bulk | None:
-        """How the forward kernel of hopper.py computes such calls; None where that of forward.py does."""
+    def bulk(self) -> dict[str, Bulk]:
+        """How a kernel computes such calls by bulk copies, by its name; missing where it does not."""
         return bulk(self)
 
-    def give_up_bulk(self, why: Exception) -> None:
-        """From here on the forward kernel is that of forward.py."""
-        log.info("no bulk copies for forward: %s", why)
-        self.__dict__["bulk"] = None
+    def give_up_bulk(self, kernel: str, why: Exception) -> None:
+        """From here on `kernel` is the one without bulk copies."""
+        log.info("no bulk copies for %s: %s", kernel, why)
+        self.bulk.pop(kernel, None)
 
     def give_up_groups(self, kernel: str) -> None:
         """From here on no warps of `kernel` multiply by groups. Raises ValueError where they did not."""
@@ -178,6 +178,14 @@ class CallFacts:
         code = self.code
         functions = (*self.score_constants, code.factor, code.sink, LOG2E / code.unit)
         return *functions, self.inner, self.rescaled, self.even, self.shared, *self.sizes("forward")
+
+    @functools.cached_property
+    def bulk_constants(self) -> tuple[Any, ...]:
+        """The constants of the backward kernels with bulk copies, from SCORE to RESCALED."""
+        code = self.code
+        inside = (code.score_seen, code.backward_seen) if self.inner else (code.score_inside, code.score_backward)
+        functions = code.score, inside[0], code.score_backward, inside[1], code.backward_factor
+        return *functions, LOG2E / code.unit, self.inner, self.rescaled
 
     @functools.cached_property
     def backward_constants(self) -> Mapping[str, tuple[Any, ...]]:

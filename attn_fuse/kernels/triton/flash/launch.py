@@ -17,7 +17,7 @@ from attn_fuse.kernels.score.program import Block, Memo, accumulate, evaluate, g
 from attn_fuse.kernels.triton.assembled import MisassembledError
 from attn_fuse.kernels.triton.flash import backward as flash_backward
 from attn_fuse.kernels.triton.flash import forward as flash_forward
-from attn_fuse.kernels.triton.flash.bulk import OPTIONS, Bulk, descriptor
+from attn_fuse.kernels.triton.flash.bulk import forward_in_bulk, is_copied, key_value_in_bulk, query_in_bulk
 from attn_fuse.kernels.triton.flash.facts import CallFacts, call_facts
 from attn_fuse.kernels.triton.launch import ALIGNMENT, Launch, ceil_div, misaligned, on, stream_of
 from attn_fuse.kernels.triton.scores import LOG2E, Gradient, readable
@@ -30,7 +30,7 @@ _USUAL = {"num_warps": 4, "num_stages": 3}
 _STRIP = 1 << 25
 
 
-class _Call(NamedTuple):
+class Call(NamedTuple):
     """One call: its tensors, and the facts that calls like it share.
 
     operands: query, key and value with their strides. reads: the inputs, then their strides and sizes; and the numbers,
@@ -58,13 +58,13 @@ def _call(
     seed: Tensor | None,
     facts: CallFacts,
     *others: Tensor | None,
-) -> _Call:
+) -> Call:
     """others: what else may lie anywhere."""
     operands = tuple(zip((query, key, value), facts.strides, strict=True))
     reads = (readable(inputs), facts.reads), facts.numbers
     drawn = seed if facts.drops else None
     lie = misaligned(query, key, value, *others, *inputs)
-    return _Call(query, key, inputs, numbers, drawn, facts, operands, reads, stream_of(query.device), lie)
+    return Call(query, key, inputs, numbers, drawn, facts, operands, reads, stream_of(query.device), lie)
 
 
 def attend(
@@ -108,15 +108,11 @@ def attend(
     return out, row_max, row_sum, centre
 
 
-def _forward(call: _Call, out: Tensor, row_max: Tensor, row_sum: Tensor, spans: _Table) -> None:
+def _forward(call: Call, out: Tensor, row_max: Tensor, row_sum: Tensor, spans: Table) -> None:
     facts = call.facts
     # The engine copies from addresses that are multiples of 16 bytes.
-    if facts.bulk is not None and not any(call.lie[:3]):
-        try:
-            _in_bulk(call, facts.bulk, out, row_max, row_sum, spans)
-            return
-        except (TritonError, RuntimeError) as error:
-            facts.give_up_bulk(error)
+    if not any(call.lie[:3]) and _in_bulk(facts, "forward", forward_in_bulk, call, out, row_max, row_sum, spans):
+        return
     launches = facts.launches()
     launch = launches.get("forward")
     if launch is None:
@@ -129,24 +125,17 @@ def _forward(call: _Call, out: Tensor, row_max: Tensor, row_sum: Tensor, spans: 
     )  # fmt: skip
 
 
-def _in_bulk(call: _Call, how: Bulk, out: Tensor, row_max: Tensor, row_sum: Tensor, spans: _Table) -> None:
-    from attn_fuse.kernels.triton.flash import hopper
-
-    facts = call.facts
-    launches = facts.launches()
-    _, value_dim, block_d, block_v, *_ = facts.sizes("forward")
-    launch = launches.get("bulk")
-    if launch is None:
-        rows = hopper.GROUPS.value * hopper.ROWS.value
-        programs = ceil_div(facts.query[2], rows) * facts.query[0] * facts.query[1]
-        constants = (
-            facts.lower, facts.upper, *facts.heads, *facts.lengths, *facts.score_constants, facts.code.sink,
-            LOG2E / facts.code.unit, facts.inner, facts.rescaled, value_dim, block_d, block_v, how.block_n, how.stages,
-        )  # fmt: skip
-        launch = launches["bulk"] = Launch(hopper.bulk_forward, programs, constants, **OPTIONS)
-    sizes = (hopper.ROWS.value, block_d), (how.block_n, block_d), (how.block_n, block_v)
-    described = (descriptor(*operand, *size) for operand, size in zip(call.operands, sizes, strict=True))
-    launch(call.stream, call.lie, *described, (out, facts.made[0][1]), row_max, row_sum, spans, *call.reads)
+def _in_bulk(facts: CallFacts, kernel: str, run: Callable[..., None], call: Any, *arguments: Any) -> bool:
+    """Whether `run` has launched `kernel` with bulk copies; where Triton does not compile that, no call tries again."""
+    how = facts.bulk.get(kernel)
+    if how is None:
+        return False
+    try:
+        run(call, how, *arguments)
+    except (TritonError, RuntimeError) as error:
+        facts.give_up_bulk(kernel, error)
+        return False
+    return True
 
 
 def attend_backward(
@@ -186,7 +175,7 @@ def attend_backward(
         others = grad_out, of_queries, of_keys, out, row_max, row_sum
         call = _call(query, key, value, inputs, numbers, seed, facts, *others)
         given, of_out = (grad_out, grad_out.stride()), (out, out.stride())
-        back = _Backward(call, given, saved, facts.launches(given[1], of_out[1], *is_wanted))
+        back = Backward(call, given, saved, facts.launches(given[1], of_out[1], *is_wanted))
         _statistics(back, of_out, row_max, row_sum, any(is_wanted))
         dinput, of_scores = None, _of_scores(call, is_wanted) if any(is_wanted) else None
         if of_scores is not None:
@@ -207,18 +196,23 @@ def attend_backward(
     return dquery, dkey, dvalue, dinputs
 
 
-class _Backward(NamedTuple):
+class Backward(NamedTuple):
     """What the kernels of a backward share: the call, grad_out with its strides, what `statistics` writes, and the
     launches that are kept for such a backward."""
 
-    call: _Call
+    call: Call
     grad_out: tuple[Tensor, tuple[int, ...]]
     saved: Tensor
     launches: dict[Hashable, Launch]
 
+    @property
+    def is_copied(self) -> bool:
+        """Whether the bulk copy engine copies grad_out, and all lie where it copies from."""
+        return not any(self.call.lie[:4]) and is_copied(self.grad_out[0].shape, self.grad_out[1])
+
 
 def _statistics(
-    back: _Backward, out: tuple[Tensor, tuple[int, ...]], row_max: Tensor, row_sum: Tensor, of_sink: bool
+    back: Backward, out: tuple[Tensor, tuple[int, ...]], row_max: Tensor, row_sum: Tensor, of_sink: bool
 ) -> None:
     call, grad_out, saved, launches = back
     facts = call.facts
@@ -233,9 +227,11 @@ def _statistics(
     launch(call.stream, call.lie, grad_out, out, row_max, row_sum, saved, saved.shape[3], *call.reads)
 
 
-def _query(back: _Backward, dquery: Tensor, dinput: Tensor | None, of_scores: Gradient | None, spans: _Table) -> None:
+def _query(back: Backward, dquery: Tensor, dinput: Tensor | None, of_scores: Gradient | None, spans: Table) -> None:
     call, grad_out, saved, launches = back
     facts = call.facts
+    if dinput is None and back.is_copied and _in_bulk(facts, "query", query_in_bulk, back, dquery, spans):
+        return
     launch = launches.get("query")
     if launch is None:
         programs = ceil_div(facts.query[2], facts.configs["query"].block_m) * facts.query[1] * facts.query[0]
@@ -251,9 +247,11 @@ def _query(back: _Backward, dquery: Tensor, dinput: Tensor | None, of_scores: Gr
     )  # fmt: skip
 
 
-def _key_value(back: _Backward, name: str, dkey: Tensor | None, dvalue: Tensor | None, spans: _Table) -> None:
+def _key_value(back: Backward, name: str, dkey: Tensor | None, dvalue: Tensor | None, spans: Table) -> None:
     call, grad_out, saved, launches = back
     facts = call.facts
+    if back.is_copied and _in_bulk(facts, name, key_value_in_bulk, back, dkey, dvalue, spans):
+        return
     launch = launches.get(name)
     if launch is None:
         chosen, (batch, kv_heads, kv_len, _) = facts.configs[name], facts.key
@@ -271,7 +269,7 @@ def _key_value(back: _Backward, name: str, dkey: Tensor | None, dvalue: Tensor |
     )  # fmt: skip
 
 
-def _of_scores(call: _Call, is_wanted: Sequence[bool]) -> Gradient | None:
+def _of_scores(call: Call, is_wanted: Sequence[bool]) -> Gradient | None:
     """The gradient, if there is one, of a tensor with an element for each score: the kernel for query writes it."""
     scores = (*call.query.shape[:3], call.key.shape[2])
     for gradient in call.facts.code.gradients:
@@ -282,7 +280,7 @@ def _of_scores(call: _Call, is_wanted: Sequence[bool]) -> Gradient | None:
 
 
 def _add_input_gradients(
-    back: _Backward, is_wanted: Sequence[bool], done: Gradient | None, found: dict[int, Tensor]
+    back: Backward, is_wanted: Sequence[bool], done: Gradient | None, found: dict[int, Tensor]
 ) -> None:
     """Add to `found` the gradients of what the scores read, by input, but that of `done`, which is there."""
     for which, gradient in enumerate(back.call.facts.code.gradients):
@@ -294,13 +292,13 @@ def _add_input_gradients(
     _add_sink_gradients(back.call, back.saved, is_wanted, found)
 
 
-def _of_element(back: _Backward, which: int) -> Tensor:
+def _of_element(back: Backward, which: int) -> Tensor:
     call = back.call
     source = call.inputs[call.facts.code.gradients[which].node.leaf]
     return _of_node(back, which, 0, call.facts.query[2], source.dtype)
 
 
-def _of_lookup(back: _Backward, which: int) -> Tensor:
+def _of_lookup(back: Backward, which: int) -> Tensor:
     """The gradient of a table, by way of that of each element looked up, for a strip of queries at a time."""
     call, gradient = back.call, back.call.facts.code.gradients[which]
     source, (batch, heads, q_len, _) = call.inputs[gradient.node.leaf], call.query.shape
@@ -318,14 +316,14 @@ def _of_lookup(back: _Backward, which: int) -> Tensor:
     return into
 
 
-def _of_node(back: _Backward, which: int, first: int, rows: int, dtype: torch.dtype) -> Tensor:
+def _of_node(back: Backward, which: int, first: int, rows: int, dtype: torch.dtype) -> Tensor:
     """The gradient of what the node of gradient `which` reads, [B|1, H|1, rows|1, Lk|1], for `rows` queries from
     `first` on."""
     made: Tensor = _assembled(back.call.facts, "input", _once_of_node, back, which, first, rows, dtype)
     return made
 
 
-def _once_of_node(back: _Backward, which: int, first: int, rows: int, dtype: torch.dtype) -> Tensor:
+def _once_of_node(back: Backward, which: int, first: int, rows: int, dtype: torch.dtype) -> Tensor:
     call, grad_out, saved, launches = back
     facts = call.facts
     (batch, heads, _, _), kv_len, gradient = facts.query, facts.key[2], facts.code.gradients[which]
@@ -354,7 +352,7 @@ def _once_of_node(back: _Backward, which: int, first: int, rows: int, dtype: tor
     return made[0] if parts == 1 else made.sum(0)
 
 
-def _add_sink_gradients(call: _Call, saved: Tensor, is_wanted: Sequence[bool], found: dict[int, Tensor]) -> None:
+def _add_sink_gradients(call: Call, saved: Tensor, is_wanted: Sequence[bool], found: dict[int, Tensor]) -> None:
     """Add to `found` the gradients of what the sink reads, from that of its logit, which `statistics` has written."""
     sink = call.facts.code.program.sink
     if sink is None:
@@ -409,8 +407,8 @@ def _padded(length: int) -> int:
 
 
 # Spans as kernels take them, with the strides of their first two dimensions.
-_Table = tuple[Tensor, tuple[int, int]] | None
+Table = tuple[Tensor, tuple[int, int]] | None
 
 
-def _table(spans: Tensor | None, strides: tuple[int, int] | None) -> _Table:
+def _table(spans: Tensor | None, strides: tuple[int, int] | None) -> Table:
     return None if spans is None or strides is None else (spans, strides)
