@@ -1,5 +1,5 @@
-"""The kernels with bulk copies (hopper.py, hopper_backward.py) beside those without: every score program that they take,
-in lengths and widths that are no multiples of their blocks, with heads that share keys."""
+"""The kernels with bulk copies (hopper.py, hopper_backward.py) beside those without: every score program that they
+take, in lengths and widths that are no multiples of their blocks, with heads that share keys."""
 
 from __future__ import annotations
 

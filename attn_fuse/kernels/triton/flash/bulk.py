@@ -28,14 +28,12 @@ class Bulk:
     stages: int
 
 
-# By kernel and max width of a row. For rows up to 64 wide, warps that copy for themselves are as fast, since several
-# programs share a multiprocessor.
-_BULK = {
-    "forward": {128: Bulk(128, 2), 256: Bulk(64, 2)},
-    "query": {128: Bulk(64, 3)},
-    "key_value": {128: Bulk(64, 2)},
+# By kernel and max width of a row; None where warps that copy for themselves are as fast.
+_BULK: dict[str, dict[int, Bulk | None]] = {
+    "forward": {64: None, 128: Bulk(128, 2), 256: Bulk(64, 2)},
+    "query": {64: None, 128: Bulk(64, 3)},
+    "key_value": {64: None, 128: Bulk(64, 2)},
 }
-_NARROWEST = 64
 # Rows of a group of warps, and the groups of a program, as in hopper.py: importing it needs a Triton that has Gluon.
 ROWS, GROUPS = 64, 2
 # When a program begins, each thread has as many registers; the groups of warps share them anew.
@@ -51,12 +49,11 @@ def is_there() -> bool:
 def bulk(facts: CallFacts) -> dict[str, Bulk]:
     """How each kernel computes such calls by bulk copies; those that do not are missing.
 
-    They need a Hopper GPU; 16 bits, rows of more than 64 columns and strides of the bulk copy engine's; as many queries
-    as a program has; and no dropout, no factor and no tensor that is read for each score.
+    They need a Hopper GPU; 16 bits, wide rows and strides of the bulk copy engine's; as many queries as a program has;
+    and no dropout, no factor and no tensor that is read for each score.
     """
     width, taken = max(facts.widths), facts.taken
-    fits = facts.capability == 9 and facts.dtype.itemsize == 2 and width > _NARROWEST
-    fits = fits and facts.query[2] >= ROWS * GROUPS
+    fits = facts.capability == 9 and facts.dtype.itemsize == 2 and facts.query[2] >= ROWS * GROUPS
     if not fits or taken.element or taken.looked_up or taken.drops or facts.code.factor is not None:
         return {}
     shapes = facts.query, facts.key, (*facts.key[:3], facts.value_dim)
@@ -68,7 +65,7 @@ def bulk(facts: CallFacts) -> dict[str, Bulk]:
     return {kernel: how for kernel, how in found.items() if how is not None}
 
 
-def _of_width(width: int, by_width: Mapping[int, Bulk]) -> Bulk | None:
+def _of_width(width: int, by_width: Mapping[int, Bulk | None]) -> Bulk | None:
     return next((how for most, how in by_width.items() if width <= most), None)
 
 
