@@ -19,39 +19,47 @@ SCRIPT = Path(__file__).with_name("flash_compile.py")
 SHARED = {80: 163 * 1024, 86: 99 * 1024, 90: 232448, 100: 232448}
 TENSOR_CORES = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}
 # Bytes known to be put away where rows are padded, by capability, width and kernel: around the loops, in none.
-STACK = {(80, 80, "forward"): 48, (80, 80, "key_value"): 8, (90, 80, "key_value"): 40}
+STACK = {(80, 80, "forward"): 48, (80, 80, "key_value"): 16, (90, 80, "key_value"): 40}
 # On 9.0, by width of a row and case: of each kernel the most instructions that a whole block may take for an element.
-# As compiled by Triton 3.6, and a tenth more.
+# As compiled by Triton 3.6, and a tenth more. Tiles of 64 queries and 64 keys take more instructions than larger ones,
+# and an H200 ran them faster: several programs share a multiprocessor, which instructions do not show.
 BUDGETS = {
-    (32, "plain"): {"forward": 7.4, "query": 7.9, "key_value": 11.0},
-    (32, "dense bias"): {"forward": 12.2, "query": 12.7, "key_value": 18.9, "input": 16.4},
-    (64, "plain"): {"forward": 7.9, "query": 8.2, "key_value": 10.6},
-    (64, "grouped"): {"forward": 7.9, "query": 8.2, "key_value": 12.2},
-    (64, "dropout"): {"forward": 11.9, "query": 12.1, "key_value": 16.9},
-    (64, "padded"): {"forward": 9.5, "query": 10.0, "key_value": 13.8},
-    (64, "dense bias"): {"forward": 13.2, "query": 13.5, "key_value": 20.7, "input": 18.4},
-    (64, "causal bias"): {"forward": 13.2, "query": 13.5, "key_value": 20.9, "input": 20.7},
-    (64, "own bias"): {"forward": 13.2, "query": 14.9, "key_value": 20.7},
-    (64, "mask"): {"forward": 17.7, "query": 18.0, "key_value": 17.7},
-    (64, "softcap"): {"forward": 12.8, "query": 16.4, "key_value": 20.5},
-    (64, "slopes"): {"forward": 13.9, "query": 14.2, "key_value": 17.0, "input": 39.0},
-    (128, "plain"): {"forward": 10.3, "query": 12.2, "key_value": 17.2},
-    (128, "grouped"): {"forward": 10.3, "query": 12.2, "key_value": 19.1},
-    (128, "dropout"): {"forward": 14.3, "query": 16.1, "key_value": 26.0},
-    (128, "dense bias"): {"forward": 18.2, "query": 17.2, "key_value": 24.5, "input": 28.1},
-    (128, "softcap"): {"forward": 14.7, "query": 19.9, "key_value": 30.9},
-    (256, "plain"): {"forward": 27.3, "query": 21.4, "key": 29.5, "value": 22.3},
-    (256, "dropout"): {"forward": 31.2, "query": 25.4, "key": 35.1, "value": 25.9},
+    (32, "plain"): {"forward": 8.1, "query": 9.2, "key_value": 10.3},
+    (32, "dense bias"): {"forward": 14.5, "query": 12.7, "key_value": 18.9, "input": 16.7},
+    (64, "plain"): {"forward": 11.3, "query": 10.7, "key_value": 12.8},
+    (64, "grouped"): {"forward": 11.3, "query": 10.7, "key_value": 15.4},
+    (64, "dropout"): {"forward": 15.3, "query": 14.6, "key_value": 17.8},
+    (64, "padded"): {"forward": 11.5, "query": 10.6, "key_value": 13.2},
+    (64, "dense bias"): {"forward": 16.4, "query": 13.5, "key_value": 20.2, "input": 18.7},
+    (64, "causal bias"): {"forward": 16.4, "query": 13.5, "key_value": 20.3, "input": 21.0},
+    (64, "own bias"): {"forward": 16.4, "query": 14.9, "key_value": 20.0},
+    (64, "mask"): {"forward": 18.9, "query": 18.0, "key_value": 17.9},
+    (64, "softcap"): {"forward": 15.7, "query": 18.4, "key_value": 20.4},
+    (64, "slopes"): {"forward": 16.8, "query": 16.1, "key_value": 18.3, "input": 39.1},
+    (128, "plain"): {"forward": 10.3, "query": 11.4, "key_value": 15.7},
+    (128, "grouped"): {"forward": 10.3, "query": 13.1, "key_value": 19.1},
+    (128, "dropout"): {"forward": 14.3, "query": 15.3, "key_value": 25.9},
+    (128, "dense bias"): {"forward": 18.3, "query": 17.2, "key_value": 23.2, "input": 28.1},
+    (128, "softcap"): {"forward": 14.7, "query": 19.3, "key_value": 28.4},
+    (256, "plain"): {"forward": 15.7, "query": 21.5, "key": 26.3, "value": 18.6},
+    (256, "dropout"): {"forward": 19.8, "query": 25.4, "key": 30.6, "value": 23.9},
 }
 SLOW = {"grouped", "causal bias", "mask"}
 # The cases of which every loop, but those named, takes no longer than its matrix products. Narrow rows have few, and 8
-# instructions an element are all there is: 3 of dropout's are too many.
+# instructions an element are all there is: 3 of dropout's are too many. For small tiles the H200's times decide, as in
+# BUDGETS.
 BY_PRODUCTS = {"plain", "grouped", "dropout"}
-WAITING = {(32, "plain"): {"forward", "query", "key_value"}, (64, "dropout"): {"forward"}}
+WAITING = {
+    (32, "plain"): {"forward", "query", "key_value"},
+    (64, "plain"): {"forward"}, (64, "grouped"): {"forward"}, (64, "dropout"): {"forward", "query", "key_value"},
+}  # fmt: skip
 # Bytes that are put away before the loops and fetched after them, or in those over blocks that a mask cuts.
 PUT_AWAY = {
-    (64, "grouped", "key_value"): 24, (64, "padded", "forward"): 8, (64, "softcap", "query"): 64,
+    (32, "plain", "key_value"): 32, (128, "dense bias", "key_value"): 112, (256, "dropout", "forward"): 16,
 }  # fmt: skip
+# Where two stages were faster on the H200, though each copy is waited for at once: `query` leaves room for a second
+# program, `forward` for a tile of twice as many keys. Where a bias is read, there are three.
+TWO_STAGES = {(128, "query"), (256, "forward")}
 # Reads of a whole block that are not copies, and barriers: where keys are rows, Triton reads a bias ahead into
 # registers, sixteen bytes at a time, and turns it there; so it does with what `input` reads of each query.
 READS = {"key_value": 4, "input": 6}
@@ -129,7 +137,10 @@ def test_loops_over_whole_blocks(head_dim: int, case: str) -> None:
         assert x["loop"]["LDG"] <= (READS.get(kernel, 0) if biased else 0) or (case, kernel) == ("slopes", "input"), x
         assert x["loop"]["SHFL"] <= 16 and x["loop"]["BAR"] <= (BARRIERS.get(kernel, 3) if biased else 3), x
         # Keys and values, or queries, come while others are computed; a slope's gradient visits blocks by a branch.
-        assert x["in_flight"] > 0 or (case, kernel) == ("slopes", "input"), x
+        at_once = (case, kernel) == ("slopes", "input") or ((head_dim, kernel) in TWO_STAGES and not biased)
+        assert (x["in_flight"] > 0) is not at_once, x
+        # Two programs of queries share a multiprocessor.
+        assert (head_dim, kernel) != (128, "query") or biased or 2 * x["shared"] <= SHARED[90], x
 
 
 @pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=pytest.mark.slow)])
