@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node, map_arg
 
-from attn_fuse.graph.memory import NotFunctional, call, changes_shape, fake_mode, with_gradient
+from attn_fuse.graph.memory import NotFunctional, call, changes_shape, fake_mode, overloads_named, with_gradient
 from attn_fuse.graph.modes import Mode
 from attn_fuse.graph.names import tensors_of, value_of
 from attn_fuse.torch_internals import on_fake_tensors, storage_of
@@ -65,8 +65,8 @@ def pure_views(graph: Graph, modes: dict[Node, Mode]) -> None:
 
 
 def _assert_replaceable(node: Node, modes: Mapping[Node, Mode]) -> None:
-    packet = getattr(torch.ops.aten, str(node.target)[:-1], None)
-    returns = [] if packet is None else getattr(packet, packet.overloads()[0])._schema.returns
+    overloads = overloads_named(str(node.target)[:-1])
+    returns = overloads[0]._schema.returns if overloads else []
     if not (len(returns) == 1 and returns[0].alias_info is not None):
         raise NotFunctional(f"{node.target!s} gives a tensor other memory or another size in place", node)
     if modes[node].levels > 0:

@@ -59,10 +59,16 @@ def written_memory(graph: Graph) -> set[int]:
 def changes_shape(node: Node) -> bool:
     """Whether `node` is a method that gives its tensor another shape or memory, such as `unsqueeze_` and `resize_`."""
     name = str(node.target)
-    if node.op != "call_method" or not name.endswith("_") or name == "detach_":
+    # Two underscores end a method of Python's, such as `__eq__`.
+    if node.op != "call_method" or not name.endswith("_") or name.endswith("__") or name == "detach_":
         return False
+    return any(torch.Tag.inplace_view in overload.tags for overload in overloads_named(name))
+
+
+def overloads_named(name: str) -> list[torch._ops.OpOverload]:
+    """The overloads of the operator `name` in `torch.ops.aten`, which has Python's attributes beside its operators."""
     packet = getattr(torch.ops.aten, name, None)
-    return packet is not None and any(torch.Tag.inplace_view in overload.tags for overload in _overloads(packet))
+    return _overloads(packet) if isinstance(packet, torch._ops.OpOverloadPacket) else []
 
 
 def may_write(node: Node) -> list[Node]:

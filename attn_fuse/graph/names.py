@@ -94,6 +94,8 @@ def op_name(node: Node) -> str:
         return str(node.args[1])
     # `torch.special` has second names for functions of torch's own.
     name = name.removeprefix("special_")
+    if name in _REFLECTED:
+        return _REFLECTED[name]
     bare = name.strip("_") if name.startswith("__") else name.rstrip("_")
     return _OPERATORS.get(bare, bare)
 
@@ -119,6 +121,10 @@ _OPERATORS = {
     "ipow": "pow", "imatmul": "matmul", "radd": "add", "rmul": "mul", "multiply": "mul", "divide": "div",
     "true_divide": "div", "subtract": "sub", "invert": "logical_not",
 }  # fmt: skip
+
+
+# Of operators for which the order does not matter. Bare, `__rand__` would be `torch.rand`.
+_REFLECTED = {"__rand__": "and", "__ror__": "or", "__rxor__": "xor"}
 
 
 def is_exponential(node: Node) -> bool:

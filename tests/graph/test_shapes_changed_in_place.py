@@ -9,7 +9,7 @@ import torch
 from torch.fx import Graph, Node
 
 from attn_fuse.graph.in_place_views import pure_views
-from attn_fuse.graph.memory import NotFunctional
+from attn_fuse.graph.memory import NotFunctional, changes_shape
 from attn_fuse.graph.modes import Mode
 from attn_fuse.torch_internals import FakeTensorMode
 
@@ -52,3 +52,29 @@ def test_no_view_stands_for_it(source: Callable[[Graph, torch.Tensor], Node], re
     modes = dict.fromkeys(graph.nodes, Mode(True, ()))
     with pytest.raises(NotFunctional, match=reason):
         pure_views(graph, modes)
+
+
+@pytest.mark.parametrize("name", [name for name in dir(torch.Tensor) if name.endswith("__")])
+def test_no_method_of_pythons_changes_a_shape(name: str) -> None:
+    """`torch.ops.aten` has many of them as an object of Python: `__eq__` is no operator there."""
+    graph = Graph()
+    with FakeTensorMode():
+        x = of_an_input(graph, torch.randn(4, 1))
+        same = graph.call_method(name, (x, x))
+        same.meta["example_value"] = torch.ones(4, 1, dtype=torch.bool)
+        graph.output((same,))
+    assert not changes_shape(same)
+    pure_views(graph, dict.fromkeys(graph.nodes, Mode(True, ())))
+    assert same in graph.nodes
+
+
+@pytest.mark.parametrize("name", ["unsqueeze_", "squeeze_", "t_", "transpose_", "resize_", "set_", "as_strided_"])
+def test_these_methods_change_a_shape(name: str) -> None:
+    graph = Graph()
+    assert changes_shape(graph.call_method(name, (graph.placeholder("x"),)))
+
+
+@pytest.mark.parametrize("name", ["add_", "masked_fill_", "detach_", "unsqueeze", "no_such_method_"])
+def test_these_methods_do_not(name: str) -> None:
+    graph = Graph()
+    assert not changes_shape(graph.call_method(name, (graph.placeholder("x"),)))
