@@ -70,11 +70,13 @@ def _of_width(width: int, by_width: Mapping[int, Bulk | None]) -> Bulk | None:
 
 
 def is_copied(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether the engine copies a 16-bit tensor of four dimensions: the last stride is 1, the others are multiples of
-    16 bytes."""
+    """Whether the engine copies a 16-bit tensor of four dimensions: it has elements, the last stride is 1, the others
+    are multiples of 16 bytes."""
     each = ALIGNMENT // 2
-    return strides[3] == 1 and all(
-        n == 1 or (step > 0 and step % each == 0) for n, step in zip(shape[:3], strides[:3], strict=True)
+    return (
+        strides[3] == 1
+        and all(shape)
+        and all(n == 1 or (step > 0 and step % each == 0) for n, step in zip(shape[:3], strides[:3], strict=True))
     )
 
 
