@@ -30,6 +30,20 @@ def use_tiles(monkeypatch: pytest.MonkeyPatch, tiles: Config) -> None:
     monkeypatch.setattr(facts, "_known", {})
 
 
+@pytest.fixture
+def products_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensor cores add up a product in one order, whatever the tile; numpy rounds otherwise when it is transposed."""
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    from tests.triton.gluon_emulator import floats
+
+    def create_dot(self: Any, a: Any, b: Any, sums: Any, *_: Any) -> Any:
+        wide = floats(a.data, a.dtype.scalar) @ floats(b.data, b.dtype.scalar) + sums.data
+        return TensorHandle(wide.astype(sums.data.dtype), sums.dtype.scalar)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
+
+
 def operator(
     case: Case,
     *tensors: Tensor,

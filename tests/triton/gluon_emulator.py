@@ -445,19 +445,24 @@ class UnfinishedProduct(Actor):
         self.waited = False
 
     def step(self) -> None:
-        value = np.matmul(floats(self.a), floats(self.b))
+        # Rounded once: numpy would round each sum otherwise for another shape.
+        value = np.matmul(operand(self.a), operand(self.b))
         if self.acc is not None:
             acc = self.acc.value if isinstance(self.acc, UnfinishedProduct) else self.acc
             value = value + acc.handle.data
-        self.value = tensor(value, tl.float32)
+        self.value = tensor(value.astype(np.float32), tl.float32)
 
 
-def floats(x: Any) -> np.ndarray:
+def operand(x: Any) -> np.ndarray:
     """The numbers of an operand, a tensor or shared memory."""
-    data = x.data if isinstance(x, Shared) else x.handle.data
-    if x.dtype == tl.bfloat16:
-        return (data.astype(np.uint32) << 16).view(np.float32)
-    return data.astype(np.float32)
+    return floats(x.data if isinstance(x, Shared) else x.handle.data, x.dtype)
+
+
+def floats(data: np.ndarray, dtype: Any) -> np.ndarray:
+    """`data` of the interpreter's, which holds bfloat16 in integers, in float64."""
+    if dtype == tl.bfloat16:
+        data = (data.astype(np.uint32) << 16).view(np.float32)
+    return data.astype(np.float64)
 
 
 def warpgroup_mma(

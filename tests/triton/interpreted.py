@@ -125,12 +125,12 @@ if INTERPRETED:
     tl.core._type_for_tuple_values = TupleType
 
 
-def run_interpreted(file: str) -> None:
-    """Run the tests in `file`, but the slow ones, in a process that interprets."""
+def run_interpreted(file: str, which: str = "not slow") -> None:
+    """Run the tests in `file` in a process that interprets, by their marks `which` of them."""
     if INTERPRETED:
         pytest.skip("runs in that process")
     if importlib.util.find_spec("triton") is None:
         pytest.skip("needs Triton")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow", "-p", "no:cacheprovider", file]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", which, "-p", "no:cacheprovider", file]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "1"})
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

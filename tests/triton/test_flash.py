@@ -44,7 +44,7 @@ from tests.graph.chunked_cases import (
 )
 from tests.graph.random_cases import random_case
 from tests.grid.features import At
-from tests.triton.flash_operator import operator, small_tiles, use_tiles  # noqa: F401
+from tests.triton.flash_operator import operator, products_in_one_order, small_tiles, use_tiles  # noqa: F401
 from tests.triton.interpreted import INTERPRETED, interpreted, run_interpreted
 
 pytestmark = pytest.mark.thorough
@@ -81,18 +81,6 @@ def tables_of(case: Case, s: Sizes, inputs: Sequence[Tensor], inner: bool = Fals
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_scores(case: Case) -> None:
     check(case, USUAL)
-
-
-@pytest.fixture
-def products_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensor cores add up a product in one order, whatever the tile; numpy rounds otherwise when it is transposed."""
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
-    def create_dot(self: Any, a: Any, b: Any, sums: Any, *_: Any) -> Any:
-        wide = a.data.astype("float64") @ b.data.astype("float64") + sums.data
-        return TensorHandle(wide.astype(sums.data.dtype), sums.dtype.scalar)
-
-    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
 
 
 @interpreted

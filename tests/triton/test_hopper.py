@@ -1,0 +1,539 @@
+"""The kernels with bulk copies in the emulator, beside those without in Triton's interpreter; which calls they take;
+and that the emulator finds every wait or arrival that is missing in them."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import math
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_fuse.expression.nodes import Score
+from attn_fuse.kernels.score.program import ScoreProgram
+from attn_fuse.kernels.score.simplify import inside
+from tests.graph.chunked_cases import CASE, CAUSAL, SAME_DOCUMENT, Case, K, Q, S, Sizes, where
+from tests.triton.flash_operator import products_in_one_order  # noqa: F401
+from tests.triton.interpreted import INTERPRETED, interpreted, run_interpreted
+
+pytest.importorskip("triton")
+pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
+
+from attn_fuse.kernels.triton import flash as package
+from attn_fuse.kernels.triton.flash import bulk as flash_bulk
+from attn_fuse.kernels.triton.flash import facts as flash_facts
+from attn_fuse.kernels.triton.flash import hopper, hopper_backward
+from attn_fuse.kernels.triton.flash import launch as flash
+from attn_fuse.kernels.triton.flash.bulk import Bulk
+from attn_fuse.kernels.triton.flash.configs import Config
+from attn_fuse.kernels.triton.flash.facts import CallFacts, call_facts
+from attn_fuse.kernels.triton.flash.spans import spans
+from attn_fuse.kernels.triton.launch import Launch
+from tests.triton.gluon_emulator import Fault, emulate
+
+pytestmark = [
+    pytest.mark.skipif(not flash_bulk.is_there(), reason="the kernel is not written for this Triton"),
+    *([pytest.mark.usefixtures("products_in_one_order")] if INTERPRETED else []),
+]
+
+
+def test_in_a_process_that_interprets() -> None:
+    run_interpreted(__file__, "not slow and not thorough")
+
+
+@pytest.mark.thorough
+def test_the_rest_in_a_process_that_interprets() -> None:
+    run_interpreted(__file__, "thorough and not slow")
+
+
+@pytest.fixture(autouse=True)
+def a_hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls on the CPU are taken for calls on such a device."""
+    monkeypatch.setattr(flash_facts, "_capability", lambda device: 9)
+    monkeypatch.setattr(flash_facts, "_known", {})
+
+
+# ---- beside the other kernels
+
+
+# Where each kernel has what it makes among its arguments.
+MADE = {"bulk_forward": (3, 4, 5), "bulk_query": (4,), "bulk_key_value": (4, 5)}
+
+
+class EmulatedLaunch(Launch):
+    """A launch that emulates a kernel in Gluon. names: those that were. seed: the order of what is done there."""
+
+    names: ClassVar[list[str]] = []
+    seed = 0
+
+    def __call__(self, stream: int, misaligned: tuple[bool, ...], *arguments: Any) -> None:
+        name = self.kernel.fn.__name__
+        EmulatedLaunch.names.append(name)
+        for place in MADE[name]:
+            made = arguments[place]
+            (made[0] if isinstance(made, tuple) else made).fill_(math.nan)
+        emulate(self.kernel, self.programs, *arguments, *self.constants, seed=EmulatedLaunch.seed)
+
+
+@dataclass
+class Attention:
+    """One call, and what is to be known of it."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    grad_out: Tensor
+    inputs: Sequence[Tensor]
+    numbers: Sequence[int]
+    program: ScoreProgram
+    table: tuple[Tensor | None, Tensor | None] = (None, None)
+
+    @property
+    def facts(self) -> CallFacts:
+        how = self.inputs, self.numbers, None, 0.0, self.program.dumps(), self.table
+        return call_facts(self.query, self.key, self.value, *how)
+
+    @property
+    def taken(self) -> Bulk | None:
+        """How the forward kernel with bulk copies computes it."""
+        return self.facts.bulk.get("forward")
+
+    def results(self, backward: bool) -> dict[str, Tensor]:
+        how = self.query, self.key, self.value, self.inputs, self.numbers, None, *self.table, 0.0
+        made = flash.attend(*how, self.program.dumps())
+        found = dict(zip(("out", "max", "sum"), made, strict=False))
+        if backward:
+            wanted = [False] * len(self.inputs)
+            gradients = flash.attend_backward(self.grad_out, *how, *made, self.program.dumps(), wanted)
+            found |= zip(("dq", "dk", "dv"), gradients, strict=False)
+        return found
+
+    def in_bulk(self, seed: int = 0, how: Bulk | None = None, backward: bool = False) -> dict[str, Tensor]:
+        """By the kernels with bulk copies. how: other sizes than theirs."""
+        facts = self.facts
+        kernels = ["forward", *(("query", "key_value") if backward else ())]
+        assert facts.bulk.keys() >= {*kernels}
+        if how is not None:
+            facts.bulk.update(dict.fromkeys(facts.bulk, how))
+        facts._launches.clear()
+        EmulatedLaunch.seed = seed
+        EmulatedLaunch.names.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(flash_bulk, "Launch", EmulatedLaunch)
+            found = self.results(backward)
+        assert facts.bulk.keys() >= {*kernels} and EmulatedLaunch.names == [f"bulk_{x}" for x in kernels], "given up"
+        return found
+
+    def in_others(self, backward: bool = False) -> dict[str, Tensor]:
+        """By the kernels without, in tiles of the same sizes."""
+        facts = self.facts
+        rows = flash_bulk.GROUPS * flash_bulk.ROWS
+        for kernel, how in [*facts.bulk.items()]:
+            tile = (how.block, rows) if kernel == "key_value" else (rows, how.block)
+            facts.configs[kernel] = Config(*tile, 8, 1)
+            facts.give_up_bulk(kernel, RuntimeError("the others are wanted"))
+        found = self.results(backward)
+        flash_facts._known.clear()
+        return found
+
+    def check(self, seed: int = 0, how: Bulk | None = None, backward: bool = False) -> dict[str, Tensor]:
+        """Both give the same; what that is."""
+        found = self.in_bulk(seed, how, backward)
+        rounded = self.facts.rescaled
+        same(found, self.in_others(backward), rounded)
+        return found
+
+
+def same(found: dict[str, Tensor], wanted: dict[str, Tensor], rounded: bool = False) -> None:
+    """rounded: up to what float32 rounds otherwise. The forward kernel has its first block scored as one that a mask
+    may cut, and in another unit than whole ones are, where those are rescaled."""
+    assert found.keys() == wanted.keys()
+    for name, got in found.items():
+        relative = 2 * torch.finfo(got.dtype).eps if rounded else 0.0
+        near = {"rtol": 8 * relative, "atol": relative, "equal_nan": True}
+        torch.testing.assert_close(got, wanted[name], **near, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def operands(s: Sizes, dtype: torch.dtype) -> list[Tensor]:
+    """query, key, value and the gradient of the output, in memory [B, L, H, D]."""
+    shapes = (s.q_len, s.heads, s.head_dim), (s.kv_len, s.kv_heads, s.head_dim), (s.kv_len, s.kv_heads, s.value_dim)
+    shapes = *shapes, (s.q_len, s.heads, s.value_dim)
+    return [torch.randn(s.batch, *shape, dtype=dtype).transpose(1, 2) for shape in shapes]
+
+
+def made(case: Case, s: Sizes, dtype: torch.dtype = torch.float16) -> Attention:
+    return Attention(*operands(s, dtype), case.inputs(s), case.numbers(s), case.program)
+
+
+def with_spans(attention: Attention, inner: bool = True) -> Attention:
+    """The same call with the spans of its mask. inner: whether they say where all is seen."""
+    program = attention.program
+    only = program.hides_only_if_others_seen
+    visible = program.visible if only else inside(program.visible, program)
+    text = ScoreProgram(Score(), visible=visible, hides_only_if_others_seen=only).dumps()
+    (batch, heads, q_len, _), kv_len = attention.query.shape, attention.key.shape[2]
+    how = batch, heads, q_len, kv_len, text, attention.query.device, inner
+    return replace(attention, table=spans(attention.inputs, attention.numbers, *how))
+
+
+# The programs of `chunked_cases` that the kernel takes.
+TAKEN = (
+    "plain", "scaled", "causal", "window", "prefix", "documents", "documents filled with -1e+09",
+    "documents filled with -3.4e+38", "added fill", "bias of the keys", "bias of the queries", "bias of the heads",
+    "alibi", "regions", "softcap", "clamp", "temperature", "sink", "sink of each head", "sink from a table",
+)  # fmt: skip
+LOWEST = torch.finfo(torch.float32).min
+SOFTLY = ["and", CAUSAL, ["input", 0]]
+
+
+def in_order(s: Sizes) -> list[Tensor]:
+    """Documents one after another, as they are packed; the last one has no query."""
+    ids = torch.arange(max(s.q_len, s.kv_len)) // 70
+    ids = (ids + torch.arange(s.batch)[:, None]).view(s.batch, 1, -1)
+    return [ids[:, :, : s.q_len, None].contiguous(), ids[:, :, None, : s.kv_len].contiguous()]
+
+
+def padded(s: Sizes) -> list[Tensor]:
+    """Keys that are there: of one batch entry all, of the next ones fewer, on the left; of the last one none."""
+    first = torch.arange(s.batch) * s.kv_len // max(s.batch - 1, 1)
+    return [(torch.arange(s.kv_len) >= first[:, None])[:, None, None, :]]
+
+
+def seen_by(name: str, visible: list[Any]) -> Case:
+    return replace(CASE[name], name=f"{name} by spans", program=replace(CASE[name].program, visible=visible))
+
+
+IN_ORDER = replace(seen_by("documents", SAME_DOCUMENT), inputs=in_order)
+# What Hugging Face's models add: a query that sees no key gets the mean of the values.
+SOFT = Case(
+    "softly",
+    ScoreProgram(where(SOFTLY, S, LOWEST), visible=SOFTLY, hides_only_if_others_seen=True),
+    lambda s, at, keep: s,
+    padded,
+    lambda s: [s.kv_len - s.q_len],
+)
+HARD = replace(SOFT, name="hard", program=ScoreProgram(where(SOFTLY, S), visible=SOFTLY))
+SPANNED = [
+    IN_ORDER,
+    SOFT,
+    HARD,
+    seen_by("documents", SAME_DOCUMENT),
+    seen_by("prefix", ["or", ["ge", Q, K], ["lt", K, ["number", 0]]]),
+    replace(
+        IN_ORDER,
+        name="sink and spans",
+        program=ScoreProgram(where(SAME_DOCUMENT, S), visible=SAME_DOCUMENT, sink=["const", 0.5]),
+    ),
+]
+# Many turns of the rings in little time.
+SMALL = Bulk(32, 2)
+thorough = pytest.mark.thorough
+
+
+@interpreted
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=thorough), pytest.param(2, marks=thorough)])
+@pytest.mark.parametrize("name", TAKEN)
+def test_it_gives_what_the_other_gives(name: str, seed: int) -> None:
+    """In its own blocks, and in smaller ones."""
+    dtype = (torch.float16, torch.bfloat16)[(seed + TAKEN.index(name)) % 2]
+    made(CASE[name], Sizes(1, 2, 1, 150, 217, 96, 80), dtype).check(seed, None if seed == 1 else SMALL)
+
+
+EVERYDAY = ("plain", "causal", "window", "documents", "alibi", "sink of each head")
+
+
+@interpreted
+@pytest.mark.parametrize("name", [x if x in EVERYDAY else pytest.param(x, marks=thorough) for x in TAKEN])
+def test_gradients(name: str) -> None:
+    seed = TAKEN.index(name)
+    attention = made(CASE[name], Sizes(1, 2, 1, 150, 217, 96, 80), (torch.float16, torch.bfloat16)[seed % 2])
+    if attention.facts.bulk.keys() == {"forward"}:
+        pytest.skip("the gradient needs the scores again")
+    attention.check(seed, SMALL, backward=True)
+
+
+# Heads that share keys or do not, fewer and more keys than queries, one key, whole blocks and others; widths for both
+# of its sizes, and value rows of another width.
+SIZES = (
+    Sizes(1, 3, 1, 129, 65, 128, 72),
+    Sizes(2, 2, 2, 128, 1, 72, 128),
+    Sizes(2, 1, 1, 256, 256, 128, 128),
+    Sizes(1, 2, 2, 200, 300, 128, 256),
+    Sizes(1, 4, 2, 140, 200, 192, 80),
+    Sizes(1, 1, 1, 333, 250, 256, 256),
+)
+
+
+@interpreted
+@pytest.mark.parametrize("name", ["causal", *(pytest.param(x, marks=thorough) for x in ("window", "plain", "softcap"))])
+@pytest.mark.parametrize("s", SIZES, ids=str)
+def test_sizes(name: str, s: Sizes) -> None:
+    for seed in range(1 if name == "causal" else 3):
+        made(CASE[name], s).check(seed)
+
+
+@interpreted
+@pytest.mark.parametrize("inner", [pytest.param(False, marks=thorough), True])
+@pytest.mark.parametrize("case", SPANNED, ids=lambda c: c.name)
+def test_spans(case: Case, inner: bool) -> None:
+    """Blocks that a mask hides are not visited."""
+    s = Sizes(2, 1, 1, 200, 170, 80, 80)
+    attention = made(case, s)
+    found = with_spans(attention, inner).check(1, SMALL)
+    same(found, attention.in_bulk(2, SMALL), rounded=with_spans(attention, inner).facts.rescaled)
+
+
+@interpreted
+@pytest.mark.parametrize("inner", [False, True])
+@pytest.mark.parametrize("case", SPANNED, ids=lambda c: c.name)
+@thorough
+def test_spans_of_all_sizes(case: Case, inner: bool) -> None:
+    for seed, s in enumerate((Sizes(3, 2, 1, 300, 333, 80, 80), Sizes(2, 2, 2, 333, 129, 128, 256))):
+        with_spans(made(case, s), inner).check(seed)
+
+
+@interpreted
+@pytest.mark.parametrize("sink", [None, ["const", 0.5]], ids=["no sink", "sink"])
+def test_queries_that_see_no_key(sink: list[Any] | None) -> None:
+    """The last queries, and one whole program, are past the window; one program sees some of the keys."""
+    case = replace(CASE["window"], program=replace(CASE["window"].program, sink=sink))
+    out, row_max, row_sum = made(case, Sizes(1, 1, 1, 400, 140, 128, 128)).check().values()
+    assert bool((out[:, :, 144:] == 0).all()) and bool((out[:, :, :144] != 0).all())
+    last = row_max[..., 144:]
+    assert bool((last == -math.inf).all()) if sink is None else bool((last == last[..., :1]).all())
+    assert bool((row_sum[..., 144:] == (0 if sink is None else 1)).all()) and bool((row_sum[..., :144] > 0).all())
+
+
+@interpreted
+def test_a_fully_masked_query_with_a_finite_fill() -> None:
+    """It attends to every key: spans leave none of the blocks out."""
+    attention = with_spans(made(SOFT, Sizes(2, 1, 1, 200, 170, 80, 80)))
+    attention.inputs[0][1] = False
+    attention = with_spans(replace(attention, table=(None, None)))
+    out, row_max, row_sum = attention.check(0, SMALL).values()
+    assert bool((row_max[1] == LOWEST).all()) and bool((row_sum[1] == 170).all())
+    mean = attention.value[1].float().mean(1, keepdim=True).expand_as(out[1])
+    torch.testing.assert_close(out[1].float(), mean, rtol=1e-2, atol=1e-3)
+
+
+@interpreted
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("s", [Sizes(2, 2, 1, 150, 65, 96, 80), Sizes(2, 2, 1, 150, 65, 192, 80)], ids=str)
+def test_what_lies_beside_a_tensor_does_not_come_in(s: Sizes, bad: float) -> None:
+    """In memory [B, L, H, D] the other batch entry and memory that is not the tensor's follow the last key, and another
+    head each row."""
+    clean = made(CASE["causal"], s)
+    wanted = clean.in_bulk()
+    surrounded = []
+    for x in (clean.query, clean.key, clean.value):
+        batch, heads, length, width = x.shape
+        whole = torch.full((batch, length + 70, heads + 1, width + 8), bad, dtype=x.dtype)
+        part = whole[:, :length, :heads, :width].transpose(1, 2)
+        surrounded.append(part.copy_(x))
+    q, k, v = surrounded
+    same(replace(clean, query=q, key=k, value=v).in_bulk(), wanted)
+    for one in range(2):
+        other = 1 - one
+        q, k, v = (x.transpose(1, 2).clone().transpose(1, 2) for x in (clean.query, clean.key, clean.value))
+        k[other], v[other] = bad, bad
+        found = replace(clean, query=q, key=k, value=v).in_bulk()
+        same({name: x[one] for name, x in found.items()}, {name: x[one] for name, x in wanted.items()})
+        assert not found["out"][other].isfinite().any()
+
+
+# ---- faults
+
+
+SOURCES = {"hopper": Path(hopper.__file__).read_text(), "hopper_backward": Path(hopper_backward.__file__).read_text()}
+NEEDED = re.compile(r"mbarrier\.(wait|arrive|expect)\(|mma_wait\(")
+WAITS = [
+    pytest.param(name, n, id=f"{name} {n + 1} {line.strip()}")
+    for name, text in SOURCES.items()
+    for n, line in enumerate(text.splitlines())
+    if NEEDED.search(line)
+]
+# Faults that are no missing line: text, and what stands there instead; {} is a line's indentation. To free keys before
+# their product is none, but for the first keys: one warp copies all, and waits for the values of the block before to be
+# free, which is later.
+OTHERS = {
+    "keys in the wrong phase": ("k_free.index(stage), turn ^ 1", "k_free.index(stage), turn"),
+    "values in the wrong phase": ("v_free.index(stage), turn ^ 1", "v_free.index(stage), turn"),
+    "keys are free for one group": ("k_free.index(stage), count=GROUPS", "k_free.index(stage), count=1"),
+    "values are free for one group": ("v_free.index(stage), count=GROUPS", "v_free.index(stage), count=1"),
+    "queries of another size": ("query.block_type.nbytes", "value.block_type.nbytes"),
+    "keys of another size": ("key.block_type.nbytes", "value.block_type.nbytes"),
+    "values of another size": ("value.block_type.nbytes", "key.block_type.nbytes"),
+    "one block too few": ("range(begin, end)", "range(begin, end - 1)"),
+    "one block too many": ("range(begin, end)", "range(begin, end + 1)"),
+    "the other group's queries": ("rows_of(q.index(GROUP))", "rows_of(q.index(1 - GROUP))"),
+    "the other group's barrier": ("q_there.index(GROUP), 0", "q_there.index(1 - GROUP), 0"),
+    "keys in another phase": ("k_there.index(stage), (count // STAGES)", "k_there.index(stage), (count // STAGES + 1)"),
+    "values of the next phase": ("((count - 1) // STAGES) & 1", "(count // STAGES) & 1"),
+    "values of the next block": ("rows_of(v.index(before))", "rows_of(v.index(stage))"),
+    "values of the next block are free": ("v_free.index(before)", "v_free.index(stage)"),
+    "too few waits for the scores": ("warpgroup_mma_wait(1, deps=(scored,", "warpgroup_mma_wait(2, deps=(scored,"),
+    "too few waits for the sum": ("warpgroup_mma_wait(0, deps=(summed,", "warpgroup_mma_wait(1, deps=(summed,"),
+    "values are free before the product": (
+        "acc, used = warpgroup_mma_wait(0, deps=(summed, following))\n{}mbarrier.arrive(v_free.index(before), count=1)",
+        "mbarrier.arrive(v_free.index(before), count=1)\n{}acc, used = warpgroup_mma_wait(0, deps=(summed, following))",
+    ),
+    "the first keys are free before the product": (
+        "raw = warpgroup_mma_wait(0, deps=(raw,))\n    mbarrier.arrive(k_free.index(0), count=1)\n",
+        "mbarrier.arrive(k_free.index(0), count=1)\n    raw = warpgroup_mma_wait(0, deps=(raw,))\n",
+    ),
+}  # fmt: skip
+
+
+# Waits that others imply: a group frees the other tile of the stage later, and that is copied first.
+IMPLIED = ("mbarrier.wait(v_free.index(stage), turn ^ 1)", "mbarrier.wait(do_free.index(stage), turn ^ 1)")
+# A wait gives the products that it waits for.
+WAITED = re.compile(r"= warpgroup_mma_wait\(\d, deps=\((.*?),?\)\)")
+
+
+def without(text: str, line: int) -> str:
+    """Without a wait or an arrival."""
+    lines = text.splitlines(keepends=True)
+    kept = WAITED.sub(r"= \1", lines[line])
+    lines[line] = kept if kept != lines[line] else re.sub(r"\S.*", "pass", kept)
+    return "".join(lines)
+
+
+def with_fault(name: str) -> str:
+    text, instead = (x.replace("{}", " " * 16) for x in OTHERS[name])
+    assert SOURCES["hopper"].count(text) == 1, f"the kernel is written otherwise: {text}"
+    return SOURCES["hopper"].replace(text, instead)
+
+
+names = itertools.count()
+
+
+def module(text: str, folder: Path) -> Any:
+    """A module of `text`, in a file: Triton reads the source of its functions."""
+    file = folder / f"hopper_{next(names)}.py"
+    file.write_text(text)
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None and spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+def found_by(name: str, text: str, monkeypatch: pytest.MonkeyPatch, folder: Path, seeds: int = 8) -> str | None:
+    """What shows that `text` is wrong in place of the module `name`."""
+    attention = made(CASE["causal"], Sizes(1, 1, 1, 200, 170, 80, 40))
+    backward = name == "hopper_backward"
+    wanted = attention.in_bulk(0, SMALL, backward)
+    monkeypatch.setattr(package, name, module(text, folder))
+    for seed in range(seeds):
+        try:
+            same(attention.in_bulk(seed, SMALL, backward), wanted)
+        except (Fault, AssertionError, AttributeError, TypeError) as problem:
+            return f"{seed}: {type(problem).__name__}: {problem}"
+    return None
+
+
+@interpreted
+@pytest.mark.parametrize(("name", "line"), WAITS)
+def test_every_wait_and_arrival_is_needed(name: str, line: int, monkeypatch: Any, tmp_path: Path) -> None:
+    implied = name == "hopper_backward" and SOURCES[name].splitlines()[line].strip() in IMPLIED
+    found = found_by(name, without(SOURCES[name], line), monkeypatch, tmp_path, seeds=3 if implied else 8)
+    assert (found is None) == implied, found
+
+
+@interpreted
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert found_by("hopper", with_fault(name), monkeypatch, tmp_path) is not None
+
+
+# ---- which calls it takes
+
+
+USUAL = Sizes(2, 4, 2, 150, 130, 128, 96)
+
+
+def test_the_programs_that_it_takes() -> None:
+    assert {name for name in CASE if made(CASE[name], USUAL).taken is not None} == {*TAKEN}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, Bulk(128, 2)),
+        ({"head_dim": 72, "value_dim": 8}, Bulk(128, 2)),
+        ({"value_dim": 136}, Bulk(64, 2)),
+        ({"head_dim": 256}, Bulk(64, 2)),
+        ({"head_dim": 64, "value_dim": 64}, None),
+        ({"q_len": 128}, Bulk(128, 2)),
+        ({"q_len": 127}, None),
+        ({"kv_len": 1}, Bulk(128, 2)),
+        ({"kv_len": 0}, None),
+        ({"batch": 0}, None),
+        # Rows that are no multiple of 16 bytes.
+        ({"head_dim": 100}, None),
+        ({"value_dim": 90}, None),
+    ],
+    ids=str,
+)
+def test_sizes_that_it_takes(changes: dict[str, int], expected: Bulk | None) -> None:
+    # With a sink a call without keys is computed, too.
+    assert made(CASE["sink"], replace(USUAL, **changes)).taken == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("capability", [0, 8, 9, 10, 12])
+def test_devices_and_dtypes(capability: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash_facts, "_capability", lambda device: capability)
+    taken = made(CASE["plain"], USUAL, dtype).taken is not None
+    assert taken == (capability == 9 and dtype != torch.float32)
+
+
+def test_dropout_and_another_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v, _ = operands(USUAL, torch.float16)
+    seed, program = torch.zeros(1, dtype=torch.int64), CASE["plain"].program.dumps()
+    assert call_facts(q, k, v, [], [], None, 0.0, program).bulk
+    assert not call_facts(q, k, v, [], [], seed, 0.1, program).bulk
+    monkeypatch.setattr(flash_facts, "_known", {})
+    monkeypatch.setattr(flash_bulk, "is_there", lambda: False)
+    assert not call_facts(q, k, v, [], [], None, 0.0, program).bulk
+
+
+def test_layouts_that_it_takes() -> None:
+    """Exactly those of which Triton makes descriptors; a stride of 0 it lets through, the engine does not."""
+    drawn, taken = random.Random(0), 0
+    for _ in range(300):
+        # Rows with room between them, in memory by heads or by positions; one batch entry or several; some repeated.
+        s = replace(USUAL, batch=drawn.choice((1, 2)), head_dim=96)
+        several = []
+        for heads, length in ((4, 150), (2, 130), (2, 130)):
+            room = drawn.choice((0, 0, 0, 0, 8, 4, 2))
+            shape = [s.batch, heads, length + drawn.choice((0, 1)), 96 + room]
+            order = drawn.choice(((0, 1, 2, 3), (0, 2, 1, 3), (0, 2, 1, 3), (1, 2, 0, 3), (0, 1, 3, 2)))
+            order = order if order[3] == 3 or drawn.random() < 0.2 else (0, 2, 1, 3)
+            memory = torch.randn([shape[n] for n in order]).half()
+            x = memory.permute([order.index(n) for n in range(4)])[:, :, :length, :96]
+            several.append(x[:, :1].expand_as(x) if drawn.random() < 0.1 else x)
+        q, k, v = several
+        found = call_facts(q, k, v, [], [], None, 0.0, CASE["plain"].program.dumps())
+        assert bool(found.bulk) == all(map(is_described, several)), [x.stride() for x in several]
+        taken += bool(found.bulk)
+    assert 60 < taken < 240
+
+
+def is_described(x: Tensor) -> bool:
+    if any(step == 0 for n, step in zip(x.shape, x.stride(), strict=True) if n > 1):
+        return False
+    try:
+        found = flash_bulk.descriptor(x, x.stride(), 64, 128)
+    except AssertionError:
+        return False
+    assert torch.equal(torch.as_strided(found.base, found.shape, found.strides), x)
+    return True
