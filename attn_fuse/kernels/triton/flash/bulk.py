@@ -22,10 +22,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Bulk:
-    """block: keys, or for key_value queries, in a block of the loop. stages: how many blocks shared memory holds."""
+    """block: keys, or for key_value queries, in a block of the loop. stages: how many blocks shared memory holds.
+
+    late: of forward, whether the wait for a product comes after the exponentials beside it.
+    """
 
     block: int
     stages: int
+    late: bool = False
 
 
 # By kernel and max width of a row; None where warps that copy for themselves are as fast.
@@ -112,7 +116,7 @@ def forward_in_bulk(call: Call, how: Bulk, out: Tensor, row_max: Tensor, row_sum
     if launch is None:
         constants = (
             *facts.scalars[:-1], *facts.score_constants, facts.code.sink, LOG2E / facts.code.unit, facts.inner,
-            facts.rescaled, value_dim, block_d, block_v, how.block, how.stages,
+            facts.rescaled, value_dim, block_d, block_v, how.block, how.stages, how.late,
         )  # fmt: skip
         programs = _programs(facts, facts.query)
         launch = launches["forward in bulk"] = Launch(hopper.bulk_forward, programs, constants, **OPTIONS)

@@ -33,12 +33,13 @@ def bulk_forward(
     lower, upper, heads, groups, q_len, kv_len,
     SCORE: gl.constexpr, SCORE_INSIDE: gl.constexpr, SLOPE: gl.constexpr, SINK: gl.constexpr,
     TO_LOG2: gl.constexpr, INNER: gl.constexpr, RESCALED: gl.constexpr, VALUE_DIM: gl.constexpr,
-    BLOCK_D: gl.constexpr, BLOCK_V: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_D: gl.constexpr, BLOCK_V: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, LATE: gl.constexpr,
 ):  # fmt: skip
     """As `forward.forward`, without dropout or a factor.
 
     query, key, value: descriptors of [B, H or Hkv, len, dim], of blocks [1, 1, ROWS, BLOCK_D], [1, 1, BLOCK_N, BLOCK_D]
-    and [1, 1, BLOCK_N, BLOCK_V]. STAGES: how many blocks of keys and of values shared memory holds."""
+    and [1, 1, BLOCK_N, BLOCK_V]. STAGES: how many blocks of keys and of values shared memory holds. LATE: whether a
+    group waits for a product with values after the exponentials of the next block, not before them."""
     reads = (reads[0], reads[1], numbers)
     blocks = gl.cdiv(q_len, GROUPS * ROWS)
     block, h, b = place(blocks, heads, False)
@@ -71,12 +72,12 @@ def bulk_forward(
             (consumer, (
                 q, k, v, barriers, results, reads, b, h, heads, start, phases, begin, end, q_len, kv_len,
                 0, SCORE, SCORE_INSIDE, SLOPE, SINK, TO_LOG2, INNER or lower is not None, RESCALED, VALUE_DIM,
-                BLOCK_V, BLOCK_N, STAGES,
+                BLOCK_V, BLOCK_N, STAGES, LATE,
             )),
             (consumer, (
                 q, k, v, barriers, results, reads, b, h, heads, start, phases, begin, end, q_len, kv_len,
                 1, SCORE, SCORE_INSIDE, SLOPE, SINK, TO_LOG2, INNER or lower is not None, RESCALED, VALUE_DIM,
-                BLOCK_V, BLOCK_N, STAGES,
+                BLOCK_V, BLOCK_N, STAGES, LATE,
             )),
             (producer, (query, key, value, q, k, v, barriers, b, h, groups, start, begin, end, BLOCK_N, STAGES)),
         ],
@@ -116,7 +117,7 @@ def consumer(
     q, k, v, barriers, results, reads, b, h, heads, start, phases, begin, end, q_len, kv_len,
     GROUP: gl.constexpr, SCORE: gl.constexpr, SCORE_INSIDE: gl.constexpr, SLOPE: gl.constexpr, SINK: gl.constexpr,
     TO_LOG2: gl.constexpr, BEFORE: gl.constexpr, RESCALED: gl.constexpr, VALUE_DIM: gl.constexpr,
-    BLOCK_V: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_V: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, LATE: gl.constexpr,
 ):  # fmt: skip
     """Computes the rows of one group. BEFORE: whether blocks that a mask cuts may come before those that are whole."""
     q_there, k_there, k_free, v_there, v_free = barriers
@@ -167,6 +168,9 @@ def consumer(
                     phase == 1, SCORE, SCORE_INSIDE, SLOPE, TO_LOG2, RESCALED,
                 )  # fmt: skip
                 following = gl.convert_layout(weights.to(q.dtype), of_weights)
+                if LATE:
+                    # ptxas moves the wait for a product before the exponentials, but nothing over a wait for a barrier.
+                    mbarrier.wait(v_there.index(before), ((count - 1) // STAGES) & 1)  # there already
                 acc, used = warpgroup_mma_wait(0, deps=(summed, following))
                 mbarrier.arrive(v_free.index(before), count=1)
                 acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, of_sums))[:, None]
