@@ -69,5 +69,10 @@ def launches(folder: Path) -> list[tuple[str, int]]:
     return [(of[1], int(of[2]) * int(of[3]) * int(of[4])) for of in words]
 
 
+def threads(folder: Path) -> list[int]:
+    """Those of a program of each launch so far."""
+    return [int(line.split()[5]) for line in _log(folder)]
+
+
 def _log(folder: Path) -> list[str]:
     return (folder / "log").read_text().splitlines() if (folder / "log").exists() else []

@@ -1,6 +1,6 @@
 """Launches the flash kernels on a GPU that is not there, and prints what came of it as lines of JSON.
 
-python tests/triton/launched.py shapes|all|lengths|growing|kept      # in the environment that `device.pretend` gives
+python tests/triton/launched.py shapes|all|lengths|growing|kept|bulk    # in the environment that `device.pretend` gives
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from triton import knobs
 
-from tests.triton.device import launches, use
+from tests.triton.device import launches, threads, use
 
 use()
 
@@ -139,6 +139,29 @@ def kept() -> None:
     print(json.dumps({"told": told, "facts": len(flash_facts._known), "launches": len(facts._launches)}))
 
 
+def bulk() -> None:
+    """Where tensors lie, and sizes without elements, of a call that takes the forward kernel with bulk copies."""
+
+    def attended(what: str, query: Tensor, key: Tensor, value: Tensor, name: str = "plain") -> None:
+        before = len(launches(LOG))
+        program = PLAIN if name == "plain" else CASE[name].program
+        flash.attend(query, key, value, [], [0], None, None, None, 0.0, program.dumps())
+        found = [(*launch, n) for launch, n in zip(launches(LOG)[before:], threads(LOG)[before:], strict=True)]
+        print(json.dumps({"call": what, "launched": found}), flush=True)
+
+    usual = Sizes(2, 4, 2, 256, 300, 128, 128)
+    query, key, value, *_ = operands(usual)
+    attended("first", query, key, value)
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        # 8 bytes further on.
+        shifted = torch.empty(x.numel() + 4, dtype=x.dtype)[4:].as_strided(x.shape, x.stride(), 4)
+        attended(f"{name} shifted", **{"query": query, "key": key, "value": value} | {name: shifted})
+    attended("again", query, key, value)
+    attended("rows of 130", *(torch.empty(*x.shape[:3], 130, dtype=x.dtype)[..., :128] for x in (query, key, value)))
+    attended("no keys", *operands(dataclasses.replace(usual, kv_len=0)), name="sink")
+    attended("no batch", *operands(dataclasses.replace(usual, batch=0)))
+
+
 def count(kernel: Any) -> int:
     return len(kernel.device_caches[0][0])
 
@@ -149,4 +172,5 @@ def compiled(kernel: Any) -> None:
 
 
 if __name__ == "__main__":
-    {"shapes": shapes, "all": everything, "lengths": lengths, "growing": growing, "kept": kept}[sys.argv[1]]()
+    modes = {"shapes": shapes, "all": everything, "lengths": lengths, "growing": growing, "kept": kept, "bulk": bulk}
+    modes[sys.argv[1]]()

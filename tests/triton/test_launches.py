@@ -75,3 +75,17 @@ def test_what_is_kept_of_a_launch_is_for_calls_like_it(tmp_path: Path) -> None:
     assert found["hook"] == (0, [8 * heads] * 2)
     assert last["told"][:2] == ["forward"] * 2
     assert last["facts"] <= 3 and last["launches"] <= 3
+
+
+def test_where_bulk_copies_are_taken(tmp_path: Path) -> None:
+    said = {x["call"]: x["launched"] for x in lines("bulk", tmp_path)}
+    from attn_fuse.kernels.triton.flash import bulk
+
+    if not bulk.is_there():
+        pytest.skip("the kernel is not written for this Triton")
+    # 256 queries in programs of 128, by two groups of four warps, and a third of which one warp copies.
+    in_bulk, otherwise = [["bulk_forward", 2 * 2 * 4, 384]], [["forward", 2 * 2 * 4, 256]]
+    assert said["first"] == said["again"] == in_bulk
+    assert said["query shifted"] == said["key shifted"] == said["value shifted"] == said["rows of 130"] == otherwise
+    assert [x[0] for x in said["no keys"]] == ["forward"]
+    assert said["no batch"] == []
