@@ -235,6 +235,7 @@ SPANNED = [
 ]
 # Many turns of the rings in little time.
 SMALL = Bulk(32, 2)
+LATE = Bulk(32, 2, late=True)
 thorough = pytest.mark.thorough
 
 
@@ -278,6 +279,13 @@ SIZES = (
 def test_sizes(name: str, s: Sizes) -> None:
     for seed in range(1 if name == "causal" else 3):
         made(CASE[name], s).check(seed)
+
+
+@interpreted
+@pytest.mark.parametrize("name", ["causal", "sink of each head"])
+def test_late_waits(name: str) -> None:
+    for seed in range(2):
+        made(CASE[name], Sizes(1, 2, 1, 200, 217, 96, 80)).check(seed, LATE)
 
 
 @interpreted
@@ -358,7 +366,7 @@ WAITS = [
     pytest.param(name, n, id=f"{name} {n + 1} {line.strip()}")
     for name, text in SOURCES.items()
     for n, line in enumerate(text.splitlines())
-    if NEEDED.search(line)
+    if NEEDED.search(line) and "there already" not in line
 ]
 # Faults that are no missing line: text, and what stands there instead; {} is a line's indentation. To free keys before
 # their product is none, but for the first keys: one warp copies all, and waits for the values of the block before to be
@@ -376,7 +384,7 @@ OTHERS = {
     "the other group's queries": ("rows_of(q.index(GROUP))", "rows_of(q.index(1 - GROUP))"),
     "the other group's barrier": ("q_there.index(GROUP), 0", "q_there.index(1 - GROUP), 0"),
     "keys in another phase": ("k_there.index(stage), (count // STAGES)", "k_there.index(stage), (count // STAGES + 1)"),
-    "values of the next phase": ("((count - 1) // STAGES) & 1", "(count // STAGES) & 1"),
+    "values of the next phase": ("((count - 1) // STAGES) & 1)\n{}summed", "(count // STAGES) & 1)\n{}summed"),
     "values of the next block": ("rows_of(v.index(before))", "rows_of(v.index(stage))"),
     "values of the next block are free": ("v_free.index(before)", "v_free.index(stage)"),
     "too few waits for the scores": ("warpgroup_mma_wait(1, deps=(scored,", "warpgroup_mma_wait(2, deps=(scored,"),
