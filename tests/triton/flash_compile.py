@@ -3,8 +3,8 @@
     python tests/triton/flash_compile.py CAPABILITY DTYPE HEAD_DIM [CASE [VALUE_DIM]]
 
 CASE: one of PROGRAMS, "plain" a causal mask and a scale, "dropout" and "grouped" the same with dropout, or with two
-heads to a key head, "padded" with a mask that hides keys unless a query would see none; or one of `chunked_cases`,
-grouped, and "everything" with dropout.
+heads to a key head, "late" with late waits in bulk_forward, "padded" with a mask that hides keys unless a query would
+see none; or one of `chunked_cases`, grouped, and "everything" with dropout.
 
 The kernels are launched as always, through a driver that only says which device it would be. A process of its own:
 Triton's interpreter cannot be on here, and a compiler pass that fails may end the process.
@@ -13,6 +13,7 @@ Triton's interpreter cannot be on here, and a compiler pass that fails may end t
 from __future__ import annotations
 
 import collections
+import dataclasses
 import json
 import re
 import subprocess
@@ -34,6 +35,7 @@ from attn_fuse.kernels.triton.flash import facts as flash_facts
 from attn_fuse.kernels.triton.flash import forward as flash_forward
 from attn_fuse.kernels.triton.flash import hopper, hopper_backward, spans_kernel
 from attn_fuse.kernels.triton.flash import launch as flash
+from attn_fuse.kernels.triton.flash.bulk import ROWS, Bulk
 from attn_fuse.kernels.triton.flash.configs import Config, together_or_apart
 from attn_fuse.kernels.triton.flash.spans import spans
 from tests.graph.chunked_cases import CASE, CAUSAL, S, Sizes, const, where
@@ -64,6 +66,7 @@ PROGRAMS: dict[str, tuple[ScoreProgram, tuple[int, ...] | None]] = {
     "plain": (PLAIN, None),
     "dropout": (PLAIN, None),
     "grouped": (PLAIN, None),
+    "late": (PLAIN, None),
     "padded": (PADDED, (2, 1, 1, 1024)),
     "dense bias": (ScoreProgram(BIASED), (1, 4, 1024, 1024)),
     "own bias": (ScoreProgram(BIASED), (2, 4, 1024, 1024)),
@@ -95,7 +98,7 @@ class NoDevice:
         return 0
 
 
-def facts(compiled: Any, tile: Config) -> dict[str, Any]:
+def facts(compiled: Any, tile: Config | Bulk) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
@@ -105,16 +108,22 @@ def facts(compiled: Any, tile: Config) -> dict[str, Any]:
         )
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found is not None, usage
-    counted = collections.Counter(re.findall(r"\b(HGMMA|HMMA|UTCHMMA|LDL|STL|ATOM|RED)\b", code))
+    counted = collections.Counter(re.findall(r"\b(HGMMA|HMMA|UTCHMMA|UTMALDG|LDL|STL|ATOM|RED)\b", code))
     shared = compiled.metadata.shared
     known: dict[str, Any] = {"registers": int(found[1]), "stack": int(found[2]), "shared": shared, **counted}
     known["misdescribed"] = misdescribed(code)
     whole = loops(code)[:1]
-    elements = tile.block_m * tile.block_n / (32 * tile.num_warps)
+    if isinstance(tile, Bulk):
+        # Each group of warps has rows, and loops, of its own.
+        elements = ROWS * tile.block / 128
+    else:
+        elements = tile.block_m * tile.block_n / (32 * tile.num_warps)
     for loop in whole:
         known["per_element"] = loop.instructions / elements
         known["bound_by_issue"] = loop.bound_by_issue
         known["in_flight"] = loop.in_flight
+        known["meeting"] = loop.meeting
+        known["overlapped"] = loop.overlapped
         known["spills"] = loop.counts["LDL"] + loop.counts["STL"]
         known["loop"] = {name: loop.counts[name] for name in ("LDG", "SHFL", "BAR", "HGMMA", "WARPGROUP")}
     return known
@@ -154,9 +163,12 @@ def main(capability: int, dtype: torch.dtype, head_dim: int, name: str = "plain"
         tables = spans(inputs, numbers, s.batch, s.heads, s.q_len, s.kv_len, text, query.device, True)
     dropout = (SEED, *tables, 0.1) if name in ("dropout", "everything") else (None, *tables, 0.0)
     how = (query, key, value, inputs, numbers, *dropout)
+    known = flash_facts.call_facts(query, key, value, inputs, numbers, dropout[0], dropout[3], text, tables)
+    if name == "late":
+        known.bulk["forward"] = dataclasses.replace(known.bulk["forward"], late=True)
     outputs = flash.attend(*how, text)
     flash.attend_backward(outputs[0], *how, *outputs, text, [True] * len(inputs))
-    known = flash_facts.call_facts(query, key, value, inputs, numbers, dropout[0], dropout[3], text, tables)
+    in_bulk = {f"bulk_{kernel}": tile for kernel, tile in known.bulk.items()}
     if known.bulk:
         for kernel in [*known.bulk]:
             known.give_up_bulk(kernel, RuntimeError("the others are wanted, too"))
@@ -169,7 +181,7 @@ def main(capability: int, dtype: torch.dtype, head_dim: int, name: str = "plain"
         # The gradients of key and value come of one function, which is compiled for each where rows are wide.
         names = together_or_apart(dtype, known.widths) if kernel == "key_value" else [kernel] * len(several)
         for name, compiled in zip(names, several, strict=True):
-            tile = known.configs[name if name in known.configs else "query"]
+            tile = in_bulk.get(name) or known.configs[name if name in known.configs else "query"]
             print(json.dumps({"kernel": name, **facts(compiled, tile)}), flush=True)
 
 

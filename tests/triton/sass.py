@@ -15,18 +15,23 @@ from attn_fuse.kernels.triton.assembled import instructions
 
 _PRODUCT = re.compile(r"HGMMA\.64x(\d+)x16|HMMA\.16816")
 _WAIT = re.compile(r"DEPBAR\.LE SB0, 0x([0-9a-f]+)")
+_BARRIER = re.compile(r"BAR\.SYNC\S* 0x[0-9a-f]+(?:, 0x([0-9a-f]+))?")
 
 
 @dataclass(frozen=True)
 class Loop:
     """An innermost loop. instructions: of each warp, a turn. products: clocks of the tensor cores a turn, by warp
     group, in issue slots of a warp: so both are of one unit. counts: by the first part of their names. in_flight: how
-    many groups of copies may still be under way at any time that the loop waits for some; 0 where it copies none."""
+    many groups of copies may still be under way at any time that the loop waits for some; 0 where it copies none.
+    meeting: the most threads that a barrier has wait for one another; 0 without a barrier, -1 for all of the program.
+    overlapped: of the exponentials, the share between the last product of groups of warps and the last wait for one."""
 
     instructions: int
     products: float
     counts: collections.Counter[str]
     in_flight: int
+    meeting: int
+    overlapped: float
 
     @property
     def bound_by_issue(self) -> float:
@@ -46,12 +51,26 @@ def loops(sass: str) -> list[Loop]:
     inner = [x for x in spans if not any(y != x and x[0] <= y[0] and y[1] <= x[1] for y in spans)]
     found = []
     for first, last in inner:
-        names = [text.split()[0] for _, text in lines[first : last + 1]]
+        texts = [text for _, text in lines[first : last + 1]]
+        names = [text.split()[0] for text in texts]
         # 64 rows of one warp group times N columns, 16 deep, take N / 2 of the slots in which its warps issue; 16 rows
         # of one warp times 8 columns on Ampere, half as fast, take 8.
         products = sum(int(product[1] or 16) for product in map(_PRODUCT.match, names) if product) / 2
         if products:
             counts = collections.Counter(name.partition(".")[0] for name in names)
-            waits = [int(wait[1], 16) for wait in (_WAIT.match(text) for _, text in lines[first : last + 1]) if wait]
-            found.append(Loop(len(names), products, counts, min(waits, default=0)))
+            waits = [int(wait[1], 16) for wait in map(_WAIT.match, texts) if wait]
+            in_flight = min(waits, default=0)
+            found.append(Loop(len(names), products, counts, in_flight, _meeting(texts), _overlapped(names)))
     return sorted(found, key=lambda loop: loop.instructions)
+
+
+def _meeting(texts: list[str]) -> int:
+    threads = [int(found[1] or "0", 16) for found in map(_BARRIER.match, texts) if found]
+    return -1 if 0 in threads else max(threads, default=0)
+
+
+def _overlapped(names: list[str]) -> float:
+    product = max((n for n, name in enumerate(names) if name.startswith("HGMMA")), default=len(names))
+    wait = max((n for n, name in enumerate(names) if name.startswith("WARPGROUP.DEPBAR")), default=0)
+    exponentials = [n for n, name in enumerate(names) if name == "MUFU.EX2"]
+    return sum(product < n < wait for n in exponentials) / max(len(exponentials), 1)
