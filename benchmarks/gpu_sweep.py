@@ -71,7 +71,7 @@ class Trial:
 def written(config: Config | Bulk) -> str:
     """As configs.py or bulk.py has it."""
     if isinstance(config, Bulk):
-        return f"Bulk({config.block}, {config.stages}{', True' * config.late})"
+        return f"Bulk({config.block}, {config.stages})"
     values = [config.block_m, config.block_n, config.num_warps, config.num_stages]
     return f"Config({', '.join(map(str, values + [config.statistics] * (config.statistics != 1)))})"
 
@@ -88,25 +88,25 @@ def _trial(kernel: str, scores: str, head_dim: int, length: int, *configs: tuple
     # A bias has an element for each score, of which there are to be few enough for a machine that only compiles.
     tokens, width = (8192, 1024) if scores == "bias" else (16384, 2048)
     batch, heads = max(1, tokens // length), width // max(64, head_dim)
-    tried = tuple(Bulk(*values) if len(values) < 4 else Config(*values) for values in configs)
+    tried = tuple(Bulk(*values) if len(values) == 2 else Config(*values) for values in configs)
     return Trial(kernel, scores, batch, heads, length, head_dim, tried)
 
 
 _TRIALS: tuple[tuple[Any, ...], ...] = (
-    ("key_value", "causal", 128, 4096, (32, 3), (64, 128, 8, 3), (64, 128, 8, 3, 4)),
+    ("key_value", "causal", 128, 4096, (64, 128, 8, 3, 4)),
     ("query", "causal", 128, 4096, (128, 2), (64, 2), (64, 64, 4, 2)),
-    ("forward", "causal", 128, 4096, (128, 2, True), (64, 3), (128, 128, 8, 3)),
-    ("forward", "causal", 256, 4096, (64, 2, True), (128, 64, 8, 2)),
-    ("key_value", "causal", 64, 4096, (64, 3), (128, 2), (128, 128, 8, 3, 2)),
+    ("forward", "causal", 128, 4096, (64, 3), (128, 128, 8, 3)),
+    ("forward", "causal", 256, 4096, (128, 64, 8, 2)),
+    ("key_value", "causal", 64, 4096, (128, 128, 8, 3, 2)),
     ("query", "causal", 64, 4096, (64, 3), (128, 3), (128, 64, 4, 3)),
-    ("forward", "causal", 64, 4096, (128, 3), (128, 3, True), (128, 64, 4, 3)),
-    ("forward", "softcap", 128, 4096, (128, 2, True), (128, 128, 8, 3)),
-    ("forward", "full", 64, 4096, (128, 3), (128, 3, True), (128, 64, 4, 3)),
-    ("forward", "causal", 128, 512, (128, 2, True), (128, 128, 8, 3), (64, 64, 4, 3)),
-    ("key_value", "causal", 128, 512, (32, 3), (64, 128, 8, 3)),
+    ("forward", "causal", 64, 4096, (128, 3), (128, 64, 4, 3)),
+    ("forward", "softcap", 128, 4096, (128, 128, 8, 3)),
+    ("forward", "full", 64, 4096, (128, 3), (128, 64, 4, 3)),
+    ("forward", "causal", 128, 512, (128, 128, 8, 3), (64, 64, 4, 3)),
+    ("key_value", "causal", 128, 512, (64, 64, 4, 3, 2)),
     ("query", "causal", 128, 512, (128, 2), (64, 64, 4, 2)),
     ("forward", "causal", 64, 512, (128, 3), (128, 64, 4, 3)),
-    ("forward", "full", 128, 4096, (128, 2, True), (128, 128, 8, 3)),
+    ("forward", "full", 128, 4096, (128, 128, 8, 3)),
     ("forward", "bias", 64, 2048, (128, 64, 8, 3), (128, 64, 4, 3), (64, 64, 4, 3)),
     ("forward", "bias", 128, 2048, (128, 128, 8, 2), (128, 64, 8, 2), (64, 64, 4, 3)),
     ("query", "bias", 64, 2048, (128, 64, 8, 3), (64, 64, 4, 3)),
@@ -166,7 +166,6 @@ def launches() -> Iterator[dict[str, Launch]]:
         from attn_fuse.kernels.triton.flash import hopper, hopper_backward
 
         names |= {hopper.bulk_forward: "forward", hopper_backward.bulk_query: "query"}
-        names[hopper_backward.bulk_key_value] = "key_value"
 
     def recorded(launch: of_triton.Launch, stream: int, misaligned: tuple[bool, ...], *arguments: Any) -> None:
         once(launch, stream, misaligned, *arguments)

@@ -13,8 +13,9 @@ from torch import Tensor
 from attn_fuse.expression.nodes import Score
 from attn_fuse.kernels.score.program import ScoreProgram
 from attn_fuse.kernels.score.simplify import inside
-from tests.graph.chunked_cases import CASE
+from tests.graph.chunked_cases import CASE, Case
 from tests.grid.features import Sizes
+from tests.triton.test_hopper import SPANNED
 
 pytestmark = [
     pytest.mark.gpu,
@@ -56,11 +57,10 @@ def results(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", CASE)
-def test_they_give_what_the_others_give(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("case", [*CASE.values(), *SPANNED], ids=lambda case: case.name)
+def test_they_give_what_the_others_give(case: Case, dtype: torch.dtype) -> None:
     from attn_fuse.kernels.triton.flash import facts
 
-    case = CASE[name]
     for s in SIZES:
         torch.manual_seed(0)
         shapes = (s.q_len, s.heads, s.head_dim), (s.kv_len, s.kv_heads, s.head_dim), (s.kv_len, s.kv_heads, s.value_dim)
@@ -74,7 +74,7 @@ def test_they_give_what_the_others_give(name: str, dtype: torch.dtype) -> None:
             facts._known.clear()
             known = facts.call_facts(q, k, v, inputs, numbers, None, 0.0, program.dumps(), table)
             taken = [*known.bulk]
-            assert taken or s is not SIZES[0] or name not in SURE
+            assert taken or s is not SIZES[0] or case.name not in SURE
             if not taken:
                 continue
             how = q, k, v, do, inputs, numbers, table, program.dumps()

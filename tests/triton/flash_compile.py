@@ -3,8 +3,8 @@
     python tests/triton/flash_compile.py CAPABILITY DTYPE HEAD_DIM [CASE [VALUE_DIM]]
 
 CASE: one of PROGRAMS, "plain" a causal mask and a scale, "dropout" and "grouped" the same with dropout, or with two
-heads to a key head, "late" with late waits in bulk_forward, "padded" with a mask that hides keys unless a query would
-see none; or one of `chunked_cases`, grouped, and "everything" with dropout.
+heads to a key head, "padded" with a mask that hides keys unless a query would see none; or one of `chunked_cases`,
+grouped, and "everything" with dropout.
 
 The kernels are launched as always, through a driver that only says which device it would be. A process of its own:
 Triton's interpreter cannot be on here, and a compiler pass that fails may end the process.
@@ -13,7 +13,6 @@ Triton's interpreter cannot be on here, and a compiler pass that fails may end t
 from __future__ import annotations
 
 import collections
-import dataclasses
 import json
 import re
 import subprocess
@@ -46,7 +45,6 @@ KERNELS = {
     "forward": flash_forward.forward,
     "bulk_forward": hopper.bulk_forward,
     "bulk_query": hopper_backward.bulk_query,
-    "bulk_key_value": hopper_backward.bulk_key_value,
     "statistics": flash_backward.statistics,
     "query": flash_backward.backward_query,
     "key_value": flash_backward.backward_key_value,
@@ -66,7 +64,6 @@ PROGRAMS: dict[str, tuple[ScoreProgram, tuple[int, ...] | None]] = {
     "plain": (PLAIN, None),
     "dropout": (PLAIN, None),
     "grouped": (PLAIN, None),
-    "late": (PLAIN, None),
     "padded": (PADDED, (2, 1, 1, 1024)),
     "dense bias": (ScoreProgram(BIASED), (1, 4, 1024, 1024)),
     "own bias": (ScoreProgram(BIASED), (2, 4, 1024, 1024)),
@@ -123,7 +120,6 @@ def facts(compiled: Any, tile: Config | Bulk) -> dict[str, Any]:
         known["bound_by_issue"] = loop.bound_by_issue
         known["in_flight"] = loop.in_flight
         known["meeting"] = loop.meeting
-        known["overlapped"] = loop.overlapped
         known["spills"] = loop.counts["LDL"] + loop.counts["STL"]
         known["loop"] = {name: loop.counts[name] for name in ("LDG", "SHFL", "BAR", "HGMMA", "WARPGROUP")}
     return known
@@ -164,8 +160,6 @@ def main(capability: int, dtype: torch.dtype, head_dim: int, name: str = "plain"
     dropout = (SEED, *tables, 0.1) if name in ("dropout", "everything") else (None, *tables, 0.0)
     how = (query, key, value, inputs, numbers, *dropout)
     known = flash_facts.call_facts(query, key, value, inputs, numbers, dropout[0], dropout[3], text, tables)
-    if name == "late":
-        known.bulk["forward"] = dataclasses.replace(known.bulk["forward"], late=True)
     outputs = flash.attend(*how, text)
     flash.attend_backward(outputs[0], *how, *outputs, text, [True] * len(inputs))
     in_bulk = {f"bulk_{kernel}": tile for kernel, tile in known.bulk.items()}

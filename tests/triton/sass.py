@@ -23,15 +23,13 @@ class Loop:
     """An innermost loop. instructions: of each warp, a turn. products: clocks of the tensor cores a turn, by warp
     group, in issue slots of a warp: so both are of one unit. counts: by the first part of their names. in_flight: how
     many groups of copies may still be under way at any time that the loop waits for some; 0 where it copies none.
-    meeting: the most threads that a barrier has wait for one another; 0 without a barrier, -1 for all of the program.
-    overlapped: of the exponentials, the share between the last product of groups of warps and the last wait for one."""
+    meeting: the most threads that a barrier has wait for each other; 0 without a barrier, -1 for all of the program."""
 
     instructions: int
     products: float
     counts: collections.Counter[str]
     in_flight: int
     meeting: int
-    overlapped: float
 
     @property
     def bound_by_issue(self) -> float:
@@ -60,17 +58,10 @@ def loops(sass: str) -> list[Loop]:
             counts = collections.Counter(name.partition(".")[0] for name in names)
             waits = [int(wait[1], 16) for wait in map(_WAIT.match, texts) if wait]
             in_flight = min(waits, default=0)
-            found.append(Loop(len(names), products, counts, in_flight, _meeting(texts), _overlapped(names)))
+            found.append(Loop(len(names), products, counts, in_flight, _meeting(texts)))
     return sorted(found, key=lambda loop: loop.instructions)
 
 
 def _meeting(texts: list[str]) -> int:
     threads = [int(found[1] or "0", 16) for found in map(_BARRIER.match, texts) if found]
     return -1 if 0 in threads else max(threads, default=0)
-
-
-def _overlapped(names: list[str]) -> float:
-    product = max((n for n, name in enumerate(names) if name.startswith("HGMMA")), default=len(names))
-    wait = max((n for n, name in enumerate(names) if name.startswith("WARPGROUP.DEPBAR")), default=0)
-    exponentials = [n for n, name in enumerate(names) if name == "MUFU.EX2"]
-    return sum(product < n < wait for n in exponentials) / max(len(exponentials), 1)

@@ -22,21 +22,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Bulk:
-    """block: keys, or for key_value queries, in a block of the loop. stages: how many blocks shared memory holds.
-
-    late: of forward, whether the wait for a product comes after the exponentials beside it.
-    """
+    """block: keys in a block of the loop. stages: how many blocks of keys, and of values, shared memory holds."""
 
     block: int
     stages: int
-    late: bool = False
 
 
 # By kernel and max width of a row; None where warps that copy for themselves are as fast.
 _BULK: dict[str, dict[int, Bulk | None]] = {
     "forward": {64: None, 128: Bulk(128, 2), 256: Bulk(64, 2)},
     "query": {64: None, 128: Bulk(64, 3)},
-    "key_value": {64: None, 128: Bulk(64, 2)},
 }
 # Rows of a group of warps, and the groups of a program, as in hopper.py: importing it needs a Triton that has Gluon.
 ROWS, GROUPS = 64, 2
@@ -116,7 +111,7 @@ def forward_in_bulk(call: Call, how: Bulk, out: Tensor, row_max: Tensor, row_sum
     if launch is None:
         constants = (
             *facts.scalars[:-1], *facts.score_constants, facts.code.sink, LOG2E / facts.code.unit, facts.inner,
-            facts.rescaled, value_dim, block_d, block_v, how.block, how.stages, how.late,
+            facts.rescaled, value_dim, block_d, block_v, how.block, how.stages,
         )  # fmt: skip
         programs = _programs(facts, facts.query)
         launch = launches["forward in bulk"] = Launch(hopper.bulk_forward, programs, constants, **OPTIONS)
@@ -140,24 +135,3 @@ def query_in_bulk(back: Backward, how: Bulk, dquery: Tensor, spans: Table) -> No
     sizes = (ROWS, block_v), (ROWS, block_d), (how.block, block_d), (how.block, block_v)
     described = (descriptor(*x, *size) for x, size in zip((grad_out, *call.operands), sizes, strict=True))
     launch(call.stream, call.lie, *described, (dquery, facts.made[1][1]), saved, saved.shape[3], spans, *call.reads)
-
-
-def key_value_in_bulk(back: Backward, how: Bulk, dkey: Tensor, dvalue: Tensor, spans: Table) -> None:
-    """Launch `hopper_backward.bulk_key_value`."""
-    from attn_fuse.kernels.triton.flash import hopper_backward
-
-    call, grad_out, saved, launches = back
-    facts = call.facts
-    head_dim, value_dim, block_d, block_v, *_ = facts.sizes("query")
-    launch = launches.get("key_value in bulk")
-    if launch is None:
-        sizes = head_dim, value_dim, block_d, block_v, how.block, how.stages
-        constants = *facts.scalars[:-1], *facts.bulk_constants, *sizes
-        programs = _programs(facts, facts.key)
-        launch = launches["key_value in bulk"] = Launch(hopper_backward.bulk_key_value, programs, constants, **OPTIONS)
-    blocks = (how.block, block_v), (how.block, block_d), (ROWS, block_d), (ROWS, block_v)
-    described = (descriptor(*x, *size) for x, size in zip((grad_out, *call.operands), blocks, strict=True))
-    launch(
-        call.stream, call.lie, *described, (dkey, facts.made[2][1]), (dvalue, facts.made[3][1]), saved, saved.shape[3],
-        spans, *call.reads,
-    )  # fmt: skip

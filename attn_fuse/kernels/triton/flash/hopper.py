@@ -27,19 +27,27 @@ ROWS = gl.constexpr(64)
 GROUPS = gl.constexpr(2)
 
 
+@gluon.jit
+def begun(COUNT: gl.constexpr, BY: gl.constexpr):
+    """Barriers of COUNT places, each complete when BY have arrived."""
+    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for n in gl.static_range(COUNT):
+        mbarrier.init(barriers.index(n), count=BY)
+    return barriers
+
+
 @gluon.jit(do_not_specialize=CHANGING)
 def bulk_forward(
     query, key, value, out, row_max, row_sum, spans, reads, numbers,
     lower, upper, heads, groups, q_len, kv_len,
     SCORE: gl.constexpr, SCORE_INSIDE: gl.constexpr, SLOPE: gl.constexpr, SINK: gl.constexpr,
     TO_LOG2: gl.constexpr, INNER: gl.constexpr, RESCALED: gl.constexpr, VALUE_DIM: gl.constexpr,
-    BLOCK_D: gl.constexpr, BLOCK_V: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, LATE: gl.constexpr,
+    BLOCK_D: gl.constexpr, BLOCK_V: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """As `forward.forward`, without dropout or a factor.
 
     query, key, value: descriptors of [B, H or Hkv, len, dim], of blocks [1, 1, ROWS, BLOCK_D], [1, 1, BLOCK_N, BLOCK_D]
-    and [1, 1, BLOCK_N, BLOCK_V]. STAGES: how many blocks of keys and of values shared memory holds. LATE: whether a
-    group waits for a product with values after the exponentials of the next block, not before them."""
+    and [1, 1, BLOCK_N, BLOCK_V]. STAGES: how many blocks of keys and of values shared memory holds."""
     reads = (reads[0], reads[1], numbers)
     blocks = gl.cdiv(q_len, GROUPS * ROWS)
     block, h, b = place(blocks, heads, False)
@@ -51,33 +59,21 @@ def bulk_forward(
     q = gl.allocate_shared_memory(query.dtype, [GROUPS, 1, 1, ROWS, BLOCK_D], query.layout)
     k = gl.allocate_shared_memory(key.dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], key.layout)
     v = gl.allocate_shared_memory(value.dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_V], value.layout)
-    barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    q_there = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], barrier)
-    k_there = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    v_there = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    for group in gl.static_range(GROUPS):
-        mbarrier.init(q_there.index(group), count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(k_there.index(stage), count=1)
-        mbarrier.init(k_free.index(stage), count=GROUPS)
-        mbarrier.init(v_there.index(stage), count=1)
-        mbarrier.init(v_free.index(stage), count=GROUPS)
+    # Whether queries are there, keys are and are free to be replaced, values are and are.
+    barriers = begun(GROUPS, 1), begun(STAGES, 1), begun(STAGES, GROUPS), begun(STAGES, 1), begun(STAGES, GROUPS)
     fence_async_shared()
-    barriers = q_there, k_there, k_free, v_there, v_free
     results = out, row_max, row_sum
     gl.warp_specialize(
         [
             (consumer, (
                 q, k, v, barriers, results, reads, b, h, heads, start, phases, begin, end, q_len, kv_len,
                 0, SCORE, SCORE_INSIDE, SLOPE, SINK, TO_LOG2, INNER or lower is not None, RESCALED, VALUE_DIM,
-                BLOCK_V, BLOCK_N, STAGES, LATE,
+                BLOCK_V, BLOCK_N, STAGES,
             )),
             (consumer, (
                 q, k, v, barriers, results, reads, b, h, heads, start, phases, begin, end, q_len, kv_len,
                 1, SCORE, SCORE_INSIDE, SLOPE, SINK, TO_LOG2, INNER or lower is not None, RESCALED, VALUE_DIM,
-                BLOCK_V, BLOCK_N, STAGES, LATE,
+                BLOCK_V, BLOCK_N, STAGES,
             )),
             (producer, (query, key, value, q, k, v, barriers, b, h, groups, start, begin, end, BLOCK_N, STAGES)),
         ],
@@ -117,7 +113,7 @@ def consumer(
     q, k, v, barriers, results, reads, b, h, heads, start, phases, begin, end, q_len, kv_len,
     GROUP: gl.constexpr, SCORE: gl.constexpr, SCORE_INSIDE: gl.constexpr, SLOPE: gl.constexpr, SINK: gl.constexpr,
     TO_LOG2: gl.constexpr, BEFORE: gl.constexpr, RESCALED: gl.constexpr, VALUE_DIM: gl.constexpr,
-    BLOCK_V: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, LATE: gl.constexpr,
+    BLOCK_V: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Computes the rows of one group. BEFORE: whether blocks that a mask cuts may come before those that are whole."""
     q_there, k_there, k_free, v_there, v_free = barriers
@@ -168,9 +164,8 @@ def consumer(
                     phase == 1, SCORE, SCORE_INSIDE, SLOPE, TO_LOG2, RESCALED,
                 )  # fmt: skip
                 following = gl.convert_layout(weights.to(q.dtype), of_weights)
-                if LATE:
-                    # ptxas moves the wait for a product before the exponentials, but nothing over a wait for a barrier.
-                    mbarrier.wait(v_there.index(before), ((count - 1) // STAGES) & 1)  # there already
+                # ptxas moves this wait before the exponentials. Where it is held behind them, by a wait for a barrier,
+                # an H200 takes as long: the other group multiplies meanwhile.
                 acc, used = warpgroup_mma_wait(0, deps=(summed, following))
                 mbarrier.arrive(v_free.index(before), count=1)
                 acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, of_sums))[:, None]

@@ -1,7 +1,7 @@
-"""Flash attention backward for Hopper, in Gluon: as `hopper.bulk_forward` is built, one warp that copies and two groups
-that multiply, one kernel for the gradient of query and one for those of key and value, as in backward.py.
+"""The gradient of query for Hopper, in Gluon, as `hopper.bulk_forward` is built: one warp copies, two groups multiply.
 
-Each product of a group waits for the one before, and meanwhile the other group's go on.
+Each product of a group waits for the one before, and meanwhile the other group's go on. The same for key and value is
+not here: on an H200 it took as long as `backward.backward_key_value`, since the sums of both leave too few registers.
 """
 
 from __future__ import annotations
@@ -16,33 +16,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from attn_fuse.kernels.triton.flash.backward import query_phases
 from attn_fuse.kernels.triton.flash.forward import CHANGING, key_phases
-from attn_fuse.kernels.triton.flash.hopper import GROUPS, ROWS, rows_of
+from attn_fuse.kernels.triton.flash.hopper import GROUPS, ROWS, begun, rows_of
 from attn_fuse.kernels.triton.flash.tiles import head_base, place, span, stretch
-
-
-@gluon.jit
-def statistic(pointers, positions, q_len, WHOLE: gl.constexpr):
-    """One of what `backward.statistics` wrote of queries; 0 beyond q_len, which no WHOLE block reaches."""
-    return gl.load(pointers) if WHOLE else gl.load(pointers, mask=positions < q_len, other=0.0)
 
 
 @gluon.jit
 def weights_again(
     raw, b, h, i, j, q_len, kv_len, reads, shift, over,
-    WHOLE: gl.constexpr, OF_QUERY: gl.constexpr, SCORE: gl.constexpr, SCORE_INSIDE: gl.constexpr,
-    TO_LOG2: gl.constexpr, RESCALED: gl.constexpr,
+    WHOLE: gl.constexpr, SCORE: gl.constexpr, SCORE_INSIDE: gl.constexpr, TO_LOG2: gl.constexpr, RESCALED: gl.constexpr,
 ):  # fmt: skip
-    """The weights of a block, of which shift and over are of each query, as a row or as a column. OF_QUERY: whether the
-    loop is over keys, and its end is to be looked at."""
+    """The weights of a block. WHOLE: whether every query sees every key of it."""
     if WHOLE:
-        scores = SCORE_INSIDE(
-            raw, b, h, i, j, q_len if OF_QUERY else None, None if OF_QUERY else kv_len, reads
-        )  # fmt: skip
+        scores = SCORE_INSIDE(raw, b, h, i, j, q_len, None, reads)
     else:
         scores = SCORE(raw, b, h, i, j, q_len, kv_len, reads)
-        scores = gl.where(j < kv_len if OF_QUERY else i < q_len, scores, float("-inf"))
+        scores = gl.where(j < kv_len, scores, float("-inf"))
     if WHOLE and RESCALED:
         weights = gl.exp2(scores - shift * TO_LOG2) * over
     else:
@@ -53,16 +42,14 @@ def weights_again(
 @gluon.jit
 def gradient_of_raw(
     draw, raw, b, h, i, j, q_len, kv_len, reads,
-    WHOLE: gl.constexpr, OF_QUERY: gl.constexpr, BACKWARD: gl.constexpr, BACKWARD_INSIDE: gl.constexpr,
+    WHOLE: gl.constexpr, BACKWARD: gl.constexpr, BACKWARD_INSIDE: gl.constexpr,
 ):  # fmt: skip
     """Of the product of query and key, without `backward_factor`, from that of the score."""
     if WHOLE and BACKWARD_INSIDE is not None:
-        draw = BACKWARD_INSIDE(
-            draw, raw, b, h, i, j, q_len if OF_QUERY else None, None if OF_QUERY else kv_len, reads
-        )  # fmt: skip
+        draw = BACKWARD_INSIDE(draw, raw, b, h, i, j, q_len, None, reads)
     elif not WHOLE and BACKWARD is not None:
         draw = BACKWARD(draw, raw, b, h, i, j, q_len, kv_len, reads)
-        draw = gl.where(j < kv_len if OF_QUERY else i < q_len, draw, 0.0)
+        draw = gl.where(j < kv_len, draw, 0.0)
     return draw
 
 
@@ -74,18 +61,6 @@ def store_sums(tensor, b, h, first, length, sums, WIDTH: gl.constexpr, BLOCK: gl
     to = at.to(gl.int64)[:, None] * tensor[1][2] + d.to(gl.int64)[None, :] * tensor[1][3]
     there = (at < length)[:, None] & (d < WIDTH)[None, :]
     gl.store(head_base(tensor, b, h) + to, sums.to(tensor[0].dtype.element_ty), mask=there)
-
-
-@gluon.jit
-def begun(COUNT: gl.constexpr, BY: gl.constexpr):
-    """Barriers of COUNT places, each complete when BY have arrived."""
-    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for n in gl.static_range(COUNT):
-        mbarrier.init(barriers.index(n), count=BY)
-    return barriers
-
-
-# ---- the gradient of query
 
 
 @gluon.jit(do_not_specialize=CHANGING)
@@ -108,7 +83,7 @@ def bulk_query(
     do = gl.allocate_shared_memory(grad_out.dtype, [GROUPS, 1, 1, ROWS, BLOCK_V], grad_out.layout)
     k = gl.allocate_shared_memory(key.dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], key.layout)
     v = gl.allocate_shared_memory(value.dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_V], value.layout)
-    barriers = begun(GROUPS, 1), begun(STAGES, 1), begun(STAGES, GROUPS), begun(STAGES, 1), begun(STAGES, GROUPS)
+    barriers = begun(GROUPS, 1), begun(STAGES, 1), begun(STAGES, 1), begun(STAGES, GROUPS)
     fence_async_shared()
     tiles = q, do, k, v
     given = dquery, saved, stride, reads, b, h, heads, start, phases, q_len, kv_len
@@ -138,7 +113,7 @@ def copy_keys(
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     q, do, k, v = tiles
-    q_there, k_there, k_free, v_there, v_free = barriers
+    q_there, k_there, v_there, free = barriers
     for group in gl.static_range(GROUPS):
         first = start + group * ROWS
         mbarrier.expect(q_there.index(group), query.block_type.nbytes + grad_out.block_type.nbytes)
@@ -146,10 +121,9 @@ def copy_keys(
         tma.async_copy_global_to_shared(grad_out, [b, h, first, 0], q_there.index(group), do.index(group))
     for n in range(begin, end):
         stage, turn = (n - begin) % STAGES, ((n - begin) // STAGES) & 1
-        mbarrier.wait(k_free.index(stage), turn ^ 1)
+        mbarrier.wait(free.index(stage), turn ^ 1)
         mbarrier.expect(k_there.index(stage), key.block_type.nbytes)
         tma.async_copy_global_to_shared(key, [b, h // groups, n * BLOCK_N, 0], k_there.index(stage), k.index(stage))
-        mbarrier.wait(v_free.index(stage), turn ^ 1)
         mbarrier.expect(v_there.index(stage), value.block_type.nbytes)
         tma.async_copy_global_to_shared(value, [b, h // groups, n * BLOCK_N, 0], v_there.index(stage), v.index(stage))
 
@@ -163,18 +137,18 @@ def of_queries(
 ):  # fmt: skip
     """The gradient of one group's queries. BEFORE: as in `hopper.consumer`."""
     q, do, k, v = tiles
-    q_there, k_there, k_free, v_there, v_free = barriers
+    q_there, k_there, v_there, free = barriers
     dquery, saved, stride, reads, b, h, heads, start, phases, q_len, kv_len = given
     of_scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
     of_sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_D, 16])
     of_gradients: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=of_sums, k_width=2)
     first = start + GROUP * ROWS
     rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, of_scores))
-    i = rows[:, None]
+    i, there = rows[:, None], rows < q_len
     statistics = saved + (b.to(gl.int64) * heads + h) * 4 * stride + rows
-    shift = statistic(statistics, rows, q_len, False)[:, None]
-    over = statistic(statistics + stride, rows, q_len, False)[:, None]
-    delta = statistic(statistics + 2 * stride, rows, q_len, False)[:, None]
+    shift = gl.load(statistics, mask=there, other=0.0)[:, None]
+    over = gl.load(statistics + stride, mask=there, other=0.0)[:, None]
+    delta = gl.load(statistics + 2 * stride, mask=there, other=0.0)[:, None]
     nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, of_scores)
     dq = gl.zeros([ROWS, BLOCK_D], gl.float32, of_sums)
     mbarrier.wait(q_there.index(GROUP), 0)
@@ -194,167 +168,15 @@ def of_queries(
                 j = (n * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, of_scores)))[None, :]
                 weights = weights_again(
                     raw, b, h, i, j, q_len, kv_len, reads, shift, over,
-                    phase == 1, True, SCORE, SCORE_INSIDE, TO_LOG2, RESCALED,
+                    phase == 1, SCORE, SCORE_INSIDE, TO_LOG2, RESCALED,
                 )  # fmt: skip
                 dweights = warpgroup_mma_wait(0, deps=(valued,))
-                mbarrier.arrive(v_free.index(stage), count=1)
                 draw = gradient_of_raw(
                     weights * (dweights - delta), raw, b, h, i, j, q_len, kv_len, reads,
-                    phase == 1, True, BACKWARD, BACKWARD_INSIDE,
+                    phase == 1, BACKWARD, BACKWARD_INSIDE,
                 )  # fmt: skip
                 used = gl.convert_layout(draw.to(q.dtype), of_gradients)
                 dq = warpgroup_mma(used, keys, dq, is_async=True)
                 dq = warpgroup_mma_wait(0, deps=(dq,))
-                mbarrier.arrive(k_free.index(stage), count=1)
+                mbarrier.arrive(free.index(stage), count=1)
     store_sums(dquery, b, h, first, q_len, dq * TIMES, HEAD_DIM, BLOCK_D, of_sums)
-
-
-# ---- the gradients of key and value
-
-
-@gluon.jit(do_not_specialize=CHANGING)
-def bulk_key_value(
-    grad_out, query, key, value, dkey, dvalue, saved, stride, spans, reads, numbers,
-    lower, upper, heads, groups, q_len, kv_len,
-    SCORE: gl.constexpr, SCORE_INSIDE: gl.constexpr, BACKWARD: gl.constexpr, BACKWARD_INSIDE: gl.constexpr,
-    TIMES: gl.constexpr, TO_LOG2: gl.constexpr, INNER: gl.constexpr, RESCALED: gl.constexpr,
-    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_V: gl.constexpr,
-    BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """As `backward.backward_key_value`, without dropout and a factor. grad_out, query, key, value: descriptors, of
-    blocks of BLOCK_M queries and of ROWS keys."""
-    reads = (reads[0], reads[1], numbers)
-    block, kv_head, b = place(gl.cdiv(kv_len, GROUPS * ROWS), heads // groups, False)
-    start = block * (GROUPS * ROWS)
-    first, last, inner_first, inner_last = q_len, 0, 0, q_len
-    for group in range(groups):
-        of_head = span(spans, b, kv_head * groups + group, start, kv_len, GROUPS * ROWS, q_len, INNER)
-        first, last = gl.minimum(first, of_head[0]), gl.maximum(last, of_head[1])
-        inner_first, inner_last = gl.maximum(inner_first, of_head[2]), gl.minimum(inner_last, of_head[3])
-    found = first, last, inner_first, inner_last
-    first, inner_first, inner_last, last = query_phases(
-        found, start, lower, upper, q_len, kv_len, BLOCK_M, GROUPS * ROWS
-    )  # fmt: skip
-    phases = first, inner_first, inner_last, last
-    k = gl.allocate_shared_memory(key.dtype, [GROUPS, 1, 1, ROWS, BLOCK_D], key.layout)
-    v = gl.allocate_shared_memory(value.dtype, [GROUPS, 1, 1, ROWS, BLOCK_V], value.layout)
-    q = gl.allocate_shared_memory(query.dtype, [STAGES, 1, 1, BLOCK_M, BLOCK_D], query.layout)
-    do = gl.allocate_shared_memory(grad_out.dtype, [STAGES, 1, 1, BLOCK_M, BLOCK_V], grad_out.layout)
-    barriers = begun(GROUPS, 1), begun(STAGES, 1), begun(STAGES, GROUPS), begun(STAGES, 1), begun(STAGES, GROUPS)
-    fence_async_shared()
-    tiles = q, do, k, v
-    given = dkey, dvalue, saved, stride, reads, b, kv_head, heads, groups, start, phases, q_len, kv_len
-    gl.warp_specialize(
-        [
-            (of_keys, (
-                tiles, barriers, given, 0, SCORE, SCORE_INSIDE, BACKWARD, BACKWARD_INSIDE, TIMES, TO_LOG2,
-                INNER or upper is not None, RESCALED, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_V, BLOCK_M, STAGES,
-            )),
-            (of_keys, (
-                tiles, barriers, given, 1, SCORE, SCORE_INSIDE, BACKWARD, BACKWARD_INSIDE, TIMES, TO_LOG2,
-                INNER or upper is not None, RESCALED, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_V, BLOCK_M, STAGES,
-            )),
-            (copy_queries, (
-                grad_out, query, key, value, tiles, barriers, b, kv_head, groups, start, phases,
-                INNER or upper is not None, BLOCK_M, STAGES,
-            )),
-        ],
-        [4, 1],
-        [240, 24],
-    )  # fmt: skip
-
-
-@gluon.jit
-def copy_queries(
-    grad_out, query, key, value, tiles, barriers, b, kv_head, groups, start, phases,
-    BEFORE: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    q, do, k, v = tiles
-    k_there, q_there, q_free, do_there, do_free = barriers
-    for group in gl.static_range(GROUPS):
-        first = start + group * ROWS
-        mbarrier.expect(k_there.index(group), key.block_type.nbytes + value.block_type.nbytes)
-        tma.async_copy_global_to_shared(key, [b, kv_head, first, 0], k_there.index(group), k.index(group))
-        tma.async_copy_global_to_shared(value, [b, kv_head, first, 0], k_there.index(group), v.index(group))
-    before = 0
-    for phase in gl.static_range(3):
-        begin, end = stretch(phase, phases[0], phases[1], phases[2], phases[3])
-        if phase > 0 or BEFORE:
-            count = end - begin
-            for step in range(groups * count):
-                stage, turn = (before + step) % STAGES, ((before + step) // STAGES) & 1
-                h, m = kv_head * groups + step // count, (begin + step % count) * BLOCK_M
-                mbarrier.wait(q_free.index(stage), turn ^ 1)
-                mbarrier.expect(q_there.index(stage), query.block_type.nbytes)
-                tma.async_copy_global_to_shared(query, [b, h, m, 0], q_there.index(stage), q.index(stage))
-                mbarrier.wait(do_free.index(stage), turn ^ 1)
-                mbarrier.expect(do_there.index(stage), grad_out.block_type.nbytes)
-                tma.async_copy_global_to_shared(grad_out, [b, h, m, 0], do_there.index(stage), do.index(stage))
-            before += groups * count
-
-
-@gluon.jit
-def of_keys(
-    tiles, barriers, given, GROUP: gl.constexpr, SCORE: gl.constexpr, SCORE_INSIDE: gl.constexpr,
-    BACKWARD: gl.constexpr, BACKWARD_INSIDE: gl.constexpr, TIMES: gl.constexpr, TO_LOG2: gl.constexpr,
-    BEFORE: gl.constexpr, RESCALED: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
-    BLOCK_D: gl.constexpr, BLOCK_V: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """The gradients of one group's keys and their values. The scores are [keys, queries]."""
-    q, do, k, v = tiles
-    k_there, q_there, q_free, do_there, do_free = barriers
-    dkey, dvalue, saved, stride, reads, b, kv_head, heads, groups, start, phases, q_len, kv_len = given
-    of_scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_M, 16])
-    of_dk: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_D, 16])
-    of_dv: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_V, 16])
-    first = start + GROUP * ROWS
-    j = (first + gl.arange(0, ROWS, gl.SliceLayout(1, of_scores)))[:, None]
-    nothing = gl.zeros([ROWS, BLOCK_M], gl.float32, of_scores)
-    dk = gl.zeros([ROWS, BLOCK_D], gl.float32, of_dk)
-    dv = gl.zeros([ROWS, BLOCK_V], gl.float32, of_dv)
-    mbarrier.wait(k_there.index(GROUP), 0)
-    keys, values = rows_of(k.index(GROUP)), rows_of(v.index(GROUP))
-    before = 0
-    for phase in gl.static_range(3):
-        begin, end = stretch(phase, phases[0], phases[1], phases[2], phases[3])
-        if phase > 0 or BEFORE:
-            count = end - begin
-            for step in range(groups * count):
-                stage, turn = (before + step) % STAGES, ((before + step) // STAGES) & 1
-                h, m = kv_head * groups + step // count, (begin + step % count) * BLOCK_M
-                columns = m + gl.arange(0, BLOCK_M, gl.SliceLayout(0, of_scores))
-                i = columns[None, :]
-                statistics = saved + (b.to(gl.int64) * heads + h) * 4 * stride + columns
-                queries, pulled = rows_of(q.index(stage)), rows_of(do.index(stage))
-                mbarrier.wait(q_there.index(stage), turn)
-                scored = warpgroup_mma(keys, queries.permute((1, 0)), nothing, use_acc=False, is_async=True)
-                mbarrier.wait(do_there.index(stage), turn)
-                valued = warpgroup_mma(values, pulled.permute((1, 0)), nothing, use_acc=False, is_async=True)
-                raw = warpgroup_mma_wait(1, deps=(scored,))
-                shift = statistic(statistics, columns, q_len, phase == 1)[None, :]
-                over = statistic(statistics + stride, columns, q_len, phase == 1)[None, :]
-                weights = weights_again(
-                    raw, b, h, i, j, q_len, kv_len, reads, shift, over,
-                    phase == 1, False, SCORE, SCORE_INSIDE, TO_LOG2, RESCALED,
-                )  # fmt: skip
-                used = gl.convert_layout(
-                    weights.to(q.dtype), gl.DotOperandLayout(operand_index=0, parent=of_dv, k_width=2)
-                )  # fmt: skip
-                summed = warpgroup_mma(used, pulled, dv, is_async=True)
-                dweights = warpgroup_mma_wait(1, deps=(valued,))
-                delta = statistic(statistics + 2 * stride, columns, q_len, phase == 1)[None, :]
-                draw = gradient_of_raw(
-                    weights * (dweights - delta), raw, b, h, i, j, q_len, kv_len, reads,
-                    phase == 1, False, BACKWARD, BACKWARD_INSIDE,
-                )  # fmt: skip
-                drawn = gl.convert_layout(
-                    draw.to(q.dtype), gl.DotOperandLayout(operand_index=0, parent=of_dk, k_width=2)
-                )  # fmt: skip
-                dv = warpgroup_mma_wait(0, deps=(summed,))
-                mbarrier.arrive(do_free.index(stage), count=1)
-                dk = warpgroup_mma(drawn, queries, dk, is_async=True)
-                dk = warpgroup_mma_wait(0, deps=(dk,))
-                mbarrier.arrive(q_free.index(stage), count=1)
-            before += groups * count
-    store_sums(dkey, b, kv_head, first, kv_len, dk * TIMES, HEAD_DIM, BLOCK_D, of_dk)
-    store_sums(dvalue, b, kv_head, first, kv_len, dv, VALUE_DIM, BLOCK_V, of_dv)

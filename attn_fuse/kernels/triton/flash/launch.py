@@ -17,7 +17,7 @@ from attn_fuse.kernels.score.program import Block, Memo, accumulate, evaluate, g
 from attn_fuse.kernels.triton.assembled import MisassembledError
 from attn_fuse.kernels.triton.flash import backward as flash_backward
 from attn_fuse.kernels.triton.flash import forward as flash_forward
-from attn_fuse.kernels.triton.flash.bulk import forward_in_bulk, is_copied, key_value_in_bulk, query_in_bulk
+from attn_fuse.kernels.triton.flash.bulk import forward_in_bulk, is_copied, query_in_bulk
 from attn_fuse.kernels.triton.flash.facts import CallFacts, call_facts
 from attn_fuse.kernels.triton.launch import ALIGNMENT, Launch, ceil_div, misaligned, on, stream_of
 from attn_fuse.kernels.triton.scores import LOG2E, Gradient, readable
@@ -250,8 +250,6 @@ def _query(back: Backward, dquery: Tensor, dinput: Tensor | None, of_scores: Gra
 def _key_value(back: Backward, name: str, dkey: Tensor | None, dvalue: Tensor | None, spans: Table) -> None:
     call, grad_out, saved, launches = back
     facts = call.facts
-    if back.is_copied and _in_bulk(facts, name, key_value_in_bulk, back, dkey, dvalue, spans):
-        return
     launch = launches.get(name)
     if launch is None:
         chosen, (batch, kv_heads, kv_len, _) = facts.configs[name], facts.key
