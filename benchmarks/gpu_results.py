@@ -219,10 +219,12 @@ def verdict(found: Found) -> str:
     measured, picked = cases_of(found), picks(found)
     beside = {row["what"]: ratio for row in measured if (ratio := ours_beside_torch(row["us"])) is not None}
     faster = [what for what, ratio in beside.items() if ratio > 1]
-    mine = [row["what"] for row in measured if picked.get(row["case"]) in map(_named, OWN)]
+    asked = [row for row in measured if row["case"] in picked]
+    mine = [row["what"] for row in asked if picked[row["case"]] in map(_named, OWN)]
     ours = " or ".join(f"`{name}`" for name in OWN)
     text = f"{ours} is faster than torch's best kernel on {_counted(faster)} of the {len(beside)} attentions that both "
-    text += f"run, and picked on {_counted(mine)} of {len(measured)}."
+    of = f"{len(asked)}" if len(asked) == len(measured) else f"the {len(asked)} that the picker was asked about"
+    text += f"run, and picked on {_counted(mine)} of {of}."
     fastest = {min(row["us"], key=row["us"].get) for row in measured}
     for name in (*OWN, *IN_PLAIN_TORCH[1:]):
         if any(name in row["us"] for row in measured) and name not in fastest:
@@ -385,6 +387,9 @@ def _whole_programs(found: Found) -> Iterator[str]:
     for row in rows_of(found, "correct", "published"):
         for order, of in row.get("published", {}).items():
             on = "our own kernels" if order == "triton" else "any kernel"
+            if not of["models"]:
+                yield f"No tiny model of `transformers` ran on {on}."
+                continue
             yield (
                 f"Tiny models of `transformers` in float32 on {on}: {of['models']} runs, {of['training']} in training, "
                 f"{of['fused']} of {of['sites']} attentions fused, {of['wrong']} wrong."

@@ -213,6 +213,8 @@ def test_what_the_host_takes_longer_to_issue_is_named(folder: Path, checkout: Pa
         f"| {ONE} | {FIRST} | - | - | 0.38 | - | 0.25 | 1.50 | `triton_flash` | `triton_flash` 220 for 100 |" in written
     )
     assert f"| {TWO} | {SECOND} | - | - | 0.38 | - | 0.25 | 1.50 | - | - |" in written
+    # The picker was not asked about the second.
+    assert "on 2 of the 2 attentions that both run, and picked on 1 of the 1 that the picker was asked about" in written
 
 
 def test_a_kernel_of_ours_that_is_never_the_fastest_is_named(folder: Path, checkout: Path) -> None:
@@ -226,6 +228,20 @@ def test_a_kernel_of_ours_that_is_never_the_fastest_is_named(folder: Path, check
     written = (checkout / gpu_results.RESULTS_PAGE).read_text()
     said = "on none of the 1 attentions that both run, and picked on none of 1. `triton_flash` is the fastest on none."
     assert said in written and "| 0.50 | 0.75 | `cuda_efficient` |" in written
+
+
+def test_models_are_counted_where_any_ran(folder: Path, checkout: Path) -> None:
+    path = folder / "gpu-1-correct-h200.json"
+    content = json.loads(path.read_text())
+    ran = {"models": 2, "training": 1, "sites": 4, "fused": 3, "wrong": 0}
+    rows = [{"published": {"fused": ran, "triton": dict.fromkeys(ran, 0)}}]
+    content["sections"]["published"] = {"status": "complete", "rows": rows}
+    path.write_text(json.dumps(content))
+    gpu_results.main([str(folder), "--into", str(checkout)])
+    assert (
+        "Tiny models of `transformers` in float32 on any kernel: 2 runs, 1 in training, 3 of 4 attentions fused, 0 "
+        "wrong. No tiny model of `transformers` ran on our own kernels."
+    ) in (checkout / gpu_results.RESULTS_PAGE).read_text()
 
 
 def test_parts_that_are_missing_are_left_out(folder: Path, checkout: Path) -> None:
