@@ -328,7 +328,7 @@ def test_plans_count_where_shapes_change(picked: Callable[..., list[Picked]]) ->
 def test_by_the_evidence_that_ships(
     name: str, picked: Callable[..., list[Picked]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Measured on an H100, of which an H200 takes the ratios."""
+    """Measured on an H200, with another torch."""
     paths = sorted(Path(evidence.__file__).parent.glob("evidence_cuda_*.json"))
     tables = tuple(map(evidence.read_table, paths))
     assert tables
