@@ -34,6 +34,8 @@ _BIAS = {
 # On a GPU: of a table from a function of the scores, of positions from a constant bias, and of a bias for each batch
 # entry from a shared one. Assumed, as little as the min above: no device has rows of both yet.
 _TABLE, _POSITIONS, _BY_ENTRY = 0.2, 0.2, 0.2
+# And of float32 from 16 bits: out of reach, since other units multiply, and our kernels have other tiles.
+_HALF_ON_GPU = 4.0
 
 # From this many bytes on (the max of M_MMAP_THRESHOLD) glibc takes an allocation anew from the system, which clears it
 # page by page: scores just above cost the program as written half as much again as scores just below.
@@ -64,7 +66,7 @@ def point_of(case: Case, device_type: str) -> Point:
         _FUNCTION * case.function,
         _DROPOUT * case.dropout,
         _SINK * case.sink,
-        _HALF * (case.itemsize == 2),
+        (_HALF_ON_GPU if on_gpu else _HALF) * (case.itemsize == 2),
         _DOUBLE * (case.itemsize == 8),
         _MAPPED * (device_type == "cpu" and case.scores * case.itemsize >= _MAPPED_FROM),
         *_BIAS[case.bias],

@@ -16,6 +16,7 @@ from attn_fuse.kernels.kernel import Kernel, Reach
 from attn_fuse.kernels.triton.flash.kernel import TRITON_FLASH
 from attn_fuse.picker import evidence
 from attn_fuse.picker.pick import Verdict
+from attn_fuse.picker.regression import distance
 from attn_fuse.report import collecting
 from tests.graph.h200_cases import (
     AS_WRITTEN,
@@ -341,6 +342,16 @@ def test_by_the_evidence_that_ships(
     of_others = [_ratio(reason) for reasons in site.choice.why_not.values() for reason in reasons]
     own = 1.0 if site.kernel is None else _ratio(site.choice.because)
     assert own is not None and all(ratio is None or ratio >= own for ratio in of_others), site
+
+
+def test_float32_is_not_judged_by_16_bits() -> None:
+    """No case measured in 16 bits is within reach of the same one in float32."""
+    paths = sorted(Path(evidence.__file__).parent.glob("evidence_cuda_*.json"))
+    cases = [row.case for path in paths for row in evidence.read_table(path).rows]
+    assert cases
+    for case in cases:
+        other = dataclasses.replace(case, dtype="float32" if case.itemsize == 2 else "bfloat16")
+        assert distance(case, other, "cuda") > evidence.REACH
 
 
 def _ratio(reason: str) -> float | None:
