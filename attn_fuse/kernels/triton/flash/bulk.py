@@ -41,8 +41,8 @@ OPTIONS = {"num_warps": 4, "maxnreg": 168}
 
 @functools.cache
 def is_there() -> bool:
-    """Whether this is the Triton whose kernels a GPU has run. 3.7.1 and 3.8.0 compile them to the same instructions, but
-    Gluon is experimental, and what its barriers mean may change unseen."""
+    """Whether this is the Triton with which a GPU has run the kernels. 3.7.1 and 3.8.0 compile them to about the same
+    instructions, but Gluon is experimental, and what its barriers mean may change unseen."""
     return triton.__version__.startswith("3.6.") and bool(importlib.util.find_spec("triton.experimental.gluon"))
 
 
