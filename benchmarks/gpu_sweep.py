@@ -30,7 +30,7 @@ from gpu_attention import LIMIT, Bench, Feature, Row, distance
 
 SHIPPED, AGAIN = "shipped", "shipped, again"
 # Bytes of its registers that a config may put away: around a loop they cost little, and larger tiles may be worth it.
-MAX_PUT_AWAY = 512
+MAX_PUT_AWAY = 128
 
 
 def _full(bench: Bench, batch: int, heads: int, length: int) -> Feature:
