@@ -161,15 +161,20 @@ def launches() -> Iterator[dict[str, Launch]]:
 
     found: dict[str, Launch] = {}
     once = of_triton.Launch.__call__
-    names = {forward.forward: "forward", backward.backward_query: "query", backward.backward_input: "input"}
+    kernels: dict[str, tuple[Any, ...]] = {
+        "forward": (forward.forward,), "query": (backward.backward_query,), "input": (backward.backward_input,),
+    }  # fmt: skip
     if bulk.is_there():
         from attn_fuse.kernels.triton.flash import hopper, hopper_backward
 
-        names |= {hopper.bulk_forward: "forward", hopper_backward.bulk_query: "query"}
+        kernels["forward"] += (hopper.bulk_forward,)
+        kernels["query"] += (hopper_backward.bulk_query,)
+    # By identity: where Triton interprets, what Gluon has compiled cannot be hashed.
+    names = {id(kernel): name for name, several in kernels.items() for kernel in several}
 
     def recorded(launch: of_triton.Launch, stream: int, misaligned: tuple[bool, ...], *arguments: Any) -> None:
         once(launch, stream, misaligned, *arguments)
-        name = names.get(launch.kernel)
+        name = names.get(id(launch.kernel))
         if launch.kernel is backward.backward_key_value:
             of_key, of_value = arguments[4:6]
             name = "value" if of_key is None else "key" if of_value is None else "key_value"
