@@ -35,7 +35,7 @@ def products_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensor cores add up a product in one order, whatever the tile; numpy rounds otherwise when it is transposed."""
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-    from tests.triton.gluon_emulator import floats
+    from tests.triton.gluon_machine import floats
 
     def create_dot(self: Any, a: Any, b: Any, sums: Any, *_: Any) -> Any:
         wide = floats(a.data, a.dtype.scalar) @ floats(b.data, b.dtype.scalar) + sums.data

@@ -27,7 +27,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attn_fuse.kernels.triton.flash.tiles import head_base
-from tests.triton.gluon_emulator import Deadlock, Fault, emulate
+from tests.triton.gluon_emulator import emulate
+from tests.triton.gluon_machine import Deadlock, Fault
 
 ROWS = gl.constexpr(64)
 STAGES = gl.constexpr(2)

@@ -37,7 +37,8 @@ from attn_fuse.kernels.triton.flash.configs import Config
 from attn_fuse.kernels.triton.flash.facts import CallFacts, call_facts
 from attn_fuse.kernels.triton.flash.spans import spans
 from attn_fuse.kernels.triton.launch import Launch
-from tests.triton.gluon_emulator import Fault, emulate
+from tests.triton.gluon_emulator import emulate
+from tests.triton.gluon_machine import Fault
 
 pytestmark = [
     pytest.mark.skipif(not flash_bulk.is_there(), reason="the kernel is not written for this Triton"),
