@@ -80,7 +80,7 @@ def softmax(
         case Div(numerator, denominator):
             numerator, read = _bare(numerator), _sum_and_rest(denominator)
             filled = _as_fill(numerator)
-            found = _written_out(filled, _over_fills(denominator), key, space, numbers)
+            found = _written_out(filled, _over_fills(denominator), key, space, numbers, over_sum=True)
             if filled is numerator or isinstance(found, Refusal):
                 return found
             # Over the sum alone a fully masked row is NaN under both; over more, a fill makes it 0.
@@ -161,8 +161,14 @@ def _over_fills(total: Expr) -> Expr:
 
 
 def _written_out(
-    numerator: Expr, denominator: Expr, key: sympy.Symbol, space: Space, numbers: Mapping[int, torch.SymFloat]
+    numerator: Expr,
+    denominator: Expr,
+    key: sympy.Symbol,
+    space: Space,
+    numbers: Mapping[int, torch.SymFloat],
+    over_sum: bool = False,
 ) -> Normalised | Refusal:
+    """over_sum: whether the numerator itself is divided, and not a logarithm subtracted."""
     read = _sum_and_rest(denominator)
     if read is None:
         return _NOT_NORMALISED
@@ -184,6 +190,7 @@ def _written_out(
         at_least_one = core == logarithm
     else:
         (inner, shift), dtype = _without_shift(core, key, hidden=core != logarithm), None
+        inner = inner if shift or not over_sum else _underflowing(inner)
         at_least_one = core == logarithm and len(shift) == 1 and _is_maximum_of(shift[0], inner, key)
     body = masked(inner)
     if least is not None and not (at_least_one and _lies_within(least, -math.inf, 1.0, numbers)):
@@ -203,6 +210,19 @@ def _written_out(
         case Const() | Scalar():
             return Refusal(f"{_word(rest)} is added to the sum of the weights, which could be seen in them")
     return Refusal("the sum of the weights has another term, which is no sink")
+
+
+# From this number down exp is 0 in every dtype.
+_UNDERFLOWS = -746.0
+
+
+def _underflowing(body: Expr) -> Expr:
+    """`body`, of which exp is taken as it is, with minus infinity for fills whose exp is 0: a fully masked row is 0 / 0
+    then, and not the mean."""
+    match _bare(body):
+        case Select(cond, inner, Const(float() as fill)) if -math.inf < fill <= _UNDERFLOWS:
+            return al.select(cond, _underflowing(inner), Const(-math.inf))
+    return body
 
 
 def _lies_within(x: Expr, above: float, most: float, numbers: Mapping[int, torch.SymFloat]) -> bool:

@@ -42,12 +42,25 @@ def twice_the_lowest(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
     return (q @ k.mT * 0.25 + (low + low)).softmax(-1) @ v
 
 
+def by_hand(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
+    """Without its max taken off, exp of the fill is 0, and a query that sees no key is 0 / 0."""
+    e = (q @ k.mT * 0.25).masked_fill(hidden[:, None, None], torch.finfo(q.dtype).min).exp()
+    return e / e.sum(-1, keepdim=True) @ v
+
+
+def by_hand_and_masked_again(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
+    e = (q @ k.mT * 0.25).masked_fill(hidden[:, None, None], -1e4).exp()
+    return e / e.sum(-1, keepdim=True) * ~hidden[:, None, None] @ v
+
+
 MASK = torch.zeros(2, 1, 1, T).masked_fill(HIDDEN[:, None, None], -INF)
 ATTEND: list[tuple[Attend, Tensor]] = [
     (filled, HIDDEN),
     (added, HIDDEN),
     (from_memory, MASK),
     (twice_the_lowest, HIDDEN),
+    (by_hand, HIDDEN),
+    (by_hand_and_masked_again, HIDDEN),
 ]
 
 CARRY: dict[str, After] = {
