@@ -190,7 +190,7 @@ def _written_out(
         at_least_one = core == logarithm
     else:
         (inner, shift), dtype = _without_shift(core, key, hidden=core != logarithm), None
-        inner = inner if shift or not over_sum else _underflowing(inner)
+        inner = inner if shift or not over_sum else _underflowing(inner, _underflow(dtype_of(numerator)))
         at_least_one = core == logarithm and len(shift) == 1 and _is_maximum_of(shift[0], inner, key)
     body = masked(inner)
     if least is not None and not (at_least_one and _lies_within(least, -math.inf, 1.0, numbers)):
@@ -212,16 +212,20 @@ def _written_out(
     return Refusal("the sum of the weights has another term, which is no sink")
 
 
-# From this number down exp is 0 in every dtype.
-_UNDERFLOWS = -746.0
+def _underflow(dtype: torch.dtype) -> float:
+    """From this number down exp is 0: a whole number below the logarithm of half the smallest subnormal. Of halves
+    Inductor takes it in float32."""
+    return -746.0 if dtype == torch.float64 else -104.0
 
 
-def _underflowing(body: Expr) -> Expr:
-    """`body`, of which exp is taken as it is, with minus infinity for fills whose exp is 0: a fully masked row is 0 / 0
-    then, and not the mean."""
+def _underflowing(body: Expr, underflow: float) -> Expr:
+    """`body` with minus infinity for each fill from `underflow` down, where exp is taken of `body` without a shift: a
+    fully masked row is then 0 / 0, not the mean."""
     match _bare(body):
-        case Select(cond, inner, Const(float() as fill)) if -math.inf < fill <= _UNDERFLOWS:
-            return al.select(cond, _underflowing(inner), Const(-math.inf))
+        case Mul(inner, Const(value) as number) if value > 0:
+            return al.mul(number, _underflowing(inner, underflow / value))
+        case Select(cond, inner, Const(fill)) if -math.inf < fill <= underflow:
+            return al.select(cond, _underflowing(inner, underflow), Const(-math.inf))
     return body
 
 

@@ -48,6 +48,16 @@ def by_hand(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
     return e / e.sum(-1, keepdim=True) @ v
 
 
+def by_hand_and_scaled(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
+    e = ((q @ k.mT).masked_fill(hidden[:, None, None], -1e4) * 0.25).exp()
+    return e / e.sum(-1, keepdim=True) @ v
+
+
+def by_hand_of_float32(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
+    e = (q @ k.mT * 0.25).float().masked_fill(hidden[:, None, None], -200.0).exp()
+    return (e / e.sum(-1, keepdim=True)).to(v.dtype) @ v
+
+
 def by_hand_and_masked_again(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
     e = (q @ k.mT * 0.25).masked_fill(hidden[:, None, None], -1e4).exp()
     return e / e.sum(-1, keepdim=True) * ~hidden[:, None, None] @ v
@@ -60,6 +70,8 @@ ATTEND: list[tuple[Attend, Tensor]] = [
     (from_memory, MASK),
     (twice_the_lowest, HIDDEN),
     (by_hand, HIDDEN),
+    (by_hand_and_scaled, HIDDEN),
+    (by_hand_of_float32, HIDDEN),
     (by_hand_and_masked_again, HIDDEN),
 ]
 
@@ -325,6 +337,29 @@ def test_a_fill_that_a_factor_makes_infinite(factor: float, reads: bool) -> None
     torch.testing.assert_close(got[seen], expected[seen], rtol=1e-2, atol=1e-2)
     # A kernel may give 0 for NaN where nothing reads it, but no other number.
     assert bool((got[~seen].isnan() | (got[~seen] == 0)).all())
+
+
+@pytest.mark.parametrize(
+    ("fill", "scale", "dtype"),
+    [
+        (-50.0, 1.0, torch.float32),
+        (-4e2, 0.2, torch.float32),
+        (-740.0, 1.0, torch.float64),
+        (-1e4, 0.05, torch.float64),
+    ],
+)
+def test_a_fill_whose_exp_is_not_0(fill: float, scale: float, dtype: torch.dtype) -> None:
+    """A query that sees no key then has the mean of the values: in float32 down to -103, in float64 to -745."""
+
+    def program(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
+        e = (((q @ k.mT) * 0.25).masked_fill(hidden[:, None, None], fill) * scale).exp()
+        return e / e.sum(-1, keepdim=True) @ v
+
+    q, k, v = (torch.randn(2, 3, T, D, dtype=dtype) for _ in range(3))
+    written = program(q, k, v, HIDDEN)
+    assert written.isfinite().all()
+    run = compiled(program, kernels=["chunked"])
+    torch.testing.assert_close(run(q, k, v, HIDDEN), written)
 
 
 @pytest.mark.parametrize("kernel", ["chunked", None])
