@@ -131,9 +131,11 @@ def attempt(program: Program | Rewritten, inner: str = "eager") -> Outcome | Non
     written, args = module.Program(), module.inputs()
     if not _runs(written, args, program.backward):
         return None
+    options: dict[str, Any] = {}
     if program.call == "twice" and _is_no_number(written(*args)):
-        # The second attention would have a query that is NaN, which docs/limits.md leaves to torch's kernels.
-        return attempt(replace(program, call="once"), inner)
+        # The second attention has a query that is NaN, for which docs/limits.md promises nothing of torch's kernels.
+        options["kernels"] = ["chunked"]
+        attempt(replace(program, call="once"), inner)
     again = [(str(how), module.inputs(**how)) for how in _calls(program, module)]
     dynamic = program.dynamic or None
     if not all(
@@ -141,7 +143,7 @@ def attempt(program: Program | Rewritten, inner: str = "eager") -> Outcome | Non
     ):
         inner = "eager"
     torch._dynamo.reset()
-    return check(written, *args, inner=inner, dynamic=dynamic, backward=program.backward, again=again)
+    return check(written, *args, inner=inner, dynamic=dynamic, backward=program.backward, again=again, **options)
 
 
 def _is_no_number(results: Any) -> bool:
