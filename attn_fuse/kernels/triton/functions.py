@@ -22,8 +22,9 @@ def before(position, end):
 
 @triton.jit
 def spread(x, like):
-    """`x` in the shape of `like`, also in Gluon, where a tile without a layout is none."""
-    return tl.where(like == like, x, x)
+    """`x` as float32 in the shape of `like`. Gluon makes no tile of zeros to add it to without a layout."""
+    wide = tl.cast(x, tl.float32)
+    return tl.where(like == like, wide, wide)
 
 
 @triton.jit

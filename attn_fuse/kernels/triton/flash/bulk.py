@@ -33,7 +33,7 @@ _BULK: dict[str, dict[int, Bulk | None]] = {
     "forward": {64: None, 128: Bulk(128, 2), 256: Bulk(64, 2)},
     "query": {64: None, 128: Bulk(64, 3)},
 }
-# Rows of a group of warps, and the groups of a program, as in hopper.py: importing it needs a Triton that has Gluon.
+# Rows of a group of warps, and the groups of a program.
 ROWS, GROUPS = 64, 2
 # When a program begins, each thread has as many registers; the groups of warps share them anew.
 OPTIONS = {"num_warps": 4, "maxnreg": 168}

@@ -230,7 +230,8 @@ def _statistics(
 def _query(back: Backward, dquery: Tensor, dinput: Tensor | None, of_scores: Gradient | None, spans: Table) -> None:
     call, grad_out, saved, launches = back
     facts = call.facts
-    if dinput is None and back.is_copied and _in_bulk(facts, "query", query_in_bulk, back, dquery, spans):
+    in_bulk = "query" in facts.bulk and dinput is None and back.is_copied
+    if in_bulk and _in_bulk(facts, "query", query_in_bulk, back, dquery, spans):
         return
     launch = launches.get("query")
     if launch is None:
