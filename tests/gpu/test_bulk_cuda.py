@@ -15,7 +15,7 @@ from attn_fuse.kernels.score.program import ScoreProgram
 from attn_fuse.kernels.score.simplify import inside
 from tests.graph.chunked_cases import CASE, Case
 from tests.grid.features import Sizes
-from tests.triton.test_hopper import SPANNED
+from tests.triton.bulk_calls import SPANNED
 
 pytestmark = [
     pytest.mark.gpu,

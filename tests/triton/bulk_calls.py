@@ -1,0 +1,199 @@
+"""Calls of the kernels with bulk copies, emulated, and of those without, interpreted; and the calls to hold them on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_fuse.expression.nodes import Score
+from attn_fuse.kernels.score.program import ScoreProgram
+from attn_fuse.kernels.score.simplify import inside
+from tests.graph.chunked_cases import CASE, CAUSAL, SAME_DOCUMENT, Case, K, Q, S, Sizes, where
+
+pytest.importorskip("triton")
+pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
+
+from attn_fuse.kernels.triton.flash import bulk as flash_bulk
+from attn_fuse.kernels.triton.flash import facts as flash_facts
+from attn_fuse.kernels.triton.flash import launch as flash
+from attn_fuse.kernels.triton.flash.bulk import Bulk
+from attn_fuse.kernels.triton.flash.configs import Config
+from attn_fuse.kernels.triton.flash.facts import CallFacts, call_facts
+from attn_fuse.kernels.triton.flash.spans import spans
+from attn_fuse.kernels.triton.launch import Launch
+from tests.triton.gluon_emulator import emulate
+
+# Where each kernel has what it makes among its arguments.
+MADE = {"bulk_forward": (3, 4, 5), "bulk_query": (4,)}
+
+
+class EmulatedLaunch(Launch):
+    """A launch that emulates a kernel in Gluon. names: those that were. seed: the order of what is done there."""
+
+    names: ClassVar[list[str]] = []
+    seed = 0
+
+    def __call__(self, stream: int, misaligned: tuple[bool, ...], *arguments: Any) -> None:
+        name = self.kernel.fn.__name__
+        EmulatedLaunch.names.append(name)
+        for place in MADE[name]:
+            made = arguments[place]
+            (made[0] if isinstance(made, tuple) else made).fill_(math.nan)
+        emulate(self.kernel, self.programs, *arguments, *self.constants, seed=EmulatedLaunch.seed)
+
+
+@dataclass
+class Attention:
+    """One call, and what is to be known of it."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    grad_out: Tensor
+    inputs: Sequence[Tensor]
+    numbers: Sequence[int]
+    program: ScoreProgram
+    table: tuple[Tensor | None, Tensor | None] = (None, None)
+
+    @property
+    def facts(self) -> CallFacts:
+        how = self.inputs, self.numbers, None, 0.0, self.program.dumps(), self.table
+        return call_facts(self.query, self.key, self.value, *how)
+
+    @property
+    def taken(self) -> Bulk | None:
+        """How the forward kernel with bulk copies computes it."""
+        return self.facts.bulk.get("forward")
+
+    def results(self, backward: bool) -> dict[str, Tensor]:
+        how = self.query, self.key, self.value, self.inputs, self.numbers, None, *self.table, 0.0
+        made = flash.attend(*how, self.program.dumps())
+        found = dict(zip(("out", "max", "sum"), made, strict=False))
+        if backward:
+            wanted = [False] * len(self.inputs)
+            gradients = flash.attend_backward(self.grad_out, *how, *made, self.program.dumps(), wanted)
+            found |= zip(("dq", "dk", "dv"), gradients, strict=False)
+        return found
+
+    def in_bulk(self, seed: int = 0, how: Bulk | None = None, backward: bool = False) -> dict[str, Tensor]:
+        """By the kernels with bulk copies. how: other sizes than theirs."""
+        facts = self.facts
+        kernels = ["forward", *(("query",) if backward else ())]
+        assert facts.bulk.keys() >= {*kernels}
+        if how is not None:
+            facts.bulk.update(dict.fromkeys(facts.bulk, how))
+        facts._launches.clear()
+        EmulatedLaunch.seed = seed
+        EmulatedLaunch.names.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(flash_bulk, "Launch", EmulatedLaunch)
+            found = self.results(backward)
+        assert facts.bulk.keys() >= {*kernels} and EmulatedLaunch.names == [f"bulk_{x}" for x in kernels], "given up"
+        return found
+
+    def in_others(self, backward: bool = False) -> dict[str, Tensor]:
+        """By the kernels without, in tiles of the same sizes."""
+        facts = self.facts
+        rows = flash_bulk.GROUPS * flash_bulk.ROWS
+        for kernel, how in [*facts.bulk.items()]:
+            facts.configs[kernel] = Config(rows, how.block, 8, 1)
+            facts.give_up_bulk(kernel, RuntimeError("the others are wanted"))
+        found = self.results(backward)
+        flash_facts._known.clear()
+        return found
+
+    def check(self, seed: int = 0, how: Bulk | None = None, backward: bool = False) -> dict[str, Tensor]:
+        """Both give the same; what that is."""
+        found = self.in_bulk(seed, how, backward)
+        rounded = self.facts.rescaled
+        same(found, self.in_others(backward), rounded)
+        return found
+
+
+def same(found: dict[str, Tensor], wanted: dict[str, Tensor], rounded: bool = False) -> None:
+    """rounded: up to what float32 rounds otherwise. The forward kernel has its first block scored as one that a mask
+    may cut, and in another unit than whole ones are, where those are rescaled."""
+    assert found.keys() == wanted.keys()
+    for name, got in found.items():
+        relative = 2 * torch.finfo(got.dtype).eps if rounded else 0.0
+        near = {"rtol": 8 * relative, "atol": relative, "equal_nan": True}
+        torch.testing.assert_close(got, wanted[name], **near, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def operands(s: Sizes, dtype: torch.dtype) -> list[Tensor]:
+    """query, key, value and the gradient of the output, in memory [B, L, H, D]."""
+    shapes = (s.q_len, s.heads, s.head_dim), (s.kv_len, s.kv_heads, s.head_dim), (s.kv_len, s.kv_heads, s.value_dim)
+    shapes = *shapes, (s.q_len, s.heads, s.value_dim)
+    return [torch.randn(s.batch, *shape, dtype=dtype).transpose(1, 2) for shape in shapes]
+
+
+def made(case: Case, s: Sizes, dtype: torch.dtype = torch.float16) -> Attention:
+    return Attention(*operands(s, dtype), case.inputs(s), case.numbers(s), case.program)
+
+
+def with_spans(attention: Attention, inner: bool = True) -> Attention:
+    """The same call with the spans of its mask. inner: whether they say where all is seen."""
+    program = attention.program
+    only = program.hides_only_if_others_seen
+    visible = program.visible if only else inside(program.visible, program)
+    text = ScoreProgram(Score(), visible=visible, hides_only_if_others_seen=only).dumps()
+    (batch, heads, q_len, _), kv_len = attention.query.shape, attention.key.shape[2]
+    how = batch, heads, q_len, kv_len, text, attention.query.device, inner
+    return replace(attention, table=spans(attention.inputs, attention.numbers, *how))
+
+
+# The programs of `chunked_cases` that the kernel takes.
+TAKEN = (
+    "plain", "scaled", "causal", "window", "prefix", "documents", "documents filled with -1e+09",
+    "documents filled with -3.4e+38", "added fill", "bias of the keys", "bias of the queries", "bias of the heads",
+    "alibi", "regions", "softcap", "clamp", "temperature", "sink", "sink of each head", "sink from a table",
+)  # fmt: skip
+LOWEST = torch.finfo(torch.float32).min
+SOFTLY = ["and", CAUSAL, ["input", 0]]
+
+
+def in_order(s: Sizes) -> list[Tensor]:
+    """Documents one after another, as they are packed; the last one has no query."""
+    ids = torch.arange(max(s.q_len, s.kv_len)) // 70
+    ids = (ids + torch.arange(s.batch)[:, None]).view(s.batch, 1, -1)
+    return [ids[:, :, : s.q_len, None].contiguous(), ids[:, :, None, : s.kv_len].contiguous()]
+
+
+def padded(s: Sizes) -> list[Tensor]:
+    """Keys that are there: of one batch entry all, of the next ones fewer, on the left; of the last one none."""
+    first = torch.arange(s.batch) * s.kv_len // max(s.batch - 1, 1)
+    return [(torch.arange(s.kv_len) >= first[:, None])[:, None, None, :]]
+
+
+def seen_by(name: str, visible: list[Any]) -> Case:
+    return replace(CASE[name], name=f"{name} by spans", program=replace(CASE[name].program, visible=visible))
+
+
+IN_ORDER = replace(seen_by("documents", SAME_DOCUMENT), inputs=in_order)
+# What Hugging Face's models add: a query that sees no key gets the mean of the values.
+SOFT = Case(
+    "softly",
+    ScoreProgram(where(SOFTLY, S, LOWEST), visible=SOFTLY, hides_only_if_others_seen=True),
+    lambda s, at, keep: s,
+    padded,
+    lambda s: [s.kv_len - s.q_len],
+)
+HARD = replace(SOFT, name="hard", program=ScoreProgram(where(SOFTLY, S), visible=SOFTLY))
+SPANNED = [
+    IN_ORDER,
+    SOFT,
+    HARD,
+    seen_by("documents", SAME_DOCUMENT),
+    seen_by("prefix", ["or", ["ge", Q, K], ["lt", K, ["number", 0]]]),
+    replace(
+        IN_ORDER,
+        name="sink and spans",
+        program=ScoreProgram(where(SAME_DOCUMENT, S), visible=SAME_DOCUMENT, sink=["const", 0.5]),
+    ),
+]
