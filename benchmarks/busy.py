@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import torch
 
-from features import PROGRAMS, contestants
+from features import PROGRAMS, contestants, kept_rows
 from harness import interleaved, seconds_in_words, store, table
 
 BUSY = [
@@ -60,6 +60,7 @@ def main() -> None:
     parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=BUSY, metavar="PROGRAM")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--seconds", type=float, default=60.0, help="the most time for one figure")
+    parser.add_argument("--add", action="store_true", help="keep the stored rows of what is not measured")
     parser.add_argument("--dry-run", action="store_true", help="print, and store nothing")
     args = parser.parse_args()
     rows = []
@@ -77,7 +78,7 @@ def main() -> None:
         print(f"\n{program}, T = {args.length}, {of_program[0]['kernel']}")
         print(table(["beside", *NAMES, "gain"], lines), flush=True)
     if not args.dry_run:
-        print(store("busy", torch.device("cpu"), {"rows": rows}))
+        print(store("busy", torch.device("cpu"), {"rows": [*kept_rows("busy", rows), *rows] if args.add else rows}))
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def cases(device: str, lengths: Sequence[int], batches: Sequence[int], heads: in
     yield from (replace(case, batch=first) for case in ordered)
     for batch in more:
         for case in ordered:
-            plain = not (case.function or case.dropout or case.sink) and case.kv_heads == case.heads
+            plain = not (case.function or case.sink) and case.kv_heads == case.heads
             if plain and case.kv_len <= LONGEST_BATCHED and case.mask in ("none", "causal", "dense"):
                 yield replace(case, batch=batch)
 

@@ -251,12 +251,12 @@ def main() -> None:
             rows.append(measured(program, length, args.rounds, args.seconds, device))
             show(rows[-1])
     if not args.dry_run:
-        print(store("features", device, {"rows": [*kept_rows(rows), *rows] if args.add else rows}))
+        print(store("features", device, {"rows": [*kept_rows("features", rows), *rows] if args.add else rows}))
 
 
-def kept_rows(new: list[dict]) -> list[dict]:
-    """The stored rows of other programs and lengths, each with the machine and commit that it was measured on."""
-    path = RESULTS / "features-cpu.json"
+def kept_rows(name: str, new: list[dict]) -> list[dict]:
+    """The rows stored as `name` of other programs and lengths, each with its machine and commit."""
+    path = RESULTS / f"{name}-cpu.json"
     stored = json.loads(path.read_text())
     known = {(row["program"], row["length"]) for row in new}
     kept = [row for row in stored["rows"] if (row["program"], row["length"]) not in known]
