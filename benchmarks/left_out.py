@@ -7,36 +7,27 @@ written where none is below its time; the regret is its time over the best of th
 from __future__ import annotations
 
 import argparse
-import functools
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
-from attn_fuse.kernels import KERNELS
-from attn_fuse.picker import cost, evidence
+from attn_fuse.picker import evidence
 from attn_fuse.picker.case import Case
 from attn_fuse.picker.evidence import AS_WRITTEN, Row, Table
 from harness import store
 
 BEYOND = (1.03, 1.1, 1.5)
-_KERNEL = {kernel.name: kernel for kernel in KERNELS}
+# What longer attentions than any measured one get: rows from the second length on, by those up to the first.
+SHORT, LONG = 768, 1024
 
 
-def chosen(case: Case, kernels: Iterable[str], own: Table, known: Sequence[Table]) -> str:
+def chosen(case: Case, kernels: Sequence[str], own: Table, known: Sequence[Table]) -> str:
     """What is chosen for `case` among `kernels` and the program as written, on the device of `own`."""
-    on = torch.device(own.device.type)
-
-    def model(of: Case, name: str) -> float:
-        expected = cost.estimated(_KERNEL[name], of, on)
-        return 1.0 if expected is None else expected.ratio
-
     ratios = {AS_WRITTEN: 1.0}
     for name in kernels:
-        modelled = functools.partial(model, name=name)
-        found = evidence.compare(name, case, own.device, own.torch, known, modelled)
-        found = found or cost.estimated(_KERNEL[name], case, on)
+        found = evidence.compare(name, case, own.device, own.torch, known, kernels)
         if found is not None:
             ratios[name] = found.ratio
     return min(ratios, key=ratios.__getitem__)
@@ -45,6 +36,13 @@ def chosen(case: Case, kernels: Iterable[str], own: Table, known: Sequence[Table
 def regret(row: Row, table: Table, tables: Sequence[Table]) -> float:
     """The regret of what is chosen for `row`, one of `table`, by the rows of `tables` about other cases."""
     known = [replace(of, rows=tuple(other for other in of.rows if other.case != row.case)) for of in tables]
+    choice = chosen(row.case, [name for name in row.times if name != AS_WRITTEN], table, known)
+    return row.times[choice] / min(row.times.values())
+
+
+def regret_beyond(row: Row, table: Table, tables: Sequence[Table]) -> float:
+    """The regret of what is chosen for `row`, one of `table`, by the rows of `tables` about short attentions."""
+    known = [replace(of, rows=tuple(r for r in of.rows if r.case.kv_len <= SHORT)) for of in tables]
     choice = chosen(row.case, [name for name in row.times if name != AS_WRITTEN], table, known)
     return row.times[choice] / min(row.times.values())
 
@@ -62,7 +60,9 @@ def main() -> None:
     print("; ".join(f"more than {limit} on {count}" for limit, count in counts.items()))
     worst = [(x, f"{row.case}, on {of.device}") for x, row, of in found[:5]]
     print(*(f"{x:.2f}  {case}" for x, case in worst), sep="\n")
-    results = {"rows": len(regrets), "mean": mean, "beyond": counts}
+    longer = [regret_beyond(row, of, tables) for of in tables for row in of.rows if row.case.kv_len >= LONG]
+    print(f"{len(longer)} rows from {LONG} keys on, by those up to {SHORT}: {statistics.fmean(longer):.3f}, the mean")
+    results = {"rows": len(regrets), "mean": mean, "beyond": counts, "longer": statistics.fmean(longer)}
     results |= {"worst": [{"regret": x, "case": case} for x, case in worst]}
     print(f"stored in {store('left-out', arguments.device, results)}")
 

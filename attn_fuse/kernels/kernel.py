@@ -1,7 +1,7 @@
 """Kernel: one way to run an attention, as a value whose fields hold every fact about it.
 
-They say what the kernel takes and why not, which of torch's settings rule it out, how fast it is for an estimate, what
-it declines of the test grid, and how to build its call.
+They say what the kernel takes and why not, which of torch's settings rule it out, what it declines of the test grid,
+and how to build its call.
 """
 
 from __future__ import annotations
@@ -23,42 +23,6 @@ if TYPE_CHECKING:
 GridValues: TypeAlias = dict[str, tuple[str, ...]]
 
 
-@dataclass(frozen=True)
-class Reach:
-    """The figures of a kernel on a type of device, from which `picker.cost` estimates its time.
-
-    forward, backward: the shares of the device's peak rates that the kernel reaches.
-    sm80: whether its code is written for sm_80. skips: the masks whose hidden scores it does not compute.
-    passes: how often each score goes through memory, forward and in training.
-    launches: operations of a call. per_block: operations of a block of scores, for a kernel whose loop over blocks runs
-        on the host; a block stays in cache.
-    dropout: the time of its products with dropout, over that without.
-    splits: whether several programs share the keys of few queries.
-    summed: seconds for each element of a bias's gradient, where the bias is stored, and where it is looked up in a
-        table.
-    forward32, backward32: the shares in float32 and float64; None where they are the same.
-    splits32: the max head_dim and value_dim at which a float32 product becomes three TF32 products, where a single one
-        is not allowed. fixed32: whether it becomes three even where a single one is allowed.
-    block: the queries and keys of a block, where each head's are multiplied apart by a library that settings choose.
-    """
-
-    forward: float
-    backward: float
-    sm80: bool = False
-    skips: Literal["any", "causal", "none"] = "any"
-    passes: tuple[float, float] = (0.0, 0.0)
-    launches: float = 1.0
-    per_block: float = 0.0
-    dropout: float = 1.0
-    splits: bool = False
-    summed: tuple[float, float] = (0.0, 0.0)
-    forward32: float | None = None
-    backward32: float | None = None
-    splits32: int = 0
-    fixed32: bool = False
-    block: tuple[int, int] | None = None
-
-
 @dataclass(frozen=True, eq=False)
 class Kernel:
     """One way to run an attention.
@@ -68,7 +32,8 @@ class Kernel:
     emit: builds the call; returns the node of [batch, heads, q_len, value_dim].
     needs_evidence: whether the kernel has to pass a self-check before it is used on a device where it was not measured,
         unless a user asks for it.
-    reach: the figures for an estimate, by type of device; without them, only measurements count.
+    skips_hidden: whether it does not compute what positions hide, whatever the mask.
+    block: the queries and keys of a block, where each head's are multiplied apart by a library that settings choose.
     plan_seconds: seconds to build a plan for each new shape, forward and backward; empty for a kernel without plans.
     switch: the backend of SDPA that torch's switches turn on and off, as in `torch.backends.cuda.enable_flash_sdp`.
     nondeterministic: why its gradients are not deterministic, "" where they are; given the facts, and whether
@@ -85,7 +50,8 @@ class Kernel:
     limits: Callable[[Attention, Facts], Iterator[str]]
     emit: Callable[[Call], Node]
     needs_evidence: bool = False
-    reach: Mapping[str, Reach] = field(default_factory=dict)
+    skips_hidden: bool = False
+    block: tuple[int, int] | None = None
     plan_seconds: tuple[float, ...] = ()
     switch: Literal["flash", "efficient", "cudnn", ""] = ""
     nondeterministic: Callable[[Facts, bool], str] = lambda facts, only_warns: ""

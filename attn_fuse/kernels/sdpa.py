@@ -24,7 +24,7 @@ from attn_fuse.attention.attention import Attention
 from attn_fuse.attention.facts import Facts
 from attn_fuse.emit.builder import size_expr, tensor
 from attn_fuse.errors import first_line
-from attn_fuse.kernels.kernel import BEYOND_SDPA, GridValues, Kernel, Reach, beyond_masks_and_biases
+from attn_fuse.kernels.kernel import BEYOND_SDPA, GridValues, Kernel, beyond_masks_and_biases
 from attn_fuse.kernels.operands import within_exp2
 from attn_fuse.torch_internals import FakeTensorMode, sdpa_choice
 
@@ -274,8 +274,7 @@ CPU_FLASH = Kernel(
     dtypes=_HALF | {torch.float32, torch.float64},
     limits=cpu_limits,
     emit=functools.partial(emit, SDPBackend.FLASH_ATTENTION),
-    # At length 2048: 35 ms forward and 126 ms in training; Inductor takes 112 and 329 ms.
-    reach={"cpu": Reach(0.38, 0.37, skips="causal", launches=6, block=(256, 512))},
+    block=(256, 512),
     switch="flash",
     # In inference it also declines the grid's float16 cases with a bias or a fully masked row.
     declines={"always": BEYOND_SDPA | {"dropout": ("0.25",)}, "training": _ANY_BIAS},
@@ -288,8 +287,6 @@ CUDNN = _cuda(
     keeps_mean=False,
     name="cudnn",
     dtypes=_HALF,
-    # NVIDIA's cudnn-frontend benchmarks, H200, head_dim 128: 484-702 TFLOP/s forward, 370-612 backward, of 989 at most.
-    reach={"cuda": Reach(0.65, 0.54, skips="causal", launches=2, dropout=1.2)},
     # torch 2.11, modelscope/FunASR#3704.
     plan_seconds=(0.44, 0.55),
     switch="cudnn",
@@ -302,9 +299,7 @@ CUDA_FLASH = _cuda(
     takes_gqa=True,
     name="cuda_flash",
     dtypes=_HALF,
-    # FA2, H200: 300-370 TFLOP/s forward, 290-320 backward, about 0.65 of what sm_80 code can reach on these SMs. Where
-    # determinism is asked for, it takes a deterministic backward by itself.
-    reach={"cuda": Reach(0.65, 0.6, sm80=True, skips="causal", launches=2, dropout=1.2, splits=True)},
+    # Where determinism is asked for, it takes a deterministic backward by itself.
     switch="flash",
     declines={
         "always": BEYOND_SDPA
@@ -322,15 +317,6 @@ CUDA_EFFICIENT = _cuda(
     takes_gqa=False,
     name="cuda_efficient",
     dtypes=_HALF | {torch.float32},
-    # Older CUTLASS code for sm_80, about half as fast as FA2; a float32 product is always three TF32 products
-    # (OpMultiplyAddFastF32). A table's gradient goes through index_put_(accumulate=True), which sorts a key for each
-    # element.
-    reach={
-        "cuda": Reach(
-            0.35, 0.25, sm80=True, skips="causal", launches=2, dropout=1.2, summed=(0.0, 2e-9), splits32=1 << 16,
-            fixed32=True,
-        )
-    },
     switch="efficient",
     nondeterministic=lambda facts, only_warns: (
         "its backward is not deterministic while torch is only to warn" if only_warns else ""

@@ -15,7 +15,7 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -81,56 +81,61 @@ class Table:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A kernel's time over the time as written. how: its source, in words. is_estimate: not measured."""
+    """A kernel's time over the time as written.
+
+    how: its source, in words. seconds: about what a call of the program as written takes. is_estimate: whether all
+        measured rows are beyond REACH.
+    """
 
     ratio: float
     how: str
+    seconds: float
     is_estimate: bool = False
 
 
 def compare(
-    kernel: str,
-    case: Case,
-    device: Device,
-    torch: str,
-    known: Iterable[Table],
-    model: Callable[[Case], float] | None = None,
+    kernel: str, case: Case, device: Device, torch: str, known: Iterable[Table], beside: Iterable[str] = ()
 ) -> Comparison | None:
-    """The ratio of `kernel` on `case`, interpolated between measured rows; None where no row lies within REACH.
+    """The ratio of `kernel` on `case`, interpolated between measured rows; None where no row is comparable.
 
-    Where rows within reach are the user's own, of this device and minor version of torch, no others are used.
-    model: the cost model's ratio of a case. Half of the change of its logarithm from a row's case to `case` is added.
+    Where rows within REACH are the user's own, of this device and minor version of torch, no others are used.
+    beside: kernels that it is compared with. Rows that have the times of all of them are used alone where there are
+        any: a kernel that was also measured on other masks and biases would else seem as fast as it is on those.
     """
-    found = [
+    rows = [
         (distance(row.case, case, device.type) + sum(away), (*point_of(row.case, device.type), *away), row, table)
         for table in known
         if table.device.type == device.type
         for away in [_elsewhere(table, device, torch)]
         for row in table.rows
-        if kernel in row.times and AS_WRITTEN in row.times
+        if AS_WRITTEN in row.times and _same_units(row.case, case, device)
     ]
-    found = [near for near in found if near[0] <= REACH]
-    found = [near for near in found if _is_own(near[3], device, torch)] or found
-    if not found:
+    of_kernel = sorted((row for row in rows if kernel in row[2].times), key=lambda row: row[0])
+    if not of_kernel:
         return None
-
-    def believed(of: Case) -> float:
-        return 0.0 if model is None else _BELIEVED * math.log(model(of))
-
-    beyond = [math.log(row.times[kernel] / row.times[AS_WRITTEN]) - believed(row.case) for _, _, row, _ in found]
+    own = [row for row in of_kernel if row[0] <= REACH and _is_own(row[3], device, torch)]
+    wanted = {*beside} & {name for _, _, row, _ in own or rows for name in row.times}
+    found = [row for row in own or of_kernel if wanted <= row[2].times.keys()] or own or of_kernel
+    near = [row for row in found if row[0] <= REACH]
+    found = near if own or len(near) >= _ENOUGH else found
+    ratios = [math.log(row.times[kernel] / row.times[AS_WRITTEN]) for _, _, row, _ in found]
     here = (*point_of(case, device.type), 0.0, 0.0)
-    ratio = math.exp(believed(case) + expected(here, [point for _, point, _, _ in found], beyond))
-    _, _, row, table = min(found, key=lambda near: near[0])
-    return Comparison(ratio, f"by measurements {_where(table, device, torch)}, the nearest at {row.case}")
+    ratio = math.exp(expected(here, [point for _, point, _, _ in found], ratios))
+    _, _, row, table = found[0]
+    how = f"{'by' if near else 'estimated from'} measurements {_where(table, device, torch)}"
+    seconds = row.times[AS_WRITTEN] * 1e-6 * case.scores / row.case.scores
+    return Comparison(ratio, f"{how}, the nearest at {row.case}", seconds, not near)
 
 
-# Beyond this distance a row says nothing, and the cost model is the better guess.
+def _same_units(a: Case, b: Case, device: Device) -> bool:
+    # On a GPU other units multiply 16 bits than 32, and our kernels have other tiles.
+    return device.type != "cuda" or a.itemsize == b.itemsize
+
+
+# Beyond this distance what a row says is an estimate. Where fewer rows are nearer, all show the trend.
 REACH = 3.0
+_ENOUGH = 8
 _OTHER_DEVICE, _OTHER_TORCH = 0.3, 0.1
-# By the shipped CPU table this share is as likely as any. Between its rows the model is of little use; beyond them, at
-# lengths 1024 and 2048 from shorter ones, the picks take 1.2 times the best on average with a half, and 1.4 with a
-# quarter.
-_BELIEVED = 0.5
 
 
 def _elsewhere(table: Table, device: Device, torch: str) -> tuple[float, float]:

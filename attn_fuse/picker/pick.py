@@ -2,13 +2,15 @@
 
 The program as written is a candidate, too: it wins where no kernel is faster than what Inductor makes of it, unless the
 caller names kernels or asks for everything to be fused. A stopwatch measures times on the site itself; without one they
-are estimated from evidence, else from a cost model, whose estimates have to be better by a margin, and never displace a
-kernel that was measured and is faster than the program as written.
+come from evidence. Evidence about other attentions than this is an estimate, which has to be better by a margin, and
+never displaces a kernel that was measured and is faster than the program as written. Where there is no evidence at all,
+large attentions run on what torch itself would take.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -20,7 +22,8 @@ from attn_fuse.attention.facts import Facts
 from attn_fuse.errors import named
 from attn_fuse.kernels import KERNELS, switches
 from attn_fuse.kernels.kernel import Kernel
-from attn_fuse.picker import cost, evidence
+from attn_fuse.kernels.switches import float32_precision
+from attn_fuse.picker import evidence
 from attn_fuse.picker.case import Case, case_of
 from attn_fuse.picker.evidence import AS_WRITTEN, Comparison
 from attn_fuse.picker.timing import this_device
@@ -29,8 +32,16 @@ log = logging.getLogger("attn_fuse")
 
 WhyNot: TypeAlias = dict[str, tuple[str, ...]]
 
-# The cost model may be off by this factor, so a ratio that it estimates has to be below it.
+# An estimate may be off by this factor, so its ratio has to be below it.
 _DOUBT = 0.7
+# Without evidence, attentions of at least so many scores are fused; where positions hide all but so large a share of
+# them, on a kernel that skips what is hidden.
+_LARGE, _SPARSE = 1 << 20, 0.25
+# The number of calls that we assume for a shape, to spread over them what building a plan for it takes.
+_CALLS_OF_A_SHAPE = 100
+# Seconds of one thread. Where float32 products may be of bfloat16 numbers, as float32_matmul_precision("medium") has
+# it, torch calls oneDNN for each: measured with 256 windows of 49 keys.
+_ONEDNN_CALL = 2.4e-5
 
 
 @dataclass(frozen=True)
@@ -64,6 +75,7 @@ SelfCheck: TypeAlias = Callable[[Kernel, Kernel | None], Verdict]
 # A self-check takes time: it runs only where the estimate is below this share of the time to beat.
 _WORTH_CHECKING = 0.9
 _UNTRIED = "was not measured on such a device"
+_USUAL = "it is large, and nothing like it was measured"
 
 _FUSE_ALL_OR_MEASURE = (
     'options={"pick": "fused"} fuses it all the same; `python -m attn_fuse.bench calibrate` measures this device'
@@ -116,7 +128,7 @@ def pick(
 ) -> Choice:
     """The choice of a kernel for `attention`.
 
-    stopwatch: measures the site as written and on kernels; None to go by evidence and the cost model.
+    stopwatch: measures the site as written and on kernels; None to go by evidence.
     allowed: kernels by name, of which the first that can run it is chosen, faster or not; None for all.
     fuse_all: whether to choose the first kernel that can run it, faster or not.
     self_check: tests whether a kernel never measured on the device is right and fast there; None leaves such kernels
@@ -142,13 +154,16 @@ def pick(
         because = "the weights are also used outside the attention, so nothing is saved"
         return Choice(None, why_not | {k.name: (because,) for k in able}, because, advice=_KEEP_NO_WEIGHTS)
     case = case_of(attention, facts)
-    untried = [k for k in able if k.needs_evidence and _evidence(k, case, facts.device) is None]
+    judged = {k: _judged(k, case, facts, able) for k in able}
+    untried = [k for k in able if k.needs_evidence and ((found := judged[k]) is None or found.is_estimate)]
     why_not |= {k.name: (f"{_UNTRIED}, and is not tried unless it is asked for",) for k in untried}
-    able = [k for k in able if k not in untried]
-    choice, ratio = _among_measured(able, case, facts, stopwatch, why_not)
+    candidates = {k: found for k, found in judged.items() if k not in untried}
+    choice, ratio = _among_measured(candidates, case, stopwatch, why_not)
     if self_check is None:
         return choice
-    promises = {k: c.ratio for k in untried if (c := cost.estimated(k, case, facts.device)) is not None}
+    # Where there is much to gain we hope for the best from a kernel about which nothing is known.
+    hopes = untried if case.scores >= _LARGE else [k for k in untried if judged[k] is not None]
+    promises = {k: 0.0 if (found := judged[k]) is None else found.ratio for k in hopes}
     return _checked(choice, ratio, promises, self_check)
 
 
@@ -162,51 +177,66 @@ def _reasons(kernel: Kernel, attention: Attention, facts: Facts, set_so: switche
 
 
 def _among_measured(
-    able: Sequence[Kernel], case: Case, facts: Facts, stopwatch: Stopwatch | None, why_not: WhyNot
+    judged: Mapping[Kernel, Comparison | None], case: Case, stopwatch: Stopwatch | None, why_not: WhyNot
 ) -> tuple[Choice, float]:
-    """The choice among kernels that need no self-check, and its time over the time as written."""
-    times = stopwatch(case, able) if stopwatch is not None else None
+    """The choice among kernels that need no self-check, and its time over the time as written.
+
+    judged: the kernels, and what is known of each.
+    """
+    times = stopwatch(case, list(judged)) if stopwatch is not None else None
     if times is not None and not times.failed:
-        known = {k: Comparison(times.seconds[k.name] / times.seconds[AS_WRITTEN], "measured here on its own sizes")
-                 for k in able if k.name in times.seconds}  # fmt: skip
+        written = times.seconds[AS_WRITTEN]
+        measured = {k: Comparison(times.seconds[k.name] / written, "measured here on its own sizes", written)
+                    for k in judged if k.name in times.seconds}  # fmt: skip
         why_not |= {name: (reason,) for name, reason in times.why_not.items()}
-        return _fastest(known, why_not, "")
-    known = {k: found for k in able if (found := _judged(k, case, facts.device)) is not None}
-    known = {k: _with_more(k, found, case, facts) for k, found in known.items()}
-    why_not |= {k.name: ("neither measured nor estimated",) for k in able if k not in known}
-    return _fastest(known, why_not, f"; measuring here failed ({times.failed})" if times is not None else "")
+        return _fastest(measured, why_not, "")
+    note = f"; measuring here failed ({times.failed})" if times is not None else ""
+    known = {k: found for k, found in judged.items() if found is not None}
+    why_not |= {k.name: ("neither measured nor estimated",) for k in judged if k not in known}
+    if not known and (usual := _usual(list(judged), case)) is not None:
+        why_not.pop(usual.name)
+        return Choice(usual, why_not, f"{_USUAL}{note}"), 1.0
+    return _fastest(known, why_not, note)
 
 
-def _judged(kernel: Kernel, case: Case, device: torch.device) -> Comparison | None:
-    found = _evidence(kernel, case, device)
-    return found if found is not None else cost.estimated(kernel, case, device)
+def _usual(able: Sequence[Kernel], case: Case) -> Kernel | None:
+    """What torch itself would run a large attention on, or a kernel that skips most of it; None for a small one."""
+    if case.scores < _LARGE:
+        return None
+    sparse = [k for k in able if k.skips_hidden and case.visible <= _SPARSE]
+    return next(iter(sparse or (k for k in able if k.switch)), None)
 
 
-def _with_more(kernel: Kernel, found: Comparison, case: Case, facts: Facts) -> Comparison:
-    """`found`, the ratio of one fixed shape at full precision, with what changing shapes and settings add."""
+def _judged(kernel: Kernel, case: Case, facts: Facts, able: Sequence[Kernel]) -> Comparison | None:
+    """What evidence says of one fixed shape at full precision, with what changing shapes and settings add."""
+    here, names = this_device(facts.device), [k.name for k in able]
+    found = evidence.compare(kernel.name, case, here, torch.__version__, evidence.tables(), names)
+    if found is None:
+        return None
+    plans = sum(kernel.plan_seconds[: 1 + case.training]) / _CALLS_OF_A_SHAPE
     changing = bool(facts.symbolic & {"batch", "q_len", "kv_len"})
-    for more, what in (
-        (cost.plans(kernel, case, changing, facts.device), "a plan for each of the shapes that change"),
-        (cost.calls(kernel, case, facts.device), "what its products take at this float32_matmul_precision"),
+    for seconds, what in (
+        (plans if changing else 0.0, "a plan for each of the shapes that change"),
+        (_slow_products(kernel, case, facts.device), "what its products take at this float32_matmul_precision"),
     ):
-        if more:
-            found = replace(found, ratio=found.ratio + more, how=f"{found.how}, with {what}")
+        if seconds:
+            found = replace(found, ratio=found.ratio + seconds / found.seconds, how=f"{found.how}, with {what}")
     return found
 
 
-def _evidence(kernel: Kernel, case: Case, device: torch.device) -> Comparison | None:
-    def model(of: Case) -> float:
-        expected = cost.estimated(kernel, of, device)
-        return 1.0 if expected is None else expected.ratio
-
-    return evidence.compare(kernel.name, case, this_device(device), torch.__version__, evidence.tables(), model)
+def _slow_products(kernel: Kernel, case: Case, device: torch.device) -> float:
+    """Seconds that a slower library for the float32 products of blocks adds, where torch's settings choose it."""
+    if kernel.block is None or case.itemsize != 4 or device.type != "cpu" or float32_precision(device) != "bf16":
+        return 0.0
+    rows, keys = kernel.block
+    blocks = case.batch * case.heads * math.ceil(case.q_len / rows) * math.ceil(case.kv_len / keys)
+    return _ONEDNN_CALL / torch.get_num_threads() * blocks * (7 if case.training else 2)
 
 
 def _checked(choice: Choice, ratio: float, promises: Mapping[Kernel, float], self_check: SelfCheck) -> Choice:
     """`choice`, or in its place a kernel that promises more, passes its self-check and is faster by the clock.
 
-    ratio: the choice's time over the time as written. promises: that ratio of each kernel to be tried, by the cost
-        model.
+    ratio: the choice's time over the time as written. promises: that ratio of each kernel to be tried, by an estimate.
     """
     for kernel in sorted(promises, key=lambda k: promises[k]):
         replaced = choice.kernel.name if choice.kernel is not None else "the program as written"

@@ -3,7 +3,8 @@
 A case is a point, and the distance of two cases is the L1 distance of their points. Between points the logarithm of the
 ratio is interpolated by ordinary kriging, that is Gaussian process regression with an unknown mean (C. E. Rasmussen and
 C. K. I. Williams, Gaussian Processes for Machine Learning, 2006, chapter 2): rows near each other count for less than
-rows on all sides, and what a single row says is partly taken for noise.
+rows on all sides, and what a single row says is partly taken for noise. Beyond the rows a trend goes on: the more
+scores, the more a kernel gains.
 """
 
 from __future__ import annotations
@@ -34,17 +35,16 @@ _BIAS = {
 # On a GPU: of a table from a function of the scores, of positions from a constant bias, and of a bias for each batch
 # entry from a shared one. Assumed, as little as the min above: no device has rows of both yet.
 _TABLE, _POSITIONS, _BY_ENTRY = 0.2, 0.2, 0.2
-# And of float32 from 16 bits: out of reach, since other units multiply, and our kernels have other tiles.
-_HALF_ON_GPU = 4.0
 
 # From this many bytes on (the max of M_MMAP_THRESHOLD) glibc takes an allocation anew from the system, which clears it
 # page by page: scores just above cost the program as written half as much again as scores just below.
 _MAPPED, _MAPPED_FROM = 1.2, 1 << 25
 
-# The distance over which the correlation of two ratios falls to 1/e; the variance of a measurement over that of the
-# ratios. benchmarks/left_out.py leaves out each row in turn. (On 544 rows the picks take 1.008 times the best on
-# average; with the three nearest rows, weighted by their distance, 1.024.)
-_LENGTH, _NOISE = 4.0, 0.03
+# The distance over which the correlation of two ratios falls to 1/e; over the variance of the ratios that of a
+# measurement, and that of the trend's slope along the scores. benchmarks/left_out.py leaves out each row in turn, and
+# says what the picks at lengths from 1024 on take that go by shorter ones.
+_LENGTH, _NOISE, _TREND = 4.0, 0.03, 1.0
+_ALONG = 1
 
 
 @functools.cache
@@ -66,7 +66,7 @@ def point_of(case: Case, device_type: str) -> Point:
         _FUNCTION * case.function,
         _DROPOUT * case.dropout,
         _SINK * case.sink,
-        (_HALF_ON_GPU if on_gpu else _HALF) * (case.itemsize == 2),
+        _HALF * (case.itemsize == 2),
         _DOUBLE * (case.itemsize == 8),
         _MAPPED * (device_type == "cpu" and case.scores * case.itemsize >= _MAPPED_FROM),
         *_BIAS[case.bias],
@@ -87,12 +87,14 @@ def expected(point: Point, points: Sequence[Point], values: Sequence[float]) -> 
     known = torch.tensor(points, dtype=torch.float64, device="cpu")
     at = torch.tensor([point], dtype=torch.float64, device="cpu")
     found = torch.tensor(values, dtype=torch.float64, device="cpu")
-    covariance = _correlation(known, known) + _NOISE * torch.eye(len(points), dtype=torch.float64, device="cpu")
+    middle = known.mean(0)
+    known, at = known - middle, at - middle
+    covariance = _covariance(known, known) + _NOISE * torch.eye(len(points), dtype=torch.float64, device="cpu")
     both = torch.stack([found, torch.ones_like(found)], 1)
     solved, of_ones = torch.linalg.solve(covariance, both).unbind(1)
     mean = solved.sum() / of_ones.sum()
-    return float(mean + _correlation(at, known)[0] @ (solved - mean * of_ones))
+    return float(mean + _covariance(at, known)[0] @ (solved - mean * of_ones))
 
 
-def _correlation(a: Tensor, b: Tensor) -> Tensor:
-    return torch.exp(-torch.cdist(a, b, p=1.0) / _LENGTH)
+def _covariance(a: Tensor, b: Tensor) -> Tensor:
+    return torch.exp(-torch.cdist(a, b, p=1.0) / _LENGTH) + _TREND * torch.outer(a[:, _ALONG], b[:, _ALONG])

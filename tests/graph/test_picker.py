@@ -1,46 +1,42 @@
-"""What the picker goes by: evidence, then a cost model, torch's switches, and what a caller asks for by name."""
+"""What the picker goes by: evidence, what torch itself would take, and what a caller asks for by name."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attn_fuse
 from attn_fuse.backend import attn_fuse as backend
-from attn_fuse.kernels import KERNELS, switches
-from attn_fuse.kernels.switches import Switches, forbidden
-from attn_fuse.picker import cost, evidence
+from attn_fuse.kernels import KERNELS
+from attn_fuse.kernels.kernel import Kernel
+from attn_fuse.picker import evidence
+from attn_fuse.picker import pick as picker
 from attn_fuse.picker.case import Case, visible_share
 from attn_fuse.picker.evidence import AS_WRITTEN, REACH, Row, Table, compare
 from attn_fuse.picker.pick import Choice
 from attn_fuse.picker.regression import distance
 from attn_fuse.picker.timing import Device, this_device
 from attn_fuse.picker.workloads import reach_of
-from attn_fuse.report import collecting
 
 CPU = torch.device("cpu")
 HERE = this_device(CPU)
 ELSEWHERE = Device("cpu", "Another CPU", 64)
 VERSION = torch.__version__
-# The model was fitted to squares in fp32.
-FITTED = [
-    row for t in evidence.tables() if not t.own and t.device.type == "cpu" for row in t.rows
-    if row.case.dtype == "float32" and row.case.q_len > 1 and "cpu_flash" in row.times
-][::8]  # fmt: skip
 PLAIN = Case("float32", False, 1, 8, 1024, 1024, 64)
 CAUSAL = dataclasses.replace(PLAIN, mask="causal", visible=0.5)
 TINY = Case("float32", False, 1, 4, 6, 6, 8)
+# Beyond reach of both.
+FAR = Case("float64", True, 512, 64, 2048, 2048, 64, mask="documents", dropout=True)
+
+
+KERNEL = {kernel.name: kernel for kernel in KERNELS}
 
 
 def rows(ratios: dict[str, float], *cases: Case) -> tuple[Row, ...]:
@@ -244,20 +240,40 @@ class TestEvidence:
         found = self.ask("a", asked, table({"a": 0.9}, short), table({"a": 0.4}, long))
         assert found.ratio == pytest.approx(0.6, rel=1e-6)
 
-    def test_half_of_what_a_model_says_between_two_cases_is_believed(self) -> None:
-        short = dataclasses.replace(PLAIN, q_len=512, kv_len=512)
-        tables = [table({"a": 0.4}, PLAIN)]
-        moved = compare("a", short, HERE, VERSION, tables, model=lambda case: 1024 / case.q_len)
-        assert moved.ratio == pytest.approx(0.4 * 2**0.5) and not moved.is_estimate
-        assert compare("a", PLAIN, HERE, VERSION, tables, model=lambda case: 7.0).ratio == pytest.approx(0.4)
+    def test_beyond_the_rows_their_trend_goes_on(self) -> None:
+        lengths = (128, 256, 512, 1024)
+        rising = [table({"a": 2.0 - n / 4}, *self.squares(length)) for n, length in enumerate(lengths)]
+        last, beyond, far = (self.ask("a", *self.squares(n), *rising).ratio for n in (1024, 2048, 8192))
+        assert far < beyond < last
+        assert self.ask("a", *self.squares(64), *rising).ratio > self.ask("a", *self.squares(128), *rising).ratio
+
+    def squares(self, *lengths: int) -> list[Case]:
+        return [dataclasses.replace(PLAIN, q_len=n, kv_len=n) for n in lengths]
+
+    def test_kernels_are_compared_on_the_rows_of_both(self) -> None:
+        """That `a` gains much from a window, which `b` does not take, says nothing of the two without one."""
+        both = table({"a": 0.6, "b": 0.5}, *self.squares(512, 4096))
+        windows = [dataclasses.replace(case, mask="window", visible=0.1) for case in self.squares(768, 1024, 1536)]
+        tables = [both, table({"a": 0.05}, *windows)]
+        assert self.ask("a", PLAIN, *tables).ratio < 0.3
+        alike = compare("a", PLAIN, HERE, VERSION, tables, beside=["a", "b", "never measured"])
+        assert alike.ratio == pytest.approx(0.6)
+        assert compare("a", windows[1], HERE, VERSION, tables, beside=["a"]).ratio < 0.1
+
+    def test_it_says_about_how_long_the_program_as_written_takes(self) -> None:
+        twice = dataclasses.replace(PLAIN, batch=2)
+        assert self.ask("a", twice, table({"a": 0.5}, PLAIN)).seconds == pytest.approx(20e-6)
 
     def test_nothing_is_said_of_another_kernel_or_device(self) -> None:
         assert self.ask("b", PLAIN, table({"a": 0.25}, PLAIN)) is None
         assert self.ask("a", PLAIN, table({"a": 0.25}, PLAIN, device=Device("cuda", "A GPU"))) is None
 
-    def test_what_is_out_of_reach_says_nothing(self) -> None:
-        other = Case("bfloat16", True, 1, 8, 512, 512, 64, mask="documents", dropout=True)
-        assert distance(PLAIN, other, "cpu") > REACH and self.ask("a", PLAIN, table({"a": 0.25}, other)) is None
+    def test_what_is_out_of_reach_is_an_estimate(self) -> None:
+        assert distance(PLAIN, FAR, "cpu") > REACH
+        found = self.ask("a", PLAIN, table({"a": 0.25}, FAR))
+        assert found.is_estimate and found.how.startswith("estimated from measurements on a device of this name")
+        found = self.ask("a", PLAIN, table({"a": 0.25}, FAR), table({"a": 0.8}, CAUSAL))
+        assert not found.is_estimate and found.ratio == pytest.approx(0.8, rel=0.15)
 
     def test_own_rows_win_over_shipped_ones_that_are_nearer(self) -> None:
         near, off = table({"a": 0.2}, PLAIN), dataclasses.replace(PLAIN, q_len=256, kv_len=256)
@@ -312,41 +328,68 @@ class TestPick:
         known(table({"cpu_flash": 1.0031, "chunked": 2.0, "flex": 2.0}, TINY))
         assert "cpu_flash takes 1.003 of the time as written" in site_of(plain, Q).blocker.reason
 
-    def test_an_estimate_has_to_promise_more(self, known, monkeypatch) -> None:
-        known(table({"cpu_flash": 0.9, "flex": 2.0}, TINY))
-        promise = {}
-        monkeypatch.setattr(
-            cost, "estimated", lambda *_: evidence.Comparison(promise["ratio"], "estimated, not measured", True)
-        )
-        promise["ratio"] = 0.8
-        assert site_of(plain, Q).kernel == "cpu_flash"
-        promise["ratio"] = 0.1
-        assert site_of(plain, Q).kernel == "cpu_flash"  # between two kernels an estimate tells less than a measurement
-        known(table({"cpu_flash": 1.1, "flex": 2.0}, TINY))
-        promise["ratio"] = 0.5
+    def test_an_estimate_has_to_promise_more(self, known) -> None:
+        def estimated(ratio: float) -> Table:
+            return table({"chunked": ratio}, FAR)
+
+        faster, slower = (table({"cpu_flash": ratio, "flex": 2.0}, TINY) for ratio in (0.9, 1.1))
+        for ratio in (0.8, 0.1):
+            # Between two kernels an estimate tells less than a measurement.
+            known(faster, estimated(ratio))
+            assert site_of(plain, Q).kernel == "cpu_flash"
+        known(slower, estimated(0.5))
         site = site_of(plain, Q)
-        assert (
-            site.kernel == "chunked"
-            and site.attention["picked"] == "0.50 of the time as written, estimated, not measured"
-        )
-        known()
-        promise["ratio"] = 0.8
+        assert site.kernel == "chunked"
+        assert site.attention["picked"].startswith("0.50 of the time as written, estimated from measurements")
+        known(estimated(0.8))
         site = site_of(plain, Q)
         assert site.status == "as written"
         assert site.blocker.reason.startswith("no kernel is surely faster than the program as written: ")
-        assert site.blocker.reason.endswith("estimated, not measured, and an estimate has to promise 0.7")
+        assert site.blocker.reason.endswith(", and an estimate has to promise 0.7")
 
-    def test_without_any_measurement_the_cost_model_tells(self, known, monkeypatch) -> None:
-        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    def test_without_any_measurement_large_attentions_run_on_what_torch_would_take(self, known) -> None:
         known()
         site = site_of(capped, Q)
-        assert site.status == "as written" and "estimated, not measured" in site.blocker.reason
+        assert site.status == "as written" and site.blocker.reason.startswith("no kernel was measured")
         assert "takes no softcap" in str(site.why_not["cpu_flash"])
         for options in ({"pick": "fused"}, {"kernels": ["chunked"]}):
             assert site_of(capped, Q, **options).kernel == "chunked"
-        long = torch.zeros(1, 8, 4096, 64)
+        assert site_of(plain, Q).status == "as written"
+        long = torch.zeros(1, 8, 2048, 64)
         site = site_of(lambda q: (q @ q.mT).softmax(-1) @ q, long)
-        assert site.fused and "estimated, not measured" in site.attention["picked"]
+        assert (
+            site.kernel == "cpu_flash" and site.attention["picked"] == "it is large, and nothing like it was measured"
+        )
+        assert site_of(lambda q: torch.tanh(q @ q.mT).softmax(-1) @ q, long).status == "as written"
+
+    def test_without_any_measurement_a_window_is_skipped(self, known) -> None:
+        known()
+        long = torch.zeros(1, 8, 2048, 64)
+
+        def windowed(q: torch.Tensor) -> torch.Tensor:
+            i = torch.arange(2048)
+            far = (i[:, None] - i).abs() >= 64
+            return (q @ q.mT).masked_fill(far, float("-inf")).softmax(-1) @ q
+
+        assert site_of(windowed, long).kernel in ("flex", "chunked")
+
+    def test_many_short_rows_are_slow_where_products_may_be_of_bfloat16(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """float32_matmul_precision("medium") took Swin's 256 windows of 49 keys from 0.8 to 7 times as written."""
+        flash, chunked = KERNEL["cpu_flash"], KERNEL["chunked"]
+        windows = Case("float32", True, 256, 3, 49, 49, 16)
+        facts = SimpleNamespace(device=CPU, symbolic=frozenset())
+
+        def ratio(kernel: Kernel, case: Case) -> float:
+            found = picker._judged(kernel, case, facts, [kernel])
+            return found.ratio
+
+        cases = (windows, dataclasses.replace(windows, dtype="bfloat16"), dataclasses.replace(PLAIN, training=True))
+        before = [ratio(flash, case) for case in cases]
+        of_chunked = ratio(chunked, windows)
+        monkeypatch.setattr(picker, "float32_precision", lambda device: "bf16")
+        swin, halves, long = (ratio(flash, case) / old for case, old in zip(cases, before, strict=True))
+        assert swin > 2 and halves == 1 and ratio(chunked, windows) == of_chunked
+        assert long > 1 and swin - 1 > 10 * (long - 1)
 
     def test_weights_that_are_used(self, known) -> None:
         def both(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -366,157 +409,6 @@ class TestPick:
             assert site_of(capped, Q).status == "as written"
         with pytest.raises(attn_fuse.NotFusedError, match="cpu_flash: takes no softcap"):
             site_of(capped, Q, kernels=["cpu_flash"], strict=True)
-
-
-KERNEL = {kernel.name: kernel for kernel in KERNELS}
-
-
-class TestCost:
-    """The model ranks as the figures that were published do; its times may be off by two."""
-
-    def times(self, case: Case, here: cost.Peaks, device: str, *names: str) -> list[float]:
-        reaches = {kernel.name: kernel.reach.get(device) for kernel in KERNELS}
-        reaches[AS_WRITTEN] = cost.AS_WRITTEN_REACH[device]
-        return [cost.seconds(reaches[name], case, here) for name in names]
-
-    def test_cpu(self) -> None:
-        here = cost._cpu_peaks(2, "ieee")
-        for training, names in ((False, ("flex", "cpu_flash", AS_WRITTEN)), (True, ("cpu_flash", AS_WRITTEN))):
-            case = dataclasses.replace(CAUSAL, q_len=2048, kv_len=2048, training=training)
-            times = self.times(case, here, "cpu", *names)
-            assert times == sorted(times)
-        small = dataclasses.replace(CAUSAL, q_len=16, kv_len=16)
-        as_written, chunked = self.times(small, here, "cpu", AS_WRITTEN, "chunked")
-        assert as_written < chunked
-
-    @pytest.mark.parametrize("row", FITTED, ids=lambda row: str(row.case))
-    def test_near_the_shipped_table(self, row: Row) -> None:
-        here = cost._cpu_peaks(2, "ieee")
-        model, flash = self.times(row.case, here, "cpu", AS_WRITTEN, "cpu_flash")
-        assert abs(math.log2(flash / model) - math.log2(row.times["cpu_flash"] / row.times[AS_WRITTEN])) < 1.6
-
-    def test_many_short_rows_are_slow_where_products_may_be_of_bfloat16(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """float32_matmul_precision("medium") took Swin's 256 windows of 49 keys from 0.8 to 7 times as written."""
-        cpu, by_name = torch.device("cpu"), {kernel.name: kernel for kernel in KERNELS}
-        windows = dataclasses.replace(CAUSAL, batch=256, heads=3, kv_heads=3, q_len=49, kv_len=49, head_dim=16)
-        long = dataclasses.replace(CAUSAL, q_len=2048, kv_len=2048)
-        assert cost.calls(by_name["cpu_flash"], windows, cpu) == 0
-        monkeypatch.setattr(cost, "float32_precision", lambda device: "bf16")
-        assert cost.calls(by_name["cpu_flash"], windows, cpu) > 1 > 10 * cost.calls(by_name["cpu_flash"], long, cpu)
-        for name, case in (("chunked", windows), ("cpu_flash", dataclasses.replace(windows, dtype="bfloat16"))):
-            assert cost.calls(by_name[name], case, cpu) == 0
-
-    def test_hopper(self) -> None:
-        # An H200 as torch describes it: 132 SMs at 1.98 GHz, 4.8 TB/s.
-        cycles = 132 * 1.98e9
-        here = cost.Peaks(cycles * 4096, cycles * 256, cycles * 2048, 4.3e12, 14e12, 50e6, 4e-6)
-        case = Case("bfloat16", False, 4, 16, 4096, 4096, 128, mask="causal", visible=0.5)
-        names = ("cudnn", "triton_flash", "cuda_flash", "flex", "cuda_efficient", AS_WRITTEN)
-        times = self.times(case, here, "cuda", *names)
-        assert times == sorted(times)
-        flops = 4 * case.scores * case.visible * case.head_dim / times[0] / 1e12
-        assert 400 < flops < 800
-
-    def test_every_kernel_has_a_class_where_it_runs(self) -> None:
-        for kernel in KERNELS:
-            # Triton's interpreter is not there to be fast.
-            assert kernel.devices - ({"cpu"} if kernel.needs_evidence else set()) <= kernel.reach.keys(), kernel.name
-
-
-# Each is set on top of what was set before. The older way to ask raises once the newer was used to set it.
-PRECISIONS = """
-import torch
-import attn_fuse
-from attn_fuse.kernels.switches import float32_precision
-
-def plain(x):
-    return torch.softmax(x @ x.mT, -1) @ x
-
-def cuda_is(expected):
-    found = [float32_precision(torch.device(device)) for device in ("cuda", "cpu")]
-    assert found[0] == expected and found[1] in ("ieee", "tf32"), (found, expected)
-    torch._dynamo.reset()
-    options = {"inner_backend": "eager", "kernels": ["cpu_flash"], "strict": True}
-    got = torch.compile(plain, backend="attn_fuse", options=options)(x)
-    assert torch.allclose(got, plain(x), atol=1e-6)
-
-x = torch.randn(1, 2, 16, 8)
-cuda_is("ieee")
-torch.backends.fp32_precision = "tf32"
-cuda_is("tf32")
-torch.set_float32_matmul_precision("highest")
-cuda_is("ieee")
-torch.set_float32_matmul_precision("high")
-cuda_is("tf32")
-torch.backends.cuda.matmul.fp32_precision = "ieee"
-cuda_is("ieee")
-torch.backends.cuda.matmul.fp32_precision = "tf32"
-cuda_is("tf32")
-"""
-
-
-class TestSwitches:
-    @pytest.fixture(autouse=True)
-    def _facts(self) -> None:
-        self.facts = SimpleNamespace(training=True, bias_needs_grad=True)
-
-    def said(self, kernel: str, **on: bool) -> str:
-        return "; ".join(forbidden(KERNEL[kernel], self.facts, Switches(**on)))
-
-    def test_a_backend_of_sdpa_that_is_off(self) -> None:
-        assert "flash attention is switched off" in self.said("cuda_flash", flash=False)
-        assert "flash attention is switched off" in self.said("cpu_flash", flash=False)
-        assert "enable_mem_efficient_sdp" in self.said("cuda_efficient", efficient=False)
-        assert "enable_cudnn_sdp" in self.said("cudnn", cudnn=False)
-        assert not self.said("chunked", flash=False, efficient=False, cudnn=False)
-        assert not self.said("cuda_flash", math=False)
-
-    def test_deterministic_algorithms(self) -> None:
-        reason = "torch.use_deterministic_algorithms is on"
-        assert reason in self.said("cudnn", deterministic=True) and reason in self.said("flex", deterministic=True)
-        assert not self.said("cuda_efficient", deterministic=True)
-        assert reason in self.said("cuda_efficient", deterministic=True, warns_only=True)
-        assert not any(self.said(k, deterministic=True) for k in ("chunked", "cpu_flash", "cuda_flash", "triton_flash"))
-        self.facts.bias_needs_grad = False
-        assert not self.said("flex", deterministic=True) and reason in self.said("cudnn", deterministic=True)
-        self.facts.training = False
-        assert not self.said("cudnn", deterministic=True)
-
-    def test_they_are_read_from_torch(self) -> None:
-        assert switches.current().flash
-        with sdpa_kernel([SDPBackend.MATH]):
-            assert switches.current()[:4] == (False, False, True, False)
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        try:
-            assert switches.current()[4:] == (True, True)
-        finally:
-            torch.use_deterministic_algorithms(False)
-
-    def test_the_float32_precision_is_read_however_it_was_set(self) -> None:
-        """In a process of its own: torch's operator database, once imported, freezes these settings."""
-        done = subprocess.run([sys.executable, "-c", PRECISIONS], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-3000:]
-
-    def test_nothing_asks_for_it_the_older_way(self) -> None:
-        sources = [*Path(attn_fuse.__file__).parent.rglob("*.py")]
-        assert sources and not [p for p in sources if "get_float32_matmul_precision" in p.read_text()]
-
-    def test_a_compiled_program_notices(self) -> None:
-        torch._dynamo.reset()
-        options = {"inner_backend": "eager", "kernels": ["cpu_flash"]}
-        run = torch.compile(plain, backend=backend, options=options)
-        with collecting() as first:
-            expected = run(Q)
-        with collecting() as second, sdpa_kernel([SDPBackend.MATH]):
-            assert torch.allclose(run(Q), expected, atol=1e-6)
-        with collecting() as third:
-            run(Q)
-            with sdpa_kernel([SDPBackend.MATH]):
-                run(Q)
-        assert [len(graphs) for graphs in (first, second, third)] == [1, 1, 0], "each setting is compiled for once"
-        assert first[0].sites[0].fused
-        site = second[0].sites[0]
-        assert not site.fused and "switched off" in site.blocker.reason
 
 
 def test_a_kernel_that_cannot_be_called_leaves_the_reason_of_those_that_can() -> None:

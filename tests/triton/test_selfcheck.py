@@ -21,7 +21,6 @@ from torch import Tensor
 
 from attn_fuse import selfcheck_run
 from attn_fuse.backend import attn_fuse as backend
-from attn_fuse.kernels.kernel import Reach
 from attn_fuse.kernels.triton.flash.kernel import TRITON_FLASH
 from attn_fuse.picker import selfcheck
 from attn_fuse.picker.pick import Verdict
@@ -45,10 +44,10 @@ def test_in_a_process_that_interprets() -> None:
 
 @pytest.fixture
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """The folder of the verdicts; the kernel promises much."""
+    """The folder of the verdicts; each attention is large enough to try a kernel on."""
     monkeypatch.setenv("ATTN_FUSE_CACHE", str(tmp_path))
     monkeypatch.setattr(selfcheck, "_known", {})
-    monkeypatch.setitem(TRITON_FLASH.reach, "cpu", Reach(1e3, 1e3))
+    monkeypatch.setattr("attn_fuse.picker.pick._LARGE", 1)
     return tmp_path / "measured"
 
 
@@ -158,9 +157,9 @@ def test_it_is_not_tried_where_that_is_turned_off_or_promises_nothing(folder: Pa
     monkeypatch.setattr(selfcheck, "_run", lambda job: pytest.fail("tried"))
     program, inputs = hugging_face()
     assert site_of(program, inputs, try_unmeasured=False)[0].why_not[KERNEL] == (UNTRIED,)
-    monkeypatch.setitem(TRITON_FLASH.reach, "cpu", Reach(1e-3, 1e-3))
-    (said,) = site_of(program, inputs)[0].why_not[KERNEL]
-    assert said == "was not measured on such a device, and by an estimate is no faster than the program as written"
+    monkeypatch.undo()
+    monkeypatch.setattr(selfcheck, "_run", lambda job: pytest.fail("tried"))
+    assert site_of(program, inputs)[0].why_not[KERNEL] == (UNTRIED,)
 
 
 @interpreted
@@ -185,7 +184,7 @@ def test_what_keeps_it_from_being_checked(folder: Path, monkeypatch: Any) -> Non
 KEYS = """
 from tests.triton.test_selfcheck import *
 patch = pytest.MonkeyPatch()
-patch.setitem(TRITON_FLASH.reach, "cpu", Reach(1e3, 1e3))
+patch.setattr("attn_fuse.picker.pick._LARGE", 1)
 jobs = [job_of(*made(), patch) for made in (hugging_face, t5, dropping)]
 print(*(selfcheck._key(job) for job in jobs))
 """

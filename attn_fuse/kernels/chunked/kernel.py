@@ -17,7 +17,7 @@ from attn_fuse.attention.attention import Attention
 from attn_fuse.attention.facts import Facts
 from attn_fuse.kernels.centring import gains, restored
 from attn_fuse.kernels.chunked import op as chunked_op
-from attn_fuse.kernels.kernel import Kernel, Reach
+from attn_fuse.kernels.kernel import Kernel
 from attn_fuse.kernels.score.write import score_call
 
 if TYPE_CHECKING:
@@ -62,9 +62,5 @@ CHUNKED = Kernel(
     limits=limits,
     emit=emit,
     keeps_nan=True,
-    # The products as written; blocks pass through cache on a CPU. Launches: from the shipped rows with a single query.
-    reach={
-        "cuda": Reach(0.4, 0.4, passes=(10, 24), launches=10, per_block=40, splits=True),
-        "cpu": Reach(0.5, 0.5, passes=(6, 16), launches=90, per_block=20),
-    },
+    skips_hidden=True,
 )

@@ -35,7 +35,7 @@ from attn_fuse.kernels.flex.mods import (
     sink_part,
     with_exact_fills,
 )
-from attn_fuse.kernels.kernel import Kernel, Reach
+from attn_fuse.kernels.kernel import Kernel
 from attn_fuse.kernels.score.program import ScoreProgram
 from attn_fuse.kernels.score.write import score_call
 from attn_fuse.torch_internals import flex_attention, flex_differentiates_what_it_reads, flex_runs_on_cpu
@@ -213,15 +213,7 @@ FLEX = Kernel(
     limits=limits,
     emit=emit,
     templated=True,
-    # CUDA: 0.85-0.90 of FA2; gradients of a bias by atomics. Float32: tiles of 64 x 64 forward and of 16 x 16 backward,
-    # on tensor cores only where TF32 is allowed: a guess. CPU: 0.65-0.75 of flash's time with a causal mask, 0.7-1.3
-    # without.
-    reach={
-        "cuda": Reach(
-            0.56, 0.5, sm80=True, launches=3, splits=True, summed=(1e-10, 1e-9), forward32=0.3, backward32=0.06
-        ),
-        "cpu": Reach(0.5, 0.4, launches=25),
-    },
+    skips_hidden=True,
     nondeterministic=lambda facts, only_warns: (
         "it adds up the gradient of a bias by atomics" if facts.bias_needs_grad else ""
     ),

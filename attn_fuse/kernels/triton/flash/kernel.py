@@ -21,7 +21,7 @@ from attn_fuse.attention.facts import Facts
 from attn_fuse.emit.builder import tensor
 from attn_fuse.expression.nodes import TRUE, And, Expr, Gather, Input, Position, Score, distinct
 from attn_fuse.kernels.centring import gains, restored, sums_to_one
-from attn_fuse.kernels.kernel import Kernel, Reach
+from attn_fuse.kernels.kernel import Kernel
 from attn_fuse.kernels.score.apart import lookups_apart
 from attn_fuse.kernels.score.part import part_of
 from attn_fuse.kernels.score.program import ScoreProgram
@@ -146,7 +146,5 @@ TRITON_FLASH = Kernel(
     emit=emit,
     needs_evidence=True,
     keeps_nan=True,
-    # Triton's tutorial kernel reaches 0.6-0.7 of cuDNN. Dropout takes 1.3 to 1.6 times the instructions, counted on
-    # sm_90. Float32 products are three TF32 ones where a row fits the registers; these shares are guesses.
-    reach={"cuda": Reach(0.42, 0.33, launches=2, dropout=1.5, forward32=0.25, backward32=0.15, splits32=64)},
+    skips_hidden=True,
 )
