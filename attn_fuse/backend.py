@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,14 +14,13 @@ from attn_fuse.attention.picture import picture
 from attn_fuse.emit.check import Rewritten, without_disagreements
 from attn_fuse.emit.splice import emit
 from attn_fuse.errors import NotFusedError, named
-from attn_fuse.graph.breaks import Break, NotJoined, Part, break_after, cut_sites, joined, part_of, remembering
+from attn_fuse.graph.breaks import at_the_end
 from attn_fuse.graph.expand import expand
 from attn_fuse.graph.functionalize import functionalize
-from attn_fuse.graph.hidden import halves, may_hold_attention
+from attn_fuse.graph.hidden import may_hold_attention
 from attn_fuse.graph.kernel_calls import calls_in
-from attn_fuse.graph.location import locate
-from attn_fuse.graph.region import Site, find_sites
-from attn_fuse.graph.scopes import Scope, code_of, copied, scopes
+from attn_fuse.graph.region import find_sites
+from attn_fuse.graph.scopes import code_of, copied
 from attn_fuse.guard import guarded
 from attn_fuse.kernels import KERNELS
 from attn_fuse.lift.lift import lift
@@ -31,7 +30,7 @@ from attn_fuse.patterns.recognize import recognize
 from attn_fuse.picker.pick import Choice, pick
 from attn_fuse.picker.selfcheck import self_check_of
 from attn_fuse.picker.trial import stopwatch_of
-from attn_fuse.report import Blocker, GraphReport, Location, SiteReport, headline, log, record, relocated
+from attn_fuse.report import GraphReport, Location, SiteReport, headline, log, record, relocated
 from attn_fuse.site import Rewriter, Stages
 from attn_fuse.torch_internals import (
     RestartsDynamo,
@@ -41,7 +40,6 @@ from attn_fuse.torch_internals import (
     without_inductor_attention,
 )
 
-_MEND_BREAK = "move that line out of the attention, or write it so that Dynamo can trace it"
 _PATTERNS_OFF = "Inductor's own attention patterns were kept off this graph: they rewrite look-alikes wrongly"
 _FAILED = "this graph stays as written, since analysing it failed; report the failure, which the log holds in full"
 _TEMPLATED = frozenset(kernel.name for kernel in KERNELS if kernel.templated)
@@ -127,14 +125,13 @@ class Compiler:
 
         Raises NotFusedError under `strict` where a site is not fused.
         """
-        started, notes, looks = time.perf_counter(), self._notes(graph), may_hold_attention(graph)
+        started, looks = time.perf_counter(), may_hold_attention(graph)
         shown = looks or not self.options.compiles
         before = code_of(graph) if shown else ""
         # A checkpoint around this call must not count the tensors that the stages save, nor their operations.
         with saved_tensors_hooks_aside(), dispatch_modes_aside():
             found, called, failed = self._found(graph, inputs) if looks else (Rewritten(graph, [], ()), (), ())
-            part = _part_of(graph, inputs)
-            broken = () if part is None else self.broken(part)
+            broken, notes = self._broken(graph)
         # The inner backend may change the graph that it is given.
         fuses = any(site.fused for site in found.sites)
         if fuses:
@@ -161,8 +158,6 @@ class Compiler:
             log.warning("a graph is compiled as written, since compiling it with fused attention failed", exc_info=True)
             return replace(self, unfit=f"{_UNCOMPILED}: {named(problem)}").compiled(original, inputs)
         record(report)
-        if part is not None and part.ends is not None:
-            compiled = remembering(compiled, part)
         if not found.sites:
             return compiled
         again = replace(
@@ -188,40 +183,15 @@ class Compiler:
             log.warning("a graph stays as written, since analysing it failed", exc_info=True)
             return Rewritten(graph, [], ()), (), (f"{_FAILED}: {named(problem)}",)
 
-    def _notes(self, graph: GraphModule) -> tuple[str, ...]:
+    def _broken(self, graph: GraphModule) -> tuple[tuple[SiteReport, ...], tuple[str, ...]]:
+        """The attentions that a graph break leaves to Python, and the notes on the whole graph."""
         try:
-            ended = break_after(graph)
+            sites, notes = at_the_end(graph)
         except Exception:  # rule 5: what a report says must not break a model
             log.debug("the graph's break cannot be read", exc_info=True)
-            ended = None
-        cut = () if ended is None else (f"the graph breaks at {ended.location}: {ended.reason}",)
-        return (_PATTERNS_OFF, *cut) if self.options.inner_backend == "inductor" and self.options.compiles else cut
-
-    def broken(self, part: Part) -> tuple[SiteReport, ...]:
-        """The attentions that graph breaks before `part` cut in two, as far as the parts together prove one."""
-        ends = part.ends
-        if not part.reads and (ends is None or ends.resumed):
-            return ()
-        try:
-            if ends is not None and not ends.resumed:
-                cut_off = halves(next(scopes(part.graph)))
-                return tuple(_blocked_by(ends, SiteReport(locate(node), "refused")) for node in cut_off)
-            whole = joined(part)
-            sites = list(cut_sites(whole))
-            found = [
-                (report, cut) for site, cut in sites for report in self._as_if_whole(site, whole.graph, whole.inputs)
-            ]
-        except Exception as problem:  # rule 5: what a report says must not break a model
-            log.debug("the graphs beside a break are not looked into: %s", problem, exc_info=True)
-            return ()
-        return tuple(_blocked_by(cut, report) for report, cut in found if report.attention)
-
-    def _as_if_whole(self, site: Site, graph: GraphModule, inputs: Sequence[Any]) -> list[SiteReport]:
-        def only(scope: Scope, written: object) -> Iterator[Site]:
-            yield from [site] if not scope.path else []
-
-        stages = Stages(only, normalize, lift, recognize, _none("a graph break"), emit)
-        return Rewriter(graph, inputs, stages, lambda _: False).rewrite(self.options.seconds, time.perf_counter())
+            sites, notes = (), ()
+        off = self.options.inner_backend == "inductor" and self.options.compiles
+        return sites, (_PATTERNS_OFF, *notes) if off else notes
 
     def by_inner_backend(
         self, graph: GraphModule, inputs: Sequence[Any], backward_now: bool = False
@@ -239,24 +209,9 @@ class Compiler:
             return compile_with(self.options.inner_backend, self.options.mode, graph, inputs, inductor, backward_now)
 
 
-def _part_of(graph: GraphModule, inputs: Sequence[Any]) -> Part | None:
-    try:
-        return part_of(graph, inputs)
-    except NotJoined as problem:
-        log.debug("the graph is not joined with those beside its breaks: %s", problem)
-    except Exception:  # rule 5: what a report says must not break a model
-        log.debug("the graph is not joined with those beside its breaks", exc_info=True)
-    return None
-
-
 def _none(why: str) -> Callable[..., Choice]:
     """A picker that picks no kernel."""
     return lambda *_, **__: Choice(None, {}, why)
-
-
-def _blocked_by(cut: Break, report: SiteReport) -> SiteReport:
-    reason = f"the graph breaks inside it, at line {cut.location.line}: {cut.reason}"
-    return replace(report, blocker=Blocker(reason, "graph break", cut.location, cut.advice or _MEND_BREAK))
 
 
 def require_all_fused(sites: Sequence[SiteReport]) -> None:

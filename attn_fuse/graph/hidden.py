@@ -26,6 +26,7 @@ from attn_fuse.graph.names import (
     SIZE_QUERIES,
     SOFTMAX,
     called,
+    elements,
     is_exponential,
     is_others_function,
     op_name,
@@ -87,16 +88,23 @@ def why_hidden(node: Node) -> str:
     return _WHY.get(called(node), f"the scores pass through {called(node)}")
 
 
-def halves(scope: Scope) -> Iterator[Node]:
-    """The softmaxes of the product of two activations that the graph returns: the value may be met outside."""
+def cut_off(scope: Scope) -> Iterator[Node]:
+    """The softmaxes and products of two activations that leave the graph and may be half of an attention.
+
+    Neither a softmax nor a product reads them here, and no product takes them from a softmax.
+    """
     looking = _Looking(scope)
-    returned = {*scope.module.graph.output_node().all_input_nodes}
+    returned = [n for n in scope.module.graph.output_node().all_input_nodes if isinstance(value_of(n), torch.Tensor)]
     for node in scope.module.graph.nodes:
-        before = filter(is_product, looking.way(node, _sources)) if called(node) in SOFTMAX else ()
-        if any(map(looking.of_activations, before)):
-            below = looking.way(node, lambda n: n.users)
-            if returned.intersection(below) and not any(map(looking.is_factor, below[1:])):
-                yield node
+        if called(node) in SOFTMAX:
+            if not any(looking.of_activations(n) for n in looking.way(node, _sources) if is_product(n)):
+                continue
+        elif not is_product(node) or not looking.of_activations(node) or looking.is_behind_softmax(node):
+            continue
+        below = looking.way(node, lambda n: n.users)
+        leaves = any(n in below and _as_large(n, node) for n in returned)
+        if leaves and not any(looking.is_factor(n) or called(n) in SOFTMAX for n in below[1:]):
+            yield node
 
 
 def may_hold_attention(module: GraphModule) -> bool:
@@ -182,6 +190,10 @@ class _Looking:
         first, second = (node, other) if other in node.users else (other, node)
         return not is_opaque(second) or self.is_factor(second) or bool(_shapes(first) & _shapes(second))
 
+    def is_behind_softmax(self, node: Node) -> bool:
+        above = filter(called, self.way(node, _sources)[1:])
+        return any(called(n) in SOFTMAX or is_exponential(n) for n in above)
+
     def is_between(self, node: Node) -> bool:
         return (op_name(node) in BETWEEN and op_name(node) not in SIZE_QUERIES) or is_opaque(node)
 
@@ -217,6 +229,10 @@ def _sources(node: Node) -> list[Node]:
 def _shapes(node: Node) -> set[tuple[str, ...]]:
     # As text: a comparison of symbols would become a guard.
     return {tuple(map(str, tensor.shape)) for tensor in tensors_of(value_of(node))}
+
+
+def _as_large(one: Node, other: Node) -> bool:
+    return [*map(elements, tensors_of(value_of(one)))] == [*map(elements, tensors_of(value_of(other)))]
 
 
 def _holds_softmax(body: GraphModule) -> bool:

@@ -1,9 +1,10 @@
-"""Graph breaks: one inside an attention is reported at its line and fails `strict`, and no other does."""
+"""Graph breaks: a note names the break, and the scores or weights that leave the graph there."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,7 @@ from torch import Tensor, nn
 
 import attn_fuse
 from attn_fuse.errors import NotFusedError
-from attn_fuse.graph import breaks
-from attn_fuse.report import SiteReport, collecting
+from attn_fuse.report import GraphReport, collecting
 
 
 def operands(length: int = 8) -> list[Tensor]:
@@ -63,13 +63,21 @@ def in_the_exponential(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (scores / scores.sum(-1, keepdim=True)) @ v
 
 
+def of_joined_heads_masked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = torch.bmm(q[0], k[0].mT)[None].masked_fill(torch.ones(8, 8).tril() == 0, -1e9)
+    print("x")
+    return scores.softmax(-1) @ v
+
+
+# By program: what leaves the graph at the break, the line that made it, and the line of the break.
 BROKEN = {
-    after_the_product: 'print("x")',
-    after_the_softmax: 'print("x")',
-    after_both: 'print("x")',
-    where_the_data_decides: "if scores.max() > -1e9:",
-    in_place: 'print("x")',
-    in_the_exponential: 'print("x")',
+    after_the_product: ("scores", "scores = q @", 'print("x")'),
+    after_the_softmax: ("weights", "weights = (q @", 'print("x")'),
+    after_both: ("scores", "scores = q @", 'print("x")'),
+    where_the_data_decides: ("scores", "scores = torch.einsum", "if scores.max() > -1e9:"),
+    in_place: ("scores", "scores = q @", 'print("x")'),
+    in_the_exponential: ("scores", "scores = (q @", 'print("x")'),
+    of_joined_heads_masked: ("scores", "scores = torch.bmm", 'print("x")'),
 }
 
 
@@ -95,12 +103,6 @@ class Layer(nn.Module):
         return x + self.mlp(x).relu()
 
 
-def mask_from_before_the_break(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    bias = torch.tanh(q.mean(1)[0] @ k.mean(1)[0].T)
-    print("x")
-    return (q @ k.transpose(-2, -1) / 4 + bias).softmax(-1) @ v
-
-
 def scores_kept_for_later(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     scores = q @ k.transpose(-2, -1) / 4
     out = scores.softmax(-1) @ v
@@ -108,57 +110,68 @@ def scores_kept_for_later(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return out + scores.mean()
 
 
-def probabilities(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    logits = q @ k.transpose(-2, -1)
+def weights_kept_for_later(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights = (q @ k.transpose(-2, -1) / 4).softmax(-1)
+    out = weights @ v
     print("x")
-    return logits.softmax(-1).argmax(-1)
+    return out + weights.mean()
 
 
-def another_axis(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    scores = q @ k.transpose(-2, -1)
+def written_out(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights = (q @ k.transpose(-2, -1) / 4).exp()
+    out = (weights / weights.sum(-1, keepdim=True)) @ v
     print("x")
-    return scores.softmax(1) @ v
+    return out + 1
 
 
-def unrelated(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def a_number(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     product = (q @ k.transpose(-2, -1)).mean()
     print("x")
     return (q * product).softmax(-1) @ v.transpose(-2, -1)
 
 
-WHOLE = (mask_from_before_the_break, scores_kept_for_later, probabilities, another_axis, unrelated)
+def classes(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    chosen = q.softmax(-1)
+    print("x")
+    return chosen * v
 
 
-def compiled_sites(model: Callable[..., Any], *inputs: Any, backward: bool = False, **options: Any) -> list[SiteReport]:
+WHOLE = (scores_kept_for_later, weights_kept_for_later, written_out, a_number, classes)
+
+
+def compiled_reports(
+    model: Callable[..., Any], *inputs: Any, backward: bool = False, **options: Any
+) -> list[GraphReport]:
     torch._dynamo.reset()
     with collecting() as reports:
         out = torch.compile(model, backend="attn_fuse", options={"inner_backend": "eager", **options})(*inputs)
         if backward:
             out.sum().backward()
-    return [site for report in reports for site in report.sites]
+    return reports
 
 
-def broken(sites: list[SiteReport]) -> list[SiteReport]:
-    return [site for site in sites if site.blocker is not None and site.blocker.op == "graph break"]
+def notes_of(reports: list[GraphReport]) -> list[str]:
+    return [note for report in reports for note in report.notes]
 
 
 @pytest.mark.parametrize("attention", BROKEN, ids=lambda f: f.__name__)
-def test_a_broken_attention_is_reported_at_the_break(attention: Callable[..., Tensor]) -> None:
-    (site,) = compiled_sites(attention, *operands())
-    assert site.status == "as written"
-    assert site.attention["heads"] == "4"
-    assert site.blocker is not None and site.blocker.location is not None
-    assert "the graph breaks inside it, at line " in site.blocker.reason
+def test_what_leaves_the_graph_is_noted_at_the_break(attention: Callable[..., Tensor]) -> None:
+    reports = compiled_reports(attention, *operands(), strict=True)
+    what, made, broken = BROKEN[attention]
     lines, first = inspect.getsourcelines(attention)
-    broken_at = lines[site.blocker.location.line - first].strip()
-    assert broken_at == site.blocker.location.code == BROKEN[attention]
-    assert any(said in lines[site.location.line - first] for said in ("softmax", "exp"))
+    (at,) = [n for n, line in enumerate(lines, first) if line.strip().startswith(broken)]
+    (made_at,) = [n for n, line in enumerate(lines, first) if line.strip().startswith(made)]
+    noted = [note for note in notes_of(reports) if "leaves the graph" in note]
+    assert len(noted) == 1 and f"test_breaks.py:{at}: " in noted[0].partition(". ")[0]
+    assert f"The result of {Path(__file__).relative_to(Path.cwd())}:{made_at} leaves the graph there" in noted[0]
+    assert f"an attention with these {what} stays as written. To fuse it, " in noted[0]
+    assert not any(report.sites for report in reports)
 
 
 def test_dynamos_reason_is_named() -> None:
-    (site,) = compiled_sites(after_the_product, *operands())
-    assert site.blocker is not None
-    assert "Failed to trace builtin operator" in site.blocker.reason and "`print`" in site.blocker.reason
+    (note,) = notes_of(compiled_reports(after_the_product, *operands()))
+    assert "Failed to trace builtin operator" in note and "`print`" in note
+    assert note.endswith("To fuse it, move that line out of the attention, or write it so that Dynamo can trace it")
 
 
 def a_check_of_the_data(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -173,9 +186,9 @@ def a_check_of_the_data(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     [(where_the_data_decides, "if scores.max() > -1e9:"), (a_check_of_the_data, "if torch.isnan(scores).any():")],
 )
 def test_a_branch_on_data_is_said_in_words(attention: Callable[..., Tensor], line: str) -> None:
-    (site,) = compiled_sites(attention, *operands())
-    assert site.blocker is not None and "torch.where" in site.blocker.advice
-    assert f": the program branches on the data here: `{line}" in site.blocker.reason
+    (note,) = notes_of(compiled_reports(attention, *operands()))
+    assert f": the program branches on the data here: `{line}" in note
+    assert "To fuse it, compute both cases and choose by torch.where" in note
 
 
 def keeps_the_gradient_of_the_weights(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -197,19 +210,15 @@ class KeepsTheGradientOfItsClasses(nn.Module):
 
 def test_a_break_that_dynamo_does_not_resume_from_is_said_in_words() -> None:
     inputs = [t.requires_grad_() for t in operands()]
-    (site,) = compiled_sites(keeps_the_gradient_of_the_weights, *inputs)
+    (site,) = [s for report in compiled_reports(keeps_the_gradient_of_the_weights, *inputs) for s in report.sites]
     assert site.status == "refused" and site.blocker is not None
     assert site.blocker.reason.endswith(
         "Dynamo runs the rest of the function as written, from here on: `weights.retain_grad()`"
     )
     with pytest.raises(NotFusedError, match="retain_grad"):
-        compiled_sites(keeps_the_gradient_of_the_weights, *inputs, strict=True)
-    assert not compiled_sites(KeepsTheGradientOfItsClasses(), operands()[0], strict=True)
-
-
-def test_strict_raises_for_a_broken_attention() -> None:
-    with pytest.raises(NotFusedError, match=r"1 of 1 attentions not fused: .*the graph breaks inside it, at line "):
-        compiled_sites(after_the_product, *operands(), strict=True)
+        compiled_reports(keeps_the_gradient_of_the_weights, *inputs, strict=True)
+    reports = compiled_reports(KeepsTheGradientOfItsClasses(), operands()[0], strict=True)
+    assert not any(report.sites for report in reports)
 
 
 @pytest.mark.parametrize("attention", [*BROKEN, *WHOLE], ids=lambda f: f.__name__)
@@ -225,20 +234,26 @@ def test_it_computes_what_it_did(attention: Callable[..., Tensor]) -> None:
 
 
 @pytest.mark.parametrize("attention", WHOLE, ids=lambda f: f.__name__)
-def test_no_other_break_is_blamed(attention: Callable[..., Tensor]) -> None:
-    assert not broken(compiled_sites(attention, *operands()))
+def test_nothing_else_is_said_to_leave(attention: Callable[..., Tensor]) -> None:
+    (note, *others) = notes_of(compiled_reports(attention, *operands()))
+    assert note.startswith("the graph breaks at ") and "Failed to trace builtin operator" in note
+    assert not any("leaves the graph" in said for said in (note, *others))
 
 
 def test_breaks_around_attentions_pass_strict() -> None:
     model = nn.Sequential(*(Layer(broken=False) for _ in range(3)))
-    sites = compiled_sites(model, torch.randn(2, 8, 32), backward=True, strict=True, pick="fused")
-    assert [site.status for site in sites] == ["fused"]  # the layers run the same code
+    reports = compiled_reports(model, torch.randn(2, 8, 32), backward=True, strict=True, pick="fused")
+    # The layers run the same code.
+    assert [site.status for report in reports for site in report.sites] == ["fused"]
+    assert not any("leaves the graph" in note for note in notes_of(reports))
 
 
 def test_a_break_in_every_layer() -> None:
     model = nn.Sequential(*(Layer(broken=True) for _ in range(3)))
-    sites = compiled_sites(model, torch.randn(2, 8, 32), backward=True)
-    assert sites and broken(sites) == sites
+    reports = compiled_reports(model, torch.randn(2, 8, 32), backward=True)
+    # The first layer's input needs no gradient, so its code is compiled twice.
+    (note,) = {note for note in notes_of(reports) if "leaves the graph" in note}
+    assert "with these scores stays as written" in note
 
 
 def test_sizes_that_change() -> None:
@@ -248,31 +263,20 @@ def test_sizes_that_change() -> None:
         for length in (8, 9):
             q, k, v = operands(length)
             torch.testing.assert_close(compiled(q, k, v), after_the_product(q, k, v))
-    assert [site.blocker.op for report in reports for site in report.sites if site.blocker] == ["graph break"]
+    assert sum("with these scores stays as written" in note for note in notes_of(reports)) == 1
 
 
-def test_explain_counts_it() -> None:
+def test_explain_prints_it() -> None:
     explanation = attn_fuse.explain(after_the_product, *operands())
-    assert explanation.left_as_written == 1
-    assert "the graph breaks inside it" in str(explanation)
+    assert not explanation.sites and "an attention with these scores stays as written" in str(explanation)
 
 
-@pytest.mark.parametrize("model", [probabilities, scores_kept_for_later], ids=lambda f: f.__name__)
-def test_a_break_that_cuts_no_attention_is_noted(model: Callable[..., Tensor]) -> None:
-    text = str(attn_fuse.explain(model, *operands()))
-    assert "note: the graph breaks at " in text and "Failed to trace builtin operator" in text
-
-
-def test_an_unexpected_error_costs_the_report_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unexpected_error_costs_the_note_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         raise RuntimeError("boom")
 
-    monkeypatch.setattr("attn_fuse.backend.joined", fails)
-    assert not compiled_sites(after_the_product, *operands(), strict=True)
-    monkeypatch.setattr("attn_fuse.backend.part_of", fails)
-    assert not compiled_sites(after_the_product, *operands(), strict=True)
-    monkeypatch.setattr("attn_fuse.backend.break_after", fails)
-    assert not compiled_sites(after_the_product, *operands(), strict=True)
+    monkeypatch.setattr("attn_fuse.backend.at_the_end", fails)
+    assert not notes_of(compiled_reports(after_the_product, *operands(), strict=True))
 
 
 def each_head_prints(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -366,21 +370,3 @@ def test_a_function_of_torch_without_attention_is_not_named() -> None:
 def test_own_code_within_torchs_is_compiled() -> None:
     found = attn_fuse.explain(nn.Sequential(nn.Identity(), PrintsWithin()), torch.randn(1, 6, 8))
     assert not found.not_compiled and len(found.sites) == 1
-
-
-def test_only_the_first_calls_before_a_break_note_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Noted(dict[int, Any]):
-        count = 0
-
-        def __setitem__(self, key: int, value: Any) -> None:
-            self.count += 1
-            super().__setitem__(key, value)
-
-    noted = Noted()
-    monkeypatch.setattr(breaks, "_returned", noted)
-    compiled = torch.compile(after_the_product, backend="attn_fuse", options={"inner_backend": "eager"})
-    counts = []
-    for _ in range(breaks._CALLS_NOTED + 2):
-        compiled(*operands())
-        counts.append(noted.count)
-    assert counts[0] > 0 and counts[-3] > counts[0] and counts[-1] == counts[-2] == counts[-3]

@@ -199,10 +199,13 @@ def weights_kept(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return weights @ v, weights
 
 
+LEARNED = torch.ones((), requires_grad=True)
+
+
 def broken(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    scores = q @ k.mT
-    print("x")
-    return scores.softmax(-1) @ v
+    weights = (q @ k.mT * LEARNED).softmax(-1)
+    weights.retain_grad()
+    return weights @ v
 
 
 @pytest.mark.parametrize(
