@@ -23,8 +23,9 @@ from attn_fuse.expression import nodes as ex
 from attn_fuse.expression import simplify as al
 from attn_fuse.expression.functions import COMPARISONS, FUNCTIONS
 from attn_fuse.expression.nodes import Expr
-from attn_fuse.graph.names import value_of
+from attn_fuse.graph.names import is_tensor, value_of
 from attn_fuse.graph.region import Region
+from attn_fuse.graph.trace import call, locate_at
 from attn_fuse.torch_internals import (
     CLAMP_BY_A_TENSOR_SPLITS,
     FakeTensorMode,
@@ -59,14 +60,8 @@ class Builder:
         self.made.append(made)
         fake_args, fake_kwargs = torch.fx.map_arg((args, kwargs), value_of)
         with on_fake_tensors(self._mode):
-            made.meta["example_value"] = (
-                getattr(fake_args[0], target)(*fake_args[1:], **fake_kwargs)
-                if isinstance(target, str)
-                else target(*fake_args, **fake_kwargs)
-            )
-        for name in ("stack_trace", "nn_module_stack", "source_fn_stack"):
-            if name in self._region.output.meta:
-                made.meta[name] = self._region.output.meta[name]
+            made.meta["example_value"] = call(made, fake_args, fake_kwargs)
+        locate_at(made, self._region.output)
         return made
 
     def node_once(self, target: Callable[..., Any], *args: Any) -> Node:
@@ -103,7 +98,7 @@ class Builder:
                 return self._lookup(leaf, [self._as_positions(i, axes) for i in index])
             case ex.Cast(dtype, inner):
                 node = self.tensor_of(inner, axes)
-                return self.node("to", node, dtype) if isinstance(node, Node) and _is_tensor(node) else node
+                return self.node("to", node, dtype) if isinstance(node, Node) and is_tensor(node) else node
             case ex.Index(value):
                 return self._positions(value, axes)
             case ex.NonNegative(value):
@@ -173,7 +168,7 @@ class Builder:
         return self.node(function, left, right)
 
     def _as_tensor(self, value: Any) -> Node:
-        if isinstance(value, Node) and _is_tensor(value):
+        if isinstance(value, Node) and is_tensor(value):
             return value
         return self.node(torch.full, [], value, dtype=self.dtype_of_number(value), device=self.facts.device)
 
@@ -199,7 +194,7 @@ class Builder:
         return self._as_fraction(a, b), self._as_fraction(b, a)
 
     def _as_fraction(self, x: Any, other: Any) -> Any:
-        is_whole = isinstance(x, Node) and _is_tensor(x) and not tensor(x).is_floating_point()
+        is_whole = isinstance(x, Node) and is_tensor(x) and not tensor(x).is_floating_point()
         return self.node("to", x, self._wide) if is_whole and isinstance(other, float) else x
 
     @property
@@ -241,7 +236,7 @@ class Builder:
         values = [self._position(part, axes) for part in parts]
         if function in (torch.add, torch.mul):
             # A tensor first: torch takes the number second.
-            values.sort(key=lambda v: not (isinstance(v, Node) and _is_tensor(v)))
+            values.sort(key=lambda v: not (isinstance(v, Node) and is_tensor(v)))
         total = values[0]
         for value in values[1:]:
             total = self.node(function, total, value)
@@ -445,10 +440,6 @@ def tensor(node: Node) -> torch.Tensor:
 def shape(node: Node) -> list[sympy.Expr]:
     """The sizes of the tensor that `node` gives."""
     return [size_expr(size) for size in tensor(node).shape]
-
-
-def _is_tensor(node: Node) -> bool:
-    return isinstance(value_of(node), torch.Tensor)
 
 
 def size_expr(size: Any) -> sympy.Expr:

@@ -18,13 +18,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.fx.traceback
 from torch.fx import GraphModule, Node, map_arg
-from torch.utils import _pytree as pytree
 
 from attn_fuse.graph.encoder_layer import encoder_layer
 from attn_fuse.graph.functionalize import make_functional
-from attn_fuse.graph.memory import call, may_write, with_gradient
+from attn_fuse.graph.memory import may_write
 from attn_fuse.graph.modes import Mode, autocast_of
 from attn_fuse.graph.names import (
     CALLS,
@@ -35,27 +33,34 @@ from attn_fuse.graph.names import (
     called,
     is_others_function,
     op_name,
-    requires_grad,
     storages,
     tensors_of,
     value_of,
 )
 from attn_fuse.graph.scopes import Scope, StillWritten, scopes
+from attn_fuse.graph.trace import (
+    call,
+    constant,
+    fake_mode,
+    fresh,
+    made_for,
+    origin_of,
+    put_back,
+    traced,
+    with_gradient,
+)
 from attn_fuse.report import log
 from attn_fuse.torch_internals import (
-    FakeTensor,
     FakeTensorMode,
     decompositions,
     functorch_levels_kept,
     innermost,
-    make_fx,
     on_fake_tensors,
     plain_gradients,
 )
 
 # Calls whose insides no trace shows, since they are one operator, and what computes the same.
 _OPERATORS = {"_transformer_encoder_layer_fwd": encoder_layer}
-_ORIGIN = "attn_fuse_origin"
 _OPENS, _CLOSES = "_vmap_increment_nesting", "_vmap_decrement_nesting"
 
 
@@ -150,12 +155,12 @@ def _write_out(module: GraphModule, stretch: Sequence[Node], now: Mode) -> set[i
     inside = set(stretch)
     inputs = list(dict.fromkeys(a for node in stretch for a in node.all_input_nodes if a not in inside))
     results = [node for node in stretch if any(user not in inside for user in node.users)]
-    mode = next(m for n in inputs if (m := getattr(value_of(n), "fake_mode", None)) is not None)
+    mode = fake_mode(inputs)
 
     def run(*values: Any) -> Any:
         env: dict[Node, Any] = dict(zip(inputs, values, strict=True))
         for node in stretch:
-            with torch.fx.traceback.annotate({_ORIGIN: node.name}):
+            with made_for(node):
                 args, kwargs = map_arg((node.args, node.kwargs), env.__getitem__)
                 by_hand = _OPERATORS.get(called(node))
                 env[node] = call(node, args, kwargs) if by_hand is None else by_hand(*args, **kwargs)
@@ -166,24 +171,19 @@ def _write_out(module: GraphModule, stretch: Sequence[Node], now: Mode) -> set[i
     # A pre-dispatch trace keeps dropout and SDPA whole, but records the inside of a vmap as constants.
     values = [value_of(n) for n in inputs]
     if is_others_function(stretch[0]):
-        traced = _traced_with_gradients(run, values, mode, now)
+        trace = _traced_with_gradients(run, values, mode, now)
     else:
-        traced = _traced(run, values, mode, pre_dispatch=op_name(stretch[0]) in CALLS)
-    env: dict[Node, Any] = dict(zip((n for n in traced.graph.nodes if n.op == "placeholder"), inputs, strict=True))
+        trace = _traced(run, values, mode, pre_dispatch=op_name(stretch[0]) in CALLS)
+    env: dict[Node, Any] = dict(zip((n for n in trace.graph.nodes if n.op == "placeholder"), inputs, strict=True))
     by_name = {node.name: node for node in stretch}
-    with module.graph.inserting_before(stretch[0]):
-        for node in traced.graph.nodes:
-            if node.op == "get_attr":
-                env[node] = _attribute(module, traced, node, mode)
-            elif node.op == "call_function":
-                env[node] = module.graph.node_copy(node, env.__getitem__)
-                env[node].meta = {"example_value": _described(env[node], node.meta["val"], now.grad)}
-                origin = by_name.get(node.meta.get("custom", {}).get(_ORIGIN), stretch[0])
-                for name in ("stack_trace", "nn_module_stack", "source_fn_stack"):
-                    if name in origin.meta:
-                        env[node].meta[name] = origin.meta[name]
-    (made,) = traced.graph.output_node().args
+    (made,) = trace.graph.output_node().args
     try:
+        with module.graph.inserting_before(stretch[0]):
+            for node in trace.graph.nodes:
+                if node.op == "get_attr":
+                    env[node] = constant(module, trace, node, mode)
+                elif node.op == "call_function":
+                    put_back(module.graph, node, env, by_name.get(origin_of(node), stretch[0]), now.grad)
         new = [map_arg(value, env.__getitem__) for value in made]
         pairs = [pair for node, value in zip(results, new, strict=True) for pair in _pairs(node, value)]
         for old, value in pairs:
@@ -211,18 +211,12 @@ def _write_out(module: GraphModule, stretch: Sequence[Node], now: Mode) -> set[i
     return written
 
 
-def _described(made: Node, value: Any, has_gradient: bool) -> Any:
-    """The fake `value` of `made`, which was traced without gradients, with the requires_grad of the program."""
-    wants = has_gradient and op_name(made) != "detach" and any(map(requires_grad, made.all_input_nodes))
-    return pytree.tree_map_only(torch.Tensor, with_gradient, value) if wants else value
-
-
 def _traced(run: Any, values: Sequence[Any], mode: FakeTensorMode, pre_dispatch: bool) -> GraphModule:
-    with on_fake_tensors(mode), torch.no_grad(), functorch_levels_kept(), torch.fx.traceback.preserve_node_meta():
-        fresh = list(map(_fresh, values))
-        traced = make_fx(run, decompositions([torch.ops.aten.baddbmm]), pre_dispatch=pre_dispatch)(*fresh)
-    traced.graph.eliminate_dead_code()
-    return traced
+    table = decompositions([torch.ops.aten.baddbmm])
+    with on_fake_tensors(mode), torch.no_grad(), functorch_levels_kept():
+        trace = traced(run, [*map(fresh, values)], table, pre_dispatch)
+    trace.graph.eliminate_dead_code()
+    return trace
 
 
 def _traced_with_gradients(run: Any, values: Sequence[Any], mode: FakeTensorMode, now: Mode) -> GraphModule:
@@ -232,50 +226,27 @@ def _traced_with_gradients(run: Any, values: Sequence[Any], mode: FakeTensorMode
         torch.set_grad_enabled(now.grad),
         autocast_of(now),
         functorch_levels_kept(),
-        torch.fx.traceback.preserve_node_meta(),
     ):
         given = [
-            with_gradient(_fresh(v)) if isinstance(v, torch.Tensor) and v.requires_grad else _fresh(v) for v in values
+            with_gradient(fresh(v)) if isinstance(v, torch.Tensor) and v.requires_grad else fresh(v) for v in values
         ]
         with plain_gradients() as all_plain:
-            traced = make_fx(lambda *args: all_plain(run(*args)), pre_dispatch=True)(*given)
-    for node in traced.graph.nodes:
+            trace = traced(lambda *args: all_plain(run(*args)), given, pre_dispatch=True)
+    for node in trace.graph.nodes:
         if node.op == "call_function" and _is_mode_or_opaque(node):
             raise TypeError(f"it calls {op_name(node)}")
-    for node in traced.graph.find_nodes(op="call_function", target=torch.ops.aten.detach_.default):
+    for node in trace.graph.find_nodes(op="call_function", target=torch.ops.aten.detach_.default):
         # `torch.tensor` detaches the copy that it makes.
         if node.args[0].target == torch.ops.aten.lift_fresh_copy.default:
             node.replace_all_uses_with(node.args[0])
-            traced.graph.erase_node(node)
-    traced.graph.eliminate_dead_code()
-    return traced
+            trace.graph.erase_node(node)
+    trace.graph.eliminate_dead_code()
+    return trace
 
 
 def _is_mode_or_opaque(node: Node) -> bool:
     of_an_operation = isinstance(node.target, torch._ops.OpOverload) or op_name(node) == "getitem"
     return not (of_an_operation or isinstance(node.meta.get("val"), torch.SymInt))
-
-
-def _fresh(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
-
-
-def _attribute(module: GraphModule, traced: GraphModule, node: Node, mode: FakeTensorMode) -> Node:
-    value = getattr(traced, str(node.target))
-    if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
-        raise TypeError(f"{node.target} is a {type(value).__name__}")
-    if value.numel() == 1 and value.device.type == "cpu":
-        number = (list(value.shape), value.item())
-        made = module.graph.call_function(torch.full, number, {"dtype": value.dtype, "device": value.device})
-        made.meta["example_value"] = mode.from_tensor(value)
-        return made
-    name = f"_expanded_{sum(n.startswith('_expanded_') for n, _ in module.named_buffers())}"
-    module.register_buffer(name, value)
-    made = module.graph.get_attr(name)
-    made.meta["example_value"] = mode.from_tensor(value)
-    return made
 
 
 def _pairs(node: Node, new: Any) -> Iterator[tuple[Node, Node]]:

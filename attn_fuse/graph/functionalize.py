@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.fx.traceback
 from torch.fx import Graph, GraphModule, Node, map_arg
 from torch.utils import _pytree as pytree
 
@@ -27,27 +26,18 @@ from attn_fuse.graph.in_place_views import pure_views
 from attn_fuse.graph.memory import (
     Memory,
     NotFunctional,
-    call,
-    fresh,
-    is_tensor,
     relevant,
     requiring,
-    with_gradient,
     written_memory,
 )
-from attn_fuse.graph.modes import Mode, uncast
-from attn_fuse.graph.names import value_of
+from attn_fuse.graph.modes import uncast
+from attn_fuse.graph.names import is_tensor, value_of
 from attn_fuse.graph.scopes import Scope, StillWritten, scopes
+from attn_fuse.graph.trace import added, call, constant, fresh, made_for, origin_of, put_back, traced
 from attn_fuse.report import log
-from attn_fuse.torch_internals import (
-    FakeTensor,
-    current_value,
-    functionalized,
-    make_fx,
-)
+from attn_fuse.torch_internals import current_value, functionalized
 
 aten = torch.ops.aten
-_ORIGIN = "attn_fuse_origin"
 
 
 def functionalize(module: GraphModule, far: bool = False) -> dict[str, StillWritten]:
@@ -82,7 +72,7 @@ def make_functional(scope: Scope, only: Set[int] | None = None, far: bool = Fals
             return rest
         memory = Memory(module, written, scope.modes)
         memory.assert_private()
-        _splice(memory, _traced(memory))
+        _splice(memory, _values(memory))
         return rest
     except NotFunctional as problem:
         reason, blocker = f"memory that is written in place: {problem}", problem.node
@@ -118,7 +108,7 @@ class _Values:
     reads: dict[tuple[Node, Node], Any]
 
 
-def _traced(memory: Memory) -> _Values:
+def _values(memory: Memory) -> _Values:
     graph = memory.module.graph
     end = graph.output_node()
     bases = list(dict.fromkeys(memory.bases.values()))
@@ -140,7 +130,7 @@ def _traced(memory: Memory) -> _Values:
             taken.append(pytree.tree_map_only(torch.Tensor, current_value, env[source]))
 
         for node in events:
-            with torch.fx.traceback.annotate({_ORIGIN: node.name}):
+            with made_for(node):
                 if node in dropouts:
                     source = _dropped(node)
                     take(node, source)
@@ -150,24 +140,23 @@ def _traced(memory: Memory) -> _Values:
                 else:
                     for source in memory.reads[node]:
                         take(node, source)
-        with torch.fx.traceback.annotate({_ORIGIN: end.name}):
+        with made_for(end):
             for base in bases:
                 take(end, base)
         return taken
 
-    with memory.tracing(), torch.fx.traceback.preserve_node_meta():
-        fakes = [pytree.tree_map_only(torch.Tensor, fresh, value_of(node)) for node in (*inputs, *dropouts)]
-        traced = make_fx(functionalized(run, pre_dispatch=True), pre_dispatch=True)(*fakes)
-    traced.graph.eliminate_dead_code()
     with memory.tracing():
-        _make_differentiable(traced.graph)
-        results = traced.graph.output_node().args[0]
+        fakes = [fresh(value_of(node)) for node in (*inputs, *dropouts)]
+        trace = traced(functionalized(run, pre_dispatch=True), fakes, pre_dispatch=True)
+        trace.graph.eliminate_dead_code()
+        _make_differentiable(trace.graph)
+        results = trace.graph.output_node().args[0]
         assert isinstance(results, (list, tuple))
         reads = {
             (reader, source): _as_it_was(made, source, reader) if isinstance(made, Node) and is_tensor(source) else made
             for (reader, source), made in zip(wanted, results, strict=True)
         }
-    return _Values(traced, (*inputs, *dropouts), reads)
+    return _Values(trace, (*inputs, *dropouts), reads)
 
 
 def _as_it_was(made: Node, source: Node, reader: Node) -> Node:
@@ -177,19 +166,19 @@ def _as_it_was(made: Node, source: Node, reader: Node) -> Node:
     if _lie_alike(made.meta["val"], like):
         return made
     with made.graph.inserting_before(made.graph.output_node()):
-        made = _laid(made, like, {_ORIGIN: reader.name})
+        made = _laid(made, like, reader.name)
     if not _lie_alike(made.meta["val"], like):
         raise TypeError(f"the value of {source.name} would lie in memory otherwise")
     return made
 
 
-def _laid(made: Node, like: Any, custom: Any) -> Node:
+def _laid(made: Node, like: Any, origin: str) -> Node:
     """A copy of `made` with its dimensions in the memory order of `like`."""
     strides = like.stride()
     order = sorted(range(len(strides)), key=lambda d: strides[d], reverse=True)
-    made = _operation(made.graph, custom, aten.permute.default, made, order)
-    made = _operation(made.graph, custom, aten.clone.default, made, memory_format=torch.contiguous_format)
-    return _operation(made.graph, custom, aten.permute.default, made, [order.index(d) for d in range(len(order))])
+    made = added(made.graph, origin, aten.permute.default, made, order)
+    made = added(made.graph, origin, aten.clone.default, made, memory_format=torch.contiguous_format)
+    return added(made.graph, origin, aten.permute.default, made, [order.index(d) for d in range(len(order))])
 
 
 def _make_differentiable(graph: Graph) -> None:
@@ -197,22 +186,16 @@ def _make_differentiable(graph: Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=aten.copy.default):
         written, source = node.args[:2]
         assert isinstance(written, Node) and isinstance(source, Node)
-        custom, like = node.meta["custom"], written.meta["val"]
+        origin, like = origin_of(node), written.meta["val"]
         with graph.inserting_before(node):
             made = source
             if not _equal(source.meta["val"].size(), like.size()):
-                made = _operation(graph, custom, aten.expand_as.default, made, written)
-            made = _operation(graph, custom, aten._to_copy.default, made, dtype=like.dtype, device=like.device)
+                made = added(graph, origin, aten.expand_as.default, made, written)
+            made = added(graph, origin, aten._to_copy.default, made, dtype=like.dtype, device=like.device)
             if not _lie_alike(made.meta["val"], node.meta["val"]):
-                made = _laid(made, node.meta["val"], custom)
+                made = _laid(made, node.meta["val"], origin)
         node.replace_all_uses_with(made)
         graph.erase_node(node)
-
-
-def _operation(graph: Graph, custom: Any, target: Any, *args: Any, **kwargs: Any) -> Node:
-    made = graph.call_function(target, args, kwargs)
-    made.meta = {"custom": custom, "val": target(*map_arg(args, lambda n: n.meta["val"]), **kwargs)}
-    return made
 
 
 def _dropped(dropout: Node) -> Node:
@@ -241,11 +224,10 @@ def _splice(memory: Memory, values: _Values) -> None:
             if dropouts.get(source) is origin:
                 env[source] = _drop(graph, origin, value(values.reads[origin, _dropped(origin)]))
             elif source.op == "get_attr" and source not in env:
-                env[source] = _constant(memory, values.graph, source)
-        env[made] = graph.node_copy(made, env.__getitem__)
+                env[source] = constant(memory.module, values.graph, source, memory.mode)
+        put_back(graph, made, env, origin, modes[origin].grad)
         if _is_random(made) and any(requiring(source) for source in env[made].all_input_nodes):
             raise NotFunctional("random numbers are drawn into what requires a gradient", origin)
-        _describe(env[made], made.meta["val"], origin, modes[origin])
 
     for node in list(graph.nodes):
         if node in pieces:
@@ -275,14 +257,14 @@ def _parts(node: Node) -> list[Node]:
     return parts
 
 
-def _origins(traced: Graph, names: Sequence[str]) -> dict[Node, str]:
-    """By operation of `traced`, the name of the node that it comes from. names: the graph's nodes, in order."""
+def _origins(trace: Graph, names: Sequence[str]) -> dict[Node, str]:
+    """By operation of `trace`, the name of the node that it comes from. names: the graph's nodes, in order."""
     place = {name: number for number, name in enumerate(names)}
     origins: dict[Node, str] = {}
-    operations = [node for node in traced.nodes if node.op == "call_function"]
+    operations = [node for node in trace.nodes if node.op == "call_function"]
     for made in reversed(operations):
         # torch annotates no computation of a size: we place it at the first node that needs the size.
-        noted = made.meta.get("custom", {}).get(_ORIGIN)
+        noted = origin_of(made)
         origins[made] = noted or min((origins[user] for user in made.users if user in origins), key=place.__getitem__)
     return {made: origins[made] for made in operations}
 
@@ -293,30 +275,6 @@ def _replace_inputs(node: Node, now: Mapping[Node, Any]) -> None:
 
 def _is_random(made: Node) -> bool:
     return isinstance(made.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in made.target.tags
-
-
-def _describe(made: Node, value: Any, origin: Node, mode: Mode) -> None:
-    """Record on `made` what Dynamo would have: its value, and where in the program it comes from."""
-    wants = mode.grad and any(requiring(source) for source in made.all_input_nodes)
-    if wants:
-        value = pytree.tree_map_only(torch.Tensor, with_gradient, value)
-    made.meta = {"example_value": value}
-    for name in ("stack_trace", "nn_module_stack", "source_fn_stack"):
-        if name in origin.meta:
-            made.meta[name] = origin.meta[name]
-
-
-def _constant(memory: Memory, traced: GraphModule, node: Node) -> Node:
-    """A `torch.full` for a number that torch traced as a constant tensor. Raises TypeError for more elements."""
-    value = getattr(traced, str(node.target))
-    value = getattr(value, "constant", None) if isinstance(value, FakeTensor) else value
-    if not isinstance(value, torch.Tensor) or value.numel() != 1:
-        raise TypeError(f"{node.target} is a tensor written out in the program")
-    made = memory.module.graph.call_function(
-        torch.full, (list(value.shape), value.item()), {"dtype": value.dtype, "device": value.device}
-    )
-    made.meta["example_value"] = memory.mode.from_tensor(value)
-    return made
 
 
 def _drop(graph: Graph, node: Node, source: Node) -> Node:

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node, map_arg
 
-from attn_fuse.graph.memory import NotFunctional, call, changes_shape, fake_mode, overloads_named, with_gradient
+from attn_fuse.graph.memory import NotFunctional, changes_shape, overloads_named
 from attn_fuse.graph.modes import Mode
 from attn_fuse.graph.names import tensors_of, value_of
+from attn_fuse.graph.trace import call, fake_mode, with_gradient
 from attn_fuse.torch_internals import on_fake_tensors, storage_of
 
 
@@ -30,7 +31,7 @@ def pure_views(graph: Graph, modes: dict[Node, Mode]) -> None:
     changed = {id(value_of(node)): value_of(node) for node in changes}
     given: dict[int, list[Node]] = {key: [] for key in changed}
     now: dict[Node, Node] = {}
-    with on_fake_tensors(fake_mode(graph)), torch.no_grad():
+    with on_fake_tensors(fake_mode(graph.nodes)), torch.no_grad():
         for node in list(graph.nodes):
             node.args, node.kwargs = map_arg((node.args, node.kwargs), lambda n: now.get(n, n))
             key = id(value_of(node))

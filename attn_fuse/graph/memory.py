@@ -25,12 +25,14 @@ from attn_fuse.graph.names import (
     SOFTMAX,
     is_exponential,
     is_others_function,
+    is_tensor,
     op_name,
     storages,
     tensors_of,
     value_of,
 )
-from attn_fuse.torch_internals import FakeTensor, FakeTensorMode, innermost, on_fake_tensors, storage_of
+from attn_fuse.graph.trace import call, fake_mode, fresh
+from attn_fuse.torch_internals import innermost, on_fake_tensors, storage_of
 
 
 class NotFunctional(Exception):
@@ -145,7 +147,7 @@ class Memory:
         self.reads: dict[Node, list[Node]] = {}
         self.bases: dict[int, Node] = {}
         self.writes: dict[Node, set[int]] = {}
-        self.mode = fake_mode(module.graph)
+        self.mode = fake_mode(module.graph.nodes)
         self._written = written
         self._sharing: Node | None = None
         self._fakes: dict[Node, Any] = {}
@@ -225,9 +227,7 @@ class Memory:
 
     def _fake(self, node: Node) -> Any:
         if node not in self._fakes:
-            self._fakes[node] = _attribute(self.module, node) or pytree.tree_map_only(
-                torch.Tensor, fresh, value_of(node)
-            )
+            self._fakes[node] = _attribute(self.module, node) or fresh(value_of(node))
         return self._fakes[node]
 
     def assert_private(self) -> None:
@@ -253,41 +253,6 @@ def requiring(node: Node) -> set[int]:
     return {storage_of(t) for t in tensors_of(value_of(node)) if t.requires_grad}
 
 
-def with_gradient(value: torch.Tensor) -> torch.Tensor:
-    """`value` as a leaf that requires a gradient; `value` itself unless it is floating-point."""
-    return value.detach().requires_grad_() if value.is_floating_point() else value
-
-
-def is_tensor(node: Node) -> bool:
-    """Whether the value of `node` is one tensor."""
-    return isinstance(value_of(node), torch.Tensor)
-
-
-def fake_mode(graph: Graph) -> FakeTensorMode:
-    """The mode of the fake tensors that `graph` records. Raises TypeError without one."""
-    for node in graph.nodes:
-        for tensor in tensors_of(value_of(node)):
-            if isinstance(tensor, FakeTensor):
-                return tensor.fake_mode
-    raise TypeError("the graph does not record its tensors")
-
-
-def fresh(value: torch.Tensor) -> torch.Tensor:
-    """An empty tensor with the sizes, strides, dtype and device of `value`.
-
-    Raises TypeError for other than a strided FakeTensor or Parameter.
-    """
-    if type(value) not in (FakeTensor, torch.nn.Parameter) or value.layout != torch.strided:
-        raise TypeError(f"a {type(value).__name__} of layout {value.layout}")
-    return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
-
-
 def _attribute(module: GraphModule, node: Node) -> GraphModule | None:
     value = getattr(module, str(node.target), None) if node.op == "get_attr" else None
     return value if isinstance(value, GraphModule) else None
-
-
-def call(node: Node, args: Any, kwargs: Any) -> Any:
-    """The result of the function or method of `node` on these arguments."""
-    target: Any = getattr(args[0], str(node.target)) if node.op == "call_method" else node.target
-    return target(*args[node.op == "call_method" :], **kwargs)

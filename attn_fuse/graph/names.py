@@ -143,6 +143,11 @@ def tensors_of(value: object) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
+def is_tensor(node: Node) -> bool:
+    """Whether the value of `node` is one tensor."""
+    return isinstance(value_of(node), torch.Tensor)
+
+
 def requires_grad(node: Node) -> bool:
     """Whether some tensor of `node` requires a gradient."""
     return any(tensor.requires_grad for tensor in tensors_of(value_of(node)))

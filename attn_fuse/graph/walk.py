@@ -27,6 +27,7 @@ from attn_fuse.graph.names import (
     REDUCTIONS,
     SCATTERS,
     SOFTMAX,
+    is_tensor,
     op_name,
     requires_grad,
     value_of,
@@ -117,7 +118,7 @@ class Walk:
         if node in self.inside or node in self.leaves:
             return
         name = op_name(node) if node.op.startswith("call_") else node.op
-        if self.is_cut_off(node) or (not _is_tensor(node) and not is_tuple(node) and name not in LAYOUT):
+        if self.is_cut_off(node) or (not is_tensor(node) and not is_tuple(node) and name not in LAYOUT):
             self.leaf(node)
         elif is_product(node) and not self._is_behind_softmax(node):
             if self.only is not None and node not in self.only:
@@ -147,7 +148,7 @@ class Walk:
         if node in self.inside or node in self.leaves:
             return
         name = op_name(node) if node.op.startswith("call_") else node.op
-        tensors = [n for n in node.all_input_nodes if _is_tensor(n) or is_tuple(n)]
+        tensors = [n for n in node.all_input_nodes if is_tensor(n) or is_tuple(n)]
         scaling = name in ("mul", "div") and len(tensors) == 1
         if not self.is_cut_off(node) and (
             (name in CREATION and name in ("empty", "zeros"))
@@ -189,7 +190,7 @@ def is_product(node: Node) -> bool:
         factors.op.startswith("call_")
         and op_name(factors) == "mul"
         and len(factors.all_input_nodes) == 2
-        and all(_is_tensor(n) for n in factors.all_input_nodes)
+        and all(is_tensor(n) for n in factors.all_input_nodes)
     )
 
 
@@ -214,10 +215,6 @@ def reached_from(start: Node, last: Node) -> set[Node]:
     return {*reach([start], below)}
 
 
-def _is_tensor(node: Node) -> bool:
-    return isinstance(value_of(node), torch.Tensor)
-
-
 def is_tuple(node: Node) -> bool:
     """Whether the value of `node` is a tuple or list, as a torch.Size is."""
     return isinstance(value_of(node), (tuple, list))
@@ -232,7 +229,7 @@ def _is_one_of_several(node: Node) -> bool:
 def _is_slicing(node: Node) -> bool:
     """Whether a getitem takes slices, single positions and new axes only, no list or tensor of positions."""
     parts = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-    return not any(isinstance(p, list) or (isinstance(p, Node) and _is_tensor(p)) for p in parts)
+    return not any(isinstance(p, list) or (isinstance(p, Node) and is_tensor(p)) for p in parts)
 
 
 def _is_lookup(node: Node) -> bool:

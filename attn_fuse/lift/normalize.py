@@ -13,23 +13,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.fx.traceback
 from torch.fx import Graph, GraphModule, Node, map_arg
 
-from attn_fuse.graph.memory import call
 from attn_fuse.graph.modes import autocast_of
 from attn_fuse.graph.names import DROPOUT, FUSED, elements, op_name, requires_grad, tensors_of, value_of
 from attn_fuse.graph.region import Region
+from attn_fuse.graph.trace import call, fake_mode, fresh, made_for, origin_of, traced
 from attn_fuse.torch_internals import (
     DataDependentOutputException,
     FakeTensorMode,
     decompositions,
     functionalized,
-    make_fx,
     on_fake_tensors,
 )
-
-_ORIGIN = "attn_fuse_origin"
 
 
 @torch.library.custom_op("attn_fuse::dropout_marker", mutates_args=())
@@ -78,7 +74,10 @@ class NotNormal(Exception):
 def normalize(region: Region) -> Normal:
     """The region's normal form. Raises NotNormal without one; torch's errors in its operations pass through."""
     _require_plain_tensors(region)
-    mode = _fake_mode(region)
+    try:
+        mode = fake_mode((*region.leaves, *region.nodes))
+    except TypeError as problem:
+        raise NotNormal(str(problem), region.output) from None
     trains = region.mode.grad and any(map(requires_grad, region.leaves))
     probabilities: list[float | Node] = []
     by_name = {node.name: node for node in region.nodes}
@@ -86,29 +85,25 @@ def normalize(region: Region) -> Normal:
     def run(*values: Any) -> Any:
         env: dict[Node, Any] = dict(zip(region.leaves, values, strict=True))
         for node in region.nodes:
-            with autocast_of(region.scope.modes[node]), torch.fx.traceback.annotate({_ORIGIN: node.name}):
+            with autocast_of(region.scope.modes[node]), made_for(node):
                 # Without gradients, a detach has none to stop.
                 stops = trains or op_name(node) != "detach"
                 env[node] = _run(node, env, probabilities) if stops else env[node.all_input_nodes[0]]
         return env[region.output]
 
-    with on_fake_tensors(mode), torch.no_grad(), torch.fx.traceback.preserve_node_meta():
-        inputs = [_fresh(leaf) for leaf in region.leaves]
-        traced = make_fx(run, _decompositions(trains))(*inputs)
-        if any(isinstance(n.target, torch._ops.OpOverload) and n.target._schema.is_mutable for n in traced.graph.nodes):
+    with on_fake_tensors(mode), torch.no_grad():
+        inputs = [fresh(value_of(leaf)) for leaf in region.leaves]
+        trace = traced(run, inputs, _decompositions(trains))
+        if any(isinstance(n.target, torch._ops.OpOverload) and n.target._schema.is_mutable for n in trace.graph.nodes):
             # Some of torch's decompositions write into tensors that they make, such as that of a vector times matrices.
             probabilities.clear()
-            traced = make_fx(functionalized(run), _decompositions(trains))(*inputs)
-    traced.graph.eliminate_dead_code()
-    _merge_equal(traced.graph)
-    if sum(node.op == "placeholder" for node in traced.graph.nodes) != len(region.leaves):
+            trace = traced(functionalized(run), inputs, _decompositions(trains))
+    trace.graph.eliminate_dead_code()
+    _merge_equal(trace.graph)
+    if sum(node.op == "placeholder" for node in trace.graph.nodes) != len(region.leaves):
         raise NotNormal("not every leaf is one tensor or one number", region.output)
-    origin = {
-        node: by_name[name]
-        for node in traced.graph.nodes
-        if (name := node.meta.get("custom", {}).get(_ORIGIN)) in by_name
-    }
-    return Normal(region, traced, tuple(probabilities), origin, mode, trains)
+    origin = {node: by_name[name] for node in trace.graph.nodes if (name := origin_of(node)) in by_name}
+    return Normal(region, trace, tuple(probabilities), origin, mode, trains)
 
 
 def _merge_equal(graph: Graph) -> None:
@@ -202,21 +197,6 @@ def _run_dropout(node: Node, env: dict[Node, Any], probabilities: list[float | N
         raise NotNormal(f"dropout with probability {p}", node)
     probabilities.append(p)
     return dropout_marker(x, len(probabilities) - 1)
-
-
-def _fake_mode(region: Region) -> FakeTensorMode:
-    for node in (*region.leaves, *region.nodes):
-        mode = getattr(value_of(node), "fake_mode", None)
-        if mode is not None:
-            return mode
-    raise NotNormal("the graph does not record its tensors", region.output)
-
-
-def _fresh(leaf: Node) -> Any:
-    value = value_of(leaf)
-    if not isinstance(value, torch.Tensor):
-        return value
-    return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
 
 
 @functools.cache

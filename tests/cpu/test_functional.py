@@ -413,6 +413,27 @@ def test_a_graph_with_nothing_fused_is_the_one_that_came() -> None:
     assert "add_" in names and any("vmap_increment_nesting" in name for name in names)
 
 
+def hidden_by_lists(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    seen = torch.zeros(q.size(-2), k.size(-2), dtype=torch.bool)
+    seen[[0, 2, 5]] = True
+    seen[:, [1, 3]] = True
+    return (q @ k.mT / 3).masked_fill(~seen, -1e9).softmax(-1) @ v
+
+
+def weighted_by_lists(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q = q.clone()
+    q[:, :, [1, 2]] *= torch.tensor([2.0, 3.0])[:, None]
+    return (q @ k.mT / 3).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("program", [hidden_by_lists, weighted_by_lists])
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_positions_given_as_lists(program: Callable[..., Any], inner: str) -> None:
+    """torch traces such a list as a tensor, which the graph then holds as a buffer."""
+    assert_fused(program, *tensors(B, H, S, D), inner=inner)
+    same_and_fused(program, tensors(B, H, S, D), tensors(B, H, S, D), inner=inner)
+
+
 def beside(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     bound = np.log(2.0)
     noise = torch.empty(q.size(-1), dtype=q.dtype).uniform_(-bound, bound)
