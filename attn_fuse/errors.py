@@ -47,7 +47,7 @@ def nearest(name: object, known: Iterable[str]) -> str:
 
 def first_line(problem: object) -> str:
     """The first line of an error's message; torch's have pages."""
-    return str(problem).partition("\n")[0]
+    return str(problem).strip().partition("\n")[0]
 
 
 def named(problem: Exception) -> str:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from attn_fuse.backend import attn_fuse
-from attn_fuse.errors import NotFusedError, first_line
+from attn_fuse.errors import NotFusedError, first_line, named
 from attn_fuse.graph.modes import autocast_of
 from attn_fuse.picker.selfcheck import Job, Leaf
 from attn_fuse.picker.timing import interleaved, synchronize
@@ -75,7 +75,7 @@ def verdict(job: Job) -> tuple[float | None, str, bool]:
             said = reports()[-1].sites[0].why_not if reports() and reports()[-1].sites else {}
             return None, "; ".join(said.get(job.kernel, (str(problem),))), True
         except Exception as problem:
-            return None, f"its self-check failed: {type(problem).__name__}: {first_line(problem)}", True
+            return None, f"its self-check failed: {named(problem)}", True
         if wrong:
             return None, f"its self-check failed: {wrong}", True
         against = job.fallback or "as_written"

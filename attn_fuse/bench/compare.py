@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from attn_fuse.explain.inputs import Inputs
 from attn_fuse.explain.subject import Subject
+from attn_fuse.graph.names import tensors_of
 
 # Root mean square of a difference, over that of the expected values. A tensor that is small beside the others, as the
 # gradient of a key's bias, which is 0 but for rounding, is held against a share of the largest of its kind.
@@ -132,7 +133,7 @@ def _results(subject: Subject, model: Callable[..., Any] | None, seed: int) -> R
 
 
 def _leaves(value: Any) -> list[Tensor]:
-    return [x for x in pytree.tree_leaves(value) if isinstance(x, Tensor) and x.is_floating_point()]
+    return [x for x in tensors_of(value) if x.is_floating_point()]
 
 
 def _learned(subject: Subject) -> list[tuple[str, Tensor]]:

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from attn_fuse.graph.names import tensors_of
+
 T = TypeVar("T")
 
 
@@ -22,15 +24,6 @@ class Inputs:
 
     def __str__(self) -> str:
         return ", ".join([*map(_in_words, self.args), *(f"{name}={_in_words(v)}" for name, v in self.kwargs.items())])
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors of a value, those in its lists, tuples and dicts too."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple, dict)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from tensors_in(item)
 
 
 def that_can_be_made(values: Iterable[T]) -> Iterator[T]:
@@ -74,7 +67,7 @@ def _in_words(value: object) -> str:
         return f"numpy {_in_words(torch.from_numpy(value))}"
     if isinstance(value, list):
         return f"[{', '.join(map(_in_words, value))}]"
-    if type(value) is tuple and any(True for _ in tensors_in(value)):
+    if type(value) is tuple and tensors_of(value):
         return f"({', '.join(map(_in_words, value))})"
     if isinstance(value, dict):
         return f"{{{', '.join(f'{key}: {_in_words(item)}' for key, item in value.items())}}}"

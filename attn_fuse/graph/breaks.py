@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule
 
+from attn_fuse.errors import first_line
 from attn_fuse.graph.hidden import cut_off
 from attn_fuse.graph.location import in_stack, locate
 from attn_fuse.graph.names import SOFTMAX, called
@@ -71,9 +72,8 @@ def break_after(graph: GraphModule) -> Break | None:
 
 def _in_one_line(reason: str) -> str:
     """What Dynamo could not trace, and its first explanation."""
-    what, _, more = reason.strip().partition("\n")
-    why = re.search(r"Explanation: (.*)", more)
-    return ": ".join(part.strip().rstrip(".:") for part in (what, why[1] if why else "") if part.strip())
+    why = re.search(r"\n.*Explanation: (.*)", reason)
+    return ": ".join(part.strip().rstrip(".:") for part in (first_line(reason), why[1] if why else "") if part.strip())
 
 
 def functions_left_alone(left: Iterable[LeftFunction]) -> Iterator[str]:

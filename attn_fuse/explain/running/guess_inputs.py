@@ -8,12 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from attn_fuse.errors import ExplainError
-from attn_fuse.explain.inputs import Inputs, in_python, tensors_in, that_can_be_made
+from attn_fuse.explain.inputs import Inputs, in_python, that_can_be_made
 from attn_fuse.explain.repairing.repairs import Failed
 from attn_fuse.explain.running.declared import USUAL, Sizes
 from attn_fuse.explain.running.longer import longer
 from attn_fuse.explain.running.sequence_first import sequence_first
 from attn_fuse.explain.running.try_inputs import Trial, first_of
+from attn_fuse.graph.names import tensors_of
 
 # Inputs of fewer numbers than these are a toy's.
 FEW = 64
@@ -45,7 +46,7 @@ def inputs_for(
     """
     trial = trial_of(model, holders, targets, length, batch)
     texts = [
-        (inputs, trial.targets is not None or sum(t.numel() for t in tensors_in([*inputs.args, inputs.kwargs])) < FEW)
+        (inputs, trial.targets is not None or sum(t.numel() for t in tensors_of([*inputs.args, inputs.kwargs])) < FEW)
         for inputs in (spelled if length is None and batch == 1 else ())
     ]
     if (ran := first_of(trial.on(inputs) for inputs, is_small in texts if not is_small)) is not None:
@@ -80,7 +81,7 @@ def _example(trial: Trial) -> str:
         by_use = next(that_can_be_made(trial.used(parameter.name, like, USUAL)), None)
         usual = torch.zeros(1, USUAL, dtype=torch.long) if trial.embeddings else torch.zeros(1, USUAL, 512)
         value = by_use if by_use is not None else usual if like is None else like
-        like = like if like is not None else next(tensors_in(value), None)
+        like = like if like is not None else next(iter(tensors_of(value)), None)
         written[parameter.name] = in_python(value, trial.vocabulary)
     if not written:
         return "torch.randn(1, 64, 512)"

@@ -6,9 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
-from attn_fuse.explain.inputs import Inputs, tensors_in
+from attn_fuse.explain.inputs import Inputs
 from attn_fuse.explain.running.declared import SHORT, USUAL
 from attn_fuse.explain.running.try_inputs import Ran, Trial
+from attn_fuse.graph.names import tensors_of
 
 
 def longer(ran: Ran, trial: Trial) -> Ran:
@@ -17,7 +18,7 @@ def longer(ran: Ran, trial: Trial) -> Ran:
     A model that takes every fourth step of a sound would attend over one or two keys of a short one. Maps of features,
     of that many rows and columns, stay as they are.
     """
-    shapes = [tensor.shape for tensor in tensors_in([*ran.inputs.args, ran.inputs.kwargs])]
+    shapes = [tensor.shape for tensor in tensors_of([*ran.inputs.args, ran.inputs.kwargs])]
     has_maps = any(len(shape) > 3 and shape.count(SHORT) > 1 for shape in shapes)
     # A batch of that size cannot be told from a length.
     if trial.sizes.asked or trial.sizes.batch == SHORT or has_maps or not any(SHORT in shape for shape in shapes):

@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from attn_fuse.explain.inputs import Inputs, tensors_in
+from attn_fuse.explain.inputs import Inputs
 from attn_fuse.explain.running.try_inputs import Ran, Trial
+from attn_fuse.graph.names import tensors_of
 from attn_fuse.torch_internals import TorchDispatchMode
 
 # Of a picture and a volume the first axis is the batch.
@@ -18,7 +19,7 @@ def sequence_first(ran: Ran, trial: Trial) -> Ran:
     """A run on the inputs of `ran` with the first two axes of each tensor exchanged, where that makes an attention over
     the batch one over the sequence, as in `nn.Transformer` without `batch_first`; else `ran`.
     """
-    first = next(tensors_in([*ran.inputs.args, ran.inputs.kwargs]), None)
+    first = next(iter(tensors_of([*ran.inputs.args, ran.inputs.kwargs])), None)
     batch = trial.sizes.batch
     if first is None or first.dim() not in _RANKS or first.shape[0] != batch or first.shape[1] == batch:
         return ran

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from attn_fuse.errors import ExplainError
-from attn_fuse.explain.inputs import Inputs, different, tensors_in
+from attn_fuse.explain.inputs import Inputs, different
 from attn_fuse.explain.problems import in_one_line
 from attn_fuse.explain.reading.uses import Use, uses_of
 from attn_fuse.explain.repairing.asked import Asked, asked_by
@@ -38,6 +38,7 @@ from attn_fuse.explain.running.declared import LONGEST, SHORT, USUAL, Sizes
 from attn_fuse.explain.running.set_up import set_up
 from attn_fuse.explain.running.use_values import Around, values_for
 from attn_fuse.explain.steps import TimeUp, trying
+from attn_fuse.graph.names import tensors_of
 
 # Sides of pictures, in the order in which they are tried.
 SIDES = (64, 224, 32, 256, 128)
@@ -114,7 +115,7 @@ class Trial:
         if not self.required:
             return None
         short = first_of(self(value) for value in different(self.used(self.required[0].name, None, SHORT)))
-        if short is not None and any(t.dim() > 3 for t in tensors_in(short.inputs.args[:1])):
+        if short is not None and any(t.dim() > 3 for t in tensors_of(short.inputs.args[:1])):
             return short  # a map has no length
         if short is not None or not self.fixed:
             usual = self.sizes.asked or min(self.sizes.length or USUAL, LONGEST)
@@ -134,7 +135,7 @@ class Trial:
         return found
 
     def _repaired(self, inputs: Inputs) -> Ran | Failed[Inputs] | None:
-        sizes = {size for t in tensors_in([*inputs.args, inputs.kwargs]) for size in t.shape}
+        sizes = {size for t in tensors_of([*inputs.args, inputs.kwargs]) for size in t.shape}
         if str(inputs) in self.repairs or (self.sizes.asked and self.sizes.asked not in sizes):
             return None
         self.repairs.add(str(inputs))
@@ -155,7 +156,7 @@ class Trial:
         if asked.number:
             yield from (1, 2)
             return
-        others = [*tensors_in([*inputs.args, inputs.kwargs])]
+        others = tensors_of([*inputs.args, inputs.kwargs])
         like = others[0] if others else torch.empty(0)
         by_name = values_by_name(parameter, like, self)
         yield from itertools.islice(itertools.chain(self._by_use(parameter, like), by_name), MOST_BY_USE)
@@ -391,7 +392,7 @@ class Trial:
             yield Inputs()
             return
         others = self.required[1:]
-        like = next(tensors_in(first), torch.empty(0))
+        like = next(iter(tensors_of(first)), torch.empty(0))
         options = [list(itertools.chain(self._by_use(p, like), values_by_name(p, like, self))) for p in others]
         # The likeliest of all parameters together come before any unlikely one.
         picks = itertools.product(*(range(len(values)) for values in options))
