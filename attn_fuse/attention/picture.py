@@ -17,8 +17,8 @@ from torch import Tensor
 from attn_fuse.attention.attention import Attention
 from attn_fuse.expression import nodes as ex
 from attn_fuse.expression.functions import COMPARISONS, FUNCTIONS
+from attn_fuse.expression.index import fold_index
 from attn_fuse.expression.nodes import Expr
-from attn_fuse.torch_internals import FloorDiv, Mod
 
 ALL, SOME, NONE = "#", "+", "."
 # Cells along one side, and the max length that is drawn.
@@ -114,20 +114,13 @@ class _Positions:
         return source[tuple(places)] if places else source
 
     def _index(self, value: sympy.Expr) -> Tensor:
-        match value:
-            case sympy.Integer():
-                return torch.tensor(int(value))
-            case sympy.Symbol() if value in self._at:
-                return self._at[value]
-            case sympy.Add():
-                return functools.reduce(operator.add, map(self._index, value.args))
-            case sympy.Mul():
-                return functools.reduce(operator.mul, map(self._index, value.args))
-            case FloorDiv():
-                return functools.reduce(operator.floordiv, map(self._index, value.args))
-            case Mod() | sympy.Mod():
-                return functools.reduce(operator.mod, map(self._index, value.args))
-        raise _UnknownError(str(value))
+        try:
+            return fold_index(value, self._known, operator.add, operator.mul, operator.floordiv, operator.mod)
+        except ValueError as problem:
+            raise _UnknownError(str(problem)) from None
+
+    def _known(self, value: sympy.Expr) -> Tensor | None:
+        return torch.tensor(int(value)) if value.is_Integer else self._at.get(value)
 
 
 def _digits(

@@ -22,6 +22,7 @@ from attn_fuse.emit.reuse import earlier
 from attn_fuse.expression import nodes as ex
 from attn_fuse.expression import simplify as al
 from attn_fuse.expression.functions import COMPARISONS, FUNCTIONS
+from attn_fuse.expression.index import fold_index
 from attn_fuse.expression.nodes import Expr
 from attn_fuse.graph.names import is_tensor, value_of
 from attn_fuse.graph.region import Region
@@ -98,7 +99,7 @@ class Builder:
                 return self._lookup(leaf, [self._as_positions(i, axes) for i in index])
             case ex.Cast(dtype, inner):
                 node = self.tensor_of(inner, axes)
-                return self.node("to", node, dtype) if isinstance(node, Node) and is_tensor(node) else node
+                return self.node("to", node, dtype) if _gives_tensor(node) else node
             case ex.Index(value):
                 return self._positions(value, axes)
             case ex.NonNegative(value):
@@ -168,7 +169,7 @@ class Builder:
         return self.node(function, left, right)
 
     def _as_tensor(self, value: Any) -> Node:
-        if isinstance(value, Node) and is_tensor(value):
+        if _gives_tensor(value):
             return value
         return self.node(torch.full, [], value, dtype=self.dtype_of_number(value), device=self.facts.device)
 
@@ -194,7 +195,7 @@ class Builder:
         return self._as_fraction(a, b), self._as_fraction(b, a)
 
     def _as_fraction(self, x: Any, other: Any) -> Any:
-        is_whole = isinstance(x, Node) and is_tensor(x) and not tensor(x).is_floating_point()
+        is_whole = _gives_tensor(x) and not tensor(x).is_floating_point()
         return self.node("to", x, self._wide) if is_whole and isinstance(other, float) else x
 
     @property
@@ -216,31 +217,26 @@ class Builder:
 
     def _position(self, value: sympy.Expr, axes: Axes) -> Any:
         """An index expression as a tensor over `axes`, or as a number where it depends on none of them."""
-        if not value.free_symbols & set(axes):
-            return self.size(value)
-        match value:
-            case sympy.Symbol():
-                line = self.node(torch.arange, self.size(self.attention.size(value)), device=self.facts.device)
-                return self.node("view", line, *[-1 if axis == value else 1 for axis in axes])
-            case sympy.Add():
-                return self._folded_left(torch.add, value.args, axes)
-            case sympy.Mul():
-                return self._folded_left(torch.mul, value.args, axes)
-            case FloorDiv():
-                return self._folded_left(torch.floor_divide, value.args, axes)
-            case Mod():
-                return self._folded_left(torch.remainder, value.args, axes)
-        raise NotEmitted(f"position {value} cannot be computed")
 
-    def _folded_left(self, function: Any, parts: Sequence[sympy.Expr], axes: Axes) -> Node:
-        values = [self._position(part, axes) for part in parts]
-        if function in (torch.add, torch.mul):
+        def leaf(part: sympy.Expr) -> Any:
+            if not part.free_symbols & set(axes):
+                return self.size(part)
+            if not part.is_Symbol:
+                return None
+            line = self.node(torch.arange, self.size(self.attention.size(part)), device=self.facts.device)
+            return self.node("view", line, *[-1 if axis == part else 1 for axis in axes])
+
+        functions = (torch.add, torch.mul, torch.floor_divide, torch.remainder)
+        try:
+            return fold_index(value, leaf, *(functools.partial(self._on_positions, f) for f in functions))
+        except ValueError as problem:
+            raise NotEmitted(str(problem)) from None
+
+    def _on_positions(self, function: Callable[..., Any], a: Any, b: Any) -> Any:
+        if function in (torch.add, torch.mul) and not _gives_tensor(a):
             # A tensor first: torch takes the number second.
-            values.sort(key=lambda v: not (isinstance(v, Node) and is_tensor(v)))
-        total = values[0]
-        for value in values[1:]:
-            total = self.node(function, total, value)
-        return total
+            a, b = b, a
+        return self.node(function if _gives_tensor(a) else _OF_NUMBERS.get(function, function), a, b)
 
     # ---- lookups
 
@@ -381,7 +377,11 @@ class Builder:
 
     def size(self, size: sympy.Expr) -> Any:
         """A number of sizes as a number or a node of the graph. Raises NotEmitted where the graph does not tell it."""
-        size = sympy.sympify(size)
+        functions = (operator.add, operator.mul, operator.floordiv, operator.mod)
+        return fold_index(sympy.sympify(size), self._told, *(functools.partial(self.node, f) for f in functions))
+
+    def _told(self, size: sympy.Expr) -> Any:
+        """What the graph tells of `size` as a whole; None where its parts are to be computed with."""
         if size.is_Number:
             return int(size) if size.is_Integer else float(size)
         # First the leaves of the region, then every input of the graph.
@@ -395,17 +395,10 @@ class Builder:
                         return self.node("size", leaf, dim)
         if size in self._numbers:
             return self._numbers[size]
-        match size:
-            case sympy.Add():
-                return self._joined(operator.add, size.args)
-            case sympy.Mul():
-                return self._joined(operator.mul, size.args)
-            case sympy.Pow(args=(base, power)) if power.is_Integer and power > 0:
-                return self._joined(operator.mul, [base] * int(power))
-            case FloorDiv():
-                return self._joined(operator.floordiv, size.args)
-            case Mod():
-                return self._joined(operator.mod, size.args)
+        if size.is_Pow and size.exp.is_Integer and size.exp > 0:
+            return functools.reduce(functools.partial(self.node, operator.mul), [self.size(size.base)] * int(size.exp))
+        if isinstance(size, (sympy.Add, sympy.Mul, FloorDiv, Mod)):
+            return None
         try:
             return called_on(size, [self.size(part) for part in size.args], self.node)
         except KeyError:
@@ -422,12 +415,6 @@ class Builder:
             if isinstance(value, (torch.SymInt, torch.SymFloat)):
                 found.setdefault(value.node.expr, node)
         return found
-
-    def _joined(self, combine: Callable[..., Any], parts: Sequence[sympy.Expr]) -> Any:
-        total = self.size(parts[0])
-        for part in parts[1:]:
-            total = self.node(combine, total, self.size(part))
-        return total
 
 
 def tensor(node: Node) -> torch.Tensor:
@@ -452,6 +439,14 @@ def size_expr(size: Any) -> sympy.Expr:
         return quotient if sympy.denom(quotient) == 1 else FloorDiv(top, by)
 
     return size.node.expr.replace(FloorDiv, divided)
+
+
+# Of sizes, which a graph computes as Python does.
+_OF_NUMBERS = {torch.add: operator.add, torch.mul: operator.mul}
+
+
+def _gives_tensor(value: Any) -> bool:
+    return isinstance(value, Node) and is_tensor(value)
 
 
 def _with(axes: Axes, old: sympy.Symbol, new: sympy.Symbol) -> Axes:

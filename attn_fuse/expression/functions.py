@@ -9,6 +9,7 @@ tests/graph/test_functions.py checks each field against torch.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -50,9 +51,10 @@ class Function:
         Boolean.
     lifted: how the lift reads the ATen operation of this name: "plain" element by element, "whole" as a function that
         jumps, "test" as a question about one number; "" where the lift has a handler of its own, or none.
-    image: (value, interval) -> the interval of the results, for an interval of floats; None where nothing is known.
-    interval: (order, an interval for each operand) -> the interval of the results, by arithmetic on the ends alone,
-        which may be floats, integers or tensors; None where they do not tell.
+    interval: (order, an interval for each operand) -> the interval of the results and no more, by arithmetic on the
+        ends alone, which may be floats, integers or tensors; None where they do not tell.
+    image: (value, an interval for each operand) -> an interval that holds the results, where `interval` is None. Ends
+        that are integers are those of integers. None where nothing is known.
     infinite: the signs of the infinities that the operand may have -> those that the result may have; None where either
         sign may come from either.
     undefined: the signs of the infinities at which the result is NaN.
@@ -120,11 +122,16 @@ def _slope_of_sinc(g: Expr, y: Expr, x: Expr) -> Expr:
 
 
 def _within(low: float, high: float) -> Callable[..., Interval]:
-    return lambda value, x: (low, high)
+    return lambda value, *operands: (low, high)
 
 
 def _at_ends(value: Callable[[float], float], x: Interval) -> Interval:
     low, high = sorted(map(value, x))
+    return low, high
+
+
+def _sign(value: Callable[[float], float], x: Interval) -> Interval:
+    low, high = ((end > 0) - (end < 0) for end in x)
     return low, high
 
 
@@ -138,18 +145,67 @@ def _dips(value: Callable[[float], float], x: Interval) -> Interval:
 
 
 def _falls_above_0(value: Callable[[float], float], x: Interval) -> Interval:
-    return (-math.inf, math.inf) if x[0] <= 0 else (value(x[1]), value(x[0]))
+    return _ANY if x[0] <= 0 else (value(x[1]), value(x[0]))
 
 
 def _product(order: Order, a: Interval, b: Interval) -> Interval:
     return order.hull(x * y for x in a for y in b)
 
 
+def _zero(end: Any) -> Any:
+    """A zero of the same kind as the end of an interval."""
+    return end - end if isinstance(end, torch.Tensor) else 0
+
+
 def _absolute(order: Order, x: Interval) -> Interval:
     low, high = x
-    # A zero of the same kind as the ends, which may be tensors.
-    zero = low - low
-    return order.larger(zero, order.larger(low, -high)), order.larger(-low, high)
+    return order.larger(_zero(low), order.larger(low, -high)), order.larger(-low, high)
+
+
+def _above_0(order: Order, x: Interval) -> Interval:
+    return order.larger(_zero(x[0]), x[0]), order.larger(_zero(x[0]), x[1])
+
+
+def _at_corners(function: Callable[[Any, Any], Any], a: Interval, b: Interval) -> Interval:
+    """The interval of a function that is monotonic in each argument, whatever the other is; NaN if a corner is."""
+    return _ENDS.hull(function(x, y) for x in a for y in b)
+
+
+def _quotient(value: Callable[..., float], a: Interval, b: Interval) -> Interval:
+    return _ANY if b[0] <= 0 <= b[1] else _at_corners(operator.truediv, a, b)
+
+
+def _floor_quotient(value: Callable[..., float], a: Interval, b: Interval) -> Interval:
+    if b[0] > 0:
+        return _at_corners(operator.floordiv, a, b)
+    return _up_to(a) if all(isinstance(end, int) for end in (*a, *b)) else _ANY
+
+
+def _modulo(value: Callable[..., float], a: Interval, b: Interval) -> Interval:
+    if b[0] <= 0:
+        return _up_to(b)
+    return 0, b[1] - 1 if isinstance(b[1], int) else b[1]
+
+
+def _power(value: Callable[..., float], a: Interval, b: Interval) -> Interval:
+    if a[0] > 0 or (a[0] == 0 and b[0] >= 0):
+        return _at_corners(value, a, b)
+    if b[0] == b[1] and b[0] >= 0 and float(b[0]).is_integer():
+        return (_even if b[0] % 2 == 0 else _at_ends)(lambda end: value(end, b[0]), a)
+    return _ANY
+
+
+def _up_to(x: Interval) -> Interval:
+    most = max(abs(x[0]), abs(x[1]))
+    return -most, most
+
+
+def _or_nan(choose: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    return lambda x, y: math.nan if math.isnan(x) or math.isnan(y) else choose(x, y)
+
+
+_ENDS = Order(_or_nan(min), _or_nan(max))
+_ANY: Interval = (-math.inf, math.inf)
 
 
 def _no_infinity(signs: Signs) -> Signs:
@@ -197,14 +253,14 @@ def _question(name: str, triton: str) -> Function:
 
 
 _UNARY = (
-    _unary("neg", lambda g, y, x: -g, _at_ends, "-{0}", gives="same", lifted="", infinite=_opposite, growth="linear",
+    _unary("neg", lambda g, y, x: -g, None, "-{0}", gives="same", lifted="", infinite=_opposite, growth="linear",
            interval=lambda order, x: (-x[1], -x[0]), whole="-{0}"),
-    _unary("abs", lambda g, y, x: g * sign(x), _even, "tl.abs({0})", gives="same", infinite=_all_upper, growth="linear",
+    _unary("abs", lambda g, y, x: g * sign(x), None, "tl.abs({0})", gives="same", infinite=_all_upper, growth="linear",
            interval=_absolute, whole="tl.abs({0})"),
-    _unary("sign", None, _within(-1.0, 1.0), "fn.sign({0})", gives="same", infinite=_no_infinity, growth="bounded",
+    _unary("sign", None, _sign, "fn.sign({0})", gives="same", infinite=_no_infinity, growth="bounded",
            whole="fn.sign({0})"),
-    _unary("relu", lambda g, y, x: where(compare("le", x, 0), 0.0, g), _at_ends, "tl.where({0} <= 0.0, 0.0, {0})",
-           gives="same", infinite=_upper_infinity, growth="linear", whole="tl.maximum({0}, 0)"),
+    _unary("relu", lambda g, y, x: where(compare("le", x, 0), 0.0, g), None, "tl.where({0} <= 0.0, 0.0, {0})",
+           gives="same", infinite=_upper_infinity, growth="linear", interval=_above_0, whole="tl.maximum({0}, 0)"),
     _unary("detach", None, _at_ends, "{0}", gives="same", lifted="", infinite=_same_infinity, growth="linear",
            whole="{0}"),
     _jump("floor", "tl.floor({0})"),
@@ -258,7 +314,8 @@ _BINARY = (
              whole="{0} - {1}", interval=lambda order, a, b: (a[0] - b[1], a[1] - b[0])),
     Function("mul", torch.mul, (lambda g, y, a, b: g * b, lambda g, y, a, b: g * a), "same", triton="{0} * {1}",
              whole="{0} * {1}", interval=_product),
-    Function("div", torch.div, (lambda g, y, a, b: g / b, lambda g, y, a, b: -g * y / b), triton="{0} / {1}"),
+    Function("div", torch.div, (lambda g, y, a, b: g / b, lambda g, y, a, b: -g * y / b), image=_quotient,
+             triton="{0} / {1}"),
     # At a tie one operand has the whole gradient, as in a clamp. The lift makes torch's maximum of two, to share it.
     Function(
         "maximum", torch.clamp_min,
@@ -277,18 +334,18 @@ _BINARY = (
         (
             lambda g, y, a, b: where(compare("eq", b, 0), 0.0, g * b * Binary("pow", a, b - 1)),
             lambda g, y, a, b: where(And(compare("eq", a, 0), compare("ge", b, 0)), 0.0, g * y * log(a)),
-        ), "same", triton="fn.power({0}, {1})",
+        ), "same", "plain", image=_power, triton="fn.power({0}, {1})",
     ),
-    Function("fmod", torch.fmod, (lambda g, y, a, b: g, lambda g, y, a, b: -g * trunc(a / b)), "same",
-             triton="{0} % {1}", whole="{0} % {1}"),
+    Function("fmod", torch.fmod, (lambda g, y, a, b: g, lambda g, y, a, b: -g * trunc(a / b)), "same", "whole",
+             image=lambda value, a, b: _up_to(b), triton="{0} % {1}", whole="{0} % {1}"),
     Function("remainder", torch.remainder,
              (lambda g, y, a, b: g, lambda g, y, a, b: -g * Binary("floor_divide", a, b)), "same",
-             triton="fn.float_modulo({0}, {1})", whole="fn.modulo({0}, {1})"),
+             image=_modulo, triton="fn.float_modulo({0}, {1})", whole="fn.modulo({0}, {1})"),
     Function("floor_divide", torch.floor_divide, (None, None), "same",
-             triton="fn.float_floor_divide({0}, {1})", whole="fn.floor_divide({0}, {1})"),
+             image=_floor_quotient, triton="fn.float_floor_divide({0}, {1})", whole="fn.floor_divide({0}, {1})"),
     Function("atan2", torch.atan2,
              (lambda g, y, a, b: g * b * _per_square(a, b), lambda g, y, a, b: g * -a * _per_square(a, b)),
-             triton="fn.atan2({0}, {1})"),
+             lifted="plain", image=_within(-math.pi, math.pi), triton="fn.atan2({0}, {1})"),
 )  # fmt: skip
 
 UNARY: dict[str, Function] = {row.name: row for row in _UNARY}
@@ -306,3 +363,11 @@ def interval_of(name: str, order: Order, operands: Sequence[Interval]) -> Interv
     """The interval of the results of function `name`; None where the ends of the intervals `operands` do not tell."""
     row = FUNCTIONS.get(name)
     return None if row is None or row.interval is None else row.interval(order, *operands)
+
+
+def bounds_of(name: str, *operands: Interval) -> Interval:
+    """An interval that holds the results of function `name` on numbers within `operands`: see `Function.image`."""
+    row = FUNCTIONS[name]
+    if row.interval is not None:
+        return row.interval(_ENDS, *operands)
+    return _ANY if row.image is None else row.image(row.value, *operands)

@@ -6,11 +6,12 @@ holds for all values in these ranges; "not proved" is an ordinary answer.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import sympy
 from sympy.core.function import Application
@@ -190,6 +191,20 @@ class Space:
                 return None
             expr = expr.subs(term, place + self.fresh("digit", size))
         return sympy.expand(expr)
+
+
+def fold_index(value: sympy.Expr, leaf: Callable[[sympy.Expr], Any], *joins: Callable[[Any, Any], Any]) -> Any:
+    """`value` computed by `joins`: four functions of two, for its sums, products, floor divisions and remainders.
+
+    leaf: gives what a part stands for; None where the part is to be computed from its own parts. Raises ValueError for
+    a part that neither says.
+    """
+    if (known := leaf(value)) is not None:
+        return known
+    for kind, join in zip((sympy.Add, sympy.Mul, FloorDiv, (Mod, sympy.Mod)), joins, strict=True):
+        if isinstance(value, kind):
+            return functools.reduce(join, [fold_index(part, leaf, *joins) for part in value.args])
+    raise ValueError(f"position {value} cannot be computed")
 
 
 def _divided(expr: sympy.Expr, by: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr]:

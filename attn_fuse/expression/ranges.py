@@ -5,15 +5,14 @@ Parameters in training are assumed to lie in [-100, 100]; other tensors that the
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Container, Iterable
 from typing import TypeAlias
 
 import torch
 
 from attn_fuse.expression import nodes as ex
-from attn_fuse.expression.functions import FUNCTIONS, Order, interval_of
+from attn_fuse.expression.functions import FUNCTIONS, bounds_of
 from attn_fuse.expression.index import Space
 from attn_fuse.expression.nodes import Expr
 
@@ -174,62 +173,22 @@ class _Bounder:
                 return (-_LEARNED, _LEARNED) if leaf in self.learned else _ANY
             case ex.NonNegative() | ex.IsZero() | ex.Compare() | ex.Not() | ex.And() | ex.Or() | ex.Softmax():
                 return _TRUTH
-            case ex.Add(a, b) | ex.Mul(a, b):
-                return interval_of(ex.name_of(x), _ENDS, (self.of(a), self.of(b))) or _ANY
-            case ex.Div(a, b):
-                by = self.of(b)
-                return _ANY if by[0] <= 0 <= by[1] else _at_corners(lambda m, n: m / n, self.of(a), by)
+            case ex.Add() | ex.Mul() | ex.Div() | ex.Unary() | ex.Binary():
+                # As floats, whose functions may give what those of integers cannot.
+                parts = [(float(low), float(high)) for low, high in map(self.of, ex.children(x))]
+                return bounds_of(ex.name_of(x), *parts)
             case ex.Select(_, a, b):
                 (low, high), (other_low, other_high) = self.of(a), self.of(b)
                 return min(low, other_low), max(high, other_high)
             case ex.Cast(dtype, inner):
                 return _held_in(dtype, self.of(inner))
-            case ex.Unary(name, inner):
-                return _of_one(name, self.of(inner))
-            case ex.Binary(name, a, b):
-                return _of_two(name, self.of(a), self.of(b))
             case ex.Contract(axes, a, b):
                 times = math.prod(self.space.longest(self.space.sizes[axis]) for axis in axes)
-                low, high = _at_corners(lambda m, n: m * n, self.of(a), self.of(b))
+                low, high = bounds_of("mul", self.of(a), self.of(b))
                 return min(0.0, times * low), max(0.0, times * high)
             case ex.Reduce("amax" | "amin" | "any" | "all", _, body):
                 return self.of(body)
         return _ANY
-
-
-def _or_nan(choose: Callable[[float, float], float]) -> Callable[[float, float], float]:
-    return lambda x, y: math.nan if math.isnan(x) or math.isnan(y) else choose(x, y)
-
-
-_ENDS = Order(_or_nan(min), _or_nan(max))
-
-
-def _at_corners(function: Callable[[float, float], float], a: Bounds, b: Bounds) -> Bounds:
-    """Bounds of a function that is monotonic in each argument, whatever the other is; NaN if a corner is."""
-    corners = [function(m, n) for m, n in itertools.product(a, b)]
-    return (math.nan, math.nan) if any(map(math.isnan, corners)) else (min(corners), max(corners))
-
-
-def _of_one(name: str, x: Bounds) -> Bounds:
-    row = FUNCTIONS[name]
-    return _ANY if row.image is None else row.image(row.value, x)
-
-
-def _of_two(name: str, a: Bounds, b: Bounds) -> Bounds:
-    match name:
-        case "maximum" | "minimum":
-            return interval_of(name, _ENDS, (a, b)) or _ANY
-        case "atan2":
-            return -math.pi, math.pi
-        case "remainder" | "fmod":
-            most = max(abs(b[0]), abs(b[1]))
-            return -most, most
-        case "pow" if a[0] > 0 or (a[0] == 0 and b[0] >= 0):
-            return _at_corners(_power, a, b)
-        case "pow" if b[0] == b[1] and b[0] >= 0 and b[0].is_integer():
-            low, high = sorted(_power(end, b[0]) for end in a)
-            return (0.0 if b[0] % 2 == 0 and a[0] <= 0 <= a[1] else low), high
-    return _ANY
 
 
 def _held_in(dtype: torch.dtype, x: Bounds) -> Bounds:
@@ -238,7 +197,3 @@ def _held_in(dtype: torch.dtype, x: Bounds) -> Bounds:
         return (x[0] if x[0] >= -most else -math.inf, x[1] if x[1] <= most else math.inf)
     # An integer of fewer than 32 bits wraps around below `_WRAPS`.
     return x if torch.iinfo(dtype).bits >= 32 and max(-x[0], x[1]) < _WRAPS else _ANY
-
-
-def _power(base: float, exponent: float) -> float:
-    return float(torch.tensor(base, dtype=torch.float64).pow(exponent))

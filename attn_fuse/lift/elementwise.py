@@ -12,7 +12,7 @@ import torch
 from attn_fuse.expression import nodes as ex
 from attn_fuse.expression import precision
 from attn_fuse.expression import simplify as al
-from attn_fuse.expression.functions import COMPARISONS, UNARY
+from attn_fuse.expression.functions import BINARY, COMPARISONS, UNARY
 from attn_fuse.expression.nodes import Expr
 from attn_fuse.lift.tensor import Indices, LiftedTensor, NoClosedForm, Operation, aten, exact, number, operand
 from attn_fuse.torch_internals import CLAMP_BY_A_TENSOR_SPLITS
@@ -129,10 +129,10 @@ def _is_infinite(value: float) -> Callable[[Operation], LiftedTensor]:
     return handler
 
 
-def _of_two(name: str, second: str = "other", jumps: bool = False) -> Callable[[Operation], LiftedTensor]:
+def _of_two(name: str, jumps: bool) -> Callable[[Operation], LiftedTensor]:
     def handler(call: Operation) -> LiftedTensor:
         dtype, space = call.result.dtype, call.space
-        a, b = operand(call, "self", dtype), operand(call, second, dtype)
+        a, b = (operand(call, argument.name, dtype) for argument in call.node.target._schema.arguments)
         if jumps:
             a, b = exact(call, a), exact(call, b)
         return call.tensor(lambda index: precision.computed(al.binary(name, a(index), b(index), dtype), dtype, space))
@@ -330,6 +330,12 @@ def _to_copy(call: Operation) -> LiftedTensor:
     return call.tensor(lambda index: precision.cast(dtype, element(index), x.dtype, call.space))
 
 
+def _of(name: str) -> list[Any]:
+    """torch's overloads of the function `name` that give a tensor of their own."""
+    overloads = [getattr(getattr(aten, name), kind) for kind in getattr(aten, name).overloads()]
+    return [op for op in overloads if str(op._schema.returns[0].type) == "Tensor" and not op._schema.is_mutable]
+
+
 # How the lift reads a row of `expression.functions.UNARY`, by its `lifted`.
 _LIFTED = {"plain": _of_one, "whole": _to_whole, "test": _test}
 
@@ -361,12 +367,7 @@ ELEMENTWISE: dict[Any, Callable[[Operation], Any]] = {
     aten.elu.default: _elu,
     aten.celu.default: _elu,
     aten.selu.default: _elu,
-    aten.fmod.Scalar: _of_two("fmod", jumps=True),
-    aten.fmod.Tensor: _of_two("fmod", jumps=True),
-    aten.atan2.default: _of_two("atan2"),
-    aten.pow.Tensor_Scalar: _of_two("pow", "exponent"),
-    aten.pow.Tensor_Tensor: _of_two("pow", "exponent"),
-    aten.pow.Scalar: _of_two("pow", "exponent"),
+    **{op: _of_two(row.name, row.lifted == "whole") for row in BINARY.values() if row.lifted for op in _of(row.name)},
     aten.clamp.default: _clamp,
     aten.clamp.Tensor: _clamp,
     **{getattr(getattr(aten, op), kind): _comparison(op) for op in COMPARISONS for kind in ("Tensor", "Scalar")},

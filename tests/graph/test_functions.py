@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attn_fuse.expression import nodes as ex
 from attn_fuse.expression import ranges, simplify
-from attn_fuse.expression.functions import BINARY, FUNCTIONS, UNARY, Function, Order, interval_of
+from attn_fuse.expression.functions import BINARY, FUNCTIONS, UNARY, Function, Order, bounds_of, interval_of
 from attn_fuse.kernels.score import program as score_program
 from attn_fuse.kernels.score.gradient import differentiable, gradient_exprs, gradients, needed
 from attn_fuse.kernels.score.program import Block, Memo, ScoreProgram, evaluate
@@ -134,8 +134,18 @@ class TestARow:
 
     def test_lifted(self, row: Function) -> None:
         """torch's core operation of this name is read, if the row says so."""
-        if row.lifted:
-            assert getattr(torch.ops.aten, row.name).default in ELEMENTWISE
+        if not row.lifted:
+            return
+        packet = getattr(torch.ops.aten, row.name)
+        if row.name in UNARY:
+            assert packet.default in ELEMENTWISE
+            return
+        of_tensors = {
+            op
+            for op in (getattr(packet, kind) for kind in packet.overloads())
+            if not op._schema.is_mutable and any(str(one.type) == "Tensor" for one in op._schema.arguments)
+        }
+        assert of_tensors and of_tensors <= ELEMENTWISE.keys()
 
     def test_folded(self, row: Function) -> None:
         """A function of numbers is the number that torch gives, or stays where that is none."""
@@ -188,6 +198,28 @@ def test_the_ends_of_tensors() -> None:
         for n in range(3):
             each = [(float(a[n]), float(b[n])) for a, b in pairs]
             assert (float(found[0][n]), float(found[1][n])) == interval_of(name, ENDS, each)
+
+
+def test_bounds_of_whole_numbers_hold_all_values_and_no_more() -> None:
+    """Integers stay integers, however large, and a remainder stays below what it is divided by."""
+    assert bounds_of("add", (2**62, 2**62), (2**62, 2**62)) == (2**63, 2**63)
+    assert bounds_of("remainder", (-7, 9), (1, 4)) == (0, 3) and bounds_of("remainder", (-7.0, 9.0), (1.0, 4.0)) == (
+        0,
+        4,
+    )
+    assert bounds_of("floor_divide", (-7, 9), (2, 4)) == (-4, 4) and bounds_of("floor_divide", (-7, 9), (-4, 4)) == (
+        -9,
+        9,
+    )
+    assert bounds_of("floor_divide", (-7.0, 9.0), (-4.0, 4.0)) == (-math.inf, math.inf)
+    assert bounds_of("sign", (-5, 0)) == (-1, 0) and bounds_of("relu", (-5, 3)) == (0, 3)
+    for name in ("floor_divide", "remainder", "fmod", "add", "mul", "sub", "maximum"):
+        for a in ((-5, 3), (2, 6), (-4, -1)):
+            for b in ((-3, -1), (1, 4), (2, 2)):
+                low, high = bounds_of(name, a, b)
+                points = torch.cartesian_prod(torch.arange(a[0], a[1] + 1), torch.arange(b[0], b[1] + 1)).unbind(-1)
+                values = of_torch(name)(*points)
+                assert low <= int(values.min()) and int(values.max()) <= high
 
 
 class TestANewRow:

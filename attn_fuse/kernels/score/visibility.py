@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from attn_fuse.expression.functions import Order, interval_of
+from attn_fuse.expression.functions import FUNCTIONS, Order
 from attn_fuse.expression.nodes import And, Cast, Compare, Expr, Input, Not, Or, Position, Select, children, name_of
 from attn_fuse.kernels.score.program import Block, ScoreProgram, bound, evaluate
 
@@ -144,11 +144,13 @@ class _Intervals:
                 return _as_bool(self.of(part))
             case Cast(dtype, part) if dtype in (torch.int64, *_FLOATING):
                 return _converted(self.of(part), dtype)
-        operands = [self.of(part) for part in children(expr)] if name_of(expr) in _BY_ENDS else []
-        dtypes = [low.dtype for low, _ in operands]
-        # torch's sum of two Booleans is their disjunction.
-        if operands and (dtype := functools.reduce(torch.promote_types, dtypes)) != torch.bool:
-            return _arithmetic(functools.partial(_by_ends, name_of(expr)), operands, dtype)
+        row = FUNCTIONS.get(name_of(expr))
+        if row is not None and row.interval is not None:
+            operands = [self.of(part) for part in children(expr)]
+            dtype = functools.reduce(torch.promote_types, [low.dtype for low, _ in operands])
+            # torch's sum of two Booleans is their disjunction.
+            if dtype != torch.bool:
+                return _arithmetic(functools.partial(row.interval, _ENDS), operands, dtype)
         return self._by_strips(expr)
 
     def _depends_on(self, expr: Expr) -> frozenset[str]:
@@ -275,12 +277,4 @@ def _promoted(*several: Tensor) -> list[Tensor]:
     return [x.to(dtype) for x in several]
 
 
-# Functions whose interval follows from the ends of their operands, all of one dtype.
-_BY_ENDS = frozenset("add sub neg mul abs maximum minimum".split())
 _ENDS = Order(torch.minimum, torch.maximum)
-
-
-def _by_ends(name: str, *operands: _Interval) -> _Interval:
-    found = interval_of(name, _ENDS, operands)
-    assert found is not None
-    return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +18,10 @@ from torch.fx import Node
 
 from attn_fuse.emit.builder import NotEmitted
 from attn_fuse.expression import nodes as ex
+from attn_fuse.expression.index import fold_index
 from attn_fuse.expression.nodes import Expr
 from attn_fuse.graph.names import value_of
 from attn_fuse.kernels.score.program import ScoreProgram
-from attn_fuse.torch_internals import FloorDiv, Mod
 
 if TYPE_CHECKING:
     from attn_fuse.emit.call import Call
@@ -221,24 +221,14 @@ class _Writer:
         return place
 
     def _position(self, value: sympy.Expr) -> Expr:
-        value = sympy.expand(value)
-        if not value.free_symbols & self._digits.keys():
-            return self._number(value)
-        match value:
-            case sympy.Symbol():
-                return self._digits[value]
-            case sympy.Add():
-                return self._joined(operator.add, value.args)
-            case sympy.Mul():
-                return self._joined(operator.mul, value.args)
-            case FloorDiv():
-                return self._joined(functools.partial(ex.Binary, "floor_divide"), value.args)
-            case Mod():
-                return self._joined(functools.partial(ex.Binary, "remainder"), value.args)
-        raise NotEmitted(f"position {value} cannot be computed")
+        floordiv, mod = (functools.partial(ex.Binary, name) for name in ("floor_divide", "remainder"))
+        try:
+            return fold_index(sympy.expand(value), self._digit, operator.add, operator.mul, floordiv, mod)
+        except ValueError as problem:
+            raise NotEmitted(str(problem)) from None
 
-    def _joined(self, join: Callable[[Expr, Expr], Expr], parts: Sequence[sympy.Expr]) -> Expr:
-        return functools.reduce(join, map(self._position, parts))
+    def _digit(self, value: sympy.Expr) -> Expr | None:
+        return self._digits.get(value) if value.free_symbols & self._digits.keys() else self._number(value)
 
     def _number(self, value: sympy.Expr) -> Expr:
         value = sympy.sympify(value)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attn_fuse.expression.functions import FUNCTIONS, Order, gives_fraction, interval_of
+from attn_fuse.expression.functions import FUNCTIONS, bounds_of, gives_fraction
 from attn_fuse.expression.nodes import (
     And,
     Cast,
@@ -265,12 +265,7 @@ class Emitter:
             raise ValueError(f"{name} of a Boolean")
         if (template := FUNCTIONS[name].whole) == "{0}":
             return x
-        (low, high), found = x.span, interval_of(name, _ENDS, [x.span])
-        if name == "sign":
-            found = (low > 0) - (low < 0), (high > 0) - (high < 0)
-        elif name == "relu":
-            found = max(low, 0), max(high, 0)
-        value = self._integer(template, x.dtype, found or _INT64, x)
+        value = self._integer(template, x.dtype, bounds_of(name, x.span), x)
         return replace(value, made_of=(name, x, None)) if name == "abs" and x.made_of else value
 
     def _binary(self, name: str, x: Value, y: Value) -> Value:
@@ -287,7 +282,7 @@ class Emitter:
             return self._binary_of_floats(name, x, y, dtype)
         # Triton's own division and remainder round towards 0, which is the same where nothing is negative.
         unsigned = _OF_POSITIVE.get(name) if x.span[0] >= 0 and y.span[0] > 0 else None
-        value = self._integer(unsigned or FUNCTIONS[name].whole, dtype, _spanned(name, x.span, y.span), x, y)
+        value = self._integer(unsigned or FUNCTIONS[name].whole, dtype, bounds_of(name, x.span, y.span), x, y)
         return replace(value, made_of=(name, x, y)) if _is_exact_apart(name, x, y, value) else value
 
     def _binary_of_floats(self, name: str, x: Value, y: Value, dtype: torch.dtype) -> Value:
@@ -416,19 +411,6 @@ def _as_text(x: bool | int | float, dtype: torch.dtype) -> str:
     return repr(rounded) if math.isfinite(rounded) else f'float("{rounded}")'
 
 
-def _spanned(name: str, x: tuple[int, int], y: tuple[int, int]) -> tuple[int, int]:
-    match name:
-        case "floor_divide" if y[0] > 0:
-            return _ENDS.hull(a // b for a in x for b in y)
-        case "remainder" if y[0] > 0:
-            return 0, y[1] - 1
-        case "remainder" | "fmod":
-            most = max(abs(y[0]), abs(y[1]))
-            return -most, most
-    most = max(abs(x[0]), abs(x[1]))
-    return interval_of(name, _ENDS, (x, y)) or (-most, most)
-
-
 def _short(dtype: torch.dtype) -> str:
     return "int1" if dtype == torch.bool else str(dtype).removeprefix("torch.")
 
@@ -438,4 +420,3 @@ _TILE = frozenset({"i", "j"})
 _SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "eq": "==", "ne": "!="}
 _LOGICAL = {"add": "|", "maximum": "|", "mul": "&", "minimum": "&"}
 _OF_POSITIVE = {"floor_divide": "{0} // {1}", "remainder": "{0} % {1}"}
-_ENDS = Order(min, max)
