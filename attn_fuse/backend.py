@@ -4,34 +4,28 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.fx import GraphModule
 
-from attn_fuse.attention.picture import picture
 from attn_fuse.emit.check import Rewritten, without_disagreements
-from attn_fuse.emit.splice import emit
 from attn_fuse.errors import NotFusedError, named
 from attn_fuse.graph.breaks import at_the_end
 from attn_fuse.graph.expand import expand
 from attn_fuse.graph.functionalize import functionalize
 from attn_fuse.graph.hidden import may_hold_attention
 from attn_fuse.graph.kernel_calls import calls_in
-from attn_fuse.graph.region import find_sites
 from attn_fuse.graph.scopes import code_of, copied
 from attn_fuse.guard import guarded
 from attn_fuse.kernels import KERNELS
-from attn_fuse.lift.lift import lift
-from attn_fuse.lift.normalize import normalize
 from attn_fuse.options import Fuel, Options, chosen_kernels, fuel_of, parse_options
-from attn_fuse.patterns.recognize import recognize
 from attn_fuse.picker.pick import Choice, pick
 from attn_fuse.picker.selfcheck import self_check_of
 from attn_fuse.picker.trial import stopwatch_of
 from attn_fuse.report import GraphReport, Location, SiteReport, headline, log, record, relocated
-from attn_fuse.site import Rewriter, Stages
+from attn_fuse.site import Recognised, Rewriter
 from attn_fuse.torch_internals import (
     RestartsDynamo,
     compile_with,
@@ -58,7 +52,7 @@ def attn_fuse(
     This is what ``torch.compile(model, backend="attn_fuse", options=..., mode=...)`` calls; see `Options`.
     Raises OptionError for an option that does not exist or has an impossible value, NotFusedError under `strict`.
     """
-    return Compiler(parse_options(options, mode), fuel_of(options)).compiled(graph, example_inputs)
+    return Attempt(parse_options(options, mode), fuel_of(options)).compiled(graph, example_inputs)
 
 
 def analyze_only(
@@ -69,12 +63,12 @@ def analyze_only(
     Raises what `attn_fuse` raises.
     """
     parsed = replace(parse_options(options), compiles=False)
-    return Compiler(parsed, fuel_of(options)).compiled(graph, example_inputs)
+    return Attempt(parsed, fuel_of(options)).compiled(graph, example_inputs)
 
 
 @dataclass(frozen=True)
-class Compiler:
-    """Compiles graphs. constants: source names of arguments that are constants all the same.
+class Attempt:
+    """One way to compile a graph. constants: source names of arguments to treat as constants.
 
     locations: those of the sites, for a graph that is captured anew and has lost them.
     unfit: why all sites stay as written; "" where each is judged by itself.
@@ -88,43 +82,18 @@ class Compiler:
     unfit: str = ""
     lost: Mapping[str, str] = field(default_factory=dict)
 
-    def rewritten(self, original: GraphModule, inputs: Sequence[Any], left: Mapping[int, str]) -> Rewritten:
-        """A copy of the graph `original` with its sites rewritten, by all stages before the inner backend.
-
-        left: the sites that stay as written: number -> reason.
-        """
-        started, options, chosen = time.perf_counter(), self.options, chosen_kernels()
-        graph = copied(original)
-        written = functionalize(graph)
-        written = expand(graph, written)
-        stages = Stages(
-            find_sites,
-            normalize,
-            lift,
-            recognize,
-            _none(self.unfit)
-            if self.unfit
-            else functools.partial(
-                pick,
-                allowed=options.kernels if chosen is None else chosen,
-                fuse_all=options.pick == "fused",
-                unfit=self.lost,
-            ),
-            emit,
-            stopwatch_of(options.inner_backend, options.mode) if options.pick == "measured" else None,
-            self_check_of(options.inner_backend, options.mode) if options.try_unmeasured else None,
-            None if options.compiles else picture,
-        )
-        is_inductor = options.inner_backend == "inductor"
-        rewriter = Rewriter(graph, inputs, stages, self.fuel.allows, written, left, self.constants, is_inductor)
-        sites = rewriter.rewrite(options.seconds, started)
-        return Rewritten(graph, sites, tuple(rewriter.proofs.values()), rewriter.keeps_nan)
-
     def compiled(self, graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """`graph` rewritten, reported, compiled by the inner backend, and guarded.
+        """`graph` rewritten, reported, compiled by the inner backend, and guarded: by the first attempt that does it.
 
         Raises NotFusedError under `strict` where a site is not fused.
         """
+        tried: Callable[..., Any] | Attempt = self
+        while isinstance(tried, Attempt):
+            tried = tried.tried(graph, inputs)
+        return tried
+
+    def tried(self, graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any] | Attempt:
+        """The compiled `graph`, or the attempt to make next where the inner backend fails on what was rewritten."""
         started, looks = time.perf_counter(), may_hold_attention(graph)
         shown = looks or not self.options.compiles
         before = code_of(graph) if shown else ""
@@ -132,31 +101,24 @@ class Compiler:
         with saved_tensors_hooks_aside(), dispatch_modes_aside():
             found, called, failed = self._found(graph, inputs) if looks else (Rewritten(graph, [], ()), (), ())
             broken, notes = self._broken(graph)
-        # The inner backend may change the graph that it is given.
         fuses = any(site.fused for site in found.sites)
-        if fuses:
-            original, graph = graph, found.graph
-        else:
-            original = copied(graph) if found.sites else graph
-        seconds = time.perf_counter() - started
+        # The inner backend may change the graph that it is given.
+        original = graph if fuses or not found.sites else copied(graph)
+        graph = found.graph if fuses else graph
         sites = (*relocated(found.sites, self.locations), *broken, *called)
+        seconds = time.perf_counter() - started
         report = GraphReport(sites, seconds, (*notes, *failed), before, code_of(graph) if shown else "")
         templated = {site.kernel for site in found.sites if site.fused and site.kernel in _TEMPLATED}
         try:
             if self.options.strict:
                 require_all_fused(report.sites)
             compiled = self.by_inner_backend(graph, inputs, backward_now=bool(templated))
-        except Exception as problem:
-            # rule 5: a kernel that the inner backend fails on must not break the model
-            if templated and not isinstance(problem, (RestartsDynamo, NotFusedError)):
-                log.warning("a graph is compiled without %s, since that failed", *templated, exc_info=True)
-                lost = {**self.lost, **dict.fromkeys(templated, f"the inner backend failed on it: {named(problem)}")}
-                return replace(self, lost=lost).compiled(original, inputs)
-            if not fuses or self.options.strict or isinstance(problem, RestartsDynamo):
-                record(report)
-                raise
-            log.warning("a graph is compiled as written, since compiling it with fused attention failed", exc_info=True)
-            return replace(self, unfit=f"{_UNCOMPILED}: {named(problem)}").compiled(original, inputs)
+        except Exception as problem:  # rule 5: what the inner backend fails on must not break the model
+            # A graph with fused sites is a copy, so the one that came is as it was.
+            if fuses and (following := self._after(problem, templated)):
+                return following
+            record(report)
+            raise
         record(report)
         if not found.sites:
             return compiled
@@ -166,6 +128,56 @@ class Compiler:
             locations=tuple(site.location for site in sites[: len(found.sites)]),
         )
         return guarded(compiled, original, inputs, found.proofs, again.compiled, self.by_inner_backend)
+
+    def _after(self, problem: Exception, templated: Set[str | None]) -> Attempt | None:
+        """The attempt after `problem`, a failure on a graph with fused sites; None to raise it."""
+        if isinstance(problem, (RestartsDynamo, NotFusedError)):
+            return None
+        if templated:
+            log.warning("a graph is compiled without %s, since that failed", *templated, exc_info=True)
+            why = f"the inner backend failed on it: {named(problem)}"
+            return replace(self, lost={**self.lost, **dict.fromkeys(map(str, templated), why)})
+        if self.options.strict:
+            return None
+        log.warning("a graph is compiled as written, since compiling it with fused attention failed", exc_info=True)
+        return replace(self, unfit=f"{_UNCOMPILED}: {named(problem)}")
+
+    def rewritten(self, original: GraphModule, inputs: Sequence[Any], left: Mapping[int, str]) -> Rewritten:
+        """A copy of the graph `original` with its sites rewritten, by all stages before the inner backend.
+
+        left: the sites that stay as written: number -> reason.
+        """
+        started, graph, options = time.perf_counter(), copied(original), self.options
+        rewriter = Rewriter(
+            graph,
+            inputs,
+            self._picker(),
+            self.fuel.allows,
+            written=expand(graph, functionalize(graph)),
+            left=left,
+            constants=self.constants,
+            compiled=options.inner_backend == "inductor",
+            draws=not options.compiles,
+        )
+        sites = rewriter.rewrite(options.seconds, started)
+        return Rewritten(graph, sites, tuple(rewriter.proofs.values()), rewriter.keeps_nan)
+
+    def _picker(self) -> Callable[[Recognised], Choice]:
+        if self.unfit:
+            return lambda _: Choice(None, {}, self.unfit)
+        options, chosen = self.options, chosen_kernels()
+        allowed, fuse_all = options.kernels if chosen is None else chosen, options.pick == "fused"
+        how = options.inner_backend, options.mode
+        measuring = stopwatch_of(*how) if options.pick == "measured" else None
+        checking = self_check_of(*how) if options.try_unmeasured else None
+
+        def picked(x: Recognised) -> Choice:
+            stopwatch = measuring and measuring(x.region, x.attention, x.facts, x.mode, x.values)
+            proved = {leaf: repr(proof.form) for leaf, proof in x.proofs.items()}
+            self_check = checking and checking(x.region, x.attention, x.facts, x.values, proved)
+            return pick(x.attention, x.facts, stopwatch, allowed, fuse_all, self_check, self.lost)
+
+        return picked
 
     def _found(
         self, graph: GraphModule, inputs: Sequence[Any]
@@ -207,11 +219,6 @@ class Compiler:
         inductor = dict(self.options.inductor)
         with without_inductor_attention(inductor.pop("joint_custom_post_pass", None)):
             return compile_with(self.options.inner_backend, self.options.mode, graph, inputs, inductor, backward_now)
-
-
-def _none(why: str) -> Callable[..., Choice]:
-    """A picker that picks no kernel."""
-    return lambda *_, **__: Choice(None, {}, why)
 
 
 def require_all_fused(sites: Sequence[SiteReport]) -> None:

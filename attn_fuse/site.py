@@ -6,7 +6,7 @@ import functools
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,47 +14,46 @@ import torch
 from torch.fx import GraphModule, Node, map_arg
 
 from attn_fuse.attention.attention import Attention, Refusal
-from attn_fuse.attention.describe import in_mathematics, in_words
+from attn_fuse.attention.describe import in_words, plain, printed
 from attn_fuse.attention.facts import Facts, facts_of, is_learned
+from attn_fuse.attention.picture import picture
 from attn_fuse.emit.builder import NotEmitted
+from attn_fuse.emit.splice import emit
 from attn_fuse.errors import named
 from attn_fuse.expression import nodes as ex
-from attn_fuse.expression.text import Names, as_text
 from attn_fuse.graph.location import locate
 from attn_fuse.graph.names import op_name, value_of
 from attn_fuse.graph.nan_reads import nan_reads
-from attn_fuse.graph.region import RefusedRegion, Region, Site, cut_at
-from attn_fuse.graph.scopes import Scope, StillWritten, is_frozen, scopes
+from attn_fuse.graph.region import RefusedRegion, Region, Site, cut_at, find_sites
+from attn_fuse.graph.scopes import StillWritten, is_frozen, scopes
 from attn_fuse.guard import Proof, can_be_guarded
 from attn_fuse.lift.closed_forms import ClosedForm, Diagonals, closed_form
-from attn_fuse.lift.lift import Lifted, NotLifted
-from attn_fuse.lift.normalize import Normal, NotNormal
-from attn_fuse.picker.pick import Choice, SelfCheck, Stopwatch
+from attn_fuse.lift.lift import Lifted, NotLifted, lift
+from attn_fuse.lift.normalize import Normal, NotNormal, normalize
+from attn_fuse.patterns.recognize import recognize
+from attn_fuse.picker.pick import Choice
 from attn_fuse.report import Blocker, SiteReport, log
 from attn_fuse.torch_internals import FakeTensorMode, source_name
 
-StopwatchOf = Callable[[Region, Attention, Facts, FakeTensorMode, Mapping[Node, Any]], Stopwatch]
-SelfCheckOf = Callable[[Region, Attention, Facts, Mapping[Node, Any], Mapping[Node, str]], SelfCheck]
 
+@dataclass(frozen=True, eq=False)
+class Recognised:
+    """A region that is proved to be an attention.
 
-@dataclass(frozen=True)
-class Stages:
-    """The stages that a site passes through, in this order, each by the function of its name.
-
-    stopwatch_of: makes a stopwatch that measures a site; None to pick without measuring. self_check_of: makes a check
-    of kernels that were never measured on the device; None leaves such kernels out. draw: draws the mask, from the
-    contents of the leaves by number; None to draw none.
+    mode: the fake mode of its normal form. values: the example inputs by the leaves that stand for them.
+    proofs: the proved contents of leaves. used: those that the attention rests on.
+    words: the attention in words, by name. expression: the attention as mathematics.
     """
 
-    find_sites: Callable[[Scope, StillWritten | None], Iterator[Site]]
-    normalize: Callable[[Region], Normal]
-    lift: Callable[[Normal, Mapping[int, ClosedForm | Diagonals]], Lifted]
-    recognize: Callable[[Lifted], Attention | Refusal]
-    pick: Callable[..., Choice]
-    emit: Callable[..., Node]
-    stopwatch_of: StopwatchOf | None = None
-    self_check_of: SelfCheckOf | None = None
-    draw: Callable[[Attention, Mapping[int, torch.Tensor]], tuple[str, ...]] | None = None
+    region: Region
+    attention: Attention
+    facts: Facts
+    mode: FakeTensorMode
+    values: Mapping[Node, Any]
+    proofs: Mapping[Node, Proof]
+    used: tuple[Proof, ...]
+    words: dict[str, str]
+    expression: str
 
 
 # The source of a tensor that the caller passes in, alone or in a container: the next call passes another tensor.
@@ -68,21 +67,24 @@ _ROUNDINGS_OF_A_SCORE = 64
 class Rewriter:
     """Rewrites the sites of one graph.
 
-    inputs: the graph's example inputs. may_rewrite: asked with the report of each site about to be rewritten.
-    written: by the path of a subgraph, the memory that it still writes. left: the sites that stay as written: number ->
-    reason. constants: source names of arguments that are constants all the same. compiled: whether Inductor compiles
-    the graph. proofs: what the rewrites rest on, by the number of the input, for the guard. keeps_nan: whether rows of
-    the rewritten attentions are NaN wherever they are as written.
+    inputs: the graph's example inputs. pick: chooses the kernel of a site. may_rewrite: asked with the report of each
+    site about to be rewritten. emit: writes the kernel's call. written: by the path of a subgraph, the memory that it
+    still writes. left: the sites that stay as written: number -> reason. constants: arguments to treat as constants.
+    compiled: whether Inductor compiles the graph. draws: whether reports get a picture of the mask. proofs: what the
+    rewrites rest on, by the number of the input, for the guard. keeps_nan: whether rows of the rewritten attentions are
+    NaN wherever they are as written.
     """
 
     graph: GraphModule
     inputs: Sequence[Any]
-    stages: Stages
+    pick: Callable[[Recognised], Choice]
     may_rewrite: Callable[[SiteReport], bool]
+    emit: Callable[..., Node] = emit
     written: Mapping[str, StillWritten] = field(default_factory=dict)
     left: Mapping[int, str] = field(default_factory=dict)
     constants: frozenset[str] = frozenset()
     compiled: bool = True
+    draws: bool = False
     proofs: dict[int, Proof] = field(default_factory=dict)
     keeps_nan: bool = True
     _known: dict[Any, _Analysis] = field(default_factory=dict)
@@ -96,17 +98,15 @@ class Rewriter:
         reports: list[SiteReport] = []
         for scope in scopes(self.graph):
             # Rewriting changes the graph, so find all sites before.
-            for site in list(self.stages.find_sites(scope, self.written.get(scope.path))):
+            for site in list(find_sites(scope, self.written.get(scope.path))):
                 if all(isinstance(region, Region) and not region.output.users for region in site.candidates):
                     continue  # it was a part of a fused site, and was erased with it
                 late = time.perf_counter() - self._picking > started + seconds
                 why = self._left(len(reports), seconds if late else None)
-                if why is None:
-                    report = self._site(site)
-                else:
-                    blocker = _blocker(why, site.softmax)
-                    report = None if site.unsure else SiteReport(locate(site.softmax), "refused", blocker=blocker)
-                reports += [] if report is None else [report]
+                if why is not None:
+                    reports += [] if site.unsure else [_refused(why, site.softmax)]
+                elif (report := self._site(site)) is not None:
+                    reports.append(report)
         for scope in scopes(self.graph):
             scope.module.recompile()
         return reports
@@ -134,41 +134,37 @@ class Rewriter:
         return None if site.unsure and not report.attention else report
 
     def _candidate(self, region: Region | RefusedRegion, site: Site) -> SiteReport:
-        location = locate(region.softmax)
         if isinstance(region, RefusedRegion):
-            return SiteReport(location, "refused", blocker=_blocker(region.refusal, region.softmax))
+            return _refused(region.refusal, region.softmax)
         try:
             with torch.set_grad_enabled(region.mode.grad):
-                return self._fuse(region, site)
+                found = self.judged(region)
+                if isinstance(found, Refusal):
+                    return _refused(found, region.softmax)
+                if site.is_fused_already and not _gains(found.region.output, found.attention, found.facts):
+                    return SiteReport(locate(region.softmax), "already fused")
+                return self.placed(found)
         except Exception as problem:  # rule 5: whatever goes wrong in here must not break the model
-            log.warning("%s: the attention stays as written, since analysing it failed", location, exc_info=True)
-            reason = Refusal(
-                f"analysing it failed: {named(problem)}", advice="report the failure, which the log holds in full"
-            )
-            return SiteReport(location, "refused", blocker=_blocker(reason, region.softmax))
+            where = locate(region.softmax)
+            log.warning("%s: the attention stays as written, since analysing it failed", where, exc_info=True)
+            advice = "report the failure, which the log holds in full"
+            return _refused(Refusal(f"analysing it failed: {named(problem)}", advice=advice), region.softmax)
 
-    def _fuse(self, region: Region, site: Site) -> SiteReport:
+    def judged(self, region: Region) -> Refusal | Recognised:
+        """What `region` is proved to compute, or why it is not to be fused."""
         if self._replaced.keys() & set(region.nodes):
-            reason = Refusal("the scores are made from another attention", region.softmax)
-            return SiteReport(locate(region.softmax), "refused", blocker=_blocker(reason, region.softmax))
+            return Refusal("the scores are made from another attention", region.softmax)
         region = region.reading(self._replaced)
-        location = locate(region.softmax)
         proofs = self._constants(region)
         analysis = self._analyse(region, proofs)
-        region = analysis.region
-        if isinstance(analysis.result, Refusal):
-            blocker = _blocker(analysis.result, region.softmax)
-            return SiteReport(location, "refused", blocker=blocker, expression=analysis.expression)
-        attention = analysis.result
+        region, attention = analysis.region, analysis.result
+        if isinstance(attention, Refusal):
+            return replace(attention, expression=analysis.expression)
         operands = (attention.query, attention.key, attention.value)
         if not region.whole and any(isinstance(x, ex.Select) for side in operands for x in ex.walk(side)):
-            reason = Refusal("an operand is written in part", region.output)
-            return SiteReport(location, "refused", blocker=_blocker(reason, region.softmax))
-        if attention.dropout_p is not None and region.dropped_weights_used is not None:
-            reason = Refusal(
-                "the weights after dropout are also used outside the attention", region.dropped_weights_used
-            )
-            return SiteReport(location, "refused", blocker=_blocker(reason, region.softmax))
+            return Refusal("an operand is written in part", region.output)
+        if attention.dropout_p is not None and (used := region.dropped_weights_used) is not None:
+            return Refusal("the weights after dropout are also used outside the attention", used)
         facts = facts_of(
             attention,
             [_as_read(leaf, region) for leaf in region.leaves],
@@ -179,60 +175,51 @@ class Rewriter:
         )
         facts = replace(facts, nan_read=self._nan_reads.get(region.output, ""))
         if facts.training and (factor := _lost_in_rounding(attention, facts)) is not None:
-            reason = Refusal(f"the scores are scaled by {factor:g}: computed again for the backward they are others")
-            return SiteReport(location, "refused", blocker=_blocker(reason, region.softmax))
+            return Refusal(f"the scores are scaled by {factor:g}: computed again for the backward they are others")
         read_along = {region.leaves[x.leaf] for x in ex.walk(attention.score) if isinstance(x, ex.Gather)}
-        used = [
-            proof
-            for leaf, proof in proofs.items()
-            if leaf in (read_along if isinstance(proof.form, Diagonals) else region.leaves)
-        ]
-        words = in_words(attention, facts, tuple(f"the contents of {_plain(p.source)}, {p.form}" for p in used))
-        if site.is_fused_already and not _gains(region.output, attention, facts):
-            return SiteReport(location, "already fused")
-        values, self_check = self._values(region), None
-        if self.stages.self_check_of is not None:
-            proved = {leaf: repr(proof.form) for leaf, proof in proofs.items() if leaf in region.leaves}
-            self_check = self.stages.self_check_of(region, attention, facts, values, proved)
-        measuring = self.stages.stopwatch_of
-        stopwatch = measuring and measuring(region, attention, facts, analysis.mode, values)
-        picking = time.perf_counter()
-        choice = self.stages.pick(attention, facts, stopwatch, self_check=self_check)
+        proofs = {leaf: proof for leaf, proof in proofs.items() if leaf in region.leaves}
+        used = tuple(p for leaf, p in proofs.items() if leaf in read_along or not isinstance(p.form, Diagonals))
+        words = in_words(attention, facts, tuple(f"the contents of {plain(p.source)}, {p.form}" for p in used))
+        values, expression = self._values(region), analysis.expression
+        return Recognised(region, attention, facts, analysis.mode, values, proofs, used, words, expression)
+
+    def placed(self, found: Recognised) -> SiteReport:
+        """The report on an attention that is now on the kernel picked for it, or left as written."""
+        attention, picking = found.attention, time.perf_counter()
+        choice = self.pick(found)
         self._picking += time.perf_counter() - picking
-        drawn = self._drawn(attention, region)
-        left = SiteReport(location, "as written", words, expression=analysis.expression, picture=drawn)
+        where, drawn = locate(found.region.softmax), self._drawn(found)
+        left = SiteReport(where, "as written", found.words, expression=found.expression, picture=drawn)
         while (kernel := choice.kernel) is not None:
-            words["picked"] = choice.because
-            name, saved = kernel.name, facts.score_bytes
-            report = replace(left, status="fused", kernel=name, why_not=choice.why_not, score_bytes=saved)
+            left = replace(left, attention=found.words | {"picked": choice.because}, why_not=choice.why_not)
+            report = replace(left, status="fused", kernel=kernel.name, score_bytes=found.facts.score_bytes)
             if not self.may_rewrite(report):
-                blocker = _blocker(Refusal("the fuel is used up", advice="raise the option fuel"), region.softmax)
-                return replace(left, why_not=choice.why_not, blocker=blocker)
+                out_of_fuel = Refusal("the fuel is used up", advice="raise the option fuel")
+                return replace(left, blocker=_blocker(out_of_fuel, found.region.softmax))
             try:
-                self._replaced[region.output] = self.stages.emit(region, attention, facts, kernel.emit, analysis.mode)
+                made = self.emit(found.region, attention, found.facts, kernel.emit, found.mode)
             except NotEmitted as problem:
                 choice = choice.without(str(problem))
                 continue
-            self.proofs |= {proof.input: proof for proof in used}
+            self._replaced[found.region.output] = made
+            self.proofs |= {proof.input: proof for proof in found.used}
             self.keeps_nan &= kernel.keeps_nan and not attention.zero_for_nan
             return report
-        words.pop("picked", None)
         # Where kernels decline a function of the scores, the operation that made it one is to blame.
         declined = attention.unread is not None and attention.unread.reason in choice.because
         culprit = attention.unread.node if declined and attention.unread else None
-        why = Refusal(choice.because, culprit, choice.advice)
-        return replace(left, why_not=choice.why_not, blocker=_blocker(why, region.softmax))
+        blocker = _blocker(Refusal(choice.because, culprit, choice.advice), found.region.softmax)
+        return replace(left, attention=found.words, why_not=choice.why_not, blocker=blocker)
 
-    def _drawn(self, attention: Attention, region: Region) -> tuple[str, ...]:
+    def _drawn(self, found: Recognised) -> tuple[str, ...]:
         """The picture of the mask; empty where it is not asked for, or cannot be drawn."""
-        if self.stages.draw is None:
+        if not self.draws:
             return ()
-        values = self._values(region)
-        tensors = {n: values[leaf] for n, leaf in enumerate(region.leaves) if type(values.get(leaf)) is torch.Tensor}
+        known = [(n, found.values.get(leaf)) for n, leaf in enumerate(found.region.leaves)]
         try:
-            return self.stages.draw(attention, {n: tensor.cpu() for n, tensor in tensors.items()})
+            return picture(found.attention, {n: x.cpu() for n, x in known if type(x) is torch.Tensor})
         except Exception:  # a report must not cost a fusion
-            log.warning("%s: its mask cannot be drawn", locate(region.softmax), exc_info=True)
+            log.warning("%s: its mask cannot be drawn", locate(found.region.softmax), exc_info=True)
             return ()
 
     def _analyse(self, region: Region, proofs: Mapping[Node, Proof]) -> _Analysis:
@@ -240,7 +227,7 @@ class Rewriter:
         key = _fingerprint(region, proofs)
         known = self._known.get(key)
         if known is None:
-            known = self._known[key] = _analyse(region, proofs, self.stages)
+            known = self._known[key] = _analyse(region, proofs)
         return known.moved_to(region)
 
     def _values(self, region: Region) -> dict[Node, Any]:
@@ -329,11 +316,11 @@ class _Analysis:
         return replace(refusal, node=region.nodes[self.region.nodes.index(refusal.node)])
 
 
-def _analyse(region: Region, proofs: Mapping[Node, Proof], stages: Stages) -> _Analysis:
+def _analyse(region: Region, proofs: Mapping[Node, Proof]) -> _Analysis:
     cuts: list[int] = []
     while True:
         try:
-            normal = stages.normalize(region)
+            normal = normalize(region)
         except NotNormal as problem:
             return _Analysis(region, Refusal(str(problem), problem.node), FakeTensorMode(), tuple(cuts))
         original: Any = value_of(region.output)
@@ -343,9 +330,9 @@ def _analyse(region: Region, proofs: Mapping[Node, Proof], stages: Stages) -> _A
             return _Analysis(region, reason, normal.mode, tuple(cuts))
         forms = {n: proofs[leaf].form for n, leaf in enumerate(region.leaves) if leaf in proofs}
         try:
-            lifted = stages.lift(normal, forms)
-            result = stages.recognize(lifted)
-            expression = _in_mathematics(result, lifted, region)
+            lifted = lift(normal, forms)
+            result = recognize(lifted)
+            expression = _printed(result, lifted, region)
             if isinstance(result, Refusal):
                 result = _at_its_operation(result, normal)
             elif result.unread is not None:
@@ -359,39 +346,19 @@ def _analyse(region: Region, proofs: Mapping[Node, Proof], stages: Stages) -> _A
             region = cut
 
 
-# The max size of an expression in a report, in nodes and in characters: a larger one is for a program to read.
-_MOST_NODES = 4000
-_MOST_CHARACTERS = 4000
-
-
-def _in_mathematics(result: Attention | Refusal, lifted: Lifted, region: Region) -> str:
+def _printed(result: Attention | Refusal, lifted: Lifted, region: Region) -> str:
     """The mathematics that was read of a site; "" where it is too large to print, or cannot be printed."""
-    if ex.size(lifted.element) > _MOST_NODES:
-        return ""
     try:
-        text = _printed(result, lifted, region)
+        return printed(result, lifted.element, {n: _leaf_name(leaf, region) for n, leaf in enumerate(region.leaves)})
     except Exception:  # what a report says must not cost a fusion
         log.warning("%s: its mathematics cannot be printed", locate(region.softmax), exc_info=True)
         return ""
-    return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]} ..."
-
-
-def _printed(result: Attention | Refusal, lifted: Lifted, region: Region) -> str:
-    names = {n: _leaf_name(leaf, region) for n, leaf in enumerate(region.leaves)}
-    if isinstance(result, Attention):
-        letters: dict[int, str] = {}
-        for letter, operand in (("q", result.query), ("k", result.key), ("v", result.value)):
-            if isinstance(operand, ex.Load):
-                letters[operand.leaf] = letters.get(operand.leaf, "") + letter
-        names |= letters
-        return in_mathematics(result, names)
-    return f"out = {as_text(lifted.element, Names(leaves=names))}"
 
 
 def _leaf_name(leaf: Node, region: Region) -> str:
     top = region.scope.top(leaf)
     source = source_name(top) if top is not None and top.op == "placeholder" else ""
-    return re.sub(r"^L\['([^']+)'\]", r"\1", _plain(source)) if source else leaf.name
+    return re.sub(r"^L\['([^']+)'\]", r"\1", plain(source)) if source else leaf.name
 
 
 def _at_its_operation(refusal: Refusal, normal: Normal) -> Refusal:
@@ -464,13 +431,13 @@ class _Named:
         return self.name
 
 
+def _refused(refusal: Refusal, softmax: Node) -> SiteReport:
+    blocker = _blocker(refusal, softmax)
+    return SiteReport(locate(softmax), "refused", blocker=blocker, expression=refusal.expression)
+
+
 def _blocker(refusal: Refusal, softmax: Node) -> Blocker:
     node = refusal.node if isinstance(refusal.node, Node) else softmax
     op, location = op_name(node) if node.op.startswith("call_") else node.op, locate(node)
     otherwise = f"write the attention without this one operation: {op}, line {location.line}"
     return Blocker(refusal.reason, op, location, refusal.advice or otherwise)
-
-
-def _plain(source: str) -> str:
-    source = re.sub(r"\._(?:modules|buffers|parameters)\['([^']+)'\]", r".\1", source)
-    return source.replace("L['self'].", "", 1)

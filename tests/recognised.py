@@ -11,17 +11,12 @@ import torch
 from torch.fx import GraphModule
 
 from attn_fuse.attention.attention import Attention, Refusal
-from attn_fuse.emit.splice import emit
 from attn_fuse.graph.expand import expand
 from attn_fuse.graph.functionalize import functionalize
-from attn_fuse.graph.region import find_sites
 from attn_fuse.graph.scopes import copied
-from attn_fuse.lift.lift import lift
-from attn_fuse.lift.normalize import normalize
-from attn_fuse.patterns.recognize import recognize
 from attn_fuse.picker.pick import Choice
 from attn_fuse.report import SiteReport
-from attn_fuse.site import Rewriter, Stages
+from attn_fuse.site import Recognised, Rewriter
 
 
 def recognised(program: Callable[..., Any], *args: Any, dynamic: bool | None = False) -> list[Attention | Refusal]:
@@ -31,14 +26,13 @@ def recognised(program: Callable[..., Any], *args: Any, dynamic: bool | None = F
     def backend(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         attentions: list[Attention] = []
 
-        def pick(attention: Attention, *_: Any, **__: Any) -> Choice:
-            attentions.append(attention)
+        def pick(found: Recognised) -> Choice:
+            attentions.append(found.attention)
             return Choice(None, {}, "only recognised")
 
         rewritten = copied(graph)
         written = expand(rewritten, functionalize(rewritten))
-        stages = Stages(find_sites, normalize, lift, recognize, pick, emit)
-        rewriter = Rewriter(rewritten, inputs, stages, lambda site: False, written)
+        rewriter = Rewriter(rewritten, inputs, pick, lambda site: False, written=written)
         sites = rewriter.rewrite(math.inf, time.perf_counter())
         known = iter(attentions)
         found.extend(_refusal(site) if site.status == "refused" else next(known) for site in sites if _is_ours(site))

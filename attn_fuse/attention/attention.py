@@ -24,11 +24,13 @@ class Refusal:
 
     node: the operation that blocks, or the part of an expression that it made; None where that is not known yet.
     advice: what the user can do; "" where one operation is to be written otherwise.
+    expression: the mathematics that was read before.
     """
 
     reason: str
     node: Any = field(default=None, compare=False)
     advice: str = ""
+    expression: str = field(default="", compare=False)
 
     def at(self, node: Any) -> Refusal:
         """The same refusal with `node` as its node, unless it has one."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
-from attn_fuse.attention.attention import Attention
+from attn_fuse.attention.attention import Attention, Refusal
 from attn_fuse.attention.facts import Facts
 from attn_fuse.expression import nodes as ex
+from attn_fuse.expression.nodes import Expr
 from attn_fuse.expression.text import Names, as_text
 
 
@@ -71,6 +73,35 @@ def _dropout(attention: Attention) -> str:
         case ex.Const(p):
             return f"{p:g}"
     return "a probability known when the program runs"
+
+
+def plain(source: str) -> str:
+    """Dynamo's name of the source of a tensor, as a program spells it: "layers.0.mask", say."""
+    source = re.sub(r"\._(?:modules|buffers|parameters)\['([^']+)'\]", r".\1", source)
+    return source.replace("L['self'].", "", 1)
+
+
+# The max size of an expression in a report, in nodes and in characters: a larger one is for a program to read.
+_MOST_NODES = 4000
+_MOST_CHARACTERS = 4000
+
+
+def printed(result: Attention | Refusal, element: Expr, leaves: dict[int, str]) -> str:
+    """The mathematics of an attention, or of what is refused that of its output; "" where it is too large to print.
+
+    element: what an element of the output is. leaves: names by number.
+    """
+    if ex.size(element) > _MOST_NODES:
+        return ""
+    if isinstance(result, Refusal):
+        text = f"out = {as_text(element, Names(leaves=leaves))}"
+    else:
+        letters: dict[int, str] = {}
+        for letter, operand in (("q", result.query), ("k", result.key), ("v", result.value)):
+            if isinstance(operand, ex.Load):
+                letters[operand.leaf] = letters.get(operand.leaf, "") + letter
+        text = in_mathematics(result, leaves | letters)
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]} ..."
 
 
 def in_mathematics(attention: Attention, leaves: Mapping[int, str]) -> str:

@@ -26,14 +26,10 @@ from attn_fuse.emit.splice import emit
 from attn_fuse.explain import compiled_apart
 from attn_fuse.graph.expand import expand
 from attn_fuse.graph.functionalize import functionalize
-from attn_fuse.graph.region import find_sites
 from attn_fuse.graph.scopes import copied, scopes
-from attn_fuse.lift.lift import lift
-from attn_fuse.lift.normalize import normalize
-from attn_fuse.patterns.recognize import recognize
-from attn_fuse.picker.pick import pick
+from attn_fuse.picker.pick import Choice, pick
 from attn_fuse.picker.timing import synchronize
-from attn_fuse.site import Rewriter, Stages
+from attn_fuse.site import Recognised, Rewriter
 
 _LABEL = "attn_fuse.bench: attention"
 _BACKWARD = "autograd::engine::evaluate_function"
@@ -148,9 +144,11 @@ def _names_in_attention(graph: GraphModule, inputs: Sequence[Any]) -> dict[str, 
         return emit(region, *rest)
 
     graph, written = _functional(graph)
-    choose = functools.partial(pick, allowed=None, fuse_all=True)
-    stages = Stages(find_sites, normalize, lift, recognize, choose, noting)
-    Rewriter(graph, inputs, stages, lambda _: True, written).rewrite(60.0, time.perf_counter())
+
+    def choose(found: Recognised) -> Choice:
+        return pick(found.attention, found.facts, fuse_all=True)
+
+    Rewriter(graph, inputs, choose, lambda _: True, noting, written).rewrite(60.0, time.perf_counter())
     return found
 
 

@@ -23,7 +23,7 @@ from torch.export import Dim, ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from attn_fuse.backend import Compiler, require_all_fused
+from attn_fuse.backend import Attempt, require_all_fused
 from attn_fuse.emit.check import Rewritten, without_disagreements
 from attn_fuse.errors import AttnFuseError, OptionError, named
 from attn_fuse.graph.names import value_of
@@ -141,10 +141,10 @@ def _rewritten(
     module: Any = program.module()
     lifted, names, tensors = _lifted(module, _written(program, module))
     inputs = [*tensors, *pytree.tree_leaves((tuple(args), _in_order(dict(kwargs), program)))]
-    compiler = Compiler(options, Fuel(options.fuel))
+    attempt = Attempt(options, Fuel(options.fuel))
 
     def rewrite(left: Mapping[int, str]) -> Rewritten:
-        return compiler.rewritten(lifted, inputs, left)
+        return attempt.rewritten(lifted, inputs, left)
 
     found, before = rewrite({}), code_of(lifted)
     if options.check:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from attn_fuse.backend import Compiler
+from attn_fuse.backend import Attempt
 from attn_fuse.errors import OptionError
 from attn_fuse.options import Fuel, Options, parse_options
 from attn_fuse.torch_internals import inductor_door, open_inductor_door
@@ -28,7 +28,7 @@ class Door:
         options = dataclasses.replace(self.options, inductor={**self.options.inductor, **inductor})
         if inductor.get("max_autotune") and not self.picks:
             options = dataclasses.replace(options, pick="measured")
-        return Compiler(options, self.fuel).compiled(graph, inputs)
+        return Attempt(options, self.fuel).compiled(graph, inputs)
 
 
 class Installed:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import attn_fuse
-from attn_fuse.backend import Compiler
+from attn_fuse.backend import Attempt
 from attn_fuse.backend import attn_fuse as backend
 from attn_fuse.options import Fuel, Options
 from attn_fuse.report import collecting
@@ -102,7 +102,7 @@ def test_training_step(inner: str) -> None:
 
 
 def test_identical_layers_are_analysed_once(monkeypatch) -> None:
-    module = importlib.import_module("attn_fuse.backend")
+    module = importlib.import_module("attn_fuse.site")
 
     calls = []
     monkeypatch.setattr(module, "normalize", lambda region, run=module.normalize: calls.append(region) or run(region))
@@ -176,7 +176,7 @@ def test_mode_is_passed_through() -> None:
         return graph.forward
 
     given: list = []
-    Compiler(Options(inner, mode="reduce-overhead"), Fuel(None)).compiled(
+    Attempt(Options(inner, mode="reduce-overhead"), Fuel(None)).compiled(
         torch.fx.symbolic_trace(torch.nn.Identity()), [q]
     )
     assert given == [{"mode": "reduce-overhead"}]
@@ -287,7 +287,7 @@ def test_an_expression_that_cannot_be_printed_costs_no_fusion(monkeypatch, caplo
     def fails(*args: object) -> str:
         raise RecursionError("by design")
 
-    monkeypatch.setattr("attn_fuse.site.in_mathematics", fails)
+    monkeypatch.setattr("attn_fuse.site.printed", fails)
     model, x = Stack(1), torch.randn(2, 9, 32)
     torch.testing.assert_close(torch.compile(model, backend=backend, options=FUSED)(x), model(x))
     (site,) = last_sites()

@@ -103,8 +103,8 @@ def test_a_setting_of_the_caller_goes_before_the_installed_one(seen) -> None:
 @pytest.mark.parametrize("options", [None, {"pick": "fused"}])
 def test_max_autotune_measures_unless_a_pick_was_installed(seen, options, monkeypatch) -> None:
     picks = []
-    original = door.Compiler
-    monkeypatch.setattr("attn_fuse.doors.install.Compiler", lambda o, fuel: picks.append(o.pick) or original(o, fuel))
+    original = door.Attempt
+    monkeypatch.setattr("attn_fuse.doors.install.Attempt", lambda o, fuel: picks.append(o.pick) or original(o, fuel))
     with attn_fuse.install(options):
         torch.compile(plain, mode="max-autotune-no-cudagraphs")(*QKV)
     assert picks == ["fused" if options else "measured"]

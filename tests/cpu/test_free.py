@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from attn_fuse.backend import Compiler
+from attn_fuse.backend import Attempt
 from attn_fuse.report import collecting
 from tests.own_functions import OWN, OwnSoftmax, OwnSwish, doubled
 
@@ -53,13 +53,13 @@ NOT_LOOKED_INTO: dict[str, Callable[[Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", [*LOOKED_INTO, *(f"no {name}" for name in NOT_LOOKED_INTO)])
 def test_what_may_hold_attention_is_looked_into(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    rewritten, looked = Compiler.rewritten, []
+    rewritten, looked = Attempt.rewritten, []
 
-    def noting(self: Compiler, *args: Any) -> Any:
+    def noting(self: Attempt, *args: Any) -> Any:
         looked.append(True)
         return rewritten(self, *args)
 
-    monkeypatch.setattr(Compiler, "rewritten", noting)
+    monkeypatch.setattr(Attempt, "rewritten", noting)
     free = name.startswith("no ")
     program = NOT_LOOKED_INTO[name.removeprefix("no ")] if free else LOOKED_INTO[name]
     gradient = "inference" not in name and "operator of" not in name

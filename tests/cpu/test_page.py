@@ -132,7 +132,7 @@ def test_a_mask_that_cannot_be_drawn_costs_no_fusion(monkeypatch: pytest.MonkeyP
     def fails(*_: object) -> tuple[str, ...]:
         raise RuntimeError("by design")
 
-    monkeypatch.setattr("attn_fuse.backend.picture", fails)
+    monkeypatch.setattr("attn_fuse.site.picture", fails)
     with collecting() as graphs:
         torch.compile(Stack(1), backend=lambda g, x: analyze_only(g, x, options={"pick": "fused"}))(
             torch.randn(2, 9, 32)
