@@ -56,11 +56,6 @@ class Expr:
     def __neg__(self) -> Expr:
         return Unary("neg", self)
 
-    def __str__(self) -> str:
-        from attn_fuse.expression.text import as_text
-
-        return as_text(self)
-
 
 @dataclass(frozen=True)
 class Const(Expr):

@@ -1,9 +1,18 @@
-"""The checks that our operators make of their tensors; each raises a ValueError of one line."""
+"""The tensors of our operators: how they lie, and checks of them, which raise a ValueError of one line."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
+
+
+def strides_inside(shape: Sequence[Any]) -> tuple[Any, ...]:
+    """The strides of a [batch, heads, length, dim] that lies in memory as [batch, length, heads, dim]."""
+    _, heads, length, dim = shape
+    return length * heads * dim, dim, heads * dim, 1
 
 
 def check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:

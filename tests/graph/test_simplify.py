@@ -39,6 +39,7 @@ from attn_fuse.expression.nodes import (
     has_product,
     walk,
 )
+from attn_fuse.expression.text import as_text
 
 ROWS, COLUMNS = 5, 7
 SPACE = Space()
@@ -165,12 +166,12 @@ def test_the_value_stays(x: Expr, seed: int) -> None:
     made = simplified(x)
     before, after = value(x, tensors), value(made, tensors)
     ordinary = before.isfinite() & (before.abs() < 1e100)
-    if has_product(x) or "remainder" in str(x) or "fmod" in str(x):
+    if has_product(x) or "remainder" in as_text(x) or "fmod" in as_text(x):
         close = torch.isclose(after, before, rtol=1e-9, atol=1e-9)
         # A jump of a rounding apart is a rule's to make.
-        assert bool((close | ~ordinary).all()) or has_jump(x), (str(x), str(made))
+        assert bool((close | ~ordinary).all()) or has_jump(x), (as_text(x), as_text(made))
     else:
-        assert bool(((after == before) | ~ordinary).all()), (str(x), str(made))
+        assert bool(((after == before) | ~ordinary).all()), (as_text(x), as_text(made))
 
 
 @given(expressions())
@@ -188,7 +189,7 @@ def test_the_normal_form(x: Expr) -> None:
 
 def has_jump(x: Expr) -> bool:
     """Whether a score that is rounded otherwise may show as more than a rounding."""
-    return any(word in str(x) for word in ("floor", "mod", "=", "<", ">", "≤", "≥", "≠", "/", "reciprocal"))
+    return any(word in as_text(x) for word in ("floor", "mod", "=", "<", ">", "≤", "≥", "≠", "/", "reciprocal"))
 
 
 @pytest.mark.parametrize(
@@ -229,7 +230,7 @@ def has_jump(x: Expr) -> bool:
         (precision.cast(torch.float32, IsZero(Q), torch.bool, SPACE), Select(IsZero(Q), Const(1.0), Const(0.0))),
         (al.substitute(NonNegative(Q - K), {K: Q + 1}, SPACE), FALSE),
     ],
-    ids=lambda x: str(x)[:40],
+    ids=lambda x: as_text(x)[:40],
 )  # fmt: skip
 def test_each_rule(made: Expr, expected: Expr) -> None:
     if expected == Select(IsZero(Q), FALSE, TRUE):

@@ -58,6 +58,7 @@ from attn_fuse.expression.nodes import (
     interned,
     name_of,
 )
+from attn_fuse.expression.text import as_text
 from attn_fuse.kernels.score import lookup
 from attn_fuse.kernels.score.dependence import POSITIONS
 from attn_fuse.torch_internals import CLAMP_BY_A_TENSOR_SPLITS
@@ -303,7 +304,7 @@ def bound(expr: Expr | None, numbers: Sequence[int]) -> int | None:
         case Number(n):
             return int(numbers[n])
     if any(_written_name(node) in _NO_BOUND for node in distinct(expr)):
-        raise ValueError(f"not a bound: {expr}")
+        raise ValueError(f"not a bound: {as_text(expr)}")
     one = Block(1, 1, (0, 1), (0, 1), torch.device("cpu"), torch.float64)
     return int(evaluate(expr, None, (), numbers, one))
 

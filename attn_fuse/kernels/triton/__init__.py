@@ -12,6 +12,8 @@ DEVICES = frozenset({"cuda", "cpu"} if INTERPRETED else {"cuda"})
 OPERATOR_DEVICES = tuple(sorted(device.upper() for device in DEVICES))
 # The max head_dim and value_dim: rows of more do not fit the registers.
 WIDEST = 256
+# Queries or keys in one entry of a table of spans.
+SPAN = 64
 
 
 def is_installed() -> bool:

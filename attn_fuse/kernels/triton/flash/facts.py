@@ -12,14 +12,13 @@ import torch
 import triton
 from torch import Tensor
 
-from attn_fuse.kernels.operands import check_dropout, check_shapes
+from attn_fuse.kernels.operands import check_dropout, check_shapes, strides_inside
 from attn_fuse.kernels.score.program import bound
 from attn_fuse.kernels.switches import float32_precision
 from attn_fuse.kernels.triton import WIDEST
 from attn_fuse.kernels.triton.emitter import LONGEST
 from attn_fuse.kernels.triton.flash.bulk import Bulk, bulk
 from attn_fuse.kernels.triton.flash.configs import Config, Taken, config, together_or_apart, without_groups
-from attn_fuse.kernels.triton.flash.op import strides_inside
 from attn_fuse.kernels.triton.launch import KEPT, Launch
 from attn_fuse.kernels.triton.scores import LOG2E, ScoreCode, score_code
 

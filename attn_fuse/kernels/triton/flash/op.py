@@ -19,6 +19,7 @@ from torch import Tensor
 
 from attn_fuse.emit.operators import gradients_of_inputs, operator
 from attn_fuse.kernels.once import once
+from attn_fuse.kernels.operands import strides_inside
 from attn_fuse.kernels.triton import OPERATOR_DEVICES
 
 # torch's caches on disk know an operator by its name only: raise this with every change in what it computes, or in
@@ -29,12 +30,6 @@ VERSION = 12
 def heads_inside(like: Tensor, shape: Sequence[Any]) -> Tensor:
     """An empty [batch, heads, length, dim] that lies in memory as [batch, length, heads, dim]."""
     return like.new_empty_strided(shape, strides_inside(shape))
-
-
-def strides_inside(shape: Sequence[Any]) -> tuple[Any, ...]:
-    """The strides of `heads_inside`."""
-    _, heads, length, dim = shape
-    return length * heads * dim, dim, heads * dim, 1
 
 
 @functools.cache

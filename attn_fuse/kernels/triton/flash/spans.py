@@ -16,12 +16,11 @@ from torch import Tensor
 from attn_fuse.emit.operators import operator
 from attn_fuse.kernels.score.dependence import planes
 from attn_fuse.kernels.score.program import ScoreProgram
+from attn_fuse.kernels.triton import SPAN
 
 # torch's caches on disk know an operator by its name only: raise this with every change in what it computes, or in
 # the text of a score program.
 VERSION = 3
-# Queries or keys in one entry.
-SPAN = 64
 
 
 def _spans(

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attn_fuse.kernels.score.dependence import planes
-from attn_fuse.kernels.triton.flash.spans import SPAN as _SPAN
+from attn_fuse.kernels.triton import SPAN as _SPAN
 from attn_fuse.kernels.triton.flash.tiles import SPAN, place
 from attn_fuse.kernels.triton.launch import KEPT, Launch, ceil_div, misaligned, on, stream_of
 from attn_fuse.kernels.triton.scores import ScoreCode, readable, score_code
