@@ -27,10 +27,10 @@ from attn_fuse.graph.modes import Mode, autocast_of
 from attn_fuse.graph.names import (
     CALLS,
     DROPOUT,
-    ELEMENTWISE,
     LAYOUT,
     SOFTMAX,
     called,
+    is_elementwise,
     is_others_function,
     op_name,
     storages,
@@ -125,7 +125,7 @@ def _takes_weights(node: Node) -> bool:
     while isinstance(factor, Node) and factor.op.startswith("call_") and factor.all_input_nodes:
         if op_name(factor) in SOFTMAX:
             return True
-        if op_name(factor) not in ELEMENTWISE | LAYOUT | DROPOUT:
+        if op_name(factor) not in LAYOUT | DROPOUT and not is_elementwise(op_name(factor)):
             return False
         factor = factor.all_input_nodes[0]
     return False

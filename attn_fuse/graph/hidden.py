@@ -27,6 +27,7 @@ from attn_fuse.graph.names import (
     SOFTMAX,
     called,
     elements,
+    is_between,
     is_exponential,
     is_others_function,
     op_name,
@@ -35,7 +36,7 @@ from attn_fuse.graph.names import (
 )
 from attn_fuse.graph.reach import reach
 from attn_fuse.graph.scopes import Scope
-from attn_fuse.graph.walk import BETWEEN, is_product
+from attn_fuse.graph.walk import is_product
 
 _HOOK = "register_hook"
 _FUNCTION = "autograd_function_apply"
@@ -195,7 +196,7 @@ class _Looking:
         return any(called(n) in SOFTMAX or is_exponential(n) for n in above)
 
     def is_between(self, node: Node) -> bool:
-        return (op_name(node) in BETWEEN and op_name(node) not in SIZE_QUERIES) or is_opaque(node)
+        return (is_between(op_name(node)) and op_name(node) not in SIZE_QUERIES) or is_opaque(node)
 
     def is_factor(self, node: Node) -> bool:
         """Whether `node` is a product, or runs a graph with one."""
@@ -254,13 +255,13 @@ def _is_whole(body: GraphModule) -> bool:
 def _ends_in_product(body: GraphModule) -> bool:
     """Whether a product leads to the result of `body`, with nothing between them that parts two sites."""
     last = body.graph.output_node().all_input_nodes
-    return any(map(is_product, reach(last, lambda n: n.all_input_nodes if called(n) in BETWEEN else ())))
+    return any(map(is_product, reach(last, lambda n: n.all_input_nodes if is_between(called(n)) else ())))
 
 
 def _begins_in_product(body: GraphModule) -> bool:
     """Whether what `body` is given leads to a product, with nothing between them that parts two sites."""
     first = [user for n in body.graph.find_nodes(op="placeholder") for user in n.users]
-    return any(map(is_product, reach(first, lambda n: n.users if called(n) in BETWEEN else ())))
+    return any(map(is_product, reach(first, lambda n: n.users if is_between(called(n)) else ())))
 
 
 def _takes_rows(product: Node, weights: Iterable[Node]) -> bool:

@@ -1,17 +1,19 @@
 """Names: the operations of Dynamo's graph by kind, which decides how far a walk goes through each.
 
-A kind says nothing about what an operation means. An operation that stands in no table is a leaf.
+A kind says nothing about what an operation means. torch's own tags say which operations are element-wise, so one that
+the lift learns to read needs no name here; another operation that stands in no table is a leaf.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from attn_fuse.expression.functions import COMPARISONS, FUNCTIONS
+from attn_fuse.expression.functions import FUNCTIONS
 from attn_fuse.torch_internals import storage_of
 
 SOFTMAX = frozenset({"softmax", "softmin", "_softmax", "log_softmax", "_log_softmax", "_safe_softmax"})
@@ -35,22 +37,18 @@ SCATTERS = frozenset("slice_scatter select_scatter diagonal_scatter index_copy a
 # Elements at positions that a tensor holds.
 LOOKUPS = frozenset("embedding index_select gather take_along_dim index".split())
 CASTS = frozenset("to float half bfloat16 double type type_as _to_copy".split())
-# The functions that we know everything of, and those that the normal form writes out in them or leaves alone.
-ELEMENTWISE = frozenset(CASTS | COMPARISONS.keys() | FUNCTIONS.keys() - LAYOUT) | frozenset(
-    "absolute addcdiv addcmul and arccos arccosh arcsin arcsinh arctan arctan2 arctanh bitwise_and "
-    "bitwise_not bitwise_or bitwise_xor bool celu clamp clamp_max clamp_min clip copy deg2rad divide elu "
-    "equal fill fix float_power floordiv fmax fmin frac greater greater_equal hardshrink hardsigmoid "
-    "hardswish hardtanh heaviside index_fill index_put int invert ldexp leaky_relu lerp less less_equal "
-    "log_sigmoid logaddexp logaddexp2 logical_and logical_not logical_or logical_xor logit logsigmoid long "
-    "masked_fill masked_scatter max min mish mod multiply nan_to_num negative not not_equal or positive prelu "
-    "rad2deg relu6 rsub selu setitem sgn sinc softshrink softsign expit square subtract tanhshrink "
-    "threshold true_divide where xlogy xor zero".split()
+# Element-wise functions that torch does not tag as such, Python's operators, and second names of others.
+_ELEMENTWISE = frozenset(CASTS | FUNCTIONS.keys() - LAYOUT) | frozenset(
+    "absolute and arccos arccosh arcsin arcsinh arctan arctan2 arctanh bool copy divide expit fill fix floordiv "
+    "greater greater_equal hardswish index_fill index_put int invert less less_equal log_sigmoid logsigmoid long "
+    "masked_scatter mod multiply negative not not_equal or prelu setitem softsign subtract tanhshrink xor zero".split()
 )
 REDUCTIONS = frozenset("sum amax amin logsumexp any all mean cumsum diff".split())
 CREATION = frozenset(
     "ones zeros full empty arange tril triu ones_like zeros_like full_like empty_like tensor scalar_tensor new_ones "
     "new_zeros new_full new_tensor new_empty eye as_tensor tril_indices triu_indices meshgrid".split()
 )
+_BETWEEN = LAYOUT | CREATION | DROPOUT | REDUCTIONS | JOINS | SCATTERS | LOOKUPS | SOFTMAX
 # These read sizes, not values.
 SIZE_QUERIES = frozenset({"size", "dim", "numel", "stride", "shape", "sym_size", "getattr"})
 # These make a tensor in the shape or dtype of another, without reading its values.
@@ -65,6 +63,27 @@ LOOPED_SUBGRAPHS = frozenset({"while_loop", "cond", "scan", "map_impl", "map"})
 
 
 _TORCH_AND_PYTHON = ("torch", "_operator", "builtins", "math")
+
+
+@functools.cache
+def is_elementwise(name: str) -> bool:
+    """Whether the operation of this name computes each element from those at its place: by torch's tag or the table."""
+    if name in _ELEMENTWISE:
+        return True
+    packets = [getattr(torch.ops.aten, spelled, None) for spelled in (name, f"special_{name}")]
+    tags = [
+        getattr(packet, kind).tags
+        for packet in packets
+        if isinstance(packet, torch._ops.OpOverloadPacket)
+        for kind in packet.overloads()
+    ]
+    return any(torch.Tag.pointwise in t and torch.Tag.nondeterministic_seeded not in t for t in tags)
+
+
+@functools.cache
+def is_between(name: str) -> bool:
+    """Whether the operation of this name may stand between the scores, the weights and the product with the value."""
+    return name in _BETWEEN or is_elementwise(name)
 
 
 def elements(tensor: torch.Tensor) -> int:

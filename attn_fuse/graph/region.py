@@ -26,7 +26,6 @@ from attn_fuse.graph.modes import Mode
 from attn_fuse.graph.names import (
     CASTS,
     DROPOUT,
-    ELEMENTWISE,
     FUSED,
     IN_THE_SHAPE_OF,
     LAYOUT,
@@ -36,6 +35,8 @@ from attn_fuse.graph.names import (
     SIZE_QUERIES,
     SOFTMAX,
     called,
+    is_between,
+    is_elementwise,
     is_exponential,
     op_name,
     requires_grad,
@@ -43,7 +44,7 @@ from attn_fuse.graph.names import (
 )  # fmt: skip
 from attn_fuse.graph.reach import reach
 from attn_fuse.graph.scopes import Scope, StillWritten
-from attn_fuse.graph.walk import BETWEEN, Walk, is_product, is_tuple, reached_from
+from attn_fuse.graph.walk import Walk, is_product, is_tuple, reached_from
 
 # At most so many score products are tried in turn: a graph that joins more is something else.
 _MOST_CANDIDATES = 4
@@ -247,7 +248,7 @@ def _comes_from(node: Node, operands: Container[Node]) -> bool:
     """Whether `node` is computed from one of `operands` by layout and element-wise operations."""
 
     def above(n: Node) -> Iterable[Node]:
-        return n.all_input_nodes if n not in operands and called(n) in LAYOUT | ELEMENTWISE else ()
+        return n.all_input_nodes if n not in operands and _keeps_elements(n) else ()
 
     return any(n in operands for n in reach([node], above))
 
@@ -281,7 +282,7 @@ def _alike(one: Any, other: Any) -> bool:
         if type(a) is not type(b):
             return False
         if isinstance(a, Node):
-            if called(a) not in PRODUCTS | LAYOUT | ELEMENTWISE or a.target != b.target:
+            if not (called(a) in PRODUCTS or _keeps_elements(a)) or a.target != b.target:
                 return False
             if (a, b) not in seen:
                 seen.add((a, b))
@@ -347,7 +348,7 @@ def _region(
 
 def _is_dead(node: Node) -> bool:
     """Whether nothing uses `node` in the end: a model may compute more than its caller asks for."""
-    return node.op.startswith("call_") and op_name(node) in BETWEEN and all(_is_dead(user) for user in node.users)
+    return node.op.startswith("call_") and is_between(op_name(node)) and all(_is_dead(user) for user in node.users)
 
 
 def _outputs(anchor: Node) -> list[Node]:
@@ -363,7 +364,7 @@ def _outputs(anchor: Node) -> list[Node]:
             name = op_name(user) if user.op.startswith("call_") else user.op
             if is_product(user):
                 products.append(user)
-            if name in BETWEEN:
+            if is_between(name):
                 todo.append(user)
     # A sum that normalises the weights looks like a product too, but then a real product exists as well.
     real = [product for product in products if op_name(product) in PRODUCTS] or products
@@ -412,9 +413,14 @@ def _hides_a_product(leaf: Node) -> bool:
         return False
 
     def above(node: Node) -> Iterable[Node]:
-        return node.all_input_nodes if called(node) in LAYOUT | ELEMENTWISE else ()
+        return node.all_input_nodes if _keeps_elements(node) else ()
 
     return any(called(node) in PRODUCTS for node in reach(leaf.all_input_nodes[:1], above))
+
+
+def _keeps_elements(node: Node) -> bool:
+    """Whether `node` is a layout or element-wise operation."""
+    return called(node) in LAYOUT or is_elementwise(called(node))
 
 
 def _reached_from(nodes: list[Node], last: Node) -> set[Node]:

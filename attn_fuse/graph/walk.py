@@ -17,25 +17,17 @@ from attn_fuse.graph.modes import Mode
 from attn_fuse.graph.names import (
     CASTS,
     CREATION,
-    DROPOUT,
-    ELEMENTWISE,
     FUSED,
-    JOINS,
     LAYOUT,
-    LOOKUPS,
     PRODUCTS,
-    REDUCTIONS,
     SCATTERS,
-    SOFTMAX,
+    is_between,
     is_tensor,
     op_name,
     requires_grad,
     value_of,
 )  # fmt: skip
 from attn_fuse.graph.reach import reach
-
-# Operations that may stand between the scores, the weights and the product with the value.
-BETWEEN = ELEMENTWISE | LAYOUT | CREATION | DROPOUT | REDUCTIONS | JOINS | SCATTERS | LOOKUPS | SOFTMAX
 
 
 @dataclass(eq=False)
@@ -133,7 +125,7 @@ class Walk:
             for arg in factors.all_input_nodes:
                 self.operand(arg)
         # A product behind the softmax may sum the weights, multiplied by ones.
-        elif node is self.softmax or name in BETWEEN or is_product(node):
+        elif node is self.softmax or is_between(name) or is_product(node):
             if (name == "getitem" and not (_is_slicing(node) or _is_lookup(node))) or _is_one_of_several(node):
                 self.leaf(node)
                 return

@@ -19,6 +19,8 @@ from attn_fuse.graph.modes import autocast_of
 from attn_fuse.graph.names import DROPOUT, FUSED, elements, op_name, requires_grad, tensors_of, value_of
 from attn_fuse.graph.region import Region
 from attn_fuse.graph.trace import call, fake_mode, fresh, made_for, origin_of, traced
+from attn_fuse.lift.operations import OPERATIONS
+from attn_fuse.lift.reductions import dropout_marker
 from attn_fuse.torch_internals import (
     DataDependentOutputException,
     FakeTensorMode,
@@ -26,17 +28,6 @@ from attn_fuse.torch_internals import (
     functionalized,
     on_fake_tensors,
 )
-
-
-@torch.library.custom_op("attn_fuse::dropout_marker", mutates_args=())
-def dropout_marker(x: torch.Tensor, number: int) -> torch.Tensor:
-    """`x`, in the place of dropout number `number` of the region; it is traced and never run."""
-    return x.clone()
-
-
-@dropout_marker.register_fake
-def _(x: torch.Tensor, number: int) -> torch.Tensor:
-    return torch.empty_like(x)
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,7 +205,7 @@ def _decompositions(trains: bool = False) -> dict[Any, Any]:
             aten.where.ScalarOther, aten.where.ScalarSelf, aten.xlogy, aten.zero,
         ]
     )  # fmt: skip
-    # In training these stay whole: the gradient of their decomposition differs at the ends of a range, or where one
-    # branch of a choice is not a number. The lift reads most of them as they are.
-    own = {"elu", "celu", "selu", "hardtanh", "relu6", "hardsigmoid", "hardswish", "sinc", "xlogy"} if trains else set()
-    return {op: how for op, how in taken_apart.items() if op._schema.name.removeprefix("aten::") not in own}
+    # In training what has a handler stays whole, and so does xlogy: the gradient of a decomposition differs at the ends
+    # of a range, or where one branch of a choice is not a number.
+    whole = OPERATIONS.keys() | {aten.xlogy.Tensor, aten.xlogy.Scalar_Self, aten.xlogy.Scalar_Other} if trains else ()
+    return {op: how for op, how in taken_apart.items() if op not in whole}

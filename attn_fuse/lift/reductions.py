@@ -9,7 +9,6 @@ from typing import Any
 import sympy
 import torch
 
-import attn_fuse.lift.normalize  # noqa: F401  the marker of dropout is defined there
 from attn_fuse.expression import nodes as ex
 from attn_fuse.expression import precision
 from attn_fuse.expression import simplify as al
@@ -59,6 +58,17 @@ def _safe_softmax(call: Operation) -> LiftedTensor:
 def _log_softmax(call: Operation) -> LiftedTensor:
     weights = _softmax(call)
     return call.tensor(lambda index: al.unary("log", weights.at(index)))
+
+
+@torch.library.custom_op("attn_fuse::dropout_marker", mutates_args=())
+def dropout_marker(x: torch.Tensor, number: int) -> torch.Tensor:
+    """`x`, in the place of dropout number `number` of the region; it is traced and never run."""
+    return x.clone()
+
+
+@dropout_marker.register_fake
+def _(x: torch.Tensor, number: int) -> torch.Tensor:
+    return torch.empty_like(x)
 
 
 def _dropout(call: Operation) -> LiftedTensor:

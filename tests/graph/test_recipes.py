@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
+import shutil
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
@@ -107,6 +111,49 @@ def test_a_floor_within_reach_is_a_function_of_the_scores() -> None:
     torch.testing.assert_close(torch.compile(attention, backend=backend, options=options)(q), attention(q))
     (site,) = attn_fuse.reports()[-1].sites
     assert site.status == "as written" and reason in site.blocker.reason
+
+
+PROGRAMS = """
+import torch, attn_fuse
+
+def attention(scores, q, k, v):
+    return (scores(q @ k.mT / 4) / 2).softmax(-1) @ v
+
+other = torch.randn(1, 1, 9, 9)
+for scores in (lambda x: torch.hypot(x, other), lambda x: torch.addcmul(x, other, other, value=0.5)):
+    q, k, v = (torch.randn(2, 4, 9, 16, requires_grad=True) for _ in range(3))
+    options = {"inner_backend": "eager", "pick": "fused"}
+    fused = torch.compile(lambda *x: attention(scores, *x), backend="attn_fuse", options=options)
+    results = []
+    for run in (fused, lambda *x: attention(scores, *x)):
+        out = run(q, k, v)
+        results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
+    torch.testing.assert_close(*results)
+    (site,) = attn_fuse.last_report().sites
+    print(site.status if site.fused else site.blocker.reason)
+"""
+
+
+def test_the_recipes_of_a_function_and_of_an_operation(tmp_path: Path) -> None:
+    """Each is one edit of one file, in a copy of the package; without them neither program is fused."""
+    package = Path(attn_fuse.__file__).parent
+    shutil.copytree(package, tmp_path / package.name, ignore=shutil.ignore_patterns("__pycache__"))
+
+    def said() -> list[str]:
+        program = tmp_path / "programs.py"
+        program.write_text(PROGRAMS)
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        done = subprocess.run([sys.executable, program], capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    assert said() == ["hypot has no element expression", "addcmul has no element expression"]
+    functions = tmp_path / package.name / "expression" / "functions.py"
+    row = block("attn_fuse/expression/functions.py, in _BINARY")
+    functions.write_text(functions.read_text().replace("_BINARY = (\n", f"_BINARY = (\n{row.rstrip()},\n", 1))
+    operations = tmp_path / package.name / "lift" / "elementwise.py"
+    operations.write_text(operations.read_text() + block("attn_fuse/lift/elementwise.py"))
+    assert said() == ["fused", "fused"]
 
 
 class TestTheMaskRecipe:
