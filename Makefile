@@ -13,7 +13,7 @@ endif
 gpu_python = PYTHONPATH=. "$(or $(PYTHON),$(wildcard $(python)),python3)"
 RESULTS ?= build/gpu
 
-.PHONY: help demo test test-thorough test-versions slow fuzz test-models test-ecosystem test-gpu gpu gpu-cache gpu-results results docs lint types bench recall recall-published evidence regret clean
+.PHONY: help demo test test-thorough test-versions slow fuzz test-models test-ecosystem test-gpu gpu gpu-cache gpu-results results docs package lint types bench recall recall-published evidence regret clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -68,6 +68,9 @@ results: .venv/ready-dev ## the tables of docs/results.md anew, from benchmarks/
 
 docs: .venv/ready-dev ## docs/api.md anew, from the docstrings
 	PYTHONPATH=. $(python) tools/api.py
+
+package: .venv/ready-package ## build the wheel and the sdist into dist/, check them, try each in an empty environment
+	tools/package.sh
 
 lint: .venv/ready-dev ## ruff
 	$(python) -m ruff check .

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Make .venv, with what `make` needs in it: tools/setup.sh demo|dev|models|published|ecosystem. Safe to run again.
+# Make .venv, with what `make` needs in it: tools/setup.sh demo|dev|models|package|published|ecosystem. Safe to run again.
 # The published models and the ecosystem come in environments of their own, .venv/published and .venv/ecosystem, which
 # see the packages of .venv.
 #
 # A supported torch that the user's Python already has is used as it is, whatever its build. Otherwise the CPU build is
 # installed; one for a GPU never is, because that is several gigabytes: install it yourself first to use one.
+# `tools/setup.sh torch FOLDER` installs torch, and nothing else, into the environment in FOLDER.
 # PYTHON=/path/to/python chooses the interpreter. NO_DOWNLOAD=1 fails rather than fetch torch. TORCH=2.14.1 asks for that
 # version of torch instead of the usual one.
 #
@@ -12,7 +13,7 @@
 # outside of it, into the user's cache.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-extra=${1:?usage: tools/setup.sh demo|dev|models|published|ecosystem}
+extra=${1:?usage: tools/setup.sh demo|dev|models|package|published|ecosystem, or torch FOLDER}
 torch=${TORCH:-2.13.0}
 # The version that the kernels' registers and shared memory are held to in the tests; its interpreter wants this numpy.
 triton=3.6.0 numpy='<2.4'
@@ -123,6 +124,10 @@ check_compiler() {
         die "torch.compile needs Python.h, and it is not there (Debian: apt-get install python3-dev)"
 }
 
+if [ "$extra" = torch ]; then
+    install_torch "${2:?usage: tools/setup.sh torch FOLDER}"
+    exit
+fi
 if ! { [ -x .venv/bin/python ] && runs .venv/bin/python; }; then
     make_environment
 elif [ -n "${PYTHON:-}" ] && ! has_torch .venv/bin/python; then
