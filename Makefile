@@ -13,7 +13,7 @@ endif
 gpu_python = PYTHONPATH=. "$(or $(PYTHON),$(wildcard $(python)),python3)"
 RESULTS ?= build/gpu
 
-.PHONY: help demo test test-thorough test-versions slow fuzz test-models test-ecosystem test-gpu gpu gpu-cache gpu-results results docs package lint types bench recall recall-published evidence regret clean
+.PHONY: help demo test test-thorough test-versions slow fuzz test-models test-ecosystem test-gpu gpu gpu-cache gpu-results results docs package lint types hooks bench recall recall-published evidence regret clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -78,6 +78,9 @@ lint: .venv/ready-dev ## ruff
 
 types: .venv/ready-dev ## mypy
 	$(python) -m mypy
+
+hooks: .venv/ready-dev ## let git run lint and types before each commit, and check its message
+	$(python) -m pre_commit install
 
 bench: .venv/ready-dev ## the benchmarks on the CPU that have no line here; results go to benchmarks/results
 	$(python) benchmarks/nanogpt.py

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import versions  # noqa: E402
-from tools import release_notes  # noqa: E402
+from tools import commit_message, release_notes  # noqa: E402
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
@@ -109,3 +109,56 @@ def test_the_changelog_has_a_section_of_the_version() -> None:
         rf"(?m)^## {re.escape(PROJECT['version'])}, (?:not released yet|\d{{4}}-\d{{2}}-\d{{2}})$",
         (ROOT / "CHANGELOG.md").read_text(),
     )
+
+
+def test_hooks_run_what_ci_runs() -> None:
+    (local,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    before, message = ([h for h in local["hooks"] if ("stages" in h) == late] for late in (False, True))
+    ci = (ROOT / ".ci" / "run").read_text().splitlines()
+    assert [hook["entry"] for hook in before] == ["make lint", "make types"]
+    assert all(any(line.startswith(f"{hook['entry']} ||") for line in ci) for hook in before)
+    assert [hook["stages"] for hook in message] == [["commit-msg"]]
+    assert "tools/commit_message.py" in message[0]["entry"]
+    assert any("tools/commit_message.py" in command for command in commands("tests"))
+
+
+WHY = "\n\nA reader wants to know why.\n"
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ("Fuse caches made by zeros_like" + WHY, ()),
+        ("x" * 72 + WHY, ()),
+        ("x" * 73 + WHY, ("73 characters",)),
+        ("Fuse caches" + WHY + "# Please enter the commit message\n", ()),
+        ("Fuse caches\n\n# Please enter the commit message\n", ("no body",)),
+        ("Fuse caches\n\n# ------------------------ >8 ------------------------\ndiff --git a/x b/x\n", ("no body",)),
+        ("Fuse caches\nmade by zeros_like" + WHY, ("line after the subject",)),
+        ("Fuse caches.\n", ("full stop", "no body")),
+        ("# a comment alone\n", ("empty",)),
+        ("Merge branch 'main' into hooks\n", ()),
+        ("fixup! Fuse caches made by zeros_like\n", ()),
+    ],
+)
+def test_messages_of_commits(message: str, said: tuple[str, ...]) -> None:
+    found = commit_message.objections(message)
+    assert len(found) == len(said) and all(words in sentence for words, sentence in zip(said, found, strict=True))
+
+
+def test_messages_since_a_commit(tmp_path: Path) -> None:
+    def git(*arguments: str) -> None:
+        subprocess.run(("git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments), cwd=tmp_path, check=True)
+
+    def checked(since: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, ROOT / "tools" / "commit_message.py", "--since", since]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+
+    git("init", "--quiet")
+    for message in ("Start", "Say why" + WHY, "Say nothing", "y" * 80 + WHY):
+        git("commit", "--quiet", "--allow-empty", "--message", message)
+    done = checked("HEAD~3")
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 2
+    assert "no body that says why: Say nothing" in done.stderr and "80 characters" in done.stderr
+    assert checked("HEAD").returncode == 0
+    assert checked("nowhere").returncode == 2
