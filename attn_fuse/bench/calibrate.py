@@ -19,6 +19,7 @@ import torch
 from attn_fuse.bench.measure import Effort, Observation, kernels_on, observed
 from attn_fuse.errors import BenchError
 from attn_fuse.kernels import KERNELS
+from attn_fuse.kernels.cache import cache_dir
 from attn_fuse.picker import evidence
 from attn_fuse.picker.case import Case
 from attn_fuse.picker.evidence import AS_WRITTEN, Row, Table
@@ -119,7 +120,7 @@ def show(device: torch.device) -> None:
     here = this_device(device)
     own, others = _own(here), [t for t in evidence.tables() if t.device.type == device.type]
     print(f"device: {here}, torch {torch.__version__}")
-    print(f"calibrations: {evidence.cache_dir()}")
+    print(f"calibrations: {cache_dir()}")
     for known in own:
         print(f"\nmeasured here with torch {known.torch}, {known.figures}:\n{as_table(known.rows)}")
     for known in others:
@@ -134,7 +135,7 @@ def show(device: torch.device) -> None:
 
 def forget() -> None:
     """Delete all calibrations, and what ``pick="measured"`` and self-checks keep. Raises BenchError if that fails."""
-    paths = [path for path in (*evidence.own_paths(), evidence.cache_dir() / "measured") if path.exists()]
+    paths = [path for path in (*evidence.own_paths(), cache_dir() / "measured") if path.exists()]
     for path in paths:
         try:
             if path.is_dir():
@@ -145,7 +146,7 @@ def forget() -> None:
             raise BenchError(f"cannot delete {path}: {problem.strerror or problem}") from problem
         print(f"deleted {path}")
     if not paths:
-        print(f"nothing is kept in {evidence.cache_dir()}")
+        print(f"nothing is kept in {cache_dir()}")
     evidence.tables.cache_clear()
 
 

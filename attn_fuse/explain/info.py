@@ -81,7 +81,7 @@ def why_not(dtype: torch.dtype, device: torch.device) -> dict[str, tuple[str, ..
 
 
 def _plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    return (query @ key.transpose(-2, -1) * 64**-0.5).softmax(-1) @ value
+    return (query @ key.transpose(-2, -1) / 8).softmax(-1) @ value
 
 
 def _triton() -> str:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from attn_fuse.expression.nodes import And, Binary, Compare, Expr, Select, Unary, as_expr
@@ -63,7 +64,7 @@ class Function:
     """
 
     name: str
-    torch: Callable[..., Any]
+    torch: Callable[..., Tensor]
     gradients: tuple[Rule | None, ...]
     gives: Literal["same", "fraction", "truth"] = "fraction"
     lifted: Literal["plain", "whole", "test", ""] = ""
@@ -351,7 +352,7 @@ _BINARY = (
 UNARY: dict[str, Function] = {row.name: row for row in _UNARY}
 BINARY: dict[str, Function] = {row.name: row for row in _BINARY}
 FUNCTIONS: dict[str, Function] = UNARY | BINARY
-COMPARISONS: dict[str, Callable[..., Any]] = {op: getattr(torch, op) for op in "ge gt le lt eq ne".split()}
+COMPARISONS: dict[str, Callable[..., Tensor]] = {op: getattr(torch, op) for op in "ge gt le lt eq ne".split()}
 
 
 def gives_fraction(name: str) -> bool:

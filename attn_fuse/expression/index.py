@@ -74,7 +74,7 @@ class Space:
 
     def is_zero(self, expr: sympy.Expr) -> bool:
         """Whether `expr` is 0 once it is expanded, so for every value; False where that is not proved."""
-        return sympy.expand(expr) == 0
+        return bool(sympy.expand(expr) == 0)
 
     def same_size(self, a: Size, b: Size) -> bool:
         """Whether two sizes are equal on every call; False where that is not proved."""

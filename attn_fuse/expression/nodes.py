@@ -320,7 +320,8 @@ def remade(expr: Expr, parts: Sequence[Expr]) -> Expr:
 
 
 def _fields(kind: type[Expr]) -> tuple[str, ...]:
-    return vars(kind)["__match_args__"]
+    names: tuple[str, ...] = vars(kind)["__match_args__"]
+    return names
 
 
 def distinct(expr: Expr | None, ends: Callable[[Expr], bool] = lambda node: False) -> Iterator[Expr]:

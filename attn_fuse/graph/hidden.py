@@ -224,7 +224,7 @@ class _Looking:
 
 
 def _sources(node: Node) -> list[Node]:
-    return node.all_input_nodes
+    return list(node.all_input_nodes)
 
 
 def _shapes(node: Node) -> set[tuple[str, ...]]:

@@ -82,10 +82,10 @@ def may_write(node: Node) -> list[Node]:
         overloads = [target] if isinstance(target, torch._ops.OpOverload) else _overloads(target)
         return [source for overload in overloads for source in _written_arguments(node, overload._schema)]
     if _writes_unseen(node):
-        return node.all_input_nodes
+        return list(node.all_input_nodes)
     # A trailing underscore means in place for torch's functions, but not for Python's operators, such as `and_`.
     name = "" if getattr(target, "__module__", None) == operator.and_.__module__ else getattr(target, "__name__", "")
-    return node.all_input_nodes if name.endswith("_") and not name.endswith("__") else []
+    return list(node.all_input_nodes) if name.endswith("_") and not name.endswith("__") else []
 
 
 def _overloads(packet: torch._ops.OpOverloadPacket) -> list[torch._ops.OpOverload]:

@@ -287,7 +287,10 @@ _WIDER = {
 def _wide_arguments(name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
     if name == "view" and any(isinstance(a, torch.dtype) for a in (*args, *kwargs.values())):
         raise NotWide("the bits of a number are read")
-    return pytree.tree_map(lambda a: _WIDER.get(a, a) if isinstance(a, torch.dtype) else a, (args, kwargs))
+    widened: tuple[Any, Any] = pytree.tree_map(
+        lambda a: _WIDER.get(a, a) if isinstance(a, torch.dtype) else a, (args, kwargs)
+    )
+    return widened
 
 
 # ---- the state around it

@@ -46,7 +46,7 @@ def _iota(call: Operation) -> LiftedTensor:
 
 def _triangle(keep_lower: bool) -> Callable[[Operation], LiftedTensor]:
     def handler(call: Operation) -> LiftedTensor:
-        x, diagonal = call["self"], size(call["diagonal"])
+        x, diagonal = call.operand, size(call["diagonal"])
 
         def at(index: Indices) -> Expr:
             row, column = index[-2], index[-1]

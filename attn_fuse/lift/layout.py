@@ -29,11 +29,11 @@ from attn_fuse.lift.tensor import (
 
 
 def _same_element(call: Operation) -> LiftedTensor:
-    return call.tensor(call["self"].at)
+    return call.tensor(call.operand.at)
 
 
 def _view(call: Operation) -> LiftedTensor:
-    x, shape, space = call["self"], shape_of(call.result), call.space
+    x, shape, space = call.operand, shape_of(call.result), call.space
 
     def at(index: Indices) -> Expr:
         return x.at(_reindex(index, shape, x.shape, space))
@@ -63,12 +63,12 @@ def _reindex(index: Indices, shape: Indices, into: Indices, space: Space) -> Ind
 
 
 def _permute(call: Operation) -> LiftedTensor:
-    x, dims = call["self"], [d % len(call["self"].shape) for d in call["dims"]]
+    x, dims = call.operand, [d % len(call.operand.shape) for d in call["dims"]]
     return call.tensor(lambda index: x.at(tuple(index[dims.index(d)] for d in range(len(dims)))))
 
 
 def _transpose(call: Operation) -> LiftedTensor:
-    x, a, b = call["self"], call.dim("dim0"), call.dim("dim1")
+    x, a, b = call.operand, call.dim("dim0"), call.dim("dim1")
     if not x.shape:
         return _same_element(call)
 
@@ -81,13 +81,13 @@ def _transpose(call: Operation) -> LiftedTensor:
 
 
 def _expand(call: Operation) -> LiftedTensor:
-    x = call["self"]
+    x = call.operand
     extra = len(shape_of(call.result)) - len(x.shape)
     return call.tensor(lambda index: x.at(clamped(index[extra:], x.shape)))
 
 
 def _repeat(call: Operation) -> LiftedTensor:
-    x, space = call["self"], call.space
+    x, space = call.operand, call.space
     extra = len(shape_of(call.result)) - len(x.shape)
 
     def at(index: Indices) -> Expr:
@@ -103,12 +103,12 @@ def _repeat(call: Operation) -> LiftedTensor:
 
 
 def _unsqueeze(call: Operation) -> LiftedTensor:
-    x, dim = call["self"], call["dim"] % (len(call["self"].shape) + 1)
+    x, dim = call.operand, call["dim"] % (len(call.operand.shape) + 1)
     return call.tensor(lambda index: x.at(index[:dim] + index[dim + 1 :]))
 
 
 def _squeeze(call: Operation) -> LiftedTensor:
-    x = call["self"]
+    x = call.operand
     dims = call["dim"] if isinstance(call["dim"], (list, tuple)) else [call["dim"]]
     gone = {d % len(x.shape) for d in dims if x.shape[d % len(x.shape)] == 1} if x.shape else set()
 
@@ -120,7 +120,7 @@ def _squeeze(call: Operation) -> LiftedTensor:
 
 
 def _slice(call: Operation) -> LiftedTensor:
-    x, dim, step = call["self"], call.dim(), call["step"]
+    x, dim, step = call.operand, call.dim(), call["step"]
     start = slice_start(call, x.shape[dim], shape_of(call.result)[dim])
 
     def at(index: Indices) -> Expr:
@@ -130,13 +130,13 @@ def _slice(call: Operation) -> LiftedTensor:
 
 
 def _select_index(call: Operation) -> LiftedTensor:
-    x, dim = call["self"], call.dim()
+    x, dim = call.operand, call.dim()
     place = position(call, size(call["index"]), x.shape[dim])
     return call.tensor(lambda index: x.at((*index[:dim], place, *index[dim:])))
 
 
 def _diagonal(call: Operation) -> LiftedTensor:
-    x, offset = call["self"], size(call["offset"])
+    x, offset = call.operand, size(call["offset"])
     first, second = call.dim("dim1"), call.dim("dim2")
     above = call.space.is_nonnegative(offset)
     if not above and not call.space.is_negative(offset):
@@ -151,7 +151,7 @@ def _diagonal(call: Operation) -> LiftedTensor:
 
 
 def _split(call: Operation) -> list[LiftedTensor]:
-    x, dim = call["self"], call["dim"] % len(call["self"].shape)
+    x, dim = call.operand, call["dim"] % len(call.operand.shape)
     pieces, start = [], sympy.Integer(0)
     for piece in call.node.meta["val"]:
 
@@ -164,7 +164,7 @@ def _split(call: Operation) -> list[LiftedTensor]:
 
 
 def _unbind(call: Operation) -> list[LiftedTensor]:
-    x, dim = call["self"], call["dim"] % len(call["self"].shape)
+    x, dim = call.operand, call["dim"] % len(call.operand.shape)
     return [
         LiftedTensor(
             shape_of(piece),
@@ -176,7 +176,7 @@ def _unbind(call: Operation) -> list[LiftedTensor]:
 
 
 def _flip(call: Operation) -> LiftedTensor:
-    x = call["self"]
+    x = call.operand
     dims = {d % len(x.shape) for d in call["dims"]}
     return call.tensor(lambda index: x.at(tuple(x.shape[d] - 1 - i if d in dims else i for d, i in enumerate(index))))
 
@@ -214,7 +214,7 @@ def _joined(call: Operation, parts: list[LiftedTensor], dim: int) -> Callable[[I
 
 
 def _padded(call: Operation) -> LiftedTensor:
-    x, pad = call["self"], call["pad"]
+    x, pad = call.operand, call["pad"]
     value = precision.cast(x.dtype, number(call["value"]), torch.float64, call.space)
     rank = len(x.shape)
     before = {rank - 1 - n: size(pad[2 * n]) for n in range(len(pad) // 2)}
@@ -244,7 +244,7 @@ def _embedding(call: Operation) -> LiftedTensor:
 
 
 def _index_select(call: Operation) -> LiftedTensor:
-    x, dim, positions = call["self"], call.dim(), call["index"]
+    x, dim, positions = call.operand, call.dim(), call["index"]
     if not x.shape or not positions.shape:
         raise NoClosedForm("positions in a single number")
 
@@ -256,7 +256,7 @@ def _index_select(call: Operation) -> LiftedTensor:
 
 
 def _index(call: Operation) -> LiftedTensor:
-    x, positions = call["self"], call["indices"]
+    x, positions = call.operand, call["indices"]
     given = [d for d, p in enumerate(positions) if p is not None]
     if any(positions[d].dtype in (torch.bool, torch.uint8) for d in given):
         raise NoClosedForm("indexing with a mask")
@@ -279,7 +279,7 @@ def _index(call: Operation) -> LiftedTensor:
 
 
 def _gather(call: Operation) -> LiftedTensor:
-    x, dim, positions = call["self"], call.dim(), call["index"]
+    x, dim, positions = call.operand, call.dim(), call["index"]
     if not x.shape or len(x.shape) != len(positions.shape):
         raise NoClosedForm("positions in a single number")
 
@@ -305,7 +305,7 @@ def _from_the_front(call: Operation, place: Expr, length: sympy.Expr) -> Expr:
 
 
 def _detach(call: Operation) -> LiftedTensor:
-    x = call["self"]
+    x = call.operand
     return call.tensor(lambda index: al.unary("detach", x.at(index)) if x.dtype.is_floating_point else x.at(index))
 
 

@@ -119,7 +119,8 @@ class _Lifter:
                 self.values[node] = self.constant(node)
             elif node.op == "output":
                 (result,) = node.all_input_nodes
-                return self.values[result]
+                lifted: LiftedTensor = self.values[result]
+                return lifted
         raise AssertionError("a graph ends with its output")
 
     def leaf(self, node: Node, number: int) -> Any:

@@ -17,7 +17,7 @@ from attn_fuse.lift.tensor import Indices, LiftedTensor, NoClosedForm, Operation
 
 
 def _bmm(call: Operation) -> LiftedTensor:
-    a, b = call["self"], call["mat2"]
+    a, b = call.operand, call["mat2"]
     dtype, axis = call.result.dtype, call.axis("e", a.shape[-1])
     if not dtype.is_floating_point:
         raise NoClosedForm("a product of whole numbers")
@@ -30,7 +30,7 @@ def _bmm(call: Operation) -> LiftedTensor:
 
 
 def _softmax(call: Operation) -> LiftedTensor:
-    x, dim = call["self"], call.dim()
+    x, dim = call.operand, call.dim()
     if not x.shape:
         raise NoClosedForm("a softmax of one number")
     dtype, axis = call.result.dtype, call.axis("j", x.shape[dim])
@@ -44,7 +44,7 @@ def _softmax(call: Operation) -> LiftedTensor:
 
 def _safe_softmax(call: Operation) -> LiftedTensor:
     """A softmax that gives zeros for a row of minus infinity."""
-    weights, x, dim, space = _softmax(call), call["self"], call.dim(), call.space
+    weights, x, dim, space = _softmax(call), call.operand, call.dim(), call.space
     axis = call.axis("r", x.shape[dim])
 
     def at(index: Indices) -> Expr:
@@ -77,7 +77,7 @@ def _dropout(call: Operation) -> LiftedTensor:
 
 
 def _reduced(call: Operation, name: str, dims: list[int]) -> Callable[[Indices], Expr]:
-    x, dtype = call["self"], call.result.dtype
+    x, dtype = call.operand, call.result.dtype
     keepdim = bool(call.get("keepdim", False))
     axes = {d: call.axis(f"r{d}_", x.shape[d]) for d in dims}
 
@@ -114,7 +114,7 @@ def _sum(axis: sympy.Symbol, body: Expr, dtype: torch.dtype) -> Expr:
 
 def _reduction(name: str) -> Callable[[Operation], LiftedTensor]:
     def handler(call: Operation) -> LiftedTensor:
-        x = call["self"]
+        x = call.operand
         given = call.get("dim", None)
         if name == "sum" and x.dtype != call.result.dtype and not x.dtype.is_floating_point:
             raise NoClosedForm("a sum of whole numbers")
@@ -135,7 +135,7 @@ def _of_scores(body: Expr, name: str) -> Expr:
 
 
 def _mean(call: Operation) -> LiftedTensor:
-    x, dims = call["self"], call["dim"]
+    x, dims = call.operand, call["dim"]
     if not dims or not x.shape:
         raise NoClosedForm("a reduction to one number")
     dims = [d % len(x.shape) for d in dims]
@@ -152,7 +152,7 @@ def _extreme(name: str) -> Callable[[Operation], list[LiftedTensor]]:
 
     def handler(call: Operation) -> list[LiftedTensor]:
         values, positions = call.node.meta["val"]
-        x, dim = call["self"], call.dim()
+        x, dim = call.operand, call.dim()
         if not x.shape:
             raise NoClosedForm(f"{name} of one number")
         axis, keepdim = call.axis("r", x.shape[dim]), bool(call["keepdim"])
@@ -170,7 +170,7 @@ def _extreme(name: str) -> Callable[[Operation], list[LiftedTensor]]:
 
 
 def _logsumexp(call: Operation) -> LiftedTensor:
-    x, dims = call["self"], call["dim"]
+    x, dims = call.operand, call["dim"]
     if len(dims) != 1 or not x.shape:
         raise NoClosedForm("a log-sum-exp over several dimensions")
     dim, keepdim = dims[0] % len(x.shape), bool(call["keepdim"])
@@ -185,7 +185,7 @@ def _logsumexp(call: Operation) -> LiftedTensor:
 
 
 def _cumsum(call: Operation) -> LiftedTensor:
-    x = call["self"]
+    x = call.operand
 
     def at(index: Indices) -> Expr:
         # A running sum of zeros is 0, as where no sequence of a batch is packed from several.

@@ -68,6 +68,12 @@ class Operation:
     def __getitem__(self, name: str) -> Any:
         return map_arg(self.named[name], self._values.__getitem__)
 
+    @property
+    def operand(self) -> LiftedTensor:
+        """The argument `self`, for an operation that takes a tensor there."""
+        operand: LiftedTensor = self["self"]
+        return operand
+
     def get(self, name: str, usual: Any) -> Any:
         """Argument `name`, or `usual` where the schema has none of this name."""
         return self[name] if name in self.named else usual
@@ -75,7 +81,8 @@ class Operation:
     @property
     def result(self) -> torch.Tensor:
         """The fake tensor that the operation gives."""
-        return self.node.meta["val"]
+        result: torch.Tensor = self.node.meta["val"]
+        return result
 
     def tensor(self, at: Callable[[Indices], Expr]) -> LiftedTensor:
         """The result of this operation. at: its element expression at given indices."""

@@ -77,7 +77,8 @@ def _zero(cond: Expr, space: Space) -> sympy.Expr | None:
 
 
 def _slice_scatter(call: Operation) -> LiftedTensor:
-    x, src, dim, step, space = call["self"], call["src"], call.dim(), call["step"], call.space
+    x, dim, step, space = call.operand, call.dim(), call["step"], call.space
+    src: LiftedTensor = call["src"]
     count = src.shape[dim]
     start = slice_start(call, x.shape[dim], count)
     if step != 1 and not (isinstance(step, int) and start.is_Integer):
@@ -152,7 +153,7 @@ def _is_whole(x: Expr) -> bool:
 
 
 def _select_scatter(call: Operation) -> LiftedTensor:
-    x, src, dim, space = call["self"], call["src"], call.dim(), call.space
+    x, src, dim, space = call.operand, call["src"], call.dim(), call.space
     place = position(call, size(call["index"]), x.shape[dim])
 
     def at(index: Indices) -> Expr:
@@ -168,7 +169,7 @@ def _select_scatter(call: Operation) -> LiftedTensor:
 
 
 def _diagonal_scatter(call: Operation) -> LiftedTensor:
-    x, src, space, offset = call["self"], call["src"], call.space, size(call["offset"])
+    x, src, space, offset = call.operand, call["src"], call.space, size(call["offset"])
     first, second = call.dim("dim1"), call.dim("dim2")
     above = space.is_nonnegative(offset)
     if not above and not space.is_negative(offset):
@@ -190,7 +191,7 @@ def _diagonal_scatter(call: Operation) -> LiftedTensor:
 
 
 def _index_copy(call: Operation) -> LiftedTensor:
-    x, src, dim, space = call["self"], call["source"], call.dim(), call.space
+    x, src, dim, space = call.operand, call["source"], call.dim(), call.space
     if not x.shape:
         raise NoClosedForm("a number written into a number")
     places = _Places(call, call["index"], x.shape[dim])
@@ -205,7 +206,7 @@ def _index_copy(call: Operation) -> LiftedTensor:
 
 
 def _index_fill(call: Operation) -> LiftedTensor:
-    x, dim, given, space = call["self"], call.dim(), call["value"], call.space
+    x, dim, given, space = call.operand, call.dim(), call["value"], call.space
     if not x.shape:
         raise NoClosedForm("a number written into a number")
     places = _Places(call, call["index"], x.shape[dim], may_repeat=True)
@@ -218,7 +219,7 @@ def _index_fill(call: Operation) -> LiftedTensor:
 
 
 def _index_put(call: Operation) -> LiftedTensor:
-    x, positions, value, space = call["self"], call["indices"], call["values"], call.space
+    x, positions, value, space = call.operand, call["indices"], call["values"], call.space
     given = [d for d, p in enumerate(positions) if p is not None]
     if call["accumulate"]:
         raise NoClosedForm("numbers added at lists of positions")
@@ -386,7 +387,7 @@ class _Places:
 
 
 def _copy(call: Operation) -> LiftedTensor:
-    x, src = call["self"], call["src"]
+    x, src = call.operand, call["src"]
     extra = len(x.shape) - len(src.shape)
 
     def at(index: Indices) -> Expr:

@@ -41,9 +41,10 @@ from attn_fuse.graph.modes import autocast_of
 from attn_fuse.graph.names import value_of
 from attn_fuse.graph.region import Region
 from attn_fuse.kernels import switches
+from attn_fuse.kernels.cache import cache_dir
 from attn_fuse.kernels.kernel import Kernel
 from attn_fuse.picker.case import TYPICAL_LENGTH
-from attn_fuse.picker.evidence import cache_dir, write_whole
+from attn_fuse.picker.evidence import write_whole
 from attn_fuse.picker.pick import SelfCheck, Verdict
 from attn_fuse.picker.timing import free_memory, this_device
 from attn_fuse.picker.trial import SCORES_ALIVE, alone, number_of, without_graphs

@@ -165,7 +165,8 @@ def _measured(call: Callable[[], object], repeats: int, device: torch.device, ap
 @functools.cache
 def _cycles_in_a_second(device: torch.device) -> float:
     """The clock of a GPU, the fastest of three measurements: an idle GPU speeds up during the first."""
-    rates, cycles = [], 10_000_000
+    rates: list[float] = []
+    cycles = 10_000_000
     for _ in range(3):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()

@@ -28,9 +28,10 @@ from attn_fuse.graph.names import value_of
 from attn_fuse.graph.region import Region
 from attn_fuse.graph.scopes import Scope
 from attn_fuse.kernels import switches
+from attn_fuse.kernels.cache import cache_dir
 from attn_fuse.kernels.kernel import Kernel
 from attn_fuse.picker.case import Case
-from attn_fuse.picker.evidence import AS_WRITTEN, cache_dir, write_whole
+from attn_fuse.picker.evidence import AS_WRITTEN, write_whole
 from attn_fuse.picker.pick import Stopwatch, Times
 from attn_fuse.picker.timing import free_memory, interleaved, this_device
 from attn_fuse.report import log

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch._dynamo.backends.registry import lookup_backend
@@ -65,10 +65,10 @@ def compile_with(
         # Else its first call compiles it, and gets what goes wrong. A caller's own setting stands.
         now = {"force_non_lazy_backward_lowering": True} if backward_now else {}
         with torch._functorch.config.patch(now):
-            compiled: Any = compile_fx(graph, list(inputs), config_patches=patches)
-        return compiled
+            return cast("Callable[..., Any]", compile_fx(graph, list(inputs), config_patches=patches))
     function: Callable[..., Any] = lookup_backend(backend) if isinstance(backend, str) else backend
-    return function(graph, list(inputs), **({"mode": mode} if mode else {}))
+    compiled: Callable[..., Any] = function(graph, list(inputs), **({"mode": mode} if mode else {}))
+    return compiled
 
 
 class _ThroughTheDoor(torch._TorchCompileInductorWrapper):

@@ -67,7 +67,9 @@ from attn_fuse.torch_internals import CLAMP_BY_A_TENSOR_SPLITS
 Memo = dict[int, Tensor | None]
 
 
-def _clamped_to(clamp: Callable[..., Any], other: Callable[..., Any], leads: Callable[..., Any]) -> Callable[..., Any]:
+def _clamped_to(
+    clamp: Callable[..., Tensor], other: Callable[..., Tensor], leads: Callable[..., Tensor]
+) -> Callable[..., Tensor]:
     # The same numbers, but at a tie autograd splits the gradient of a maximum, and leaves that of a clamp whole. Where
     # a clamp splits it, too, the choice is written out; a NaN of the operand that is not chosen is added.
     def clamped(a: Tensor, b: Tensor) -> Tensor:
