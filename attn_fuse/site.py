@@ -11,16 +11,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node, map_arg
+from torch.fx import GraphModule, Node
 
 from attn_fuse.attention.attention import Attention, Refusal
 from attn_fuse.attention.describe import in_words, plain, printed
-from attn_fuse.attention.facts import Facts, facts_of, is_learned
+from attn_fuse.attention.facts import Facts, facts_of
 from attn_fuse.attention.picture import picture
 from attn_fuse.emit.builder import NotEmitted
 from attn_fuse.emit.splice import emit
 from attn_fuse.errors import named
 from attn_fuse.expression import nodes as ex
+from attn_fuse.graph.fingerprint import fingerprint
 from attn_fuse.graph.location import locate
 from attn_fuse.graph.names import op_name, value_of
 from attn_fuse.graph.nan_reads import nan_reads
@@ -224,7 +225,7 @@ class Rewriter:
 
     def _analyse(self, region: Region, proofs: Mapping[Node, Proof]) -> _Analysis:
         """The analysis of the region; identical layers share the work."""
-        key = _fingerprint(region, proofs)
+        key = fingerprint(region, {leaf: proof.form for leaf, proof in proofs.items()})
         known = self._known.get(key)
         if known is None:
             known = self._known[key] = _analyse(region, proofs)
@@ -400,35 +401,6 @@ def _gains(call: Node, attention: Attention, facts: Facts) -> bool:
 
 
 _SDPA_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-
-
-def _fingerprint(region: Region, proofs: Mapping[Node, Proof]) -> Any:
-    """A value that is equal for regions with the same operations on leaves of the same kind."""
-    number: dict[Node, str] = {node: f"%{i}" for i, node in enumerate((*region.leaves, *region.nodes))}
-
-    def written(args: Any) -> str:
-        return repr(map_arg(args, lambda n: _Named(number[n])))
-
-    leaves = []
-    for leaf in region.leaves:
-        value = value_of(leaf)
-        if isinstance(value, torch.Tensor):
-            kind: Any = (str(value.shape), str(value.stride()), value.dtype, value.device, value.requires_grad)
-            kind += (is_learned(value),)
-        else:
-            kind = (type(value), str(value))
-        leaves.append((kind, proofs[leaf].form if leaf in proofs else None, leaf in region.operands))
-    nodes = tuple((n.op, n.target, written((n.args, n.kwargs))) for n in region.nodes)
-    modes = region.scope.modes
-    return tuple(leaves), nodes, tuple(modes[n].autocast for n in region.nodes), region.mode.grad
-
-
-@dataclass(frozen=True)
-class _Named:
-    name: str
-
-    def __repr__(self) -> str:
-        return self.name
 
 
 def _refused(refusal: Refusal, softmax: Node) -> SiteReport:
