@@ -115,9 +115,10 @@ class _Positions:
 
     def _index(self, value: sympy.Expr) -> Tensor:
         try:
-            return fold_index(value, self._known, operator.add, operator.mul, operator.floordiv, operator.mod)
+            place: Tensor = fold_index(value, self._known, operator.add, operator.mul, operator.floordiv, operator.mod)
         except ValueError as problem:
             raise _UnknownError(str(problem)) from None
+        return place
 
     def _known(self, value: sympy.Expr) -> Tensor | None:
         return torch.tensor(int(value)) if value.is_Integer else self._at.get(value)

@@ -62,7 +62,8 @@ def made_for(node: Node) -> contextlib.AbstractContextManager[Any]:
 
 def origin_of(made: Node) -> str:
     """The name of the node that `made`, an operation of a trace, was made for; "" where torch did not note it."""
-    return made.meta.get("custom", {}).get(_ORIGIN, "")
+    name: str = made.meta.get("custom", {}).get(_ORIGIN, "")
+    return name
 
 
 def added(trace: Graph, origin: str, target: Any, *args: Any, **kwargs: Any) -> Node:

@@ -223,9 +223,10 @@ class _Writer:
     def _position(self, value: sympy.Expr) -> Expr:
         floordiv, mod = (functools.partial(ex.Binary, name) for name in ("floor_divide", "remainder"))
         try:
-            return fold_index(sympy.expand(value), self._digit, operator.add, operator.mul, floordiv, mod)
+            position: Expr = fold_index(sympy.expand(value), self._digit, operator.add, operator.mul, floordiv, mod)
         except ValueError as problem:
             raise NotEmitted(str(problem)) from None
+        return position
 
     def _digit(self, value: sympy.Expr) -> Expr | None:
         return self._digits.get(value) if value.free_symbols & self._digits.keys() else self._number(value)
