@@ -177,12 +177,25 @@ def _quotient(value: Callable[..., float], a: Interval, b: Interval) -> Interval
 
 
 def _floor_quotient(value: Callable[..., float], a: Interval, b: Interval) -> Interval:
-    if b[0] > 0:
+    if b[0] > 0 or b[1] < 0:
         return _at_corners(operator.floordiv, a, b)
     return _up_to(a) if all(isinstance(end, int) for end in (*a, *b)) else _ANY
 
 
+def _are_numbers(a: Interval, b: Interval) -> bool:
+    return bool(a[0] == a[1] and b[0] == b[1] != 0)
+
+
+def _rest(value: Callable[..., float], a: Interval, b: Interval) -> Interval:
+    if not _are_numbers(a, b):
+        return _up_to(b)
+    rest = abs(a[0]) % abs(b[0])
+    return (rest, rest) if a[0] >= 0 else (-rest, -rest)
+
+
 def _modulo(value: Callable[..., float], a: Interval, b: Interval) -> Interval:
+    if _are_numbers(a, b):
+        return a[0] % b[0], a[0] % b[0]
     if b[0] <= 0:
         return _up_to(b)
     return 0, b[1] - 1 if isinstance(b[1], int) else b[1]
@@ -338,7 +351,7 @@ _BINARY = (
         ), "same", "plain", image=_power, triton="fn.power({0}, {1})",
     ),
     Function("fmod", torch.fmod, (lambda g, y, a, b: g, lambda g, y, a, b: -g * trunc(a / b)), "same", "whole",
-             image=lambda value, a, b: _up_to(b), triton="{0} % {1}", whole="{0} % {1}"),
+             image=_rest, triton="{0} % {1}", whole="{0} % {1}"),
     Function("remainder", torch.remainder,
              (lambda g, y, a, b: g, lambda g, y, a, b: -g * Binary("floor_divide", a, b)), "same",
              image=_modulo, triton="fn.float_modulo({0}, {1})", whole="fn.modulo({0}, {1})"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -272,11 +273,19 @@ def test_several_tensors_read_at_once() -> None:
     assert outcome.site.fused or outcome.site.blocker.reason == "several tensors are read at once"
 
 
-def test_an_operation_on_the_scores_that_is_not_known() -> None:
+@pytest.mark.parametrize(
+    ("operation", "reason"),
+    [
+        (lambda x: torch.special.entr(x.abs()), "special_entr has no element expression"),
+        (lambda x: torch.cumprod(x, -1), "the scores pass through cumprod"),
+    ],
+    ids=["element-wise", "another"],
+)
+def test_an_operation_on_the_scores_that_is_not_known(operation: Callable[[Tensor], Tensor], reason: str) -> None:
     def unknown(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return torch.special.entr(scores(q, k).abs()).softmax(-1) @ v
+        return operation(scores(q, k)).softmax(-1) @ v
 
-    assert_refused(unknown, *tensors(2, 3, S, 16), reason="the scores pass through ")
+    assert_refused(unknown, *tensors(2, 3, S, 16), reason=reason)
 
 
 def test_a_temperature_is_no_attention() -> None:

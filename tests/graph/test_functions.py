@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -213,6 +214,10 @@ def test_bounds_of_whole_numbers_hold_all_values_and_no_more() -> None:
     )
     assert bounds_of("floor_divide", (-7.0, 9.0), (-4.0, 4.0)) == (-math.inf, math.inf)
     assert bounds_of("sign", (-5, 0)) == (-1, 0) and bounds_of("relu", (-5, 3)) == (0, 3)
+    for row in (row for row in FUNCTIONS.values() if row.whole):
+        for x in itertools.product((-7, -2, 1, 3), repeat=len(row.gradients)):
+            exact = int(of_torch(row.name)(*map(torch.tensor, x)))
+            assert bounds_of(row.name, *((one, one) for one in x)) == (exact, exact)
     for name in ("floor_divide", "remainder", "fmod", "add", "mul", "sub", "maximum"):
         for a in ((-5, 3), (2, 6), (-4, -1)):
             for b in ((-3, -1), (1, 4), (2, 2)):

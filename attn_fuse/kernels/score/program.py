@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_fuse.expression.functions import BINARY, COMPARISONS, FUNCTIONS, UNARY, gives_fraction
+from attn_fuse.expression.functions import BINARY, COMPARISONS, FUNCTIONS, UNARY, bounds_of, gives_fraction
 from attn_fuse.expression.nodes import (
     And,
     Binary,
@@ -305,10 +305,11 @@ def bound(expr: Expr | None, numbers: Sequence[int]) -> int | None:
             return int(value)
         case Number(n):
             return int(numbers[n])
-    if any(_written_name(node) in _NO_BOUND for node in distinct(expr)):
+    if (name := name_of(expr)) not in FUNCTIONS or not FUNCTIONS[name].whole:
         raise ValueError(f"not a bound: {as_text(expr)}")
-    one = Block(1, 1, (0, 1), (0, 1), torch.device("cpu"), torch.float64)
-    return int(evaluate(expr, None, (), numbers, one))
+    # Of numbers that are known, the interval of a function of integers is one number.
+    parts = [bound(part, numbers) for part in children(expr)]
+    return int(bounds_of(name, *((part, part) for part in parts))[0])
 
 
 def _shared(*exprs: Expr | None) -> frozenset[int]:
