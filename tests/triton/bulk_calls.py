@@ -23,7 +23,7 @@ from attn_fuse.kernels.triton.flash import bulk as flash_bulk
 from attn_fuse.kernels.triton.flash import facts as flash_facts
 from attn_fuse.kernels.triton.flash import launch as flash
 from attn_fuse.kernels.triton.flash.bulk import Bulk
-from attn_fuse.kernels.triton.flash.configs import Config
+from attn_fuse.kernels.triton.flash.configs import GROUP_ROWS, GROUPS, Config
 from attn_fuse.kernels.triton.flash.facts import CallFacts, call_facts
 from attn_fuse.kernels.triton.flash.spans import spans
 from attn_fuse.kernels.triton.launch import Launch
@@ -100,7 +100,7 @@ class Attention:
     def in_others(self, backward: bool = False) -> dict[str, Tensor]:
         """By the kernels without, in tiles of the same sizes."""
         facts = self.facts
-        rows = flash_bulk.GROUPS * flash_bulk.ROWS
+        rows = GROUPS * GROUP_ROWS
         for kernel, how in [*facts.bulk.items()]:
             facts.configs[kernel] = Config(rows, how.block, 8, 1)
             facts.give_up_bulk(kernel, RuntimeError("the others are wanted"))

@@ -12,6 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
+from attn_fuse.kernels.triton.flash.configs import GROUP_ROWS, GROUPS
 from attn_fuse.kernels.triton.launch import ALIGNMENT, Launch, ceil_div
 from attn_fuse.kernels.triton.scores import LOG2E
 
@@ -33,8 +34,6 @@ _BULK: dict[str, dict[int, Bulk | None]] = {
     "forward": {64: None, 128: Bulk(128, 2), 256: Bulk(64, 2)},
     "query": {64: None, 128: Bulk(64, 3)},
 }
-# Rows of a group of warps, and the groups of a program.
-ROWS, GROUPS = 64, 2
 # When a program begins, each thread has as many registers; the groups of warps share them anew.
 OPTIONS = {"num_warps": 4, "maxnreg": 168}
 
@@ -53,7 +52,7 @@ def bulk(facts: CallFacts) -> dict[str, Bulk]:
     and no dropout, no factor and no tensor that is read for each score.
     """
     width, taken = max(facts.widths), facts.taken
-    fits = facts.capability == 9 and facts.dtype.itemsize == 2 and facts.query[2] >= ROWS * GROUPS
+    fits = facts.capability == 9 and facts.dtype.itemsize == 2 and facts.query[2] >= GROUP_ROWS * GROUPS
     if not fits or taken.element or taken.looked_up or taken.drops or facts.code.factor is not None:
         return {}
     shapes = facts.query, facts.key, (*facts.key[:3], facts.value_dim)
@@ -98,7 +97,7 @@ def _layout(rows: int, width: int, dtype: torch.dtype) -> Any:
 
 
 def _programs(facts: CallFacts, shape: torch.Size) -> int:
-    return ceil_div(shape[2], GROUPS * ROWS) * shape[0] * shape[1]
+    return ceil_div(shape[2], GROUPS * GROUP_ROWS) * shape[0] * shape[1]
 
 
 def forward_in_bulk(call: Call, how: Bulk, out: Tensor, row_max: Tensor, row_sum: Tensor, spans: Table) -> None:
@@ -116,7 +115,7 @@ def forward_in_bulk(call: Call, how: Bulk, out: Tensor, row_max: Tensor, row_sum
         )  # fmt: skip
         programs = _programs(facts, facts.query)
         launch = launches["forward in bulk"] = Launch(hopper.bulk_forward, programs, constants, **OPTIONS)
-    sizes = (ROWS, block_d), (how.block, block_d), (how.block, block_v)
+    sizes = (GROUP_ROWS, block_d), (how.block, block_d), (how.block, block_v)
     described = (descriptor(*operand, *size) for operand, size in zip(call.operands, sizes, strict=True))
     launch(call.stream, call.lie, *described, (out, facts.made[0][1]), row_max, row_sum, spans, *call.reads)
 
@@ -133,6 +132,6 @@ def query_in_bulk(back: Backward, how: Bulk, dquery: Tensor, spans: Table) -> No
         constants = *facts.scalars[:-1], *facts.bulk_constants, head_dim, block_d, block_v, how.block, how.stages
         programs = _programs(facts, facts.query)
         launch = launches["query in bulk"] = Launch(hopper_backward.bulk_query, programs, constants, **OPTIONS)
-    sizes = (ROWS, block_v), (ROWS, block_d), (how.block, block_d), (how.block, block_v)
+    sizes = (GROUP_ROWS, block_v), (GROUP_ROWS, block_d), (how.block, block_d), (how.block, block_v)
     described = (descriptor(*x, *size) for x, size in zip((grad_out, *call.operands), sizes, strict=True))
     launch(call.stream, call.lie, *described, (dquery, facts.made[1][1]), saved, saved.shape[3], spans, *call.reads)

@@ -7,6 +7,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+# Of the kernels with bulk copies: the queries of a group of warps, and the groups of a program.
+GROUP_ROWS, GROUPS = 64, 2
+
 
 @dataclass(frozen=True)
 class Config:

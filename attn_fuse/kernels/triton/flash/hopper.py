@@ -19,12 +19,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from attn_fuse.kernels.triton.flash import bulk
+from attn_fuse.kernels.triton.flash import configs
 from attn_fuse.kernels.triton.flash.forward import CHANGING, key_phases, weighted
 from attn_fuse.kernels.triton.flash.tiles import head_base, place, span, stretch
 
 # Queries of a group of warps, and the groups.
-ROWS, GROUPS = gl.constexpr(bulk.ROWS), gl.constexpr(bulk.GROUPS)
+ROWS, GROUPS = gl.constexpr(configs.GROUP_ROWS), gl.constexpr(configs.GROUPS)
 
 
 @gluon.jit
