@@ -132,8 +132,16 @@ def _at_ends(value: Callable[[float], float], x: Interval) -> Interval:
 
 
 def _sign(value: Callable[[float], float], x: Interval) -> Interval:
+    if not _are_integers(x):
+        # What is above 0 may be rounded to it.
+        return -1, 1
     low, high = ((end > 0) - (end < 0) for end in x)
     return low, high
+
+
+def _at_jumps(value: Callable[[float], float], x: Interval) -> Interval:
+    """The interval of a function to integers. A number that is rounded may fall on the other side of a jump."""
+    return x if _are_integers(x) else (value(x[0]) - 1, value(x[1]) + 1)
 
 
 def _even(value: Callable[[float], float], x: Interval) -> Interval:
@@ -177,16 +185,23 @@ def _quotient(value: Callable[..., float], a: Interval, b: Interval) -> Interval
 
 
 def _floor_quotient(value: Callable[..., float], a: Interval, b: Interval) -> Interval:
-    if b[0] > 0 or b[1] < 0:
-        return _at_corners(operator.floordiv, a, b)
-    return _up_to(a) if all(isinstance(end, int) for end in (*a, *b)) else _ANY
+    if not _are_integers(a, b) or b == (0, 0):
+        return _ANY
+    return _at_corners(operator.floordiv, a, b) if b[0] > 0 or b[1] < 0 else _up_to(a)
+
+
+def _are_integers(*intervals: Interval) -> bool:
+    return all(isinstance(end, int) for x in intervals for end in x)
 
 
 def _are_numbers(a: Interval, b: Interval) -> bool:
-    return bool(a[0] == a[1] and b[0] == b[1] != 0)
+    """Whether both are one integer each. A remainder of floats jumps where one of them is rounded."""
+    return _are_integers(a, b) and bool(a[0] == a[1] and b[0] == b[1])
 
 
 def _rest(value: Callable[..., float], a: Interval, b: Interval) -> Interval:
+    if b == (0, 0):
+        return _ANY
     if not _are_numbers(a, b):
         return _up_to(b)
     rest = abs(a[0]) % abs(b[0])
@@ -194,11 +209,13 @@ def _rest(value: Callable[..., float], a: Interval, b: Interval) -> Interval:
 
 
 def _modulo(value: Callable[..., float], a: Interval, b: Interval) -> Interval:
+    if b == (0, 0):
+        return _ANY
     if _are_numbers(a, b):
         return a[0] % b[0], a[0] % b[0]
     if b[0] <= 0:
         return _up_to(b)
-    return 0, b[1] - 1 if isinstance(b[1], int) else b[1]
+    return 0, b[1] - 1 if _are_integers(a, b) else b[1]
 
 
 def _power(value: Callable[..., float], a: Interval, b: Interval) -> Interval:
@@ -257,7 +274,7 @@ def _unary(
 
 def _jump(name: str, triton: str) -> Function:
     return _unary(
-        name, None, _at_ends, triton, gives="same", lifted="whole", infinite=_same_infinity, growth="linear",
+        name, None, _at_jumps, triton, gives="same", lifted="whole", infinite=_same_infinity, growth="linear",
         whole="{0}",
     )  # fmt: skip
 

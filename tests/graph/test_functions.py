@@ -16,7 +16,7 @@ from attn_fuse.expression import ranges, simplify
 from attn_fuse.expression.functions import BINARY, FUNCTIONS, UNARY, Function, Order, bounds_of, interval_of
 from attn_fuse.kernels.score import program as score_program
 from attn_fuse.kernels.score.gradient import differentiable, gradient_exprs, gradients, needed
-from attn_fuse.kernels.score.program import Block, Memo, ScoreProgram, evaluate
+from attn_fuse.kernels.score.program import Block, Memo, ScoreProgram, bound, evaluate
 from attn_fuse.kernels.triton.emitter import Described, Emitter, Granted
 from attn_fuse.lift.elementwise import ELEMENTWISE
 
@@ -218,6 +218,9 @@ def test_bounds_of_whole_numbers_hold_all_values_and_no_more() -> None:
         for x in itertools.product((-7, -2, 1, 3), repeat=len(row.gradients)):
             exact = int(of_torch(row.name)(*map(torch.tensor, x)))
             assert bounds_of(row.name, *((one, one) for one in x)) == (exact, exact)
+    for name in ("floor_divide", "remainder", "fmod"):
+        low, high = bounds_of(name, (5, 5), (0, 0))
+        assert math.isinf(low) and math.isinf(high)
     for name in ("floor_divide", "remainder", "fmod", "add", "mul", "sub", "maximum"):
         for a in ((-5, 3), (2, 6), (-4, -1)):
             for b in ((-3, -1), (1, 4), (2, 2)):
@@ -225,6 +228,31 @@ def test_bounds_of_whole_numbers_hold_all_values_and_no_more() -> None:
                 points = torch.cartesian_prod(torch.arange(a[0], a[1] + 1), torch.arange(b[0], b[1] + 1)).unbind(-1)
                 values = of_torch(name)(*points)
                 assert low <= int(values.min()) and int(values.max()) <= high
+
+
+@pytest.mark.parametrize("name", ["remainder", "fmod", "floor_divide", "sign", "floor", "ceil", "round", "trunc"])
+def test_bounds_hold_where_a_rounded_number_jumps(name: str) -> None:
+    """1.4 is a multiple of 0.2 in float64 and not in float32: bounds are of the one, and values of the other."""
+    tenths = [n / 10 for n in range(-30, 31)]
+    arguments = itertools.product(tenths, (-0.3, -0.2, -0.1, 0.1, 0.2, 0.7))
+    for a, b in arguments:
+        exact = (a, b) if name in BINARY else (a / b,)
+        rounded = [torch.tensor(x) for x in (a, b)]
+        value = of_torch(name)(*(rounded if name in BINARY else [rounded[0] / rounded[1]])).item()
+        low, high = bounds_of(name, *((x, x) for x in exact))
+        assert low - 1e-6 <= value <= high + 1e-6, (a, b)
+    vanishing = bounds_of("exp", (-200.0, -150.0))
+    if name in ("sign", "ceil"):
+        low, high = bounds_of(name, vanishing)
+        assert low <= of_torch(name)(torch.tensor(-175.0).exp()).item() <= high
+
+
+def test_a_bound_that_is_divided_by_0_is_none() -> None:
+    for name in ("floor_divide", "remainder", "fmod"):
+        program = node(name, ex.Number(0), ex.Number(1))
+        assert bound(program, [7, 2]) == int(of_torch(name)(torch.tensor(7), torch.tensor(2)))
+        with pytest.raises(ValueError, match="divided by 0"):
+            bound(program, [7, 0])
 
 
 class TestANewRow:

@@ -22,7 +22,7 @@ from tools import commit_message, release_notes  # noqa: E402
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 (TORCH,) = (d.removeprefix("torch") for d in PROJECT["dependencies"] if d.startswith("torch"))
-OLDEST, BEYOND = (int(minor) for minor in re.fullmatch(r">=2\.(\d+),<2\.(\d+)", TORCH).groups())  # type: ignore[union-attr]
+OLDEST, BEYOND = map(int, re.findall(r"2\.(\d+)", TORCH))
 PYTHONS = [c.rpartition(" ")[2] for c in PROJECT["classifiers"] if re.fullmatch(r".*Python :: 3\.\d+", c)]
 
 

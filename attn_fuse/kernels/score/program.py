@@ -309,7 +309,10 @@ def bound(expr: Expr | None, numbers: Sequence[int]) -> int | None:
         raise ValueError(f"not a bound: {as_text(expr)}")
     # Of numbers that are known, the interval of a function of integers is one number.
     parts = [bound(part, numbers) for part in children(expr)]
-    return int(bounds_of(name, *((part, part) for part in parts))[0])
+    low, high = bounds_of(name, *((part, part) for part in parts))
+    if low != high:
+        raise ValueError(f"a bound is divided by 0: {as_text(expr)}")
+    return int(low)
 
 
 def _shared(*exprs: Expr | None) -> frozenset[int]:
