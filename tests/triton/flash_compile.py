@@ -34,8 +34,8 @@ from attn_fuse.kernels.triton.flash import facts as flash_facts
 from attn_fuse.kernels.triton.flash import forward as flash_forward
 from attn_fuse.kernels.triton.flash import hopper, hopper_backward, spans_kernel
 from attn_fuse.kernels.triton.flash import launch as flash
-from attn_fuse.kernels.triton.flash.bulk import ROWS, Bulk
-from attn_fuse.kernels.triton.flash.configs import Config, together_or_apart
+from attn_fuse.kernels.triton.flash.bulk import Bulk
+from attn_fuse.kernels.triton.flash.configs import GROUP_ROWS, Config, together_or_apart
 from attn_fuse.kernels.triton.flash.spans import spans
 from tests.graph.chunked_cases import CASE, CAUSAL, S, Sizes, const, where
 from tests.triton.sass import loops
@@ -112,7 +112,7 @@ def facts(compiled: Any, tile: Config | Bulk) -> dict[str, Any]:
     whole = loops(code)[:1]
     if isinstance(tile, Bulk):
         # Each group of warps has rows, and loops, of its own.
-        elements = ROWS * tile.block / 128
+        elements = GROUP_ROWS * tile.block / 128
     else:
         elements = tile.block_m * tile.block_n / (32 * tile.num_warps)
     for loop in whole:
