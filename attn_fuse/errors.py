@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import os
 from collections.abc import Iterable
-from pathlib import Path
 
 from attn_fuse.torch_internals import PassesThroughDynamo
 
@@ -53,15 +51,3 @@ def first_line(problem: object) -> str:
 def named(problem: Exception) -> str:
     """An error's type and the first line of its message."""
     return f"{type(problem).__name__}: {first_line(problem)}"
-
-
-def unwritable(flag: str, path: Path) -> str:
-    """What keeps the file of `flag` from being written, in words; "" where nothing is known to."""
-    said = f"{flag} {path}: it cannot be written; "
-    if path.is_dir():
-        return f"{said}that is a folder, name a file"
-    if not path.parent.is_dir():
-        return f"{said}name a file in a folder that exists"
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        return f"{said}name a file that you may write"
-    return ""

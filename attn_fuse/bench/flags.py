@@ -14,7 +14,8 @@ from typing import Any, NoReturn
 import torch
 
 from attn_fuse.bench import plot
-from attn_fuse.errors import BenchError, unwritable
+from attn_fuse.errors import BenchError
+from attn_fuse.files import unwritable
 from attn_fuse.options import kernel_names
 
 

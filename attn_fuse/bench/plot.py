@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from attn_fuse.errors import BenchError, unwritable
+from attn_fuse.errors import BenchError
+from attn_fuse.files import unwritable
 
 SUFFIXES = (".png", ".svg")
 # Inches; dots per inch of a PNG.

@@ -12,12 +12,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from attn_fuse.errors import ExplainError, OptionError, unwritable
+from attn_fuse.errors import ExplainError, OptionError
 from attn_fuse.explain import explanation_of, name_of
 from attn_fuse.explain.explanation import Explanation
 from attn_fuse.explain.problems import in_one_line
 from attn_fuse.explain.steps import TimeUp, step
 from attn_fuse.explain.subject import add_flags, subject_of
+from attn_fuse.files import unwritable
 from attn_fuse.options import PICKS, parse_options
 
 # How many times the limit of another step compiling may take.
