@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from attn_fuse.explain.page import Figures, page
+from attn_fuse.explain.page import Figures, Part, page
 from attn_fuse.report import SDPA, GraphReport, SiteReport, as_json, as_text, bytes_in_words, grouped
 
 
@@ -82,8 +82,7 @@ class Explanation:
 
     def html(self, figures: Sequence[Figures] = ()) -> str:
         """The explanation as an HTML page that needs nothing beside itself. figures: tables to stand first on it."""
-        summary = "\n".join((self._summary(), *self.said))
-        return page(self.subject, summary, tuple(grouped(self.sites)), self.notes, self.reports, figures)
+        return page(self.subject, [part_of(self)], figures)
 
     def graphs(self) -> str:
         """The code of each graph, before and after the rewrites."""
@@ -112,3 +111,10 @@ class Explanation:
         if self.score_bytes:
             summary += f"\n{bytes_in_words(self.score_bytes)} of scores no longer stored"
         return summary
+
+
+def part_of(explanation: Explanation) -> Part:
+    """`explanation` as a part of a page."""
+    lines = (*explanation._summary().splitlines(), *explanation.said)
+    sites = tuple(grouped(explanation.sites))
+    return Part(explanation.subject, lines, sites, explanation.notes, explanation.reports)

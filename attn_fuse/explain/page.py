@@ -32,26 +32,38 @@ class Figures:
     note: str = ""
 
 
-def page(
-    subject: str,
-    summary: str,
-    sites: Sequence[SiteReport],
-    notes: Sequence[str],
-    graphs: Sequence[GraphReport],
-    figures: Sequence[Figures] = (),
-) -> str:
-    """The page. sites: those of all graphs, with equal layers merged. graphs: for their code. figures: stand first."""
-    body = [
-        f"<h1>{escape(subject)}</h1>",
-        *(f"<p class=summary>{escape(line)}</p>" for line in summary.splitlines()),
-        *(part for table in figures for part in _figures(table)),
-        *_contents(sites),
-        *(part for number, site in enumerate(sites, 1) for part in _site(number, site)),
-        *(f"<p class=note>{escape(note)}</p>" for note in notes),
-        *(part for number, graph in enumerate(graphs, 1) for part in _graph(number, graph)),
-    ]
-    head = f"<meta charset=utf-8><title>{escape(subject)}</title><style>{_STYLE}</style>"
+@dataclass(frozen=True)
+class Part:
+    """What a page says of one model. sites: those of all graphs, equal layers merged. graphs: for their code."""
+
+    subject: str
+    summary: tuple[str, ...]
+    sites: tuple[SiteReport, ...]
+    notes: tuple[str, ...]
+    graphs: tuple[GraphReport, ...]
+
+
+def page(title: str, parts: Sequence[Part], figures: Sequence[Figures] = (), notes: Sequence[str] = ()) -> str:
+    """The page. figures: stand first, below the first part's summary. notes: stand last."""
+    body: list[str] = []
+    first = 1
+    for place, part in enumerate(parts):
+        body += _part(part, first, () if place else figures)
+        first += len(part.sites)
+    body += [f"<p class=note>{escape(note)}</p>" for note in notes]
+    head = f"<meta charset=utf-8><title>{escape(title)}</title><style>{_STYLE}</style>"
     return f"<!doctype html>\n<html lang=en><head>{head}</head>\n<body>\n" + "\n".join(body) + "\n</body></html>\n"
+
+
+def _part(part: Part, first: int, figures: Sequence[Figures]) -> Iterator[str]:
+    """The part. first: the number of its first site on the page."""
+    yield f"<h1>{escape(part.subject)}</h1>"
+    yield from (f"<p class=summary>{escape(line)}</p>" for line in part.summary)
+    yield from (line for table in figures for line in _figures(table))
+    yield from _contents(part.sites, first)
+    yield from (line for number, site in enumerate(part.sites, first) for line in _site(number, site))
+    yield from (f"<p class=note>{escape(note)}</p>" for note in part.notes)
+    yield from (line for number, graph in enumerate(part.graphs, 1) for line in _graph(number, graph))
 
 
 def _figures(figures: Figures) -> Iterator[str]:
@@ -62,11 +74,11 @@ def _figures(figures: Figures) -> Iterator[str]:
     yield f"</table><p class=note>{escape(figures.note)}</p></section>"
 
 
-def _contents(sites: Sequence[SiteReport]) -> Iterator[str]:
+def _contents(sites: Sequence[SiteReport], first: int) -> Iterator[str]:
     if not sites:
         return
     yield "<nav><table>"
-    for number, site in enumerate(sites, 1):
+    for number, site in enumerate(sites, first):
         where, kernel = site.location.module or "the program", site.kernel or ""
         yield (
             f"<tr><td><a href='#site{number}'>{escape(where)}</a><td>{_badge(site)}<td>{escape(kernel)}"
