@@ -73,6 +73,9 @@ class Attempt:
     locations: those of the sites, for a graph that is captured anew and has lost them.
     unfit: why all sites stay as written; "" where each is judged by itself.
     lost: the kernels that the inner backend failed on, by name: why.
+    draws: whether to draw masks, as is always done where nothing is compiled.
+    plain: compiles the graphs without attention, or all where attn_fuse `only_looks`, as written; with the others a
+        backward is compiled at once. None leaves all of them to the inner backend.
     """
 
     options: Options
@@ -81,6 +84,9 @@ class Attempt:
     locations: tuple[Location, ...] = ()
     unfit: str = ""
     lost: Mapping[str, str] = field(default_factory=dict)
+    draws: bool = False
+    plain: Callable[[GraphModule, Sequence[Any]], Callable[..., Any]] | None = None
+    only_looks: bool = False
 
     def compiled(self, graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """`graph` rewritten, reported, compiled by the inner backend, and guarded: by the first attempt that does it.
@@ -101,18 +107,21 @@ class Attempt:
         with saved_tensors_hooks_aside(), dispatch_modes_aside():
             found, called, failed = self._found(graph, inputs) if looks else (Rewritten(graph, [], ()), (), ())
             broken, notes = self._broken(graph)
-        fuses = any(site.fused for site in found.sites)
+        given, fuses = graph, any(site.fused for site in found.sites)
         # The inner backend may change the graph that it is given.
         original = graph if fuses or not found.sites else copied(graph)
         graph = found.graph if fuses else graph
         sites = (*relocated(found.sites, self.locations), *broken, *called)
         seconds = time.perf_counter() - started
         report = GraphReport(sites, seconds, (*notes, *failed), before, code_of(graph) if shown else "")
+        if self.plain is not None and (self.only_looks or not (found.sites or called)):
+            record(report)
+            return self.plain(given, inputs)
         templated = {site.kernel for site in found.sites if site.fused and site.kernel in _TEMPLATED}
         try:
             if self.options.strict:
                 require_all_fused(report.sites)
-            compiled = self.by_inner_backend(graph, inputs, backward_now=bool(templated))
+            compiled = self.by_inner_backend(graph, inputs, backward_now=bool(templated or self.plain))
         except Exception as problem:  # rule 5: what the inner backend fails on must not break the model
             # A graph with fused sites is a copy, so the one that came is as it was.
             if fuses and (following := self._after(problem, templated)):
@@ -157,7 +166,7 @@ class Attempt:
             left=left,
             constants=self.constants,
             compiled=options.inner_backend == "inductor",
-            draws=not options.compiles,
+            draws=self.draws or not options.compiles,
         )
         sites = rewriter.rewrite(options.seconds, started)
         return Rewritten(graph, sites, tuple(rewriter.proofs.values()), rewriter.keeps_nan)

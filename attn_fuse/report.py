@@ -12,7 +12,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
@@ -126,11 +126,24 @@ def relocated(sites: Sequence[SiteReport], locations: Sequence[Location]) -> tup
 
 
 _recent: collections.deque[GraphReport] = collections.deque(maxlen=256)
+_listeners: list[Callable[[GraphReport], None]] = []
+
+
+@contextlib.contextmanager
+def listening(listener: Callable[[GraphReport], None]) -> Iterator[None]:
+    """A block in which `listener` is called with each report, in the thread that compiles."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
 
 
 def record(report: GraphReport) -> None:
-    """Keep `report` for `reports()`, log one line for each site, and add the text to torch's structured trace."""
+    """Keep `report` for `reports()`, hand it to the listeners, log each site, and add the text to torch's trace."""
     _recent.append(report)
+    for listener in tuple(_listeners):
+        listener(report)
     if report.sites:
         trace_artifact("attn_fuse", lambda: as_text(report, expressions=True, plain=True))
     for site in report.sites:

@@ -17,18 +17,22 @@ from attn_fuse.torch_internals import inductor_door, open_inductor_door
 
 @dataclasses.dataclass(frozen=True)
 class Door:
-    """Compiles graphs in Inductor's stead. picks: whether `options` came with a pick of the user's."""
+    """Compiles graphs in Inductor's stead.
+
+    picks: whether `options` came with a pick of the user's. draws: whether reports have pictures of the masks.
+    """
 
     options: Options
     fuel: Fuel
     picks: bool
+    draws: bool = False
 
     def __call__(self, graph: GraphModule, inputs: Sequence[Any], inductor: Mapping[str, Any]) -> Callable[..., Any]:
         """`graph` with its attention on fused kernels, compiled by Inductor. inductor: the options of this compile."""
         options = dataclasses.replace(self.options, inductor={**self.options.inductor, **inductor})
         if inductor.get("max_autotune") and not self.picks:
             options = dataclasses.replace(options, pick="measured")
-        return Attempt(options, self.fuel).compiled(graph, inputs)
+        return Attempt(options, self.fuel, draws=self.draws).compiled(graph, inputs)
 
 
 class Installed:

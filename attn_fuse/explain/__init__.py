@@ -82,7 +82,7 @@ def explanation_of(
     started = time.time()
     use(compiled)
     left = left_by_dynamo(started)
-    subject = _subject(model, inputs, any(recording))
+    subject = in_words(model, inputs, any(recording))
     not_compiled = (*functions_left_alone(left), *dict.fromkeys(torchs_own))
     return Explanation(subject, tuple(reports), not_compiled=not_compiled)
 
@@ -97,10 +97,23 @@ def compiled_apart(
 
     backend: a registered name or a callable. dynamic: as of torch.compile. options: those of the backend.
     """
+    return functools.partial(compiled_call(backend, dynamic, options), model)
+
+
+def compiled_call(
+    backend: str | Callable[..., Any],
+    dynamic: bool | None,
+    options: Mapping[str, Any] | None = None,
+    calls_forward: bool = False,
+) -> Callable[..., Any]:
+    """The compiled call of a model, which is the first argument; see `compiled_apart`.
+
+    calls_forward: call the `forward` of the model's class instead, past the model's hooks.
+    """
     # A new code object each time: Dynamo keeps what it compiled, and what it learns of shapes, by code object.
-    call = types.FunctionType(_call.__code__.replace(), globals())
+    call = types.FunctionType((_call_forward if calls_forward else _call).__code__.replace(), globals())
     given: dict[str, Any] = {**_ISOLATED, **({} if options is None else {"options": dict(options)})}
-    return torch.compile(types.MethodType(call, model), backend=backend, dynamic=dynamic, **given)
+    return torch.compile(call, backend=backend, dynamic=dynamic, **given)
 
 
 def _call(self: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -108,7 +121,11 @@ def _call(self: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     return self(*args, **kwargs)
 
 
-def _subject(model: Callable[..., Any], inputs: Inputs, recording: bool) -> str:
+def _call_forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    return type(self).forward(self, *args, **kwargs)
+
+
+def in_words(model: Callable[..., Any], inputs: Inputs, recording: bool) -> str:
     """The model, its inputs and its mode. recording: whether it ran with gradients enabled."""
     if not isinstance(model, nn.Module):
         return f"{name_of(model)}({inputs})"

@@ -40,6 +40,14 @@ from attn_fuse.torch_internals.kernels import flex_differentiates_what_it_reads 
 from attn_fuse.torch_internals.kernels import flex_runs_on_cpu as flex_runs_on_cpu
 from attn_fuse.torch_internals.kernels import sdpa_choice as sdpa_choice
 from attn_fuse.torch_internals.kernels import sdpa_switches as sdpa_switches
+from attn_fuse.torch_internals.modules import as_written as as_written
+from attn_fuse.torch_internals.modules import backward_keeps_graph as backward_keeps_graph
+from attn_fuse.torch_internals.modules import compiled_by_author as compiled_by_author
+from attn_fuse.torch_internals.modules import eagerly as eagerly
+from attn_fuse.torch_internals.modules import given_to_compile as given_to_compile
+from attn_fuse.torch_internals.modules import going_on_where_compiling_fails as going_on_where_compiling_fails
+from attn_fuse.torch_internals.modules import in_backward as in_backward
+from attn_fuse.torch_internals.modules import looking_at_module_calls as looking_at_module_calls
 from attn_fuse.torch_internals.symbols import called_on as called_on
 from attn_fuse.torch_internals.symbols import holds_by_guard as holds_by_guard
 from attn_fuse.torch_internals.tensors import CLAMP_BY_A_TENSOR_SPLITS as CLAMP_BY_A_TENSOR_SPLITS

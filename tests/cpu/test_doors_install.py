@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import attn_fuse
 from attn_fuse.doors import install as door
+from attn_fuse.options import Fuel, Options
 from attn_fuse.report import collecting
 
 ORIGINAL = torch._TorchCompileInductorWrapper.__init__
@@ -104,7 +105,12 @@ def test_a_setting_of_the_caller_goes_before_the_installed_one(seen) -> None:
 def test_max_autotune_measures_unless_a_pick_was_installed(seen, options, monkeypatch) -> None:
     picks = []
     original = door.Attempt
-    monkeypatch.setattr("attn_fuse.doors.install.Attempt", lambda o, fuel: picks.append(o.pick) or original(o, fuel))
+
+    def attempt(options: Options, fuel: Fuel, *, draws: bool) -> Any:
+        picks.append(options.pick)
+        return original(options, fuel, draws=draws)
+
+    monkeypatch.setattr("attn_fuse.doors.install.Attempt", attempt)
     with attn_fuse.install(options):
         torch.compile(plain, mode="max-autotune-no-cudagraphs")(*QKV)
     assert picks == ["fused" if options else "measured"]
