@@ -9,6 +9,7 @@ from collections.abc import Sequence
 # By name: the module whose `main` runs the command, and what the command does.
 COMMANDS = {
     "explain": ("attn_fuse.explain.command", "say what becomes of every attention of the model in a Python file"),
+    "run": ("attn_fuse.run.command", "run a program with its attention fused, and say what became of each attention"),
     "bench": (
         "attn_fuse.bench.command",
         "measure a model, a sweep of attentions, a GPT's training step, or this device",
