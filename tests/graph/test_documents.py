@@ -6,6 +6,7 @@ import ast
 import re
 import sys
 import textwrap
+import types
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -16,9 +17,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import results_page
-from attn_fuse.explain.command import _parser
+from attn_fuse.explain import command as explain
 from attn_fuse.kernels import KERNELS
 from attn_fuse.options import Options
+from attn_fuse.run import command as run
 from tools import api
 
 ROOT = Path(__file__).parents[2]
@@ -75,9 +77,10 @@ def test_every_kernel_has_a_line() -> None:
     assert {kernel.name for kernel in KERNELS} == set(re.findall(r"(?m)^\| `(\w+)` \|", page))
 
 
-def test_every_flag_of_explain_has_a_line() -> None:
-    page = (ROOT / "docs" / "report.md").read_text()
-    flags = {name for action in _parser()._actions for name in action.option_strings if name.startswith("--")}
+@pytest.mark.parametrize(("command", "name"), [(explain, "report.md"), (run, "run.md")])
+def test_every_flag_has_a_line(command: types.ModuleType, name: str) -> None:
+    page = (ROOT / "docs" / name).read_text()
+    flags = {name for action in command._parser()._actions for name in action.option_strings if name.startswith("--")}
     assert flags - {"--help"} <= set(re.findall(r"--[a-z-]+", page))
 
 
