@@ -21,10 +21,11 @@ from attn_fuse.graph.scopes import code_of, copied
 from attn_fuse.guard import guarded
 from attn_fuse.kernels import KERNELS
 from attn_fuse.options import Fuel, Options, chosen_kernels, fuel_of, parse_options
-from attn_fuse.picker.pick import Choice, pick
+from attn_fuse.picker.pick import NOT_COMPILED, Choice, pick
 from attn_fuse.picker.selfcheck import self_check_of
 from attn_fuse.picker.trial import stopwatch_of
-from attn_fuse.report import GraphReport, Location, SiteReport, headline, log, record, relocated
+from attn_fuse.report import GRAPH_FAILED, Failure, GraphReport, Location, SiteReport, headline, log, record, relocated
+from attn_fuse.repro.write import writer
 from attn_fuse.site import Recognised, Rewriter
 from attn_fuse.torch_internals import (
     RestartsDynamo,
@@ -35,9 +36,9 @@ from attn_fuse.torch_internals import (
 )
 
 _PATTERNS_OFF = "Inductor's own attention patterns were kept off this graph: they rewrite look-alikes wrongly"
-_FAILED = "this graph stays as written, since analysing it failed; report the failure, which the log holds in full"
+_FAILED = f"{GRAPH_FAILED}; report the failure, which the log holds in full"
 _TEMPLATED = frozenset(kernel.name for kernel in KERNELS if kernel.templated)
-_UNCOMPILED = "the inner backend failed on the graph with its attention fused"
+_UNCOMPILED = f"{NOT_COMPILED} the graph with its attention fused"
 
 
 def attn_fuse(
@@ -144,17 +145,17 @@ class Attempt:
             return None
         if templated:
             log.warning("a graph is compiled without %s, since that failed", *templated, exc_info=True)
-            why = f"the inner backend failed on it: {named(problem)}"
+            why = f"{NOT_COMPILED} it: {named(problem)}"
             return replace(self, lost={**self.lost, **dict.fromkeys(map(str, templated), why)})
         if self.options.strict:
             return None
         log.warning("a graph is compiled as written, since compiling it with fused attention failed", exc_info=True)
         return replace(self, unfit=f"{_UNCOMPILED}: {named(problem)}")
 
-    def rewritten(self, original: GraphModule, inputs: Sequence[Any], left: Mapping[int, str]) -> Rewritten:
+    def rewritten(self, original: GraphModule, inputs: Sequence[Any], left: Mapping[int, Failure | None]) -> Rewritten:
         """A copy of the graph `original` with its sites rewritten, by all stages before the inner backend.
 
-        left: the sites that stay as written: number -> reason.
+        left: the sites that stay as written, by number: what failed there, None for nothing known.
         """
         started, graph, options = time.perf_counter(), copied(original), self.options
         rewriter = Rewriter(
@@ -167,9 +168,10 @@ class Attempt:
             constants=self.constants,
             compiled=options.inner_backend == "inductor",
             draws=self.draws or not options.compiles,
+            repro=None if options.repro is None else writer(options, graph, inputs),
         )
         sites = rewriter.rewrite(options.seconds, started)
-        return Rewritten(graph, sites, tuple(rewriter.proofs.values()), rewriter.keeps_nan)
+        return Rewritten(graph, sites, tuple(rewriter.proofs.values()), rewriter.keeps_nan, tuple(rewriter.notes))
 
     def _picker(self) -> Callable[[Recognised], Choice]:
         if self.unfit:
@@ -197,7 +199,7 @@ class Attempt:
             found = rewrite({})
             if self.options.check:
                 found = without_disagreements(graph, inputs, rewrite, found)
-            return found, tuple(calls_in(graph)), ()
+            return found, tuple(calls_in(graph)), found.notes
         except Exception as problem:  # rule 5: a failure in here must not break the model
             if self.options.strict:
                 raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
@@ -40,6 +41,8 @@ class Options:
         "max-autotune" and "max-autotune-no-cudagraphs" mean pick="measured", too, where no pick is given.
     inductor: options of Inductor by name, as plain torch.compile takes them; they go before those of the mode. The
         measurements of pick="measured" run without them.
+    repro: a folder, made where it is missing. For each attention on which attn_fuse fails, by an exception or a wrong
+        result that `check` or a self-check finds, a script is written there that shows the failure by itself.
     compiles: False leaves the rewritten graph uncompiled, with the kernels picked as for the inner backend, for a graph
         that is only reported on. Users cannot set it.
     """
@@ -54,6 +57,7 @@ class Options:
     try_unmeasured: bool = True
     mode: str | None = None
     inductor: Mapping[str, Any] = field(default_factory=dict)
+    repro: str | None = None
     compiles: bool = True
 
 
@@ -70,6 +74,9 @@ def parse_options(options: Mapping[str, Any] | None, mode: str | None = None) ->
     _require(options, "strict", "True or False", lambda v: isinstance(v, bool))
     _require(options, "check", "True or False", lambda v: isinstance(v, bool))
     _require(options, "try_unmeasured", "True or False", lambda v: isinstance(v, bool))
+    _require(options, "repro", "the path of a folder, or None", _is_path)
+    if options.get("repro") is not None:
+        options["repro"] = os.fspath(options["repro"])
     _require(options, "seconds", "a number of seconds, more than 0", _is_duration)
     _require(options, "fuel", "a whole number of rewrites, 0 or more", _is_count)
     _require(options, "pick", " or ".join(map(repr, PICKS)), lambda v: v in PICKS)
@@ -175,6 +182,11 @@ def _known_kernels() -> tuple[str, ...]:
 
 def _is_count(value: object) -> bool:
     return value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0)
+
+
+def _is_path(value: object) -> bool:
+    path = os.fspath(value) if isinstance(value, os.PathLike) else value
+    return path is None or (isinstance(path, str) and path != "")
 
 
 def _is_duration(value: object) -> bool:

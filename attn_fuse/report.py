@@ -53,6 +53,21 @@ class Blocker:
     advice: str = ""
 
 
+@dataclass(frozen=True)
+class Failure:
+    """A failure of attn_fuse itself on one attention. The program runs on as written, or on another kernel.
+
+    what: the failure in words. kernel: the kernel that raised or was wrong; None where no kernel is to blame.
+    file: the script that shows the failure by itself, for ``options={"repro": DIR}``; "" where none was written.
+    """
+
+    what: str
+    kernel: str | None = None
+    file: str = ""
+
+
+# How the note of a graph begins that stays as written as a whole.
+GRAPH_FAILED = "this graph stays as written, since analysing it failed"
 SDPA = "F.scaled_dot_product_attention"
 
 
@@ -72,6 +87,7 @@ class SiteReport:
         the output, "" where nothing was.
     picture: the mask, as `attention.picture` draws it; empty where it draws none, and outside explain.
     fused_by: of a site that is fused already, what the program calls, where that is not torch's SDPA.
+    failures: what failed in attn_fuse on this site.
     """
 
     location: Location
@@ -84,6 +100,7 @@ class SiteReport:
     expression: str = ""
     picture: tuple[str, ...] = ()
     fused_by: str = ""
+    failures: tuple[Failure, ...] = ()
 
     @property
     def fused(self) -> bool:
@@ -237,6 +254,8 @@ def as_text(report: GraphReport, expressions: bool = False, plain: bool = False)
             lines += wrapped(f"not {', '.join(names)}: {'; '.join(reasons)}", 6)
         if site.blocker is not None and site.blocker.advice:
             lines += wrapped(f"{'next:':<12}{site.blocker.advice}", 6)
+        for file in dict.fromkeys(failure.file for failure in site.failures if failure.file):
+            lines += wrapped(f"{'repro:':<12}{file}", 6)
         lines.append("")
     lines += [line for note in report.notes for line in wrapped(f"note: {note}", 0)]
     return "\n".join(lines)

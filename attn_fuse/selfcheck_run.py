@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from attn_fuse.backend import attn_fuse
 from attn_fuse.errors import NotFusedError, first_line, named
 from attn_fuse.graph.modes import autocast_of
+from attn_fuse.picker.pick import CHECK_FAILED
 from attn_fuse.picker.selfcheck import Job, Leaf
 from attn_fuse.picker.timing import interleaved, synchronize
 from attn_fuse.report import reports
@@ -75,9 +76,9 @@ def verdict(job: Job) -> tuple[float | None, str, bool]:
             said = reports()[-1].sites[0].why_not if reports() and reports()[-1].sites else {}
             return None, "; ".join(said.get(job.kernel, (str(problem),))), True
         except Exception as problem:
-            return None, f"its self-check failed: {named(problem)}", True
+            return None, f"{CHECK_FAILED}: {named(problem)}", True
         if wrong:
-            return None, f"its self-check failed: {wrong}", True
+            return None, f"{CHECK_FAILED}: {wrong}", True
         against = job.fallback or "as_written"
         if job.fallback not in runs:
             runs[against] = _runner(job, job.fallback, leaves, upstream)

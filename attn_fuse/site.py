@@ -32,8 +32,8 @@ from attn_fuse.lift.closed_forms import ClosedForm, Diagonals, closed_form
 from attn_fuse.lift.lift import Lifted, NotLifted, lift
 from attn_fuse.lift.normalize import Normal, NotNormal, normalize
 from attn_fuse.patterns.recognize import recognize
-from attn_fuse.picker.pick import Choice
-from attn_fuse.report import Blocker, SiteReport, log
+from attn_fuse.picker.pick import FAILURES, Choice
+from attn_fuse.report import Blocker, Failure, SiteReport, log
 from attn_fuse.torch_internals import FakeTensorMode, source_name
 
 
@@ -57,6 +57,8 @@ class Recognised:
     expression: str
 
 
+# The arguments: a region, the contents of its leaves at hand, the leaves that the program holds itself, what failed.
+Repro = Callable[[Region, Mapping[Node, Any], frozenset[Node], Failure], str]
 # The source of a tensor that the caller passes in, alone or in a container: the next call passes another tensor.
 _ARGUMENT = re.compile(r"L\['[^']+'\](\[[^\]]+\])*")
 _MOST_CUTS = 8
@@ -70,7 +72,8 @@ class Rewriter:
 
     inputs: the graph's example inputs. pick: chooses the kernel of a site. may_rewrite: asked with the report of each
     site about to be rewritten. emit: writes the kernel's call. written: by the path of a subgraph, the memory that it
-    still writes. left: the sites that stay as written: number -> reason. constants: arguments to treat as constants.
+    still writes. left: the sites that stay as written, each with what failed there, or None. constants: arguments to
+    treat as constants. repro: writes a script that shows a failure, and gives its path. notes: sentences for the user.
     compiled: whether Inductor compiles the graph. draws: whether reports get a picture of the mask. proofs: what the
     rewrites rest on, by the number of the input, for the guard. keeps_nan: whether rows of the rewritten attentions are
     NaN wherever they are as written.
@@ -82,12 +85,14 @@ class Rewriter:
     may_rewrite: Callable[[SiteReport], bool]
     emit: Callable[..., Node] = emit
     written: Mapping[str, StillWritten] = field(default_factory=dict)
-    left: Mapping[int, str] = field(default_factory=dict)
+    left: Mapping[int, Failure | None] = field(default_factory=dict)
     constants: frozenset[str] = frozenset()
     compiled: bool = True
     draws: bool = False
+    repro: Repro | None = None
     proofs: dict[int, Proof] = field(default_factory=dict)
     keeps_nan: bool = True
+    notes: list[str] = field(default_factory=list)
     _known: dict[Any, _Analysis] = field(default_factory=dict)
 
     def rewrite(self, seconds: float, started: float) -> list[SiteReport]:
@@ -103,22 +108,50 @@ class Rewriter:
                 if all(isinstance(region, Region) and not region.output.users for region in site.candidates):
                     continue  # it was a part of a fused site, and was erased with it
                 late = time.perf_counter() - self._picking > started + seconds
-                why = self._left(len(reports), seconds if late else None)
-                if why is not None:
-                    reports += [] if site.unsure else [_refused(why, site.softmax)]
-                elif (report := self._site(site)) is not None:
-                    reports.append(report)
+                self._failures.clear()
+                why = self._left(site, len(reports), seconds if late else None)
+                report = self._site(site) if why is None else None if site.unsure else _refused(why, site.softmax)
+                if report is not None:
+                    reports.append(replace(report, failures=tuple(self._failures)))
         for scope in scopes(self.graph):
             scope.module.recompile()
         return reports
 
-    def _left(self, number: int, spent: float | None) -> Refusal | None:
+    def _left(self, site: Site, number: int, spent: float | None) -> Refusal | None:
         """Why the site `number` is not looked at; None where it is. spent: the seconds that are over."""
         if spent is not None:
             return Refusal(f"not looked at: {spent:g} seconds had passed", advice="raise the option seconds")
         if number not in self.left:
             return None
-        return Refusal(self.left[number], advice="report the disagreement, with the program, as a failure of attn_fuse")
+        failure = self.left[number]
+        if failure is None:
+            return Refusal("")
+        return Refusal(failure.what, advice=self._failed(self._attention_of(site), failure))
+
+    def _attention_of(self, site: Site) -> Region | None:
+        """The candidate of the site that is an attention, None without one."""
+        for region in site.candidates:
+            if isinstance(region, Region):
+                with torch.set_grad_enabled(region.mode.grad):
+                    found = self.judged(region)
+                if isinstance(found, Recognised):
+                    return found.region
+        return None
+
+    def _failed(self, region: Region | None, failure: Failure) -> str:
+        """Advice on the failure, which is kept for the report, and shown by a script where one is asked for."""
+        advice = "report this failure of attn_fuse; options={'repro': 'DIR'} writes a script that shows it"
+        if self.repro is not None and region is not None:
+            where = locate(region.softmax)
+            try:
+                file = self.repro(region, self._values(region), self._held(region), failure)
+                log.warning("%s: %s shows by itself: %s", where, file, failure.what)
+                failure, advice = replace(failure, file=file), f"report this failure of attn_fuse with {file}"
+            except Exception as problem:  # a script must not cost a model
+                log.warning("%s: no script shows the failure", where, exc_info=True)
+                self.notes.append(f"no script shows the failure at {where}: {named(problem)}")
+        self._failures.append(failure)
+        return advice
 
     # ---- one site
 
@@ -148,8 +181,9 @@ class Rewriter:
         except Exception as problem:  # rule 5: whatever goes wrong in here must not break the model
             where = locate(region.softmax)
             log.warning("%s: the attention stays as written, since analysing it failed", where, exc_info=True)
-            advice = "report the failure, which the log holds in full"
-            return _refused(Refusal(f"analysing it failed: {named(problem)}", advice=advice), region.softmax)
+            failure = Failure(f"analysing it failed: {named(problem)}")
+            advice = self._failed(region.reading(self._replaced), failure)
+            return _refused(Refusal(failure.what, advice=advice), region.softmax)
 
     def judged(self, region: Region) -> Refusal | Recognised:
         """What `region` is proved to compute, or why it is not to be fused."""
@@ -189,7 +223,10 @@ class Rewriter:
         attention, picking = found.attention, time.perf_counter()
         choice = self.pick(found)
         self._picking += time.perf_counter() - picking
-        where, drawn = locate(found.region.softmax), self._drawn(found)
+        where, drawn, advice = locate(found.region.softmax), self._drawn(found), ""
+        for name, why in ((None, choice.because), *((name, reasons[0]) for name, reasons in choice.why_not.items())):
+            if why.startswith(FAILURES):
+                advice = self._failed(found.region, Failure(why if name is None else f"{name}: {why}", name))
         left = SiteReport(where, "as written", found.words, expression=found.expression, picture=drawn)
         while (kernel := choice.kernel) is not None:
             left = replace(left, attention=found.words | {"picked": choice.because}, why_not=choice.why_not)
@@ -200,6 +237,9 @@ class Rewriter:
             try:
                 made = self.emit(found.region, attention, found.facts, kernel.emit, found.mode)
             except NotEmitted as problem:
+                if not isinstance(problem.__cause__, NotEmitted):  # no limit of the kernel, but an error in it
+                    failure = Failure(f"{kernel.name} cannot be called: {problem}", kernel.name)
+                    advice = self._failed(found.region, failure)
                 choice = choice.without(str(problem))
                 continue
             self._replaced[found.region.output] = made
@@ -209,7 +249,7 @@ class Rewriter:
         # Where kernels decline a function of the scores, the operation that made it one is to blame.
         declined = attention.unread is not None and attention.unread.reason in choice.because
         culprit = attention.unread.node if declined and attention.unread else None
-        blocker = _blocker(Refusal(choice.because, culprit, choice.advice), found.region.softmax)
+        blocker = _blocker(Refusal(choice.because, culprit, choice.advice or advice), found.region.softmax)
         return replace(left, attention=found.words, why_not=choice.why_not, blocker=blocker)
 
     def _drawn(self, found: Recognised) -> tuple[str, ...]:
@@ -241,6 +281,12 @@ class Rewriter:
         }
 
     # ---- constants
+
+    def _held(self, region: Region) -> frozenset[Node]:
+        """The leaves that the program holds itself, as buffers and parameters, and is not called with."""
+        tops = {leaf: region.scope.top(leaf) for leaf in region.leaves}
+        held = {leaf: top.op == "get_attr" or self._is_constant(source_name(top)) for leaf, top in tops.items() if top}
+        return frozenset(leaf for leaf, is_held in held.items() if is_held)
 
     def _constants(self, region: Region) -> dict[Node, Proof]:
         """The proofs of leaves that are constant, have a closed form, and can be guarded."""
@@ -278,6 +324,8 @@ class Rewriter:
         self._placeholders = {n: i for i, n in enumerate(self.graph.graph.find_nodes(op="placeholder"))}
         self._is_frozen = is_frozen(self.graph)
         self._forms: dict[int, ClosedForm | Diagonals | None] = {}
+        # What failed on the site that is looked at.
+        self._failures: list[Failure] = []
         # The seconds that went into picking.
         self._picking = 0.0
         # The output of each fused region -> the node in its place, which a later region may read.

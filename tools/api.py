@@ -14,7 +14,7 @@ from typing import Any
 import attn_fuse
 from attn_fuse.explain import explain
 from attn_fuse.explain.explanation import Explanation
-from attn_fuse.report import Blocker, Location
+from attn_fuse.report import Blocker, Failure, Location
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "api.md"
 HEAD = """# API
@@ -24,7 +24,7 @@ What `import attn_fuse` gives, with its docstrings; `make docs` writes this page
 `attn_fuse.__version__` is the version, "unknown" in a checkout that is not installed.
 """
 # What the public functions return.
-RETURNED = (Explanation, Location, Blocker)
+RETURNED = (Explanation, Location, Blocker, Failure)
 
 
 def page() -> str:

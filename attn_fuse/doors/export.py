@@ -30,7 +30,7 @@ from attn_fuse.graph.names import value_of
 from attn_fuse.graph.scopes import code_of
 from attn_fuse.kernels.sdpa import CPU_FLASH, CUDA_EFFICIENT, CUDA_FLASH, CUDNN, PINNED
 from attn_fuse.options import Fuel, parse_options
-from attn_fuse.report import GraphReport, record
+from attn_fuse.report import Failure, GraphReport, record
 from attn_fuse.torch_internals import SOURCE, calling_convention_of, storage_of
 
 log = logging.getLogger("attn_fuse")
@@ -119,7 +119,7 @@ def _as_the_program_runs() -> Iterator[None]:
 
 
 def _notes(found: Rewritten) -> tuple[str, ...]:
-    return tuple(_BAKED % proof.source.removeprefix(_SELF) for proof in found.proofs)
+    return (*(_BAKED % proof.source.removeprefix(_SELF) for proof in found.proofs), *found.notes)
 
 
 # ---- the program as a graph whose parameters and buffers are inputs, and back
@@ -143,7 +143,7 @@ def _rewritten(
     inputs = [*tensors, *pytree.tree_leaves((tuple(args), _in_order(dict(kwargs), program)))]
     attempt = Attempt(options, Fuel(options.fuel))
 
-    def rewrite(left: Mapping[int, str]) -> Rewritten:
+    def rewrite(left: Mapping[int, Failure | None]) -> Rewritten:
         return attempt.rewritten(lifted, inputs, left)
 
     found, before = rewrite({}), code_of(lifted)

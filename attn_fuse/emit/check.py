@@ -7,7 +7,7 @@ afterwards. The judge is the program as written, in float64 throughout, or as it
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 
 from attn_fuse.errors import named
 from attn_fuse.graph.replay import Aliases, Played, replay
-from attn_fuse.report import SiteReport
+from attn_fuse.report import Failure, SiteReport
 
 # The rewrite may be this many times as far from float64 as the program as written.
 _TIMES_AS_WRITTEN = 8.0
@@ -40,12 +40,27 @@ def disagreement(
     tensors, gradients, random state and modes stay as they are. keeps_nan: whether 0 in place of a NaN of an output
     is a difference. A graph that cannot be run here is a disagreement.
     """
-    aliases: Aliases = {}
     try:
-        as_written = replay(written, inputs, aliases)
         as_rewritten = replay(rewritten, inputs, {})
     except Exception as problem:
         return f"the check could not be made: {named(problem)}"
+    return difference(written, as_rewritten, inputs, keeps_nan)
+
+
+def difference(
+    written: GraphModule, as_rewritten: Played, inputs: Sequence[Any], keeps_nan: bool = False, numbers: bool = False
+) -> str | None:
+    """The first difference of a run from what `written` computes on the same `inputs`; None without one.
+
+    numbers: whether only the numbers of outputs and gradients count, and not strides, writes and the like.
+    """
+    aliases: Aliases = {}
+    try:
+        as_written = replay(written, inputs, aliases)
+    except Exception as problem:
+        return f"the check could not be made: {named(problem)}"
+    if numbers:
+        as_written = replace(as_written, facts={}, constants={})
     try:
         exact: Played | None = replay(written, inputs, aliases, wide=True)
     except Exception:  # nothing says that a program can run in float64: an operation may take half precision alone
@@ -65,23 +80,28 @@ class Rewritten:
     """A rewritten graph with the reports of its sites.
 
     proofs: what the rewrites rest on, for the guard. keeps_nan: whether fully masked rows are still NaN, where they are
-    as written.
+    as written. notes: sentences for the user.
     """
 
     graph: GraphModule
     sites: list[SiteReport]
     proofs: tuple[Any, ...]
     keeps_nan: bool = False
+    notes: tuple[str, ...] = ()
 
 
 def without_disagreements(
-    original: GraphModule, inputs: Sequence[Any], rewrite: Callable[[Mapping[int, str]], Rewritten], found: Rewritten
+    original: GraphModule,
+    inputs: Sequence[Any],
+    rewrite: Callable[[Mapping[int, Failure | None]], Rewritten],
+    found: Rewritten,
 ) -> Rewritten:
     """`found`, or a rewrite that leaves the sites as written which make `found` disagree with `original`.
 
-    rewrite: rewrites the graph anew. Its argument names the sites to leave as written: number -> reason.
+    rewrite: rewrites the graph anew. Its argument holds the sites to leave as written, by number: what failed there, or
+    None where nothing is known to.
     """
-    left: dict[int, str] = {}
+    left: dict[int, Failure | None] = {}
     while fused := [number for number, site in enumerate(found.sites) if site.fused]:
         problem = disagreement(original, found.graph, inputs, found.keeps_nan)
         if problem is None:
@@ -90,13 +110,13 @@ def without_disagreements(
         low, high = 0, len(fused) - 1
         while low < high:
             middle = (low + high) // 2
-            behind = dict.fromkeys(fused[middle + 1 :], "")
+            behind: dict[int, Failure | None] = dict.fromkeys(fused[middle + 1 :])
             part = rewrite({**left, **behind})
             if disagreement(original, part.graph, inputs, part.keeps_nan) is None:
                 low = middle + 1
             else:
                 high = middle
-        left[fused[low]] = problem
+        left[fused[low]] = Failure(problem, found.sites[fused[low]].kernel)
         found = rewrite(left)
     return found
 

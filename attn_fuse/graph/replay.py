@@ -97,7 +97,7 @@ def _replay(
         written = [c for c, v in zip(copies, before, strict=True) if _counts(c) and c._version != v and not c.is_leaf]
         held = {n: _counts(c) and c._version != v for n, c, v in zip(names, copies, before, strict=True)}
         wanted = {n: leaf for n, leaf in zip(names, leaves, strict=True) if leaf is not None}
-        gradients = _gradients([*outputs.values(), *written], wanted) if backward else None
+        gradients = gradients_of([*outputs.values(), *written], wanted) if backward else None
     tensors = {n: t for n, t in outputs.items() if isinstance(t, Tensor)} | {
         f"{n} afterwards": t for n, t in afterwards.items()
     }
@@ -106,7 +106,11 @@ def _replay(
     return Played({n: t.detach() for n, t in tensors.items()}, facts, gradients, constants)
 
 
-def _gradients(results: Sequence[Any], wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def gradients_of(results: Sequence[Any], wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The gradients of `wanted` by name, for a fixed weighting of `results`: zeros where a result depends on none.
+
+    Raises an exception where the results have no backward.
+    """
     total = torch.zeros((), dtype=torch.float64)
     with torch.enable_grad():
         for out in results:

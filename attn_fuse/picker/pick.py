@@ -70,6 +70,10 @@ class Verdict:
     reason: str = ""
 
 
+# How a reason against a kernel, or all of them, begins where it failed and does not merely decline or lose.
+CHECK_FAILED, CHECK_ENDED, ASKING_FAILED = "its self-check failed", "its self-check ended", "asking it failed"
+NOT_COMPILED = "the inner backend failed on"
+FAILURES = (CHECK_FAILED, CHECK_ENDED, ASKING_FAILED, NOT_COMPILED)
 # The arguments: a kernel, and the kernel that it would replace, None for the program as written.
 SelfCheck: TypeAlias = Callable[[Kernel, Kernel | None], Verdict]
 # A self-check takes time: it runs only where the estimate is below this share of the time to beat.
@@ -173,7 +177,7 @@ def _reasons(kernel: Kernel, attention: Attention, facts: Facts, set_so: switche
         return (*switches.forbidden(kernel, facts, set_so), *kernel.why_not(attention, facts))
     except Exception as problem:  # the others may take it
         log.warning("asking %s what it takes failed", kernel.name, exc_info=True)
-        return (f"asking it failed: {named(problem)}",)
+        return (f"{ASKING_FAILED}: {named(problem)}",)
 
 
 def _among_measured(

@@ -45,7 +45,7 @@ from attn_fuse.kernels.cache import cache_dir
 from attn_fuse.kernels.kernel import Kernel
 from attn_fuse.picker.case import TYPICAL_LENGTH
 from attn_fuse.picker.evidence import write_whole
-from attn_fuse.picker.pick import SelfCheck, Verdict
+from attn_fuse.picker.pick import CHECK_ENDED, SelfCheck, Verdict
 from attn_fuse.picker.timing import free_memory, this_device
 from attn_fuse.picker.trial import SCORES_ALIVE, alone, number_of, without_graphs
 from attn_fuse.report import log
@@ -274,7 +274,7 @@ def _run(job: Job) -> tuple[Verdict, bool]:
             return Verdict(data["ratio"], data["reason"]), data["lasts"]
         lines = said.read_text(errors="replace").strip().splitlines()
         how = f"by signal {-code}" if code < 0 else f"with code {code}"
-        return Verdict(None, f"its self-check ended {how}{': ' + lines[-1] if lines else ''}"), code < 0
+        return Verdict(None, f"{CHECK_ENDED} {how}{': ' + lines[-1] if lines else ''}"), code < 0
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -12,8 +12,8 @@ ROOT = Path(__file__).parents[2] / "attn_fuse"
 # From the bottom up: a module imports from its own folder and from what stands before it. The last are entry points.
 ORDER = (
     "files", "torch_internals", "errors", "report", "expression", "attention", "graph", "lift", "patterns", "emit",
-    "kernels", "options", "picker", "guard", "site", "backend", "doors", "explain", "run", "bench", "selfcheck_run",
-    "__init__", "__main__",
+    "kernels", "options", "picker", "repro", "guard", "site", "backend", "doors", "explain", "run", "bench",
+    "selfcheck_run", "__init__", "__main__",
 )  # fmt: skip
 ORDER_IN_EXPLAIN = (
     "roots", "problems", "steps", "inputs", "opening", "reading", "repairing", "building", "running",
