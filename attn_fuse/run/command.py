@@ -78,6 +78,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only-compiled", action="store_true", help="leave what the program does not compile itself")
     parser.add_argument("--pick", help="as the option of the backend: fastest, measured or fused")
     parser.add_argument("--kernels", help="names of the only kernels to use, with commas between")
+    parser.add_argument(
+        "--repro", type=Path, metavar="DIR", help="write a script there for each attention that attn_fuse fails on"
+    )
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the report as a page, with pictures of masks")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
     return parser
@@ -90,6 +93,7 @@ class _Watched:
         self._program, self._args = program, args
         # The program may go to another folder, or fork.
         self._files = {name: path and path.resolve() for name, path in (("html", args.html), ("json", args.json))}
+        self._scripts = args.repro and args.repro.resolve()
         self._process: int | None = os.getpid()
         self._at_import = _AtImport(self._watch_now)
         self._watch: Watch | None = None
@@ -111,7 +115,9 @@ class _Watched:
         for name, path in self._files.items():
             if path is not None and (problem := unwritable(f"--{name}", getattr(self._args, name))):
                 return problem
-        if not self._options() and "torch" not in sys.modules:
+        if self._scripts is not None and self._scripts.exists() and not self._scripts.is_dir():
+            return f"--repro {self._args.repro}: that is a file, name a folder"
+        if not (self._options().keys() & {"pick", "kernels"}) and "torch" not in sys.modules:
             sys.meta_path.insert(0, self._at_import)
             return ""
         from attn_fuse.errors import OptionError
@@ -126,7 +132,8 @@ class _Watched:
 
     def _options(self) -> dict[str, Any]:
         kernels = self._args.kernels and [name.strip() for name in self._args.kernels.split(",")]
-        return {name: value for name, value in (("pick", self._args.pick), ("kernels", kernels)) if value}
+        options = {"pick": self._args.pick, "kernels": kernels, "repro": self._scripts and str(self._scripts)}
+        return {name: value for name, value in options.items() if value}
 
     def _watch_now(self) -> None:
         try:

@@ -230,6 +230,40 @@ def test_a_script_may_set_the_environment_before_torch_and_attend_in_no_module(
     )
 
 
+FAILS = (
+    """
+from dataclasses import replace
+from attn_fuse.picker import pick
+
+def fails(call):
+    raise ZeroDivisionError("by design")
+
+pick.KERNELS = tuple(replace(kernel, emit=fails) for kernel in pick.KERNELS)
+"""
+    + MODEL
+    + """
+import os
+os.makedirs("elsewhere", exist_ok=True)
+os.chdir("elsewhere")
+with torch.no_grad():
+    Model()(torch.randn(2, 64, 32))
+"""
+)
+
+
+def test_an_attention_that_attn_fuse_fails_on_gets_a_script(tmp_path: Path) -> None:
+    got = done(tmp_path, FAILS, *RUN, "--explain", "--repro", "failures", "--kernels", "chunked", "script.py")
+    (script,) = (tmp_path / "failures").glob("*.py")
+    assert got.returncode == 0 and f"repro:      {script}" in got.stderr, got.stderr
+    done_alone = done(tmp_path, "", sys.executable, str(script))
+    assert done_alone.returncode == 0 and done_alone.stdout.endswith("both compute the same\n"), done_alone
+    refused = done(tmp_path, FAILS, *RUN, "--repro", "script.py", "script.py")
+    assert (refused.returncode, refused.stderr) == (
+        2,
+        "attn_fuse.run: --repro script.py: that is a file, name a folder\n",
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("compiler", ["", "/no/compiler"])
 def test_a_program_is_fused_and_goes_on_without_a_compiler(
