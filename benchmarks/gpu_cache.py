@@ -58,8 +58,8 @@ def checked(library: Path, name: str, c: Any) -> dict[str, int]:
 def case(library: Path, name: str, case: Any) -> dict[str, int]:
     """A case of the evidence, on one kernel, as `evidence` runs it."""
     from attn_fuse.backend import attn_fuse
+    from attn_fuse.bench.workloads import program, runner, tensors
     from attn_fuse.errors import NotFusedError
-    from attn_fuse.picker.workloads import program, runner, tensors
 
     def run() -> None:
         torch.compiler.reset()

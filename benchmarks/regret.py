@@ -19,9 +19,9 @@ import torch
 from attn_fuse.backend import attn_fuse
 from attn_fuse.bench.cases import grid
 from attn_fuse.bench.measure import Effort, timed
+from attn_fuse.bench.workloads import program, runner, tensors
 from attn_fuse.picker.case import Case
 from attn_fuse.picker.evidence import AS_WRITTEN
-from attn_fuse.picker.workloads import program, runner, tensors
 from attn_fuse.report import collecting
 from harness import OtherLoad, Timing, store, table
 

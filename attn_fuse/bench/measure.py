@@ -11,6 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from attn_fuse.backend import attn_fuse
+from attn_fuse.bench.workloads import program, runner, tensors
 from attn_fuse.errors import NotFusedError, named
 from attn_fuse.kernels import KERNELS
 from attn_fuse.picker.case import Case
@@ -23,7 +24,6 @@ from attn_fuse.picker.timing import (
     synchronize,
 )  # fmt: skip
 from attn_fuse.picker.workers import note
-from attn_fuse.picker.workloads import program, runner, tensors
 
 _TOLERANCE = {"float64": 1e-6, "float32": 1e-3}
 # Tensors of the size of the scores that the program as written keeps, by whether it trains: a training step keeps the

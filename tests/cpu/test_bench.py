@@ -20,6 +20,7 @@ from attn_fuse.bench import calibrate_command, measure
 from attn_fuse.bench.cases import grid
 from attn_fuse.bench.command import main
 from attn_fuse.bench.measure import Observation
+from attn_fuse.bench.workloads import program, runner, tensors
 from attn_fuse.errors import BenchError
 from attn_fuse.picker import evidence
 from attn_fuse.picker.case import Case, visible_share
@@ -27,7 +28,6 @@ from attn_fuse.picker.evidence import AS_WRITTEN, Row
 from attn_fuse.picker.regression import distance
 from attn_fuse.picker.timing import Timing
 from attn_fuse.picker.workers import note
-from attn_fuse.picker.workloads import program, runner, tensors
 
 pytestmark = pytest.mark.thorough
 

@@ -18,11 +18,11 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import gpu_cases
 from attn_fuse.attention.attention import Attention
+from attn_fuse.bench.workloads import program, tensors
 from attn_fuse.expression.nodes import Gather, Load, walk
 from attn_fuse.picker import regression
 from attn_fuse.picker.case import Case
 from attn_fuse.picker.evidence import Row
-from attn_fuse.picker.workloads import program, tensors
 from features import RelativeBias
 from tests.graph.h200_cases import Biased, computed_alibi
 from tests.h200 import Picked, h200

@@ -14,6 +14,7 @@ import torch
 
 import attn_fuse
 from attn_fuse.backend import attn_fuse as backend
+from attn_fuse.bench.workloads import reach_of
 from attn_fuse.kernels import KERNELS
 from attn_fuse.kernels.kernel import Kernel
 from attn_fuse.picker import evidence
@@ -23,7 +24,6 @@ from attn_fuse.picker.evidence import AS_WRITTEN, REACH, Row, Table, compare
 from attn_fuse.picker.pick import Choice
 from attn_fuse.picker.regression import distance
 from attn_fuse.picker.timing import Device, this_device
-from attn_fuse.picker.workloads import reach_of
 
 CPU = torch.device("cpu")
 HERE = this_device(CPU)
