@@ -206,7 +206,6 @@ class Rewriter:
             region.weights_used is not None,
             self.compiled,
             bool(region.scope.path) and self._is_frozen,
-            analysis.multiplied,
         )
         facts = replace(facts, nan_read=self._nan_reads.get(region.output, ""))
         if facts.training and (factor := _lost_in_rounding(attention, facts)) is not None:
@@ -336,14 +335,13 @@ class Rewriter:
 class _Analysis:
     """What is read of one region. cuts: operations read as leaves, by their number in the region they were cut from.
 
-    multiplied: `Normal.multiplied`. expression: the attention as mathematics, or as much as was read.
+    expression: the attention as mathematics, or as much as was read.
     """
 
     region: Region
     result: Attention | Refusal
     mode: FakeTensorMode
     cuts: tuple[int, ...]
-    multiplied: tuple[int, ...] = ()
     expression: str = ""
 
     def moved_to(self, region: Region) -> _Analysis:
@@ -357,7 +355,7 @@ class _Analysis:
             result = self._moved(result, region)
         elif result.unread is not None:
             result = replace(result, unread=self._moved(result.unread, region))
-        return _Analysis(region, result, self.mode, self.cuts, self.multiplied, self.expression)
+        return _Analysis(region, result, self.mode, self.cuts, self.expression)
 
     def _moved(self, refusal: Refusal, region: Region) -> Refusal:
         if refusal.node not in self.region.nodes:
@@ -386,7 +384,7 @@ def _analyse(region: Region, proofs: Mapping[Node, Proof]) -> _Analysis:
                 result = _at_its_operation(result, normal)
             elif result.unread is not None:
                 result = replace(result, unread=_at_its_operation(result.unread, normal))
-            return _Analysis(region, result, normal.mode, tuple(cuts), normal.multiplied, expression)
+            return _Analysis(region, result, normal.mode, tuple(cuts), expression)
         except NotLifted as problem:
             cut = cut_at(region, problem.node) if problem.node is not None and len(cuts) < _MOST_CUTS else None
             if cut is None:

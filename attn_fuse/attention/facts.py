@@ -37,7 +37,6 @@ class Facts:
     compiled: whether Inductor compiles the rewritten graph.
     checkpointed: whether the attention stands in a subgraph, such as a checkpoint's, of a graph that `is_frozen`.
     nan_read: the operation that can tell a NaN in the output from 0, in words; "" for none.
-    repeats: the copies of each key and value in memory, for the queries that share them, in the program as written.
     """
 
     device: torch.device
@@ -58,7 +57,6 @@ class Facts:
     compiled: bool = True
     checkpointed: bool = False
     bias_may_be_infinite: bool = False
-    repeats: int = 1
     nan_read: str = ""
 
     @property
@@ -84,12 +82,10 @@ def facts_of(
     weights_used: bool = False,
     compiled: bool = True,
     checkpointed: bool = False,
-    multiplied: Sequence[int] = (),
 ) -> Facts:
     """The facts of `attention`.
 
     leaves: the fake tensors and numbers that it loads from. weights_used, compiled, checkpointed: as in `Facts`.
-    multiplied: the number of elements of each operand of a matrix product in the program as written.
     """
     tensors = [leaf if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
 
@@ -130,21 +126,8 @@ def facts_of(
         weights_used=weights_used,
         compiled=compiled,
         checkpointed=checkpointed,
-        repeats=_repeats(multiplied, **first),
         **first,
     )
-
-
-def _repeats(
-    multiplied: Sequence[int], batch: int, heads: int, kv_heads: int, q_len: int, kv_len: int, head_dim: int,
-    value_dim: int,
-) -> int:  # fmt: skip
-    """How many copies of each key and value are operands of the two products, query key^T and weights value."""
-    each = batch * kv_heads * kv_len * (head_dim + value_dim)
-    if len(multiplied) != 4 or not each:
-        return 1
-    others = batch * heads * q_len * (head_dim + kv_len)
-    return max(1, round((sum(multiplied) - others) / each))
 
 
 def _may_be_infinite(attention: Attention, learned: Container[int], dtype: torch.dtype) -> bool:

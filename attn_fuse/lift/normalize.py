@@ -16,7 +16,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node, map_arg
 
 from attn_fuse.graph.modes import autocast_of
-from attn_fuse.graph.names import DROPOUT, FUSED, elements, op_name, requires_grad, tensors_of, value_of
+from attn_fuse.graph.names import DROPOUT, FUSED, op_name, requires_grad, tensors_of, value_of
 from attn_fuse.graph.region import Region
 from attn_fuse.graph.trace import call, fake_mode, fresh, made_for, origin_of, traced
 from attn_fuse.lift.operations import OPERATIONS
@@ -46,12 +46,6 @@ class Normal:
     origin: dict[Node, Node]
     mode: FakeTensorMode
     trains: bool = False
-
-    @property
-    def multiplied(self) -> tuple[int, ...]:
-        """The number of elements of each operand of a matrix product, on the first call."""
-        products = (node for node in self.graph.graph.nodes if op_name(node) in ("mm", "bmm"))
-        return tuple(elements(x.meta["val"]) for node in products for x in node.args)
 
 
 class NotNormal(Exception):

@@ -37,7 +37,6 @@ class Case:
     table: whether a learned bias is looked up in a table.
     function: whether a softcap, another function or a looked-up bias changes the scores, or a factor the weights.
     dropout, sink: whether there is dropout of the weights, and a sink.
-    repeats: copies of each key in memory, in the program as written; 0 stands for heads // kv_heads.
 
     Raises ValueError where a field has the wrong type or an impossible value.
     """
@@ -58,7 +57,6 @@ class Case:
     dropout: bool = False
     sink: bool = False
     table: bool = False
-    repeats: int = 0
     bias_by_entry: bool = False
 
     def __post_init__(self) -> None:
@@ -72,13 +70,8 @@ class Case:
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} {getattr(self, name)!r} is none of {', '.join(known)}")
         sizes = (self.batch, self.heads, self.q_len, self.kv_len, self.head_dim, self.kv_heads, self.value_dim)
-        if min(*sizes, self.copies) < 1 or not 0 < self.visible <= 1:
+        if min(sizes) < 1 or not 0 < self.visible <= 1:
             raise ValueError("sizes are 1 or more, and visible is above 0 and at most 1")
-
-    @property
-    def copies(self) -> int:
-        """Copies of each key in memory, in the program as written."""
-        return self.repeats or max(1, self.heads // self.kv_heads)
 
     @property
     def scores(self) -> int:
@@ -151,7 +144,6 @@ def case_of(attention: Attention, facts: Facts) -> Case:
         dropout=attention.dropout_p is not None,
         sink=attention.sink is not None,
         table=looked_up,
-        repeats=0 if facts.repeats * facts.kv_heads == facts.heads else facts.repeats,
     )
 
 

@@ -29,7 +29,6 @@ from tests.graph.h200_cases import (
     TRITON,
     ALiBi,
     Biased,
-    Program,
     Want,
     banded,
     beside,
@@ -57,7 +56,6 @@ from tests.graph.h200_cases import (
     words,
 )  # fmt: skip
 from tests.h200 import Picked, dynamic, h200
-from tests.models.grouped import by_einsum, by_expand, by_five_dimensions, by_repeat
 
 SEEN = {n: (lambda n=n: words(*n)) for n in ((8, 1024), (16, 512), (4, 2048), (2, 4096), (32, 128))}
 
@@ -290,17 +288,6 @@ def test_one_key_is_no_attention(picked: Callable[..., list[Picked]]) -> None:
     with collecting() as graphs:
         assert not picked(plain, *given(4, 8, 64, 64, kv_len=1)())
     assert graphs[0].sites[0].blocker.reason == "there is a single key, whose weight is 1"
-
-
-@pytest.mark.parametrize("program, repeats", [(by_expand, 4), (by_repeat, 4), (by_einsum, 1), (by_five_dimensions, 4)])
-def test_how_often_the_program_has_each_key(
-    program: Program, repeats: int, picked: Callable[..., list[Picked]]
-) -> None:
-    """An einsum multiplies the keys as they are, where the others repeat them in memory first."""
-    (site,) = picked(program, *given(8, 32, 1, 128, kv_len=4096, kv_heads=8)())
-    assert site.case.copies == repeats
-    (longer,) = picked(program, *given(1, 32, 256, 128, kv_heads=8)())
-    assert longer.case.copies == repeats
 
 
 def test_plans_count_where_shapes_change(picked: Callable[..., list[Picked]]) -> None:
