@@ -37,6 +37,7 @@ from attn_fuse.attention.attention import Attention
 from attn_fuse.attention.facts import Facts, is_learned
 from attn_fuse.errors import first_line
 from attn_fuse.expression import nodes as ex
+from attn_fuse.graph.alone import alone, number_of
 from attn_fuse.graph.modes import autocast_of
 from attn_fuse.graph.names import value_of
 from attn_fuse.graph.region import Region
@@ -47,7 +48,7 @@ from attn_fuse.picker.case import TYPICAL_LENGTH
 from attn_fuse.picker.evidence import write_whole
 from attn_fuse.picker.pick import CHECK_ENDED, SelfCheck, Verdict
 from attn_fuse.picker.timing import free_memory, this_device
-from attn_fuse.picker.trial import SCORES_ALIVE, alone, number_of, without_graphs
+from attn_fuse.picker.trial import SCORES_ALIVE, without_graphs
 from attn_fuse.report import log
 from attn_fuse.torch_internals import cuda_driver
 

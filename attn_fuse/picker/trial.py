@@ -12,21 +12,21 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Node
 
 from attn_fuse.attention.attention import Attention
 from attn_fuse.attention.facts import Facts
 from attn_fuse.emit.splice import emit
 from attn_fuse.errors import named
-from attn_fuse.graph.modes import mode_now, switched
+from attn_fuse.graph.alone import alone, number_of
+from attn_fuse.graph.modes import mode_now
 from attn_fuse.graph.names import value_of
 from attn_fuse.graph.region import Region
-from attn_fuse.graph.scopes import Scope
 from attn_fuse.kernels import switches
 from attn_fuse.kernels.cache import cache_dir
 from attn_fuse.kernels.kernel import Kernel
@@ -146,39 +146,6 @@ class Trial:
         return hashlib.sha256(repr(what).encode()).hexdigest()[:32]
 
 
-def alone(region: Region) -> tuple[GraphModule, Region]:
-    """A graph of the region alone, its nodes named by their number, and the region in that graph."""
-    graph = Graph()
-    copy: dict[Node, Node] = {}
-    modes = region.scope.modes
-    mode, opened = mode_now(), list[Node]()
-    for number, leaf in enumerate(region.leaves):
-        copy[leaf] = graph.placeholder(f"leaf_{number}")
-    for number, node in enumerate(region.nodes):
-        if modes[node].autocast != mode.autocast:
-            opened, mode = switched(graph, opened, modes[node]), modes[node]
-        args, kwargs = (torch.fx.map_arg(x, copy.__getitem__) for x in (node.args, node.kwargs))
-        copy[node] = graph.create_node(node.op, node.target, args, kwargs, name=f"node_{number}")
-    for original, made in copy.items():
-        made.meta = dict(original.meta)
-    switched(graph, opened, mode_now())
-    graph.output((copy[region.output],))
-    module = GraphModule({}, graph)
-    inside = replace(
-        region,
-        # A node that replaced a site has no mode of its own.
-        scope=Scope(module, {}, {made: modes.get(original, region.mode) for original, made in copy.items()}),
-        softmax=copy.get(region.softmax, copy[region.output]),
-        output=copy[region.output],
-        nodes=tuple(copy[node] for node in region.nodes),
-        leaves=tuple(copy[leaf] for leaf in region.leaves),
-        operands=frozenset(copy[leaf] for leaf in region.operands),
-        weights_used=None,
-        dropped_weights_used=None,
-    )
-    return module, inside
-
-
 def _stand_in(leaf: Node, value: Any, training: bool) -> Any:
     """A copy of `value`, or a tensor like `leaf` without one; symbolic sizes and numbers as on the first call."""
     like = value_of(leaf)
@@ -197,11 +164,6 @@ def _stand_in(leaf: Node, value: Any, training: bool) -> Any:
         else:
             made.zero_()  # a position that every table has
     return made.requires_grad_(wanted)
-
-
-def number_of(value: Any) -> Any:
-    """`value` as a number; a symbolic one as on the first call."""
-    return value.node.hint if isinstance(value, (torch.SymInt, torch.SymFloat)) else value
 
 
 def _run(compiled: Callable[..., Any], leaves: list[Any], training: bool) -> object:
