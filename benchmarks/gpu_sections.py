@@ -28,10 +28,11 @@ from attn_fuse.picker import evidence
 from attn_fuse.picker.case import Case
 from attn_fuse.picker.evidence import AS_WRITTEN
 from attn_fuse.picker.timing import Device, seconds_in_words
-from attn_fuse.picker.workers import Pool, Worker, spared
+from attn_fuse.picker.workers import Worker, spared
 from gpu_attention import FEATURES, Bench, Row
 from gpu_ncu import ncu
 from harness import ROOT
+from pool import Pool
 
 # Seconds that a row of the grid may take, a shape, a trial of the sweep, a case, a compilation; and a kernel before the
 # others had theirs.

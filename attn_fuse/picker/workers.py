@@ -1,35 +1,35 @@
 """Workers: calls in other processes, one at a time in each; a process that a call broke is replaced.
 
 A call that hangs is ended at its deadline. A process that dies, or whose device no longer works, ends with that call
-and runs no other: the error of an earlier kernel may surface in any later call.
+and runs no other: the error of an earlier kernel may surface in any later call. A process imports what the functions
+need and never the caller's program, which may train as it is imported.
 """
 
 from __future__ import annotations
 
 import atexit
-import collections
 import contextlib
 import gc
 import importlib
-import math
-import multiprocessing
 import os
 import pickle
 import queue
 import signal
+import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from typing import Any
+from typing import IO, Any
 
 # Max seconds for a process to start, in which it imports torch and attn_fuse.
 STARTING = 120.0
 # Max seconds for an idle process to end by itself.
 _ENDING = 3.0
 _LONGEST = 400
+_SERVE = "import sys; from attn_fuse.picker.workers import serve; serve(sys.argv[1:])"
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Answer:
     """The outcome of a call: its value, or a problem in words.
 
     lost: whether the process was ended, since it died, hung, broke its device or could not be talked to.
-    doing: the last `note` of the call. seconds: the time that the call took.
+    begun: whether the process came up to run the call. doing: the last `note` of the call. seconds: its time.
     """
 
     value: Any = None
@@ -45,62 +45,74 @@ class Answer:
     lost: bool = False
     doing: str = ""
     seconds: float = 0.0
+    begun: bool = True
 
 
 class Worker:
     """A process that runs calls. It starts with the first call, and again with the first after one that broke it.
 
     environment: variables added to those of this process. imports: modules that it imports while it starts; the time to
-        import a function's own module counts for the first call.
+        import a function's own module counts for the first call. quiet: whether what it prints is seen only in the
+        problem of a call that it died of, the last line of it.
     """
 
-    def __init__(self, environment: Mapping[str, str] | None = None, imports: Sequence[str] = ()) -> None:
-        self._environment, self._imports = dict(environment or {}), tuple(imports)
-        self._process: Any = None
-        self._pipe: Connection | None = None
+    def __init__(
+        self, environment: Mapping[str, str] | None = None, imports: Sequence[str] = (), quiet: bool = False
+    ) -> None:
+        self._environment, self._imports, self._quiet = dict(environment or {}), tuple(imports), quiet
+        self._process: subprocess.Popen[bytes] | None = None
+        self._printed: IO[bytes] | None = None
+        self._heard: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._starting = threading.Lock()
         self._idle = False
 
     def call(self, seconds: float, function: Callable[..., Any], *arguments: Any) -> Answer:
-        """The answer of `function(*arguments)`, all picklable, ended after `seconds`; starting does not count."""
-        started = time.perf_counter()
+        """The answer of `function(*arguments)`, all picklable, ended after `seconds`; starting does not count.
+
+        function: of a module that can be imported, which the caller's program is not.
+        """
+        started, doing, begun = time.perf_counter(), "", self._process is not None
+        within, late = STARTING, f"its process did not start within {STARTING:.0f} s"
         try:
-            pipe = self._running()
-        except (EOFError, OSError):
-            return self._lost(f"its process could not start{self._ending()}", started)
-        if pipe is None:
-            return self._lost(f"its process did not start within {STARTING:.0f} s", started)
-        started, doing = time.perf_counter(), ""
-        self._idle = False
-        try:
-            pipe.send((function, arguments))
-            while pipe.poll(max(0.0, started + seconds - time.perf_counter())):
-                kind, *said = pipe.recv()
+            request = pickle.dumps((function, arguments))
+            if not begun:
+                self._start()
+                if self._next(within) is None:
+                    return self._lost(f"its process could not start{self._ending()}", started, begun=False)
+            started, begun, within, late = time.perf_counter(), True, seconds, f"stopped after {seconds:.3g} s"
+            self._idle = False
+            assert self._process is not None and self._process.stdin is not None
+            pickle.dump(request, self._process.stdin)
+            self._process.stdin.flush()
+            while (said := self._next(started + seconds - time.perf_counter())) is not None:
+                kind, *rest = pickle.loads(said)
                 if kind == "note":
-                    (doing,) = said
+                    (doing,) = rest
                     continue
-                value, problem, works = said
+                value, problem, works = rest
                 if not works:
                     return self._lost(problem, started, doing)
                 self._idle = True
                 return Answer(value, problem, False, doing, time.perf_counter() - started)
-            return self._lost(f"stopped after {seconds:.3g} s", started, doing)
-        except (EOFError, OSError):
-            return self._lost(f"its process died{self._ending()}", started, doing)
+        except queue.Empty:
+            return self._lost(late, started, doing, begun)
+        except OSError:
+            if not begun:
+                return self._lost("its process could not start", started, begun=False)
         except (pickle.PickleError, AttributeError, ImportError, TypeError) as error:
-            return self._lost(_in_words(error), started, doing)
+            return self._lost(_in_words(error), started, doing, begun)
+        return self._lost(f"its process died{self._ending()}", started, doing)
 
     def close(self) -> None:
         """End the process, whatever it is doing."""
         atexit.unregister(self.close)
-        process, pipe, self._process, self._pipe = self._process, self._pipe, None, None
-        if pipe is not None:
-            pipe.close()
+        process, self._process, idle, self._idle = self._process, None, self._idle, False
         if process is not None:
-            if self._idle:
-                process.join(_ENDING)
+            if idle and process.stdin is not None:
+                with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+                    process.stdin.close()
+                    process.wait(_ENDING)
             _end(process)
-        self._idle = False
 
     def kill(self) -> None:
         """End the process, from another thread than that of `call`, which then answers that the process died."""
@@ -115,32 +127,45 @@ class Worker:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _running(self) -> Connection | None:
-        """The pipe to a process that is ready; None where it is not ready in time."""
-        if self._pipe is None:
-            context = multiprocessing.get_context("spawn")
-            self._pipe, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, self._environment, self._imports), daemon=False)
-            with self._starting:
-                process.start()
-                self._process = process
-            atexit.register(self.close)  # before multiprocessing waits for it
-            theirs.close()
-            if not self._pipe.poll(STARTING):
-                return None
-            self._pipe.recv()
-        return self._pipe
+    def _start(self) -> None:
+        """Start the process; the first that it says is that it is ready."""
+        path = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        self._printed = tempfile.TemporaryFile() if self._quiet else None  # noqa: SIM115  # closed with the worker
+        heard = self._heard = queue.SimpleQueue()
+        with self._starting:
+            self._process = process = subprocess.Popen(
+                [sys.executable, "-P", "-c", _SERVE, *self._imports],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._printed,
+                env=os.environ | {"PYTHONPATH": path} | self._environment,
+                start_new_session=True,  # so that its own children end with it, and Ctrl-C is this process's
+            )
+        atexit.register(self.close)
+        threading.Thread(target=_hear, args=(process.stdout, heard), daemon=True).start()
 
-    def _lost(self, problem: str, started: float, doing: str = "") -> Answer:
+    def _next(self, seconds: float) -> bytes | None:
+        """What the process says next, None for its end. Raises queue.Empty where that is not within `seconds`."""
+        return self._heard.get(timeout=max(0.0, seconds))
+
+    def _lost(self, problem: str, started: float, doing: str = "", begun: bool = True) -> Answer:
         self.close()
-        return Answer(None, problem, True, doing, time.perf_counter() - started)
+        return Answer(None, problem, True, doing, time.perf_counter() - started, begun)
 
     def _ending(self) -> str:
-        self._process.join(5)
-        code = self._process.exitcode
-        if code is None:
+        """How the process ended, in words, with the last line that it printed if that is kept."""
+        if self._process is None:
             return ""
-        return f" of signal {signal.Signals(-code).name}" if code < 0 else f" with exit code {code}"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(5)
+        code, line = self._process.returncode, ""
+        if self._printed is not None:
+            self._printed.seek(0)
+            lines = self._printed.read().decode(errors="replace").strip().splitlines()
+            line = f": {lines[-1]}"[:_LONGEST] if lines else ""
+        if code is None:
+            return line
+        return (f" of signal {signal.Signals(-code).name}" if code < 0 else f" with exit code {code}") + line
 
 
 def spared(
@@ -159,106 +184,63 @@ def spared(
         left.remove(answer.doing)
 
 
-class Pool:
-    """Several workers that run calls at the same time."""
+def _hear(stream: IO[bytes], heard: queue.SimpleQueue[bytes | None]) -> None:
+    """Put into `heard` what comes by `stream`, and None at its end."""
+    with stream, contextlib.suppress(EOFError, OSError, pickle.PickleError):
+        while True:
+            heard.put(pickle.load(stream))
+    heard.put(None)
 
-    def __init__(self, workers: int, environment: Mapping[str, str] | None = None, imports: Sequence[str] = ()) -> None:
-        self._workers = [Worker(environment, imports) for _ in range(workers)]
 
-    def answers(
-        self, calls: Iterable[tuple[Any, ...]], seconds: float, end: float = math.inf, begin: float = math.inf
-    ) -> Generator[tuple[int, Answer]]:
-        """The answers of `calls`, each (function, *arguments), with the numbers of the calls, as they come.
-
-        seconds: of each call, at most. begin: when calls stop to start. end: when all are ended; by
-            `time.perf_counter`.
-        """
-        waiting = collections.deque(enumerate(calls))
-        come: queue.SimpleQueue[tuple[int, Answer] | BaseException | None] = queue.SimpleQueue()
-
-        def work(worker: Worker) -> None:
-            try:
-                while time.perf_counter() < min(begin, end):
-                    number, call = waiting.popleft()
-                    come.put((number, worker.call(min(seconds, end - time.perf_counter()), *call)))
-                come.put(None)
-            except IndexError:
-                come.put(None)
-            except BaseException as error:
-                come.put(error)
-
-        busy = self._workers[: len(waiting)]
-        threads = [threading.Thread(target=work, args=(worker,), daemon=True) for worker in busy]
-        for thread in threads:
-            thread.start()
-        working = len(threads)
-        try:
-            while working:
-                answer = come.get()
-                if isinstance(answer, BaseException):
-                    raise answer
-                if answer is None:
-                    working -= 1
-                else:
-                    yield answer
-        finally:
-            waiting.clear()
-            # One kill may not do: a worker may be about to start its process.
-            for worker, thread in zip(busy, threads, strict=True):
-                while thread.is_alive():
-                    if working:
-                        worker.kill()
-                    thread.join(0.1)
-                if working:
-                    worker.close()
-
-    def close(self) -> None:
-        """End the processes, whatever they are doing."""
-        for worker in self._workers:
-            worker.close()
-
-    def __enter__(self) -> Pool:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+def _end(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(OSError, AttributeError):  # Windows has no groups
+        os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        process.kill()
+        process.wait(10)
 
 
 # ---- the process
 
-_to_caller: Connection | None = None
+_to_caller: IO[bytes] | None = None
 
 
 def note(doing: str) -> None:
     """Tell the caller what this call is doing now, in case it never ends; outside of a worker do nothing."""
     if _to_caller is not None:
-        _to_caller.send(("note", doing))
+        _tell("note", doing)
 
 
-def _serve(pipe: Connection, environment: Mapping[str, str], imports: Sequence[str]) -> None:
+def _tell(*said: Any) -> None:
+    assert _to_caller is not None
+    # As bytes within bytes: where they cannot be read, what comes after them still can.
+    pickle.dump(pickle.dumps(said), _to_caller)
+    _to_caller.flush()
+
+
+def serve(imports: Sequence[str]) -> None:
+    """Run the calls that come by standard input, until it ends. What they print goes to standard error."""
     global _to_caller
-    os.environ.update(environment)
-    with contextlib.suppress(OSError):
-        os.setpgid(0, 0)  # so that its own children end with it
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    from_caller, to_caller = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
     for name in imports:
         importlib.import_module(name)
-    _to_caller = pipe
-    pipe.send(None)
+    _to_caller = to_caller
+    _tell("ready")
     while True:
         try:
-            function, arguments = pipe.recv()
-        except (EOFError, OSError):
-            # An end like any other gives semaphores back, which our caller's Python would call leaked.
+            request = pickle.load(from_caller)
+        except (EOFError, OSError, pickle.PickleError):
+            # An end like any other gives semaphores back, which Python would call leaked.
             late = threading.Timer(_ENDING, os._exit, (0,))
             late.daemon = True
             late.start()
             return
-        except BaseException as error:
-            _answer(pipe, (None, _in_words(error), True))
-            continue
         value, problem = None, ""
         try:
+            function, arguments = pickle.loads(request)
             value = function(*arguments)
         except BaseException as error:
             problem = _in_words(error)
@@ -266,18 +248,18 @@ def _serve(pipe: Connection, environment: Mapping[str, str], imports: Sequence[s
         if problem and not broken:
             gc.collect()  # what the exception's frames held
             broken = _broken("empty_cache")
-        _answer(pipe, (value if not broken else None, broken or problem, not broken))
+        _answer(value if not broken else None, broken or problem, not broken)
         if broken:
             os._exit(1)
 
 
-def _answer(pipe: Connection, answer: tuple[Any, str, bool]) -> None:
+def _answer(value: Any, problem: str, works: bool) -> None:
     try:
-        pipe.send(("answer", *answer))
+        _tell("answer", value, problem, works)
     except OSError:
         os._exit(0)
     except Exception as error:  # what cannot be pickled
-        pipe.send(("answer", None, _in_words(error), answer[2]))
+        _tell("answer", None, _in_words(error), works)
 
 
 def _in_words(error: BaseException) -> str:
@@ -295,10 +277,3 @@ def _broken(then: str = "synchronize") -> str:
     except Exception as error:
         return _in_words(error)
     return ""
-
-
-def _end(process: Any) -> None:
-    for end in (lambda: os.killpg(process.pid, signal.SIGKILL), process.kill):
-        with contextlib.suppress(OSError):
-            end()
-    process.join(10)

@@ -13,7 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from attn_fuse.picker.workers import Answer, Pool, Worker, note, spared
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from attn_fuse.picker.workers import Answer, Worker, note, spared
+from pool import Pool
 
 
 @pytest.fixture(scope="module")
@@ -198,3 +201,35 @@ def test_a_worker_ends_with_its_program() -> None:
     for then in ("pass", "1 / 0", f"os.kill(os.getpid(), {signal.SIGKILL.value})"):
         done = subprocess.run([sys.executable, "-c", program.format(then)], capture_output=True, text=True, timeout=60)
         assert ends(int(done.stdout))
+
+
+def test_a_worker_leaves_its_callers_program_alone(tmp_path: Path) -> None:
+    """A training script without a guard around its main part does not train again."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os\nfrom attn_fuse.picker.workers import Worker\nprint('trains')\n"
+        "with Worker() as worker: print(worker.call(60, os.getpid).value != os.getpid())\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=60, cwd=tmp_path, env=environment
+    )
+    assert done.stdout == "trains\nTrue\n", done.stderr
+
+
+def prints_and_dies(code: int) -> None:
+    print("by Python", flush=True)
+    os.write(2, b"one line\nand the last\n")
+    os._exit(code)
+
+
+def test_what_a_quiet_worker_prints_is_in_the_problem_that_ends_it(capfd) -> None:
+    with Worker(quiet=True) as worker:
+        answer = worker.call(60, prints_and_dies, 3)
+        assert answer.problem == "its process died with exit code 3: and the last" and answer.begun
+        assert worker.call(60, print, "said").value is None
+    with Worker(imports=["no_such_module"], quiet=True) as worker:
+        answer = worker.call(60, os.getpid)
+        assert answer.lost and not answer.begun
+        assert answer.problem.startswith("its process could not start with exit code 1: ModuleNotFoundError")
+    assert capfd.readouterr() == ("", "")
