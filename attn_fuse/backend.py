@@ -22,8 +22,7 @@ from attn_fuse.guard import guarded
 from attn_fuse.kernels import KERNELS
 from attn_fuse.options import Fuel, Options, chosen_kernels, fuel_of, parse_options
 from attn_fuse.picker.pick import NOT_COMPILED, Choice, pick
-from attn_fuse.picker.selfcheck import self_check_of
-from attn_fuse.picker.trial import stopwatch_of
+from attn_fuse.picker.site_run import SiteRun
 from attn_fuse.report import GRAPH_FAILED, Failure, GraphReport, Location, SiteReport, headline, log, record, relocated
 from attn_fuse.repro.write import writer
 from attn_fuse.site import Recognised, Rewriter
@@ -178,14 +177,13 @@ class Attempt:
             return lambda _: Choice(None, {}, self.unfit)
         options, chosen = self.options, chosen_kernels()
         allowed, fuse_all = options.kernels if chosen is None else chosen, options.pick == "fused"
-        how = options.inner_backend, options.mode
-        measuring = stopwatch_of(*how) if options.pick == "measured" else None
-        checking = self_check_of(*how) if options.try_unmeasured else None
+        how = attn_fuse, options.inner_backend, options.mode
 
         def picked(x: Recognised) -> Choice:
-            stopwatch = measuring and measuring(x.region, x.attention, x.facts, x.mode, x.values)
             proved = {leaf: repr(proof.form) for leaf, proof in x.proofs.items()}
-            self_check = checking and checking(x.region, x.attention, x.facts, x.values, proved)
+            run = SiteRun(x.region, x.attention, x.facts, x.values, proved, *how)
+            stopwatch = run.times if options.pick == "measured" else None
+            self_check = run.verdict if options.try_unmeasured else None
             return pick(x.attention, x.facts, stopwatch, allowed, fuse_all, self_check, self.lost)
 
         return picked

@@ -36,7 +36,7 @@ class Options:
         in place, and refuse the rewrites that make them disagree.
     seconds: the max time to look for attention in one graph; the sites after that stay as written.
     try_unmeasured: use a kernel of ours that was never measured on this device where there is much to gain, once
-        it has passed a self-check and was faster by the clock (`picker.selfcheck`).
+        it has passed a self-check and was faster by the clock (`picker.site_run`).
     mode: torch.compile's `mode`, handed to the inner backend; torch.compile itself takes a mode or options, not both.
         "max-autotune" and "max-autotune-no-cudagraphs" mean pick="measured", too, where no pick is given.
     inductor: options of Inductor by name, as plain torch.compile takes them; they go before those of the mode. The

@@ -186,8 +186,11 @@ def last_report() -> GraphReport:
 
 
 @contextlib.contextmanager
-def collecting() -> Iterator[list[GraphReport]]:
-    """A block with a list, which receives the reports of the graphs compiled within when the block ends."""
+def collecting(keep: bool = True) -> Iterator[list[GraphReport]]:
+    """A block with a list, which receives the reports of the graphs compiled within when the block ends.
+
+    keep: whether `reports` has them, too.
+    """
     global _recent
     kept = _recent
     collected: list[GraphReport] = []
@@ -196,7 +199,7 @@ def collecting() -> Iterator[list[GraphReport]]:
         yield collected
     finally:
         collected.extend(_recent)
-        kept.extend(_recent)
+        kept.extend(_recent if keep else ())
         _recent = kept
 
 

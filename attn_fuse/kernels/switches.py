@@ -52,6 +52,16 @@ def float32_precision(device: torch.device) -> str:
     return "ieee" if said == "none" else said
 
 
+def switch(switches: Switches, precision: str, device: torch.device) -> None:
+    """Set torch's settings to what `current` and `float32_precision` gave, for a process of ours."""
+    cuda = torch.backends.cuda
+    sdpa = (cuda.enable_flash_sdp, cuda.enable_mem_efficient_sdp, cuda.enable_math_sdp, cuda.enable_cudnn_sdp)
+    for enable, on in zip(sdpa, switches[:4], strict=True):
+        enable(on)
+    torch.use_deterministic_algorithms(switches.deterministic, warn_only=switches.warns_only)
+    (cuda if device.type == "cuda" else torch.backends.mkldnn).matmul.fp32_precision = precision
+
+
 _OFF_BY = {"flash": "enable_flash_sdp", "efficient": "enable_mem_efficient_sdp", "cudnn": "enable_cudnn_sdp"}
 
 

@@ -71,9 +71,9 @@ class Verdict:
 
 
 # How a reason against a kernel, or all of them, begins where it failed and does not merely decline or lose.
-CHECK_FAILED, CHECK_ENDED, ASKING_FAILED = "its self-check failed", "its self-check ended", "asking it failed"
+CHECK_FAILED, RUN_FAILED, ASKING_FAILED = "its self-check failed", "running it here failed", "asking it failed"
 NOT_COMPILED = "the inner backend failed on"
-FAILURES = (CHECK_FAILED, CHECK_ENDED, ASKING_FAILED, NOT_COMPILED)
+FAILURES = (CHECK_FAILED, RUN_FAILED, ASKING_FAILED, NOT_COMPILED)
 # The arguments: a kernel, and the kernel that it would replace, None for the program as written.
 SelfCheck: TypeAlias = Callable[[Kernel, Kernel | None], Verdict]
 # A self-check takes time: it runs only where the estimate is below this share of the time to beat.

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from attn_fuse.graph.alone import alone, number_of
 from attn_fuse.graph.location import locate
 from attn_fuse.graph.modes import autocast_of
 from attn_fuse.graph.names import value_of
@@ -30,7 +31,6 @@ from attn_fuse.kernels import switches
 from attn_fuse.options import Options, chosen_kernels
 from attn_fuse.picker.evidence import write_whole
 from attn_fuse.picker.timing import this_device
-from attn_fuse.picker.trial import alone, number_of
 from attn_fuse.report import Failure, log, version
 
 # Max elements of a tensor that is written into the script; a file beside it holds what is larger.

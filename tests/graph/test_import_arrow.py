@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2] / "attn_fuse"
 ORDER = (
     "files", "torch_internals", "errors", "report", "expression", "attention", "graph", "lift", "patterns", "emit",
     "kernels", "options", "picker", "repro", "guard", "site", "backend", "doors", "explain", "run", "bench",
-    "selfcheck_run", "__init__", "__main__",
+    "__init__", "__main__",
 )  # fmt: skip
 ORDER_IN_EXPLAIN = (
     "roots", "problems", "steps", "inputs", "opening", "reading", "repairing", "building", "running",

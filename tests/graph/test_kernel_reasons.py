@@ -26,7 +26,7 @@ from attn_fuse.kernels.flex import kernel as flex
 from attn_fuse.kernels.operands import within_exp2
 from attn_fuse.kernels.switches import Switches, forbidden
 from attn_fuse.picker import pick as picker
-from attn_fuse.picker import trial
+from attn_fuse.picker import site_run
 from attn_fuse.picker.evidence import AS_WRITTEN
 from attn_fuse.picker.pick import Choice, Times, pick
 from attn_fuse.report import SiteReport, collecting
@@ -240,8 +240,8 @@ class TestAKernelThatFails:
             yield from ()
             raise RuntimeError("no such\nfact")
 
-        monkeypatch.setattr(trial, "_known", {"": Times({AS_WRITTEN: 1.0, "chunked": 0.5}, {})})
-        monkeypatch.setattr(trial.Trial, "_key", lambda *_: "")
+        monkeypatch.setattr(site_run, "_known", {"": Times({AS_WRITTEN: 1.0, "chunked": 0.5}, {})})
+        monkeypatch.setattr(site_run, "_key", lambda *_: "")
         self.broken(monkeypatch, limits=limits)
         site = self.site(**options)
         assert site.kernel == "chunked", site
@@ -260,8 +260,8 @@ class TestAKernelThatFails:
             raise problem
 
         seconds = {AS_WRITTEN: 1.0, "cpu_flash": 0.2, "chunked": 0.5}
-        monkeypatch.setattr(trial, "_known", {"": Times(seconds, {})})
-        monkeypatch.setattr(trial.Trial, "_key", lambda *_: "")
+        monkeypatch.setattr(site_run, "_known", {"": Times(seconds, {})})
+        monkeypatch.setattr(site_run, "_key", lambda *_: "")
         self.broken(monkeypatch, emit=emit)
         site = self.site(**options)
         assert site.kernel == "chunked", site

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from pathlib import Path
 
@@ -15,11 +16,13 @@ from attn_fuse.backend import attn_fuse as backend
 from attn_fuse.bench.cases import grid
 from attn_fuse.kernels.sdpa import CPU_FLASH
 from attn_fuse.options import parse_options
-from attn_fuse.picker import evidence, trial
+from attn_fuse.picker import evidence, job, site_run
 from attn_fuse.picker.case import Case
 from attn_fuse.picker.evidence import AS_WRITTEN, REACH, Row, Table
+from attn_fuse.picker.pick import Times
 from attn_fuse.picker.regression import distance
 from attn_fuse.picker.timing import Timing, machine, this_device
+from attn_fuse.picker.workers import note
 
 CPU = torch.device("cpu")
 HERE = this_device(CPU)
@@ -43,13 +46,31 @@ def plain(q: torch.Tensor) -> torch.Tensor:
     return (q @ q.mT).softmax(-1) @ q
 
 
+BAD = "ATTN_FUSE_TEST_BAD"
+
+
+def timed_unless_bad(names: list[str], given: job.Job, threads: int) -> Times:
+    """In a worker: dies of the kernel that the environment names."""
+    for name in names:
+        note(name if name != AS_WRITTEN else "")
+        if name == os.environ[BAD]:
+            os.abort()
+    return job.timed_apart(names, given, threads)
+
+
+@pytest.fixture
+def here(monkeypatch) -> None:
+    """Sites are run in this process, and patches hold there."""
+    monkeypatch.setattr(site_run, "_run", site_run._run_here)
+
+
 class TestMeasured:
     """Sites measured while they are compiled, here with no compiler behind."""
 
     @pytest.fixture(autouse=True)
     def _cache(self, monkeypatch, tmp_path: Path) -> None:
         monkeypatch.setenv("ATTN_FUSE_CACHE", str(tmp_path))
-        monkeypatch.setattr(trial, "_known", {})
+        monkeypatch.setattr(site_run, "_known", {})
         self.folder = tmp_path / "measured"
 
     def test_it_is_said_and_kept(self, monkeypatch) -> None:
@@ -63,7 +84,7 @@ class TestMeasured:
         for name, fast in (("chunked", 1e-9), (AS_WRITTEN, 1e-12)):
             # What is on disk is believed, so that the choice is known.
             kept.write_text(json.dumps({"seconds": seconds | {name: fast}, "why_not": {}}))
-            monkeypatch.setattr(trial, "_known", {})
+            monkeypatch.setattr(site_run, "_known", {})
             assert site_of(plain, q, pick="measured").kernel == (None if name == AS_WRITTEN else name)
 
     def test_equal_sites_are_measured_once(self, monkeypatch) -> None:
@@ -74,22 +95,23 @@ class TestMeasured:
         torch.compile(layers, backend=backend, options={"inner_backend": "eager", "pick": "measured"})(Q)
         assert len(attn_fuse.reports()[-1].sites) == 3 and len([*self.folder.iterdir()]) == 1
 
-    def test_behind_a_site_that_is_fused(self, monkeypatch) -> None:
+    def test_behind_a_site_that_is_fused(self, here, monkeypatch) -> None:
         """What it reads is then a call of a kernel, which the program as written has no mode for."""
         fast = {"cpu_flash": Timing(0.5, 0.5, 0.5, 1)}
-        monkeypatch.setattr(trial, "interleaved", lambda runs, *_: dict.fromkeys(runs, Timing(1, 1, 1, 1)) | fast)
+        monkeypatch.setattr(job, "interleaved", lambda runs, *_: dict.fromkeys(runs, Timing(1, 1, 1, 1)) | fast)
         torch._dynamo.reset()
         options = {"inner_backend": "eager", "pick": "measured"}
         torch.compile(lambda q: plain(plain(plain(q))), backend=backend, options=options)(Q)
         for site in attn_fuse.reports()[-1].sites:
             assert site.attention["picked"] == "0.50 of the time as written, measured here on its own sizes"
 
-    def test_dropout_and_the_random_state(self) -> None:
+    @pytest.mark.parametrize("inner", ["eager", lambda graph, inputs: graph.forward], ids=["a name", "a function"])
+    def test_dropout_and_the_random_state(self, inner) -> None:
         def dropped(q):
             return torch.dropout((q @ q.mT).softmax(-1), 0.5, True) @ q
 
         torch._dynamo.reset()
-        run = torch.compile(dropped, backend=backend, options={"inner_backend": "eager", "pick": "measured"})
+        run = torch.compile(dropped, backend=backend, options={"inner_backend": inner, "pick": "measured"})
         torch.manual_seed(3)
         state = torch.get_rng_state()
         run(Q)
@@ -98,7 +120,7 @@ class TestMeasured:
         run(Q)
         assert first == torch.rand(1), "measuring draws from no random state of the user's"
 
-    def test_growing_lengths(self) -> None:
+    def test_growing_lengths(self, here) -> None:
         torch._dynamo.reset()
         run = torch.compile(
             plain, backend=backend, dynamic=True, options={"inner_backend": "eager", "pick": "measured"}
@@ -107,11 +129,26 @@ class TestMeasured:
             q = Q[:, :, :length]
             assert torch.allclose(run(q), plain(q), atol=1e-6)
 
-    def test_a_failure_falls_back_to_the_evidence(self, monkeypatch) -> None:
+    def test_behind_a_backend_of_the_users_own(self) -> None:
+        """No other process may have it, so sites are run in this one, and what is found is not kept for another."""
+        seen = []
+
+        def own(graph, inputs):
+            seen.append(graph)
+            return graph.forward
+
+        q = Q.clone().requires_grad_()
+        before = len(attn_fuse.reports())
+        site = site_of(plain, q, pick="measured", inner_backend=own)
+        assert len(attn_fuse.reports()) == min(before + 1, 256), "what is measured is no graph of the user's"
+        because = site.attention["picked"] if site.fused else site.blocker.reason
+        assert "of the time as written, measured here" in because and len(seen) > 3 and not self.folder.exists()
+
+    def test_a_failure_falls_back_to_the_evidence(self, here, monkeypatch) -> None:
         def fails(*_: object) -> None:
             raise RuntimeError("no such\nluck")
 
-        monkeypatch.setattr(trial, "interleaved", fails)
+        monkeypatch.setattr(job, "interleaved", fails)
         found = Table(HERE, VERSION, rows({"cpu_flash": 0.5, "chunked": 2.0, "flex": 2.0}))
         monkeypatch.setattr(evidence, "tables", lambda: (found,))
         site = site_of(plain, Q, pick="measured")
@@ -119,21 +156,38 @@ class TestMeasured:
         assert site.attention["picked"].endswith("; measuring here failed (RuntimeError: no such)")
         assert not self.folder.exists()
 
-    def test_a_kernel_that_fails_is_left_out(self, monkeypatch) -> None:
-        real = trial.emit
+    def test_a_kernel_that_fails_is_left_out(self, here) -> None:
+        def fails(x):
+            raise RuntimeError("out of luck")
 
-        def emit(region, attention, facts, build, mode):
-            if build is CPU_FLASH.emit:
-                raise RuntimeError("out of luck")
-            return real(region, attention, facts, build, mode)
-
-        monkeypatch.setattr(trial, "emit", emit)
-        site = site_of(plain, Q, pick="measured")
+        real = CPU_FLASH.emit
+        failing = lambda call: call.node(torch.ops.attn_fuse_trial.fails, real(call))  # noqa: E731
+        with torch.library._scoped_library("attn_fuse_trial", "FRAGMENT") as library:
+            library.define("fails(Tensor x) -> Tensor")
+            library.impl("fails", torch.empty_like, "Meta")
+            library.impl("fails", fails, "CPU")
+            object.__setattr__(CPU_FLASH, "emit", failing)
+            try:
+                site = site_of(plain, Q, pick="measured")
+            finally:
+                object.__setattr__(CPU_FLASH, "emit", real)
         assert site.kernel != "cpu_flash"
         assert site.why_not["cpu_flash"] == ("running it here failed: RuntimeError: out of luck",)
 
+    @pytest.mark.parametrize("bad", ["cpu_flash", AS_WRITTEN])
+    def test_a_kernel_that_ends_its_process_is_left_out(self, bad: str, monkeypatch) -> None:
+        monkeypatch.setenv(BAD, bad)
+        monkeypatch.setattr(site_run, "timed_apart", timed_unless_bad)
+        site = site_of(plain, Q, pick="measured")
+        if bad == AS_WRITTEN:
+            because = site.attention["picked"] if site.fused else site.blocker.reason
+            assert "measuring here failed (its process died of signal SIGABRT)" in because
+        else:
+            assert site.why_not[bad] == ("running it here failed: its process died of signal SIGABRT",)
+            assert "measured here" in (site.attention["picked"] if site.fused else site.blocker.reason)
+
     def test_too_large_to_try(self, monkeypatch) -> None:
-        monkeypatch.setattr(trial, "free_memory", lambda device: 100)
+        monkeypatch.setattr(site_run, "free_memory", lambda device: 100)
         site = site_of(plain, Q, pick="measured")
         because = site.attention["picked"] if site.fused else site.blocker.reason
         assert "measuring here failed (as written it takes" in because

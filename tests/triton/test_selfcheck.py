@@ -10,21 +10,22 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from attn_fuse import selfcheck_run
 from attn_fuse.backend import attn_fuse as backend
 from attn_fuse.kernels.triton.flash.kernel import TRITON_FLASH
-from attn_fuse.picker import selfcheck
-from attn_fuse.picker.pick import Verdict
-from attn_fuse.picker.selfcheck import Job
+from attn_fuse.picker import job as job_module
+from attn_fuse.picker import site_run
+from attn_fuse.picker.evidence import AS_WRITTEN
+from attn_fuse.picker.job import Job, timed
+from attn_fuse.picker.pick import Times
 from attn_fuse.picker.timing import Timing
 from attn_fuse.report import collecting
 from tests.graph.h200_cases import T5, NanoGPT, padded
@@ -35,6 +36,8 @@ from tests.triton.interpreted import interpreted, run_interpreted
 pytestmark = pytest.mark.thorough
 
 KERNEL = "triton_flash"
+# What a run gives where the kernel is the faster one.
+FASTER = Times({KERNEL: 0.5, AS_WRITTEN: 1.0}, {})
 UNTRIED = "was not measured on such a device, and is not tried unless it is asked for"
 
 
@@ -46,7 +49,7 @@ def test_in_a_process_that_interprets() -> None:
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The folder of the verdicts; each attention is large enough to try a kernel on."""
     monkeypatch.setenv("ATTN_FUSE_CACHE", str(tmp_path))
-    monkeypatch.setattr(selfcheck, "_known", {})
+    monkeypatch.setattr(site_run, "_known", {})
     monkeypatch.setattr("attn_fuse.picker.pick._LARGE", 1)
     return tmp_path / "measured"
 
@@ -82,15 +85,23 @@ def job_of(program: Callable[..., Tensor], inputs: tuple[Any, ...], patch: pytes
     """What the other process would be given."""
     jobs: list[Job] = []
 
-    def run(job: Job) -> tuple[Verdict, bool]:
+    def run(names: list[str], job: Job) -> Times:
         jobs.append(job)
-        return Verdict(None, "not run"), False
+        return Times({}, {}, "not run")
 
-    patch.setattr(selfcheck, "_run", run)
+    patch.setattr(site_run, "_run", run)
     site, _ = site_of(program, inputs, **how)
     assert site.why_not[KERNEL] == ("not run",), site
     (job,) = jobs
     return job
+
+
+def verdict(job: Job) -> tuple[float | None, str, bool]:
+    """The ratio, the reason why there is none, and whether that is kept."""
+    found = timed([KERNEL, AS_WRITTEN], job)
+    if KERNEL in found.seconds:
+        return found.seconds[KERNEL] / found.seconds[AS_WRITTEN], "", True
+    return None, found.why_not.get(KERNEL, found.failed), not found.failed
 
 
 # ---- from the program to the report, with a process of its own
@@ -105,60 +116,74 @@ def test_a_slow_kernel_is_not_used_and_that_is_known_from_then_on(folder: Path, 
     assert float(said.split()[0]) > 1
     (path,) = folder.iterdir()
     kept = json.loads(path.read_text())
-    assert kept["kernel"] == KERNEL and kept["against"] == "as_written" and kept["ratio"] > 1
+    assert kept["seconds"].keys() == {KERNEL, AS_WRITTEN} and kept["seconds"][KERNEL] > kept["seconds"][AS_WRITTEN]
 
-    def started(job: Job) -> None:
+    def started(names: list[str], job: Job) -> None:
         raise AssertionError("it was checked before")
 
-    monkeypatch.setattr(selfcheck, "_run", started)
-    for known in (selfcheck._known, {}):  # in memory, and then on disk alone
-        monkeypatch.setattr(selfcheck, "_known", known)
+    monkeypatch.setattr(site_run, "_run", started)
+    for known in (site_run._known, {}):  # in memory, and then on disk alone
+        monkeypatch.setattr(site_run, "_known", known)
         assert site_of(program, inputs)[0].why_not[KERNEL] == (said,)
     # On the clock of another machine it is the faster one.
-    path.write_text(json.dumps(kept | {"ratio": 0.25}))
-    monkeypatch.setattr(selfcheck, "_known", {})
+    path.write_text(json.dumps(kept | {"seconds": {KERNEL: 0.25, AS_WRITTEN: 1.0}}))
+    monkeypatch.setattr(site_run, "_known", {})
     site, result = site_of(program, inputs)
     assert site.kernel == KERNEL
     assert site.attention["picked"] == "0.25 of the time of the program as written, checked and timed here"
     torch.testing.assert_close(result, program(*inputs))
     # What the verdict depends on makes it another site's.
-    monkeypatch.setattr(selfcheck, "cuda_driver", lambda: "another driver")
-    monkeypatch.setattr(selfcheck, "_known", {})
+    monkeypatch.setattr(site_run, "cuda_driver", lambda: "another driver")
+    monkeypatch.setattr(site_run, "_known", {})
     (said,) = site_of(program, inputs)[0].why_not[KERNEL]
     assert said == "could not be checked: AssertionError: it was checked before"
 
 
-CRASHES = {
-    "import os; os.abort()": "its self-check ended by signal 6",
-    "raise SystemExit('out of luck')": "its self-check ended with code 1: SystemExit: out of luck",
-    "import time; time.sleep(600)": "its self-check did not end within 3 seconds",
-}
+def aborts(names: list[str], job: Job, threads: int) -> None:
+    print("by a kernel", flush=True)
+    os.abort()
+
+
+def hangs(names: list[str], job: Job, threads: int) -> None:
+    time.sleep(600)
 
 
 @interpreted
-@pytest.mark.parametrize("code", CRASHES)
-def test_a_process_that_breaks(code: str, folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    """Here it breaks before it begins; a process of its own is there for kernels that break it."""
-    (tmp_path / "first").mkdir()
-    (tmp_path / "first" / "sitecustomize.py").write_text(
-        f"import sys\nif 'selfcheck_run' in str(sys.orig_argv): {code}\n"
-    )
-    monkeypatch.setattr(sys, "path", [str(tmp_path / "first"), *sys.path])
-    monkeypatch.setattr(selfcheck, "_DEADLINE", 3.0 if "sleep" in code else 60.0)
+@pytest.mark.parametrize(
+    ("broken", "words"),
+    [
+        (aborts, "its self-check failed: its process died of signal SIGABRT: by a kernel"),
+        (hangs, "its self-check failed: stopped after 3 s"),
+    ],
+)
+def test_a_kernel_that_breaks_its_process(broken: Any, words: str, folder: Path, monkeypatch: Any, capfd: Any) -> None:
+    monkeypatch.setattr(site_run, "timed_apart", broken)
+    monkeypatch.setattr(site_run, "_DEADLINE", 3.0 if broken is hangs else 60.0)
     program, inputs = hugging_face()
     site, result = site_of(program, inputs)
-    assert not site.fused and site.why_not[KERNEL][0].startswith(CRASHES[code]), site
+    assert not site.fused and site.why_not[KERNEL] == (words,), site
     torch.testing.assert_close(result, program(*inputs))
-    assert folder.exists() == (code != "raise SystemExit('out of luck')"), "another time it might have come up"
+    assert len([*folder.iterdir()]) == 1 and capfd.readouterr() == ("", "")
+
+
+@interpreted
+def test_a_process_that_does_not_start(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first" / "sitecustomize.py").write_text("raise SystemExit('out of luck')")
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "first"), *sys.path])
+    site, _ = site_of(*hugging_face())
+    said = "could not be checked: its process could not start with exit code 1: "
+    assert not site.fused and site.why_not[KERNEL][0].startswith(said), site
+    assert not folder.exists(), "another time it might have come up"
 
 
 @interpreted
 def test_it_is_not_tried_where_that_is_turned_off_or_promises_nothing(folder: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(selfcheck, "_run", lambda job: pytest.fail("tried"))
+    monkeypatch.setattr(site_run, "_run", lambda names, job: pytest.fail("tried"))
     program, inputs = hugging_face()
     assert site_of(program, inputs, try_unmeasured=False)[0].why_not[KERNEL] == (UNTRIED,)
     monkeypatch.undo()
-    monkeypatch.setattr(selfcheck, "_run", lambda job: pytest.fail("tried"))
+    monkeypatch.setattr(site_run, "_run", lambda names, job: pytest.fail("tried"))
     assert site_of(program, inputs)[0].why_not[KERNEL] == (UNTRIED,)
 
 
@@ -167,17 +192,17 @@ def test_what_keeps_it_from_being_checked(folder: Path, monkeypatch: Any) -> Non
     program, inputs = hugging_face()
     ran: list[Job] = []
     with monkeypatch.context() as patch:
-        patch.setattr(selfcheck, "_run", lambda job: ran.append(job) or (Verdict(0.5), True))
+        patch.setattr(site_run, "_run", lambda names, job: ran.append(job) or FASTER)
         folder.write_text("a file where a folder should be")
         assert site_of(program, inputs)[0].kernel == KERNEL and len(ran) == 1, "what cannot be kept holds all the same"
     for name, value, words in (
         ("free_memory", lambda device: 1 << 20, "to check it takes 1.0 GiB or more, of 0.0 free"),
-        ("_key", lambda job: 1 / 0, "could not be checked: ZeroDivisionError: division by zero"),
-        ("sys", SimpleNamespace(executable=None), "could not be checked: there is no Python to start"),
+        ("_key", lambda names, job: 1 / 0, "could not be checked: ZeroDivisionError: division by zero"),
+        ("sys.executable", "", "could not be checked: its process could not start"),
     ):
-        monkeypatch.setattr(selfcheck, "_known", {})
+        monkeypatch.setattr(site_run, "_known", {})
         with monkeypatch.context() as patch:
-            patch.setattr(selfcheck, name, value)
+            patch.setattr(name if "." in name else f"attn_fuse.picker.site_run.{name}", value)
             assert site_of(program, inputs)[0].why_not[KERNEL] == (words,)
 
 
@@ -186,7 +211,7 @@ from tests.triton.test_selfcheck import *
 patch = pytest.MonkeyPatch()
 patch.setattr("attn_fuse.picker.pick._LARGE", 1)
 jobs = [job_of(*made(), patch) for made in (hugging_face, t5, dropping)]
-print(*(selfcheck._key(job) for job in jobs))
+print(*(site_run._key([], job) for job in jobs))
 """
 
 
@@ -213,7 +238,7 @@ def test_behind_a_backend_of_the_users_own(folder: Path) -> None:
 @interpreted
 def test_equal_layers_are_checked_once_and_another_length_again(folder: Path, monkeypatch: Any) -> None:
     ran: list[Job] = []
-    monkeypatch.setattr(selfcheck, "_run", lambda job: ran.append(job) or (Verdict(0.5), True))
+    monkeypatch.setattr(site_run, "_run", lambda names, job: ran.append(job) or FASTER)
     attention, (q, k, v, seen) = hugging_face()
     torch._dynamo.reset()
 
@@ -243,7 +268,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     def interleaved(runs: dict[str, Any], *_: Any) -> dict[str, Timing]:
         return {name: Timing(0.5 if name == KERNEL else 1.0, 0, 0, 1) for name in runs}
 
-    monkeypatch.setattr(selfcheck_run, "interleaved", interleaved)
+    monkeypatch.setattr(job_module, "interleaved", interleaved)
 
 
 @interpreted
@@ -253,7 +278,7 @@ def test_ours_pass(program: Callable[..., Any], folder: Path, quick: None, monke
     with collecting() as here:
         job = job_of(*program(), monkeypatch)
     with collecting() as there:
-        assert selfcheck_run.verdict(job) == (0.5, "", True)
+        assert verdict(job) == (0.5, "", True)
     (expected,) = here[0].sites
     assert len(there) >= 3
     for graph in there:
@@ -269,7 +294,7 @@ def test_under_autocast(folder: Path, quick: None, monkeypatch: Any) -> None:
     with torch.autocast("cpu", torch.float16):
         job = job_of(attention, inputs, monkeypatch)
     assert job.dtype == torch.float16 and {leaf.dtype for leaf in job.leaves if leaf.requires_grad} == {torch.float32}
-    assert selfcheck_run.verdict(job) == (0.5, "", True)
+    assert verdict(job) == (0.5, "", True)
 
 
 def off_in_a_row(call: Any, out: Any) -> Any:
@@ -306,7 +331,7 @@ def broken() -> Iterator[Callable[..., None]]:
 def test_a_wrong_kernel(change: Any, folder: Path, quick: None, broken: Any, monkeypatch: Any) -> None:
     job = job_of(*hugging_face(), monkeypatch)
     broken(lambda call, made: change(call, made()))
-    ratio, reason, lasts = selfcheck_run.verdict(job)
+    ratio, reason, lasts = verdict(job)
     assert ratio is None and lasts and reason.startswith("its self-check failed: ") and WRONG[change] in reason, reason
 
 
@@ -330,7 +355,7 @@ def other_weights_backward(call: Any, made: Callable[[], Any]) -> Any:
 def test_wrong_dropout(change: Any, words: str, folder: Path, quick: None, broken: Any, monkeypatch: Any) -> None:
     job = job_of(*dropping(), monkeypatch)
     broken(change)
-    ratio, reason, _ = selfcheck_run.verdict(job)
+    ratio, reason, _ = verdict(job)
     assert ratio is None and words in reason, reason
 
 
@@ -344,7 +369,7 @@ def test_dropout_that_drops_nothing(folder: Path, quick: None, broken: Any, monk
         return made()
 
     broken(change)
-    ratio, reason, _ = selfcheck_run.verdict(job)
+    ratio, reason, _ = verdict(job)
     assert ratio is None and "of its result is unlike chunked's" in reason, reason
 
 
@@ -356,7 +381,7 @@ def test_a_kernel_that_raises(folder: Path, quick: None, broken: Any, monkeypatc
         raise RuntimeError("out of luck")
 
     broken(raises)
-    assert selfcheck_run.verdict(job)[1:] == ("its call cannot be written into the graph: out of luck", True)
+    assert verdict(job)[1:] == ("its call cannot be written into the graph: out of luck", True)
 
     def out_of_bounds(*args: Any) -> Tensor:
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nmore")
@@ -366,6 +391,6 @@ def test_a_kernel_that_raises(folder: Path, quick: None, broken: Any, monkeypatc
         library.define("fails(Tensor x) -> Tensor")
         library.impl("fails", lambda x: x.clone(), "Meta")
         library.impl("fails", out_of_bounds, "CPU")
-        ratio, reason, lasts = selfcheck_run.verdict(job)
+        ratio, reason, lasts = verdict(job)
     assert (ratio, lasts) == (None, True) and reason.startswith("its self-check failed: AcceleratorError: CUDA error")
     assert "\n" not in reason
