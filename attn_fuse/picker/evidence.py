@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import json
-import logging
 import math
 import os
 import re
@@ -24,8 +23,7 @@ from attn_fuse.kernels.cache import cache_dir
 from attn_fuse.picker.case import Case
 from attn_fuse.picker.regression import distance, expected, point_of
 from attn_fuse.picker.timing import Device
-
-log = logging.getLogger("attn_fuse")
+from attn_fuse.report import log
 
 AS_WRITTEN = "as_written"
 _TIME, _HOST = "_us", "_host_us"

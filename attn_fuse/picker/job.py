@@ -133,7 +133,10 @@ def timed(names: Sequence[str], job: Job) -> Times:
                     if wrong:
                         return Times({}, {name: f"{job.failed}: {wrong}"})
                 run()
+                synchronize(job.device)
             except Exception as problem:
+                if isinstance(problem, torch.AcceleratorError) and not job.checked:
+                    raise  # the device is broken for all that would come after
                 if job.checked and isinstance(problem, torch.OutOfMemoryError):
                     return Times({}, {}, f"its self-check ran out of memory: {first_line(problem)}")
                 if name == job.against:

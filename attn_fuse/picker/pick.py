@@ -9,7 +9,6 @@ large attentions run on what torch itself would take.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,8 +26,7 @@ from attn_fuse.picker import evidence
 from attn_fuse.picker.case import Case, case_of
 from attn_fuse.picker.evidence import AS_WRITTEN, Comparison
 from attn_fuse.picker.timing import this_device
-
-log = logging.getLogger("attn_fuse")
+from attn_fuse.report import log
 
 WhyNot: TypeAlias = dict[str, tuple[str, ...]]
 
@@ -244,18 +242,13 @@ def _checked(choice: Choice, ratio: float, promises: Mapping[Kernel, float], sel
     """
     for kernel in sorted(promises, key=lambda k: promises[k]):
         replaced = choice.kernel.name if choice.kernel is not None else "the program as written"
-        if promises[kernel] >= _WORTH_CHECKING * ratio:
-            reason = f"{_UNTRIED}, and by an estimate is no faster than {replaced}"
-            choice = replace(choice, why_not=choice.why_not | {kernel.name: (reason,)})
-            continue
-        verdict = self_check(kernel, choice.kernel)
+        verdict = Verdict(None, f"{_UNTRIED}, and by an estimate is no faster than {replaced}")
+        if promises[kernel] < _WORTH_CHECKING * ratio:
+            verdict = self_check(kernel, choice.kernel)
+        said = f"{_in_words(verdict.ratio or 1)} of the time of {replaced}, checked and timed here"
         if verdict.ratio is None or verdict.ratio >= 1:
-            reason = (
-                verdict.reason or f"{_in_words(verdict.ratio or 1)} of the time of {replaced}, checked and timed here"
-            )
-            choice = replace(choice, why_not=choice.why_not | {kernel.name: (reason,)})
+            choice = replace(choice, why_not=choice.why_not | {kernel.name: (verdict.reason or said,)})
             continue
-        said = f"{_in_words(verdict.ratio)} of the time of {replaced}, checked and timed here"
         why_not = {name: reasons for name, reasons in choice.why_not.items() if name != kernel.name}
         then = choice.then
         if choice.kernel is not None:

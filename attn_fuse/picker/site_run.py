@@ -45,7 +45,7 @@ from attn_fuse.picker.pick import Times, Verdict
 from attn_fuse.picker.timing import free_memory, this_device
 from attn_fuse.picker.workers import Worker, spared
 from attn_fuse.report import collecting, log
-from attn_fuse.torch_internals import apart_from_dynamo, cuda_driver
+from attn_fuse.torch_internals import apart_from_dynamo, cuda_driver, is_known_everywhere
 
 # Raise it when the format of the files or the way of measuring changes.
 _VERSION = 3
@@ -86,7 +86,7 @@ class SiteRun:
 
     def verdict(self, kernel: Kernel, fallback: Kernel | None) -> Verdict:
         """The verdict on `kernel`, timed against `fallback` (None: the program as written). Never raises."""
-        if not isinstance(self.inner_backend, str):
+        if not _is_known_elsewhere(self.inner_backend):
             return Verdict(None, _OWN_BACKEND)
         against = AS_WRITTEN if fallback is None else fallback.name
         found = self._known([kernel.name, against], kernel.name, against)
@@ -103,7 +103,7 @@ class SiteRun:
             if found is None:
                 lacking = self._lacking_memory(job)
                 found = Times({}, {}, lacking) if lacking else _run(names, job)
-                if not found.failed and isinstance(self.inner_backend, str):
+                if not found.failed and _is_known_elsewhere(self.inner_backend):
                     _store(key, found)
             _known[key] = found
             return found
@@ -200,6 +200,11 @@ def _alone_in_value(attention: Attention) -> int | None:
     return min(found) if len(found) == 1 and not found & others else None
 
 
+def _is_known_elsewhere(backend: str | Callable[..., Any]) -> bool:
+    """Whether another process has that inner backend, and it is the same there."""
+    return isinstance(backend, str) and is_known_everywhere(backend)
+
+
 def _without_graphs(mode: str | None) -> str | None:
     """torch.compile's `mode` without CUDA graphs."""
     # A captured graph owns the memory of its outputs from call to call, which programs that run in turn would break.
@@ -209,7 +214,7 @@ def _without_graphs(mode: str | None) -> str | None:
 def _run(names: list[str], job: Job) -> Times:
     """The times of `job` on `names`, by a worker; one that a kernel broke is replaced and runs the others."""
     started, seconds = time.perf_counter(), _DEADLINE * (1 if job.checked else len(names))
-    if not isinstance(job.inner_backend, str):  # another process may not have it
+    if not _is_known_elsewhere(job.inner_backend):
         return _run_here(names, job)
     with Worker(imports=["attn_fuse.backend"], quiet=True) as worker:
         how = timed_apart, names, job, torch.get_num_threads()

@@ -21,6 +21,7 @@ from attn_fuse.torch_internals.dynamo import apart_from_dynamo as apart_from_dyn
 from attn_fuse.torch_internals.dynamo import calling_convention_of as calling_convention_of
 from attn_fuse.torch_internals.dynamo import frames_of_break as frames_of_break
 from attn_fuse.torch_internals.dynamo import graph_break as graph_break
+from attn_fuse.torch_internals.dynamo import is_known_everywhere as is_known_everywhere
 from attn_fuse.torch_internals.dynamo import known_backends as known_backends
 from attn_fuse.torch_internals.dynamo import left_by_dynamo as left_by_dynamo
 from attn_fuse.torch_internals.dynamo import name_sources as name_sources

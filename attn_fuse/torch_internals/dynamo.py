@@ -6,9 +6,11 @@ import contextlib
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from typing import Any
 
 import torch
+from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.exc import RestartAnalysis, ShortenTraceback
 from torch._dynamo.utils import get_compilation_metrics
 from torch._logging import trace_structured
@@ -132,6 +134,12 @@ def apart_from_dynamo() -> Iterator[None]:
 def known_backends() -> frozenset[str]:
     """The names of every registered Dynamo backend."""
     return frozenset(torch.compiler.list_backends(exclude_tags=None))
+
+
+def is_known_everywhere(backend: str) -> bool:
+    """Whether another process knows a Dynamo backend by that name: torch's own, or that of an installed package."""
+    installed = {entry.name for entry in entry_points(group="torch_dynamo_backends")}
+    return backend in installed or lookup_backend(backend).__module__.startswith("torch.")
 
 
 def calling_convention_of(graph: torch.fx.Graph) -> Any:
