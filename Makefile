@@ -83,7 +83,7 @@ hooks: .venv/ready-dev ## let git run lint and types before each commit, and che
 	$(python) -m pre_commit install
 
 bench: .venv/ready-dev ## the benchmarks on the CPU that have no line here; results go to benchmarks/results
-	$(python) benchmarks/nanogpt.py
+	$(python) benchmarks/blocks.py
 	$(python) benchmarks/compile_time.py
 	$(python) benchmarks/features.py
 	$(python) benchmarks/busy.py

@@ -30,10 +30,11 @@ import gpu_cases
 import gpu_sections
 import gpu_sweep
 import gpu_tasks
-from attn_fuse.bench.nanogpt import programs_of
+from attn_fuse.bench.ways import EAGER, Way
 from gpu import CACHES, triton_key
 from gpu_attention import Bench
 from harness import ROOT
+from nanogpt import Program, gpt, programs_of
 from pool import Pool
 from tests.triton import device
 
@@ -73,13 +74,13 @@ def case(library: Path, name: str, case: Any) -> dict[str, int]:
 
 def model(library: Path, dropout: float) -> dict[str, int]:
     """GPT-2 small's attention on triton_flash, as `models` trains it: one layer, since all are alike."""
+
     from attn_fuse.backend import attn_fuse
-    from attn_fuse.bench.gpt import GPT, GPTConfig
 
     def run() -> None:
         sizes = gpu_tasks.sizes(tiny=False)
         options = {"kernels": ["triton_flash"], "strict": True, "inner_backend": "aot_eager"}
-        module = GPT(GPTConfig(sizes.length, 256, 1, sizes.heads, sizes.width, dropout, bias=False)).to(torch.bfloat16)
+        module = gpt(sizes, Program(Way(EAGER), sizes.vocabulary, dropout)).to(torch.bfloat16)
         module.compile(backend=attn_fuse, options=options)
         tokens = torch.zeros(sizes.batch, sizes.length, dtype=torch.long)
         module(tokens, tokens)[1].backward()

@@ -20,9 +20,7 @@ import torch
 import gpu_cases
 import gpu_sweep
 import gpu_tasks
-from attn_fuse.bench.calibrate import Measuring
-from attn_fuse.bench.measure import Effort, kernels_on
-from attn_fuse.bench.nanogpt import programs_of
+from attn_fuse.bench.measure import Effort, Measuring, kernels_on
 from attn_fuse.bench.ways import EAGER
 from attn_fuse.picker import evidence
 from attn_fuse.picker.case import Case
@@ -32,6 +30,7 @@ from attn_fuse.picker.workers import Worker, spared
 from gpu_attention import FEATURES, Bench, Row
 from gpu_ncu import ncu
 from harness import ROOT
+from nanogpt import programs_of
 from pool import Pool
 
 # Seconds that a row of the grid may take, a shape, a trial of the sweep, a case, a compilation; and a kernel before the

@@ -14,14 +14,14 @@ import torch
 
 import gpu_attention
 import gpu_sweep
-from attn_fuse.bench import nanogpt
+import nanogpt
 from attn_fuse.bench.measure import bytes_as_written, in_gib, prepared
-from attn_fuse.bench.nanogpt import Sizes
 from attn_fuse.bench.workloads import program, runner, tensors
 from attn_fuse.picker.case import Case
 from attn_fuse.picker.evidence import AS_WRITTEN
 from attn_fuse.picker.timing import free_memory, machine
 from gpu_attention import Bench, Row
+from nanogpt import Sizes
 
 # A few wrong rows are of what they are of; from this share on, a kernel is not timed.
 MAX_WRONG = 0.1

@@ -1,190 +1,318 @@
-"""GPT-2-small blocks, and attention alone: as written, under Inductor, under attn_fuse, and edited by hand to SDPA.
+"""``python -m attn_fuse.bench nanogpt``: the training step of a GPT with hand-written attention, on each SDPA kernel.
 
-    python benchmarks/nanogpt.py [--device cuda --dtype bfloat16 --layers 12 --batch 8]
-
-Each round runs every variant once, in a new order; the figures are medians. "Training" is forward and backward,
-without the optimizer's step, which is the same for all.
+The rows are those of the write-ups on making nanoGPT's training fast: eager, torch.compile, SDPA's formula, efficient
+and flash kernels, and flash beside a vocabulary padded to a multiple of 64; then with dropout. One row is edited by
+hand to SDPA; all others run the same code, since attn_fuse puts its attention on the kernel. On CUDA it is GPT-2 small
+in bfloat16, on the CPU a small GPT in float32.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
+import contextlib
+import math
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-# The profiler that measures memory on the CPU warns of every tensor older than itself.
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples" / "nanogpt"))
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn.attention import SDPBackend
 
-from attn_fuse.report import headline, reports
-from harness import Timing, bytes_in_words, interleaved, peak_memory, store, table
+from attn_fuse.bench import plot
+from attn_fuse.bench import rows as of_rows
+from attn_fuse.bench.flags import (
+    Parser,
+    add_files,
+    check_files,
+    count,
+    device_of,
+    duration,
+    write_json,
+)  # fmt: skip
+from attn_fuse.bench.progress import Progress
+from attn_fuse.bench.rows import Row
+from attn_fuse.bench.ways import EAGER, INDUCTOR, PICKED, Way, sdpa_kernels
+from attn_fuse.errors import BenchError, named
+from attn_fuse.picker.case import DTYPES
+from attn_fuse.picker.timing import OtherLoad, machine, synchronize, table, this_device
+from attn_fuse.report import collecting
 from model import GPT, GPTConfig
 from model_sdpa import SDPAGPT
 
-Runs = dict[str, Callable[[], Any]]
-VARIANTS = ("eager", "inductor", "attn_fuse", "sdpa")
-BACKENDS = {"inductor": "inductor", "attn_fuse": "attn_fuse", "sdpa": "inductor"}
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MULTIPLE = 64
+# How far the loss of a first step may be from eager's, by the bytes of the dtype. With dropout, which each program
+# draws anew, it may be as far as in 16 bits.
+_TOLERANCE = {4: 1e-3, 2: 2e-2}
+_DROPOUT = 0.1
+_NO_TIME = "no time was left"
+_SECONDS = 10.0
 
 
-class WrittenAttention(nn.Module):
-    """Causal attention as nanoGPT writes it, from query, key and value."""
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of the GPT and of its batch. vocabulary: before it is padded. dtype: of autocast; float32: none."""
 
-    bias: Tensor
+    layers: int = 12
+    heads: int = 12
+    width: int = 768
+    length: int = 1024
+    batch: int = 8
+    vocabulary: int = 50257
+    dtype: str = "bfloat16"
 
-    def __init__(self, length: int) -> None:
-        super().__init__()
-        self.register_buffer("bias", torch.tril(torch.ones(length, length)).view(1, 1, length, length))
+    @property
+    def padded(self) -> int:
+        """The vocabulary, rounded up to a multiple of 64."""
+        return math.ceil(self.vocabulary / MULTIPLE) * MULTIPLE
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        T = q.size(2)
-        att = (q @ k.transpose(-2, -1)) * (1.0 / k.size(-1) ** 0.5)
-        att = att.masked_fill(self.bias[:, :, :T, :T] == 0, float("-inf"))
-        return F.softmax(att, dim=-1) @ v
-
-
-class SDPAttention(nn.Module):
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-
-def blocks(args: argparse.Namespace) -> dict[str, nn.Module]:
-    """The variants of a GPT of GPT-2-small blocks, with equal weights; the vocabulary is small, so blocks dominate."""
-    config = GPTConfig(block_size=args.length, vocab_size=256, n_layer=args.layers)
-    torch.manual_seed(0)
-    weights = GPT(config).state_dict()
-    variants: dict[str, nn.Module] = {}
-    for name in args.variants:
-        model = (SDPAGPT if name == "sdpa" else GPT)(config)
-        model.load_state_dict(weights)
-        variants[name] = model.to(args.device, DTYPES[args.dtype])
-    return compiled(variants)
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.batch * self.length
 
 
-def attentions(args: argparse.Namespace, length: int) -> dict[str, nn.Module]:
-    return compiled(
-        {name: SDPAttention() if name == "sdpa" else WrittenAttention(length).to(args.device) for name in args.variants}
-    )
+@dataclass(frozen=True)
+class Program:
+    """What one row runs: the GPT in one way. by_hand: with its attention edited to a call of SDPA."""
+
+    way: Way
+    vocabulary: int
+    dropout: float = 0.0
+    by_hand: bool = False
+
+    @property
+    def name(self) -> str:
+        """The row's name: the way, and what else is unlike the first rows."""
+        words = f"edited by hand to SDPA, {self.way.name}" if self.by_hand else self.way.name
+        return words + (f", dropout {self.dropout:g}" if self.dropout else "")
 
 
-def compiled(variants: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """The variants, each to be compiled by its backend when it is first called."""
-    torch.compiler.reset()
-    for name, model in variants.items():
-        if name in BACKENDS:
-            model.compile(backend=BACKENDS[name])
-    return variants
+_ON_CPU = Sizes(layers=2, heads=4, width=256, length=512, batch=1, dtype="float32")
 
 
-def block_runs(variants: dict[str, nn.Module], args: argparse.Namespace, training: bool) -> Runs:
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(256, (args.batch, args.length + 1), generator=generator).to(args.device)
-    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+@dataclass(frozen=True, kw_only=True)
+class Step(Row):
+    """One row: a training step, forward, backward and AdamW. vocabulary: its size. dropout: its probability.
 
-    def run(model: nn.Module) -> Callable[[], Any]:
-        def step() -> Tensor:
-            model.zero_grad(set_to_none=True)
-            loss = model(inputs, targets)[1]
-            loss.backward()
-            return loss.detach()
+    loss: of the first step. The peak is above the weights and the optimizer's state.
+    """
 
-        @torch.no_grad()
-        def forward() -> Tensor:
-            return model(inputs, targets)[1]
-
-        return step if training else forward
-
-    return {name: run(model) for name, model in variants.items()}
+    vocabulary: int
+    dropout: float = 0.0
+    loss: float | None = None
 
 
-def attention_runs(variants: dict[str, nn.Module], args: argparse.Namespace, length: int, training: bool) -> Runs:
-    torch.manual_seed(1)
-    shape = (1, args.heads, length, 64)
-    q, k, v, gradient = torch.randn(4, *shape).to(args.device, DTYPES[args.dtype]).unbind()
-    for tensor in (q, k, v):
-        tensor.requires_grad_(training)
+@dataclass(frozen=True)
+class Table:
+    """The rows, and the share of the cores that other programs took while they were measured."""
 
-    def run(model: nn.Module) -> Callable[[], Any]:
-        @torch.no_grad()
-        def forward() -> Tensor:
-            return model(q, k, v)
-
-        def both() -> Tensor:
-            return torch.autograd.grad(model(q, k, v), (q, k, v), gradient)[0]
-
-        return both if training else forward
-
-    return {name: run(model) for name, model in variants.items()}
+    rows: tuple[Step, ...]
+    load: float
 
 
-def measured(name: str, runs: Runs, args: argparse.Namespace) -> dict[str, Any]:
-    """Times and peak memory of the runs, once they are known to compute the same."""
-    results = {variant: run() for variant, run in runs.items()}
-    tolerance = 1e-3 if args.dtype == "float32" else 5e-2
-    for variant, result in results.items():
-        torch.testing.assert_close(result, results[args.variants[0]], rtol=tolerance, atol=tolerance, msg=variant)
-    del results, result
-    seconds = interleaved(runs, args.device, rounds=args.rounds, seconds=args.seconds, whole_programs=True)
-    memory = {variant: peak_memory(run, args.device) for variant, run in runs.items()}
-    rows = [
-        [v, str(seconds[v]), *(ratio(seconds, v, base) for base in VARIANTS), bytes_in_words(memory[v])] for v in runs
+def programs_of(device: torch.device, sizes: Sizes) -> list[Program]:
+    """The rows, in order."""
+    calls = sdpa_kernels(device)
+    choice = Way(f"{PICKED}, its own choice", {})
+    ways = [Way(EAGER), Way(INDUCTOR)]
+    ways.append(Way("attn_fuse, SDPA math", {"pick": "fused", "kernels": [*calls.values()]}, SDPBackend.MATH))
+    for backend, words in ((SDPBackend.EFFICIENT_ATTENTION, "efficient"), (SDPBackend.FLASH_ATTENTION, "flash")):
+        if backend in calls:
+            ways.append(_forced(f"attn_fuse, SDPA {words}", calls[backend]))
+    flash = _forced("attn_fuse, SDPA flash + padded vocabulary", calls[SDPBackend.FLASH_ATTENTION])
+    return [
+        *(Program(way, sizes.vocabulary) for way in (*ways, choice)),
+        Program(Way(INDUCTOR), sizes.vocabulary, by_hand=True),
+        Program(flash, sizes.padded),
+        *(Program(way, sizes.vocabulary, _DROPOUT) for way in (Way(INDUCTOR), choice)),
     ]
-    print(f"\n{name} ({seconds[args.variants[0]].runs} rounds)")
-    print(table(["", "median (quartiles)", *(f"/ {base}" for base in VARIANTS), "peak memory"], rows), flush=True)
-    ratios = {
-        base: seconds["attn_fuse"].median / seconds[base].median
-        for base in ("eager", "inductor", "sdpa")
-        if base in seconds and "attn_fuse" in seconds
-    }
-    return {"seconds": seconds, "attn_fuse_over": ratios, "peak_bytes": memory}
 
 
-def ratio(seconds: dict[str, Timing], variant: str, base: str) -> str:
-    return f"{seconds[variant].median / seconds[base].median:.3f}" if base in seconds else "-"
+def _forced(name: str, kernel: str) -> Way:
+    return Way(name, {"pick": "fused", "kernels": [kernel]})
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", type=torch.device, default="cpu")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32")
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument("--heads", type=int, default=12, help="of attention alone")
-    parser.add_argument("--attention-lengths", type=int, nargs="*", default=[1024, 2048])
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--rounds", type=int, default=21)
-    parser.add_argument("--seconds", type=float, default=90.0, help="of measuring, at most, for each table")
-    return parser.parse_args()
+def measure(sizes: Sizes, device: torch.device, seconds: float, progress: Progress, within: float = math.inf) -> Table:
+    """Measure all rows, in turn. seconds: of timing, max, for each row. within: about so many seconds in all.
+
+    A program that would not be compiled and timed within that time is left out, and its row says so. Raises BenchError
+    where the GPT does not run eager, as where memory is short.
+    """
+    load = OtherLoad()
+    end = time.perf_counter() + within
+    expected: dict[tuple[int, float], float] = {}
+    rows: list[Step] = []
+    runs: dict[str, Callable[[], Tensor]] = {}
+    try:
+        for program in programs_of(device, sizes):
+            if runs and time.perf_counter() + seconds * len(runs) > end:
+                rows.append(replace(_row(program), problem=_NO_TIME))
+                continue
+            progress.step(f"compiling {program.name}" if program.name != EAGER else "running eager")
+            eager = program.vocabulary, program.dropout
+            if eager not in expected:
+                expected[eager] = _first_loss(sizes, Program(Way(EAGER), *eager), device)
+            row, run = _prepared(program, sizes, device, expected[eager])
+            rows.append(row)
+            runs |= {} if run is None else {row.name: run}
+            progress.advance()
+        left = max(1.0, min(seconds * len(runs), end - time.perf_counter()))
+        rows = of_rows.measured(rows, runs, device, left, progress)
+    finally:
+        torch.compiler.reset()
+    return Table(tuple(rows), load.share())
 
 
-def main() -> None:
-    args = arguments()
-    results: dict[str, Any] = {}
-    for training in (False, True):
-        kind = "training" if training else "inference"
-        if args.layers:
-            name = f"{args.layers} GPT-2-small blocks, batch {args.batch}, {args.length} tokens, {args.dtype}, {kind}"
-            results[name] = measured(name, block_runs(blocks(args), args, training), args)
-        for length in args.attention_lengths:
-            name = f"causal attention alone, {args.heads} heads of 64, {length} tokens, {args.dtype}, {kind}"
-            results[name] = measured(name, attention_runs(attentions(args, length), args, length, training), args)
-    print("\nattn_fuse's sites:")
-    sites = [f"{site.location}: {headline(site)}" for report in reports() for site in report.sites]
-    print("\n".join(f"  {site}" for site in sites))
-    print(f"\n{store('nanogpt', args.device, {'options': options(args), 'results': results, 'sites': sites})}")
+def steps_of(device: torch.device, sizes: Sizes) -> int:
+    """About how many steps of a Progress `measure` takes."""
+    return 2 * len(programs_of(device, sizes))
 
 
-def options(args: argparse.Namespace) -> dict[str, Any]:
-    return {name: str(value) if name == "device" else value for name, value in vars(args).items()}
+def first_step(name: str, sizes: Sizes, device: torch.device) -> float:
+    """The loss of the first step of the row `name`, whose compiled program torch's caches then have."""
+    (program,) = (program for program in programs_of(device, sizes) if program.name == name)
+    return float(_step(program, sizes, device)())
 
 
-if __name__ == "__main__":
-    main()
+def _first_loss(sizes: Sizes, eager: Program, device: torch.device) -> float:
+    try:
+        return float(_step(eager, sizes, device)())
+    except RuntimeError as error:
+        raise BenchError(f"the GPT does not run here: {named(error)}; make it smaller, as by --batch 1") from error
+
+
+def _row(program: Program) -> Step:
+    return Step((program.name,), vocabulary=program.vocabulary, dropout=program.dropout)
+
+
+def _prepared(
+    program: Program, sizes: Sizes, device: torch.device, expected: float
+) -> tuple[Step, Callable[[], Tensor] | None]:
+    row, started = _row(program), time.perf_counter()
+    try:
+        run = _step(program, sizes, device)
+        with collecting() as reports:
+            loss = float(run())
+        synchronize(device)
+        row = replace(row, loss=loss, first_call=time.perf_counter() - started)
+        run()
+    except Exception as error:
+        return replace(row, problem=named(error)), None
+    sites = [site for report in reports for site in report.sites]
+    row = replace(row, fused=sum(site.fused for site in sites), sites=len(sites) or sizes.layers)
+    tolerance = _TOLERANCE[2 if program.dropout else DTYPES[sizes.dtype].itemsize]
+    if not abs(loss - expected) <= tolerance * abs(expected):
+        return replace(row, problem=f"WRONG: the loss of the first step is {loss:.4f}, eager's {expected:.4f}"), None
+    return row, run
+
+
+def gpt(sizes: Sizes, program: Program) -> GPT:
+    """The GPT that `program` trains, on the CPU."""
+    shape = sizes.length, program.vocabulary, sizes.layers, sizes.heads, sizes.width, program.dropout
+    return (SDPAGPT if program.by_hand else GPT)(GPTConfig(*shape, bias=False))
+
+
+def _step(program: Program, sizes: Sizes, device: torch.device) -> Callable[[], Tensor]:
+    """A training step from the same first weights on, on the same tokens; it gives the loss."""
+    torch.manual_seed(0)
+    model = gpt(sizes, program).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, betas=(0.9, 0.95), fused=device.type == "cuda")
+    draw = torch.Generator().manual_seed(1)
+    tokens = torch.randint(sizes.vocabulary, (sizes.batch, sizes.length + 1), generator=draw).to(device)
+    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    run, dtype = program.way.compiled(model), DTYPES[sizes.dtype]
+
+    def step() -> Tensor:
+        cast = contextlib.nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)
+        with cast:
+            loss: Tensor = run(inputs, targets)[1]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; gives the exit code. Raises BenchError, in one line."""
+    args = _parser().parse_args(arguments)
+    check_files(args)
+    device = device_of(args.device)
+    sizes = _sizes(args, device)
+    with Progress(steps_of(device, sizes)) as progress:
+        found = measure(sizes, device, args.seconds, progress, args.within)
+    print(as_text(found, sizes, device))
+    if args.json is not None:
+        data = {"machine": machine(device), "sizes": vars(sizes), "load": found.load}
+        write_json(args.json, {**data, "rows": [row.as_json() for row in found.rows]})
+    if args.plot is not None:
+        words = f"{title(sizes)}\n{this_device(device)}, torch {torch.__version__}"
+        plot.bars(args.plot, words, [of_rows.panels(found.rows, "a training step", "weights and optimizer")])
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    usual, small = Sizes(), _ON_CPU
+    parser = Parser(prog="python -m attn_fuse.bench nanogpt", description=__doc__)
+    for name, what in (
+        ("layers", "blocks"),
+        ("heads", "heads of a block"),
+        ("width", "size of the embedding"),
+        ("length", "tokens of a sequence"),
+        ("batch", "sequences of a step"),
+        ("vocabulary", "entries of the embedding, before it is padded"),
+    ):
+        on_gpu, on_cpu = getattr(usual, name), getattr(small, name)
+        said = f"{on_gpu}" if on_gpu == on_cpu else f"{on_gpu}; {on_cpu} on the CPU"
+        parser.add_argument(f"--{name}", type=count, metavar="N", help=f"{what} ({said})")
+    parser.add_argument("--dtype", choices=[d for d in DTYPES if d != "float64"], help="bfloat16; float32 on the CPU")
+    parser.add_argument("--device", help="cpu or cuda; cuda where there is one is the default")
+    parser.add_argument("--seconds", type=duration, default=_SECONDS, help=f"of timing, at most, a row ({_SECONDS:g})")
+    parser.add_argument(
+        "--within", type=duration, default=math.inf, metavar="SECONDS", help="of all, about; what is late is left out"
+    )
+    add_files(parser, "bars of time and memory")
+    return parser
+
+
+def _sizes(args: argparse.Namespace, device: torch.device) -> Sizes:
+    usual = Sizes() if device.type == "cuda" else _ON_CPU
+    sizes = Sizes(**{name: getattr(args, name) or value for name, value in vars(usual).items()})
+    if sizes.width % sizes.heads:
+        raise BenchError(f"--width {sizes.width}: it is a multiple of --heads, which is {sizes.heads}")
+    return sizes
+
+
+def as_text(found: Table, sizes: Sizes, device: torch.device) -> str:
+    """The table: time a step, tokens a second and memory, with ratios to eager and Inductor."""
+    heads = ["median (quartiles)", f"/ {EAGER}", f"/ {INDUCTOR}", "tokens/s", "peak memory", "fused", "first call"]
+    lines = []
+    for row in found.rows:
+        cells = of_rows.cells(row, found.rows)
+        cells["tokens/s"] = f"{sizes.tokens / row.timing.median:,.0f}" if row.timing else "-"
+        lines.append([row.name, f"{row.vocabulary}", *(cells[head] for head in heads)])
+    notes = of_rows.notes_of(found.rows, found.load)
+    if device.type == "cpu":
+        notes.append("torch has no efficient kernel on the CPU")
+    parts = [
+        f"{title(sizes)}; {this_device(device)}, torch {torch.__version__}",
+        table(["training step", "vocabulary", *heads], lines),
+        f"{of_rows.rounds(found.rows)} rounds, the rows in turn. A step: forward, backward and AdamW. Peak memory: of "
+        "tensors, above weights\nand optimizer. First call: with compiling, by torch's caches as they are.",
+        "\n".join(f"note: {note}" for note in notes),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def title(sizes: Sizes) -> str:
+    """The sizes in words."""
+    return (
+        f"GPT of {sizes.layers} layers, {sizes.heads} heads, width {sizes.width}; "
+        f"batches of {sizes.batch} x {sizes.length} tokens; {sizes.dtype}"
+    )

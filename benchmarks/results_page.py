@@ -56,7 +56,7 @@ def stored(name: str) -> dict[str, Any]:
 
 
 def speed() -> str:
-    """nanogpt.py: whole blocks and attention alone, beside Inductor and the model edited by hand."""
+    """blocks.py: whole blocks and attention alone, beside Inductor and the model edited by hand."""
     rows = []
     for name, result in stored("nanogpt-cpu")["results"].items():
         over, peak = result["attn_fuse_over"], result["peak_bytes"]

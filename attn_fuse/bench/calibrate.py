@@ -1,22 +1,24 @@
-"""Calibrate: measure this device for the kernel picker, show what is known of it, forget it.
+"""``python -m attn_fuse.bench calibrate``: measure this device; the picker goes by it from then on.
 
-Attentions written out by hand run in turn, compiled by Inductor as written and on every kernel that can run them.
-Another process runs them, and is replaced where a kernel kills it, hangs or breaks the device. The times are kept in
-the user's cache directory (`$ATTN_FUSE_CACHE`, else attn_fuse in the platform's own) for this device and this version
-of torch.
+``--show`` prints the times that the picker uses here, ``--forget`` deletes the user's own. Attentions written out by
+hand run in turn, compiled by Inductor as written and on every kernel that can run them. The times are kept in the
+user's cache directory (`$ATTN_FUSE_CACHE`, else attn_fuse in the platform's own) for this device and this version of
+torch.
 """
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from attn_fuse.bench.measure import Effort, Observation, kernels_on, observed
+from attn_fuse.bench.cases import grid
+from attn_fuse.bench.flags import Parser, device_of
+from attn_fuse.bench.measure import DEADLINE, QUICK, Effort, Measuring, Observe, observed
 from attn_fuse.errors import BenchError
 from attn_fuse.kernels import KERNELS
 from attn_fuse.kernels.cache import cache_dir
@@ -28,13 +30,46 @@ from attn_fuse.picker.timing import (
     table,
     this_device,
 )  # fmt: skip
-from attn_fuse.picker.workers import Worker, spared
 
-# Max seconds of a case, most of them for compiling.
-DEADLINE = 120.0
+_MINUTES, _QUICK_MINUTES = 9.0, 1.0
 
 
-Observe = Callable[[Sequence[str], Case, torch.device, Effort], Observation]
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; gives the exit code. Raises BenchError, in one line."""
+    args = _parsed(arguments)
+    if args.forget:
+        forget()
+        return 0
+    device = device_of(args.device)
+    if args.show:
+        show(device)
+        return 0
+    cases = grid(device.type, args.lengths or (), args.heads or 0)
+    minutes = args.minutes or (_QUICK_MINUTES if args.quick else _MINUTES)
+    calibrate(device, cases, minutes, QUICK if args.quick else Effort(), observed)
+    return 0
+
+
+def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = Parser(prog="python -m attn_fuse.bench calibrate", description=__doc__)
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--show", action="store_true", help="print what the picker has to go by here")
+    what.add_argument("--forget", action="store_true", help="delete what was measured here")
+    parser.add_argument("--device", help="cpu or cuda; cuda where there is one is the default")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        help=f"at most, but for the first case; {_MINUTES:g}, and {_QUICK_MINUTES:g} with --quick",
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer rounds of each case, and a minute of them")
+    parser.add_argument("--lengths", type=int, nargs="+", help="lengths of the sequences, for other than the usual")
+    parser.add_argument("--heads", type=int, help="number of heads, for another than the usual")
+    args = parser.parse_args(arguments)
+    for name in ("minutes", "heads", "lengths"):
+        value = getattr(args, name)
+        if value is not None and not min(value if isinstance(value, list) else [value]) > 0:
+            raise BenchError(f"--{name} is above 0, not {' '.join(map(str, value)) if name == 'lengths' else value}")
+    return args
 
 
 def calibrate(
@@ -75,44 +110,6 @@ def calibrate(
         said.append(f"{left_out} cases were left out; measure again, on a quiet machine where others kept it busy")
     print("".join(f"note: {line}\n" for line in said), end="")
     return len(kept)
-
-
-class Measuring:
-    """A worker that measures cases one after another, without the kernels that broke it twice.
-
-    seconds: max of a case. broken: those kernels, with what happened.
-    """
-
-    def __init__(
-        self, device: torch.device, effort: Effort, observe: Observe = observed, seconds: float = DEADLINE
-    ) -> None:
-        self._device, self._effort, self._observe, self._seconds = device, effort, observe, seconds
-        self._worker, self._once = Worker(imports=["attn_fuse.bench.measure"]), set[str]()
-        self.broken: dict[str, str] = {}
-
-    def observation(self, case: Case, end: float, kernels: Sequence[str] | None = None) -> Observation:
-        """The outcome of measuring `case`, again without each kernel that broke the process.
-
-        end: of all, by `time.perf_counter`. kernels: their names; None for all of the device.
-        """
-        asked = kernels_on(self._device) if kernels is None else kernels
-        names = [name for name in asked if name not in self.broken]
-        how = case, self._device, self._effort
-        answer, broke = spared(self._worker, self._seconds, end, self._observe, names, *how)
-        for name, problem in broke.items():
-            if name in self._once:
-                self.broken[name] = f"{problem}, twice; not used any more"
-            self._once.add(name)
-        if answer.problem:
-            return Observation(why_not=broke, problem=answer.problem)
-        seen: Observation = answer.value
-        return replace(seen, why_not={**self.broken, **seen.why_not, **broke})
-
-    def __enter__(self) -> Measuring:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._worker.close()
 
 
 def show(device: torch.device) -> None:

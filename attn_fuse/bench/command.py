@@ -6,6 +6,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 # The profiler that measures memory on the CPU warns of every tensor older than itself. torch reads this when imported.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -15,13 +16,12 @@ from attn_fuse.errors import BenchError, ExplainError, OptionError, nearest
 # By name: the module whose `main` runs the command, and what the command does.
 COMMANDS = {
     "model": ("attn_fuse.bench.model_command", "the model in a file: eager, Inductor, attn_fuse, each kernel forced"),
-    "sweep": ("attn_fuse.bench.sweep_command", "attentions over lengths, head_dims, batches, masks and dtypes"),
-    "nanogpt": (
-        "attn_fuse.bench.nanogpt_command",
-        "a GPT's training step on each kernel, and with a padded vocabulary",
-    ),
-    "calibrate": ("attn_fuse.bench.calibrate_command", "measure this device for the picker; show or forget that"),
+    "sweep": ("attn_fuse.bench.sweep", "attentions over lengths, head_dims, batches, masks and dtypes"),
+    "nanogpt": ("nanogpt", "a GPT's training step on each kernel, and with a padded vocabulary; in a clone"),
+    "calibrate": ("attn_fuse.bench.calibrate", "measure this device for the picker; show or forget that"),
 }
+# Where `nanogpt` is: it trains the GPT of examples/, which a wheel does not have.
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 INTERRUPTED = 130
 
@@ -38,8 +38,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if arguments[0] not in COMMANDS:
         return _refused(f"there is no command {arguments[0]!r}.{nearest(arguments[0], COMMANDS)}")
+    module = COMMANDS[arguments[0]][0]
+    if not module.startswith("attn_fuse."):
+        if not (BENCHMARKS / f"{module}.py").exists():
+            return _refused(f"{arguments[0]} trains the GPT of examples/: run it in a clone of the repository")
+        sys.path.insert(0, str(BENCHMARKS))
     try:
-        return int(importlib.import_module(COMMANDS[arguments[0]][0]).main(arguments[1:]))
+        return int(importlib.import_module(module).main(arguments[1:]))
     except (BenchError, ExplainError, OptionError) as problem:
         return _refused(str(problem))
     except KeyboardInterrupt:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,30 +17,21 @@ from attn_fuse.explain.inputs import Inputs
 from attn_fuse.explain.subject import Subject
 from attn_fuse.graph.names import tensors_of
 
-# Root mean square of a difference, over that of the expected values. A tensor that is small beside the others, as the
-# gradient of a key's bias, which is 0 but for rounding, is held against a share of the largest of its kind.
+# Root mean square of a difference, over that of the expected values. A tensor that is small beside the others, such as
+# the gradient of a key's bias, which is 0 but for rounding, is held against a share of the largest of its kind.
 _TOLERANCE, _TOLERANCE_16, _SHARE = 1e-3, 6e-2, 1e-3
 # How much farther from the exact values than eager a way may be, and than two draws of eager's are from each other.
 _ALLOWED = 4.0
 
-
-@dataclass(frozen=True)
-class Results:
-    """What a call gave. outputs, gradients: the floating-point tensors, by name."""
-
-    outputs: Mapping[str, Tensor]
-    gradients: Mapping[str, Tensor]
-
-    def kinds(self) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
-        """The outputs, then the gradients."""
-        return self.outputs, self.gradients
+# What a call gave: the floating-point outputs, then the gradients, each by name.
+Results = tuple[Mapping[str, Tensor], Mapping[str, Tensor]]
 
 
 class Reference:
     """Eager's results, and what they are compared by.
 
-    results: of a call. random: whether another call of eager differs, as with dropout: then no result is the right one,
-    and a way may differ from eager as much as two such calls, several times over.
+    results: of a call. random: whether another call of eager differs, as with dropout. No result is then the right one,
+    and a way may differ from eager several times as much as two such calls do.
     """
 
     def __init__(self, subject: Subject) -> None:
@@ -52,7 +43,7 @@ class Reference:
         self._exact: Results | bool | None = None
 
     def of(self, model: Callable[..., Any], seed: int = 0) -> Results:
-        """The results of one call of `model`, the subject's or what was compiled of it, from the first state on."""
+        """The results of one call of `model`, the subject's or one compiled from it, in the first state."""
         self.put_back()
         return _results(self._subject, model, seed)
 
@@ -68,14 +59,13 @@ class Reference:
     def difference(self, found: Results) -> float:
         """The max difference of `found` from eager's results, each over the max absolute value of its tensor.
 
-        A tensor that is small beside the others is held against a share of the largest. Infinite where there is a NaN
-        in one of the two, or a tensor is missing.
+        A tensor that is small beside the others is held against a share of the largest. Infinite where one of the two
+        has a NaN or lacks a tensor.
         """
         most = 0.0
-        for ours, theirs in zip(found.kinds(), self.results.kinds(), strict=True):
+        for ours, theirs, largest in _kinds(found, self.results, _largest):
             if ours.keys() != theirs.keys():
                 return math.inf
-            largest = max((_largest(x) for x in theirs.values()), default=0.0)
             for name, expected in theirs.items():
                 if apart := _largest(_difference(ours[name], expected)):
                     most = max(most, apart / max(_largest(expected), _SHARE * largest, sys.float_info.min))
@@ -89,31 +79,33 @@ class Reference:
             return True
         if self.random:
             return _near(found, self.results, self._again, self.results)
-        exact = self._exactly()
-        return exact is not None and _near(found, self.results, self.results, exact)
-
-    def _exactly(self) -> Results | None:
-        """The results in float64; None where the model does not run in it."""
         if self._exact is None:
             try:
                 self._exact = _results(_in_float64(self._subject), None, 0)
-            except Exception:
+            except Exception:  # not every model runs in float64
                 self._exact = False
-        return self._exact if isinstance(self._exact, Results) else None
+        return not isinstance(self._exact, bool) and _near(found, self.results, self.results, self._exact)
+
+
+def _kinds(
+    found: Results, expected: Results, size: Callable[[Tensor], float]
+) -> Iterator[tuple[Mapping[str, Tensor], Mapping[str, Tensor], float]]:
+    """Both outputs, then both gradients, each with the size of the largest that is expected."""
+    for ours, theirs in zip(found, expected, strict=True):
+        yield ours, theirs, max(map(size, theirs.values()), default=0.0)
 
 
 def _near(found: Results, expected: Results, apart: Results | None = None, center: Results | None = None) -> bool:
     """Whether each tensor of `found` is near that of `expected`, or not much farther from `center` than `apart` is."""
-    for kind, theirs in enumerate(expected.kinds()):
-        ours, largest = found.kinds()[kind], max((_size(x) for x in theirs.values()), default=0.0)
+    for kind, (ours, theirs, largest) in enumerate(_kinds(found, expected, _size)):
         for name, right in theirs.items():
             tolerance = _TOLERANCE if right.dtype.itemsize > 2 else _TOLERANCE_16
             if _apart(ours[name], right) <= tolerance * (_size(right) + _SHARE * largest):
                 continue
             if apart is None or center is None:
                 return False
-            middle = center.kinds()[kind][name]
-            if not _apart(ours[name], middle) <= _ALLOWED * _apart(apart.kinds()[kind][name], middle):
+            middle = center[kind][name]
+            if not _apart(ours[name], middle) <= _ALLOWED * _apart(apart[kind][name], middle):
                 return False
     return True
 
@@ -128,8 +120,7 @@ def _results(subject: Subject, model: Callable[..., Any] | None, seed: int) -> R
     torch.manual_seed(seed)
     out = subject.call(model or subject.model)
     outputs = {str(n): x.detach().clone() for n, x in enumerate(_leaves(out))}
-    gradients = {name: x.grad.detach().clone() for name, x in _learned(subject) if x.grad is not None}
-    return Results(outputs, gradients)
+    return outputs, {name: x.grad.detach().clone() for name, x in _learned(subject) if x.grad is not None}
 
 
 def _leaves(value: Any) -> list[Tensor]:
@@ -176,11 +167,13 @@ def _largest(x: Tensor) -> float:
 
 def _apart(found: Tensor, expected: Tensor) -> float:
     """The root mean square of the difference."""
-    apart = _difference(found, expected)
-    return float(apart.square().mean().sqrt()) if apart.numel() else 0.0
+    return _rms(_difference(found, expected))
 
 
 def _size(x: Tensor) -> float:
     """The root mean square of the finite elements."""
-    finite = x.double()[x.isfinite()]
-    return float(finite.square().mean().sqrt()) if finite.numel() else 0.0
+    return _rms(x.double()[x.isfinite()])
+
+
+def _rms(x: Tensor) -> float:
+    return float(x.square().mean().sqrt()) if x.numel() else 0.0

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -27,15 +25,14 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_files(parser: argparse.ArgumentParser, plots: str) -> None:
-    """Add --json, --csv and --plot. plots: what the plot shows."""
+    """Add --json and --plot. plots: what the plot shows."""
     parser.add_argument("--json", metavar="FILE", type=Path, help="write everything that was measured as JSON")
-    parser.add_argument("--csv", metavar="FILE", type=Path, help="write the table, one measurement a row")
     parser.add_argument("--plot", metavar="FILE", type=Path, help=f"draw {plots}: a .png or .svg (needs matplotlib)")
 
 
 def check_files(args: argparse.Namespace) -> None:
     """Raise BenchError where a file of `add_files` cannot be written, before anything is measured."""
-    for flag in ("json", "csv", "plot", "html"):
+    for flag in ("json", "plot", "html"):
         path: Path | None = getattr(args, flag, None)
         if path is not None and (problem := unwritable(f"--{flag}", path)):
             raise BenchError(problem)
@@ -46,15 +43,6 @@ def check_files(args: argparse.Namespace) -> None:
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
     """Write `data` to `path`. Raises BenchError where that fails."""
     write_text(path, json.dumps(data, indent=1) + "\n")
-
-
-def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write `rows`, all with the same keys, to `path` below a line of the keys. Raises BenchError where that fails."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(rows[0]) if rows else [], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_text(path, text.getvalue())
 
 
 def write_text(path: Path, text: str) -> None:

@@ -1,4 +1,7 @@
-"""Measure: the times of an attention as written and on each kernel, compiled, compared and interleaved."""
+"""Measure: the times of an attention as written and on each kernel, compiled, compared and interleaved.
+
+Another process measures, and is replaced where a kernel kills it, hangs or breaks the device.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from attn_fuse.backend import attn_fuse
+from attn_fuse.bench.memory import peak_memory
 from attn_fuse.bench.workloads import program, runner, tensors
 from attn_fuse.errors import NotFusedError, named
 from attn_fuse.kernels import KERNELS
@@ -23,7 +27,7 @@ from attn_fuse.picker.timing import (
     interleaved,
     synchronize,
 )  # fmt: skip
-from attn_fuse.picker.workers import note
+from attn_fuse.picker.workers import Worker, note, spared
 
 _TOLERANCE = {"float64": 1e-6, "float32": 1e-3}
 # Tensors of the size of the scores that the program as written keeps, by whether it trains: a training step keeps the
@@ -34,15 +38,21 @@ _TRIES, _WAIT = 3, 2.0
 # Max share of the cores for other programs. On a GPU, whose other load the system does not report, the max ratio of the
 # upper quartile of a kernel's times to the lower.
 _QUIET, _STEADY = 0.1, 1.5
+# Max seconds of a case, most of them for compiling.
+DEADLINE = 120.0
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How long a case is measured. rounds, seconds: max of a case. shortest: min seconds of one measurement."""
+    """How long a case is measured. rounds, seconds: max of a case. shortest: min seconds of one measurement.
+
+    whole: measure memory, too; once, at no other size, and beside any load, which the observation then tells.
+    """
 
     rounds: int = 15
     seconds: float = 3.0
     shortest: float = 2e-3
+    whole: bool = False
 
 
 QUICK = Effort(rounds=5, seconds=0.5)
@@ -53,13 +63,19 @@ class Observation:
     """The outcome of measuring a case.
 
     row: None where the case was not measured. problem: why it was not. why_not: why a kernel has no time.
-    busy: the other load meanwhile, in words; unless it is "", the row is not kept.
+    busy: the other load meanwhile, in words; unless it is "", the row is not kept. timings: by kernel, and as written
+    under AS_WRITTEN. peaks: bytes of a call above its operands, alike, where the effort asks for them.
     """
 
     row: Row | None = None
     why_not: Mapping[str, str] = field(default_factory=dict)
     busy: str = ""
     problem: str = ""
+    timings: Mapping[str, Timing] = field(default_factory=dict)
+    peaks: Mapping[str, int] = field(default_factory=dict)
+
+
+Observe = Callable[[Sequence[str], Case, torch.device, Effort], Observation]
 
 
 def measured(
@@ -126,16 +142,17 @@ def prepared(
 
 
 def observed(kernels: Sequence[str], case: Case, device: torch.device, effort: Effort) -> Observation:
-    """The outcome of measuring `case`, at a smaller batch or with fewer heads where memory is short.
+    """The outcome of measuring `case`, in this process; `effort.whole` says what else it depends on.
 
-    Beside other load it is measured again, up to three times in all.
+    Where memory is short, it is measured at a smaller batch or with fewer heads; beside other load again, up to three
+    times in all.
     """
     smaller = fitting(case, free_memory(device))
-    if smaller is None:
+    if smaller is None or (effort.whole and smaller != case):
         return Observation(problem=f"as written it takes {in_gib(bytes_as_written(case))} and more; too little is free")
     runs, why_not = prepared(smaller, device, kernels)
     busy = ""
-    for left in reversed(range(_TRIES)):
+    for left in reversed(range(1 if effort.whole else _TRIES)):
         load = OtherLoad()
         timings = interleaved(runs, device, effort.rounds, effort.seconds, effort.shortest)
         busy = other_load(load.share(), timings, device)
@@ -143,7 +160,46 @@ def observed(kernels: Sequence[str], case: Case, device: torch.device, effort: E
             break
         if left:
             time.sleep(_WAIT)
-    return Observation(_row(smaller, timings), why_not, busy)
+    peaks = {name: peak_memory(run, device) for name, run in runs.items()} if effort.whole else {}
+    return Observation(_row(smaller, timings), why_not, busy, timings=timings, peaks=peaks)
+
+
+class Measuring:
+    """A worker that measures cases one after another, without the kernels that broke it twice.
+
+    seconds: max of a case. broken: those kernels, with what happened.
+    """
+
+    def __init__(
+        self, device: torch.device, effort: Effort, observe: Observe = observed, seconds: float = DEADLINE
+    ) -> None:
+        self._device, self._effort, self._observe, self._seconds = device, effort, observe, seconds
+        self._worker, self._once = Worker(imports=["attn_fuse.bench.measure"]), set[str]()
+        self.broken: dict[str, str] = {}
+
+    def observation(self, case: Case, end: float, kernels: Sequence[str] | None = None) -> Observation:
+        """The outcome of measuring `case`, again without each kernel that broke the process.
+
+        end: of all, by `time.perf_counter`. kernels: their names; None for all of the device.
+        """
+        asked = kernels_on(self._device) if kernels is None else kernels
+        names = [name for name in asked if name not in self.broken]
+        how = case, self._device, self._effort
+        answer, broke = spared(self._worker, self._seconds, end, self._observe, names, *how)
+        for name, problem in broke.items():
+            if name in self._once:
+                self.broken[name] = f"{problem}, twice; not used any more"
+            self._once.add(name)
+        if answer.problem:
+            return Observation(why_not=broke, problem=answer.problem)
+        seen: Observation = answer.value
+        return replace(seen, why_not={**self.broken, **seen.why_not, **broke})
+
+    def __enter__(self) -> Measuring:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._worker.close()
 
 
 def other_load(share: float, timings: Mapping[str, Timing], device: torch.device) -> str:

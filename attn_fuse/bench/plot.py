@@ -1,43 +1,37 @@
-"""Plots of times and memory, by matplotlib, which only the extra `plot` installs."""
+"""Plots of times and memory, by matplotlib, which the extra `bench` installs."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from attn_fuse.errors import BenchError
 from attn_fuse.files import unwritable
 
 SUFFIXES = (".png", ".svg")
-# Inches; dots per inch of a PNG.
-_PANEL, _DPI = (4.6, 3.4), 120
-# Okabe and Ito's colours, which colour-blind people tell apart.
-_COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C8C8C", "#F0E442")
-_MARKERS = "osD^vP*X<"
+# Inches.
+_WIDTH, _HEIGHT = 4.6, 3.4
+# Lines of more points have no markers.
+_FEW = 20
 
 
 @dataclass(frozen=True)
-class Bars:
-    """A panel of horizontal bars, one a name. unit: of the values; ranges: lower and upper quartile of some."""
+class Panel:
+    """One panel of a figure. values: by name.
 
-    title: str
-    unit: str
-    values: Mapping[str, float]
-    ranges: Mapping[str, tuple[float, float]]
-
-
-@dataclass(frozen=True)
-class Lines:
-    """A panel of lines, or of dots where there is one point. lines: (x, y) points in order, by name."""
+    For `bars` a value is (median, lower quartile, upper quartile), the last two NaN for none; for `lines` it is the
+    (x, y) points in order.
+    """
 
     title: str
     x_label: str
     y_label: str
-    lines: Mapping[str, Sequence[tuple[float, float]]]
+    values: Mapping[str, Sequence[Any]]
 
 
 def check(path: Path) -> None:
@@ -50,96 +44,70 @@ def check(path: Path) -> None:
         raise BenchError("--plot needs matplotlib, which is not installed: pip install matplotlib, or leave --plot out")
 
 
-def bars(path: Path, title: str, rows: Sequence[Sequence[Bars]]) -> None:
-    """Write a figure of `rows` of panels to `path`."""
-    figure, axes = _figure(rows, max(len(panel.values) for row in rows for panel in row))
-    names = list(dict.fromkeys(name for row in rows for panel in row for name in panel.values))
-    for axis, panel in _each(axes, rows):
-        for number, (name, value) in enumerate(panel.values.items()):
-            bounds = panel.ranges.get(name)
-            error = None if bounds is None else [[value - bounds[0]], [bounds[1] - value]]
-            axis.barh(number, value, xerr=error, color=_colour(names.index(name)), height=0.7, capsize=3)
-            axis.annotate(f" {value:.3g}", (value if bounds is None else bounds[1], number), va="center", fontsize=8)
-        axis.set_yticks(range(len(panel.values)), list(panel.values), fontsize=8)
-        axis.invert_yaxis()
-        axis.set_xlabel(panel.unit)
-        axis.set_title(panel.title, fontsize=10)
-        axis.margins(x=0.18)
-        axis.set_xlim(left=0)
-    _save(figure, path, title)
+def bars(path: Path, title: str, rows: Sequence[Sequence[Panel]]) -> None:
+    """Write a figure of `rows` of panels, one horizontal bar a name, to `path`. Raises BenchError where that fails."""
+    most = max(len(panel.values) for row in rows for panel in row)
+    with _figure(path, title, rows, max(_HEIGHT, 0.42 * most + 1.2)) as (_, panels):
+        for axis, panel in panels:
+            medians = [median for median, _, _ in panel.values.values()]
+            ranges = [(m - low, high - m) for m, low, high in panel.values.values()]
+            drawn = axis.barh(list(panel.values), medians, xerr=list(zip(*ranges, strict=True)) or None, capsize=3)
+            axis.bar_label(drawn, fmt="{:.3g}", padding=4, fontsize=8)
+            axis.tick_params("y", labelsize=8)
+            axis.invert_yaxis()
+            axis.margins(x=0.18)
 
 
-def lines(path: Path, title: str, rows: Sequence[Sequence[Lines]], logarithmic: bool = True) -> None:
-    """Write a figure of `rows` of panels, below them one legend, to `path`."""
-    from matplotlib.ticker import LogLocator
-
-    figure, axes = _figure(rows, 0, "row" if logarithmic else "none")
-    names = list(dict.fromkeys(name for row in rows for panel in row for name in panel.lines))
-    shown: dict[str, Any] = {}
-    for axis, panel in _each(axes, rows):
-        for name, points in panel.lines.items():
-            number = names.index(name)
-            # Of lines that coincide, the lower ones are the broader.
-            style: dict[str, Any] = {"linewidth": 1.4 + 1.2 * (len(names) - 1 - number)}
-            if len(points) == 1:  # a line of one point is invisible
-                style |= {"marker": "o", "markersize": 4 + 2 * (len(names) - 1 - number)}
+def lines(path: Path, title: str, rows: Sequence[Sequence[Panel]], logarithmic: bool = True) -> None:
+    """Write a figure of `rows` of panels, with one legend below, to `path`. Raises BenchError where that fails."""
+    with _figure(path, title, rows, _HEIGHT) as (figure, panels):
+        names = list(dict.fromkeys(name for row in rows for panel in row for name in panel.values))
+        shown: dict[str, Any] = {}
+        for axis, panel in panels:
+            for name, points in panel.values.items():
+                marker = "o" if len(points) < _FEW else ""
+                (shown[name],) = axis.plot(
+                    *zip(*points, strict=True), marker=marker, alpha=0.8, color=f"C{names.index(name) % 10}"
+                )
             if logarithmic:
-                style = {"linewidth": 1.6, "marker": _MARKERS[number % len(_MARKERS)], "markersize": 5}
-            (shown[name],) = axis.plot(*zip(*points, strict=True), color=_colour(number), **style)
-        if logarithmic:
-            ticks = sorted({x for points in panel.lines.values() for x, _ in points})
-            axis.set_xscale("log", base=2)
-            axis.set_yscale("log")
-            axis.set_xticks(ticks, [f"{x:g}" for x in ticks])
-            axis.minorticks_off()
-            axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            axis.yaxis.set_major_formatter("{x:g}")
-        axis.grid(alpha=0.3)
-        axis.set_xlabel(panel.x_label)
-        axis.set_ylabel(panel.y_label)
-        axis.set_title(panel.title, fontsize=10)
-    columns = min(len(shown), max(2, 2 * len(rows[0])))
-    figure.legend(list(shown.values()), list(shown), loc="outside lower center", ncols=columns, fontsize=9)
-    _save(figure, path, title)
+                axis.set_xscale("log", base=2)
+                axis.set_yscale("log")
+                axis.xaxis.set_major_formatter("{x:g}")
+                axis.yaxis.set_major_formatter("{x:g}")
+                axis.yaxis.set_minor_formatter("{x:g}")
+            axis.grid(alpha=0.3)
+        figure.legend(list(shown.values()), list(shown), loc="outside lower center", ncols=min(4, len(shown)))
 
 
-def _figure(rows: Sequence[Sequence[Any]], count: int, shared: Literal["none", "row"] = "none") -> tuple[Any, Any]:
-    """A figure and its axes. count: of the bars in a panel. shared: the panels that share an axis of values."""
-    # No pyplot: it would look for a screen.
-    from matplotlib.figure import Figure
+@contextlib.contextmanager
+def _figure(
+    path: Path, title: str, rows: Sequence[Sequence[Panel]], height: float
+) -> Iterator[tuple[Any, list[tuple[Any, Panel]]]]:
+    """A figure, and the axes of each panel; written to `path` at the end of the block."""
+    import matplotlib.style
+    from matplotlib.figure import Figure  # no pyplot: it would look for a screen
 
-    width, height = _PANEL
-    height = max(height, 0.42 * count + 1.2) if count else height
-    columns = max(len(row) for row in rows)
-    figure = Figure(figsize=(width * columns, height * len(rows) + 0.8), layout="constrained")
-    return figure, figure.subplots(len(rows), columns, squeeze=False, sharey=shared)
-
-
-def _each(axes: Any, rows: Sequence[Sequence[Any]]) -> list[tuple[Any, Any]]:
-    """The axes with the panel of each; those without a panel are taken out."""
-    found = []
-    for number, row in enumerate(rows):
-        for column in range(axes.shape[1]):
-            if column < len(row):
-                found.append((axes[number, column], row[column]))
-            else:
-                axes[number, column].remove()
-    return found
-
-
-def _colour(number: int) -> str:
-    return _COLOURS[number % len(_COLOURS)]
-
-
-def _save(figure: Any, path: Path, title: str) -> None:
-    figure.suptitle(title, fontsize=11)
-    try:
-        figure.savefig(path, dpi=_DPI)
-    except OSError as problem:
-        raise BenchError(f"cannot write {path}: {problem.strerror or problem}") from problem
+    with matplotlib.style.context("tableau-colorblind10"):
+        columns = max(len(row) for row in rows)
+        figure = Figure(figsize=(_WIDTH * columns, height * len(rows) + 0.8), dpi=120, layout="constrained")
+        axes = figure.subplots(len(rows), columns, squeeze=False)
+        panels: list[tuple[Any, Panel]] = []
+        for row, of_row in zip(rows, axes, strict=True):
+            panels += zip(of_row, row, strict=False)
+            for axis in of_row[len(row) :]:
+                axis.remove()
+        for axis, panel in panels:
+            axis.set_title(panel.title, fontsize=10)
+            axis.set(xlabel=panel.x_label, ylabel=panel.y_label)
+        figure.suptitle(title, fontsize=11)
+        yield figure, panels
+        try:
+            figure.savefig(path)
+        except OSError as problem:
+            raise BenchError(f"cannot write {path}: {problem.strerror or problem}") from problem
 
 
 def scaled(seconds: Sequence[float]) -> tuple[float, str]:
-    """The factor and the unit in which `seconds` read well: of the largest, 1 or more."""
+    """The factor and the unit in which `seconds` read well: the largest is then 1 or more."""
     longest = max((s for s in seconds if math.isfinite(s)), default=1.0)
     return next(((f, u) for f, u in ((1.0, "s"), (1e3, "ms")) if longest * f >= 1), (1e6, "µs"))

@@ -270,9 +270,9 @@ def draw_results(path: Path, variants: list[Variant], evaluated: list[int]) -> N
     # The steps that compile or are profiled have no time.
     times = {v.name: [(n, s * factor) for n, s in enumerate(v.seconds, UNTIMED + 1)] for v in variants}
     panels = [
-        plot.Lines("training loss", "step", "cross entropy", losses),
-        plot.Lines("validation loss", "step", "cross entropy", validation),
-        plot.Lines("time of a step", "step", unit, times),
+        plot.Panel("training loss", "step", "cross entropy", losses),
+        plot.Panel("validation loss", "step", "cross entropy", validation),
+        plot.Panel("time of a step", "step", unit, times),
     ]
     plot.lines(path, "a GPT trained side by side", [panels], logarithmic=False)
     print(f"\nThe plot of losses and times: {path}")

@@ -16,7 +16,7 @@ import torch
 import attn_fuse
 from attn_fuse.backend import attn_fuse as backend
 from attn_fuse.bench import calibrate as calibration
-from attn_fuse.bench import calibrate_command, measure
+from attn_fuse.bench import measure
 from attn_fuse.bench.cases import grid
 from attn_fuse.bench.command import main
 from attn_fuse.bench.measure import Observation
@@ -50,7 +50,7 @@ def beside_the_tests(kernels, case, device, effort) -> Observation:
 
 @pytest.mark.slow
 def test_calibrate_show_and_forget(folder: Path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr(calibrate_command, "observed", beside_the_tests)
+    monkeypatch.setattr(calibration, "observed", beside_the_tests)
     arguments = "calibrate --quick --device cpu --lengths 16 --heads 2 --minutes 0.01".split()
     assert main(arguments) == 0
     (path,) = folder.glob("calibration_cpu_*.json")
@@ -146,12 +146,12 @@ def test_it_stops_when_the_time_is_up_and_says_what_it_does(capsys) -> None:
 
 
 def test_the_usual_time_is_below_ten_minutes() -> None:
-    assert calibrate_command._MINUTES + calibration.DEADLINE / 60 > 10 > calibrate_command._MINUTES + 0.5
+    assert calibration._MINUTES + calibration.DEADLINE / 60 > 10 > calibration._MINUTES + 0.5
 
 
 def test_one_process_measures_all_cases_until_one_breaks_it() -> None:
     cases = grid("cpu", [16], 2)[:3]
-    with calibration.Measuring(CPU, measure.QUICK, pid) as measuring:
+    with measure.Measuring(CPU, measure.QUICK, pid) as measuring:
         pids = {measuring.observation(case, time.perf_counter() + 60).row.times[AS_WRITTEN] for case in cases}
     assert len(pids) == 1 and os.getpid() not in pids
 

@@ -23,11 +23,11 @@ import gpu_ncu
 import gpu_sections
 import gpu_tasks
 from attn_fuse.bench.measure import Observation, bytes_as_written
-from attn_fuse.bench.nanogpt import Sizes, programs_of
 from attn_fuse.picker import evidence
 from attn_fuse.picker.evidence import AS_WRITTEN
 from attn_fuse.picker.workers import note
 from gpu_sections import CALLS, Run
+from nanogpt import Sizes, programs_of
 
 pytestmark = pytest.mark.thorough
 

@@ -1,1 +1,0 @@
-../../examples/nanogpt/model.py
