@@ -19,7 +19,7 @@ import torch
 
 from attn_fuse.bench.calibrate import as_table
 from attn_fuse.bench.cases import grid
-from attn_fuse.bench.measure import Effort, measured
+from attn_fuse.bench.measure import Effort, row_of, timed
 from attn_fuse.picker.case import Case
 from attn_fuse.picker.evidence import Row, read_table, write_table
 from attn_fuse.picker.timing import Device
@@ -54,7 +54,7 @@ def measured_quietly(
     """The times of `case`, once more while other programs keep the machine busy, at most `tries` times."""
     for left in reversed(range(tries)):
         load = OtherLoad()
-        row, _ = measured(case, device, effort, kernels)
+        row = row_of(case, timed(case, device, effort, kernels)[0])
         if load.share() < 0.04:
             return row
         if left:

@@ -12,7 +12,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from attn_fuse.kernels.score.program import ScoreProgram
 from attn_fuse.picker.timing import interleaved, synchronize
 from attn_fuse.picker.workers import note
 from attn_fuse.torch_internals import sdpa_choice
-from tests.grid.operators import Call, Operator, operators
+from tests.grid.operators import Call, operators
 
 Row = dict[str, Any]
 Calls = Mapping[str, Callable[[], Any]]
@@ -110,6 +110,20 @@ class Bench:
         return drawn.requires_grad_(learned)
 
 
+def in_worker(rows: Callable[..., Iterator[Row]]) -> Callable[..., list[Row]]:
+    """`rows` as one call of a worker: from the same random numbers on, leaving no memory behind."""
+
+    @functools.wraps(rows)
+    def made(*arguments: Any) -> list[Row]:
+        torch.manual_seed(0)
+        found = [*rows(*arguments)]
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+        return found
+
+    return made
+
+
 def captured(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
     """`call` as a CUDA graph."""
     stream = torch.cuda.Stream()
@@ -123,6 +137,7 @@ def captured(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
     return graph
 
 
+@in_worker
 def ceilings(bench: Bench) -> Iterator[Row]:
     """What a large matrix product and a large copy reach."""
     for n in (256,) if bench.tiny else (8192, 16384):
@@ -136,40 +151,41 @@ def ceilings(bench: Bench) -> Iterator[Row]:
     yield {"what": f"copy of {size >> 20} MiB, read and written", "us": us, "tb_per_s": round(2e-6 * size / us, 3)}
 
 
+@in_worker
 def plain(names: Sequence[str], bench: Bench, length: int, head_dim: int, causal: bool) -> Iterator[Row]:
     """Plain and causal attention: a row forward, as it is in training, and one backward."""
     batch, heads = (2, 2) if bench.tiny else (max(1, 16384 // length), max(1, 2048 // head_dim))
-    forward, operands = _plain(bench, batch, heads, length, head_dim, causal, names)
+    q, k, v = (bench.random(batch, heads, length, head_dim, learned=True) for _ in range(3))
+    forward = _calls(bench, FEATURES["causal" if causal else "full"](bench, batch, heads, length), names, q, k, v)
     flops = 4 * batch * heads * length**2 * head_dim / (2 if causal else 1)
     head = {"head_dim": head_dim, "causal": causal, "length": length, "batch": batch, "heads": heads}
-    choice = SDPBackend(sdpa_choice(*operands, None, 0.0, causal, False))
+    choice = SDPBackend(sdpa_choice(q, k, v, None, 0.0, causal, False))
     head["sdpa picks"] = choice.name.removesuffix("_ATTENTION").lower()
-    for row in _both_ways(bench, head, forward, operands, bench.random(batch, heads, length, head_dim)):
+    for row in _both_ways(bench, head, forward, [q, k, v], bench.random(batch, heads, length, head_dim)):
         factor = flops * (2.5 if row["pass"] == "backward" else 1)
         yield row | {"tflops": {name: round(factor / us * 1e-6, 1) for name, us in row["us"].items()}}
 
 
-def _plain(
-    bench: Bench, batch: int, heads: int, length: int, head_dim: int, causal: bool, names: Sequence[str]
-) -> tuple[Calls, list[Tensor]]:
-    """The call of each of `names`; and query, key and value."""
-    q, k, v = (bench.random(batch, heads, length, head_dim, learned=True) for _ in range(3))
-    score = _scaled(head_dim**-0.5)
-    program = _masked(score, CAUSAL, upper=["const", 0]) if causal else ScoreProgram(score)
-
-    def picked() -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-
-    known = operators(bench.device)
-    calls: dict[str, Callable[[], Tensor]] = {}
+def _calls(
+    bench: Bench, feature: Feature, names: Sequence[str], q: Tensor, k: Tensor, v: Tensor
+) -> dict[str, Callable[[], Tensor]]:
+    """The call of each of `names` that has this feature."""
+    known, calls = operators(bench.device), dict[str, Callable[[], Tensor]]()
     for name in names:
-        if name == "sdpa":
-            calls[name] = picked
-        elif name in BACKENDS:
-            calls[name] = _on(BACKENDS[name], picked)
+        if name == "flex":
+            if feature.score_mod or feature.keep:
+                calls[name] = _flex_call(bench, feature, q, k, v)
+        elif name == "sdpa" or name in BACKENDS:
+            if feature.sdpa is not None:
+                picked = functools.partial(feature.sdpa, q, k, v)
+                calls[name] = _on(BACKENDS[name], picked) if name in BACKENDS else picked
         elif name in known:
-            calls[name] = _own(known[name], program, q, k, v)
-    return calls, [q, k, v]
+            numbers = [q.shape[2], k.shape[2]]
+            seed = torch.tensor([1], device=q.device) if feature.dropout_p else None
+            tree = feature.program(q.shape[3] ** -0.5).dumps()
+            call = Call(q, k, v, list(feature.tensors), numbers, seed, feature.dropout_p, tree)
+            calls[name] = known[name].bind(call)
+    return calls
 
 
 def _both_ways(
@@ -242,39 +258,24 @@ def _pulled(call: Callable[[], Tensor], wanted: list[Tensor], gradient: Tensor) 
     return run
 
 
+@in_worker
 def features(names: Sequence[str], bench: Bench, feature: str) -> Iterator[Row]:
     """What SDPA takes only as a tensor or not at all: FlexAttention, SDPA with that tensor, and ours."""
     length = 64 if bench.tiny else _LENGTHS.get(feature, 8192)
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(feature == "deterministic")
     try:
-        calls, wanted, head = _feature_calls(bench, feature, length, names)
-        gradient = bench.random(head["batch"], head["heads"], length, head["head_dim"])
+        batch, heads, dim = (2, 2, 16) if bench.tiny else (max(1, 16384 // length), 16, 128)
+        q, k, v = (bench.random(batch, heads, length, dim, learned=bench.on_gpu) for _ in range(3))
+        made = FEATURES[feature](bench, batch, heads, length)
+        calls = _calls(bench, made, [name for name in names if name != "chunked" or length <= 4096], q, k, v)
+        wanted = [t for t in (q, k, v, *made.tensors) if t.requires_grad]
+        head = {"feature": feature, "length": length, "batch": batch, "heads": heads, "head_dim": dim}
+        gradient = bench.random(batch, heads, length, dim)
         # On the CPU FlexAttention has no backward.
         yield from _both_ways(bench, head, calls, wanted, gradient, backward=bench.on_gpu, compare=feature != "dropout")
     finally:
         torch.use_deterministic_algorithms(before)
-
-
-def _feature_calls(bench: Bench, name: str, length: int, names: Sequence[str]) -> tuple[Calls, list[Tensor], Row]:
-    """The call of each of `names` that has this feature, what has a gradient, and what the row is of."""
-    batch, heads, dim = (2, 2, 16) if bench.tiny else (max(1, 16384 // length), 16, 128)
-    q, k, v = (bench.random(batch, heads, length, dim, learned=bench.on_gpu) for _ in range(3))
-    feature = FEATURES[name](bench, batch, heads, length)
-    known = operators(bench.device)
-    calls: dict[str, Callable[[], Tensor]] = {}
-    for kernel in names:
-        if kernel == "flex":
-            if feature.score_mod or feature.keep:
-                calls[kernel] = _flex_call(bench, feature, q, k, v)
-        elif kernel == "sdpa":
-            if feature.sdpa is not None:
-                calls[kernel] = functools.partial(feature.sdpa, q, k, v)
-        elif kernel in known and not (kernel == "chunked" and length > 4096):
-            program = feature.program(dim**-0.5)
-            calls[kernel] = _own(known[kernel], program, q, k, v, feature.tensors, feature.dropout_p)
-    wanted = [t for t in (q, k, v, *feature.tensors) if t.requires_grad]
-    return calls, wanted, {"feature": name, "length": length, "batch": batch, "heads": heads, "head_dim": dim}
 
 
 def _flex_call(bench: Bench, feature: Feature, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
@@ -289,16 +290,14 @@ def _flex_call(bench: Bench, feature: Feature, q: Tensor, k: Tensor, v: Tensor) 
     return functools.partial(call, q, k, v, score_mod=feature.score_mod, block_mask=mask)
 
 
+@in_worker
 def decoding(names: Sequence[str], bench: Bench, batch: int, length: int) -> Iterator[Row]:
     """One query to a long cache, grouped heads: bytes of key and value read in a second."""
     heads, kv_heads, dim = (4, 2, 16) if bench.tiny else (32, 8, 128)
     q = bench.random(batch, heads, 1, dim)
     k, v = (bench.random(batch, kv_heads, length, dim) for _ in range(2))
-    program = ScoreProgram(["mul", ["score"], ["const", dim**-0.5]])
-    known = operators(bench.device)
-    calls = {name: _own(known[name], program, q, k, v) for name in names if name in known}
-    if "sdpa" in names:
-        calls["sdpa"] = lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    grouped = functools.partial(F.scaled_dot_product_attention, enable_gqa=True)
+    calls = _calls(bench, replace(_full(bench, batch, heads, length), sdpa=grouped), names, q, k, v)
     read = 2 * k.numel() * k.itemsize
     with torch.no_grad():
         for row in _both_ways(bench, {"batch": batch, "cache": length}, calls, [], q, backward=False):
@@ -312,19 +311,6 @@ def _on(backend: SDPBackend, call: Callable[[], Tensor]) -> Callable[[], Tensor]
             return call()
 
     return run
-
-
-def _own(
-    operator: Operator,
-    program: ScoreProgram,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    inputs: tuple[Tensor, ...] = (),
-    dropout_p: float = 0.0,
-) -> Callable[[], Tensor]:
-    seed = torch.tensor([1], device=q.device) if dropout_p else None
-    return operator.bind(Call(q, k, v, list(inputs), [q.shape[2], k.shape[2]], seed, dropout_p, program.dumps()))
 
 
 def _masked(score: Any, keep: Any, **bounds: Any) -> ScoreProgram:
@@ -363,7 +349,7 @@ def _window(bench: Bench, batch: int, heads: int, length: int) -> Feature:
     return Feature(
         program=lambda scale: _masked(_scaled(scale), inside, upper=["const", 0], lower=["const", 1 - reach]),
         keep=lambda b, h, i, j: (j <= i) & (i - j < reach),
-        sdpa=lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=keep),
+        sdpa=functools.partial(F.scaled_dot_product_attention, attn_mask=keep),
     )
 
 
@@ -378,7 +364,7 @@ def _documents(bench: Bench, batch: int, heads: int, length: int) -> Feature:
         program=lambda scale: _masked(_scaled(scale), same, upper=["const", 0]),
         tensors=(ids,),
         keep=lambda b, h, i, j: (j <= i) & (ids[i] == ids[j]),
-        sdpa=lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=keep),
+        sdpa=functools.partial(F.scaled_dot_product_attention, attn_mask=keep),
     )
 
 
@@ -417,11 +403,9 @@ def _softcap(bench: Bench, batch: int, heads: int, length: int) -> Feature:
 
 
 def _dropout(bench: Bench, batch: int, heads: int, length: int) -> Feature:
-    return Feature(
-        program=lambda scale: _masked(_scaled(scale), CAUSAL, upper=["const", 0]),
-        sdpa=lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.125),
-        dropout_p=0.125,
-    )
+    causal = _causal(bench, batch, heads, length)
+    assert causal.sdpa is not None
+    return replace(causal, sdpa=functools.partial(causal.sdpa, dropout_p=0.125), dropout_p=0.125)
 
 
 def _sinks(bench: Bench, batch: int, heads: int, length: int) -> Feature:
@@ -434,14 +418,20 @@ def _sinks(bench: Bench, batch: int, heads: int, length: int) -> Feature:
     return Feature(program=with_sink, tensors=(logits,))
 
 
+def _full(bench: Bench, batch: int, heads: int, length: int) -> Feature:
+    return Feature(program=lambda scale: ScoreProgram(_scaled(scale)), sdpa=F.scaled_dot_product_attention)
+
+
 def _causal(bench: Bench, batch: int, heads: int, length: int) -> Feature:
     return Feature(
         program=lambda scale: _masked(_scaled(scale), CAUSAL, upper=["const", 0]),
-        sdpa=lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+        sdpa=functools.partial(F.scaled_dot_product_attention, is_causal=True),
     )
 
 
 FEATURES: dict[str, Callable[[Bench, int, int, int], Feature]] = {
+    "full": _full,
+    "causal": _causal,
     "window": _window,
     "documents": _documents,
     "learned bias": _bias,
@@ -451,4 +441,6 @@ FEATURES: dict[str, Callable[[Bench, int, int, int], Feature]] = {
     "sinks": _sinks,
     "deterministic": _causal,
 }
+# Those that are no plain attention.
+BEYOND_PLAIN = [name for name in FEATURES if name not in ("full", "causal")]
 _LENGTHS = {"window": 16384, "learned bias": 4096}

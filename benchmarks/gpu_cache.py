@@ -108,7 +108,7 @@ def tasks(library: Path, only: list[str]) -> Iterator[Task]:
             yield attention, library, gpu_attention.plain, "triton_flash", *shape
         for size in gpu_sections.CACHES_READ:
             yield attention, library, gpu_attention.decoding, "triton_flash", *size
-        for feature in gpu_attention.FEATURES:
+        for feature in gpu_attention.BEYOND_PLAIN:
             yield attention, library, gpu_attention.features, "triton_flash", feature
     if "sweep" in only:
         yield from ((swept, library, trial) for trial in gpu_sweep.trials())

@@ -329,48 +329,37 @@ def block(found: Found) -> str:
             asked = counts["right"] + counts["wrong"] + counts["lost"]
             parts[0] += f" `{name}`: {counts['right']} of {asked} rows of the shared grid right against float64."
     parts[0] += "".join(f" {line}" for line in _whole_programs(found))
-    ratios = table(
-        [
-            "times as fast as torch's",
-            "goal",
-            "forward, of the goal",
-            "backward",
-            "forward, of torch's best",
-            "backward",
-        ],
-        anchors(found),
-    )
-    if ratios:
-        said = "Our kernels beside torch's, worst to best shape, forward by CUDA graph replays"
-        if "clock" not in found["speed"]:
-            said += ", backward by the clock before today's, which includes the time that the GPU waited for the host"
-        parts.append(f"{said}:\n\n{ratios}")
-    rows = [*evidence_of(found)]
-    if rows:
-        said = "The evidence: each kernel's time over that as written under Inductor, and what the picker chooses."
-        said += f" {clock(found)} {verdict(found)}"
-        head = ["", "case", *KERNELS_SHOWN, "ours: times as fast as torch's best", "picked"]
-        if by_gpu_time(found):
-            said += " Last, what takes the host longer to issue than the GPU to run, in µs of each."
-            head.append("longer on the host")
-        parts.append(f"{said}\n\n{table(head, iter(rows))}")
-    tried = table(["kernel", "shipped config", "fastest", "/ shipped", "noise"], configs_of(found))
-    if tried:
-        said = "Each kernel alone in the config that it shipped with, and the fastest of some others"
-        parts.append(f"{said}; noise: by how much two measurements of the first differ:\n\n{tried}")
-    head = ["kernel", "time", "warps active", "tensor cores", "L2", "memory", "warps that wait, for each that issues"]
-    seen = table(head, looked_into(found))
-    if seen:
-        parts.append(f"In Nsight Compute, as shares of the max:\n\n{seen}")
-    head = ["a training step", "vocabulary", "median", "/ eager", "/ Inductor", "peak memory", "fused"]
-    trained = table(head, steps(found))
-    if trained:
-        sizes = rows_of(found, "models", "nanogpt")[0]
-        said = f"{sizes['batch']} sequences of {sizes['length']} tokens, autocast to {sizes['dtype']}, with AdamW"
-        parts.append(
-            f"GPT-2 small, its attention written out (`python -m attn_fuse.bench nanogpt`), {said}:\n\n{trained}"
-        )
+    parts += [f"{said}\n\n{text}" for said, head, rows in _tables(found) if (text := table(head, rows))]
     return "\n\n".join(parts)
+
+
+def _tables(found: Found) -> Iterator[tuple[str, Sequence[str], Iterator[list[str]]]]:
+    """What stands above each table, its head, and its rows."""
+    said = "Our kernels beside torch's, worst to best shape, forward by CUDA graph replays"
+    if "clock" not in found.get("speed", {}):
+        said += ", backward by the clock before today's, which includes the time that the GPU waited for the host"
+    passes = ("forward, of the goal", "backward", "forward, of torch's best", "backward")
+    yield f"{said}:", ("times as fast as torch's", "goal", *passes), anchors(found)
+    said = "The evidence: each kernel's time over that as written under Inductor, and what the picker chooses."
+    said += f" {clock(found)} {verdict(found)}"
+    head = ["", "case", *KERNELS_SHOWN, "ours: times as fast as torch's best", "picked"]
+    if by_gpu_time(found):
+        said += " Last, what takes the host longer to issue than the GPU to run, in µs of each."
+        head.append("longer on the host")
+    yield said, head, evidence_of(found)
+    said = (
+        "Each kernel alone in the config that it shipped with, and the fastest of some others; noise: by how much two "
+    )
+    said += "measurements of the first differ:"
+    yield said, ("kernel", "shipped config", "fastest", "/ shipped", "noise"), configs_of(found)
+    head = ["kernel", "time", "warps active", "tensor cores", "L2", "memory", "warps that wait, for each that issues"]
+    yield "In Nsight Compute, as shares of the max:", head, looked_into(found)
+    sizes = next(iter(rows_of(found, "models", "nanogpt")), {})
+    said = "GPT-2 small, its attention written out (`python -m attn_fuse.bench nanogpt`), "
+    if "batch" in sizes:
+        said += f"{sizes['batch']} sequences of {sizes['length']} tokens, autocast to {sizes['dtype']}, with AdamW:"
+    head = ["a training step", "vocabulary", "median", "/ eager", "/ Inductor", "peak memory", "fused"]
+    yield said, head, steps(found)
 
 
 def _whole_programs(found: Found) -> Iterator[str]:

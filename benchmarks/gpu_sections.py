@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+import gpu_attention
 import gpu_cases
 import gpu_sweep
 import gpu_tasks
@@ -27,7 +28,7 @@ from attn_fuse.picker.case import Case
 from attn_fuse.picker.evidence import AS_WRITTEN
 from attn_fuse.picker.timing import Device, seconds_in_words
 from attn_fuse.picker.workers import Worker, spared
-from gpu_attention import FEATURES, Bench, Row
+from gpu_attention import BEYOND_PLAIN, Bench, Row
 from gpu_ncu import ncu
 from harness import ROOT
 from nanogpt import programs_of
@@ -37,7 +38,7 @@ from pool import Pool
 # others had theirs.
 CHECK, SHAPE, TRIAL, CASE, COMPILE, FIRST = 40.0, 45.0, 15.0, 40.0, 100.0, 20.0
 # What a worker imports before its first deadline begins.
-TASKS = ("gpu_tasks",)
+TASKS = ("gpu_attention", "gpu_sweep", "gpu_tasks")
 # Processes that compile side by side, at most: all have programs in memory.
 COMPILING = 10
 # So many processes that a kernel broke are enough.
@@ -112,7 +113,7 @@ Section = Callable[[Run, float], Iterator[Row]]
 def ceilings(run: Run, end: float) -> Iterator[Row]:
     """What a large matrix product and a large copy reach."""
     with Worker(imports=TASKS) as worker:
-        answer = worker.call(min(60.0, end - time.perf_counter()), gpu_tasks.ceilings, run.bench)
+        answer = worker.call(min(60.0, end - time.perf_counter()), gpu_attention.ceilings, run.bench)
     yield from answer.value or [{"failed": answer.problem}]
 
 
@@ -285,9 +286,9 @@ def _to_time(run: Run) -> list[tuple[Callable[..., Any], list[str], tuple[Any, .
     own = run.own
     torchs = ["sdpa"] if run.tiny else ["sdpa", "cudnn", "flash", "efficient"]
     sizes = ((2, 65),) if run.tiny else CACHES_READ
-    plain = [(gpu_tasks.plain, [*torchs, *own], shape) for shape in shapes(run.tiny)]
-    decoding = [(gpu_tasks.decoding, ["sdpa", *own], size) for size in sizes]
-    features = [(gpu_tasks.features, ["flex", "sdpa", *own], (feature,)) for feature in FEATURES]
+    plain = [(gpu_attention.plain, [*torchs, *own], shape) for shape in shapes(run.tiny)]
+    decoding = [(gpu_attention.decoding, ["sdpa", *own], size) for size in sizes]
+    features = [(gpu_attention.features, ["flex", "sdpa", *own], (feature,)) for feature in BEYOND_PLAIN]
     return [*plain[:6], *decoding[:2], *features, *plain[6:], *decoding[2:]]
 
 
@@ -323,7 +324,7 @@ def sweep(run: Run, end: float) -> Iterator[Row]:
                 yield {"not run": str(trial)}
                 continue
             seconds = run.patience(TRIAL)
-            arguments = gpu_tasks.swept, trial.names, run.bench, trial, seconds / 2
+            arguments = gpu_sweep.swept, trial.names, run.bench, trial, seconds / 2
             answer, broke = spared(worker, seconds, end, *arguments)
             for row in answer.value or [{"failed": answer.problem}]:
                 fastest[str(trial)] = gpu_sweep.in_words(row)

@@ -20,31 +20,20 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-import gpu_attention
-from attn_fuse.kernels.score.program import ScoreProgram
 from attn_fuse.kernels.triton.flash.bulk import Bulk
 from attn_fuse.kernels.triton.flash.configs import Config
 from attn_fuse.picker.timing import synchronize
 from attn_fuse.picker.workers import note
-from gpu_attention import LIMIT, Bench, Feature, Row, distance
+from gpu_attention import FEATURES, LIMIT, Bench, Row, distance, in_worker
 
 SHIPPED, AGAIN = "shipped", "shipped, again"
 # Bytes of its registers that a config may put away: around a loop they cost little, and larger tiles may be worth it.
 MAX_PUT_AWAY = 128
 
 
-def _full(bench: Bench, batch: int, heads: int, length: int) -> Feature:
-    return Feature(program=lambda scale: ScoreProgram(["mul", ["score"], ["const", scale]]))
-
-
 # What is done to the scores, by a name; the configs differ by whether a tensor is read for each of them ("bias"), and
 # whether the gradient needs them again ("softcap").
-SCORES: dict[str, Callable[[Bench, int, int, int], Feature]] = {
-    "full": _full,
-    "causal": gpu_attention.FEATURES["deterministic"],
-    "bias": gpu_attention.FEATURES["learned bias"],
-    "softcap": gpu_attention.FEATURES["softcap"],
-}
+SCORES = {"full": "full", "causal": "causal", "bias": "learned bias", "softcap": "softcap"}
 
 
 @dataclass(frozen=True)
@@ -199,7 +188,7 @@ class Attention:
     def __init__(self, trial: Trial, bench: Bench) -> None:
         self.trial, self.bench = trial, bench
         shape = (trial.batch, trial.heads, trial.length, trial.head_dim)
-        self.feature = SCORES[trial.scores](bench, *shape[:3])
+        self.feature = FEATURES[SCORES[trial.scores]](bench, *shape[:3])
         self.program = self.feature.program(trial.head_dim**-0.5).dumps()
         self.operands = tuple(bench.random(*shape) for _ in range(3))
         self.gradient = bench.random(*shape)
@@ -236,6 +225,7 @@ class Attention:
         return facts.bulk.get(kernel, facts.configs[kernel]), found[kernel], wrote[kernel]
 
 
+@in_worker
 def swept(names: Sequence[str], bench: Bench, trial: Trial, seconds: float) -> Iterator[Row]:
     """A row with the times of a trial's kernel in the configs of these names; `seconds` in which to begin each."""
     end = time.perf_counter() + seconds

@@ -12,15 +12,12 @@ from typing import Any
 
 import torch
 
-import gpu_attention
-import gpu_sweep
 import nanogpt
 from attn_fuse.bench.measure import bytes_as_written, in_gib, prepared
 from attn_fuse.bench.workloads import program, runner, tensors
 from attn_fuse.picker.case import Case
 from attn_fuse.picker.evidence import AS_WRITTEN
 from attn_fuse.picker.timing import free_memory, machine
-from gpu_attention import Bench, Row
 from nanogpt import Sizes
 
 # A few wrong rows are of what they are of; from this share on, a kernel is not timed.
@@ -52,34 +49,6 @@ def checked(name: str, c: Any, device: torch.device) -> str:
 
     torch.set_num_threads(1)
     return check(operators(device)[name], c, device)
-
-
-def ceilings(bench: Bench) -> list[Row]:
-    return [*gpu_attention.ceilings(bench)]
-
-
-def plain(names: Sequence[str], bench: Bench, length: int, head_dim: int, causal: bool) -> list[Row]:
-    return _all(gpu_attention.plain(names, bench, length, head_dim, causal))
-
-
-def features(names: Sequence[str], bench: Bench, feature: str) -> list[Row]:
-    return _all(gpu_attention.features(names, bench, feature))
-
-
-def decoding(names: Sequence[str], bench: Bench, batch: int, length: int) -> list[Row]:
-    return _all(gpu_attention.decoding(names, bench, batch, length))
-
-
-def swept(names: Sequence[str], bench: Bench, trial: gpu_sweep.Trial, seconds: float) -> list[Row]:
-    return _all(gpu_sweep.swept(names, bench, trial, seconds))
-
-
-def _all(rows: Any) -> list[Row]:
-    torch.manual_seed(0)
-    found = [*rows]
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
-    return found
 
 
 def grid_names(device: torch.device) -> list[str]:

@@ -283,51 +283,27 @@ def headline() -> str:
     return markdown(["", "time", "peak memory: Inductor, attn_fuse"], rows)
 
 
-def bench_model() -> str:
-    """What `bench model` printed."""
-    return _printed("bench-model-cpu")
+def _printed(command: str) -> Callable[[], str]:
+    """A block: what a command of `attn_fuse.bench` printed, as bench_outputs.py stores it."""
 
+    def printed() -> str:
+        name = f"bench-{command}-cpu"
+        return _signed(f"```\n{stored(name)['printed'].strip()}\n```", name)
 
-def bench_sweep() -> str:
-    """What `bench sweep` printed."""
-    return _printed("bench-sweep-cpu")
-
-
-def bench_nanogpt() -> str:
-    """What `bench nanogpt` printed."""
-    return _printed("bench-nanogpt-cpu")
-
-
-def _printed(name: str) -> str:
-    return _signed(f"```\n{stored(name)['printed'].strip()}\n```", name)
+    return printed
 
 
 HEADLINES = (("causal and padding, training", 2048), ("window 256, inference", 4096))
 BLOCKS: Mapping[str, Callable[[], str]] = {
-    block.__name__: block
-    for block in (
-        speed,
-        features,
-        choices,
-        calls,
-        compiling,
-        recall,
-        published,
-        repositories,
-        headline,
-        recognised,
-        on_a_gpu,
-        opened,
-        walked,
-        busy,
-        cold_threads,
-        tools,
-        generated,
-        bench_model,
-        bench_sweep,
-        bench_nanogpt,
-    )
-}
+    **{
+        block.__name__: block
+        for block in (
+            speed, features, choices, calls, compiling, recall, published, repositories, headline, recognised,
+            on_a_gpu, opened, walked, busy, cold_threads, tools, generated,
+        )
+    },
+    **{f"bench_{command}": _printed(command) for command in ("model", "sweep", "nanogpt")},
+}  # fmt: skip
 
 
 def _signed(text: str, *names: str) -> str:

@@ -16,11 +16,11 @@ from attn_fuse.errors import BenchError, ExplainError, OptionError, nearest
 # By name: the module whose `main` runs the command, and what the command does.
 COMMANDS = {
     "model": ("attn_fuse.bench.model_command", "the model in a file: eager, Inductor, attn_fuse, each kernel forced"),
-    "sweep": ("attn_fuse.bench.sweep", "attentions over lengths, head_dims, batches, masks and dtypes"),
+    "sweep": ("sweep", "attentions over lengths, head_dims, batches, masks and dtypes; in a clone"),
     "nanogpt": ("nanogpt", "a GPT's training step on each kernel, and with a padded vocabulary; in a clone"),
     "calibrate": ("attn_fuse.bench.calibrate", "measure this device for the picker; show or forget that"),
 }
-# Where `nanogpt` is: it trains the GPT of examples/, which a wheel does not have.
+# Where `sweep` and `nanogpt` are, which a wheel does not have.
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 INTERRUPTED = 130
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     module = COMMANDS[arguments[0]][0]
     if not module.startswith("attn_fuse."):
         if not (BENCHMARKS / f"{module}.py").exists():
-            return _refused(f"{arguments[0]} trains the GPT of examples/: run it in a clone of the repository")
+            return _refused(f"{arguments[0]} is in benchmarks/, which only a clone of the repository has: run it there")
         sys.path.insert(0, str(BENCHMARKS))
     try:
         return int(importlib.import_module(module).main(arguments[1:]))

@@ -78,15 +78,8 @@ class Observation:
 Observe = Callable[[Sequence[str], Case, torch.device, Effort], Observation]
 
 
-def measured(
-    case: Case, device: torch.device, effort: Effort, kernels: Sequence[str] | None = None
-) -> tuple[Row, dict[str, str]]:
-    """The row of `case` as written and on `kernels` (None: all that can run it), and why a kernel has no time."""
-    timings, why_not = timed(case, device, effort, kernels)
-    return _row(case, timings), why_not
-
-
-def _row(case: Case, timings: Mapping[str, Timing]) -> Row:
+def row_of(case: Case, timings: Mapping[str, Timing]) -> Row:
+    """`timings` of `case` as evidence, in microseconds."""
     host = {name: round(t.host * 1e6, 2) for name, t in timings.items() if t.host is not None}
     return Row(case, {name: round(timing.median * 1e6, 2) for name, timing in timings.items()}, host)
 
@@ -94,7 +87,7 @@ def _row(case: Case, timings: Mapping[str, Timing]) -> Row:
 def timed(
     case: Case, device: torch.device, effort: Effort, kernels: Sequence[str] | None = None
 ) -> tuple[dict[str, Timing], dict[str, str]]:
-    """The timings of which `measured` makes a row, and why a kernel has none."""
+    """The timings of `case` as written and on `kernels` (None: all that can run it), and why a kernel has none."""
     runs, why_not = prepared(case, device, kernels)
     return interleaved(runs, device, effort.rounds, effort.seconds, effort.shortest), why_not
 
@@ -161,7 +154,7 @@ def observed(kernels: Sequence[str], case: Case, device: torch.device, effort: E
         if left:
             time.sleep(_WAIT)
     peaks = {name: peak_memory(run, device) for name, run in runs.items()} if effort.whole else {}
-    return Observation(_row(smaller, timings), why_not, busy, timings=timings, peaks=peaks)
+    return Observation(row_of(smaller, timings), why_not, busy, timings=timings, peaks=peaks)
 
 
 class Measuring:

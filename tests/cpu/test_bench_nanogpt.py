@@ -136,12 +136,13 @@ def test_a_first_step_is_that_of_its_row(monkeypatch: pytest.MonkeyPatch) -> Non
     assert by_hand == pytest.approx(nanogpt.first_step(EAGER, SMALL, CPU), rel=1e-3)
 
 
+@pytest.mark.parametrize("name", ["nanogpt", "sweep"])
 def test_outside_of_a_clone_it_says_so(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(command, "BENCHMARKS", tmp_path)
-    assert main(["nanogpt"]) == 2
-    said = "attn_fuse.bench: nanogpt trains the GPT of examples/: run it in a clone of the repository\n"
+    assert main([name]) == 2
+    said = f"attn_fuse.bench: {name} is in benchmarks/, which only a clone of the repository has: run it there\n"
     assert capsys.readouterr().err == said
 
 

@@ -12,14 +12,18 @@ from typing import Any
 import pytest
 import torch
 
-from attn_fuse.bench import measure, plot, sweep
+# Before the tests, which have a `harness`, too.
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import sweep
+from attn_fuse.bench import measure, plot
 from attn_fuse.bench.command import main
 from attn_fuse.bench.measure import Effort, Observation, observed
 from attn_fuse.bench.progress import Progress
-from attn_fuse.bench.sweep import MASKS, Swept, cases
 from attn_fuse.picker.case import Case
 from attn_fuse.picker.evidence import AS_WRITTEN
 from attn_fuse.picker.timing import Timing, interleaved
+from sweep import MASKS, Swept, cases
 
 CPU = torch.device("cpu")
 WHOLE = Effort(3, 0.05, 0.0, whole=True)

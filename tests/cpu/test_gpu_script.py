@@ -18,9 +18,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import gpu
+import gpu_attention
 import gpu_cases
 import gpu_ncu
 import gpu_sections
+import gpu_sweep
 import gpu_tasks
 from attn_fuse.bench.measure import Observation, bytes_as_written
 from attn_fuse.picker import evidence
@@ -262,9 +264,9 @@ def first_dies(name: str, what: str, device: torch.device) -> str:
 @pytest.mark.slow
 def test_what_breaks_a_shape_is_left_out_of_it(tmp_path: Path, monkeypatch) -> None:
     for name in ("plain", "features", "decoding"):
-        monkeypatch.setattr(gpu_tasks, name, dies_on_sdpa)
+        monkeypatch.setattr(gpu_attention, name, dies_on_sdpa)
     monkeypatch.setattr(gpu_sections, "shapes", lambda tiny: [(64, 16, True)])
-    monkeypatch.setattr(gpu_sections, "FEATURES", {"window": None})
+    monkeypatch.setattr(gpu_sections, "BEYOND_PLAIN", ["window"])
     run = a_run(tmp_path, 90.0, "chunked")
     rows = [*gpu_sections.speed(run, run.end)]
     died = {"sdpa": "its process died of signal SIGABRT"}
@@ -279,20 +281,13 @@ SECTIONS = [name for call in CALLS.values() for name in call.sections if name !=
     "name", [name if name == "correctness" else pytest.param(name, marks=pytest.mark.slow) for name in SECTIONS]
 )
 def test_a_section_ends_by_its_time_whatever_hangs(name: str, tmp_path: Path, monkeypatch) -> None:
-    for task in (
-        "ceilings",
-        "checked",
-        "plain",
-        "features",
-        "decoding",
-        "compiled",
-        "picked",
-        "first_step",
-        "answered",
-        "published",
-        "swept",
+    for module, tasks in (
+        (gpu_attention, ("ceilings", "plain", "features", "decoding")),
+        (gpu_sweep, ("swept",)),
+        (gpu_tasks, ("checked", "compiled", "picked", "first_step", "answered", "published")),
     ):
-        monkeypatch.setattr(gpu_tasks, task, hangs)
+        for task in tasks:
+            monkeypatch.setattr(module, task, hangs)
     monkeypatch.setattr(gpu_tasks, "grid_rows", nine_rows)
     monkeypatch.setattr(gpu_sections, "Measuring", hanging_measuring(gpu_sections.Measuring))
     run = a_run(tmp_path, 3.0, "chunked")
