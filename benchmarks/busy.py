@@ -68,11 +68,7 @@ def main() -> None:
         of_program = measured(program, args.length, args.beside, args.rounds, args.seconds)
         rows += of_program
         lines = [
-            [
-                str(row["beside"]),
-                *(seconds_in_words(row["times"][name].median) for name in NAMES),
-                f"{row['gain']:.2f}",
-            ]
+            [str(row["beside"]), *(seconds_in_words(row["times"][name].median) for name in NAMES), f"{row['gain']:.2f}"]
             for row in of_program
         ]
         print(f"\n{program}, T = {args.length}, {of_program[0]['kernel']}")

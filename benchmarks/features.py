@@ -223,10 +223,7 @@ def contestants(kind: type[Written], kernels: tuple[str, ...], length: int) -> d
         return Contestant(run, site.kernel or "as written")
 
     torch._dynamo.reset()
-    found = {
-        "eager": Contestant(step(module)),
-        "inductor": Contestant(step(torch.compile(module, dynamic=False))),
-    }
+    found = {"eager": Contestant(step(module)), "inductor": Contestant(step(torch.compile(module, dynamic=False)))}
     if module.by_hand is not None:
         found["by hand to sdpa"] = Contestant(step(torch.compile(module.by_hand, dynamic=False)))
     found["attn_fuse"] = fused()

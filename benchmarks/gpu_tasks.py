@@ -14,9 +14,7 @@ import torch
 
 import nanogpt
 from attn_fuse.bench.measure import bytes_as_written, in_gib, prepared
-from attn_fuse.bench.workloads import program, runner, tensors
 from attn_fuse.picker.case import Case
-from attn_fuse.picker.evidence import AS_WRITTEN
 from attn_fuse.picker.timing import free_memory, machine
 from nanogpt import Sizes
 
@@ -138,21 +136,14 @@ def picked(case: Case, device: torch.device) -> tuple[str, str]:
     """What the picker chooses for `case`, and why."""
     from attn_fuse.backend import analyze_only
     from attn_fuse.picker import evidence
-    from attn_fuse.report import collecting
+    from regret import picked as of_program
 
     def chosen(graph: torch.fx.GraphModule, inputs: Any) -> Any:
         analyze_only(graph, inputs)
         return graph
 
     evidence.tables.cache_clear()
-    torch.compiler.reset()
-    values = tensors(case, device)
-    with collecting() as graphs:
-        runner(torch.compile(program(case), backend=chosen, dynamic=False), case, values)()
-    (site,) = graphs[-1].sites
-    if site.kernel is None:
-        return AS_WRITTEN, "" if site.blocker is None else site.blocker.reason
-    return site.kernel, site.attention["picked"]
+    return of_program(case, device, chosen)
 
 
 # ---- the training step of a GPT

@@ -11,8 +11,9 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
@@ -61,12 +62,12 @@ class Site:
         return self.regret > GOAL and all(times[self.picked].lower > times[self.best].upper for times in self.passes)
 
 
-def picked(case: Case, device: torch.device) -> tuple[str, str]:
-    """What the picker chooses for `case`, and why."""
+def picked(case: Case, device: torch.device, backend: Callable[..., Any] = attn_fuse) -> tuple[str, str]:
+    """What the picker chooses for `case`, and why. backend: attn_fuse, or one that analyses alone."""
     torch.compiler.reset()
     values = tensors(case, device)
     with collecting() as graphs:
-        runner(torch.compile(program(case), backend=attn_fuse, dynamic=False), case, values)()
+        runner(torch.compile(program(case), backend=backend, dynamic=False), case, values)()
     (site,) = graphs[-1].sites
     if site.kernel is None:
         return AS_WRITTEN, "" if site.blocker is None else site.blocker.reason

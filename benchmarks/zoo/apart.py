@@ -47,10 +47,7 @@ APART: dict[str, dict[str, Apart]] = {
         "vits_text": Apart(OWN_VALUES),
         "groupvit_text_vision": Apart(HARD, 1),
     },
-    "timm": {
-        "vit_diff": Apart(DIFFERENCE),
-        "convit": Apart(BLEND, 2),
-    },
+    "timm": {"vit_diff": Apart(DIFFERENCE), "convit": Apart(BLEND, 2)},
     "x-transformers": {
         "top_k": Apart(RANKED),
         "hard": Apart(HARD),

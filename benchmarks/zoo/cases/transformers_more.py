@@ -37,6 +37,15 @@ def fastspeech2() -> Made:
     return transformers.FastSpeech2ConformerModel(config).encoder, (ids(12), padded(12, 9)[:, None]), {}
 
 
+SERIES = {"prediction_length": 6, "context_length": 12, "num_time_features": 1}
+
+
+def series(config: Any) -> dict[str, Any]:
+    past = {"past_values": torch.randn(2, 19), "past_time_features": torch.randn(2, 19, 1)}
+    future = {"future_values": torch.randn(2, 6), "future_time_features": torch.randn(2, 6, 1)}
+    return {**past, "past_observed_mask": torch.ones(2, 19), **future}
+
+
 def detr(name: str, **options: Any) -> Any:
     backbone = transformers.ResNetConfig(
         embedding_size=16, hidden_sizes=[16, 32], depths=[1, 1], layer_type="basic", out_features=["stage2"]
@@ -110,30 +119,14 @@ PAIRS: dict[str, Build] = {
     "time_series_transformer": of(
         "TimeSeriesTransformerConfig",
         "TimeSeriesTransformerModel",
-        lambda config: {
-            "past_values": torch.randn(2, 19),
-            "past_time_features": torch.randn(2, 19, 1),
-            "past_observed_mask": torch.ones(2, 19),
-            "future_values": torch.randn(2, 6),
-            "future_time_features": torch.randn(2, 6, 1),
-        },
-        prediction_length=6,
-        context_length=12,
-        num_time_features=1,
+        series,
+        **SERIES,
     ),
     "informer": of(
         "InformerConfig",
         "InformerModel",
-        lambda config: {
-            "past_values": torch.randn(2, 19),
-            "past_time_features": torch.randn(2, 19, 1),
-            "past_observed_mask": torch.ones(2, 19),
-            "future_values": torch.randn(2, 6),
-            "future_time_features": torch.randn(2, 6, 1),
-        },
-        prediction_length=6,
-        context_length=12,
-        num_time_features=1,
+        series,
+        **SERIES,
         attention_type="full",
         distil=False,
     ),

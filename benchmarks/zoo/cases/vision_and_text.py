@@ -90,32 +90,12 @@ TORCHVISION: dict[str, Build] = {
     ),
     "mvit_v2": mvit,
 }
+ENCODER = {"img_size": 64, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 4, "out_chans": 32}
+WINDOWS = {"use_rel_pos": True, "rel_pos_zero_init": False, "window_size": 3, "global_attn_indexes": (1,)}
 SAM: dict[str, Build] = {
-    "image_encoder": fitting(
-        "segment_anything.modeling.image_encoder.ImageEncoderViT",
-        {},
-        images(64),
-        img_size=64,
-        patch_size=8,
-        embed_dim=64,
-        depth=2,
-        num_heads=4,
-        out_chans=32,
-    ),
+    "image_encoder": fitting("segment_anything.modeling.image_encoder.ImageEncoderViT", {}, images(64), **ENCODER),
     "image_encoder_windows": fitting(
-        "segment_anything.modeling.image_encoder.ImageEncoderViT",
-        {},
-        images(64),
-        img_size=64,
-        patch_size=8,
-        embed_dim=64,
-        depth=2,
-        num_heads=4,
-        out_chans=32,
-        use_rel_pos=True,
-        rel_pos_zero_init=False,
-        window_size=3,
-        global_attn_indexes=(1,),
+        "segment_anything.modeling.image_encoder.ImageEncoderViT", {}, images(64), **ENCODER, **WINDOWS
     ),
     "two_way_transformer": fitting(
         "segment_anything.modeling.transformer.TwoWayTransformer",
@@ -152,19 +132,7 @@ KORNIA: dict[str, Build] = {
         window_sizes=[4, 4, 4, 2],
     ),
     "sam_encoder": fitting(
-        "kornia.models.sam.architecture.image_encoder.ImageEncoderViT",
-        {},
-        images(64),
-        img_size=64,
-        patch_size=8,
-        embed_dim=64,
-        depth=2,
-        num_heads=4,
-        out_chans=32,
-        use_rel_pos=True,
-        rel_pos_zero_init=False,
-        window_size=3,
-        global_attn_indexes=(1,),
+        "kornia.models.sam.architecture.image_encoder.ImageEncoderViT", {}, images(64), **ENCODER, **WINDOWS
     ),
     "dedode_attention": fitting(
         "kornia.feature.dedode.transformer.layers.attention.Attention",
