@@ -25,15 +25,7 @@ from torch.nn.attention import SDPBackend
 
 from attn_fuse.bench import plot
 from attn_fuse.bench import rows as of_rows
-from attn_fuse.bench.flags import (
-    Parser,
-    add_files,
-    check_files,
-    count,
-    device_of,
-    duration,
-    write_json,
-)  # fmt: skip
+from attn_fuse.bench.flags import Parser, add_files, check_files, count, device_of, duration, write_json
 from attn_fuse.bench.progress import Progress
 from attn_fuse.bench.rows import Row
 from attn_fuse.bench.ways import EAGER, INDUCTOR, PICKED, Way, sdpa_kernels

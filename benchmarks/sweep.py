@@ -18,16 +18,7 @@ import torch
 
 from attn_fuse.bench import plot
 from attn_fuse.bench.command import INTERRUPTED
-from attn_fuse.bench.flags import (
-    Parser,
-    add_files,
-    check_files,
-    count,
-    device_of,
-    duration,
-    kernels_of,
-    write_json,
-)  # fmt: skip
+from attn_fuse.bench.flags import Parser, add_files, check_files, count, device_of, duration, kernels_of, write_json
 from attn_fuse.bench.measure import Effort, Measuring, Observation, kernels_on
 from attn_fuse.bench.memory import bytes_in_words
 from attn_fuse.bench.progress import Progress

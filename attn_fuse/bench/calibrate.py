@@ -25,11 +25,7 @@ from attn_fuse.kernels.cache import cache_dir
 from attn_fuse.picker import evidence
 from attn_fuse.picker.case import Case
 from attn_fuse.picker.evidence import AS_WRITTEN, Row, Table
-from attn_fuse.picker.timing import (
-    machine,
-    table,
-    this_device,
-)  # fmt: skip
+from attn_fuse.picker.timing import machine, table, this_device
 
 _MINUTES, _QUICK_MINUTES = 9.0, 1.0
 
@@ -56,11 +52,8 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     what.add_argument("--show", action="store_true", help="print what the picker has to go by here")
     what.add_argument("--forget", action="store_true", help="delete what was measured here")
     parser.add_argument("--device", help="cpu or cuda; cuda where there is one is the default")
-    parser.add_argument(
-        "--minutes",
-        type=float,
-        help=f"at most, but for the first case; {_MINUTES:g}, and {_QUICK_MINUTES:g} with --quick",
-    )
+    said = f"at most, but for the first case; {_MINUTES:g}, and {_QUICK_MINUTES:g} with --quick"
+    parser.add_argument("--minutes", type=float, help=said)
     parser.add_argument("--quick", action="store_true", help="fewer rounds of each case, and a minute of them")
     parser.add_argument("--lengths", type=int, nargs="+", help="lengths of the sequences, for other than the usual")
     parser.add_argument("--heads", type=int, help="number of heads, for another than the usual")

@@ -166,14 +166,10 @@ def _largest(x: Tensor) -> float:
 
 
 def _apart(found: Tensor, expected: Tensor) -> float:
-    """The root mean square of the difference."""
-    return _rms(_difference(found, expected))
+    return _size(_difference(found, expected), finite=False)
 
 
-def _size(x: Tensor) -> float:
-    """The root mean square of the finite elements."""
-    return _rms(x.double()[x.isfinite()])
-
-
-def _rms(x: Tensor) -> float:
+def _size(x: Tensor, finite: bool = True) -> float:
+    """The root mean square, of the finite elements alone where `finite`."""
+    x = x.double()[x.isfinite()] if finite else x
     return float(x.square().mean().sqrt()) if x.numel() else 0.0

@@ -20,13 +20,7 @@ from attn_fuse.errors import NotFusedError, named
 from attn_fuse.kernels import KERNELS
 from attn_fuse.picker.case import Case
 from attn_fuse.picker.evidence import AS_WRITTEN, Row
-from attn_fuse.picker.timing import (
-    OtherLoad,
-    Timing,
-    free_memory,
-    interleaved,
-    synchronize,
-)  # fmt: skip
+from attn_fuse.picker.timing import OtherLoad, Timing, free_memory, interleaved, synchronize
 from attn_fuse.picker.workers import Worker, note, spared
 
 _TOLERANCE = {"float64": 1e-6, "float32": 1e-3}

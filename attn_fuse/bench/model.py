@@ -48,10 +48,6 @@ class Measured:
     device: str = "cpu"
     explanation: Explanation | None = None
 
-    def row(self, way: str) -> Row | None:
-        """The row that the way of this name came down to."""
-        return of_rows.named(self.rows, way)
-
     def as_json(self) -> dict[str, Any]:
         """Everything as plain dictionaries and lists."""
         return {**asdict(replace(self, explanation=None)), "rows": [row.as_json() for row in self.rows]}
@@ -75,7 +71,7 @@ def measure(subject: Subject, kernels: Sequence[str], seconds: float, progress: 
         progress.step("running eager")
         reference = Reference(subject)
         plans, left_out, explanation = _plans(subject, ways_on(device, kernels), progress)
-        rows, runs = [], {}  # type: list[Row], dict[str, Callable[[], Any]]
+        rows, runs = list[Row](), dict[str, Callable[[], Any]]()
         for plan, way in plans:
             progress.step(f"compiling {plan.name}" if way.name != EAGER else "running eager")
             row, run = _prepared(subject, plan, way, reference, device)
@@ -83,9 +79,7 @@ def measure(subject: Subject, kernels: Sequence[str], seconds: float, progress: 
             runs |= {} if run is None else {row.name: run}
             progress.advance()
         reference.put_back()
-        rows = of_rows.measured(
-            rows, runs, device, seconds * len(runs), progress, before=lambda: drop_gradients(subject)
-        )
+        rows = of_rows.measured(rows, runs, device, seconds * len(runs), progress, lambda: drop_gradients(subject))
     return Measured(
         mode="training" if subject.train else "inference",
         subject=explanation.subject,
@@ -156,7 +150,11 @@ def _prepared(
 ) -> tuple[Row, Callable[[], Any] | None]:
     """The row with all but time and memory, and a call of the program; None where the row gets no time."""
     run = way.compiled(subject.model)
-    call = _call(subject, run)
+
+    def call() -> None:
+        drop_gradients(subject)
+        subject.call(run)
+
     limit, started = _COMPILING * subject.limit, time.perf_counter()
     try:
         with limited(limit):
@@ -175,14 +173,6 @@ def _prepared(
     if not reference.agrees(found):
         return replace(row, problem=DIFFERS), None
     return row, call
-
-
-def _call(subject: Subject, run: Callable[..., Any]) -> Callable[[], None]:
-    def call() -> None:
-        drop_gradients(subject)
-        subject.call(run)
-
-    return call
 
 
 @contextlib.contextmanager

@@ -7,22 +7,13 @@ import contextlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from attn_fuse.bench import plot
 from attn_fuse.bench import rows as of_rows
 from attn_fuse.bench.command import INTERRUPTED
-from attn_fuse.bench.flags import (
-    Parser,
-    add_files,
-    check_files,
-    duration,
-    kernels_of,
-    write_json,
-    write_text,
-)
+from attn_fuse.bench.flags import Parser, add_files, check_files, duration, kernels_of, write_json, write_text
 from attn_fuse.bench.measure import kernels_on
 from attn_fuse.bench.model import Measured, device_of, measure, steps_of
 from attn_fuse.bench.progress import Progress
@@ -33,9 +24,7 @@ from attn_fuse.explain.subject import add_flags, subject_of
 from attn_fuse.picker.timing import machine, table, this_device
 
 _SECONDS = 5.0
-_HEADS = (
-    "median (quartiles)", "/ eager", "/ Inductor", "peak memory", "fused", "max difference", "first call",
-)  # fmt: skip
+_HEADS = "median (quartiles)", "/ eager", "/ Inductor", "peak memory", "fused", "max difference", "first call"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -93,16 +82,12 @@ def _measured(args: argparse.Namespace, train: bool) -> Measured:
 
 def _write(args: argparse.Namespace, measured: Sequence[Measured]) -> None:
     if args.json is not None:
-        write_json(args.json, as_json(measured))
+        head = machine(torch.device(measured[0].device))
+        write_json(args.json, {"machine": head, "measured": [one.as_json() for one in measured]})
     if args.html is not None and measured[0].explanation is not None:
         write_text(args.html, measured[0].explanation.html([_figures(one) for one in measured]))
     if args.plot is not None:
         draw(args.plot, measured)
-
-
-def as_json(measured: Sequence[Measured]) -> dict[str, Any]:
-    """The modes that were measured, below the facts of the machine."""
-    return {"machine": machine(torch.device(measured[0].device)), "measured": [m.as_json() for m in measured]}
 
 
 def _text(measured: Measured) -> str:

@@ -28,7 +28,6 @@ _IN_WORDS = {
     SDPBackend.CUDNN_ATTENTION: "cuDNN",
     SDPBackend.FLASH_ATTENTION: "flash",
     SDPBackend.EFFICIENT_ATTENTION: "efficient",
-    SDPBackend.MATH: "math",
 }
 
 
@@ -63,11 +62,10 @@ def forced(device: torch.device, kernels: Sequence[str]) -> list[Way]:
     backends = {name: backend for backend, name in sdpa_kernels(device).items()}
     ways = []
     for kernel in KERNELS:
-        if kernel.name not in kernels or device.type not in kernel.devices:
-            continue
-        backend = backends.get(kernel.name)
-        name = kernel.name if backend is None else f"{kernel.name} (SDPA {_IN_WORDS[backend]})"
-        ways.append(Way(name, {"pick": "fused", "kernels": [kernel.name]}, backend))
+        if kernel.name in kernels and device.type in kernel.devices:
+            backend = backends.get(kernel.name)
+            name = kernel.name if backend is None else f"{kernel.name} (SDPA {_IN_WORDS[backend]})"
+            ways.append(Way(name, {"pick": "fused", "kernels": [kernel.name]}, backend))
     if calls := [name for name in backends if name in kernels]:
         ways.append(Way("SDPA math", {"pick": "fused", "kernels": calls}, SDPBackend.MATH))
     return ways

@@ -129,7 +129,7 @@ def test_a_wrong_row_is_marked_and_gets_no_time(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(Way, "compiled", wrong)
     found = measured(subject())
-    row = found.row("chunked")
+    row = rows.named(found.rows, "chunked")
     assert row is not None and row.problem == DIFFERS and row.timing is None and row.peak is None
     assert row.difference == pytest.approx(0.01, rel=0.01)
     assert all(other.timing for other in found.rows if other is not row)
@@ -146,7 +146,7 @@ def test_a_row_that_raises_has_the_reason(monkeypatch: pytest.MonkeyPatch) -> No
         raise RuntimeError("no kernel\nat all")
 
     monkeypatch.setattr(Way, "compiled", lambda self, m: fails if self.name == INDUCTOR else right(self, m))
-    row = measured(subject(), ()).row(INDUCTOR)
+    row = rows.named(measured(subject(), ()).rows, INDUCTOR)
     assert row is not None and row.problem == "RuntimeError: no kernel" and row.timing is None
 
 
@@ -247,9 +247,7 @@ def test_the_table_has_what_the_json_has() -> None:
     for words in ("0.50", "0.25", "3.0 MiB", "2 of 2", "2.0e-07", "5.00 s", "note: flex is no row: why",
                   "note: other programs took 50% of the cores"):  # fmt: skip
         assert words in text, f"{words} is not in\n{text}"
-    data = json.loads(json.dumps(model_command.as_json([one()])))
-    assert data["machine"]["threads"] == torch.get_num_threads()
-    (found,) = data["measured"]
+    found = json.loads(json.dumps(one().as_json()))
     assert [row["timing"] and row["timing"]["median"] for row in found["rows"]] == [2e-3, 1e-3, 0.5e-3, None]
     assert found["rows"][2]["peak"] == 1 << 20 and found["rows"][2]["name"] == f"{PICKED} = {FUSED}"
 
@@ -282,7 +280,9 @@ def test_as_a_command(file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     captured = capsys.readouterr()
     assert captured.out.startswith("Attention(float32[1, 16, 16]), inference, float32 on cpu")
     assert "), training, float32 on cpu" in captured.out and "Traceback" not in captured.err
-    found = json.loads((folder / "out.json").read_text())["measured"]
+    data = json.loads((folder / "out.json").read_text())
+    assert data["machine"]["threads"] == torch.get_num_threads()
+    found = data["measured"]
     assert [one["mode"] for one in found] == ["inference", "training"]
     for one_mode in found:
         for row in one_mode["rows"]:

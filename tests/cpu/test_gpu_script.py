@@ -224,10 +224,7 @@ def test_a_worker_that_is_broken_is_replaced_and_the_rest_goes_on(tmp_path: Path
     run = a_run(tmp_path, 90.0, "chunked", "another", "triton_flash")
     *wrong, last = gpu_sections.correctness(run, run.end)
     counts = {"right": 5, "wrong": 2, "lost": 3, "not run": 0}
-    assert last["checked"] == {
-        "triton_flash": counts,
-        "another": counts,
-    }  # in this order, and chunked is left out
+    assert last["checked"] == {"triton_flash": counts, "another": counts}  # in this order, and chunked is left out
     words = "2 rows wrong, 3 lost, 5 right"
     assert last["wrong kernels"] == run.earlier["wrong kernels"] == {"triton_flash": words, "another": words}
     assert [row["kernel"] for row in wrong] == ["triton_flash"] * 5 + ["another"] * 5

@@ -116,20 +116,8 @@ PAIRS: dict[str, Build] = {
         lambda config: {**text(config), "bbox": torch.rand(2, 24, 4), "decoder_input_ids": ids(16)},
         max_2d_position_embeddings=64,
     ),
-    "time_series_transformer": of(
-        "TimeSeriesTransformerConfig",
-        "TimeSeriesTransformerModel",
-        series,
-        **SERIES,
-    ),
-    "informer": of(
-        "InformerConfig",
-        "InformerModel",
-        series,
-        **SERIES,
-        attention_type="full",
-        distil=False,
-    ),
+    "time_series_transformer": of("TimeSeriesTransformerConfig", "TimeSeriesTransformerModel", series, **SERIES),
+    "informer": of("InformerConfig", "InformerModel", series, **SERIES, attention_type="full", distil=False),
     "patchtst": of(
         "PatchTSTConfig",
         "PatchTSTModel",
