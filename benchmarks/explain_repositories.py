@@ -3,7 +3,7 @@
 The list is benchmarks/results/explain_repositories.json: of each file the repository, its commit and what came of it.
 A report counts where the model was built and run; those with an attention in it are counted once more, and those of a
 part of the model ("of a part only" in it) apart. A failure must be one line, with exit code 2. Each row has the commit
-that it was measured at. Repositories are sought in FOLDER as OWNER+NAME, and cloned there with --clone. Nothing of them
+that it was measured at. Repositories are sought in FOLDER as OWNER/NAME, and cloned there with --clone. Nothing of them
 is installed: what they need and this environment, which has the packages of the extra `explain`, lacks is among the
 failures. Their code runs: use a machine for it.
 """
@@ -11,18 +11,23 @@ failures. Their code runs: use a machine for it.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import re
+import signal
+import statistics
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from attn_fuse.explain.subject import OF_A_PART
+from attn_fuse.explain.finding import OF_A_PART
 from harness import commit
 
 NOTE = (
@@ -36,28 +41,38 @@ _FOUND = re.compile(r"\b\d+ attentions?\b")
 def outcome_of(file: Path, limit: float) -> dict[str, Any]:
     """What explain says of `file` within `limit` seconds: whether it reported, its words, and how long it took."""
     start = time.monotonic()
-    try:
-        ran = subprocess.run(
-            [sys.executable, "-m", "attn_fuse.explain", str(file)],
-            capture_output=True,
-            text=True,
-            timeout=limit,
-            stdin=subprocess.DEVNULL,
-        )
-    except subprocess.TimeoutExpired:
-        return {"outcome": "hang", "words": f"no answer in {limit:g} s", "seconds": round(limit)}
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        command = [sys.executable, "-m", "attn_fuse.explain", str(file)]
+        process = subprocess.Popen(command, stdout=out, stderr=err, stdin=subprocess.DEVNULL, start_new_session=True)
+        ended = threading.Timer(limit, os.killpg, (process.pid, signal.SIGKILL))
+        ended.start()
+        _, status, usage = os.wait4(process.pid, 0)
+        ended.cancel()
+        process.returncode = os.waitstatus_to_exitcode(status)
+        out.seek(0)
+        err.seek(0)
+        ran = subprocess.CompletedProcess(command, process.returncode, out.read(), err.read())
     seconds = round(time.monotonic() - start)
+    cpu = round(usage.ru_utime + usage.ru_stime, 1)
+    if ran.returncode < 0:
+        return {"outcome": "hang", "words": f"no answer in {limit:g} s", "seconds": seconds, "cpu": cpu}
     lines = (ran.stdout if ran.returncode == 0 else ran.stderr).strip().splitlines()
     if ran.returncode == 0:
         summary = next((line for line in reversed(lines) if "attention" in line), "")
         of_part = next((line.strip() for line in lines if line.strip().startswith(OF_A_PART)), None)
-        found = {"outcome": "part" if of_part else "report", "words": f"{lines[0]}: {summary}", "seconds": seconds}
+        found = {
+            "outcome": "part" if of_part else "report",
+            "words": f"{lines[0]}: {summary}",
+            "seconds": seconds,
+            "cpu": cpu,
+        }
         return {**found, "why": of_part} if of_part else found
     kind = "refused" if ran.returncode == 2 and "Traceback" not in ran.stderr else "error"
     return {
         "outcome": kind,
         "words": lines[-1].removeprefix("attn_fuse.explain: ") if lines else "",
         "seconds": seconds,
+        "cpu": cpu,
     }
 
 
@@ -79,7 +94,7 @@ def clone(repository: str, version: str, folder: Path) -> None:
 
 def measured(row: dict[str, Any], folder: Path, limit: float, may_clone: bool) -> dict[str, Any]:
     """The row of a file with what came of it now."""
-    checkout = folder / row["repository"].replace("/", "+")
+    checkout = folder / row["repository"]
     if not checkout.is_dir() and may_clone:
         clone(row["repository"], row["commit"], checkout)
     path = checkout / row["path"]
@@ -96,6 +111,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=600.0, help="seconds for each file (600)")
     parser.add_argument("--jobs", type=int, default=2, help="how many at once (2)")
     parser.add_argument("--only", default="", help="a word of the group, outcome or path of the files to measure (all)")
+    parser.add_argument("--share", default="0/1", metavar="N/M", help="of M shares, by hash, the one of number N (0/1)")
     parser.add_argument("--results", type=Path, default=LIST, help="where the outcomes are written")
     arguments = parser.parse_args()
     before = json.loads(LIST.read_text())
@@ -103,9 +119,12 @@ def main() -> None:
     if twice := [name for name, count in named.items() if count > 1]:
         parser.error(f"{LIST.name} names a file more than once: {', '.join(twice)}")
     now = commit()
+    share, of_all = map(int, arguments.share.split("/"))
 
     def row_of(row: dict[str, Any]) -> dict[str, Any]:
-        if arguments.only not in f"{row['group']} {row['outcome']} {row['repository']}/{row['path']}":
+        name = f"{row['repository']}/{row['path']}"
+        is_in = int(hashlib.sha256(name.encode()).hexdigest(), 16) % of_all == share
+        if not is_in or arguments.only not in f"{row['group']} {row['outcome']} {name}":
             return {"measured": before["commit"], **row}
         found = measured(row, arguments.folder.resolve(), arguments.limit, arguments.clone)
         return {**found, "measured": now}
@@ -117,6 +136,8 @@ def main() -> None:
     content = {"commit": now, "commits": commits, "note": NOTE, "counts": counts, "files": files}
     arguments.results.write_text(json.dumps(content, indent=1) + "\n")
     found = sum(map(has_attention, files))
+    if times := [row["cpu"] for row in files if row["measured"] == now and "cpu" in row]:
+        print(f"{len(times)} measured now: median {statistics.median(times):.1f} s of CPU, at most {max(times):.1f} s")
     print(f"{counts['report']} of {len(files)} give a report; {dict(counts)}; {found} with an attention")
 
 

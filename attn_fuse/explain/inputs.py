@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from attn_fuse.graph.names import tensors_of
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -24,22 +20,6 @@ class Inputs:
 
     def __str__(self) -> str:
         return ", ".join([*map(_in_words, self.args), *(f"{name}={_in_words(v)}" for name, v in self.kwargs.items())])
-
-
-def that_can_be_made(values: Iterable[T]) -> Iterator[T]:
-    """The values up to the first that raises while it is made: a tensor too large, a number below an empty table."""
-    with contextlib.suppress(RuntimeError, ValueError, TypeError, OverflowError, MemoryError):
-        yield from values
-
-
-def different(values: Iterable[Any]) -> Iterator[Any]:
-    """The values without those of the dtypes and shapes of one before."""
-    seen: set[str] = set()
-    for value in that_can_be_made(values):
-        words = str(Inputs((value,)))
-        if words not in seen:
-            seen.add(words)
-            yield value
 
 
 def in_python(value: Any, vocabulary: int) -> str:

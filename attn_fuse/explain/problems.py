@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 
 from attn_fuse.errors import first_line
-from attn_fuse.explain.roots import PACKAGE
+from attn_fuse.explain.opening.roots import PACKAGE
 
 E = TypeVar("E", bound=BaseException)
 

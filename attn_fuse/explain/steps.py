@@ -18,7 +18,7 @@ import torch
 from attn_fuse.errors import ExplainError
 
 # Seconds: after how many a step says that it still runs, and how many it may take unless the user says otherwise.
-QUIET, LIMIT = 10.0, 120.0
+QUIET, LIMIT = 10.0, 40.0
 # Seconds that code may take to clean up when its time is up.
 CLEANING_UP = 10.0
 

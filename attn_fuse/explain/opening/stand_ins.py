@@ -1,211 +1,189 @@
-"""Stand-ins for packages that a model's file imports and that are not installed, or whose import raises.
+"""Stand-ins for packages that a repository's files import and that are not installed, or whose import raises.
 
 While files are imported a stand-in takes part in everything: it has every attribute, it can be called, subclassed and
-used as a decorator, which then gives back what it decorates. Afterwards each use is an error that names the package,
-but for a layer that torch has too.
+used as a decorator, which then gives back what it decorates. Afterwards a model may hold one, and each use is an error
+that names the package.
 """
 
 from __future__ import annotations
 
 import ast
 import contextlib
+import dataclasses
 import functools
 import importlib.abc
 import importlib.machinery
-import importlib.util
-import itertools
+import inspect
 import os
 import re
 import sys
+import traceback
 import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from attn_fuse.explain.opening.absent_values import StandIn, StandInModule
-from attn_fuse.explain.opening.older import moved_module
+from attn_fuse.errors import ExplainError
+from attn_fuse.explain.opening.roots import PACKAGE, is_users
 from attn_fuse.explain.problems import in_one_line
-from attn_fuse.explain.roots import PACKAGE, is_users
 
-OWN = str(PACKAGE)
 # How deep in a repository a module is sought that an import names.
-DEEPEST = 3
-# Of how many files of a repository the imports are read.
-MOST_FILES = 2000
-CAUGHT = {"ImportError", "ModuleNotFoundError", "Exception", "BaseException"}
-# Loaders that each belong to one module.
-OF_ONE_FILE = (
-    importlib.machinery.SourceFileLoader,
-    importlib.machinery.SourcelessFileLoader,
-    importlib.machinery.ExtensionFileLoader,
-)
-IMPORTS = re.compile(r"^\s*(?:from|import)\s+(\w+)\.(\w+)", re.M)
-NAMES = re.compile(r"^\s*from\s+(\w+)\s+import\s+\(?(\w+(?:\s*,\s*\w+)*)", re.M)
-NO_OPERATOR = re.compile(r"operator (?P<namespace>\w+)::(?P<name>\w+) does not exist")
-LACKS = re.compile(r"cannot import name '(?P<name>\w+)' from '(?P<module>[\w.]+)'")
-HAS_NO = re.compile(r"module '?(?P<module>[\w.]+)'? has no attribute '?(?P<name>\w+)'?")
-# One package under two names.
-SAME = {
-    "lightning": "pytorch_lightning",
-    "lightning.pytorch": "pytorch_lightning",
-    "pytorch_lightning": "lightning.pytorch",
-}
+_DEEPEST = 3
+_CAUGHT = {"ImportError", "ModuleNotFoundError", "Exception", "BaseException"}
+_LACKS = re.compile(r"cannot import name '(?P<name>\w+)' from '(?P<module>[\w.]+)'")
+_HAS_NO = re.compile(r"module '?(?P<module>[\w.]+)'? has no attribute '?(?P<name>\w+)'?")
+_NO_OPERATOR = re.compile(r"operator (?P<namespace>\w+)::(?P<name>\w+) does not exist")
+# The declared operators, by what their absence raised, and their libraries, with which they would go.
+_declared: dict[str, torch.library.Library] = {}
 # Packages that nothing can stand in for.
-KEPT = {"torch", "attn_fuse"}
+_KEPT = {"torch", "attn_fuse", "numpy"}
+
+
+class MissingPackage(ExplainError):
+    """The model uses a package that is not installed."""
+
+
+class MissingAttribute(MissingPackage, AttributeError):
+    """An attribute that a missing package would bring; an AttributeError, so that `getattr` may have a default."""
 
 
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds a stand-in for every top-level package that a file below `roots` imports and nothing else finds.
+    """Finds a stand-in for every package that a file below `roots` imports, or has imported, and nothing else finds.
 
     names: the packages stood in for. broken: those of them that are installed, with what their import raises.
-    permissive: whether their use is still allowed. say: is told, once each, what torch's own layers stand in for, and
-    which modules have moved.
+    notes: what else stands in place of something. permissive: whether their use is still allowed.
     """
 
-    def __init__(self, roots: Sequence[Path], say: Callable[[str], object] = lambda note: None) -> None:
+    def __init__(self, roots: Sequence[Path]) -> None:
         self.roots = tuple(roots)
         self.is_users = functools.lru_cache(maxsize=4096)(lambda place: is_users(place, roots))
-        self.say = functools.lru_cache(maxsize=None)(say)
         self.names: list[str] = []
-        self.defined: list[str] = []
-        self.lacking: list[tuple[types.ModuleType, str]] = []
         self.broken: dict[str, str] = {}
+        self.given: list[tuple[types.ModuleType, str]] = []
+        self.notes: dict[str, None] = {}
         self.permissive = True
+        self.importer = ""
+        self.before = frozenset(sys.modules)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         """The spec of a stand-in, or None where the file may want to know that the package is missing."""
-        top = fullname.partition(".")[0]
+        top, _, rest = fullname.partition(".")
         if top in self.names or fullname.rpartition(".")[0] in self.names:
             return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
-        if not self.wanted():
+        if fullname in _KEPT or not self._wanted():
             return None
-        same = SAME.get(fullname, "")
-        if same and importlib.machinery.PathFinder.find_spec(same.partition(".")[0]) is not None:
-            self.say(f"{fullname} is {same} here")
-            return importlib.machinery.ModuleSpec(fullname, _Moved(same), is_package=True)
-        if "." in fullname:
-            places = self._users_places(fullname)
-            name = fullname.rpartition(".")[2]
-            if (file := next(filter(None, (_file_that_defines(name, place) for place in places)), None)) is not None:
-                self.defined.append(fullname)
-                self.say(f"{fullname} is what {file.name} defines")
-                return importlib.machinery.ModuleSpec(fullname, _Defined(file.stem))
-            if not places:
-                moved = moved_module(fullname)
-                if moved is None:
-                    return None
-                self.say(f"{fullname} is {moved} by now")
-                return importlib.machinery.ModuleSpec(fullname, _Moved(moved), is_package=True)
-            self.names.append(fullname)
-            return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
-        if (folder := _folder_with(fullname, self.roots)) is not None:
-            # A script of the repository puts this folder on the path.
-            sys.path.append(str(folder))
-            finders = [finder for finder in sys.meta_path if finder is not self]
-            return next(filter(None, (finder.find_spec(fullname, [str(folder)], target) for finder in finders)), None)
-        if (folder := _package_without_init(fullname, self.roots)) is not None:
-            spec = importlib.machinery.ModuleSpec(fullname, None, is_package=True)
-            spec.submodule_search_locations = [str(folder)]
+        if not rest and (spec := self._in_repository(top, target)) is not None:
             return spec
-        self.names.append(top)
+        # A module that an installed package no longer has, or that a checkout lacks.
+        self.names.append(fullname)
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 
-    def supplies(self, error: ImportError | AttributeError) -> bool:
-        """Give an installed module the name that a file found it to lack; whether it could.
-
-        It is what a loaded module of the same package has by that name, where that is one value, else a stand-in.
-        """
-        found = LACKS.search(str(error)) or HAS_NO.search(str(error))
-        module = sys.modules.get(found["module"]) if found else None
-        top = found["module"].partition(".")[0] if found else ""
-        file = getattr(module, "__file__", None)
-        if found is None or module is None or file is None or self.is_users(file) or found["name"] in vars(module):
-            return False
-        if isinstance(error, AttributeError) and top in KEPT:
-            return False
-        loaded = [other for name, other in sys.modules.items() if name.partition(".")[0] == top]
-        values = {id(v): v for other in loaded if (v := vars(other).get(found["name"])) is not None and callable(v)}
-        if len(values) == 1:
-            self.say(f"{found['module']}.{found['name']} is in another module by now")
-            setattr(module, found["name"], *values.values())
-        else:
-            self.say(f"{top} has no {found['module']}.{found['name']} any more: stood in for")
-            setattr(module, found["name"], StandIn(f"{found['module']}.{found['name']}", self))
-        self.lacking.append((module, found["name"]))
-        return True
-
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        return StandInModule(spec.name, self)
+        return _Module(spec.name, self)
 
     def exec_module(self, module: types.ModuleType) -> None:
         pass
 
-    def _users_places(self, fullname: str) -> list[Path]:
-        # The folders of the user's package that lacks the module: a git submodule was not fetched, the files are to be
-        # copied into an installed package, or the folder itself was on the path.
-        parent = sys.modules.get(fullname.rpartition(".")[0])
-        places = list(getattr(parent, "__path__", ()))
-        return [Path(place) for place in places] if all(map(self.is_users, places)) else []
+    def supplies(self, error: BaseException) -> bool:
+        """Give what a file's import lacks; whether it could.
 
-    def wanted(self, is_installed: bool = False) -> bool:
-        """Whether a file of the user's imports what the caller's caller looks for, and no importer catches the failure.
-
-        It may import it through a library, as torch.utils.tensorboard; `try: import x` must fail. is_installed: the
-        package is there, and its import raises. A library that asked whether it is there counts on it, so that of the
-        library's files only that which imports it can have a way without.
+        A name that an installed package no longer has is what one loaded module of that package has by it, else a
+        stand-in; a package whose import raises is stood in for.
         """
-        frame, is_users, is_nearest = sys._getframe(2), False, True
-        while frame is not None:
-            file = frame.f_code.co_filename
-            if file == __file__:
-                frame = frame.f_back  # type: ignore[assignment]
-                continue
+        words = "\n".join(map(str, _causes(error)))
+        if (operator := _NO_OPERATOR.search(words)) is not None and operator[0] not in _declared:
+            # A package whose compiled operators are of another torch registers kernels for them all the same; declared,
+            # they let what it has in Python be used. To call one is an error still.
+            _declared[operator[0]] = torch.library.Library(operator["namespace"], "FRAGMENT")
+            _declared[operator[0]].define(f"{operator['name']}(Tensor x) -> Tensor")
+            _forget(operator["namespace"])
+            return True
+        found = _LACKS.search(str(error)) or _HAS_NO.search(str(error))
+        module = sys.modules.get(found["module"]) if found else None
+        if found is not None and module is not None and isinstance(error, (ImportError, AttributeError)):
+            return self._gives(module, found["name"], isinstance(error, ImportError))
+        # What a library runs at its top level; a compiled module that does not load has no frame of its own.
+        frames = traceback.extract_tb(error.__traceback__)
+        files = [frame.filename for frame in frames if frame.name == "<module>" and not self.is_users(frame.filename)]
+        libraries = [_package_of(file) for file in [*files, str(getattr(error, "path", None) or "")]]
+        broken = next((name for name in reversed(libraries) if name is not None), None)
+        if broken is None or broken in {*self.names, *self.before} or not isinstance(error, Exception):
+            return False
+        self.names.append(broken)
+        self.broken[broken] = in_one_line(error)
+        _forget(broken)
+        return True
+
+    def _gives(self, module: types.ModuleType, name: str, may_stand_in: bool) -> bool:
+        top = module.__name__.partition(".")[0]
+        if self.is_users(str(getattr(module, "__file__", ""))) or name in vars(module):
+            return False
+        loaded = [other for key, other in list(sys.modules.items()) if key.partition(".")[0] == top]
+        values = {id(v): v for other in loaded if callable(v := vars(other).get(name))}
+        if len(values) != 1 and (top in _KEPT and not may_stand_in):
+            return False
+        is_elsewhere = len(values) == 1
+        value = next(iter(values.values())) if is_elsewhere else StandIn(f"{module.__name__}.{name}", self)
+        setattr(module, name, value)
+        how = "it is in another module" if is_elsewhere else "stood in for"
+        self.notes[f"{module.__name__} has no {name} here: {how}"] = None
+        self.given.append((module, name))
+        return True
+
+    def _in_repository(self, name: str, target: types.ModuleType | None) -> importlib.machinery.ModuleSpec | None:
+        # The file or the folder of that name that lies least deep below the roots, which a script puts on the path; or
+        # a root itself, which is imported by the name that it was cloned as.
+        folder = _folder_with(name, self.roots, str(Path(self.importer).parent))
+        if folder is not None:
+            sys.path.append(str(folder))
+            finders = [finder for finder in sys.meta_path if finder is not self]
+            found = (finder.find_spec(name, [str(folder)], target) for finder in finders)
+            return next((spec for spec in found if spec is not None), None)
+        root = next((root for root in self.roots if root.name.replace("-", "_") == name), None)
+        if root is None:
+            return None
+        spec = importlib.machinery.ModuleSpec(name, None, is_package=True)
+        spec.submodule_search_locations = [str(root)]
+        return spec
+
+    def _wanted(self) -> bool:
+        # Whether a file of the user's imports it, also through a library, and nobody catches the failure. A name that
+        # `from` asks an installed package for may be no module.
+        importers: list[types.FrameType] = []
+        for frame in _frames_of_imports(sys._getframe(2)):
             if frame.f_code.co_name == "find_spec" and frame.f_globals.get("__name__") == "importlib.util":
                 return False
-            if file.startswith(OWN):
-                break
-            if not file.startswith("<frozen"):
-                is_users = is_users or self.is_users(file)
-                counts = not is_installed or is_nearest or self.is_users(file)
-                is_caught = counts and frame.f_lineno in _lines_that_may_fail(file)
-                if (not is_users and not self.permissive) or is_caught:
-                    return False
-                is_nearest = False
-            frame = frame.f_back  # type: ignore[assignment]
-        return is_users
+            if frame.f_code.co_name == "_handle_fromlist" and not importers:
+                return False
+            if not frame.f_code.co_filename.startswith("<frozen"):
+                importers.append(frame)
+        users = [frame for frame in importers if self.is_users(frame.f_code.co_filename)]
+        if not users or (not self.permissive and users[0] is not importers[0]):
+            return False
+        self.importer = users[0].f_code.co_filename
+        return not any(map(_may_fail, importers))
+
+    def leave(self) -> None:
+        """Take the stand-ins, and the modules that hold one, out of `sys.modules`."""
+        for module, name in self.given:
+            delattr(module, name)
+        for name, module in [*sys.modules.items()] if self.names else ():
+            if name not in self.before:
+                if _holds_one(module):
+                    del sys.modules[name]
+                continue
+            # What was there before stays, without the parts that it never had.
+            for key, value in [*vars(module).items()]:
+                if type(value) in (StandIn, _Module):
+                    delattr(module, key)
 
 
-class _Moved(importlib.abc.Loader):
-    # Loads a module under the name that it had in an older version of its package.
-
-    def __init__(self, now: str) -> None:
-        self.now = now
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        names = vars(importlib.import_module(self.now))
-        vars(module).update({name: value for name, value in names.items() if not name.startswith("__")})
-
-
-class _Defined(importlib.abc.Loader):
-    # Loads what a module of the package defines: `from utils import f`, where the folder utils, which holds the file
-    # that defines f, was on the path.
-
-    def __init__(self, module: str) -> None:
-        self.module = module
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        package, _, name = module.__name__.rpartition(".")
-        sys.modules[module.__name__] = getattr(importlib.import_module(f"{package}.{self.module}"), name)
-
-
-class _Guard(importlib.abc.MetaPathFinder):
-    # Finds installed packages as the finders after it do. One whose import raises, as that of a compiled package does
-    # that was built for another torch, is as one that is not installed: `finder` stands in for it, or an importer that
-    # can do without it gets an ImportError.
+class Broken(importlib.abc.MetaPathFinder):
+    """Finds the stand-ins of `finder` for installed packages whose import raised, before anything finds those."""
 
     def __init__(self, finder: Finder) -> None:
         self.finder = finder
@@ -213,66 +191,195 @@ class _Guard(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        top = fullname.partition(".")[0]
-        if path is not None or top in sys.stdlib_module_names or top in KEPT:
+        """The spec of the stand-in, or None."""
+        if fullname.partition(".")[0] not in self.finder.broken:
             return None
-        others = [other for other in sys.meta_path if other is not self and other is not self.finder]
-        spec = next(filter(None, (other.find_spec(fullname, path, target) for other in others)), None)
-        # Other loaders may be shared by several modules, and must not change.
-        if spec is None or not isinstance(spec.loader, OF_ONE_FILE) or self.finder.is_users(str(spec.origin)):
-            return None
-        self._guard(spec.loader, fullname)
-        return spec
+        return importlib.machinery.ModuleSpec(fullname, self.finder, is_package=True)
 
-    def _guard(self, loader: Any, name: str) -> None:
-        create, run = loader.create_module, loader.exec_module
 
-        def creates(spec: importlib.machinery.ModuleSpec) -> types.ModuleType | None:
-            try:
-                made: types.ModuleType | None = create(spec)
-            except Exception as error:
-                if not self.finder.wanted(is_installed=True):
-                    raise ImportError(f"importing {name} raises {in_one_line(error)}") from error
-                return self._stood_in(name, error)
-            return made
+class _Module(types.ModuleType):
+    # A module of a missing package, with every attribute.
 
-        def runs(module: types.ModuleType) -> None:
-            if isinstance(module, StandInModule):
-                return
-            try:
-                self._run(run, module)
-            except Exception as error:
-                if not self.finder.wanted(is_installed=True):
-                    raise ImportError(f"importing {name} raises {in_one_line(error)}") from error
-                _forget(name)
-                sys.modules[name] = self._stood_in(name, error)
+    def __init__(self, name: str, finder: Finder) -> None:
+        super().__init__(name)
+        self._finder = finder
+        self.__path__: list[str] = []
+        self.__all__: list[str] = []
+        # As new as any check asks for.
+        self.__version__ = "999.0.0"
 
-        loader.create_module, loader.exec_module = creates, runs
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return StandIn(f"{self.__name__}.{name}", self._finder)
 
-    def _run(self, run: Callable[[types.ModuleType], object], module: types.ModuleType) -> None:
-        # A package whose compiled operators could not be loaded, as they are of another torch, registers kernels for
-        # them all the same: torchvision. They are declared then, so that what the package has in Python can be used;
-        # to call one is an error still.
-        while True:
-            try:
-                run(module)
-            except RuntimeError as error:
-                lacks = NO_OPERATOR.search(str(error))
-                if lacks is None or lacks[0] in _declared:
-                    raise
-                _declared[lacks[0]] = library = torch.library.Library(lacks["namespace"], "FRAGMENT")
-                library.define(f"{lacks['name']}(Tensor x) -> Tensor")
-                _forget(module.__name__)
-                sys.modules[module.__name__] = module
-            else:
-                return
 
-    def _stood_in(self, name: str, error: Exception) -> types.ModuleType:
-        self.finder.names.append(name)
-        self.finder.broken[name] = in_one_line(error)
-        made = StandInModule(name, self.finder)
-        made.__spec__ = importlib.machinery.ModuleSpec(name, self.finder, is_package=True)
-        return made
+class StandIn:
+    """What stands for a value of a missing package."""
+
+    def __init__(self, name: str, finder: Finder) -> None:
+        self._name, self._finder = name, finder
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return StandIn(f"{self._name}.{name}", self._finder)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        is_decorator = len(args) == 1 and not kwargs and isinstance(args[0], (type, types.FunctionType))
+        if is_decorator and self._finder.permissive:
+            return args[0]
+        if not (self._finder.permissive or _building[0]):
+            _refuse(self)
+        layer = None if self._finder.permissive else _layer(self._name.rpartition(".")[2])
+        if layer is None:
+            return StandIn(self._name, self._finder)
+        known = inspect.signature(layer).parameters
+        return layer(*args, **{name: value for name, value in kwargs.items() if name in known})
+
+    def _combined(self, *others: object) -> Any:
+        self._use()
+        return StandIn(self._name, self._finder)
+
+    __or__ = __ror__ = __getitem__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _combined
+    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __pow__ = __rpow__ = __mod__ = __neg__ = _combined
+    __lt__ = __le__ = __gt__ = __ge__ = __enter__ = _combined
+
+    def __exit__(self, *problem: object) -> None: ...
+
+    def __eq__(self, other: object) -> bool:
+        # As in `type(x) == ListConfig`: a class that is there is none of a missing package.
+        if not isinstance(other, type):
+            self._use()
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __mro_entries__(self, bases: tuple[object, ...]) -> tuple[type, ...]:
+        # A framework's module, as LightningModule, adds to nn.Module what training needs.
+        name = self._name.rpartition(".")[2]
+        if (layer := _layer(name)) is not None:
+            return (layer,)
+        if not re.fullmatch(r"\w+Module", name):
+            return (_base(name, self),)
+        self._finder.notes[f"in place of {self._name}: nn.Module"] = None
+        return (_NamedModule,)
+
+    def __instancecheck__(self, value: object) -> bool:
+        return False
+
+    __subclasscheck__ = __instancecheck__
+
+    def __bool__(self) -> bool:
+        self._use()
+        return True
+
+    def __iter__(self) -> Iterator[Any]:
+        self._use()
+        return iter(())
+
+    def __len__(self) -> int:
+        self._use()
+        return 0
+
+    def __index__(self) -> int:
+        self._use()
+        return 1
+
+    def __repr__(self) -> str:
+        return f"<{self._name}, not installed>"
+
+    def _use(self) -> None:
+        if not self._finder.permissive:
+            _refuse(self)
+
+
+# How many constructors run, one within another.
+_building = [0]
+
+
+@contextlib.contextmanager
+def held_by_models() -> Iterator[None]:
+    """Within the block, which builds a model, that may hold what a missing package gives, as a tokenizer."""
+    _building[0] += 1
+    try:
+        yield
+    finally:
+        _building[0] -= 1
+
+
+def refuse(cls: type) -> None:
+    """Raise MissingPackage where a class of a missing package stands in place of a base of `cls`."""
+    stand_in = getattr(cls, "stands_for", None)
+    if isinstance(stand_in, StandIn):
+        _refuse(stand_in)
+
+
+def about_stand_ins(error: BaseException) -> MissingPackage | None:
+    """The error that names the package, where `error` is about the stand-in of one."""
+    trace = error.__traceback__
+    while trace is not None:
+        for value in trace.tb_frame.f_locals.values():
+            if type(value) is StandIn and (StandIn.__name__ in str(error)):
+                return _missing(value, "", MissingPackage)
+        trace = trace.tb_next
+    return None
+
+
+def _refuse(stand_in: StandIn, attribute: str = "", kind: type[MissingPackage] = MissingPackage) -> NoReturn:
+    raise _missing(stand_in, attribute, kind)
+
+
+def _missing(stand_in: StandIn, attribute: str, kind: type[MissingPackage]) -> MissingPackage:
+    name = stand_in._name + attribute
+    package = name.partition(".")[0]
+    raised = stand_in._finder.broken.get(package)
+    if raised is not None:
+        return kind(
+            f"the model uses {name}, and importing {package} raises {raised}; install a version of {package} that "
+            f"fits torch {torch.__version__}"
+        )
+    if package in stand_in._finder.names:
+        return kind(f"the model uses {name}, and {package} is not installed; install {package}")
+    return kind(
+        f"the model uses {name}, which {package} here does not have; install a version of {package} that has it"
+    )
+
+
+def _layer(name: str) -> type[torch.nn.Module] | None:
+    # The layer of torch that a class computes which is called after it and how it is computed: FusedLayerNorm, or in
+    # one process, ColumnParallelLinear. None for attention: a report on it would be on torch's code, not the model's.
+    plain = re.sub("^(Column|Row|Vocab|Tensor|Model|Parallel|Fused|Fast|Mixed|Memory|Efficient)+", "", name)
+    layer = getattr(torch.nn, plain, None) if plain != name and "Attention" not in plain else None
+    return layer if isinstance(layer, type) and issubclass(layer, torch.nn.Module) else None
+
+
+class _NamedModule(torch.nn.Module):
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__()
+
+
+def _base(name: str, stand_in: StandIn) -> type:
+    # The class that a class of the file inherits in place of the missing one.
+    def made(cls: type, *args: object, **kwargs: object) -> object:
+        # A dataclass has its own constructor and entries.
+        if dataclasses.is_dataclass(cls):
+            return object.__new__(cls)
+        _refuse(stand_in)
+
+    def absent(self: object, attribute: str) -> NoReturn:
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+        _refuse(stand_in, f".{attribute}", MissingAttribute)
+
+    return type(name, (), {"__new__": made, "__getattr__": absent, "stands_for": stand_in})
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def _forget(package: str) -> None:
@@ -280,105 +387,55 @@ def _forget(package: str) -> None:
         del sys.modules[name]
 
 
-# The declared operators, by what their absence raised, and their libraries, with which they would go.
-_declared: dict[str, torch.library.Library] = {}
-
-
-@contextlib.contextmanager
-def standing_in(roots: Sequence[Path], say: Callable[[str], object] = lambda note: None) -> Iterator[Finder]:
-    """Stand-ins for what files below `roots` import within the block; `say` is told of those that torch's layers are.
-
-    At its end they leave `sys.modules`, and so do the modules that hold one.
-    """
-    finder = Finder(roots, say)
-    guard = _Guard(finder)
-    find_spec = importlib.util.find_spec
-
-    @functools.wraps(find_spec)
-    def without_stand_ins(name: str, package: str | None = None) -> importlib.machinery.ModuleSpec | None:
-        # Who asks whether a package is there is told the truth.
-        return None if name.partition(".")[0] in finder.names else find_spec(name, package)
-
-    importlib.util.find_spec = without_stand_ins
-    sys.meta_path.insert(0, guard)
-    sys.meta_path.append(finder)
-    try:
-        yield finder
-    finally:
-        importlib.util.find_spec = find_spec
-        sys.meta_path.remove(guard)
-        sys.meta_path.remove(finder)
-        for name in finder.defined:
-            sys.modules.pop(name, None)
-        for module, name in finder.lacking:
-            delattr(module, name)
-        if finder.names:
-            for name in [name for name, module in list(sys.modules.items()) if _holds_one(module)]:
-                del sys.modules[name]
-
-
-def _file_that_defines(name: str, folder: Path) -> Path | None:
-    # The first file in a folder that defines a name at its top.
-    pattern = re.compile(rf"^(def|class)\s+{re.escape(name)}\b|^{re.escape(name)}\s*=", re.M)
-    files = sorted(file for file in folder.glob("*.py") if file.name != "__init__.py")
-    return next((file for file in files if pattern.search(file.read_text(encoding="utf-8", errors="replace"))), None)
-
-
-def _folders(root: Path, deepest: int | None = None) -> Iterator[tuple[Path, list[str], list[str]]]:
-    # The folders of a repository with the names of what they hold.
-    for place, folders, files in os.walk(root):
-        is_deep = deepest is not None and len(Path(place).relative_to(root).parts) >= deepest
-        folders[:] = [] if is_deep else [f for f in folders if not f.startswith(".") and f != "site-packages"]
-        yield Path(place), folders, files
+def _package_of(file: str) -> str | None:
+    # The installed package that a file belongs to; None for those that nothing can stand in for.
+    parts = Path(file).parts
+    if "site-packages" not in parts:
+        return None
+    name = parts[parts.index("site-packages") + 1].removesuffix(".py")
+    return None if name in _KEPT else name
 
 
 @functools.lru_cache(maxsize=256)
-def _folder_with(name: str, roots: tuple[Path, ...]) -> Path | None:
-    # The folder below the roots that has a file, or a package, of the name; the least deep one.
-    found = [
-        place
-        for root in roots
-        for place, folders, files in _folders(root, DEEPEST)
-        if f"{name}.py" in files or (name in folders and (place / name / "__init__.py").is_file())
-    ]
-    return min(found, key=lambda folder: (len(folder.parts), str(folder)), default=None)
-
-
-@functools.lru_cache(maxsize=256)
-def _package_without_init(name: str, roots: tuple[Path, ...]) -> Path | None:
-    # The folder that has every module below `name` that files below the roots import: a root, which was cloned as
-    # `name`, or a folder of that name.
+def _folder_with(name: str, roots: tuple[Path, ...], beside: str) -> Path | None:
+    found: list[Path] = []
     for root in roots:
-        below = _imported_below(root).get(name, ())
-        folders = [place for place, _, _ in _folders(root) if place.name == name] if below else []
-        for folder in (root, *sorted(folders, key=lambda one: len(one.parts))) if below else ():
-            if all((folder / module).is_dir() or (folder / f"{module}.py").is_file() for module in below):
-                return folder
-    return None
-
-
-@functools.lru_cache(maxsize=8)
-def _imported_below(root: Path) -> dict[str, set[str]]:
-    # The modules and names that the files of a repository import of each package.
-    found: dict[str, set[str]] = {}
-    files = (place / file for place, _, files in _folders(root) for file in files if file.endswith(".py"))
-    for file in itertools.islice(files, MOST_FILES):
-        with contextlib.suppress(OSError):
-            text = file.read_text(encoding="utf-8", errors="replace")
-            for package, module in IMPORTS.findall(text):
-                found.setdefault(package, set()).add(module)
-            # A package without an __init__ has nothing else to import by name.
-            for package, names in NAMES.findall(text):
-                found.setdefault(package, set()).update(name.strip() for name in names.split(","))
-    return found
+        for place, folders, files in os.walk(root):
+            is_deep = len(Path(place).relative_to(root).parts) >= _DEEPEST
+            has_code = name in folders and next((Path(place) / name).glob("*.py"), None) is not None
+            if f"{name}.py" in files or has_code:
+                found.append(Path(place))
+            folders[:] = [] if is_deep else [f for f in folders if not f.startswith(".") and f != "site-packages"]
+    return min(found, key=lambda folder: (str(folder) != beside, len(folder.parts), str(folder)), default=None)
 
 
 def _holds_one(module: types.ModuleType) -> bool:
-    stand_ins = (StandIn, StandInModule)
     # No isinstance: torch.distributed.reduce_op warns when it is asked for its __class__.
-    return type(module) in stand_ins or any(
-        type(v) in stand_ins for v in list(getattr(module, "__dict__", {}).values())
-    )
+    kinds = (StandIn, _Module)
+    return type(module) in kinds or any(type(v) in kinds for v in list(getattr(module, "__dict__", {}).values()))
+
+
+def _frames_of_imports(frame: types.FrameType | None) -> Iterator[types.FrameType]:
+    # The calling frames as far as files are imported, but for those of this package.
+    own = str(Path(__file__).parent)
+    opens = str(Path(__file__).with_name("open_file.py"))
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file == opens or (file.startswith(str(PACKAGE)) and not file.startswith(own)):
+            return
+        if not file.startswith(own):
+            yield frame
+        frame = frame.f_back
+
+
+def _may_fail(frame: types.FrameType) -> bool:
+    return frame.f_lineno in _lines_that_may_fail(frame.f_code.co_filename)
+
+
+def is_caught(is_users: Callable[[str], bool]) -> bool:
+    """Whether a file of the user's, which imports what runs now, catches an import that fails."""
+    frames = _frames_of_imports(sys._getframe(1))
+    return any(is_users(frame.f_code.co_filename) and _may_fail(frame) for frame in frames)
 
 
 @functools.lru_cache(maxsize=256)
@@ -390,14 +447,11 @@ def _lines_that_may_fail(file: str) -> frozenset[int]:
         return frozenset()
     lines: set[int] = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Try) and any(_catches_imports(handler) for handler in node.handlers):
+        if isinstance(node, ast.Try) and any(map(_catches, node.handlers)):
             lines.update(range(node.body[0].lineno, (node.body[-1].end_lineno or node.body[-1].lineno) + 1))
     return frozenset(lines)
 
 
-def _catches_imports(handler: ast.ExceptHandler) -> bool:
-    if isinstance(handler.body[-1], ast.Raise):
-        return False
-    return handler.type is None or any(
-        isinstance(node, ast.Name) and node.id in CAUGHT for node in ast.walk(handler.type)
-    )
+def _catches(handler: ast.ExceptHandler) -> bool:
+    names = {node.id for node in ast.walk(handler.type) if isinstance(node, ast.Name)} if handler.type else _CAUGHT
+    return bool(names & _CAUGHT) and not isinstance(handler.body[-1], ast.Raise)

@@ -1,1 +1,0 @@
-"""Building: which class of a file is its model, and an instance of it."""

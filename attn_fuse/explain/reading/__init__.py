@@ -1,1 +1,0 @@
-"""Reading: what the text of a repository says of its models, without running any of it."""

@@ -1,0 +1,281 @@
+"""The subject of a command: a whole model that runs, a part that does, or one line; and what is said of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from attn_fuse.errors import ExplainError
+from attn_fuse.explain.opening.stand_ins import MissingPackage
+from attn_fuse.explain.subject import Subject, evaluated
+from tests.explain.repository import Write, found_in, net
+
+HEAD = (
+    "class Net(nn.Module):\n    def __init__(self{0}):\n        super().__init__()\n        {1}\n"
+    "    def forward(self, {2}):\n        {3}\n"
+)
+ATTENTION = """
+class Attention(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.qkv = nn.Linear(dim, 3 * dim)
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return (q @ k.transpose(-1, -2)).softmax(-1) @ v
+"""
+ENCODER = f"""{ATTENTION}
+class Encoder(nn.Module):
+    def __init__(self, vocab_size, dim):
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(vocab_size, dim), nn.ModuleList(Attention(dim) for _ in range(3))
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+"""
+
+
+def module(arguments: str, layers: str, signature: str, body: str) -> str:
+    """The source of a module Net."""
+    return HEAD.format(arguments and f", {arguments}", layers, signature, body)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A model's file, the flags, what holds for its subject, and parts of what is said of it."""
+
+    source: str
+    holds: Callable[[Subject], object]
+    said: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
+    files: dict[str, str] = field(default_factory=dict)
+    not_yet: str = ""
+
+
+LAYER = module("", "self.layer = nn.Linear(6, 6)", "x", "return self.layer(x).softmax(-1)")
+SUBJECTS = {
+    "the defaults": Found(LAYER, lambda one: str(one) == "Net(float32[1, 64, 6])"),
+    "as a README calls it": Found(
+        LAYER,
+        lambda one: str(one) == "Net(float32[2, 6])",
+        files={"README.md": "```\nnet = Net()\nnet(torch.ones(2, 6))\n```"},
+    ),
+    "small values": Found(
+        module("d_model, n_heads", "self.layer = nn.Linear(d_model, n_heads)", "x", "return self.layer(x).softmax(-1)"),
+        lambda one: one.inputs.args[0].shape[-1] == 256,
+        ("small values by name: d_model=256, n_heads=4",),
+    ),
+    "a number of layers that only a run asks for": Found(
+        ATTENTION
+        + module(
+            "d_model, n_layers",
+            "self.layers = nn.ModuleList(Attention(d_model) for _ in range(n_layers))",
+            "x",
+            "levels = [layer(x) for layer in self.layers]\n        assert len(levels) == 3\n        return sum(levels)",
+        ),
+        lambda one: len(one.model.layers) == 3,
+        ("as its errors ask: n_layers=3",),
+        ("--time-limit", "12"),
+    ),
+    "a width that the code takes for granted": Found(
+        module(
+            "d_model=512",
+            "self.front, self.out = nn.Linear(d_model, d_model), nn.Linear(d_model, d_model)",
+            "x",
+            "return (self.front(x) + self.out(torch.ones(x.shape[1], 256))).softmax(-1)",
+        ),
+        lambda one: one.model.front.in_features == 256 and one.inputs.args[0].shape[-1] == 256,
+        ("as its errors ask: d_model=256",),
+        ("--time-limit", "12"),
+    ),
+    "several dtypes": Found(
+        module(
+            "",
+            "self.layers = nn.Sequential(nn.Linear(8, 8).bfloat16(), nn.Linear(8, 8))",
+            "x",
+            "return self.layers(x).softmax(-1)",
+        ),
+        lambda one: one.inputs.args[0].dtype == torch.float32,
+        ("weights of several dtypes, all made float32",),
+    ),
+    "a missing package that is not used": Found(
+        "import no_such_plots\n" + LAYER, lambda one: True, ("not installed, and stood in for: no_such_plots",)
+    ),
+    "weights that are not there": Found(
+        module(
+            "",
+            "self.layer = nn.Linear(6, 6); self.load_state_dict(torch.load('/nowhere/a.pth'))",
+            "x",
+            "return self.layer(x).softmax(-1)",
+        ),
+        lambda one: True,
+        ("random weights in place of /nowhere/a.pth",),
+    ),
+    "a candidate that attends, before one that does not": Found(
+        module("", "self.layer = nn.Linear(6, 6)", "x", "return self.layer(x) if x.dim() else x.softmax(-1)")
+        + LAYER.replace("class Net", "class Other"),
+        lambda one: type(one.model).__name__ == "Other",
+    ),
+    "one that does not attend, where nothing else runs": Found(
+        module("", "self.layer = nn.Linear(6, 6)", "x", "return self.layer(x)"),
+        lambda one: str(one) == "Net(float32[1, 64, 6])",
+    ),
+    "the part that ran": Found(
+        ENCODER
+        + module(
+            "vocab_size, dim",
+            "self.encoder, self.head = Encoder(vocab_size, dim), nn.Linear(dim, 2)",
+            "tokens",
+            "raise RuntimeError(self.head(self.encoder(tokens)).shape)",
+        ),
+        lambda one: type(one.model).__name__ == "Encoder",
+        ("of a part only, encoder (Encoder), since of the whole: no inputs found that Net runs on",),
+        ("--time-limit", "12"),
+    ),
+    "a part where nothing ran before": Found(
+        ENCODER
+        + module(
+            "vocab_size, dim", "self.encoder = Encoder(vocab_size, dim)", "tokens", "raise ValueError('needs a graph')"
+        ),
+        lambda one: type(one.model).__name__ == "Encoder",
+        ("of a part only, Encoder, since of the whole: no inputs found that Net runs on",),
+        ("--time-limit", "12"),
+    ),
+    "a part where the whole is not built": Found(
+        ATTENTION + module("flavour: str", "self.a = Attention(flavour.width)", "x", "return self.a(x)"),
+        lambda one: type(one.model).__name__ == "Attention",
+        ("of a part only, Attention, since of the whole: cannot build Net: its constructor needs flavour",),
+    ),
+    "inputs that the user gives": Found(
+        LAYER, lambda one: str(one) == "Net(float32[3, 6])", flags=("--inputs", "torch.ones(3, 6)")
+    ),
+    "an entry that the user gives": Found(
+        net("width", "self.width = width") + LAYER,
+        lambda one: str(one) == "Net(float32[1, 64, 6])",
+        flags=("--entry", "Net"),
+    ),
+    "a length and a batch": Found(
+        LAYER, lambda one: str(one) == "Net(float32[3, 9, 6])", flags=("--length", "9", "--batch", "3")
+    ),
+    "a dtype": Found(LAYER, lambda one: one.inputs.args[0].dtype == torch.float64, flags=("--dtype", "float64")),
+    "training": Found(LAYER, lambda one: one.train and one.model.training, flags=("--train",)),
+    "inference": Found(LAYER, lambda one: not one.train and not one.model.training),
+    "a train that gives nothing": Found(
+        f"{LAYER}    def train(self, mode=True):\n        super().train(mode)\n", lambda one: not one.model.training
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=name, marks=pytest.mark.xfail(strict=True, reason=case.not_yet) if case.not_yet else ())
+        for name, case in SUBJECTS.items()
+    ],
+)
+def test_subjects(write: Write, case: Found) -> None:
+    for name, text in case.files.items():
+        write(text, name)
+    found = found_in(write(case.source), *case.flags)
+    assert case.holds(found), (str(found), found.said)
+    for words in case.said:
+        assert any(words in note for note in found.said), found.said
+    assert case.said or found.said == ()
+    # Nobody reports on what does not run.
+    found.call_as_written()
+
+
+REFUSED: dict[str, tuple[str, tuple[str, ...], str]] = {
+    "what computes with a missing package": (
+        "import no_such_layers\n"
+        + module(
+            "", "self.a, self.b = no_such_layers.Mlp(), nn.Linear(8, 8)", "x", "return self.a(self.b(x)).softmax(-1)"
+        ),
+        (),
+        "the model uses no_such_layers.Mlp, and no_such_layers is not installed; install no_such_layers",
+    ),
+    "what a part computes with a missing package": (
+        "import no_such_layers\n"
+        + ATTENTION.replace("self.qkv(x)", "no_such_layers.turned(self.qkv(x))")
+        + module("", "self.a = Attention(8)", "x", "return self.a(x)"),
+        (),
+        "the model uses no_such_layers.turned, and no_such_layers is not installed",
+    ),
+    "a class of a missing package's": (
+        "import no_such_layers\nclass Net(no_such_layers.Base): pass\n",
+        (),
+        "the model uses no_such_layers.Base",
+    ),
+    "nothing that attends in place of a model that is not built": (
+        net("", "self.layer = nn.Linear(3, 3)", "Inner")
+        + "    def forward(self, x):\n        return self.layer(x)\n"
+        + module("flavour: str", "self.a = Inner(); flavour.of()", "x", "return self.a(x)"),
+        (),
+        "cannot build Net: its constructor needs flavour",
+    ),
+    "inputs that it does not take": (LAYER, ("--inputs", "torch.ones(3, 5)"), "raises RuntimeError"),
+    "a model that is too large": (LAYER, ("--parameters", "5"), "more than 5"),
+}
+
+
+@pytest.mark.parametrize(("source", "flags", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_ends_in_one_line(write: Write, source: str, flags: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ExplainError) as raised:
+        found_in(write(source), *flags)
+    assert message in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_a_report_is_never_on_what_a_stand_in_computed(write: Write) -> None:
+    """Also where the model catches the error, as around a fast path."""
+    body = "try:\n            return self.a(x).softmax(-1)\n        except AttributeError:\n            return None"
+    source = "import no_such_layers\n" + module("", "self.a = no_such_layers.Mlp()", "x", body)
+    with pytest.raises(MissingPackage):
+        found_in(write(source))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import time\n" + module("zork, quux", "time.sleep(0.1); raise ValueError(zork)", "x", "return x.softmax(-1)"),
+        "import time\n"
+        + module("", "self.layer = nn.Linear(6, 6)", "x", "time.sleep(0.1); raise ValueError(x.softmax(-1))"),
+        module("", "self.layer = nn.Linear(6, 6)\n        while True: pass", "x", "return self.layer(x).softmax(-1)"),
+    ],
+)
+def test_it_ends_soon_after_its_time(write: Write, source: str) -> None:
+    start = time.monotonic()
+    with pytest.raises(ExplainError):
+        found_in(write(source), "--time-limit", "3")
+    assert time.monotonic() - start < 30
+
+
+def test_a_folder_is_as_good_as_a_file(write: Write, tmp_path: Any) -> None:
+    write(LAYER, "nets/model.py")
+    write(net("width"), "loss.py")
+    found = found_in(tmp_path)
+    assert str(found) == "Net(float32[1, 64, 6])"
+    assert found.said == ("of 2 files with models, nets/model.py is taken; others: loss.py",)
+
+
+class TestEvaluated:
+    def test_in_the_files_names_and_torchs(self) -> None:
+        assert evaluated("--inputs", " torch.ones(size) ", {"size": 3}).tolist() == [1.0, 1.0, 1.0]
+
+    @pytest.mark.parametrize(
+        ("expression", "message"),
+        [
+            ("Net", "--entry 'Net' does not evaluate: NameError: name 'Net' is not defined"),
+            ("Net(", "--entry 'Net(' does not evaluate: SyntaxError: '(' was never closed"),
+            ("import x", "--entry 'import x' does not evaluate: SyntaxError: invalid syntax"),
+        ],
+    )
+    def test_an_expression_that_does_not_evaluate(self, expression: str, message: str) -> None:
+        with pytest.raises(ExplainError) as raised:
+            evaluated("--entry", expression, {})
+        assert str(raised.value).startswith(message)
