@@ -100,4 +100,6 @@ def cases() -> Iterator[tuple[str, Case]]:
     yield "causal, D 128, inference", inference(wide(causal(plain)))
     yield "causal, float32", replace(causal(at(1024, 4)), dtype="float32")
     yield "window, long", replace(window(8192, 1, 1024), heads=8, kv_heads=8)
+    yield "values of 128, causal", replace(causal(plain), value_dim=128)
+    yield "grouped decode, four sequences", decode(8192, 4, 8)
     yield "causal, head_dim 80", replace(causal(plain), head_dim=80, value_dim=80)

@@ -363,7 +363,12 @@ def _kernels(run: Run) -> list[str]:
 
 
 def _cases(run: Run) -> list[tuple[str, Case]]:
-    return _small(gpu_cases.cases()) if run.tiny else [*gpu_cases.cases()]
+    """The cases to measure; those first that no evidence of this device has yet."""
+    if run.tiny:
+        return _small(gpu_cases.cases())
+    here = Device.of_machine(run.about["machine"])
+    known = {row.case for table in evidence.tables() if table.device == here for row in table.rows}
+    return sorted(gpu_cases.cases(), key=lambda one: one[1] in known)
 
 
 def _small(cases: Iterator[tuple[str, Case]]) -> list[tuple[str, Case]]:
