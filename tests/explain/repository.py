@@ -87,6 +87,28 @@ def everything_said(made: Built) -> bool:
     return from_text or all(any(f"{name}=" in n or f"{name}." in n for n in made.notes) for name in needed)
 
 
+def check(write: Write, case: Case) -> None:
+    """What a case says holds for the model that is built, and all that is made up for it is said."""
+    for name, text in case.files.items():
+        write(text, name)
+    made = built(write(case.source), case.most)
+    assert case.holds(made.model)
+    assert everything_said(made) or not case.said
+    for words in case.said:
+        assert any(words in note for note in made.notes), made.notes
+    assert case.said or made.notes == ()
+
+
+def size_of_layer(model: Any) -> tuple[int, int]:
+    """(in_features, out_features) of the model's layer."""
+    return model.layer.in_features, model.layer.out_features
+
+
+def width(expected: int) -> Callable[[Any], bool]:
+    """Whether the layer of a model takes `expected` features."""
+    return lambda model: bool(model.layer.in_features == expected)
+
+
 def found_in(path: Path, *flags: str) -> Subject:
     """The subject of a file, as the flags of a command line say."""
     parser = argparse.ArgumentParser()

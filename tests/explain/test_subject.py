@@ -279,3 +279,19 @@ class TestEvaluated:
         with pytest.raises(ExplainError) as raised:
             evaluated("--entry", expression, {})
         assert str(raised.value).startswith(message)
+
+
+def test_a_mask_that_explain_passes_as_none_is_said(write: Write) -> None:
+    masked = """
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+    def forward(self, x, padding_mask):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        scores = q @ k.mT if padding_mask is None else (q @ k.mT).masked_fill(padding_mask, -1e9)
+        return scores.softmax(-1) @ v
+"""
+    assert "padding_mask: none, since explain passed none" in found_in(write(masked)).said
+    optional = masked.replace("self, x, padding_mask", "self, x, padding_mask=None")
+    assert not any("explain passed none" in line for line in found_in(write(optional)).said)

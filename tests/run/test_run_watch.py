@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
-import os
 import pickle
 import random
 import signal
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,153 +17,29 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
-from torch.optim import optimizer
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-import attn_fuse
-from attn_fuse import report
 from attn_fuse.explain.explanation import Explanation
-from attn_fuse.run.steps import Steps, Stopped
+from attn_fuse.run.steps import Stopped
 from attn_fuse.run.watch import Watch
-from attn_fuse.torch_internals import inductor_door
+from tests.run.watched import (
+    LENGTH,
+    RUNS,
+    WIDTH,
+    Block,
+    Causal,
+    Holder,
+    Looping,
+    Model,
+    Perceptron,
+    Wrapper,
+    inputs,
+    outcome,
+    watching,
+)
 
-WIDTH, LENGTH = 16, 24
-# The code of each graph that ran as compiled.
-RUNS: list[str] = []
-
-
-class Block(nn.Module):
-    def __init__(self, p: float = 0.0) -> None:
-        super().__init__()
-        self.qkv, self.p = nn.Linear(WIDTH, 3 * WIDTH), p
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).chunk(3, -1)
-        weights = torch.softmax(q @ k.transpose(-2, -1) / 4, -1)
-        return x + nn.functional.dropout(weights, self.p, self.training) @ v
-
-
-class Causal(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
-        return (x @ x.mT).masked_fill(hidden, float("-inf")).softmax(-1) @ x
-
-
-class Model(nn.Module):
-    def __init__(self, p: float = 0.0) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(p) for _ in range(2))
-        self.norm = nn.BatchNorm1d(LENGTH)
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        for block in self.blocks:
-            x = block(x)
-        return self.norm(x + 0.1 * torch.randn_like(x))
-
-
-class Perceptron(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.softmax(self.layer(x), -1)
-
-
-class Wrapper(nn.Module):
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, *args: Any) -> Any:
-        return self.module(*args)
-
-
-class Holder(nn.Module):
-    """Holds a part that its author has compiled."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block, self.other = torch.compile(Block()), Block()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.block(x) + self.other(x)
-
-
-class Looping(nn.Module):
-    """One that Dynamo leaves as written."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = Block()
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(2):
-            x = self.block(x)
-            print(end="")
-            torch._dynamo.graph_break()
-        return x
-
-
-def inputs() -> Tensor:
-    return torch.randn(2, LENGTH, WIDTH)
-
-
-def installed() -> dict[str, Any]:
-    """What of torch and of attn_fuse a watch could leave changed for all that follows in the process."""
-    modules: Any = torch.nn.modules.module
-    return {
-        "modules' calls": vars(nn.Module)["_compiled_call_impl"],
-        "modules' hooks": {n: len(v) for n, v in vars(modules).items() if n.startswith("_global_") and v},
-        "optimizers' hooks": [*optimizer._global_optimizer_post_hooks],
-        "function modes": torch.overrides._get_current_function_mode_stack(),
-        "dispatch modes": torch.utils._python_dispatch._get_current_dispatch_mode_stack(),
-        "torch.compile": (torch.compile, torch._TorchCompileInductorWrapper.__init__.__qualname__, inductor_door()),
-        "Dynamo": (torch._dynamo.config.suppress_errors, torch._functorch.config.force_non_lazy_backward_lowering),
-        "listeners": [*report._listeners],
-        "grad mode": torch.is_grad_enabled(),
-    }
-
-
-@pytest.fixture(autouse=True)
-def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The code of each graph that Inductor is given, which compiles nothing here. Afterwards all is as it was."""
-    graphs: list[str] = []
-
-    def compile_fx(graph: Any, inputs: Any, config_patches: Any = None, **_: Any) -> Any:
-        graphs.append(graph.code)
-
-        def run(*values: Any) -> Any:
-            RUNS.append(graph.code)
-            return graph(*values)
-
-        return run
-
-    RUNS.clear()
-    before = installed()
-    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", compile_fx)
-    yield graphs
-    assert installed() == before
-
-
-@contextlib.contextmanager
-def watching(steps: int | None = None, only_compiled: bool = False, pick: str = "fused") -> Iterator[Watch]:
-    watch = Watch(None if steps is None else Steps(steps), only_compiled, {"pick": pick})
-    watch.begin()
-    try:
-        yield watch
-    finally:
-        watch.end()
-
-
-def outcome(watch: Watch) -> list[tuple[str, int, tuple[str, ...]]]:
-    """Of each explanation the module, the number of attentions fused, and the lines under it."""
-    return [(one.subject.partition("(")[0], one.fused, one.said) for one in watch.explanations]
-
-
+pytestmark = pytest.mark.usefixtures("compiled")
 FIRST, AUTHOR = ("compiled at its first call",), ("compiled by the program",)
 
 
@@ -485,87 +359,6 @@ class TestLooks:
         thread.join()
         assert watch.steps is not None and watch.steps.ended and model.calls == 1
         assert [type(end) for end in ends] == [Stopped] * ignored
-
-
-class Ends(Block):
-    """Leaves its call by an exception."""
-
-    def __init__(self, error: BaseException) -> None:
-        super().__init__()
-        self.error = error
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = super().forward(x)
-        torch._dynamo.graph_break()
-        if x.shape[0] == 2:
-            raise self.error
-        return out
-
-
-class TestEnds:
-    """Whatever way the program ends, the watch takes away what it has installed."""
-
-    @pytest.mark.parametrize("error", [ValueError(), SystemExit(3), KeyboardInterrupt(), GeneratorExit()], ids=repr)
-    @pytest.mark.parametrize("steps", [None, 100])
-    def test_a_program_that_raises(self, error: BaseException, steps: int | None) -> None:
-        before = installed()
-        with watching(steps) as watch, pytest.raises(type(error)):
-            assert installed() != before
-            Ends(error)(inputs())
-        assert installed() == before
-        watch.end()
-        assert installed() == before
-
-    @pytest.mark.parametrize("attends", [True, False])
-    def test_one_that_is_stopped_leaves_nothing_that_stops_again(self, attends: bool) -> None:
-        gc.collect()
-        model, function = Block().eval(), torch.compile(Block().eval(), backend="eager")
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        with watching(1), pytest.raises(Stopped):
-            model(inputs()).sum().backward()
-            optimizer.step()
-        for _ in range(4):
-            (model if attends else function)(inputs()).sum().backward()
-            optimizer.step()
-
-    @pytest.mark.parametrize("steps", [None, 100])
-    def test_a_watch_that_ends_in_another_thread_than_it_began(self, steps: int | None) -> None:
-        before = installed()
-        with watching(steps) as watch:
-            Block()(inputs())
-            thread = threading.Thread(target=lambda: (Block()(inputs()), watch.end()))
-            thread.start()
-            thread.join()
-            assert installed() == before
-
-    def test_a_watch_that_cannot_begin(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def fail(*_: Any) -> None:
-            raise RuntimeError("no door")
-
-        before = installed()
-        monkeypatch.setattr("attn_fuse.run.watch.inductor_door", fail)
-        watches = [Watch(steps, False, {}) for steps in (None, Steps(1))]
-        for watch in watches:
-            with pytest.raises(RuntimeError, match="no door"):
-                watch.begin()
-            assert installed() == before
-
-    @pytest.mark.parametrize("steps", [None, 100])
-    def test_a_program_that_has_installed_attn_fuse_before(self, steps: int | None) -> None:
-        with attn_fuse.install():
-            before = installed()
-            with watching(steps):
-                assert installed() != before
-            assert installed() == before
-
-    @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
-    def test_a_forked_child_is_not_watched(self) -> None:
-        before = installed()
-        with watching():
-            child = os.fork()
-            if child == 0:
-                os._exit(installed() != before)
-            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_explanations_are_those_of_explain() -> None:
