@@ -1,17 +1,17 @@
 """What an error asks for: the numbers, names and choices of its message and of the comparison that failed.
 
-The forms of messages are not known here: they differ between versions of torch and between libraries. Each number in
-one may be a size that there is, or one that is wanted.
+How messages are worded is not known here: that differs between versions of torch and between libraries. Each number in
+a message may be an actual size or a wanted one.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 import linecache
 import math
 import re
-import textwrap
 import types
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -113,15 +113,10 @@ def _frames(error: BaseException) -> list[tuple[types.FrameType, int]]:
 
 def _statement(frame: types.FrameType, line: int) -> ast.stmt | None:
     # The statement that failed; where it raises, the `if` that it stands under.
-    file = frame.f_code.co_filename
-    try:
-        tree = ast.parse(textwrap.dedent("".join(linecache.getlines(file))))
-    except (SyntaxError, ValueError):
-        return None
     around = [
         node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or node.lineno)
+        for node in _statements(frame.f_code.co_filename)
+        if node.lineno <= line <= (node.end_lineno or node.lineno)
     ]
     if not around:
         return None
@@ -129,6 +124,15 @@ def _statement(frame: types.FrameType, line: int) -> ast.stmt | None:
     if isinstance(innermost, ast.Raise):
         return max((n for n in around if isinstance(n, ast.If)), key=lambda node: node.lineno, default=None)
     return innermost
+
+
+@functools.lru_cache(maxsize=64)
+def _statements(file: str) -> tuple[ast.stmt, ...]:
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return ()
+    return tuple(node for node in ast.walk(tree) if isinstance(node, ast.stmt))
 
 
 def _compared(statement: ast.stmt, frame: types.FrameType) -> tuple[list[int], list[tuple[Any, Any]]]:

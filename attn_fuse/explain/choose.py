@@ -1,4 +1,4 @@
-"""Which file of a folder holds its model, and which class of a file is the model: the outermost one that attends."""
+"""Chooses the model: the file of a folder that likeliest has it, and the outermost class of a file that attends."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import time
 import types
@@ -103,11 +104,12 @@ class Finding:
                 dtypes = {weight.dtype for weight in model.parameters() if weight.is_floating_point()}
                 if len(dtypes) > 1:
                     ran = fed(model.float(), self.module, slots, self.wish, end)
-                    return Found(model, ran.inputs, ("weights of several dtypes, all made float32",), ran.attends)
+                    notes = ("weights of several dtypes, all made float32", *_without_masks(model, ran.inputs))
+                    return Found(model, ran.inputs, notes, ran.attends)
                 if failed is not None:
                     raise
                 ran = fed(model, self.module, slots, self.wish, end, error.failed)
-            return Found(model, ran.inputs, attends=ran.attends)
+            return Found(model, ran.inputs, _without_masks(model, ran.inputs), ran.attends)
 
     def _first(self, classes: list[type[nn.Module]], failures: list[ExplainError]) -> Found | None:
         # The first that attends, else the first that runs.
@@ -179,3 +181,10 @@ class Finding:
                         if isinstance(ran := feeder.run(inputs), Fed):
                             return Found(again.model, ran.inputs, again.notes, ran.attends)
         return None
+
+
+def _without_masks(model: nn.Module, inputs: Inputs) -> tuple[str, ...]:
+    # What a report says of a mask is of the model as it was called.
+    given = inspect.signature(model.forward).bind_partial(*inputs.args, **inputs.kwargs).arguments
+    names = [name for name, value in given.items() if value is None and "mask" in name.lower()]
+    return (f"{', '.join(names)}: none, since explain passed none",) if names else ()

@@ -91,10 +91,32 @@ def within_memory(more: int) -> Iterator[None]:
 @contextlib.contextmanager
 def trying(seconds: float, more: int) -> Iterator[None]:
     """A run of a model that may fail, without gradients or warnings, of at most `seconds` and `more` bytes."""
-    # A model that compiles parts of itself is not compiled for a guess.
-    eager = torch.compiler.set_stance("force_eager")
-    with warnings.catch_warnings(action="ignore"), within_memory(more), limited(seconds), torch.no_grad(), eager:
+    with contextlib.ExitStack() as changed:
+        with _alarms_later():
+            changed.enter_context(warnings.catch_warnings(action="ignore"))
+            changed.enter_context(within_memory(more))
+            changed.enter_context(torch.no_grad())
+            # A model that compiles parts of itself is not compiled for a guess.
+            changed.enter_context(torch.compiler.set_stance("force_eager"))
+        try:
+            with limited(seconds):
+                yield
+        finally:
+            with _alarms_later():
+                changed.close()
+
+
+@contextlib.contextmanager
+def _alarms_later() -> Iterator[None]:
+    # The time that is up within the block is so at its end: what changes torch's state must not stop halfway.
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "pthread_sigmask"):
         yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager

@@ -42,8 +42,10 @@ def imported(path: Path, say: Say = lambda note: None, limit: float = IMPORT_LIM
     root, name = _root_and_name(path, tree)
     first, last = _roots(path, root)
     roots = [*first, *last]
+    # Another file of that name, which the caller has imported, is out of the way within the block.
+    aside = {other: sys.modules.pop(other) for other in [*sys.modules] if other == name and _is_a_file(other)}
     before, argv, stdin, kept_path = set(sys.modules), sys.argv, sys.stdin, list(sys.path)
-    finder = Finder(roots)
+    finder = Finder(roots, say)
     sources = Sources(roots, limit, finder.supplies, say)
     sys.path[:] = [*map(str, first), *kept_path, *map(str, last)]
     sys.argv = [str(path)]
@@ -60,8 +62,6 @@ def imported(path: Path, say: Say = lambda note: None, limit: float = IMPORT_LIM
                 say(f"not installed, and stood in for: {', '.join(absent)}")
             for package, raised in finder.broken.items():
                 say(f"stood in for {package}, whose import raises {raised}")
-            for note in finder.notes:
-                say(note)
             finder.permissive = False
             yield module
     finally:
@@ -72,6 +72,7 @@ def imported(path: Path, say: Say = lambda note: None, limit: float = IMPORT_LIM
         new = [other for other in set(sys.modules) - before if other == name or _is_below(sys.modules[other], roots)]
         for other in new:
             sys.modules.pop(other, None)
+        sys.modules.update(aside)
 
 
 def _roots(path: Path, root: Path) -> tuple[list[Path], list[Path]]:
@@ -101,10 +102,17 @@ def _root_and_name(path: Path, tree: ast.Module) -> tuple[Path, str]:
     if parts[-1] == "__init__" and len(parts) > 1:
         parts.pop()
     name = ".".join(parts)
-    # Where another module has the file's name already, the file goes by a longer one.
-    while len(parts) == 1 and (name in sys.modules or not name.isidentifier()):
+    # A file that has a library's name goes by a longer one.
+    while len(parts) == 1 and ((name in sys.modules and not _is_a_file(name)) or not name.isidentifier()):
         name = f"_{name}" if name.isidentifier() else "_" + "".join(c if c.isalnum() else "_" for c in name)
     return root, name
+
+
+def _is_a_file(name: str) -> bool:
+    # Whether a loaded module is a file of somebody's own: none of Python's, of an installed package, or of this one.
+    file = getattr(sys.modules[name], "__file__", None)
+    is_library = name in sys.stdlib_module_names or "." in name or hasattr(sys.modules[name], "__path__")
+    return file is not None and not is_library and is_users(file, (Path(file).parent,))
 
 
 def _module(path: Path, name: str, sources: Sources, limit: float) -> types.ModuleType:

@@ -53,16 +53,16 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds a stand-in for every package that a file below `roots` imports, or has imported, and nothing else finds.
 
     names: the packages stood in for. broken: those of them that are installed, with what their import raises.
-    notes: what else stands in place of something. permissive: whether their use is still allowed.
+    say: is told, once each, what stands in place of what. permissive: whether their use is still allowed.
     """
 
-    def __init__(self, roots: Sequence[Path]) -> None:
+    def __init__(self, roots: Sequence[Path], say: Callable[[str], object] = lambda note: None) -> None:
         self.roots = tuple(roots)
+        self.say = functools.cache(say)
         self.is_users = functools.lru_cache(maxsize=4096)(lambda place: is_users(place, roots))
         self.names: list[str] = []
         self.broken: dict[str, str] = {}
         self.given: list[tuple[types.ModuleType, str]] = []
-        self.notes: dict[str, None] = {}
         self.permissive = True
         self.importer = ""
         self.before = frozenset(sys.modules)
@@ -95,7 +95,8 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         stand-in; a package whose import raises is stood in for.
         """
         words = "\n".join(map(str, _causes(error)))
-        if (operator := _NO_OPERATOR.search(words)) is not None and operator[0] not in _declared:
+        operator = _NO_OPERATOR.search(words)
+        if operator is not None and operator[0] not in _declared and operator["namespace"] not in self.before:
             # A package whose compiled operators are of another torch registers kernels for them all the same; declared,
             # they let what it has in Python be used. To call one is an error still.
             _declared[operator[0]] = torch.library.Library(operator["namespace"], "FRAGMENT")
@@ -130,7 +131,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         value = next(iter(values.values())) if is_elsewhere else StandIn(f"{module.__name__}.{name}", self)
         setattr(module, name, value)
         how = "it is in another module" if is_elsewhere else "stood in for"
-        self.notes[f"{module.__name__} has no {name} here: {how}"] = None
+        self.say(f"{module.__name__} has no {name} here: {how}")
         self.given.append((module, name))
         return True
 
@@ -234,6 +235,7 @@ class StandIn:
         layer = None if self._finder.permissive else _layer(self._name.rpartition(".")[2])
         if layer is None:
             return StandIn(self._name, self._finder)
+        self._finder.say(f"in place of {self._name}: nn.{layer.__name__}")
         known = inspect.signature(layer).parameters
         return layer(*args, **{name: value for name, value in kwargs.items() if name in known})
 
@@ -260,10 +262,11 @@ class StandIn:
         # A framework's module, as LightningModule, adds to nn.Module what training needs.
         name = self._name.rpartition(".")[2]
         if (layer := _layer(name)) is not None:
+            self._finder.say(f"in place of {self._name}: nn.{layer.__name__}")
             return (layer,)
         if not re.fullmatch(r"\w+Module", name):
             return (_base(name, self),)
-        self._finder.notes[f"in place of {self._name}: nn.Module"] = None
+        self._finder.say(f"in place of {self._name}: nn.Module")
         return (_NamedModule,)
 
     def __instancecheck__(self, value: object) -> bool:
@@ -352,7 +355,9 @@ def _layer(name: str) -> type[torch.nn.Module] | None:
     # one process, ColumnParallelLinear. None for attention: a report on it would be on torch's code, not the model's.
     plain = re.sub("^(Column|Row|Vocab|Tensor|Model|Parallel|Fused|Fast|Mixed|Memory|Efficient)+", "", name)
     layer = getattr(torch.nn, plain, None) if plain != name and "Attention" not in plain else None
-    return layer if isinstance(layer, type) and issubclass(layer, torch.nn.Module) else None
+    if not (isinstance(layer, type) and issubclass(layer, torch.nn.Module)):
+        return None
+    return None if layer.forward is torch.nn.Module.forward else layer
 
 
 class _NamedModule(torch.nn.Module):
