@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.run.watched import RUNS, installed
+
+
+@pytest.fixture(autouse=True)
+def _alone_in_memory() -> Iterator[None]:
+    """Models and optimizers that other tests have left in memory are none of the program's, which has to wait for its
+    own."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture

@@ -298,14 +298,12 @@ class TestLooks:
     @pytest.mark.parametrize(("steps", "calls"), [(1, 1), (4, 4)])
     def test_a_program_that_infers_is_stopped_after_its_calls(self, steps: int, calls: int) -> None:
         model = Model().eval()
-        gc.collect()
         with watching(steps=steps) as watch, pytest.raises(Stopped), torch.no_grad():
             for _ in range(9):
                 model(inputs())
         assert model.calls == calls and watch.steps is not None and watch.steps.ended
 
     def test_other_models_in_memory_are_waited_for(self) -> None:
-        gc.collect()
         first, second = Block(), Model()
         with watching(steps=1) as watch, pytest.raises(Stopped), torch.no_grad():
             first(inputs())
@@ -314,7 +312,6 @@ class TestLooks:
         assert [one.subject.partition("(")[0] for one in watch.explanations] == ["Block", "Model"]
 
     def test_a_function_that_the_program_compiles_is_stopped_after_its_call(self) -> None:
-        gc.collect()
         block = Block()
         attend = torch.compile(lambda x: block(x))
         with watching(steps=1) as watch, pytest.raises(Stopped), torch.no_grad():
@@ -323,7 +320,6 @@ class TestLooks:
         assert len(watch.explanations) == 1
 
     def test_what_catches_the_end_is_stopped_again(self) -> None:
-        gc.collect()
         model = Model().eval()
         with watching(steps=1), pytest.raises(Stopped), torch.no_grad():
             for _ in range(3):
@@ -339,7 +335,6 @@ class TestLooks:
     @pytest.mark.parametrize("ignored", [False, True])
     def test_a_thread_stops_the_main_thread(self, ignored: bool) -> None:
         before = signal.signal(signal.SIGINT, signal.SIG_IGN if ignored else signal.default_int_handler)
-        gc.collect()
         model, ends = Model().eval(), list[BaseException]()
 
         def run() -> None:
