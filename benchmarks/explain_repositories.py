@@ -23,6 +23,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -38,11 +39,21 @@ LIST = Path(__file__).parent / "results" / "explain_repositories.json"
 _FOUND = re.compile(r"\b\d+ attentions?\b")
 
 
-def outcome_of(file: Path, limit: float) -> dict[str, Any]:
-    """What explain says of `file` within `limit` seconds: whether it reported, its words, and how long it took."""
-    start = time.monotonic()
+def in_share(row: dict[str, Any], share: str) -> bool:
+    """Whether a row of the list is in a share, as "0/9" names the first of nine, by the hash of its file's name."""
+    number, of_all = map(int, share.split("/"))
+    name = f"{row['repository']}/{row['path']}"
+    return int(hashlib.sha256(name.encode()).hexdigest(), 16) % of_all == number
+
+
+def outcome_of(file: Path, limit: float, start: Sequence[str] = ("-m", "attn_fuse.explain")) -> dict[str, Any]:
+    """What explain says of `file` within `limit` seconds: whether it reported, its words, and how long it took.
+
+    start: what Python runs for that.
+    """
+    began = time.monotonic()
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        command = [sys.executable, "-m", "attn_fuse.explain", str(file)]
+        command = [sys.executable, *start, str(file)]
         process = subprocess.Popen(command, stdout=out, stderr=err, stdin=subprocess.DEVNULL, start_new_session=True)
         ended = threading.Timer(limit, os.killpg, (process.pid, signal.SIGKILL))
         ended.start()
@@ -52,7 +63,7 @@ def outcome_of(file: Path, limit: float) -> dict[str, Any]:
         out.seek(0)
         err.seek(0)
         ran = subprocess.CompletedProcess(command, process.returncode, out.read(), err.read())
-    seconds = round(time.monotonic() - start)
+    seconds = round(time.monotonic() - began)
     cpu = round(usage.ru_utime + usage.ru_stime, 1)
     if ran.returncode < 0:
         return {"outcome": "hang", "words": f"no answer in {limit:g} s", "seconds": seconds, "cpu": cpu}
@@ -119,12 +130,10 @@ def main() -> None:
     if twice := [name for name, count in named.items() if count > 1]:
         parser.error(f"{LIST.name} names a file more than once: {', '.join(twice)}")
     now = commit()
-    share, of_all = map(int, arguments.share.split("/"))
 
     def row_of(row: dict[str, Any]) -> dict[str, Any]:
         name = f"{row['repository']}/{row['path']}"
-        is_in = int(hashlib.sha256(name.encode()).hexdigest(), 16) % of_all == share
-        if not is_in or arguments.only not in f"{row['group']} {row['outcome']} {name}":
+        if not in_share(row, arguments.share) or arguments.only not in f"{row['group']} {row['outcome']} {name}":
             return {"measured": before["commit"], **row}
         found = measured(row, arguments.folder.resolve(), arguments.limit, arguments.clone)
         return {**found, "measured": now}

@@ -24,7 +24,7 @@ from attn_fuse.explain.opening.roots import PACKAGE
 from attn_fuse.explain.problems import in_one_line
 
 # How large a size may be that an error asks for.
-LARGEST = 1 << 14
+LARGEST = 1 << 16
 _LIBRARY = str(Path(torch.__file__).parent)
 _SHAPE = re.compile(r"[\[(]((?:-?\d+, )*-?\d+)[\])]")
 
@@ -35,7 +35,8 @@ class Asked:
 
     words: the error in one line. kind: its type and the line that raised it. numbers: those that its message or the
     values that it compares have. names: what the failing lines name, and what the message quotes. choices: pairs of a
-    value and others that the code knows in its place.
+    value and others that the code knows in its place. memory: where the tensors of the failing calls lie, those of the
+    innermost call first.
     """
 
     words: str
@@ -43,6 +44,7 @@ class Asked:
     numbers: tuple[int, ...]
     names: frozenset[str]
     choices: tuple[tuple[Any, Any], ...]
+    memory: tuple[int, ...] = ()
 
     def others_for(self, size: int) -> Iterator[int]:
         """Sizes to put in the place of `size`: a number of the error itself, one such that what was computed of it,
@@ -50,7 +52,9 @@ class Asked:
         found: dict[int, None] = {}
         pairs = [*itertools.permutations(self.numbers, 2)]
         if size in self.numbers:
-            found |= dict.fromkeys(self.numbers)
+            # Beside it in the message stands what it has to fit.
+            after = self.numbers.index(size) + 1
+            found |= dict.fromkeys((*self.numbers[after:], *self.numbers[:after][::-1]))
         for has, wants in pairs:
             # size is n times what there is, or a part of it; of a square the sides.
             if wants and has and (size * wants) % has == 0 and (size % has == 0 or has % size == 0):
@@ -85,7 +89,7 @@ def asked_by(error: BaseException) -> Asked:
     names = set(re.findall(r"'(\w+)'", message))
     choices: list[tuple[Any, Any]] = []
     place = ""
-    for frame, line in _frames(error):
+    for frame, line in _frames(error)[-3:]:
         statement = _statement(frame, line)
         names |= set(re.findall(r"[A-Za-z_]\w*", linecache.getline(frame.f_code.co_filename, line)))
         place = f"{frame.f_code.co_filename}:{line}"
@@ -95,12 +99,27 @@ def asked_by(error: BaseException) -> Asked:
             choices += options
     kept = [number for number in dict.fromkeys(numbers) if 0 < number <= 1 << 26]
     return Asked(
-        in_one_line(error), f"{type(error).__name__} {place}", tuple(kept[:8]), frozenset(names), tuple(choices)
+        in_one_line(error),
+        f"{type(error).__name__} {place}",
+        tuple(kept[:8]),
+        frozenset(names),
+        tuple(choices),
+        _memory(error),
     )
 
 
+def memory_of(tensor: torch.Tensor) -> int:
+    """Where the numbers of a tensor lie, which its views share."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else id(tensor)
+
+
+def _memory(error: BaseException) -> tuple[int, ...]:
+    calls = [frame.f_locals.values() for frame, _ in reversed(_frames(error))]
+    return tuple(dict.fromkeys(memory_of(v) for values in calls for v in values if type(v) is torch.Tensor))
+
+
 def _frames(error: BaseException) -> list[tuple[types.FrameType, int]]:
-    # The innermost calls of code that is neither torch's nor ours, the innermost last.
+    # The calls of code that is neither torch's nor ours, the innermost last.
     found: list[tuple[types.FrameType, int]] = []
     trace = error.__traceback__
     while trace is not None:
@@ -108,7 +127,7 @@ def _frames(error: BaseException) -> list[tuple[types.FrameType, int]]:
         if not file.startswith((_LIBRARY, str(PACKAGE), "<")):
             found.append((trace.tb_frame, trace.tb_lineno))
         trace = trace.tb_next
-    return found[-3:]
+    return found
 
 
 def _statement(frame: types.FrameType, line: int) -> ast.stmt | None:

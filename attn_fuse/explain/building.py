@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import time
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from attn_fuse.explain.opening.sources import same_folder_after
 from attn_fuse.explain.opening.stand_ins import about_stand_ins, held_by_models, refuse
 from attn_fuse.explain.search import Calls, Failed, searched
 from attn_fuse.explain.spelled import constructions, main_assigns, only_computing
-from attn_fuse.explain.steps import TimeUp, limited, within_memory
+from attn_fuse.explain.steps import TimeUp, limited, now, within_memory
 from attn_fuse.explain.weights import random_weights
 
 # Parameters above which a model is not built unasked: 4 GB of float32.
@@ -62,7 +61,7 @@ def all_built(cls: type[nn.Module], module: types.ModuleType, most: int, end: fl
     made up; what texts of the repository call it with; what functions of the file hand it; small values. Where none of
     these works, other values are tried as the errors ask.
 
-    end: by time.monotonic(), in seconds.
+    end: by now().
     Raises ExplainError where no way works.
     """
     refuse(cls)
@@ -75,7 +74,7 @@ def all_built(cls: type[nn.Module], module: types.ModuleType, most: int, end: fl
         values = _bound(cls, spelled.args, spelled.kwargs)
         if values is not None:
             starts.append((values, (f"as in {spelled.source}: {spelled.text}",)))
-        if time.monotonic() > end:
+        if now() > end:
             break
     for name, args, kwargs in _given_by_functions(cls, module):
         values = _bound(cls, args, kwargs)
@@ -89,7 +88,7 @@ def all_built(cls: type[nn.Module], module: types.ModuleType, most: int, end: fl
         else:
             works = True
             yield found
-        if time.monotonic() > end:
+        if now() > end:
             break
     if not works:
         ran, failed = searched([one.tried for one in failures], build, build.changed, end, _MOST_CHANGES)

@@ -6,7 +6,6 @@ import contextlib
 import inspect
 import itertools
 import math
-import time
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from attn_fuse.errors import ExplainError
-from attn_fuse.explain.asked import Asked, asked_by
+from attn_fuse.explain.asked import Asked, asked_by, memory_of
 from attn_fuse.explain.inputs import Inputs, in_python
 from attn_fuse.explain.names import kinds_of, says
 from attn_fuse.explain.search import Calls, Failed, searched
 from attn_fuse.explain.spelled import calls_of
-from attn_fuse.explain.steps import TimeUp, trying
+from attn_fuse.explain.steps import TimeUp, now, trying
 from attn_fuse.graph.names import tensors_of
 
 # Seconds of one run, and how many bytes it may take.
@@ -73,7 +72,7 @@ def fed(
 ) -> Fed:
     """Inputs that `model` runs on, of the length and the picture size that its slots declare.
 
-    module: the file, whose repository may spell out a call. end: by time.monotonic(), in seconds. failed: inputs that
+    module: the file, whose repository may spell out a call. end: by now(). failed: inputs that
     were tried; they are changed as their errors ask. Without any, inputs are made by names and layers.
     Raises NoInputs where none runs.
     """
@@ -84,7 +83,7 @@ def fed(
             found = feeder.run(Inputs(spelled.args, spelled.kwargs), _SPELLED_SECONDS)
             if isinstance(found, Fed) and (not wish.train or feeder.targets is None):
                 return found
-            if time.monotonic() > end:
+            if now() > end:
                 break
     ran, tried = searched(starts, feeder.run, feeder.changed, end, _MOST_CHANGES if failed else 0, _key)
     if ran is not None:
@@ -101,7 +100,7 @@ def fed(
 
 
 class Feeder:
-    """Makes inputs for a model, and runs it on them, until `end` by time.monotonic().
+    """Makes inputs for a model, and runs it on them, until `end` by now().
 
     slow: the first inputs that the model ran on for RUN_SECONDS without an error.
     """
@@ -139,7 +138,7 @@ class Feeder:
     def run(self, inputs: Inputs, seconds: float = RUN_SECONDS) -> Fed | Failed[Inputs]:
         """A run of the model on `inputs`, of at most `seconds`."""
         calls = Calls()
-        left = min(seconds, max(self.end - time.monotonic(), 1.0))
+        left = min(seconds, max(self.end - now(), 1.0))
         if any(tensor.numel() == 0 for tensor in tensors_of([*inputs.args, inputs.kwargs])):
             return Failed(inputs, asked_by(ValueError("an empty tensor")), 0)
         try:
@@ -283,7 +282,9 @@ class Feeder:
         values = {**dict(zip(names, failed.tried.args, strict=False)), **failed.tried.kwargs}
         asked = failed.asked
         tensors = [*_tensors(values)]
-        tensors.sort(key=lambda one: one[0][0] not in asked.names)
+        # What the innermost call holds comes first.
+        places = {place: number for number, place in enumerate(asked.memory)}
+        tensors.sort(key=lambda one: (places.get(memory_of(one[1]), len(places)), one[0][0] not in asked.names))
         like = tensors[0][1] if tensors else torch.empty(0)
         further = [p for p in self.named if values.get(p.name) is None and p.kind is not p.POSITIONAL_ONLY]
         kinds: list[Iterator[Mapping[str, Any]]] = [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
-import time
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +24,7 @@ from attn_fuse.explain.opening.stand_ins import MissingPackage
 from attn_fuse.explain.parts import parts_that_ran
 from attn_fuse.explain.problems import without_frames
 from attn_fuse.explain.search import Failed
-from attn_fuse.explain.steps import TimeUp, limited, step
+from attn_fuse.explain.steps import TimeUp, limited, now, step
 
 # How many outermost classes are tried, how many classes inside a model where none of those runs, and how many ways to
 # build one.
@@ -94,7 +93,7 @@ class Finding:
             return Found(model, self.given)
         if not isinstance(model, nn.Module):
             raise ExplainError(f"no inputs can be guessed for the function {name_of(model)}; pass them with --inputs")
-        end = time.monotonic() + 0.9 * seconds
+        end = now() + 0.9 * seconds
         with step(f"finding inputs for {name_of(model)}", seconds, "pass them with --inputs"):
             model.eval()
             try:
@@ -113,7 +112,7 @@ class Finding:
 
     def _first(self, classes: list[type[nn.Module]], failures: list[ExplainError]) -> Found | None:
         # The first that attends, else the first that runs.
-        start, idle = time.monotonic(), None
+        start, idle = now(), None
         for number, cls in enumerate(classes):
             found = self._of(cls, start + self.limit * (1 + number) / (1 + len(classes)), failures)
             if found is not None and found.attends:
@@ -122,12 +121,12 @@ class Finding:
         return idle
 
     def _part(self, failures: list[ExplainError]) -> Found | None:
-        whole, end = failures[0], time.monotonic() + self.limit / 2
+        whole, end = failures[0], now() + self.limit / 2
         for cls in parts(self.module)[:_MOST_PARTS]:
-            found = self._of(cls, min(end, time.monotonic() + _PART_SECONDS), failures)
+            found = self._of(cls, min(end, now() + _PART_SECONDS), failures)
             if found is not None and found.attends:
                 return replace(found, notes=(*found.notes, f"{OF_A_PART} {cls.__name__}, since of the whole: {whole}"))
-            if time.monotonic() > end:
+            if now() > end:
                 break
         return None
 
@@ -135,16 +134,16 @@ class Finding:
         # What runs of the models that the ways to build a class give. Where none does, with another value of an
         # argument, as a width that the code takes for granted; then the part that ran before it raised.
         unrun: list[tuple[Built, NoInputs]] = []
-        left = max(end - time.monotonic(), _FEWEST)
-        ways = all_built(cls, self.module, self.most, time.monotonic() + left / 2)
+        left = max(end - now(), _FEWEST)
+        ways = all_built(cls, self.module, self.most, now() + left / 2)
         try:
             for _ in range(_MOST_WAYS):
                 with step(f"building {cls.__name__}", left, f"build a smaller one with --entry '{cls.__name__}(...)'"):
                     made = next(ways, None)
-                if made is None or time.monotonic() > end:
+                if made is None or now() > end:
                     break
                 try:
-                    found = self.of_model(made.model, made.slots, max(end - time.monotonic(), _FEWEST), ())
+                    found = self.of_model(made.model, made.slots, max(end - now(), _FEWEST), ())
                     return replace(found, notes=(*made.notes, *found.notes))
                 except NoInputs as error:
                     unrun.append((made, error))
@@ -153,10 +152,10 @@ class Finding:
             failures.append(without_frames(error))
         for made, problem in unrun:
             with contextlib.suppress(ExplainError):
-                seconds = max((end - time.monotonic()) / len(unrun), _FEWEST)
+                seconds = max((end - now()) / len(unrun), _FEWEST)
                 found = self.of_model(made.model, made.slots, seconds, problem.failed)
                 return replace(found, notes=(*made.notes, *found.notes))
-            if (again := self._with_other_arguments(made, problem, time.monotonic() + left / 8)) is not None:
+            if (again := self._with_other_arguments(made, problem, now() + left / 8)) is not None:
                 return again
         for made, problem in unrun:
             for name, part, inputs in parts_that_ran(made.model, [one.tried for one in problem.failed]):
@@ -172,9 +171,9 @@ class Finding:
             for slot in slots:
                 changes += [{slot: other} for other in itertools.islice(failed.asked.others_for(made.slots[slot]), 3)]
             for changed in changes:
-                if time.monotonic() > end:
+                if now() > end:
                     return None
-                with contextlib.suppress(Exception, SystemExit, TimeUp), limited(max(end - time.monotonic(), 1.0)):
+                with contextlib.suppress(Exception, SystemExit, TimeUp), limited(max(end - now(), 1.0)):
                     again = made.again(changed)
                     feeder = Feeder(again.model.eval(), again.slots, self.wish)
                     for inputs in (failed.tried, *itertools.islice(feeder.starts(), 2)):

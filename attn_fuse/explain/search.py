@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -12,6 +11,7 @@ from typing import Any, Generic, TypeVar
 from torch.overrides import TorchFunctionMode
 
 from attn_fuse.explain.asked import Asked
+from attn_fuse.explain.steps import now
 
 # After how many changes of a candidate another that came as far gets its turn.
 _TURN = 24
@@ -55,8 +55,8 @@ def searched(
     """What `attempt` gives for the first candidate that does not fail, None where all do; and those that failed,
     furthest first.
 
-    starts: tried first, all of them. changes: candidates to try after one that failed. end: by time.monotonic(), in
-    seconds. most: how many candidates are tried after the starts. key: alike for candidates of which one is enough.
+    starts: tried first, all of them. changes: candidates to try after one that failed. end: by now().
+    most: how many candidates are tried after the starts. key: alike for candidates of which one is enough.
     """
     failed: list[Failed[T]] = []
     waiting: list[tuple[int, int, int, Iterator[T]]] = []
@@ -85,10 +85,10 @@ def searched(
         known.add(key(start))
         if (ran := tried(start)) is not None:
             return ran, in_order()
-        if time.monotonic() > end:
+        if now() > end:
             return None, in_order()
     tries = 0
-    while waiting and tries < most and time.monotonic() < end:
+    while waiting and tries < most and now() < end:
         reached, turn, number, further = heapq.heappop(waiting)
         for count, candidate in enumerate(further, 1):
             if key(candidate) in known:
@@ -97,7 +97,7 @@ def searched(
             tries += 1
             if (ran := tried(candidate)) is not None:
                 return ran, in_order()
-            if time.monotonic() > end or tries >= most:
+            if now() > end or tries >= most:
                 break
             is_overtaken = bool(waiting) and waiting[0][0] < reached
             if is_overtaken or count >= _TURN:

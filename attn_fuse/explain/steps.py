@@ -21,15 +21,26 @@ from attn_fuse.errors import ExplainError
 QUIET, LIMIT = 10.0, 40.0
 # Seconds that code may take to clean up when its time is up.
 CLEANING_UP = 10.0
+# When the limits around what runs now end, by now(), the outermost first.
+_ends: list[float] = []
 
 
 class TimeUp(BaseException):
     """The time limit of a step. No Exception: the `except Exception` of a training loop must not catch it."""
 
 
+def now() -> float:
+    """Seconds that this thread has computed, and a quarter of those in which it waited, since some moment.
+
+    What a limit lets through does so then on a busy machine, too, and what sleeps still ends.
+    """
+    computed = time.thread_time()
+    return computed + (time.monotonic() - computed) / 4
+
+
 @contextlib.contextmanager
 def limited(seconds: float) -> Iterator[None]:
-    """Raise TimeUp in the block after `seconds`, and once more each second where the block's own code catches it.
+    """Raise TimeUp in the block after `seconds` by now(), and once more each second where its own code catches it.
 
     Code that handles TimeUp has CLEANING_UP seconds before the next one.
     A limit within another ends no later than that one. Outside the main thread, and on a system without alarms, there
@@ -40,28 +51,35 @@ def limited(seconds: float) -> Iterator[None]:
         return
 
     ended, fired = False, math.inf
+    outer = _ends[-1] if _ends else math.inf
+    end = min(now() + seconds, outer)
 
     def stop(number: int, frame: FrameType | None) -> None:
         nonlocal fired
-        fired = min(fired, now := time.monotonic())
+        # now() is never faster than the alarm's clock.
+        if (left := end - now()) > 0:
+            signal.setitimer(signal.ITIMER_REAL, max(left, 0.01))
+            return
+        signal.setitimer(signal.ITIMER_REAL, 1.0)
+        fired = min(fired, at := time.monotonic())
         # While the first one is on its way up, another would break what cleans up behind it.
-        is_on_its_way = isinstance(sys.exc_info()[1], TimeUp) and now - fired < CLEANING_UP
+        is_on_its_way = isinstance(sys.exc_info()[1], TimeUp) and at - fired < CLEANING_UP
         if not ended and not is_on_its_way:
             raise TimeUp
 
-    before, start = signal.getsignal(signal.SIGALRM), time.monotonic()
-    left, _ = signal.getitimer(signal.ITIMER_REAL)
+    before = signal.getsignal(signal.SIGALRM)
     try:
+        _ends.append(end)
         try:
             # Of a block within another the time may be up before it begins.
             signal.signal(signal.SIGALRM, stop)
-            signal.setitimer(signal.ITIMER_REAL, min(seconds, left) if left else seconds, 1.0)
+            signal.setitimer(signal.ITIMER_REAL, max(end - now(), 0.001))
             yield
         finally:
             ended = True
     finally:
-        passed = time.monotonic() - start
-        signal.setitimer(signal.ITIMER_REAL, max(left - passed, 0.001) if left else 0.0, 1.0)
+        _ends.pop()
+        signal.setitimer(signal.ITIMER_REAL, 0.0 if outer == math.inf else max(outer - now(), 0.001))
         signal.signal(signal.SIGALRM, before)
 
 

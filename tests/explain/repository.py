@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ import pytest
 from attn_fuse.explain.building import MOST_PARAMETERS, Built, all_built
 from attn_fuse.explain.choose import candidates
 from attn_fuse.explain.opening.open_file import imported
+from attn_fuse.explain.steps import now
 from attn_fuse.explain.subject import Subject, add_flags, subject_of
 
 HEADER = """
@@ -69,7 +69,7 @@ def built_in(path: Path, most: int = MOST_PARAMETERS, seconds: float = SECONDS) 
     """What is built first of the likeliest class of a file, while the file is imported."""
     with imported(path) as module:
         cls = candidates(module)[0]
-        yield next(all_built(cls, module, most, time.monotonic() + seconds))
+        yield next(all_built(cls, module, most, now() + seconds))
 
 
 def built(path: Path, most: int = MOST_PARAMETERS, seconds: float = SECONDS) -> Built:

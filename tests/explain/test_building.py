@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from attn_fuse.explain.building import TooLarge, all_built
 from attn_fuse.explain.choose import candidates
 from attn_fuse.explain.opening.open_file import imported
 from attn_fuse.explain.opening.stand_ins import MissingPackage
+from attn_fuse.explain.steps import now
 from tests.explain.repository import (
     Case,
     Write,
@@ -405,7 +405,7 @@ def test_parameters_that_are_gone_do_not_count(write: Write) -> None:
 def test_each_way_that_works_is_given_in_turn(write: Write) -> None:
     write("```\nGPT(width=7)\n```\n```\nGPT(width=9)\n```\n", "README.md")
     with imported(write(net("width", LAYER))) as module:
-        ways = [*all_built(candidates(module)[0], module, 10**6, time.monotonic() + 30)]
+        ways = [*all_built(candidates(module)[0], module, 10**6, now() + 30)]
     assert [way.model.layer.in_features for way in ways] == [7, 9, 256]
     assert [way.notes for way in ways] == [
         ("as in README.md: GPT(width=7)",),
@@ -427,16 +427,16 @@ def test_the_files_own_values_stay_as_they_are(write: Write) -> None:
     write("```\nfrom model import GPT, SETTINGS\nmodel = GPT(SETTINGS)\n```\n", "README.md")
     body = "config['seen'] = 1\n        self.layer = nn.Linear(config['width'], config['depth'])"
     with imported(write("SETTINGS = dict(width=48, depth=2)\n" + net("config", body))) as module:
-        made = next(all_built(candidates(module)[0], module, 10**6, time.monotonic() + 30))
+        made = next(all_built(candidates(module)[0], module, 10**6, now() + 30))
         assert size_of_layer(made.model) == (48, 2) and module.SETTINGS == {"width": 48, "depth": 2}
 
 
 def test_a_search_ends_at_its_time(write: Write) -> None:
     path = write("import time\n" + net("zork, quux", "time.sleep(0.1)\n        raise ValueError(zork)"))
-    start = time.monotonic()
+    start = now()
     with pytest.raises(ExplainError, match="cannot build GPT"):
         built(path, seconds=1.0)
-    assert time.monotonic() - start < 10
+    assert now() - start < 10
 
 
 def test_a_constructor_writes_nothing_and_stays_in_its_folder(write: Write, tmp_path: Path) -> None:

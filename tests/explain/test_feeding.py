@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from attn_fuse.explain.choose import candidates
 from attn_fuse.explain.feeding import Fed, Feeder, NoInputs, Wish, fed
 from attn_fuse.explain.inputs import Inputs
 from attn_fuse.explain.opening.open_file import imported
+from attn_fuse.explain.steps import now
 from tests.explain.repository import SECONDS, Write
 
 
@@ -54,7 +54,7 @@ class Run:
 
 def inputs_of(module: types.ModuleType, model: nn.Module, slots: Mapping[str, Any], wish: Wish, seconds: float) -> Fed:
     """Inputs of the names and layers of a model, else what the errors on those ask for."""
-    end = time.monotonic() + seconds
+    end = now() + seconds
     try:
         return fed(model, module, slots, wish, end)
     except NoInputs as error:
@@ -64,7 +64,7 @@ def inputs_of(module: types.ModuleType, model: nn.Module, slots: Mapping[str, An
 def run_in(path: Path, seconds: float = SECONDS, **wish: Any) -> Run:
     """The model of a file with the inputs that are found for it, on which it runs here once more."""
     with imported(path) as module:
-        made = next(all_built(candidates(module)[0], module, 10**8, time.monotonic() + seconds))
+        made = next(all_built(candidates(module)[0], module, 10**8, now() + seconds))
         model = made.model.eval()
         found = inputs_of(module, model, made.slots, Wish(**wish), seconds)
         model(*found.inputs.args, **found.inputs.kwargs)
@@ -383,10 +383,10 @@ class TestEnds:
             "x",
             "time.sleep(0.2)\nself.n += 1\nassert x.shape[-1] == 6 + self.n",
         )
-        path, start = write(text), time.monotonic()
+        path, start = write(text), now()
         with pytest.raises(NoInputs):
             run_in(path, seconds=2.0)
-        assert time.monotonic() - start < 15
+        assert now() - start < 15
 
     def test_at_its_number_of_tries(self, write: Write) -> None:
         text = "TRIES = []\n" + source(

@@ -12,6 +12,7 @@ from torch import nn
 
 from attn_fuse.explain.asked import Asked
 from attn_fuse.explain.search import Calls, Failed, searched
+from attn_fuse.explain.steps import now
 
 
 def failed(tried: int, reached: int, kind: str = "") -> Failed[int]:
@@ -36,7 +37,7 @@ class Numbers:
         seconds: float = 60.0,
         most: int = 1000,
     ) -> tuple[str | None, list[Failed[int]]]:
-        return searched(starts, self, changes, time.monotonic() + seconds, most)
+        return searched(starts, self, changes, now() + seconds, most)
 
 
 def test_the_first_start_that_works() -> None:
@@ -88,7 +89,7 @@ def test_nothing_is_tried_twice() -> None:
 
 def test_alike_by_their_key_are_one() -> None:
     numbers = Numbers(-1)
-    searched([1, 11, 21, 2], numbers, lambda one: iter(()), time.monotonic() + 60, 10, lambda n: str(n % 10))
+    searched([1, 11, 21, 2], numbers, lambda one: iter(()), now() + 60, 10, lambda n: str(n % 10))
     assert numbers.tried == [1, 2]
 
 
@@ -102,7 +103,7 @@ def test_the_same_error_at_one_place_leads_on_once() -> None:
         asked_for.append(one.tried)
         yield from range(10, 14)
 
-    searched([1, 2, 3], attempt, changes, time.monotonic() + 60, 100)
+    searched([1, 2, 3], attempt, changes, now() + 60, 100)
     assert asked_for == [1]
 
 
@@ -119,9 +120,9 @@ def test_it_stops_at_its_time(starts: Iterator[int]) -> None:
         time.sleep(0.01)
         return failed(number, number)
 
-    start = time.monotonic()
+    start = now()
     ran, _ = searched(starts, attempt, lambda one: itertools.count(one.tried + 1), start + 0.3, 10**9)
-    assert ran is None and time.monotonic() - start < 3
+    assert ran is None and now() - start < 3
 
 
 class TestCalls:

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import torch
 from attn_fuse.explain.choose import candidates
 from attn_fuse.explain.opening.open_file import imported
 from attn_fuse.explain.spelled import Spelled, calls_of, constructions, only_computing, python_files
+from attn_fuse.explain.steps import now
 from tests.explain.repository import Write, net
 
 GPT = net("width, flavour=2", "self.layer = nn.Linear(width, flavour)")
@@ -104,8 +104,8 @@ def test_there_are_only_so_many(write: Write) -> None:
 def test_a_statement_that_runs_on_is_given_up(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attn_fuse.explain.spelled._SECONDS", 0.3)
     write("from model import GPT\ndef n():\n    while True: pass\nGPT(n())\n", "run.py")
-    start = time.monotonic()
-    assert spelled_in(write(GPT)) == [] and time.monotonic() - start < 10
+    start = now()
+    assert spelled_in(write(GPT)) == [] and now() - start < 10
 
 
 def test_nothing_stays_of_what_it_ran(write: Write, tmp_path: Path) -> None:

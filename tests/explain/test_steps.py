@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import re
 import signal
 import time
@@ -44,6 +46,12 @@ class TestSteps:
                 while True:
                     pass
 
+    def test_waiting_counts_for_a_quarter(self) -> None:
+        with limited(0.5):
+            time.sleep(0.8)
+        with pytest.raises(TimeUp), limited(0.5):
+            time.sleep(10)
+
     def test_a_step_says_what_takes_long(self) -> None:
         message = "building GPT takes more than 0.1 s; build less, or give more with --time-limit"
         with pytest.raises(ExplainError, match=re.escape(message)), step("building GPT", 0.1, "build less"):
@@ -64,10 +72,12 @@ class TestSteps:
         set_timer, before = signal.setitimer, signal.getsignal(signal.SIGALRM)
 
         def fires_at_once(which: int, seconds: float, interval: float = 0.0) -> None:
+            monkeypatch.setattr(signal, "setitimer", set_timer)
             set_timer(which, seconds, interval)
             signal.raise_signal(signal.SIGALRM)
 
         monkeypatch.setattr(signal, "setitimer", fires_at_once)
+        monkeypatch.setattr("attn_fuse.explain.steps.now", functools.partial(next, itertools.count(0.0, 100.0)))
         with pytest.raises(TimeUp), limited(30.0):
             raise AssertionError("the block begins")
         assert signal.getsignal(signal.SIGALRM) is before
