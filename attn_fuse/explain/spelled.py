@@ -96,19 +96,6 @@ def calls_of(model: nn.Module, module: types.ModuleType) -> Iterator[Spelled]:
                     return
 
 
-def main_assigns(name: str, module: types.ModuleType) -> bool:
-    """Give `module` the value that its file assigns to a global name under `if __name__ == "__main__"`; whether it
-    could."""
-    own = {"torch": torch, "nn": nn, **vars(module)}
-    tree = _tree(Path(module.__file__ or "").read_text(encoding="utf-8", errors="replace"))
-    if tree is None or name in vars(module):
-        return False
-    found = _Text(module.__name__, tree, own).value(ast.Name(name, ast.Load()), (tree,), own, dict(own))
-    if found is not _UNKNOWN:
-        setattr(module, name, found)
-    return found is not _UNKNOWN
-
-
 # The module or function that a call stands in, from the outermost to the innermost.
 _Scopes = tuple[ast.Module | ast.FunctionDef, ...]
 

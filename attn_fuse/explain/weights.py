@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -29,7 +27,7 @@ class _Absent(dict[str, Any]):
 def random_weights(say: Callable[[str], object]) -> Iterator[None]:
     """Within the block weights that cannot be loaded are left as they are, and `say` is told which.
 
-    `torch.load`, `torch.hub.load_state_dict_from_url` and the `from_pretrained` of transformers are caught.
+    `torch.load` and `torch.hub.load_state_dict_from_url` are caught.
     """
     load, from_url, into = torch.load, torch.hub.load_state_dict_from_url, nn.Module.load_state_dict
 
@@ -58,24 +56,8 @@ def random_weights(say: Callable[[str], object]) -> Iterator[None]:
 
     torch.load, torch.hub.load_state_dict_from_url = loads, from_there  # type: ignore[assignment]
     nn.Module.load_state_dict = fills  # type: ignore[method-assign]
-    transformers = sys.modules.get("transformers")
-    base = getattr(transformers, "PreTrainedModel", None) if transformers is not None else None
-    pretrained = vars(base).get("from_pretrained") if base is not None else None
-    if base is not None and pretrained is not None:
-        base.from_pretrained = classmethod(functools.partial(_from_defaults, pretrained.__func__, say))
     try:
         yield
     finally:
         torch.load, torch.hub.load_state_dict_from_url = load, from_url
         nn.Module.load_state_dict = into  # type: ignore[method-assign]
-        if base is not None and pretrained is not None:
-            base.from_pretrained = pretrained
-
-
-def _from_defaults(
-    pretrained: Callable[..., Any], say: Callable[[str], object], cls: Any, name: object, *args: Any, **kwargs: Any
-) -> Any:
-    with contextlib.suppress(OSError):
-        return pretrained(cls, name, *args, **kwargs)
-    say(f"{RANDOM} {name}, the defaults of {cls.__name__}")
-    return cls(kwargs.get("config") or cls.config_class())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -90,28 +88,3 @@ class TestWeights:
     def test_an_empty_state_of_the_users_is_none_that_is_missing(self) -> None:
         with random_weights(lambda note: None), pytest.raises(RuntimeError, match="Missing key"):
             nn.Linear(2, 2).load_state_dict({})
-
-    def test_a_model_of_a_library_that_cannot_be_fetched(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        class Config:
-            width = 5
-
-        class Model(nn.Module):
-            config_class = Config
-
-            def __init__(self, config: Config) -> None:
-                super().__init__()
-                self.layer = nn.Linear(config.width, 1)
-
-            @classmethod
-            def from_pretrained(cls, name: str) -> Model:
-                raise OSError(f"cannot connect for {name}")
-
-        library = types.ModuleType("transformers")
-        library.PreTrainedModel = Model  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "transformers", library)
-        notes: list[str] = []
-        with random_weights(notes.append):
-            assert Model.from_pretrained("gpt2").layer.in_features == 5
-        assert notes == ["random weights in place of gpt2, the defaults of Model"]
-        with pytest.raises(OSError, match="cannot connect"):
-            Model.from_pretrained("gpt2")

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from torch import nn
 
 from attn_fuse.explain.opening.open_file import imported
@@ -115,22 +114,10 @@ class TestStandIns:
 
 
 RAISES = "import operator\nfrom broken_package import inner\nraise RuntimeError('operator x.y is gone')\n"
-FAKES = "import torch\n" + "".join(
-    f"@torch.library.register_fake('mismatched_package::{name}')\ndef {name}(x):\n    return x\n"
-    for name in ("boxes", "quantised_boxes")
-)
 LIBRARIES = {
     "broken_package/__init__.py": RAISES,
     "broken_package/inner.py": "",
     "whole_package/__init__.py": "import broken_package.shapes as shapes\nSIZE = 3\n",
-    # As torchvision, where its compiled library is of another torch.
-    "mismatched_package/__init__.py": "from mismatched_package import fakes\n"
-    "from mismatched_package.layers import Mlp\n",
-    "mismatched_package/fakes.py": FAKES,
-    "mismatched_package/layers.py": (
-        "import torch\nclass Mlp(torch.nn.Linear):\n    pass\n"
-        "def boxes(x):\n    return torch.ops.mismatched_package.boxes(x)\n"
-    ),
     "careful_package/__init__.py": "try:\n    import broken_package\nexcept ImportError:\n    SIZE = 4\n",
     # As timm, that moves what others import.
     "moving_package/__init__.py": "",
@@ -196,16 +183,6 @@ class TestBrokenPackages:
         with imported(write("import compiled_package\nSIZE = 5\n"), notes.append) as module:
             assert module.SIZE == 5
         assert notes[0].startswith("stood in for compiled_package, whose import raises ImportError")
-
-    def test_operators_that_could_not_be_loaded(self, write: Write) -> None:
-        body = "self.layer = mismatched_package.Mlp(3, 3)"
-        source = "import mismatched_package\n" + net("", body)
-        source += "    def forward(self, x):\n        return mismatched_package.layers.boxes(self.layer(x))\n"
-        with imported(write(source)) as module:
-            model = module.GPT()
-            assert model.layer(torch.ones(3)).shape == (3,)
-            with pytest.raises(NotImplementedError, match="mismatched_package::boxes"):
-                model(torch.ones(3))
 
     def test_a_name_that_another_module_of_it_has(self, write: Write) -> None:
         with imported(write("from moving_package.models import Layer\n")) as module:

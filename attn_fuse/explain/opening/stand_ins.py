@@ -34,9 +34,6 @@ _DEEPEST = 3
 _CAUGHT = {"ImportError", "ModuleNotFoundError", "Exception", "BaseException"}
 _LACKS = re.compile(r"cannot import name '(?P<name>\w+)' from '(?P<module>[\w.]+)'")
 _HAS_NO = re.compile(r"module '?(?P<module>[\w.]+)'? has no attribute '?(?P<name>\w+)'?")
-_NO_OPERATOR = re.compile(r"operator (?P<namespace>\w+)::(?P<name>\w+) does not exist")
-# The declared operators, by what their absence raised, and their libraries, with which they would go.
-_declared: dict[str, torch.library.Library] = {}
 # Packages that nothing can stand in for.
 _KEPT = {"torch", "attn_fuse", "numpy"}
 
@@ -94,15 +91,6 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         A name that an installed package no longer has is what one loaded module of that package has by it, else a
         stand-in; a package whose import raises is stood in for.
         """
-        words = "\n".join(map(str, _causes(error)))
-        operator = _NO_OPERATOR.search(words)
-        if operator is not None and operator[0] not in _declared and operator["namespace"] not in self.before:
-            # A package whose compiled operators are of another torch registers kernels for them all the same; declared,
-            # they let what it has in Python be used. To call one is an error still.
-            _declared[operator[0]] = torch.library.Library(operator["namespace"], "FRAGMENT")
-            _declared[operator[0]].define(f"{operator['name']}(Tensor x) -> Tensor")
-            _forget(operator["namespace"])
-            return True
         found = _LACKS.search(str(error)) or _HAS_NO.search(str(error))
         module = sys.modules.get(found["module"]) if found else None
         if found is not None and module is not None and isinstance(error, (ImportError, AttributeError)):
@@ -379,12 +367,6 @@ def _base(name: str, stand_in: StandIn) -> type:
         _refuse(stand_in, f".{attribute}", MissingAttribute)
 
     return type(name, (), {"__new__": made, "__getattr__": absent, "stands_for": stand_in})
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 def _forget(package: str) -> None:
