@@ -159,11 +159,7 @@ def main() -> None:
         print(f"{row['rule']}: carries {row['carried']} of {row['tried']}", flush=True)
 
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        list(
-            pool.map(
-                switched, [row for row in ledger if row["switchable"] and row["reports"]] if arguments.most else []
-            )
-        )
+        list(pool.map(switched, filter(wanted, ledger)))
     found = {key: sum(one["outcome"] == key for one in first.values()) for key in ("report", "part", "refused", "hang")}
     RESULTS.write_text(json.dumps({"commit": commit(), "outcomes": found, "rules": ledger}, indent=1) + "\n")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dis
+import enum
 import inspect
 import re
 import sys
@@ -105,9 +106,10 @@ def arguments_of(
     }
     sized = {name for name in needs if not _CONFIG.search(name)}
     settings = settings_for(sized, making.path) if len(sized) > 1 else None
-    if settings is not None and (known := sized & settings.values.keys()):
+    known = {n: v for n, v in settings.values.items() if n in sized and not isinstance(v, dict)} if settings else {}
+    if settings is not None and known:
         making.sources[settings.source] = None
-        values |= {name: settings.values[name] for name in known}
+        values |= known
     making.slots |= {f"{prefix}{name}": value for name, value in values.items()}
     for name in [p.name for p in parameters if (p.name in needs or p.name in inner) and p.name not in values]:
         beside = {**defaults, **values}
@@ -129,7 +131,8 @@ def _argument(
     by_name = value_for(name, hint, beside)
     reads = _reads_of(function, name)
     is_config = _CONFIG.search(name) or len(reads) > 1
-    own = next((one for one in options if is_users(_file(one), (repository_of(making.path),))), None)
+    users = (one for one in options if not issubclass(one, enum.Enum))
+    own = next((one for one in users if is_users(_file(one), (repository_of(making.path),))), None)
     if own is None and is_config:
         # As transformers' models say it.
         own = getattr(function, "config_class", None) or _config_class(reads, making)
@@ -222,7 +225,20 @@ class _Entries(dict[str, Any]):
             making.sources[settings.source] = None
         self.__dict__.update(_slot=slot, _making=making, _known=known, _is_unknown=False)
         for key, value in {**{k: v for k, v in known.items() if k in reads}, **making.below(slot)}.items():
-            self[key] = making.slots[f"{slot}.{key}"] = value
+            self._put(key, value)
+
+    def _put(self, key: str, value: Any) -> Any:
+        slot, making, known = (self.__dict__[name] for name in ("_slot", "_making", "_known"))
+        if type(value) is dict:
+            group = _Entries(f"{slot}.{key}", making, set())
+            group.__dict__["_known"] = {**known, **value}
+            for name, inner in value.items():
+                group._put(name, inner)
+            value = group
+        else:
+            making.slots[f"{slot}.{key}"] = value
+        self[key] = value
+        return value
 
     def __missing__(self, key: str) -> Any:
         slot, making, known = (self.__dict__[name] for name in ("_slot", "_making", "_known"))
@@ -232,12 +248,10 @@ class _Entries(dict[str, Any]):
             value = value_for(key, None, self)
             if value is not None:
                 making.made_up[f"{slot}.{key}"] = value
-        if value is None and key not in known:
-            value = _Entries(f"{slot}.{key}", making, set())
-            value.__dict__.update(_known=known, _is_unknown=True)
-        else:
-            making.slots[f"{slot}.{key}"] = value
-        self[key] = value
+        if value is not None or key in known:
+            return self._put(key, value)
+        self[key] = value = _Entries(f"{slot}.{key}", making, set())
+        value.__dict__.update(_known=known, _is_unknown=True)
         return value
 
     def __getattr__(self, name: str) -> Any:

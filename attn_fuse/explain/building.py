@@ -26,7 +26,7 @@ from attn_fuse.explain.names import says, value_for
 from attn_fuse.explain.opening.sources import same_folder_after
 from attn_fuse.explain.opening.stand_ins import about_stand_ins, held_by_models, refuse
 from attn_fuse.explain.search import Calls, Failed, searched
-from attn_fuse.explain.spelled import constructions, main_assigns, only_computing
+from attn_fuse.explain.spelled import constructions, only_computing
 from attn_fuse.explain.steps import TimeUp, limited, now, within_memory
 from attn_fuse.explain.weights import random_weights
 
@@ -167,11 +167,6 @@ class _Builds:
         calls = Calls()
         try:
             return self._built(values, making, calls)
-        except NameError as error:
-            # Tutorials set the sizes that their classes read under `if __name__ == "__main__"`.
-            if not main_assigns(str(error.name), self.module):
-                return self._failed(values, error, making, calls)
-            return self(_Values(values, (*values.notes, f"from under __main__: {error.name}"), values.changed))
         except (Exception, SystemExit) as error:
             return self._failed(values, error, making, calls)
 
@@ -202,7 +197,9 @@ class _Builds:
             arguments = arguments_of(self.cls, making)
             model = self.cls(*arguments.args, **arguments.kwargs)
         if not isinstance(model, nn.Module):
-            raise ExplainError(f"cannot build {self.cls.__name__}: it comes out as a {type(model).__name__}")
+            raise ExplainError(
+                f"cannot build {self.cls.__name__}: its constructor gives a value of type {type(model).__name__}"
+            )
         notes = [*values.notes, *(f"as in {source}" for source in making.sources)]
         if values.changed:
             notes.append(f"as its errors ask: {in_words(values.changed)}")
@@ -223,8 +220,8 @@ class _Builds:
         return Built(model, slots, (*notes, *said), lambda changed: self.again(values, changed))
 
     def _refuse_large(self, making: Making) -> None:
-        # Raises TooLarge, before the memory is taken, where the model can be built on the meta device. The arguments
-        # are made for it alone: a constructor may write into its config.
+        # Raises TooLarge, before the memory is taken, where the model can be built on the meta device, and what its
+        # constructor raises there. The arguments are made for it alone: a constructor may write into its config.
         count = 0
 
         def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -238,9 +235,12 @@ class _Builds:
         try:
             with torch.device("meta"):
                 arguments = arguments_of(self.cls, making)
-                count = sum(p.numel() for p in self.cls(*arguments.args, **arguments.kwargs).parameters())
+                model: Any = self.cls(*arguments.args, **arguments.kwargs)
+                count = sum(p.numel() for p in model.parameters()) if isinstance(model, nn.Module) else 0
         except TooLarge:
             pass
+        except (AttributeError, KeyError, NameError, AssertionError):
+            raise  # no number of a tensor was asked for, and the weights are not drawn in vain
         except (Exception, SystemExit):
             # A constructor that reads the numbers of its tensors, as of a schedule, cannot be run there.
             return

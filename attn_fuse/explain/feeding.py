@@ -288,7 +288,7 @@ class Feeder:
         like = tensors[0][1] if tensors else torch.empty(0)
         further = [p for p in self.named if values.get(p.name) is None and p.kind is not p.POSITIONAL_ONLY]
         kinds: list[Iterator[Mapping[str, Any]]] = [
-            _resized(values, tensors, asked),
+            _resized(values, tensors, asked, self.wish.length),
             _of_other_kind(values, tensors, self.vocabulary),
             _of_other_rank(values, tensors, asked.numbers),
             (
@@ -367,12 +367,14 @@ def _of_shape(tensor: Tensor, shape: Sequence[int], dtype: torch.dtype | None = 
 
 
 def _resized(
-    values: Mapping[str, Any], tensors: Sequence[tuple[_Place, Tensor]], asked: Asked
+    values: Mapping[str, Any], tensors: Sequence[tuple[_Place, Tensor]], asked: Asked, kept: int | None
 ) -> Iterator[Mapping[str, Any]]:
+    # kept: a size that stays, as the user has asked for it.
     changes = [
         [(place, t, dim, other) for other in itertools.islice(asked.others_for(t.shape[dim]), 12)]
         for place, t in tensors
         for dim in range(t.dim() - 1, -1, -1)
+        if t.shape[dim] != kept
     ]
     # The likeliest size of each dimension before an unlikely one of any.
     for place, tensor, dim, other in (c for row in itertools.zip_longest(*changes) for c in row if c is not None):

@@ -27,7 +27,7 @@ _EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
 
 @dataclass(frozen=True)
 class Settings:
-    """The values that one file, or one class of it, gives to names, at any depth; and that file's name."""
+    """The values that one file, or one class of it, gives to names, at any depth, dicts to groups; and its name."""
 
     source: str
     values: Mapping[str, Any]
@@ -78,7 +78,7 @@ def _flat(value: Any) -> Iterator[tuple[str, Any]]:
         for key, inner in value.items():
             # As some tools write it: {"lr": {"value": 0.1}}.
             inner = inner["value"] if isinstance(inner, dict) and inner.keys() <= {"value", "desc"} and inner else inner
-            if isinstance(key, str) and not isinstance(inner, dict):
+            if isinstance(key, str):
                 yield key, _on_this_machine(inner)
             yield from _flat(inner)
     elif isinstance(value, list):
@@ -122,6 +122,8 @@ def _assigned(tree: ast.Module) -> Iterator[dict[str, Any]]:
 
 def _bound(node: ast.AST) -> dict[str, Any]:
     match node:
+        case ast.Assign([ast.Attribute(ast.Attribute(_, group), name)], value):
+            return {group: {}, **_constant(name, value)}
         case ast.Assign([ast.Name(name) | ast.Attribute(_, name)], value) | ast.AnnAssign(
             ast.Name(name), _, value, _
         ) if value is not None:

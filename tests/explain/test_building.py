@@ -90,7 +90,6 @@ FROM_CONFIGS = {
         + net("config: Config", f"assert config.kind.name == 'A' and config.norm == 'rms'\n        {OF_CONFIG}"),
         width(256),
         ("small values by name: config.width=256, config.kind=<Kind.A: 1>, config.norm='rms'",),
-        not_yet="a NamedTuple's annotations are not read",
     ),
     "a vocabulary that is left open": Case(
         "@dataclass\nclass ModelArgs:\n    dim: int = 8\n    vocab_size: int = -1\n"
@@ -363,7 +362,7 @@ FAILS = {
     "a program that ends": (net("width=3", "raise SystemExit(3)"), "SystemExit: 3"),
     "what comes out as another thing": (
         net("width=3", LAYER) + "    def __new__(cls, width=3): return 5\n",
-        "cannot build GPT: it comes out as a int",
+        "cannot build GPT: its constructor gives a value of type int",
     ),
     "more memory than there may be": (
         net("", "self.mask = torch.ones(1 << 20, 1 << 20, dtype=torch.uint8)[0]"),

@@ -81,14 +81,12 @@ FROM_FILES = {
         of_12_and_3,
         ("as in small.yaml",),
         {"small.yaml": "MODEL:\n  WIDTH: 12\n  HEAD:\n    TOP: 3\n"},
-        not_yet="of a group's name nothing is sought",
     ),
     "groups of settings that a Python file assigns": Case(
         GROUPS,
         of_12_and_3,
         ("as in defaults.py",),
         {"defaults.py": "_C = make()\n_C.MODEL = make()\n_C.MODEL.WIDTH = 12\n_C.MODEL.HEAD.TOP = 3\n"},
-        not_yet="of a group's name nothing is sought",
     ),
     "the fields of a config class": Case(
         "@dataclass\nclass Config:\n    width: int\n    flavour: int\n"

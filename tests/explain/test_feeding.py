@@ -155,7 +155,7 @@ BY_NAMES_AND_LAYERS: dict[str, tuple[str, Callable[[Run], object]]] = {
 
 AS_ERRORS_ASK: dict[str, tuple[str, Callable[[Run], object]]] = {
     "one length": (
-        source("self.layer = nn.Linear(6, 6)", "x", "assert x.shape[1] == 20\nreturn self.layer(x)"),
+        source("self.layer = nn.Linear(6, 6)", "x", "assert x.dim() == 3 and x.shape[1] == 20\nreturn self.layer(x)"),
         lambda run: run.shapes == [[1, 20, 6]],
     ),
     "one token": (
@@ -340,9 +340,10 @@ class TestWhatTheUserAsks:
         run = run_in(write(text), train=True)
         assert list(run["targets"].shape) == run.shapes[0] and run["targets"].dtype == torch.int64
 
-    @pytest.mark.xfail(strict=True, reason="the length is changed as any size is")
     def test_no_other_length_than_that(self, write: Write) -> None:
-        text = source("self.layer = nn.Linear(6, 6)", "x", "assert x.shape[1] == 20\nreturn self.layer(x)")
+        text = source(
+            "self.layer = nn.Linear(6, 6)", "x", "assert x.dim() == 3 and x.shape[1] == 20\nreturn self.layer(x)"
+        )
         with pytest.raises(NoInputs):
             run_in(write(text), length=37)
 
