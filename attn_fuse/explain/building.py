@@ -27,15 +27,13 @@ from attn_fuse.explain.opening.sources import same_folder_after
 from attn_fuse.explain.opening.stand_ins import about_stand_ins, held_by_models, refuse
 from attn_fuse.explain.search import Calls, Failed, searched
 from attn_fuse.explain.spelled import constructions, only_computing
-from attn_fuse.explain.steps import TimeUp, limited, now, within_memory
+from attn_fuse.explain.steps import now, within_memory
 from attn_fuse.explain.weights import random_weights
 
 # Parameters above which a model is not built unasked: 4 GB of float32.
 MOST_PARAMETERS = 1_000_000_000
 # How many changes of arguments are tried.
 _MOST_CHANGES = 120
-# How many functions that build a model are called, and for how many seconds each.
-_MOST_BUILDERS, _BUILDER_SECONDS = 4, 3.0
 Say = Callable[[str], object]
 
 
@@ -58,8 +56,8 @@ class Built:
 
 def all_built(cls: type[nn.Module], module: types.ModuleType, most: int, end: float) -> Iterator[Built]:
     """The models of at most `most` parameters that the ways to build `cls` give: its defaults, with which nothing is
-    made up; what texts of the repository call it with; what functions of the file hand it; small values. Where none of
-    these works, other values are tried as the errors ask.
+    made up; what texts of the repository call it with; small values. Where none of these works, other values are tried
+    as the errors ask.
 
     end: by now().
     Raises ExplainError where no way works.
@@ -76,10 +74,6 @@ def all_built(cls: type[nn.Module], module: types.ModuleType, most: int, end: fl
             starts.append((values, (f"as in {spelled.source}: {spelled.text}",)))
         if now() > end:
             break
-    for name, args, kwargs in _given_by_functions(cls, module):
-        values = _bound(cls, args, kwargs)
-        if values is not None:
-            starts.append((values, (f"as {name}() builds it",)))
     starts += [({}, ())] if needs else []
     for values, notes in starts:
         found = build(_Values(values, notes))
@@ -103,41 +97,6 @@ def all_built(cls: type[nn.Module], module: types.ModuleType, most: int, end: fl
         if build.unknown:
             problem = f"its constructor needs {', '.join(build.unknown)}"
         raise ExplainError(f"cannot build {cls.__name__}: {problem}; pass --entry '{_example(cls)}'") from error
-
-
-class _Given(BaseException):
-    # What a constructor is called with. No Exception: what builds a model must not catch it.
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        super().__init__()
-        self.given = args, kwargs
-
-
-def _given_by_functions(cls: type, module: types.ModuleType) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
-    # What functions of the file that need no argument hand the constructor of `cls`, which is not called.
-    def seen(self: object, *args: Any, **kwargs: Any) -> None:
-        raise _Given(args, kwargs)
-
-    def needs_nothing(function: types.FunctionType) -> bool:
-        return all(p.default is not p.empty for p in parameters_of(function))
-
-    own = [(n, v) for n, v in list(vars(module).items()) if isinstance(v, types.FunctionType)]
-    calling = {n for n, v in own if cls.__name__ in v.__code__.co_names}
-    builders = [(n, v) for n, v in own if n in calling or calling & {*v.__code__.co_names}]
-    for name, function in [(n, v) for n, v in builders if needs_nothing(v)][:_MOST_BUILDERS]:
-        init = vars(cls).get("__init__")
-        try:
-            setattr(cls, "__init__", seen)  # noqa: B010 - mypy forbids the assignment
-            with limited(_BUILDER_SECONDS), only_computing(), random_weights(lambda note: None):
-                function()
-        except _Given as found:
-            yield name, *found.given
-        except (Exception, SystemExit, TimeUp):
-            continue
-        finally:
-            if init is None:
-                delattr(cls, "__init__")
-            else:
-                setattr(cls, "__init__", init)  # noqa: B010
 
 
 class _Values(dict[str, Any]):
