@@ -7,11 +7,9 @@ takes, as in "config.n_head".
 from __future__ import annotations
 
 import inspect
-import re
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -235,9 +233,7 @@ class _Builds:
                 yield values.with_value(f"{config}.{name}" if config else name, 2 if value is None else value)
         for slot in ordered:
             if slot.rpartition(".")[2] in asked.names:
-                yield from (
-                    values.with_value(slot, other) for other in _others(slot, slots[slot], asked, self.cls, slots)
-                )
+                yield from (values.with_value(slot, other) for other in _others(slot, slots[slot], asked, slots))
         for slot in ordered:
             if slot.rpartition(".")[2] not in asked.names and type(slots[slot]) is int:
                 yield from (values.with_value(slot, other) for other in asked.others_for(slots[slot]))
@@ -245,12 +241,11 @@ class _Builds:
             yield from (values.with_value(slot, other) for other in GUESSES if other is not guess)
 
 
-def _others(slot: str, value: Any, asked: Asked, cls: type, slots: Mapping[str, Any]) -> Iterator[Any]:
+def _others(slot: str, value: Any, asked: Asked, slots: Mapping[str, Any]) -> Iterator[Any]:
     # Other values for a slot that the failing code names.
     for current, options in asked.choices:
         if current is value or current == value:
             yield from (option for option in options if option != value)
-    yield from _compared_in(cls, slot.rpartition(".")[2], value)
     if type(value) is int:
         yield from asked.others_for(value)
     if value is None:
@@ -265,17 +260,6 @@ def _others(slot: str, value: Any, asked: Asked, cls: type, slots: Mapping[str, 
         yield [*value, value[-1]]
     if value is None or value_for(slot.rpartition(".")[2]) is None:
         yield from (other for other in GUESSES if type(other) is not type(value))
-
-
-def _compared_in(cls: type, name: str, value: Any) -> Iterator[Any]:
-    # The constants that the code of a class's file compares a name with.
-    file = inspect.getsourcefile(cls)
-    text = Path(file).read_text(encoding="utf-8", errors="replace") if file else ""
-    for quoted in dict.fromkeys(
-        re.findall(rf"\b{re.escape(name)}\s*(?:==|!=|in)\s*[\[(]?\s*['\"]([\w\-./]+)['\"]", text)
-    ):
-        if quoted != value:
-            yield quoted
 
 
 def in_words(values: Mapping[str, object]) -> str:
