@@ -21,7 +21,6 @@ from attn_fuse.explain.feeding import Fed, Feeder, NoInputs, Wish, fed
 from attn_fuse.explain.inputs import Inputs
 from attn_fuse.explain.names import says
 from attn_fuse.explain.opening.stand_ins import MissingPackage
-from attn_fuse.explain.parts import parts_that_ran
 from attn_fuse.explain.problems import without_frames
 from attn_fuse.explain.search import Failed
 from attn_fuse.explain.steps import TimeUp, limited, now, step
@@ -132,7 +131,7 @@ class Finding:
 
     def _of(self, cls: type[nn.Module], end: float, failures: list[ExplainError]) -> Found | None:
         # What runs of the models that the ways to build a class give. Where none does, with another value of an
-        # argument, as a width that the code takes for granted; then the part that ran before it raised.
+        # argument, as a width that the code takes for granted.
         unrun: list[tuple[Built, NoInputs]] = []
         left = max(end - now(), _FEWEST)
         ways = all_built(cls, self.module, self.most, now() + left / 2)
@@ -157,10 +156,6 @@ class Finding:
                 return replace(found, notes=(*made.notes, *found.notes))
             if (again := self._with_other_arguments(made, problem, now() + left / 8)) is not None:
                 return again
-        for made, problem in unrun:
-            for name, part, inputs in parts_that_ran(made.model, [one.tried for one in problem.failed]):
-                note = f"{OF_A_PART} {name} ({name_of(part)}), since of the whole: {problem}"
-                return Found(part, inputs, (*made.notes, note))
         return None
 
     def _with_other_arguments(self, made: Built, problem: NoInputs, end: float) -> Found | None:

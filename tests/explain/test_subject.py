@@ -126,7 +126,7 @@ SUBJECTS = {
         module("", "self.layer = nn.Linear(6, 6)", "x", "return self.layer(x)"),
         lambda one: str(one) == "Net(float32[1, 64, 6])",
     ),
-    "the part that ran": Found(
+    "a part before what raises": Found(
         ENCODER
         + module(
             "vocab_size, dim",
@@ -135,7 +135,7 @@ SUBJECTS = {
             "raise RuntimeError(self.head(self.encoder(tokens)).shape)",
         ),
         lambda one: type(one.model).__name__ == "Encoder",
-        ("of a part only, encoder (Encoder), since of the whole: no inputs found that Net runs on",),
+        ("of a part only, Encoder, since of the whole: no inputs found that Net runs on",),
         ("--time-limit", "12"),
     ),
     "a part where nothing ran before": Found(

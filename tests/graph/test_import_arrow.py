@@ -17,7 +17,7 @@ ORDER = (
 )  # fmt: skip
 ORDER_IN_EXPLAIN = (
     "names", "inputs", "steps", "page", "torchs_own", "watched", "opening.roots", "problems", "opening", "spelled",
-    "settings", "asked", "search", "weights", "arguments", "building", "choose", "feeding", "parts", "explanation",
+    "settings", "asked", "search", "weights", "arguments", "building", "choose", "feeding", "explanation",
     "__init__", "finding", "info", "subject", "command", "__main__",
 )  # fmt: skip
 MODULES = sorted(ROOT.rglob("*.py"))
