@@ -1,14 +1,13 @@
 """Kernel: one way to run an attention, as a value whose fields hold every fact about it.
 
-They say what the kernel takes and why not, which of torch's settings rule it out, what it declines of the test grid,
-and how to build its call.
+They say what the kernel takes and why not, which of torch's settings rule it out, and how to build its call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch.fx import Node
@@ -18,9 +17,6 @@ from attn_fuse.attention.facts import Facts, may_be_nan
 
 if TYPE_CHECKING:
     from attn_fuse.emit.call import Call
-
-# Values of the test grid, by axis (tests/grid/case.py).
-GridValues: TypeAlias = dict[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,8 +34,6 @@ class Kernel:
     switch: the backend of SDPA that torch's switches turn on and off, as in `torch.backends.cuda.enable_flash_sdp`.
     nondeterministic: why its gradients are not deterministic, "" where they are; given the facts, and whether
         `torch.use_deterministic_algorithms` only warns.
-    declines: the values of the test grid that the kernel declines: "always", in "training", or on a type of device.
-    trains: the types of device on which it gives gradients.
     keeps_nan: whether a fully masked row is NaN where it is as written; else it is 0.
     templated: whether Inductor makes its code from a template, which it may fail to do.
     """
@@ -55,8 +49,6 @@ class Kernel:
     plan_seconds: tuple[float, ...] = ()
     switch: Literal["flash", "efficient", "cudnn", ""] = ""
     nondeterministic: Callable[[Facts, bool], str] = lambda facts, only_warns: ""
-    declines: Mapping[str, GridValues] = field(default_factory=dict)
-    trains: frozenset[str] = frozenset({"cpu", "cuda"})
     keeps_nan: bool = False
     templated: bool = False
 
@@ -73,7 +65,7 @@ class Kernel:
 
 
 def beyond_masks_and_biases(attention: Attention) -> Iterator[str]:
-    """Why a kernel that takes only a scale, masks and biases cannot run `attention`; see `BEYOND_SDPA`."""
+    """Why a kernel that takes only a scale, masks and biases cannot run `attention`."""
     if attention.unread is not None:
         yield f"takes no function of the scores: {attention.unread.reason}"
     if attention.softcap is not None:
@@ -82,12 +74,6 @@ def beyond_masks_and_biases(attention: Attention) -> Iterator[str]:
         yield "takes no sink"
     if attention.factor is not None:
         yield "takes no factor on the weights that differs from key to key"
-
-
-# The values of the test grid that such a kernel declines.
-BEYOND_SDPA: GridValues = {
-    "function": ("softcap", "arbitrary"), "sink": ("of each head",), "factor": ("of the keys",),
-}  # fmt: skip
 
 
 def _short(dtype: torch.dtype) -> str:

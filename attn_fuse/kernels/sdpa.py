@@ -24,7 +24,7 @@ from attn_fuse.attention.attention import Attention
 from attn_fuse.attention.facts import Facts
 from attn_fuse.emit.builder import size_expr, tensor
 from attn_fuse.errors import first_line
-from attn_fuse.kernels.kernel import BEYOND_SDPA, GridValues, Kernel, beyond_masks_and_biases
+from attn_fuse.kernels.kernel import Kernel, beyond_masks_and_biases
 from attn_fuse.kernels.operands import within_exp2
 from attn_fuse.torch_internals import FakeTensorMode, sdpa_choice
 
@@ -259,15 +259,6 @@ def _cuda(backend: SDPBackend, can_use: Any, takes_gqa: bool, keeps_mean: bool =
     )
 
 
-# A bias that is not learned may fully mask a row, whose gradient these kernels get wrong.
-_GIVEN_BIAS: GridValues = {"bias": ("full", "of the keys", "alibi")}
-_LEARNED_BIAS = (
-    "learned", "learned for all batches", "learned for all heads", "learned for all queries", "learned for all keys",
-    "relative table",
-)  # fmt: skip
-_ANY_BIAS: GridValues = {"bias": (*_GIVEN_BIAS["bias"], *_LEARNED_BIAS)}
-
-
 CPU_FLASH = Kernel(
     name="cpu_flash",
     devices=frozenset({"cpu"}),
@@ -276,8 +267,6 @@ CPU_FLASH = Kernel(
     emit=functools.partial(emit, SDPBackend.FLASH_ATTENTION),
     block=(256, 512),
     switch="flash",
-    # In inference it also declines the grid's float16 cases with a bias or a fully masked row.
-    declines={"always": BEYOND_SDPA | {"dropout": ("0.25",)}, "training": _ANY_BIAS},
 )
 CUDNN = _cuda(
     SDPBackend.CUDNN_ATTENTION,
@@ -291,7 +280,6 @@ CUDNN = _cuda(
     plan_seconds=(0.44, 0.55),
     switch="cudnn",
     nondeterministic=lambda facts, only_warns: "its backward is not deterministic",
-    declines={"always": BEYOND_SDPA | _GIVEN_BIAS},
 )
 CUDA_FLASH = _cuda(
     SDPBackend.FLASH_ATTENTION,
@@ -301,15 +289,6 @@ CUDA_FLASH = _cuda(
     dtypes=_HALF,
     # Where determinism is asked for, it takes a deterministic backward by itself.
     switch="flash",
-    declines={
-        "always": BEYOND_SDPA
-        | _ANY_BIAS
-        | {
-            "dims": ("24, 40", "64, 8"),
-            "positions": ("causal with offset", "window", "band", "prefix"),
-            "visible": ("lengths", "documents", "a tensor", "a tensor for all batches"),
-        }
-    },
 )
 CUDA_EFFICIENT = _cuda(
     SDPBackend.EFFICIENT_ATTENTION,
@@ -321,5 +300,4 @@ CUDA_EFFICIENT = _cuda(
     nondeterministic=lambda facts, only_warns: (
         "its backward is not deterministic while torch is only to warn" if only_warns else ""
     ),
-    declines={"always": BEYOND_SDPA | {"heads": ("4 of 2", "4 of 1")}, "training": _GIVEN_BIAS},
-)  # fmt: skip
+)

@@ -1,7 +1,6 @@
 """What each kernel declines of the grid, one value at a time, and of how many rows of the rest it takes how many.
 
-What a kernel declines stands in the kernel, so that one which begins to say no where it said yes fails a test. Those on
-CUDA are what torch documents.
+So a kernel that begins to say no where it said yes fails a test. Those on CUDA are what torch documents.
 """
 
 from __future__ import annotations
@@ -24,6 +23,38 @@ class Takes:
     accepted: int | None = None
 
 
+# What a kernel declines that takes only a scale, masks and biases.
+_BEYOND = {"function": ("softcap", "arbitrary"), "sink": ("of each head",), "factor": ("of the keys",)}
+# A bias that is not learned may fully mask a row, whose gradient torch's kernels get wrong.
+_GIVEN = {"bias": ("full", "of the keys", "alibi")}
+_LEARNED = (
+    "learned", "learned for all batches", "learned for all heads", "learned for all queries", "learned for all keys",
+    "relative table",
+)  # fmt: skip
+_ANY_BIAS = {"bias": (*_GIVEN["bias"], *_LEARNED)}
+# By kernel, then "always", in "training", or on a type of device.
+_DECLINES: Mapping[str, Mapping[str, Values]] = {
+    # In inference it also declines float16 with a bias or a fully masked row.
+    "cpu_flash": {"always": _BEYOND | {"dropout": ("0.25",)}, "training": _ANY_BIAS},
+    "cudnn": {"always": _BEYOND | _GIVEN},
+    "cuda_flash": {
+        "always": _BEYOND
+        | _ANY_BIAS
+        | {
+            "dims": ("24, 40", "64, 8"),
+            "positions": ("causal with offset", "window", "band", "prefix"),
+            "visible": ("lengths", "documents", "a tensor", "a tensor for all batches"),
+        }
+    },
+    "cuda_efficient": {"always": _BEYOND | {"heads": ("4 of 2", "4 of 1")}, "training": _GIVEN},
+    "flex": {
+        "always": {"dropout": ("0.25",), "factor": ("of the keys",)},
+        "cpu": {"sink": ("of each head",)},
+        "cuda": {"dims": ("8, 8", "64, 8"), "bias": ("full", "of the keys", "alibi")},
+    },
+}
+_WITHOUT_GRADIENTS = {("flex", "cpu")}
+
 # By device, kernel, and whether there are gradients.
 _ACCEPTED = {
     ("cpu", "cpu_flash", True): 69,
@@ -38,8 +69,8 @@ _ACCEPTED = {
 def takes(kernel: Kernel, device: str) -> dict[bool, Takes]:
     """By whether there are gradients; a kernel that gives none has no entry for training."""
     found = {}
-    for training in [True] * (device in kernel.trains) + [False]:
-        parts = [kernel.declines.get(when, {}) for when in ("always", device, *["training"] * training)]
+    for training in [True] * ((kernel.name, device) not in _WITHOUT_GRADIENTS) + [False]:
+        parts = [_DECLINES.get(kernel.name, {}).get(when, {}) for when in ("always", device, *["training"] * training)]
         declined = {axis: tuple(v for part in parts for v in part.get(axis, ())) for part in parts for axis in part}
         found[training] = Takes(declined, _ACCEPTED.get((device, kernel.name, training)))
     return found

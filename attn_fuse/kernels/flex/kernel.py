@@ -217,10 +217,4 @@ FLEX = Kernel(
     nondeterministic=lambda facts, only_warns: (
         "it adds up the gradient of a bias by atomics" if facts.bias_needs_grad else ""
     ),
-    declines={
-        "always": {"dropout": ("0.25",), "factor": ("of the keys",)},
-        "cpu": {"sink": ("of each head",)},
-        "cuda": {"dims": ("8, 8", "64, 8"), "bias": ("full", "of the keys", "alibi")},
-    },
-    trains=frozenset({"cuda"}),
 )
