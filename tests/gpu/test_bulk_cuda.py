@@ -81,7 +81,7 @@ def test_they_give_what_the_others_give(case: Case, dtype: torch.dtype) -> None:
             found = results(*how)
             assert [*known.bulk] == taken, "Triton did not compile one"
             for kernel in taken:
-                known.give_up_bulk(kernel, RuntimeError("the others are wanted"))
+                known.give_up(kernel, RuntimeError("the others are wanted"))
             for what, x, y in zip(("out", "max", "sum", "dq", "dk", "dv"), found, results(*how), strict=True):
                 assert bool((x.isfinite() == y.isfinite()).all()), (what, s)
                 x, y = (z.double().nan_to_num(0.0, 0.0, 0.0) for z in (x, y))

@@ -103,7 +103,7 @@ class Attention:
         rows = GROUPS * GROUP_ROWS
         for kernel, how in [*facts.bulk.items()]:
             facts.configs[kernel] = Config(rows, how.block, 8, 1)
-            facts.give_up_bulk(kernel, RuntimeError("the others are wanted"))
+            facts.give_up(kernel, RuntimeError("the others are wanted"))
         found = self.results(backward)
         flash_facts._known.clear()
         return found

@@ -165,7 +165,7 @@ def main(capability: int, dtype: torch.dtype, head_dim: int, name: str = "plain"
     in_bulk = {f"bulk_{kernel}": tile for kernel, tile in known.bulk.items()}
     if known.bulk:
         for kernel in [*known.bulk]:
-            known.give_up_bulk(kernel, RuntimeError("the others are wanted, too"))
+            known.give_up(kernel, RuntimeError("the others are wanted, too"))
         for kernel, found in made.items():
             if "bulk" not in kernel and kernel != "seen":
                 found.clear()

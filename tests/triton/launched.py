@@ -21,6 +21,7 @@ from tests.triton.device import launches, threads, use
 
 use()
 
+from attn_fuse.kernels.triton.assembled import MisassembledError  # noqa: E402
 from attn_fuse.kernels.triton.flash import backward as flash_backward  # noqa: E402
 from attn_fuse.kernels.triton.flash import facts as flash_facts  # noqa: E402
 from attn_fuse.kernels.triton.flash import forward as flash_forward  # noqa: E402
@@ -124,7 +125,7 @@ def kept() -> None:
     attended("shifted", shifted)
     attended("program", program=dataclasses.replace(PLAIN, upper=None).dumps())
     for facts in flash_facts._known.values():
-        facts.give_up_groups("forward")
+        facts.give_up("forward", MisassembledError("tried"))
     attended("tiles")
     attended("tiles, shifted", shifted)
     told: list[Any] = []

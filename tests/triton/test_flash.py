@@ -173,9 +173,9 @@ def test_within_the_bounds_nothing_is_compared() -> None:
 
     for lower, upper in ((None, 0), (-5, 5)):
         code = score_code(banded(lower, upper).program.dumps(), [], [])
-        assert "where" not in code.path.read_text().split("def score_inside")[1].split("def ")[0]
+        assert "where" not in code.path.read_text().split("def score_whole")[1].split("def ")[0]
     other = ScoreProgram(where(["le", K, ["add", Q, const(1)]], S), upper=const(2)).dumps()
-    assert score_code(other, [], []).score_inside is score_code(other, [], []).score
+    assert score_code(other, [], []).score_whole is score_code(other, [], []).score
 
 
 def seen_by(name: str, condition: list[Any]) -> Case:

@@ -14,18 +14,19 @@ Every function works on one tile of any shape and orientation:
     reads      as above
 
     score(raw, b, h, i, j, q_len, kv_len, reads)             the final score, fp32, times `unit`
-    score_inside(the same)                                   the same where lower <= j - i <= upper for all of the tile;
-                                                             where it is raw times a number above 0, that is `slope`
-    score_seen(the same), slope_seen                         the same where the mask lets every query of the tile see
-                                                             every key; times `unit_seen`
+    score_whole(the same)                                    the same in whole blocks, times `unit_whole`; where it is
+                                                             raw times a number above 0, that is `slope`
     factor(the same)                                         what multiplies the weights
     sink(b, h, i, q_len, kv_len, reads)                      the logit of the sink times `unit`, in the shape of `i`
     visible(b, h, i, j, q_len, kv_len, reads)                whether the mask lets the query see the key, in any shape,
                                                              where lower <= j - i <= upper
     score_backward(given0, raw, b, ...)                      gradient of the score (without unit) -> of raw, still to be
                                                              multiplied by `backward_factor`; None where that is all
-    backward_seen(the same)                                  the same where every query sees every key
+    backward_whole(the same)                                 the same in whole blocks
     Gradient.function(given0, given1, raw, b, ...)           gradients of score and factor -> of an input's elements
+
+A block is whole where lower <= j - i <= upper for all of it and, if the code is for spans, the mask lets every query
+see every key.
 
 The weight of an element is exp2((score - max) * (LOG2E / unit)). unit is log2(e) where multiplying the score by it
 costs nothing; elsewhere, and where a finite fill in a bias could overflow, it is 1. Kernels subtract before they
@@ -80,9 +81,9 @@ class Gradient:
 class ScoreCode:
     """The `triton.jit` functions of a score program; see above. path: the file of their source.
 
-    unit: log2(e) or 1. score_inside: `score` itself where the two do not differ; so is score_seen score_inside, and
-        backward_seen score_backward. slope, slope_seen: None where these are not raw times a number above 0.
-    unit_seen: log2(e) also where `unit` is 1 for the sake of fills alone: of a product, no row is one huge number.
+    unit: log2(e) or 1. score_whole: `score` itself where the two do not differ; so is backward_whole score_backward.
+    slope: None where score_whole is not raw times a number above 0.
+    unit_whole: log2(e) also where `unit` is 1 for the sake of fills alone: of a product, no row is one huge number.
     factor, sink, visible: None where the program has none; visible also where it shows every key within the bounds.
     gradients: of the floating-point inputs that score and factor read, in no order.
     """
@@ -91,16 +92,14 @@ class ScoreCode:
     path: Path
     unit: float
     score: Any
-    score_inside: Any
+    score_whole: Any
     slope: float | None
-    score_seen: Any
-    slope_seen: float | None
-    unit_seen: float
+    unit_whole: float
     factor: Any
     sink: Any
     visible: Any
     score_backward: Any
-    backward_seen: Any
+    backward_whole: Any
     backward_factor: float
     gradients: tuple[Gradient, ...]
 
@@ -127,33 +126,37 @@ def readable(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def score_code(
-    program: str, inputs: Sequence[Tensor], numbers: Sequence[int], longest: int = LONGEST, half: bool = False
+    program: str,
+    inputs: Sequence[Tensor],
+    numbers: Sequence[int],
+    longest: int = LONGEST,
+    half: bool = False,
+    seen: bool = False,
 ) -> ScoreCode:
     """The functions of `program`, a `ScoreProgram`'s text, for inputs of these dtypes and sizes, and such numbers.
 
-    longest: the max of batch, heads, queries and keys. half: whether query and key have 16 bits.
+    longest: the max of batch, heads, queries and keys. half: whether query and key have 16 bits. seen: whether
+    spans say which blocks are whole.
     """
     most = max(longest, *map(abs, numbers)) if numbers else longest
     granted = Granted(wide=any(abs(n) > LONGEST for n in numbers), short=most <= SHORT, half=half)
-    return _score_code(program, tuple(map(described, inputs)), granted)
+    return _score_code(program, tuple(map(described, inputs)), granted, seen)
 
 
 @functools.cache
-def _score_code(text: str, inputs: tuple[Described, ...], granted: Granted) -> ScoreCode:
+def _score_code(text: str, inputs: tuple[Described, ...], granted: Granted, seen: bool) -> ScoreCode:
     program = ScoreProgram.loads(text)
-    # Where the bounds simplify nothing, score_inside is no function of its own; neither is score_seen.
-    scored, scored_inside = program.score, inside(program.score, program)
-    scored_seen = inside(program.score, program, seen=True)
-    scored_seen = scored_inside if scored_seen == scored_inside else scored_seen
+    # Where that simplifies nothing, score_whole is no function of its own.
+    scored, scored_whole = program.score, inside(program.score, program, seen)
     sink, unit = program.sink, 1.0
-    united = {id(expr): in_unit(expr, LOG2E) for expr in (scored, scored_inside, scored_seen)}
-    if all(expr is not None for expr in united.values()):
-        scored, scored_inside, scored_seen = (united[id(expr)] or expr for expr in (scored, scored_inside, scored_seen))
+    united, united_whole = (in_unit(expr, LOG2E) for expr in (scored, scored_whole))
+    if united is not None and united_whole is not None:
+        scored, scored_whole = united, united if scored_whole is scored else united_whole
         unit = LOG2E
         sink = None if sink is None else sink * LOG2E
-    unit_seen = unit
-    if _slope(scored_seen) is not None and unit == 1.0 and (product := in_unit(scored_seen, LOG2E)) is not None:
-        scored_seen, unit_seen = product, LOG2E
+    unit_whole = unit
+    if seen and unit == 1.0 and _slope(scored_whole) is not None and united_whole is not None:
+        scored_whole, unit_whole = united_whole, LOG2E
     write = functools.partial(_function, inputs=inputs, granted=granted)
     sources: dict[str, str | None] = {
         "score": write("score", f"raw, {_PLACE}", scored, "raw", _TILE),
@@ -161,15 +164,13 @@ def _score_code(text: str, inputs: tuple[Described, ...], granted: Granted) -> S
         "visible": _visible(program, inputs, granted),
         "sink": None if sink is None else write("sink", "b, h, i, q_len, kv_len, reads", sink, "i", frozenset("i")),
     }
-    if scored_inside is not scored:
-        sources["score_inside"] = write("score_inside", f"raw, {_PLACE}", scored_inside, "raw", _TILE)
-    if scored_seen is not scored_inside:
-        sources["score_seen"] = write("score_seen", f"raw, {_PLACE}", scored_seen, "raw", _TILE)
+    if scored_whole is not scored:
+        sources["score_whole"] = write("score_whole", f"raw, {_PLACE}", scored_whole, "raw", _TILE)
     found = _gradients(program, inputs)
     of_raw = [expr for node, expr in found if isinstance(node, Score)]
     backward_factor, back = taken_out(of_raw[0] if of_raw else Const(0.0))
-    back_seen = inside(back, program, seen=True)
-    for name, expr in ("score_backward", back), ("backward_seen", back_seen):
+    back_whole = inside(back, program, seen) if seen else back
+    for name, expr in ("score_backward", back), ("backward_whole", back_whole):
         if expr != _OF_SCORE and (expr is back) == (name == "score_backward"):
             sources[name] = write(name, f"given0, raw, {_PLACE}", expr, "raw", _TILE)
     wanted = [(node, expr) for node, expr in found if isinstance(node, (Input, Gather))]
@@ -181,16 +182,14 @@ def _score_code(text: str, inputs: tuple[Described, ...], granted: Granted) -> S
         path=path,
         unit=unit,
         score=module.score,
-        score_inside=(score_inside := getattr(module, "score_inside", module.score)),
-        slope=_slope(scored_inside),
-        score_seen=getattr(module, "score_seen", score_inside),
-        slope_seen=_slope(scored_seen),
-        unit_seen=unit_seen,
+        score_whole=getattr(module, "score_whole", module.score),
+        slope=_slope(scored_whole),
+        unit_whole=unit_whole,
         factor=getattr(module, "factor", None),
         sink=getattr(module, "sink", None),
         visible=getattr(module, "visible", None),
         score_backward=(score_backward := getattr(module, "score_backward", None)),
-        backward_seen=None if back_seen == _OF_SCORE else getattr(module, "backward_seen", score_backward),
+        backward_whole=None if back_whole == _OF_SCORE else getattr(module, "backward_whole", score_backward),
         backward_factor=backward_factor,
         gradients=tuple(
             Gradient(node, _along(node, inputs), getattr(module, f"gradient{n}")) for n, (node, _) in enumerate(wanted)

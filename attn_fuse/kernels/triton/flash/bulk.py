@@ -104,13 +104,13 @@ def forward_in_bulk(call: Call, how: Bulk, out: Tensor, row_max: Tensor, row_sum
     """Launch `hopper.bulk_forward`."""
     from attn_fuse.kernels.triton.flash import hopper
 
-    facts = call.facts
+    facts, code = call.facts, call.facts.code
     launches = facts.launches()
     _, value_dim, block_d, block_v, *_ = facts.sizes("forward")
     launch = launches.get("forward in bulk")
     if launch is None:
         constants = (
-            *facts.scalars[:-1], *facts.score_constants, facts.code.sink, LOG2E / facts.code.unit, facts.inner,
+            *facts.scalars[:-1], code.score, code.score_whole, code.slope, code.sink, LOG2E / code.unit, facts.inner,
             facts.rescaled, value_dim, block_d, block_v, how.block, how.stages,
         )  # fmt: skip
         programs = _programs(facts, facts.query)
@@ -125,11 +125,15 @@ def query_in_bulk(back: Backward, how: Bulk, dquery: Tensor, spans: Table) -> No
     from attn_fuse.kernels.triton.flash import hopper_backward
 
     call, grad_out, saved, launches = back
-    facts = call.facts
+    facts, code = call.facts, call.facts.code
     head_dim, _, block_d, block_v, *_ = facts.sizes("query")
     launch = launches.get("query in bulk")
     if launch is None:
-        constants = *facts.scalars[:-1], *facts.bulk_constants, head_dim, block_d, block_v, how.block, how.stages
+        constants = (
+            *facts.scalars[:-1], code.score, code.score_whole, code.score_backward, code.backward_whole,
+            code.backward_factor, LOG2E / code.unit, facts.inner, facts.rescaled, head_dim, block_d, block_v, how.block,
+            how.stages,
+        )  # fmt: skip
         programs = _programs(facts, facts.query)
         launch = launches["query in bulk"] = Launch(hopper_backward.bulk_query, programs, constants, **OPTIONS)
     sizes = (GROUP_ROWS, block_v), (GROUP_ROWS, block_d), (how.block, block_d), (how.block, block_v)

@@ -11,11 +11,13 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 from attn_fuse.kernels.operands import check_dropout, check_shapes, strides_inside
 from attn_fuse.kernels.score.program import bound
 from attn_fuse.kernels.switches import float32_precision
 from attn_fuse.kernels.triton import WIDEST
+from attn_fuse.kernels.triton.assembled import MisassembledError
 from attn_fuse.kernels.triton.emitter import LONGEST
 from attn_fuse.kernels.triton.flash.bulk import Bulk, bulk
 from attn_fuse.kernels.triton.flash.configs import Config, Taken, config, together_or_apart, without_groups
@@ -107,29 +109,24 @@ class CallFacts:
         """How a kernel computes such calls by bulk copies, by its name; missing where it does not."""
         return bulk(self)
 
-    def give_up_bulk(self, kernel: str, why: Exception) -> None:
-        """From here on `kernel` is the one without bulk copies."""
-        log.info("no bulk copies for %s: %s", kernel, why)
-        self.bulk.pop(kernel, None)
+    def give_up(self, kernel: str, error: Exception) -> None:
+        """From here on `kernel` runs in another way than the one that gave `error`, which is raised if there is none.
 
-    def give_up_groups(self, kernel: str) -> None:
-        """From here on no warps of `kernel` multiply by groups. Raises ValueError where they did not."""
-        before = self.configs[kernel]
-        if before == (after := without_groups(before, kernel)):
-            raise ValueError(f"the tiles of {kernel} cannot be smaller than {before}")
-        self._use(kernel, after)
-
-    def give_up_stage(self, kernel: str) -> None:
-        """From here on `kernel` copies less ahead. Raises ValueError where it copied nothing ahead."""
-        before = self.configs[kernel]
-        if before.num_stages == 1:
-            raise ValueError(f"this device does not hold the tiles of {kernel}: {before}")
-        self._use(kernel, replace(before, num_stages=before.num_stages - 1))
-
-    def _use(self, kernel: str, smaller: Config) -> None:
-        log.info("smaller tiles for %s: %s", kernel, smaller)
-        self.configs[kernel] = smaller
-        self.__dict__.pop("backward_constants", None)
+        First without bulk copies; then with fewer rows, of which each warp multiplies its own, where the assembler made
+        a mistake, and with one stage less where the device did not hold it.
+        """
+        if self.bulk.pop(kernel, None) is None:
+            before = self.configs[kernel]
+            after = before
+            if isinstance(error, MisassembledError):
+                after = without_groups(before, kernel)
+            elif isinstance(error, OutOfResources):
+                after = replace(before, num_stages=max(1, before.num_stages - 1))
+            if after == before:
+                raise error
+            self.configs[kernel] = after
+            self.__dict__.pop("backward_constants", None)
+        log.info("%s from here on in other tiles: %s", kernel, error)
         # Another thread may keep a launch meanwhile, so there is no walk over the table itself.
         for launches in [*self._launches.values()]:
             launches.clear()
@@ -137,7 +134,7 @@ class CallFacts:
     @property
     def rescaled(self) -> bool:
         """Whether the scores of whole blocks are in another unit than the others."""
-        return self.inner and self.code.unit_seen != self.code.unit
+        return self.code.unit_whole != self.code.unit
 
     @property
     def even(self) -> bool:
@@ -165,37 +162,20 @@ class CallFacts:
         return *self.widths, *blocks, chosen.block_m, chosen.block_n, self.precision
 
     @property
-    def score_constants(self) -> tuple[Any, Any, float | None]:
-        """SCORE, SCORE_INSIDE and SLOPE of the forward kernels."""
-        code = self.code
-        inside = (code.score_seen, code.slope_seen) if self.inner else (code.score_inside, code.slope)
-        return code.score, *inside
-
-    @property
     def forward_constants(self) -> tuple[Any, ...]:
         """The constants of the forward kernel, from SCORE to PRECISION."""
         code = self.code
-        functions = (*self.score_constants, code.factor, code.sink, LOG2E / code.unit)
+        functions = code.score, code.score_whole, code.slope, code.factor, code.sink, LOG2E / code.unit
         return *functions, self.inner, self.rescaled, self.even, self.shared, *self.sizes("forward")
-
-    @functools.cached_property
-    def bulk_constants(self) -> tuple[Any, ...]:
-        """The constants of the backward kernels with bulk copies, from SCORE to RESCALED."""
-        code = self.code
-        inside = (code.score_seen, code.backward_seen) if self.inner else (code.score_inside, code.score_backward)
-        functions = code.score, inside[0], code.score_backward, inside[1], code.backward_factor
-        return *functions, LOG2E / code.unit, self.inner, self.rescaled
 
     @functools.cached_property
     def backward_constants(self) -> Mapping[str, tuple[Any, ...]]:
         """The constants of the kernels for query, key and value, from SCORE to PRECISION, by their names."""
         code = self.code
-        score, backward = (
-            (code.score_seen, code.backward_seen) if self.inner else (code.score_inside, code.score_backward)
-        )
-        functions = (code.score, score, code.factor, code.score_backward, backward, code.backward_factor)
+        of_score = code.score, code.score_whole, code.factor
+        of_gradient = code.score_backward, code.backward_whole, code.backward_factor
         how = LOG2E / code.unit, self.inner, self.rescaled, self.even, self.shared
-        return _Made(lambda kernel: (*functions, *how, *self.sizes(kernel)))
+        return _Made(lambda kernel: (*of_score, *of_gradient, *how, *self.sizes(kernel)))
 
     def options(self, kernel: str) -> dict[str, int]:
         """num_warps and num_stages of `kernel`."""
@@ -268,7 +248,9 @@ def _worked_out(
         raise ValueError(f"not computed in {query.dtype}, {key.dtype}, {value.dtype}")
     if max(query.shape[3], value.shape[3]) > WIDEST or max(query.shape[2], key.shape[2]) >= LONGEST:
         raise ValueError(f"shapes are too large: {[*query.shape]}, {[*value.shape]}")
-    code = score_code(program, inputs, numbers, max(*query.shape[:3], key.shape[2]), query.dtype.itemsize == 2)
+    inner = spans[0] is not None and spans[0].shape[-1] == 4
+    longest, half = max(*query.shape[:3], key.shape[2]), query.dtype.itemsize == 2
+    code = score_code(program, inputs, numbers, longest, half, inner)
     bounds = (bound(tree, numbers) for tree in (code.program.lower, code.program.upper))
     lower, upper = (None if n is None else max(-LONGEST, min(n, LONGEST)) for n in bounds)
     tiles = [x.shape for x in inputs if x.ndim == 4 and 1 not in x.shape[2:]]
@@ -295,7 +277,7 @@ def _worked_out(
         numbers=whole,
         reads=strides,
         capability=_capability(query.device),
-        inner=spans[0] is not None and spans[0].shape[-1] == 4,
+        inner=inner,
         shared=bool(tiles) and query.shape[0] > 1 and all(shape[0] == 1 for shape in tiles),
         # Values less their centre are a contiguous copy.
         strides=(

@@ -8,13 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from triton.errors import TritonError
-from triton.runtime.errors import OutOfResources
 
 from attn_fuse.expression.nodes import Cast, Gather, Input, Position, distinct
 from attn_fuse.kernels.centring import centre_of, less_centre
 from attn_fuse.kernels.score.gradient import differentiable, gradients, needed
 from attn_fuse.kernels.score.program import Block, Memo, accumulate, evaluate, gathered
-from attn_fuse.kernels.triton.assembled import MisassembledError
 from attn_fuse.kernels.triton.flash import backward as flash_backward
 from attn_fuse.kernels.triton.flash import forward as flash_forward
 from attn_fuse.kernels.triton.flash.bulk import forward_in_bulk, is_copied, query_in_bulk
@@ -104,14 +102,16 @@ def attend(
     value = less_centre(value, centre, value.dtype)
     with on(query.device):
         call = _call(query, key, value, inputs, numbers, seed, facts, of_queries)
-        _assembled(facts, "forward", _forward, call, out, row_max, row_sum, _table(of_queries, facts.spans[0]))
+        _run(facts, "forward", _forward, call, out, row_max, row_sum, _table(of_queries, facts.spans[0]))
     return out, row_max, row_sum, centre
 
 
 def _forward(call: Call, out: Tensor, row_max: Tensor, row_sum: Tensor, spans: Table) -> None:
     facts = call.facts
+    how = facts.bulk.get("forward")
     # The engine copies from addresses that are multiples of 16 bytes.
-    if not any(call.lie[:3]) and _in_bulk(facts, "forward", forward_in_bulk, call, out, row_max, row_sum, spans):
+    if how is not None and not any(call.lie[:3]):
+        forward_in_bulk(call, how, out, row_max, row_sum, spans)
         return
     launches = facts.launches()
     launch = launches.get("forward")
@@ -123,19 +123,6 @@ def _forward(call: Call, out: Tensor, row_max: Tensor, row_sum: Tensor, spans: T
     launch(
         call.stream, call.lie, *call.operands, (out, facts.made[0][1]), row_max, row_sum, call.seed, spans, *call.reads
     )  # fmt: skip
-
-
-def _in_bulk(facts: CallFacts, kernel: str, run: Callable[..., None], call: Any, *arguments: Any) -> bool:
-    """Whether `run` has launched `kernel` with bulk copies; where Triton does not compile that, no call tries again."""
-    how = facts.bulk.get(kernel)
-    if how is None:
-        return False
-    try:
-        run(call, how, *arguments)
-    except (TritonError, RuntimeError) as error:
-        facts.give_up_bulk(kernel, error)
-        return False
-    return True
 
 
 def attend_backward(
@@ -182,11 +169,11 @@ def attend_backward(
             read, scores = inputs[of_scores.node.leaf], (batch, heads, q_len, kv_len)
             # Blocks that no query sees are not computed.
             found[of_scores.node.leaf] = dinput = torch.zeros(scores, dtype=read.dtype, device=read.device)
-        _assembled(facts, "query", _query, back, dquery, dinput, of_scores, _table(of_queries, facts.spans[0]))
+        _run(facts, "query", _query, back, dquery, dinput, of_scores, _table(of_queries, facts.spans[0]))
         table = _table(of_keys, facts.spans[1])
         for name in facts.of_keys:
             made = None if name == "value" else dkey, None if name == "key" else dvalue
-            _assembled(facts, name, _key_value, back, name, *made, table)
+            _run(facts, name, _key_value, back, name, *made, table)
         if any(is_wanted):
             _add_input_gradients(back, is_wanted, of_scores, found)
     dinputs = [
@@ -230,8 +217,9 @@ def _statistics(
 def _query(back: Backward, dquery: Tensor, dinput: Tensor | None, of_scores: Gradient | None, spans: Table) -> None:
     call, grad_out, saved, launches = back
     facts = call.facts
-    in_bulk = "query" in facts.bulk and dinput is None and back.is_copied
-    if in_bulk and _in_bulk(facts, "query", query_in_bulk, back, dquery, spans):
+    how = facts.bulk.get("query")
+    if how is not None and dinput is None and back.is_copied:
+        query_in_bulk(back, how, dquery, spans)
         return
     launch = launches.get("query")
     if launch is None:
@@ -318,7 +306,7 @@ def _of_lookup(back: Backward, which: int) -> Tensor:
 def _of_node(back: Backward, which: int, first: int, rows: int, dtype: torch.dtype) -> Tensor:
     """The gradient of what the node of gradient `which` reads, [B|1, H|1, rows|1, Lk|1], for `rows` queries from
     `first` on."""
-    made: Tensor = _assembled(back.call.facts, "input", _once_of_node, back, which, first, rows, dtype)
+    made: Tensor = _run(back.call.facts, "input", _once_of_node, back, which, first, rows, dtype)
     return made
 
 
@@ -389,16 +377,13 @@ def _is_of_heads(node: Input | Gather, source: Tensor, heads: int) -> bool:
     return source.shape == (1, heads, 1, 1)
 
 
-def _assembled(facts: CallFacts, kernel: str, run: Callable[..., Any], *arguments: Any) -> Any:
-    """Run it: again with smaller tiles where the assembler made a mistake with these, and with fewer stages for as long
-    as the device's shared memory does not hold them."""
+def _run(facts: CallFacts, kernel: str, run: Callable[..., Any], *arguments: Any) -> Any:
+    """Run it, and where that fails again in another way, for as long as there is one."""
     while True:
         try:
             return run(*arguments)
-        except MisassembledError:
-            facts.give_up_groups(kernel)
-        except OutOfResources:
-            facts.give_up_stage(kernel)
+        except (TritonError, RuntimeError) as error:
+            facts.give_up(kernel, error)
 
 
 def _padded(length: int) -> int:
