@@ -20,6 +20,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from attn_fuse.kernels.operands import Operands
 from attn_fuse.kernels.triton.flash.bulk import Bulk
 from attn_fuse.kernels.triton.flash.configs import Config
 from attn_fuse.picker.timing import synchronize
@@ -210,19 +211,19 @@ class Attention:
         numbers = [self.trial.length] * 2
         # What calls like this one share has the config, and the kernels compiled in it.
         flash_facts._known.clear()
-        facts = flash_facts.call_facts(*self.operands, inputs, numbers, None, 0.0, self.program)
+        given = Operands(*self.operands, inputs, numbers, None, 0.0, self.program)
+        facts = flash_facts.call_facts(given)
         if isinstance(config, Bulk):
             facts.bulk[kernel] = config
         elif config is not None:
             facts.bulk.pop(kernel, None)
             facts.configs[kernel] = config
-        how = (*self.operands, inputs, numbers, None, None, None, 0.0)
         with torch.no_grad(), launches() as found:
-            outputs = flash.attend(*how, self.program)
+            outputs = flash.attend(given)
             if kernel == "forward":
                 return facts.bulk.get(kernel, facts.configs[kernel]), found[kernel], [outputs[0]]
             wanted = [kernel == "input" and x.is_floating_point() for x in inputs]
-            dquery, dkey, dvalue, dinputs = flash.attend_backward(self.gradient, *how, *outputs, self.program, wanted)
+            dquery, dkey, dvalue, dinputs = flash.attend_backward(given, (None, None), outputs, self.gradient, wanted)
         wrote = {
             "query": [dquery], "key_value": [dkey, dvalue], "key": [dkey], "value": [dvalue],
             "input": [x for x, want in zip(dinputs, wanted, strict=True) if want],

@@ -16,6 +16,7 @@ import emulated  # isort: skip  # before all that imports attn_fuse
 
 import torch
 
+from attn_fuse.kernels.operands import Operands
 from attn_fuse.kernels.score.program import ScoreProgram
 from harness import interleaved, store, table
 from tests.graph.chunked_cases import CAUSAL, S, const, where
@@ -28,11 +29,11 @@ def calls() -> dict[str, Callable[[], object]]:
     from attn_fuse.kernels.triton.flash import launch as flash
 
     query, key, value = (torch.empty(2, 1024, 8, 64, dtype=torch.bfloat16).transpose(1, 2) for _ in range(3))
-    training = (query, key, value, [], [0], None, None, None, 0.0)
-    outputs = flash.attend(*training, PROGRAM)
-    back = (outputs[0], *training, *outputs, PROGRAM, [])
+    given = Operands(query, key, value, [], [0], None, 0.0, PROGRAM)
+    outputs = flash.attend(given)
+    back = (given, (None, None), outputs, outputs[0], [])
     return {
-        "triton_flash, forward": functools.partial(flash.attend, *training, PROGRAM),
+        "triton_flash, forward": functools.partial(flash.attend, given),
         "triton_flash, backward": functools.partial(flash.attend_backward, *back),
     }
 

@@ -1,9 +1,9 @@
-"""The tensors of our operators: how they lie, and checks of them, which raise a ValueError of one line."""
+"""Operands: what our attentions are computed from, with checks that raise a ValueError of one line."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,20 +15,45 @@ def strides_inside(shape: Sequence[Any]) -> tuple[Any, ...]:
     return length * heads * dim, dim, heads * dim, 1
 
 
-def check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Raise ValueError unless these are [B, H, Lq, D], [B, Hkv, Lk, D] and [B, Hkv, Lk, Dv], H a multiple of Hkv."""
-    if not (query.ndim == key.ndim == value.ndim == 4):
-        raise ValueError("query, key and value need four dimensions")
-    if key.shape[:3] != value.shape[:3] or query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
-        raise ValueError(f"shapes do not fit: {[*query.shape]}, {[*key.shape]}, {[*value.shape]}")
-    if query.shape[1] != key.shape[1] and (key.shape[1] == 0 or query.shape[1] % key.shape[1]):
-        raise ValueError(f"{query.shape[1]} query heads are no multiple of {key.shape[1]} key heads")
+class Operands(NamedTuple):
+    """The operands of an attention with a score program.
 
+    query [B, H, Lq, D], key [B, Hkv, Lk, D], value [B, Hkv, Lk, Dv], H a multiple of Hkv: in any strides.
+    inputs, numbers: what the program reads. program: the text of a `ScoreProgram`.
+    seed: int64, one element, where dropout_p is not 0; the same seed drops the same weights.
+    """
 
-def check_dropout(seed: Tensor | None, dropout_p: float) -> None:
-    """Raise ValueError unless dropout_p lies in [0, 1] and, above 0, comes with a seed of one element."""
-    if not 0.0 <= dropout_p <= 1.0 or (dropout_p > 0.0 and (seed is None or seed.numel() != 1)):
-        raise ValueError("dropout needs a probability and a seed of one element")
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    inputs: Sequence[Tensor]
+    numbers: Sequence[int]
+    seed: Tensor | None
+    dropout_p: float
+    program: str
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """batch, heads, q_len, kv_len."""
+        return (*self.query.shape[:3], self.key.shape[2])
+
+    @property
+    def drops(self) -> bool:
+        """Whether dropout drops weights."""
+        return self.dropout_p > 0 and self.seed is not None
+
+    def check(self) -> None:
+        """Raise ValueError for shapes that do not fit, or dropout whose probability or seed does not."""
+        query, key, value = self.query, self.key, self.value
+        if not (query.ndim == key.ndim == value.ndim == 4):
+            raise ValueError("query, key and value need four dimensions")
+        if key.shape[:3] != value.shape[:3] or query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
+            raise ValueError(f"shapes do not fit: {[*query.shape]}, {[*key.shape]}, {[*value.shape]}")
+        if query.shape[1] != key.shape[1] and (key.shape[1] == 0 or query.shape[1] % key.shape[1]):
+            raise ValueError(f"{query.shape[1]} query heads are no multiple of {key.shape[1]} key heads")
+        has_seed = self.seed is not None and self.seed.numel() == 1
+        if not 0.0 <= self.dropout_p <= 1.0 or (self.dropout_p > 0.0 and not has_seed):
+            raise ValueError("dropout needs a probability and a seed of one element")
 
 
 def within_exp2(x: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from attn_fuse.kernels.chunked import plan as chunked_plan
 from attn_fuse.kernels.chunked import steps as chunked_steps
 from attn_fuse.kernels.chunked.diagonals import diagonal_buffer
 from attn_fuse.kernels.chunked.hoisted import hoisted
+from attn_fuse.kernels.operands import Operands
 from attn_fuse.kernels.score.program import ScoreProgram
 from attn_fuse.torch_internals import inductor
 from tests.graph.chunked_cases import CASE, Case, H, K, Q, S, Sizes, const, documents, drawn, region
@@ -38,9 +39,11 @@ def run(case: Case, s: Sizes, tensors: list[Tensor]) -> list[Tensor]:
     query, key, value, *inputs = tensors
     how = (query, key, value, inputs, case.numbers(s), torch.tensor([3]), 0.25)
     program = case.program.dumps()
-    outputs = chunked_blocks.attend(*how, program)
+    outputs = chunked_blocks.attend(Operands(*how, program))
     grad = torch.randn(outputs[0].shape, generator=torch.Generator().manual_seed(1)).to(query.dtype)
-    *gradients, of_inputs = chunked_blocks.attend_backward(grad, None, *how, *outputs, program, [True] * len(inputs))
+    *gradients, of_inputs = chunked_blocks.attend_backward(
+        Operands(*how, program), outputs, grad, None, [True] * len(inputs)
+    )
     return [*outputs, *gradients, *of_inputs]
 
 
@@ -122,7 +125,9 @@ def test_a_step_is_asked_which_layouts_it_takes(threads: int | None, monkeypatch
 
     monkeypatch.setattr(chunked_steps, "compiled_for_any_size", counted)
     program = ScoreProgram(["add", ["mul", ["score"], ["const", 0.5]], ["input", 0]])
-    plan = chunked_plan.planned(*torch.randn(3, 1, 2, 4, 8), [torch.zeros(1, 1, 4, 4)], [], None, 0.0, program.dumps())
+    plan = chunked_plan.planned(
+        Operands(*torch.randn(3, 1, 2, 4, 8), [torch.zeros(1, 1, 4, 4)], [], None, 0.0, program.dumps())
+    )
     with caplog.at_level(logging.WARNING, "attn_fuse"):
         for (batch, heads, rows, columns), groups, bias in LAYOUTS:
             planes, together = batch * heads // groups, groups * rows

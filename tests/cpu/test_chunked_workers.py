@@ -18,6 +18,7 @@ from attn_fuse.kernels.chunked import plan as chunked_plan
 from attn_fuse.kernels.chunked import workers as chunked_workers
 from attn_fuse.kernels.chunked.portions import MOST_SLICES, portions
 from attn_fuse.kernels.chunked.workers import MOST_WORKERS, together, workers_and_threads
+from attn_fuse.kernels.operands import Operands
 from tests.graph.chunked_cases import CASE, Case, Sizes, drawn
 
 
@@ -55,9 +56,11 @@ def run(case: Case, s: Sizes, tensors: list[Tensor], dropout_p: float = 0.25) ->
     query, key, value, *inputs = tensors
     how = (query, key, value, inputs, case.numbers(s), torch.tensor([3]), dropout_p)
     program = case.program.dumps()
-    outputs = chunked_blocks.attend(*how, program)
+    outputs = chunked_blocks.attend(Operands(*how, program))
     grad = torch.randn(outputs[0].shape, generator=torch.Generator().manual_seed(1)).to(query.dtype)
-    *gradients, of_inputs = chunked_blocks.attend_backward(grad, None, *how, *outputs, program, [True] * len(inputs))
+    *gradients, of_inputs = chunked_blocks.attend_backward(
+        Operands(*how, program), outputs, grad, None, [True] * len(inputs)
+    )
     return [*outputs, *gradients, *of_inputs]
 
 
@@ -189,5 +192,5 @@ def test_the_memory_of_workers_is_counted(threads) -> None:
     program = CASE["plain"].program.dumps()
     threads(2)
     how = (query, key, value, [], [], None, 0.0, program)
-    memory = peak_memory(lambda: chunked_blocks.attend(*how), torch.device("cpu"))
+    memory = peak_memory(lambda: chunked_blocks.attend(Operands(*how)), torch.device("cpu"))
     assert memory > query.nbytes + 2 * 4 * chunked_plan.ELEMENTS_PER_THREAD

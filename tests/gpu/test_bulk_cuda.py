@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from attn_fuse.expression.nodes import Score
+from attn_fuse.kernels.operands import Operands
 from attn_fuse.kernels.score.program import ScoreProgram
 from attn_fuse.kernels.score.simplify import inside
 from tests.graph.chunked_cases import CASE, Case
@@ -50,9 +51,9 @@ def results(
     """out, max and sum, and the gradients of query, key and value."""
     from attn_fuse.kernels.triton.flash import launch
 
-    how = q, k, v, inputs, numbers, None, *table, 0.0
-    made = launch.attend(*how, program)
-    back = launch.attend_backward(do, *how, *made, program, [False] * len(inputs))
+    given = Operands(q, k, v, inputs, numbers, None, 0.0, program)
+    made = launch.attend(given, table)
+    back = launch.attend_backward(given, table, made, do, [False] * len(inputs))
     return [*made[:3], *back[:3]]
 
 
@@ -72,7 +73,7 @@ def test_they_give_what_the_others_give(case: Case, dtype: torch.dtype) -> None:
             tables.append(spans_of(program, inputs, numbers, s, q.device))
         for table in tables:
             facts._known.clear()
-            known = facts.call_facts(q, k, v, inputs, numbers, None, 0.0, program.dumps(), table)
+            known = facts.call_facts(Operands(q, k, v, inputs, numbers, None, 0.0, program.dumps()), table)
             taken = [*known.bulk]
             assert taken or s is not SIZES[0] or case.name not in SURE
             if not taken:
@@ -99,7 +100,7 @@ def test_tensors_that_the_engine_does_not_copy() -> None:
     whole = torch.randn(4, 2, 4, 256, 130, device="cuda", dtype=torch.bfloat16)
     for first in (0, 1):
         q, k, v, do = (x[..., first : first + 128] for x in whole)
-        assert not facts.call_facts(q, k, v, [], [], None, 0.0, program).bulk
+        assert not facts.call_facts(Operands(q, k, v, [], [], None, 0.0, program)).bulk
         assert all(bool(x.isfinite().all()) for x in results(q, k, v, do, [], [], (None, None), program))
     count = 4 * 2 * 4 * 256 * 128
     flat = torch.randn(count + 8, device="cuda", dtype=torch.bfloat16)

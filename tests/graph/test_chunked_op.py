@@ -18,6 +18,7 @@ from attn_fuse.kernels.chunked import attend as chunked_blocks
 from attn_fuse.kernels.chunked import plan as chunked_plan
 from attn_fuse.kernels.chunked.op import chunked, chunked_backward
 from attn_fuse.kernels.chunked.workers import alone
+from attn_fuse.kernels.operands import Operands
 from attn_fuse.kernels.score.program import ScoreProgram
 from tests.dropout import check_distribution, check_seed, kept_weights, seeded
 from tests.graph.chunked_cases import (
@@ -75,7 +76,7 @@ def test_scores_of_bfloat16_are_not_rounded(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(chunked_plan, "_multiplies_bfloat16", lambda device: True)
     tensors = [(3 * torch.randn(1, 2, 64, 64)).bfloat16() for _ in range(3)]
     program = CASE["plain"].program.dumps()
-    got = chunked_blocks.attend(*tensors, [], [], None, 0.0, program)[0]
+    got = chunked_blocks.attend(Operands(*tensors, [], [], None, 0.0, program))[0]
     exact = naive(CASE["plain"], *(x.double() for x in tensors))
     written = naive(CASE["plain"], *tensors)
     assert (got - exact).abs().mean() < (written - exact).abs().mean() / 3
@@ -95,7 +96,7 @@ def test_blocks_keep_to_their_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunked_plan, "ELEMENTS_PER_THREAD", 2 * 128 * 128 // torch.get_num_threads())
     query, key, value = torch.randn(3, 2, 4, 300, 8)
     with Largest() as seen:
-        chunked_blocks.attend(query, key, value, [], [], None, 0.0, CASE["plain"].program.dumps())
+        chunked_blocks.attend(Operands(query, key, value, [], [], None, 0.0, CASE["plain"].program.dumps()))
     assert seen.elements == 2 * 128 * 128
 
 
@@ -221,8 +222,8 @@ def test_memory_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:
         inputs = [torch.randn(1, 17), torch.randn(1, 1, length, 1), torch.randn(1, 1, length, 1)]
         how = (query, key, value, inputs, [2], seeded(1), 0.1)
         with alone(), Largest() as seen:
-            outputs = chunked_blocks.attend(*how, program)
-            chunked_blocks.attend_backward(torch.randn(query.shape), None, *how, *outputs, program, [True] * 3)
+            outputs = chunked_blocks.attend(Operands(*how, program))
+            chunked_blocks.attend_backward(Operands(*how, program), outputs, torch.randn(query.shape), None, [True] * 3)
         return seen.elements
 
     assert largest(8192) <= 2 * largest(4096)
@@ -242,7 +243,7 @@ def test_only_visible_blocks_are_computed(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(chunked_plan, "QUERY_BLOCK", 32)
     program = CASE["window"].program
     with Products():
-        chunked_blocks.attend(*torch.randn(3, 1, 1, 64, 8), [], [], None, 0.0, program.dumps())
+        chunked_blocks.attend(Operands(*torch.randn(3, 1, 1, 64, 8), [], [], None, 0.0, program.dumps()))
     assert len(products) == 2 * (2 + 3 * 3)
 
 
@@ -273,9 +274,9 @@ def test_the_host_waits_for_nothing(case: Case, p: float) -> None:
     grad_out = torch.empty(*query.shape[:3], value.shape[3], device="meta")
     how, program = (query, key, value, inputs, case.numbers(USUAL), seed, p), case.program.dumps()
     with NothingFromTheHost(), OneDevice():
-        outputs = chunked_blocks.attend(*how, program)
+        outputs = chunked_blocks.attend(Operands(*how, program))
         wanted = [x.is_floating_point() for x in inputs]
-        gradients = chunked_blocks.attend_backward(grad_out, None, *how, *outputs, program, wanted)
+        gradients = chunked_blocks.attend_backward(Operands(*how, program), outputs, grad_out, None, wanted)
     assert outputs[0].shape == grad_out.shape and gradients[0].shape == query.shape
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from attn_fuse.expression.nodes import Gather
 from attn_fuse.kernels.chunked import attend as chunked_blocks
 from attn_fuse.kernels.chunked import plan as chunked_plan
+from attn_fuse.kernels.operands import Operands
 from attn_fuse.kernels.score.lookup import accumulate, add_sorted, add_up, head_dimension, places, rest
 from attn_fuse.kernels.score.program import Block, ScoreProgram, evaluate, gathered
 
@@ -102,7 +103,7 @@ def test_an_index_out_of_range_is_said(wrong: int) -> None:
     at[0, 0, 2, 3] = wrong
     program = ScoreProgram(["add", S, ["gather", 1, ["input", 0], H]]).dumps()
     with pytest.raises(IndexError, match=f"index {wrong} is out of bounds for a dimension of size 11"):
-        chunked_blocks.attend(*torch.randn(3, 1, 2, 4, 8), [at, torch.randn(11, 2)], [], None, 0.0, program)
+        chunked_blocks.attend(Operands(*torch.randn(3, 1, 2, 4, 8), [at, torch.randn(11, 2)], [], None, 0.0, program))
 
 
 def test_two_runs_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,6 +113,8 @@ def test_two_runs_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = [torch.randint(0, 9, (1, 1, 600, 600)), torch.randn(9, 4)]
     program = ScoreProgram(["add", S, ["gather", 1, ["input", 0], H]]).dumps()
     how = (query, key, value, inputs, [], None, 0.0)
-    outputs = chunked_blocks.attend(*how, program)
-    runs = [chunked_blocks.attend_backward(grad, None, *how, *outputs, program, [False, True])[3] for _ in range(3)]
+    outputs = chunked_blocks.attend(Operands(*how, program))
+    runs = [
+        chunked_blocks.attend_backward(Operands(*how, program), outputs, grad, None, [False, True])[3] for _ in range(3)
+    ]
     assert all(torch.equal(again[1], runs[0][1]) for again in runs)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from attn_fuse.expression.nodes import Score
+from attn_fuse.kernels.operands import Operands
 from attn_fuse.kernels.score.program import ScoreProgram
 from attn_fuse.kernels.score.simplify import inside
 from tests.graph.chunked_cases import CASE, CAUSAL, SAME_DOCUMENT, Case, K, Q, S, Sizes, where
@@ -63,8 +64,12 @@ class Attention:
 
     @property
     def facts(self) -> CallFacts:
-        how = self.inputs, self.numbers, None, 0.0, self.program.dumps(), self.table
-        return call_facts(self.query, self.key, self.value, *how)
+        return call_facts(self.given, self.table)
+
+    @property
+    def given(self) -> Operands:
+        how = self.inputs, self.numbers, None, 0.0, self.program.dumps()
+        return Operands(self.query, self.key, self.value, *how)
 
     @property
     def taken(self) -> Bulk | None:
@@ -72,12 +77,11 @@ class Attention:
         return self.facts.bulk.get("forward")
 
     def results(self, backward: bool) -> dict[str, Tensor]:
-        how = self.query, self.key, self.value, self.inputs, self.numbers, None, *self.table, 0.0
-        made = flash.attend(*how, self.program.dumps())
+        made = flash.attend(self.given, self.table)
         found = dict(zip(("out", "max", "sum"), made, strict=False))
         if backward:
             wanted = [False] * len(self.inputs)
-            gradients = flash.attend_backward(self.grad_out, *how, *made, self.program.dumps(), wanted)
+            gradients = flash.attend_backward(self.given, self.table, made, self.grad_out, wanted)
             found |= zip(("dq", "dk", "dv"), gradients, strict=False)
         return found
 

@@ -27,6 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.errors import OutOfResources
 
+from attn_fuse.kernels.operands import Operands
 from attn_fuse.kernels.score.program import ScoreProgram
 from attn_fuse.kernels.triton.assembled import misdescribed
 from attn_fuse.kernels.triton.flash import backward as flash_backward
@@ -157,11 +158,11 @@ def main(capability: int, dtype: torch.dtype, head_dim: int, name: str = "plain"
     text, tables = program.dumps(), (None, None)
     if program.visible is not None:
         tables = spans(inputs, numbers, s.batch, s.heads, s.q_len, s.kv_len, text, query.device, True)
-    dropout = (SEED, *tables, 0.1) if name in ("dropout", "everything") else (None, *tables, 0.0)
-    how = (query, key, value, inputs, numbers, *dropout)
-    known = flash_facts.call_facts(query, key, value, inputs, numbers, dropout[0], dropout[3], text, tables)
-    outputs = flash.attend(*how, text)
-    flash.attend_backward(outputs[0], *how, *outputs, text, [True] * len(inputs))
+    dropout = (SEED, 0.1) if name in ("dropout", "everything") else (None, 0.0)
+    given = Operands(query, key, value, inputs, numbers, *dropout, text)
+    known = flash_facts.call_facts(given, tables)
+    outputs = flash.attend(given, tables)
+    flash.attend_backward(given, tables, outputs, outputs[0], [True] * len(inputs))
     in_bulk = {f"bulk_{kernel}": tile for kernel, tile in known.bulk.items()}
     if known.bulk:
         for kernel in [*known.bulk]:
@@ -169,8 +170,8 @@ def main(capability: int, dtype: torch.dtype, head_dim: int, name: str = "plain"
         for kernel, found in made.items():
             if "bulk" not in kernel and kernel != "seen":
                 found.clear()
-        flash.attend(*how, text)
-        flash.attend_backward(outputs[0], *how, *outputs, text, [True] * len(inputs))
+        flash.attend(given, tables)
+        flash.attend_backward(given, tables, outputs, outputs[0], [True] * len(inputs))
     for kernel, several in made.items():
         # The gradients of key and value come of one function, which is compiled for each where rows are wide.
         names = together_or_apart(dtype, known.widths) if kernel == "key_value" else [kernel] * len(several)

@@ -21,6 +21,7 @@ from tests.triton.device import launches, threads, use
 
 use()
 
+from attn_fuse.kernels.operands import Operands  # noqa: E402
 from attn_fuse.kernels.triton.assembled import MisassembledError  # noqa: E402
 from attn_fuse.kernels.triton.flash import backward as flash_backward  # noqa: E402
 from attn_fuse.kernels.triton.flash import facts as flash_facts  # noqa: E402
@@ -56,11 +57,11 @@ def step(s: Sizes, name: str, dtype: torch.dtype = HALF) -> None:
     simple = name in ("plain", "dropout")
     inputs = [] if simple else CASE[name].inputs(s)
     program, numbers = (PLAIN, [s.kv_len - s.q_len]) if simple else (CASE[name].program, CASE[name].numbers(s))
-    dropout = (SEED, None, None, 0.1) if name in ("dropout", "everything") else (None, None, None, 0.0)
-    how = (query, key, value, inputs, numbers, *dropout)
-    outputs = flash.attend(*how, program.dumps())
+    dropout = (SEED, 0.1) if name in ("dropout", "everything") else (None, 0.0)
+    given = Operands(query, key, value, inputs, numbers, *dropout, program.dumps())
+    outputs = flash.attend(given)
     wanted = [x.is_floating_point() for x in inputs]
-    flash.attend_backward(outputs[0], *how, *outputs, program.dumps(), wanted)
+    flash.attend_backward(given, (None, None), outputs, outputs[0], wanted)
 
 
 def reported(shape: str, program: str, run: Callable[..., None], *args: Any) -> None:
@@ -104,7 +105,7 @@ def growing() -> None:
     query, cache = torch.empty(2, 8, 1, 64, dtype=HALF), torch.empty(2, 2, 256, 64, dtype=HALF)
     for kv_len in range(100, 164):
         for keys in (cache[:, :, :kv_len], cache[:, :, :kv_len].contiguous()):
-            flash.attend(query, keys, keys, [], [kv_len - 1], None, None, None, 0.0, PLAIN.dumps())
+            flash.attend(Operands(query, keys, keys, [], [kv_len - 1], None, 0.0, PLAIN.dumps()))
     compiled(flash_forward.forward)
 
 
@@ -116,7 +117,7 @@ def kept() -> None:
     def attended(name: str, query: Tensor = query, program: str = PLAIN.dumps()) -> None:
         before, launched = count(flash_forward.forward), len(launches(LOG))
         for _ in range(2):
-            flash.attend(query, key, value, [], [0], None, None, None, 0.0, program)
+            flash.attend(Operands(query, key, value, [], [0], None, 0.0, program))
         new = [programs for _, programs in launches(LOG)[launched:]]
         line = {"change": name, "compiled": count(flash_forward.forward) - before, "programs": new}
         print(json.dumps(line), flush=True)
@@ -146,7 +147,7 @@ def bulk() -> None:
     def attended(what: str, query: Tensor, key: Tensor, value: Tensor, name: str = "plain") -> None:
         before = len(launches(LOG))
         program = PLAIN if name == "plain" else CASE[name].program
-        flash.attend(query, key, value, [], [0], None, None, None, 0.0, program.dumps())
+        flash.attend(Operands(query, key, value, [], [0], None, 0.0, program.dumps()))
         found = [(*launch, n) for launch, n in zip(launches(LOG)[before:], threads(LOG)[before:], strict=True)]
         print(json.dumps({"call": what, "launched": found}), flush=True)
 

@@ -23,6 +23,7 @@ from tests.triton.interpreted import INTERPRETED, interpreted, run_interpreted
 pytest.importorskip("triton")
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
+from attn_fuse.kernels.operands import Operands
 from attn_fuse.kernels.triton import flash as package
 from attn_fuse.kernels.triton.flash import bulk as flash_bulk
 from attn_fuse.kernels.triton.flash import facts as flash_facts
@@ -328,11 +329,11 @@ def test_devices_and_dtypes(capability: int, dtype: torch.dtype, monkeypatch: py
 def test_dropout_and_another_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v, _ = operands(USUAL, torch.float16)
     seed, program = torch.zeros(1, dtype=torch.int64), CASE["plain"].program.dumps()
-    assert call_facts(q, k, v, [], [], None, 0.0, program).bulk
-    assert not call_facts(q, k, v, [], [], seed, 0.1, program).bulk
+    assert call_facts(Operands(q, k, v, [], [], None, 0.0, program)).bulk
+    assert not call_facts(Operands(q, k, v, [], [], seed, 0.1, program)).bulk
     monkeypatch.setattr(flash_facts, "_known", {})
     monkeypatch.setattr(flash_bulk, "is_there", lambda: False)
-    assert not call_facts(q, k, v, [], [], None, 0.0, program).bulk
+    assert not call_facts(Operands(q, k, v, [], [], None, 0.0, program)).bulk
 
 
 def test_layouts_that_it_takes() -> None:
@@ -351,7 +352,7 @@ def test_layouts_that_it_takes() -> None:
             x = memory.permute([order.index(n) for n in range(4)])[:, :, :length, :96]
             several.append(x[:, :1].expand_as(x) if drawn.random() < 0.1 else x)
         q, k, v = several
-        found = call_facts(q, k, v, [], [], None, 0.0, CASE["plain"].program.dumps())
+        found = call_facts(Operands(q, k, v, [], [], None, 0.0, CASE["plain"].program.dumps()))
         assert bool(found.bulk) == all(map(is_described, several)), [x.stride() for x in several]
         taken += bool(found.bulk)
     assert 60 < taken < 240

@@ -26,30 +26,18 @@ from attn_fuse.kernels.chunked.portions import Portion
 from attn_fuse.kernels.chunked.reader import Reader, diagonal
 from attn_fuse.kernels.chunked.steps import shift_of
 from attn_fuse.kernels.chunked.workers import together
+from attn_fuse.kernels.operands import Operands
 from attn_fuse.kernels.score.gradient import differentiable, gradients, needed
 from attn_fuse.kernels.score.lookup import add_up, head_dimension
 from attn_fuse.kernels.score.program import Block, Memo, accumulate, evaluate, gathered
 
 
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    inputs: Sequence[Tensor],
-    numbers: Sequence[int],
-    seed: Tensor | None,
-    dropout_p: float,
-    program: str,
-    centred: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def attend(given: Operands, centred: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(out, row_max, row_sum, centre, share); out is softmax over the final scores, times the factor, times value.
 
-    query [B, H, Lq, D], key [B, Hkv, Lk, D], value [B, Hkv, Lk, Dv], H a multiple of Hkv, any strides; float16 and
-    bfloat16 are computed in float32. Where the processor multiplies bfloat16, all products but the scores take
-    bfloat16: we round the weights, and in the backward the gradients of the scores, as FlashAttention does, and the
-    products themselves, before they are added up in float32.
-    inputs, numbers: what the program reads. program: the text of a `ScoreProgram`.
-    seed: int64, one element, where dropout_p is not 0; the same seed drops the same weights in blocks of any size.
+    float16 and bfloat16 are computed in float32. Where the processor multiplies bfloat16, all products but the scores
+    take bfloat16: we round the weights, and in the backward the gradients of the scores, as FlashAttention does, and
+    the products themselves, before they are added up in float32.
     centred: whether to attend over values minus their centre.
 
     out: [B, H, Lq, Dv] in query's dtype. row_max, row_sum: the max score of each query and the sum of exp(score - max),
@@ -60,8 +48,9 @@ def attend(
 
     Raises ValueError for shapes, dtypes, dropout or a program that do not fit.
     """
+    query, value = given.query, given.value
     with torch.no_grad(), _no_autocast(query.device):
-        plan = planned(query, key, value, inputs, numbers, seed, dropout_p, program, centred=centred)
+        plan = planned(given, centred=centred)
         batch, heads, q_len, _ = query.shape
         out = query.new_empty(batch, heads, q_len, value.shape[-1], dtype=plan.dtype if centred else query.dtype)
         row_max = query.new_empty(batch, heads, q_len, dtype=plan.dtype)
@@ -86,22 +75,24 @@ def attend(
 
 def _attend_rows(plan: Plan, reader: Reader, part: Part, start: int, stop: int) -> tuple[Tensor, ...]:
     """(out, max, sum) of queries [start, stop) of the part, and their shares where the steps give any."""
-    query = plan.rows_of(plan.query, part, start, stop).to(plan.dtype)
+    query = plan.rows_of(plan.given.query, part, start, stop).to(plan.dtype)
     whole = plan.block(part, (start, stop), (0, 1))
     row_max = torch.full((*whole.shape[:3], 1), -torch.inf, dtype=plan.dtype, device=whole.device)
     sink = plan.steps.program.sink
     if sink is not None:
-        row_max = evaluate(sink, None, plan.inputs, plan.numbers, whole).to(plan.dtype).expand(row_max.shape).clone()
+        row_max = (
+            evaluate(sink, None, plan.inputs, plan.given.numbers, whole).to(plan.dtype).expand(row_max.shape).clone()
+        )
     row_sum = (row_max - shift_of(row_max)).exp_()
     met = [torch.zeros_like(row_sum)] if plan.steps.shares else []
-    out = query.new_zeros(*query.shape[:2], plan.value.shape[-1])
+    out = query.new_zeros(*query.shape[:2], plan.given.value.shape[-1])
     for keys in plan.key_blocks(part, start, stop):
         read = reader.read(plan.block(part, (start, stop), keys))
         key, value = part.key[:, slice(*keys)], part.value[:, slice(*keys)]
         plan.run("forward", [query, key, value, out, row_max, row_sum, *met, *read])
     out = out.view(*whole.shape[:3], -1)
     # Over no keys at all the product of no weights is 0, whatever their softmax is.
-    if plan.steps.program.empty_is_nan and plan.value.shape[-2]:
+    if plan.steps.program.empty_is_nan and plan.given.value.shape[-2]:
         out, *met = (x / row_sum for x in (out, *met))
     else:
         out, *met = (torch.where(row_sum == 0, 0.0, x / row_sum) for x in (out, *met))
@@ -109,34 +100,18 @@ def _attend_rows(plan: Plan, reader: Reader, part: Part, start: int, stop: int) 
 
 
 def attend_backward(
-    grad_out: Tensor,
-    grad_share: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    inputs: Sequence[Tensor],
-    numbers: Sequence[int],
-    seed: Tensor | None,
-    dropout_p: float,
-    out: Tensor,
-    row_max: Tensor,
-    row_sum: Tensor,
-    centre: Tensor,
-    share: Tensor,
-    program: str,
-    wanted: Sequence[bool],
+    given: Operands, made: Sequence[Tensor], grad_out: Tensor, grad_share: Tensor | None, wanted: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """The gradients of query, key, value and of each input, contiguous, each in its own dtype.
 
-    out, row_max, row_sum, centre, share: what `attend` gave. grad_share: None where no gradient flows through share.
+    made: what `attend` gave. grad_share: None where no gradient flows through share.
     wanted: whether an input needs a gradient; one that does not, or is not floating-point, gets an empty tensor.
     Sums are in at least the compute dtype and have one order. Raises ValueError as `attend` does.
     """
+    query, key, value = given.query, given.key, given.value
+    out, row_max, row_sum, centre, share = made
     with torch.no_grad(), _no_autocast(query.device):
-        centred = centre.dim() == 4
-        plan = planned(
-            query, key, value, inputs, numbers, seed, dropout_p, program, wanted, centre if centred else None
-        )
+        plan = planned(given, wanted, centre if centre.dim() == 4 else None)
         of_shares = [share, torch.zeros_like(share) if grad_share is None else grad_share] if plan.steps.shares else []
         dquery = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         summed, every = plan.sums(), plan.portions()
@@ -171,7 +146,7 @@ def attend_backward(
         sums = {n: sum_.added_up() for n, sum_ in summed.items()}
         _hoisted_backward(plan, sums)
         dkey, dvalue = (x[0] if slices == 1 else x.sum(0) for x in found)
-    dinputs = [sums[n].to(x.dtype) if n in sums else x.new_empty(0) for n, x in enumerate(inputs)]
+    dinputs = [sums[n].to(x.dtype) if n in sums else x.new_empty(0) for n, x in enumerate(given.inputs)]
     return dquery, dkey.to(key.dtype), dvalue.to(value.dtype), dinputs
 
 
@@ -190,7 +165,10 @@ def _rows_backward(
 
     columns: shift, 1 / sum, grad_out . out, and the shares and their gradient where there are any, [B, H, rows, 1].
     """
-    query, grad = plan.rows_of(plan.query, part, *span), grad_rows.reshape(len(part.key), -1, plan.value.shape[-1])
+    query, grad = (
+        plan.rows_of(plan.given.query, part, *span),
+        grad_rows.reshape(len(part.key), -1, plan.given.value.shape[-1]),
+    )
     query, grad = query.to(plan.dtype), grad.to(plan.multiplied).contiguous()
     dquery = torch.zeros_like(query)
     for keys in plan.key_blocks(part, *span):
@@ -222,16 +200,16 @@ def _sink_backward(
     shift, over_sum, delta, *of_shares = columns
     if of_shares:
         delta = delta + of_shares[0] * of_shares[1]
-    sink = evaluate(expr, None, plan.inputs, plan.numbers, block).to(plan.dtype).expand(delta.shape)
+    sink = evaluate(expr, None, plan.inputs, plan.given.numbers, block).to(plan.dtype).expand(delta.shape)
     _pull_back(plan, expr, (sink - shift).exp_().mul_(over_sum).mul_(delta).neg_(), block, sums)
 
 
 def _hoisted_backward(plan: Plan, sums: dict[int, Tensor]) -> None:
     """Add the gradients that flow through the hoisted parts to those of the inputs that the parts read."""
-    batch, heads, q_len, kv_len = plan.sizes
+    batch, heads, q_len, kv_len = plan.given.sizes
     for number, part in enumerate(plan.hoisted.parts, plan.hoisted.first):
         if number in sums:
-            block = part.block(q_len, kv_len, batch, heads, plan.query.device, plan.dtype)
+            block = part.block(q_len, kv_len, batch, heads, plan.given.query.device, plan.dtype)
             _pull_back(plan, part.expr, sums[number], block, sums)
 
 
@@ -240,11 +218,11 @@ def _pull_back(plan: Plan, expr: Expr, gradient: Tensor, block: Block, sums: dic
     sources = reads(expr, sums)
     path = differentiable([expr], sources)
     memo: Memo = dict.fromkeys(needed(path))
-    evaluate(expr, None, plan.inputs, plan.numbers, block, memo)
-    found = gradients(path, sources, [(expr, gradient)], plan.numbers, block, memo)
+    evaluate(expr, None, plan.inputs, plan.given.numbers, block, memo)
+    found = gradients(path, sources, [(expr, gradient)], plan.given.numbers, block, memo)
     for node in sources:
         if id(node) in found:
-            indices = gathered(node, plan.inputs, plan.numbers, block, memo)
+            indices = gathered(node, plan.inputs, plan.given.numbers, block, memo)
             accumulate(node, found[id(node)], sums[node.leaf], indices, block)
 
 

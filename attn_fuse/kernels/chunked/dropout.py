@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attn_fuse.kernels.operands import Operands
+
 _WORD = (1 << 31) - 1
 
 
@@ -24,11 +26,13 @@ class Dropout:
     scale: Tensor
 
 
-def dropout(seed: Tensor, p: float, batch: int, heads: int, q_len: int, kv_len: int, dtype: torch.dtype) -> Dropout:
-    """The dropout of a call, with probability p. seed: int64, one element. dtype: of the scale.
+def dropout(given: Operands, dtype: torch.dtype) -> Dropout:
+    """The dropout of a call. dtype: of the scale.
 
     Four rounds of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) give rows and keys.
     """
+    seed, p, (batch, heads, q_len, kv_len) = given.seed, given.dropout_p, given.sizes
+    assert seed is not None
     device = seed.device
     start = _hashed(seed.reshape(()).to(torch.int64) + _GOLDEN)
     planes = _hashed(start + (torch.arange(batch * heads, device=device) + 1) * _GOLDEN).view(batch, heads, 1, 1)

@@ -22,11 +22,20 @@ from attn_fuse.emit.operators import gradients_of_inputs, operator
 from attn_fuse.kernels.chunked.attend import attend, attend_backward
 from attn_fuse.kernels.chunked.plan import shares
 from attn_fuse.kernels.once import once
+from attn_fuse.kernels.operands import Operands
 from attn_fuse.kernels.score.program import ScoreProgram
 
 # torch's caches on disk know an operator by its name only: raise this with every change in what it computes, or in
 # the text of a score program.
 VERSION = 12
+
+
+def _run(*args: Any) -> tuple[Tensor, ...]:
+    return attend(Operands(*args[:8]), args[8])
+
+
+def _run_backward(grad_out: Tensor, grad_share: Tensor | None, *rest: Any) -> tuple[Any, ...]:
+    return attend_backward(Operands(*(*rest[:7], rest[12])), rest[7:12], grad_out, grad_share, rest[13])
 
 
 def _fake(
@@ -51,7 +60,7 @@ def _fake_backward(
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     query, key, value, tensors, numbers, seed, ctx.dropout_p, ctx.program, centred = inputs
     ctx.numbers = list(numbers)
-    ctx.shares = centred and shares(ScoreProgram.loads(ctx.program), seed, ctx.dropout_p)
+    ctx.shares = centred and shares(ScoreProgram.loads(ctx.program), seed is not None and ctx.dropout_p > 0)
     ctx.mark_non_differentiable(*output[1 : 4 if ctx.shares else 5])
     ctx.save_for_backward(query, key, value, seed, *output, *tensors)
 
@@ -74,13 +83,13 @@ chunked_backward = operator(
     f"chunked_v{VERSION}_backward(Tensor grad_out, Tensor? grad_share, {_ARGUMENTS}, Tensor out, Tensor row_max, "
     "Tensor row_sum, Tensor centre, Tensor share, str program, bool[] wanted) -> "
     "(Tensor dquery, Tensor dkey, Tensor dvalue, Tensor[] dinputs)",
-    attend_backward,
+    _run_backward,
     _fake_backward,
 )
 chunked = operator(
     f"chunked_v{VERSION}({_ARGUMENTS}, str program, bool centred) -> "
     "(Tensor out, Tensor row_max, Tensor row_sum, Tensor centre, Tensor share)",
-    attend,
+    _run,
     _fake,
     _gradients,
     _save,

@@ -22,7 +22,7 @@ from attn_fuse.kernels.chunked.hoisted import Hoisted, hoisted
 from attn_fuse.kernels.chunked.portions import MOST_SLICES, Portion, Sums, portions
 from attn_fuse.kernels.chunked.steps import Steps, run
 from attn_fuse.kernels.chunked.workers import workers_and_threads
-from attn_fuse.kernels.operands import check_dropout, check_shapes
+from attn_fuse.kernels.operands import Operands
 from attn_fuse.kernels.score.dependence import dependences, varying
 from attn_fuse.kernels.score.gradient import differentiable
 from attn_fuse.kernels.score.lookup import head_dimension, rest
@@ -79,17 +79,14 @@ class Plan:
 
     inputs: the caller's, then the values of the hoisted parts. wanted: the indices of those that need a gradient.
     compiles: whether to compile the steps. positions: for each dimension of the scores, int64, broadcasting to them.
-    constants: `numbers` as int64 tensors. centre: what to subtract from the values, [B, H, 1, Dv], the same for heads
+    constants: the numbers as int64 tensors. centre: what to subtract from the values, [B, H, 1, Dv], the same for heads
         that share a key head; None for nothing.
     workers, threads: how many workers there are, and how many threads each has.
     table: bool [B|1, H|1, query blocks, tiles of keys]: whether the mask may show any key; None where we do not ask.
     """
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
+    given: Operands
     inputs: list[Tensor]
-    numbers: Sequence[int]
     wanted: frozenset[int]
     hoisted: Hoisted
     steps: Steps
@@ -113,24 +110,19 @@ class Plan:
         return self.steps.multiplied
 
     @property
-    def sizes(self) -> tuple[int, int, int, int]:
-        """batch, heads, q_len, kv_len."""
-        return (*self.query.shape[:3], self.key.shape[2])
-
-    @property
     def groups(self) -> int:
         """How many query heads share a key head."""
-        return self.query.shape[1] // max(self.key.shape[1], 1)
+        return self.given.query.shape[1] // max(self.given.key.shape[1], 1)
 
     @functools.cached_property
     def block_sizes(self) -> tuple[int, int, int]:
         """The max numbers of planes (heads of batch entries), queries and keys in one block."""
-        batch, heads, q_len, _ = self.sizes
-        on_cpu = self.query.device.type == "cpu"
+        batch, heads, q_len, _ = self.given.sizes
+        on_cpu = self.given.query.device.type == "cpu"
         most = ELEMENTS_PER_THREAD * self.threads if on_cpu else ELEMENTS_ON_GPU
         rows, columns = QUERY_BLOCK, KEY_BLOCK
         program = self.steps.program
-        lower, upper = bound(program.lower, self.numbers), bound(program.upper, self.numbers)
+        lower, upper = bound(program.lower, self.given.numbers), bound(program.upper, self.given.numbers)
         planes = math.ceil(batch * heads / self.workers)
         # Long blocks compute more that a mask hides. Where heads look up the same places, a block of all heads finds
         # the places once.
@@ -149,7 +141,7 @@ class Plan:
 
     def portions(self) -> list[Portion]:
         """What each worker goes through."""
-        query_blocks = math.ceil(self.sizes[2] / self.block_sizes[1])
+        query_blocks = math.ceil(self.given.sizes[2] / self.block_sizes[1])
         return portions(self._planes, query_blocks, self.workers)
 
     def sums(self) -> dict[int, Sums]:
@@ -162,21 +154,21 @@ class Plan:
 
         def of(n: int, x: Tensor) -> Sums:
             zeros = x.new_zeros(x.shape, dtype=torch.promote_types(x.dtype, self.dtype))
-            planes_apart = n not in anywhere and (n not in at_its_place or x.shape[:2] == self.query.shape[:2])
-            queries_apart = n not in anywhere and (n not in at_its_place or x.shape[2] == self.query.shape[2])
+            planes_apart = n not in anywhere and (n not in at_its_place or x.shape[:2] == self.given.query.shape[:2])
+            queries_apart = n not in anywhere and (n not in at_its_place or x.shape[2] == self.given.query.shape[2])
             return Sums(zeros, planes_apart, queries_apart)
 
         return {n: of(n, x) for n, x in enumerate(self.inputs) if n in self.wanted}
 
     @property
     def _planes(self) -> int:
-        return self.sizes[0] * self.key.shape[1]
+        return self.given.sizes[0] * self.given.key.shape[1]
 
     # ---- blocks
 
     def parts(self, portion: Portion) -> Iterator[Part]:
         """The parts of a portion, each of as many planes as fit into a block: batch entries, or some heads of one."""
-        most, kv_heads = max(1, self.block_sizes[0] // max(self.groups, 1)), self.key.shape[1]
+        most, kv_heads = max(1, self.block_sizes[0] // max(self.groups, 1)), self.given.key.shape[1]
         at, end = portion.planes
         while at < end:
             entry, head = divmod(at, kv_heads)
@@ -189,7 +181,7 @@ class Plan:
 
     def _part(self, entries: slice, of_keys: slice) -> Part:
         of_queries = slice(of_keys.start * self.groups, of_keys.stop * self.groups)
-        key, value = self.key[entries, of_keys], self.value[entries, of_keys]
+        key, value = self.given.key[entries, of_keys], self.given.value[entries, of_keys]
         if self.centre is not None:
             value = less_centre(value, self.centre[entries, of_queries], self.dtype)
         key, value = (x.to(self.multiplied).flatten(0, 1) for x in (key, value))
@@ -202,14 +194,14 @@ class Plan:
 
     def query_blocks(self, portion: Portion) -> Iterator[tuple[int, int]]:
         """(start, stop) of each block of queries of a portion."""
-        q_len, size = self.sizes[2], self.block_sizes[1]
+        q_len, size = self.given.sizes[2], self.block_sizes[1]
         first, step = portion.slice * size, portion.slices * size
         return ((start, min(start + size, q_len)) for start in range(first, q_len, step))
 
     def key_blocks(self, part: Part, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """(start, stop) of each block of keys that queries [start, stop), one of `query_blocks`, may see."""
-        program, kv_len = self.steps.program, self.sizes[3]
-        lower, upper = bound(program.lower, self.numbers), bound(program.upper, self.numbers)
+        program, kv_len = self.steps.program, self.given.sizes[3]
+        lower, upper = bound(program.lower, self.given.numbers), bound(program.upper, self.given.numbers)
         first = 0 if lower is None else max(0, start + lower)
         last = kv_len if upper is None else min(kv_len, stop + upper)
         for begin, end in self._visible(part, start) if self.table is not None else [(0, kv_len)]:
@@ -229,14 +221,14 @@ class Plan:
             if some and begin is None:
                 begin = tile
             elif not some and begin is not None:
-                yield begin * MASK_TILE, min(tile * MASK_TILE, self.sizes[3])
+                yield begin * MASK_TILE, min(tile * MASK_TILE, self.given.sizes[3])
                 begin = None
 
     def block(self, part: Part, queries: tuple[int, int], keys: tuple[int, int]) -> Block:
         """The block of these queries and keys in a part."""
         batch, heads = part.batch.stop - part.batch.start, part.heads.stop - part.heads.start
         origin = (part.batch.start, part.heads.start)
-        return Block(batch, heads, queries, keys, self.query.device, self.dtype, origin)
+        return Block(batch, heads, queries, keys, self.given.query.device, self.dtype, origin)
 
     def run(self, name: str, tensors: Sequence[Tensor]) -> Any:
         """The result of the step `name` on a block."""
@@ -250,30 +242,17 @@ class Plan:
         return x[part.rows(start, stop)].reshape(len(part.key), -1, x.shape[-1]).contiguous()
 
 
-def planned(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    inputs: Sequence[Tensor],
-    numbers: Sequence[int],
-    seed: Tensor | None,
-    dropout_p: float,
-    program: str,
-    wanted: Sequence[bool] = (),
-    centre: Tensor | None = None,
-    centred: bool = False,
-) -> Plan:
+def planned(given: Operands, wanted: Sequence[bool] = (), centre: Tensor | None = None, centred: bool = False) -> Plan:
     """The plan of a call. wanted: whether an input needs a gradient. centred: whether to compute the centre.
 
-    centre: the one computed before, for a backward. Raises ValueError for shapes, dtypes, dropout or a program that do
-    not fit.
+    centre: the one computed before, for a backward. Raises ValueError for operands or a program that do not fit.
     """
-    given, dtype = _checked(query, key, value, seed, dropout_p)
-    sizes = (*query.shape[:3], key.shape[2])
+    product, dtype = _dtypes(given)
+    query, inputs, numbers, sizes = given.query, given.inputs, given.numbers, given.sizes
     batch, heads, q_len, kv_len = sizes
     device = query.device
-    multiplied = given if given == torch.bfloat16 and _multiplies_bfloat16(device) else dtype
-    found = hoisted(program, [x.shape for x in inputs])
+    multiplied = product if product == torch.bfloat16 and _multiplies_bfloat16(device) else dtype
+    found = hoisted(given.program, [x.shape for x in inputs])
     before = []
     for part in found.parts:
         block = part.block(q_len, kv_len, batch, heads, device, dtype)
@@ -285,24 +264,20 @@ def planned(
     grows |= {found.first + n for n, expr in enumerate(exprs) if differentiable([expr], reads(expr, grows))}
     on_cpu = device.type == "cpu"
     varies = tuple(varying(x.shape) for x in (*inputs, *before)) if on_cpu else None
-    drops = _drops(seed, dropout_p)
-    shared = (centred or centre is not None) and shares(found.program, seed, dropout_p)
+    shared = (centred or centre is not None) and shares(found.program, given.drops)
     divides = on_cpu and math.prod(sizes) >= WORKERS_FROM
     workers, threads = workers_and_threads() if divides else (1, torch.get_num_threads())
     plan = Plan(
-        query=query,
-        key=key,
-        value=value,
+        given=given,
         inputs=[*inputs, *before],
-        numbers=numbers,
         wanted=frozenset(grows),
         hoisted=found,
-        steps=_steps(found, varies, frozenset(grows), drops, shared, dtype, multiplied),
-        dropout=dropout(seed, dropout_p, batch, heads, q_len, kv_len, dtype) if drops and seed is not None else None,
+        steps=_steps(found, varies, frozenset(grows), given.drops, shared, dtype, multiplied),
+        dropout=dropout(given, dtype) if given.drops else None,
         compiles=math.prod(sizes) >= COMPILE_FROM,
         positions=[_along(torch.arange(n, device=device), dim) for dim, n in enumerate(sizes)],
         constants=[_along(torch.full((1,), int(n), dtype=torch.int64, device=device), 0) for n in numbers],
-        centre=centre_of(query, value) if centred else centre,
+        centre=centre_of(query, given.value) if centred else centre,
         workers=workers,
         threads=threads,
     )
@@ -310,20 +285,16 @@ def planned(
 
 
 def _shown(plan: Plan) -> Tensor | None:
-    program, device = plan.steps.program, plan.query.device
-    if program.visible is None or device.type != "cpu" or plan.sizes[3] <= MASK_TILE:
+    program, given, device = plan.steps.program, plan.given, plan.given.query.device
+    if program.visible is None or device.type != "cpu" or given.sizes[3] <= MASK_TILE:
         return None
     tiles = (plan.block_sizes[1], MASK_TILE)
-    return visibility(program, plan.inputs, plan.numbers, plan.sizes, tiles, device, plan.dtype).some
+    return visibility(program, plan.inputs, given.numbers, given.sizes, tiles, device, plan.dtype).some
 
 
-def shares(program: ScoreProgram, seed: Tensor | None, dropout_p: float) -> bool:
+def shares(program: ScoreProgram, drops: bool) -> bool:
     """Whether the weights that multiply the values may sum to something else than 1."""
-    return program.factor is not None or program.sink is not None or _drops(seed, dropout_p)
-
-
-def _drops(seed: Tensor | None, dropout_p: float) -> bool:
-    return dropout_p > 0 and seed is not None
+    return program.factor is not None or program.sink is not None or drops
 
 
 def reads(expr: Expr, wanted: Container[int]) -> list[Input | Gather]:
@@ -394,13 +365,10 @@ def _multiplies_bfloat16(device: torch.device) -> bool:
     return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16"))
 
 
-def _checked(
-    query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None, dropout_p: float
-) -> tuple[torch.dtype, torch.dtype]:
-    """The common dtype of query, key and value, and the compute dtype. Raises ValueError where operands do not fit."""
-    check_shapes(query, key, value)
-    check_dropout(seed, dropout_p)
-    dtype = torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
+def _dtypes(given: Operands) -> tuple[torch.dtype, torch.dtype]:
+    """The dtype of all operands, and the compute dtype. Raises ValueError for operands that do not fit."""
+    given.check()
+    dtype = functools.reduce(torch.promote_types, (given.query.dtype, given.key.dtype, given.value.dtype))
     if not dtype.is_floating_point:
         raise ValueError(f"attention is not computed in {dtype}")
     return dtype, torch.promote_types(dtype, torch.float32)

@@ -88,7 +88,7 @@ class Reader:
             hoisted = (part for part in distinct(node) if isinstance(part, Diagonal))
             memo: Memo = {id(part): self._leaf(part, block).flip(-2) for part in hoisted}
             indices = [
-                evaluate(x, None, plan.inputs, plan.numbers, block, memo).long()
+                evaluate(x, None, plan.inputs, plan.given.numbers, block, memo).long()
                 for x in rest(head_dimension(node), node.index)
             ]
             shape = (max(map(len, indices)), 1, *block.shape[2:])
@@ -112,13 +112,13 @@ class Reader:
         """Memory of this shape, which the next block with the same `which` and dtype writes over."""
         count = math.prod(shape)
         if (which, dtype) not in self._buffers or self._buffers[which, dtype].numel() < count:
-            self._buffers[which, dtype] = self._plan.query.new_empty(count, dtype=dtype)
+            self._buffers[which, dtype] = self._plan.given.query.new_empty(count, dtype=dtype)
         return self._buffers[which, dtype][:count].view(shape)
 
 
 def diagonal(plan: Plan, values: Tensor, block: Block) -> Tensor:
     """The part of `values` [B|1, H|1, 1, Lq + Lk - 1], one for each j - i, that a block reads, as a view."""
-    first = block.keys[0] - block.queries[1] + plan.sizes[2]
+    first = block.keys[0] - block.queries[1] + plan.given.sizes[2]
     whole = Block(block.batch, block.heads, (0, 1), (first, first + sum(block.shape[2:]) - 1), block.device,
                   block.dtype, block.origin)  # fmt: skip
     return narrowed(values, whole)

@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from attn_fuse.kernels.operands import check_dropout, check_shapes, strides_inside
+from attn_fuse.kernels.operands import Operands, strides_inside
 from attn_fuse.kernels.score.program import bound
 from attn_fuse.kernels.switches import float32_precision
 from attn_fuse.kernels.triton import WIDEST
@@ -26,6 +26,8 @@ from attn_fuse.kernels.triton.scores import LOG2E, ScoreCode, score_code
 
 log = logging.getLogger("attn_fuse")
 
+# What the operator `spans` gave, of queries and of keys.
+Spans = tuple[Tensor | None, Tensor | None]
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -195,34 +197,22 @@ class _Made(dict[str, Any]):
         return self[kernel]
 
 
-def call_facts(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    inputs: Sequence[Tensor],
-    numbers: Sequence[int],
-    seed: Tensor | None,
-    dropout_p: float,
-    program: str,
-    spans: tuple[Tensor | None, Tensor | None] = (None, None),
-    centred: bool = False,
-) -> CallFacts:
-    """The facts of a call. spans: of queries and of keys, or None. centred: whether a centre is taken from the values.
+def call_facts(given: Operands, spans: Spans = (None, None), centred: bool = False) -> CallFacts:
+    """The facts of a call. centred: whether a centre is taken from the values.
 
-    Raises ValueError for shapes, dtypes, dropout or a program that do not fit.
+    Raises ValueError for operands or a program that do not fit.
     """
-    dtype = query.dtype
-    precision = float32_precision(query.device) if dtype == torch.float32 else None
+    query, key, value, inputs = given.query, given.key, given.value, given.inputs
+    precision = float32_precision(query.device) if query.dtype == torch.float32 else None
     alike: Hashable = (
-        program, dtype, key.dtype, value.dtype, query.device, query.shape, key.shape, value.shape,
-        query.stride(), key.stride(), value.stride(), (*numbers,), dropout_p, seed is None, precision, centred,
-        *[None if x is None else (x.shape, x.stride()) for x in spans],
+        given.program, query.dtype, key.dtype, value.dtype, query.device, query.shape, key.shape, value.shape,
+        query.stride(), key.stride(), value.stride(), (*given.numbers,), given.dropout_p, given.seed is None, precision,
+        centred, *[None if x is None else (x.shape, x.stride()) for x in spans],
         *[(x.dtype, x.shape, x.stride()) for x in inputs],
     )  # fmt: skip
     found = _known.get(alike)
     if found is None:
-        check_dropout(seed, dropout_p)
-        found = _worked_out(query, key, value, inputs, numbers, dropout_p, program, spans, centred)
+        found = _worked_out(given, spans, centred)
         if len(_known) >= KEPT:
             _known.clear()
         _known[alike] = found
@@ -232,25 +222,16 @@ def call_facts(
 _known: dict[Hashable, CallFacts] = {}
 
 
-def _worked_out(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    inputs: Sequence[Tensor],
-    numbers: Sequence[int],
-    dropout_p: float,
-    program: str,
-    spans: tuple[Tensor | None, Tensor | None],
-    centred: bool,
-) -> CallFacts:
-    check_shapes(query, key, value)
+def _worked_out(given: Operands, spans: Spans, centred: bool) -> CallFacts:
+    given.check()
+    query, key, value, inputs, numbers = given.query, given.key, given.value, given.inputs, given.numbers
     if not query.dtype == key.dtype == value.dtype or query.dtype not in DTYPES:
         raise ValueError(f"not computed in {query.dtype}, {key.dtype}, {value.dtype}")
     if max(query.shape[3], value.shape[3]) > WIDEST or max(query.shape[2], key.shape[2]) >= LONGEST:
         raise ValueError(f"shapes are too large: {[*query.shape]}, {[*value.shape]}")
     inner = spans[0] is not None and spans[0].shape[-1] == 4
-    longest, half = max(*query.shape[:3], key.shape[2]), query.dtype.itemsize == 2
-    code = score_code(program, inputs, numbers, longest, half, inner)
+    longest, half, dropout_p = max(given.sizes), query.dtype.itemsize == 2, given.dropout_p
+    code = score_code(given.program, inputs, numbers, longest, half, inner)
     bounds = (bound(tree, numbers) for tree in (code.program.lower, code.program.upper))
     lower, upper = (None if n is None else max(-LONGEST, min(n, LONGEST)) for n in bounds)
     tiles = [x.shape for x in inputs if x.ndim == 4 and 1 not in x.shape[2:]]

@@ -11,12 +11,13 @@ from triton.errors import TritonError
 
 from attn_fuse.expression.nodes import Cast, Gather, Input, Position, distinct
 from attn_fuse.kernels.centring import centre_of, less_centre
+from attn_fuse.kernels.operands import Operands
 from attn_fuse.kernels.score.gradient import differentiable, gradients, needed
 from attn_fuse.kernels.score.program import Block, Memo, accumulate, evaluate, gathered
 from attn_fuse.kernels.triton.flash import backward as flash_backward
 from attn_fuse.kernels.triton.flash import forward as flash_forward
 from attn_fuse.kernels.triton.flash.bulk import forward_in_bulk, is_copied, query_in_bulk
-from attn_fuse.kernels.triton.flash.facts import CallFacts, call_facts
+from attn_fuse.kernels.triton.flash.facts import CallFacts, Spans, call_facts
 from attn_fuse.kernels.triton.launch import ALIGNMENT, Launch, ceil_div, misaligned, on, stream_of
 from attn_fuse.kernels.triton.scores import LOG2E, Gradient, readable
 
@@ -29,69 +30,45 @@ _STRIP = 1 << 25
 
 
 class Call(NamedTuple):
-    """One call: its tensors, and the facts that calls like it share.
+    """One call: what it is given, and the facts that calls like it share.
 
-    operands: query, key and value with their strides. reads: the inputs, then their strides and sizes; and the numbers,
-        for which no kernel is compiled anew. lie: see `misaligned`.
+    operands: query, key and value, the last less its centre, with their strides. seed: None without dropout.
+    reads: the inputs, then their strides and sizes; and the numbers, for which no kernel is compiled anew.
+    lie: see `misaligned`.
     """
 
-    query: Tensor
-    key: Tensor
-    inputs: Sequence[Tensor]
-    numbers: Sequence[int]
-    seed: Tensor | None
+    given: Operands
     facts: CallFacts
     operands: tuple[tuple[Tensor, tuple[int, ...]], ...]
+    seed: Tensor | None
     reads: tuple[Any, ...]
     stream: int
     lie: tuple[bool, ...]
 
 
-def _call(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    inputs: Sequence[Tensor],
-    numbers: Sequence[int],
-    seed: Tensor | None,
-    facts: CallFacts,
-    *others: Tensor | None,
-) -> Call:
+def _call(given: Operands, value: Tensor, facts: CallFacts, *others: Tensor | None) -> Call:
     """others: what else may lie anywhere."""
+    query, key, inputs = given.query, given.key, given.inputs
     operands = tuple(zip((query, key, value), facts.strides, strict=True))
     reads = (readable(inputs), facts.reads), facts.numbers
-    drawn = seed if facts.drops else None
     lie = misaligned(query, key, value, *others, *inputs)
-    return Call(query, key, inputs, numbers, drawn, facts, operands, reads, stream_of(query.device), lie)
+    seed = given.seed if facts.drops else None
+    return Call(given, facts, operands, seed, reads, stream_of(query.device), lie)
 
 
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    inputs: Sequence[Tensor],
-    numbers: Sequence[int],
-    seed: Tensor | None,
-    of_queries: Tensor | None,
-    of_keys: Tensor | None,
-    dropout_p: float,
-    program: str,
-    centred: bool = False,
+    given: Operands, spans: Spans = (None, None), centred: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """softmax over the final scores, times the factor, times value, as `chunked.attend` has it.
 
-    query [B, H, Lq, D], key [B, Hkv, Lk, D], value [B, Hkv, Lk, Dv]: of one dtype, float16, bfloat16 or float32, D and
-    Dv up to 256, any strides. inputs, numbers: what the program reads. seed: int64, one element; None without dropout.
-    of_queries, of_keys: what `spans` gave, or None.
+    given: query, key and value of one dtype, float16, bfloat16 or float32, in rows of up to 256.
 
     Gives out [B, H, Lq, Dv], in memory [B, Lq, H, Dv]; for each query the max score, in the unit of its `ScoreCode`,
     and the sum of exp(score - max), the sink among them, float32 [B, H, Lq]; and the centre. Where `centred` is set,
     the centre is `centre_of` the values, and out is over values less the centre; else it is empty. Raises ValueError
     for shapes, dtypes, dropout or a program that do not fit.
     """
-    facts = call_facts(
-        query, key, value, inputs, numbers, seed, dropout_p, program, (of_queries, of_keys), centred
-    )  # fmt: skip
+    query, value, facts = given.query, given.value, call_facts(given, spans, centred)
     centre = centre_of(query, value) if centred else value.new_empty(0)
     out = query.new_empty_strided(*facts.made[0])
     row_max = query.new_empty(facts.query[:3], dtype=torch.float32)
@@ -101,8 +78,8 @@ def attend(
         return out.zero_(), row_max.fill_(-torch.inf), row_sum.fill_(torch.nan), centre.zero_()
     value = less_centre(value, centre, value.dtype)
     with on(query.device):
-        call = _call(query, key, value, inputs, numbers, seed, facts, of_queries)
-        _run(facts, "forward", _forward, call, out, row_max, row_sum, _table(of_queries, facts.spans[0]))
+        call = _call(given, value, facts, spans[0])
+        _run(facts, "forward", _forward, call, out, row_max, row_sum, _table(spans[0], facts.spans[0]))
     return out, row_max, row_sum, centre
 
 
@@ -126,54 +103,37 @@ def _forward(call: Call, out: Tensor, row_max: Tensor, row_sum: Tensor, spans: T
 
 
 def attend_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    inputs: Sequence[Tensor],
-    numbers: Sequence[int],
-    seed: Tensor | None,
-    of_queries: Tensor | None,
-    of_keys: Tensor | None,
-    dropout_p: float,
-    out: Tensor,
-    row_max: Tensor,
-    row_sum: Tensor,
-    centre: Tensor,
-    program: str,
-    wanted: Sequence[bool],
+    given: Operands, spans: Spans, made: Sequence[Tensor], grad_out: Tensor, wanted: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """The gradients of query, key and value, in memory [B, L, H, D], and of each input, contiguous, each in its dtype.
 
-    out, row_max, row_sum, centre: what `attend` gave.
+    made: what `attend` gave.
     wanted: whether an input needs a gradient; one that does not, or is not floating-point, gets an empty tensor.
     Every sum has one order: results do not change from run to run. Raises ValueError as `attend` does.
     """
-    facts = call_facts(
-        query, key, value, inputs, numbers, seed, dropout_p, program, (of_queries, of_keys), centre.dim() == 4
-    )  # fmt: skip
-    value = less_centre(value, centre, value.dtype)
+    query, inputs, (out, row_max, row_sum, centre) = given.query, given.inputs, made
+    facts = call_facts(given, spans, centre.dim() == 4)
+    value = less_centre(given.value, centre, given.value.dtype)
     (batch, heads, q_len, _), kv_len = facts.query, facts.key[2]
     is_wanted = [want and x.is_floating_point() for want, x in zip(wanted, inputs, strict=True)]
-    dquery, dkey, dvalue = (query.new_empty_strided(*made) for made in facts.made[1:])
+    dquery, dkey, dvalue = (query.new_empty_strided(*shape) for shape in facts.made[1:])
     saved = query.new_empty((batch, heads, 4, _padded(q_len)), dtype=torch.float32)
     found: dict[int, Tensor] = {}
     with on(query.device):
-        others = grad_out, of_queries, of_keys, out, row_max, row_sum
-        call = _call(query, key, value, inputs, numbers, seed, facts, *others)
-        given, of_out = (grad_out, grad_out.stride()), (out, out.stride())
-        back = Backward(call, given, saved, facts.launches(given[1], of_out[1], *is_wanted))
+        call = _call(given, value, facts, grad_out, *spans, out, row_max, row_sum)
+        pulled, of_out = (grad_out, grad_out.stride()), (out, out.stride())
+        back = Backward(call, pulled, saved, facts.launches(pulled[1], of_out[1], *is_wanted))
         _statistics(back, of_out, row_max, row_sum, any(is_wanted))
         dinput, of_scores = None, _of_scores(call, is_wanted) if any(is_wanted) else None
         if of_scores is not None:
             read, scores = inputs[of_scores.node.leaf], (batch, heads, q_len, kv_len)
             # Blocks that no query sees are not computed.
             found[of_scores.node.leaf] = dinput = torch.zeros(scores, dtype=read.dtype, device=read.device)
-        _run(facts, "query", _query, back, dquery, dinput, of_scores, _table(of_queries, facts.spans[0]))
-        table = _table(of_keys, facts.spans[1])
+        _run(facts, "query", _query, back, dquery, dinput, of_scores, _table(spans[0], facts.spans[0]))
+        table = _table(spans[1], facts.spans[1])
         for name in facts.of_keys:
-            made = None if name == "value" else dkey, None if name == "key" else dvalue
-            _run(facts, name, _key_value, back, name, *made, table)
+            sums = None if name == "value" else dkey, None if name == "key" else dvalue
+            _run(facts, name, _key_value, back, name, *sums, table)
         if any(is_wanted):
             _add_input_gradients(back, is_wanted, of_scores, found)
     dinputs = [
@@ -258,10 +218,10 @@ def _key_value(back: Backward, name: str, dkey: Tensor | None, dvalue: Tensor | 
 
 def _of_scores(call: Call, is_wanted: Sequence[bool]) -> Gradient | None:
     """The gradient, if there is one, of a tensor with an element for each score: the kernel for query writes it."""
-    scores = (*call.query.shape[:3], call.key.shape[2])
+    scores = call.given.sizes
     for gradient in call.facts.code.gradients:
         leaf = gradient.node.leaf
-        if isinstance(gradient.node, Input) and is_wanted[leaf] and call.inputs[leaf].shape == scores:
+        if isinstance(gradient.node, Input) and is_wanted[leaf] and call.given.inputs[leaf].shape == scores:
             return gradient
     return None
 
@@ -281,16 +241,16 @@ def _add_input_gradients(
 
 def _of_element(back: Backward, which: int) -> Tensor:
     call = back.call
-    source = call.inputs[call.facts.code.gradients[which].node.leaf]
+    source = call.given.inputs[call.facts.code.gradients[which].node.leaf]
     return _of_node(back, which, 0, call.facts.query[2], source.dtype)
 
 
 def _of_lookup(back: Backward, which: int) -> Tensor:
     """The gradient of a table, by way of that of each element looked up, for a strip of queries at a time."""
     call, gradient = back.call, back.call.facts.code.gradients[which]
-    source, (batch, heads, q_len, _) = call.inputs[gradient.node.leaf], call.query.shape
+    source, (batch, heads, q_len, _) = call.given.inputs[gradient.node.leaf], call.given.query.shape
     into = torch.zeros(source.shape, dtype=torch.promote_types(source.dtype, torch.float32), device=source.device)
-    kv_len = call.key.shape[2]
+    kv_len = call.given.key.shape[2]
     in_row = (batch if "b" in gradient.along else 1) * (heads if "h" in gradient.along else 1)
     in_row *= kv_len if "j" in gradient.along else 1
     strip = max(1, _STRIP // max(in_row, 1)) if "i" in gradient.along else max(q_len, 1)
@@ -298,7 +258,7 @@ def _of_lookup(back: Backward, which: int) -> Tensor:
         last = min(first + strip, q_len)
         rows = _of_node(back, which, first, last - first, into.dtype)
         block = Block(batch, heads, (first, last), (0, kv_len), source.device, torch.float32)
-        indices = gathered(gradient.node, call.inputs, call.numbers, block, {})
+        indices = gathered(gradient.node, call.given.inputs, call.given.numbers, block, {})
         accumulate(gradient.node, rows, into, indices, block)
     return into
 
@@ -321,9 +281,9 @@ def _once_of_node(back: Backward, which: int, first: int, rows: int, dtype: torc
         shape.append(size if name in gradient.along else 1)
         own, count = (own * programs, count) if name in gradient.along else (own, count * programs)
     if not own or not count:
-        return call.query.new_zeros(shape, dtype=dtype)
+        return call.given.query.new_zeros(shape, dtype=dtype)
     parts = max(1, min(count, _PROGRAMS // own))
-    made = call.query.new_empty([parts, *shape], dtype=dtype if parts == 1 else torch.float32)
+    made = call.given.query.new_empty([parts, *shape], dtype=dtype if parts == 1 else torch.float32)
     launch = launches.get(("input", which, rows))
     if launch is None:
         along = (name in gradient.along for name in "bhij")
@@ -344,10 +304,10 @@ def _add_sink_gradients(call: Call, saved: Tensor, is_wanted: Sequence[bool], fo
     sink = call.facts.code.program.sink
     if sink is None:
         return
-    batch, heads, q_len, _ = call.query.shape
+    batch, heads, q_len, _ = call.given.query.shape
     of_sink = saved[:, :, 3, :q_len, None]
     read = sink.x if isinstance(sink, Cast) and sink.dtype.is_floating_point else sink
-    if isinstance(read, (Input, Gather)) and _is_of_heads(read, source := call.inputs[read.leaf], heads):
+    if isinstance(read, (Input, Gather)) and _is_of_heads(read, source := call.given.inputs[read.leaf], heads):
         if is_wanted[read.leaf]:
             of_heads = of_sink.sum((0, 2)).view(source.shape)
             found[read.leaf] = found[read.leaf] + of_heads if read.leaf in found else of_heads
@@ -357,15 +317,15 @@ def _add_sink_gradients(call: Call, saved: Tensor, is_wanted: Sequence[bool], fo
     if not path:
         return
     memo: Memo = dict.fromkeys(needed(path))
-    block = Block(batch, heads, (0, q_len), (0, 1), call.query.device, torch.float32)
-    evaluate(sink, None, call.inputs, call.numbers, block, memo)
+    block = Block(batch, heads, (0, q_len), (0, 1), call.given.query.device, torch.float32)
+    evaluate(sink, None, call.given.inputs, call.given.numbers, block, memo)
     for node in wanted:
-        source = call.inputs[node.leaf]
+        source = call.given.inputs[node.leaf]
         wide = torch.promote_types(source.dtype, torch.float32)
         into = found.get(node.leaf, torch.zeros(source.shape, dtype=wide, device=source.device)).to(wide)
-        gradient = gradients(path, wanted, [(sink, of_sink)], call.numbers, block, memo).get(id(node))
+        gradient = gradients(path, wanted, [(sink, of_sink)], call.given.numbers, block, memo).get(id(node))
         if gradient is not None:
-            indices = gathered(node, call.inputs, call.numbers, block, memo)
+            indices = gathered(node, call.given.inputs, call.given.numbers, block, memo)
             accumulate(node, gradient, into, indices, block)
             found[node.leaf] = into
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from attn_fuse.emit.operators import gradients_of_inputs, operator
 from attn_fuse.kernels.once import once
-from attn_fuse.kernels.operands import strides_inside
+from attn_fuse.kernels.operands import Operands, strides_inside
 from attn_fuse.kernels.triton import OPERATOR_DEVICES
 
 # torch's caches on disk know an operator by its name only: raise this with every change in what it computes, or in
@@ -40,11 +40,12 @@ def _launches() -> Any:
 
 
 def _run(*args: Any) -> Any:
-    return _launches().attend(*args)
+    return _launches().attend(Operands(*(*args[:6], *args[8:10])), args[6:8], args[10])
 
 
-def _run_backward(*args: Any) -> Any:
-    return _launches().attend_backward(*args)
+def _run_backward(grad_out: Tensor, *rest: Any) -> Any:
+    given = Operands(*(*rest[:6], rest[8], rest[13]))
+    return _launches().attend_backward(given, rest[6:8], rest[9:13], grad_out, rest[14])
 
 
 def _fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
