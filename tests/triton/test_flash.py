@@ -330,7 +330,6 @@ def test_spans_are_found_on_the_device_of_the_tensors(monkeypatch: pytest.Monkey
         entered.pop()
 
     monkeypatch.setattr(spans_kernel, "on", on)
-    monkeypatch.setattr(spans_kernel, "_known", {})
     monkeypatch.setattr(spans_kernel, "Launch", lambda *_, **__: lambda *_: launched.append(len(entered)))
     program = ScoreProgram(S, visible=["input", 0]).dumps()
     spans([DENSE], [], 2, 3, 150, 201, program, torch.device("cpu"), True)

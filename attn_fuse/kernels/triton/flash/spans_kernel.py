@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -13,8 +12,8 @@ from torch import Tensor
 from attn_fuse.kernels.score.dependence import planes
 from attn_fuse.kernels.triton import SPAN as _SPAN
 from attn_fuse.kernels.triton.flash.tiles import SPAN, place
-from attn_fuse.kernels.triton.launch import KEPT, Launch, ceil_div, misaligned, on, stream_of
-from attn_fuse.kernels.triton.scores import ScoreCode, readable, score_code
+from attn_fuse.kernels.triton.launch import Launch, ceil_div, misaligned, on, stream_of
+from attn_fuse.kernels.triton.scores import score_code
 
 _CHANGING = ("numbers", "heads", "q_len", "kv_len")
 _OPTIONS = {"num_warps": 8, "num_stages": 2}
@@ -79,23 +78,6 @@ def seen(
         tl.store(to + 3, inner_last)
 
 
-@dataclass(frozen=True, eq=False)
-class _Facts:
-    """The facts that calls of the same program, sizes, strides and dtypes share.
-
-    planes: the batch entries and heads that the mask depends on. launches: by whether they are of keys, and by width.
-    """
-
-    code: ScoreCode
-    planes: tuple[int, int]
-    reads: tuple[int, ...]
-    numbers: tuple[int, ...]
-    launches: dict[tuple[int, int], Launch] = field(default_factory=dict)
-
-
-_known: dict[Hashable, _Facts] = {}
-
-
 def find_spans(
     inputs: Sequence[Tensor],
     numbers: Sequence[int],
@@ -105,38 +87,18 @@ def find_spans(
     width: int,
 ) -> tuple[Tensor, Tensor]:
     """The tables of `spans`, of queries and of keys. sizes: batch, heads, q_len, kv_len. width: 2 or 4 for an entry."""
-    facts = _facts(inputs, numbers, sizes, program, device)
-    batch, heads = facts.planes
-    empty = None
-    if facts.code.program.hides_only_if_others_seen:
-        empty = torch.empty((batch, heads, ceil_div(sizes[2], _SPAN)), dtype=torch.int32, device=device)
-    reads, made, lie = (readable(inputs), facts.reads), list[Tensor](), misaligned(*inputs)
-    for of_keys, length in enumerate(sizes[2:]):
-        table = torch.empty((batch, heads, ceil_div(length, _SPAN), width), dtype=torch.int32, device=device)
-        made.append(table)
-        launch = facts.launches.get((of_keys, width))
-        if launch is None:
-            constants = heads, *sizes[2:], facts.code.visible, bool(of_keys), width == 4, _BLOCK
-            launch = facts.launches[of_keys, width] = Launch(seen, table.numel() // width, constants, **_OPTIONS)
+    code = score_code(program, inputs, numbers)
+    *reads, whole = code.kernel_args(inputs, numbers)
+    leading = planes(code.program.visible, [x.shape for x in inputs], *sizes[:2])
+
+    def empty_table(length: int, *entry: int) -> Tensor:
+        return torch.empty((*leading, ceil_div(length, _SPAN), *entry), dtype=torch.int32, device=device)
+
+    of_queries, of_keys = made = empty_table(sizes[2], width), empty_table(sizes[3], width)
+    empty = empty_table(sizes[2]) if code.program.hides_only_if_others_seen else None
+    for table in made:
+        constants = leading[1], *sizes[2:], code.visible, table is of_keys, width == 4, _BLOCK
+        launch = Launch(seen, table.numel() // width, constants, **_OPTIONS)
         with on(device):
-            launch(stream_of(device), lie, table, empty, reads, facts.numbers)
-    return made[0], made[1]
-
-
-def _facts(
-    inputs: Sequence[Tensor],
-    numbers: Sequence[int],
-    sizes: tuple[int, int, int, int],
-    program: str,
-    device: torch.device,
-) -> _Facts:
-    alike = program, device, sizes, (*numbers,), *((x.dtype, x.shape, x.stride()) for x in inputs)
-    found = _known.get(alike)
-    if found is None:
-        code = score_code(program, inputs, numbers)
-        _, strides, whole = code.kernel_args(inputs, numbers)
-        if len(_known) >= KEPT:
-            _known.clear()
-        leading = planes(code.program.visible, [x.shape for x in inputs], *sizes[:2])
-        found = _known[alike] = _Facts(code, leading, strides, whole)
-    return found
+            launch(stream_of(device), misaligned(*inputs), table, empty, tuple(reads), whole)
+    return of_queries, of_keys
