@@ -19,17 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_fuse.expression.nodes import Expr, Gather, children
+from attn_fuse.expression.nodes import Gather, children
 from attn_fuse.kernels.chunked.diagonals import DiagonalBuffer
-from attn_fuse.kernels.chunked.plan import Part, Plan, planned, reads
+from attn_fuse.kernels.chunked.plan import Part, Plan, planned
 from attn_fuse.kernels.chunked.portions import Portion
 from attn_fuse.kernels.chunked.reader import Reader, diagonal
 from attn_fuse.kernels.chunked.steps import shift_of
 from attn_fuse.kernels.chunked.workers import together
 from attn_fuse.kernels.operands import Operands
-from attn_fuse.kernels.score.gradient import differentiable, gradients, needed
+from attn_fuse.kernels.score.gradient import pull_back
 from attn_fuse.kernels.score.lookup import add_up, head_dimension
-from attn_fuse.kernels.score.program import Block, Memo, accumulate, evaluate, gathered
+from attn_fuse.kernels.score.program import accumulate, evaluate
 
 
 def attend(given: Operands, centred: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -201,7 +201,8 @@ def _sink_backward(
     if of_shares:
         delta = delta + of_shares[0] * of_shares[1]
     sink = evaluate(expr, None, plan.inputs, plan.given.numbers, block).to(plan.dtype).expand(delta.shape)
-    _pull_back(plan, expr, (sink - shift).exp_().mul_(over_sum).mul_(delta).neg_(), block, sums)
+    gradient = (sink - shift).exp_().mul_(over_sum).mul_(delta).neg_()
+    pull_back(expr, gradient, plan.inputs, plan.given.numbers, block, sums)
 
 
 def _hoisted_backward(plan: Plan, sums: dict[int, Tensor]) -> None:
@@ -210,20 +211,7 @@ def _hoisted_backward(plan: Plan, sums: dict[int, Tensor]) -> None:
     for number, part in enumerate(plan.hoisted.parts, plan.hoisted.first):
         if number in sums:
             block = part.block(q_len, kv_len, batch, heads, plan.given.query.device, plan.dtype)
-            _pull_back(plan, part.expr, sums[number], block, sums)
-
-
-def _pull_back(plan: Plan, expr: Expr, gradient: Tensor, block: Block, sums: dict[int, Tensor]) -> None:
-    """Add the gradients of the inputs that `expr` reads on a block to `sums`. gradient: that of `expr`."""
-    sources = reads(expr, sums)
-    path = differentiable([expr], sources)
-    memo: Memo = dict.fromkeys(needed(path))
-    evaluate(expr, None, plan.inputs, plan.given.numbers, block, memo)
-    found = gradients(path, sources, [(expr, gradient)], plan.given.numbers, block, memo)
-    for node in sources:
-        if id(node) in found:
-            indices = gathered(node, plan.inputs, plan.given.numbers, block, memo)
-            accumulate(node, found[id(node)], sums[node.leaf], indices, block)
+            pull_back(part.expr, sums[number], plan.inputs, plan.given.numbers, block, sums)
 
 
 def _no_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:

@@ -10,14 +10,26 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from torch import Tensor
 
 from attn_fuse.expression.functions import FUNCTIONS, Rule
-from attn_fuse.expression.nodes import Cast, Const, Expr, Given, Number, Select, children, distinct, name_of
-from attn_fuse.kernels.score.program import Block, Memo, as_tensors, evaluate
+from attn_fuse.expression.nodes import (
+    Cast,
+    Const,
+    Expr,
+    Gather,
+    Given,
+    Input,
+    Number,
+    Select,
+    children,
+    distinct,
+    name_of,
+)
+from attn_fuse.kernels.score.program import Block, Memo, accumulate, as_tensors, evaluate, gathered
 
 T = TypeVar("T")
 
@@ -62,6 +74,29 @@ def gradients(
         return evaluate(expr, None, (), (), block, values)
 
     return _backwards(path, sources, given, fitted, through, lambda a, b: a + b)
+
+
+def pull_back(
+    expr: Expr,
+    gradient: Tensor,
+    inputs: Sequence[Tensor],
+    numbers: Sequence[int],
+    block: Block,
+    sums: Mapping[int, Tensor],
+) -> None:
+    """Add the gradients of the inputs that `expr`, which reads no score, reads on a block to `sums`, by their indices.
+
+    gradient: that of `expr`.
+    """
+    sources = [node for node in distinct(expr) if isinstance(node, (Input, Gather)) and node.leaf in sums]
+    path = differentiable([expr], sources)
+    memo: Memo = dict.fromkeys(needed(path))
+    evaluate(expr, None, inputs, numbers, block, memo)
+    found = gradients(path, sources, [(expr, gradient)], numbers, block, memo)
+    for node in sources:
+        if id(node) in found:
+            indices = gathered(node, inputs, numbers, block, memo)
+            accumulate(node, found[id(node)], sums[node.leaf], indices, block)
 
 
 def gradient_exprs(given: Sequence[tuple[Expr, Expr]], sources: Iterable[Expr]) -> dict[int, Expr]:

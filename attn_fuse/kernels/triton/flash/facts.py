@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -127,7 +127,6 @@ class CallFacts:
             if after == before:
                 raise error
             self.configs[kernel] = after
-            self.__dict__.pop("backward_constants", None)
         log.info("%s from here on in other tiles: %s", kernel, error)
         # Another thread may keep a launch meanwhile, so there is no walk over the table itself.
         for launches in [*self._launches.values()]:
@@ -150,7 +149,7 @@ class CallFacts:
     @functools.cached_property
     def configs(self) -> dict[str, Config]:
         """The config of each kernel, by its name."""
-        return _Made(self.config)
+        return _Configs(self.config)
 
     @functools.cached_property
     def precision(self) -> str:
@@ -170,14 +169,13 @@ class CallFacts:
         functions = code.score, code.score_whole, code.slope, code.factor, code.sink, LOG2E / code.unit
         return *functions, self.inner, self.rescaled, self.even, self.shared, *self.sizes("forward")
 
-    @functools.cached_property
-    def backward_constants(self) -> Mapping[str, tuple[Any, ...]]:
-        """The constants of the kernels for query, key and value, from SCORE to PRECISION, by their names."""
+    def backward_constants(self, kernel: str) -> tuple[Any, ...]:
+        """The constants of `kernel`, for the gradient of query, key or value, from SCORE to PRECISION."""
         code = self.code
         of_score = code.score, code.score_whole, code.factor
         of_gradient = code.score_backward, code.backward_whole, code.backward_factor
         how = LOG2E / code.unit, self.inner, self.rescaled, self.even, self.shared
-        return _Made(lambda kernel: (*of_score, *of_gradient, *how, *self.sizes(kernel)))
+        return *of_score, *of_gradient, *how, *self.sizes(kernel)
 
     def options(self, kernel: str) -> dict[str, int]:
         """num_warps and num_stages of `kernel`."""
@@ -185,15 +183,13 @@ class CallFacts:
         return {"num_warps": chosen.num_warps, "num_stages": chosen.num_stages}
 
 
-class _Made(dict[str, Any]):
-    """The results of a function of a kernel's name, by that name; each is made once."""
-
-    def __init__(self, made: Any) -> None:
+class _Configs(dict[str, Config]):
+    def __init__(self, usual: Callable[[str], Config]) -> None:
         super().__init__()
-        self._made = made
+        self._usual = usual
 
-    def __missing__(self, kernel: str) -> Any:
-        self[kernel] = self._made(kernel)
+    def __missing__(self, kernel: str) -> Config:
+        self[kernel] = self._usual(kernel)
         return self[kernel]
 
 

@@ -12,8 +12,8 @@ from triton.errors import TritonError
 from attn_fuse.expression.nodes import Cast, Gather, Input, Position, distinct
 from attn_fuse.kernels.centring import centre_of, less_centre
 from attn_fuse.kernels.operands import Operands
-from attn_fuse.kernels.score.gradient import differentiable, gradients, needed
-from attn_fuse.kernels.score.program import Block, Memo, accumulate, evaluate, gathered
+from attn_fuse.kernels.score.gradient import pull_back
+from attn_fuse.kernels.score.program import Block, accumulate, gathered
 from attn_fuse.kernels.triton.flash import backward as flash_backward
 from attn_fuse.kernels.triton.flash import forward as flash_forward
 from attn_fuse.kernels.triton.flash.bulk import forward_in_bulk, is_copied, query_in_bulk
@@ -185,7 +185,7 @@ def _query(back: Backward, dquery: Tensor, dinput: Tensor | None, of_scores: Gra
     if launch is None:
         programs = ceil_div(facts.query[2], facts.configs["query"].block_m) * facts.query[1] * facts.query[0]
         gradient = None if of_scores is None else of_scores.function
-        constants = *facts.scalars, *facts.backward_constants["query"], gradient
+        constants = *facts.scalars, *facts.backward_constants("query"), gradient
         launch = launches["query"] = Launch(
             flash_backward.backward_query, programs, constants, **facts.options("query")
         )  # fmt: skip
@@ -203,7 +203,7 @@ def _key_value(back: Backward, name: str, dkey: Tensor | None, dvalue: Tensor | 
     if launch is None:
         chosen, (batch, kv_heads, kv_len, _) = facts.configs[name], facts.key
         grouped = facts.heads[1] != 1
-        constants = *facts.scalars, *facts.backward_constants[name], chosen.statistics, grouped
+        constants = *facts.scalars, *facts.backward_constants(name), chosen.statistics, grouped
         programs = ceil_div(kv_len, chosen.block_n) * kv_heads * batch
         launch = launches[name] = Launch(
             flash_backward.backward_key_value, programs, constants, **facts.options(name)
@@ -312,22 +312,14 @@ def _add_sink_gradients(call: Call, saved: Tensor, is_wanted: Sequence[bool], fo
             of_heads = of_sink.sum((0, 2)).view(source.shape)
             found[read.leaf] = found[read.leaf] + of_heads if read.leaf in found else of_heads
         return
-    wanted = [n for n in distinct(sink) if isinstance(n, (Input, Gather)) and is_wanted[n.leaf]]
-    path = differentiable([sink], wanted)
-    if not path:
-        return
-    memo: Memo = dict.fromkeys(needed(path))
-    block = Block(batch, heads, (0, q_len), (0, 1), call.given.query.device, torch.float32)
-    evaluate(sink, None, call.given.inputs, call.given.numbers, block, memo)
-    for node in wanted:
-        source = call.given.inputs[node.leaf]
-        wide = torch.promote_types(source.dtype, torch.float32)
-        into = found.get(node.leaf, torch.zeros(source.shape, dtype=wide, device=source.device)).to(wide)
-        gradient = gradients(path, wanted, [(sink, of_sink)], call.given.numbers, block, memo).get(id(node))
-        if gradient is not None:
-            indices = gathered(node, call.given.inputs, call.given.numbers, block, memo)
-            accumulate(node, gradient, into, indices, block)
-            found[node.leaf] = into
+    wide = {}
+    for leaf in {node.leaf for node in distinct(sink) if isinstance(node, (Input, Gather)) and is_wanted[node.leaf]}:
+        source = call.given.inputs[leaf]
+        dtype = torch.promote_types(source.dtype, torch.float32)
+        wide[leaf] = found[leaf].to(dtype) if leaf in found else source.new_zeros(source.shape, dtype=dtype)
+    block = Block(batch, heads, (0, q_len), (0, 1), of_sink.device, torch.float32)
+    pull_back(sink, of_sink, call.given.inputs, call.given.numbers, block, wide)
+    found |= wide
 
 
 def _is_of_heads(node: Input | Gather, source: Tensor, heads: int) -> bool:
