@@ -88,6 +88,6 @@ def test_strips_of_queries_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     how = arguments(LOOKUPS["stored"])
     above = torch.randn(LOOKUPS["stored"].shape)
     (whole,) = torch.autograd.grad(look_up(*how), how[0][0], above)
-    monkeypatch.setattr("attn_fuse.kernels.score.apart._STRIP", 2 * HEADS * KV_LEN)
+    monkeypatch.setattr("attn_fuse.kernels.score.program._STRIP", 2 * HEADS * KV_LEN)
     (strips,) = torch.autograd.grad(look_up(*how), how[0][0], above)
     torch.testing.assert_close(strips, whole)

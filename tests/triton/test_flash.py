@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from attn_fuse.kernels.centring import restored
+from attn_fuse.kernels.score import program as score_program
 from attn_fuse.kernels.score.program import ScoreProgram
 from tests.common_part import HEAD_DIM, TIMES_EAGER, distances, written
 from tests.graph.chunked_cases import (
@@ -404,7 +405,7 @@ def test_a_distance_that_wraps_around() -> None:
 
 @interpreted
 def test_a_table_in_strips(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flash, "_STRIP", 20 * USUAL.kv_len * USUAL.heads)
+    monkeypatch.setattr(score_program, "_STRIP", 20 * USUAL.kv_len * USUAL.heads)
     check(CASE["everything"], USUAL)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,17 +19,18 @@ from attn_fuse.kernels.score.dependence import POSITIONS
 from attn_fuse.kernels.score.lookup import head_dimension, look_up, places, rest, rows_of
 from attn_fuse.kernels.score.program import Block, Memo, evaluate, narrowed, widened
 
+T = TypeVar("T")
+
 
 class Reader:
     """Reads for one worker, in one thread."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._sides: dict[object, Tensor] = {}
+        # What blocks share: sides, tables as rows, buffers for sums along diagonals.
+        self._kept: dict[object, Any] = {}
         self._buffers: dict[tuple[object, torch.dtype], Tensor] = {}
-        self._skews: dict[tuple[int, ...], DiagonalBuffer] = {}
-        # For each lookup the table as rows, and the places of the last block.
-        self._tables: dict[int, Tensor] = {}
+        # For each lookup the places of the last block.
         self._places: dict[int, tuple[Block, Tensor]] = {}
 
     def read(self, block: Block) -> list[Tensor]:
@@ -47,7 +49,7 @@ class Reader:
                 return plan.constants[n]
             case Diagonal(n):
                 key = (n, block.spans[:2], block.keys[0] - block.queries[1], block.shape)
-                return self._side(key, lambda: _along_diagonals(diagonal(plan, plan.inputs[n], block), block))
+                return self._once(key, lambda: _along_diagonals(diagonal(plan, plan.inputs[n], block), block))
             case Input(n):
                 return self._narrowed(plan.inputs[n], block)
             case Gather():
@@ -62,20 +64,19 @@ class Reader:
             part = narrowed(source, block)
             return part if min(part.shape[2:]) > 1 else _copied(part)
         spans = tuple(span for span, n in zip(block.spans, source.shape, strict=True) if n != 1)
-        return self._side((id(source), spans), lambda: _copied(narrowed(source, block)))
+        return self._once((id(source), spans), lambda: _copied(narrowed(source, block)))
 
-    def _side(self, key: object, read: Callable[[], Tensor]) -> Tensor:
-        if key not in self._sides:
-            self._sides[key] = read()
-        return self._sides[key]
+    def _once(self, key: object, made: Callable[[], T]) -> T:
+        if key not in self._kept:
+            self._kept[key] = made()
+        found: T = self._kept[key]
+        return found
 
     def _looked_up(self, node: Gather, block: Block) -> Tensor:
         """The elements that a lookup reads on a block: [B|1, H|1, rows, columns]."""
-        table = self._plan.inputs[node.leaf]
-        if id(node) not in self._tables:
-            self._tables[id(node)] = widened(rows_of(head_dimension(node), table), block)
-        rows, at = self._tables[id(node)], self.places(node, block)
-        if head_dimension(node) is not None:
+        table, head = self._plan.inputs[node.leaf], head_dimension(node)
+        rows, at = self._once(id(node), lambda: widened(rows_of(head, table), block)), self.places(node, block)
+        if head is not None:
             rows = rows[slice(*block.spans[1])]
         out = self._room(node, (len(at), len(rows), *block.shape[2:]), rows.dtype)
         look_up(rows, at, out)
@@ -103,10 +104,7 @@ class Reader:
         dtype = torch.promote_types(value.dtype, self._plan.dtype)
         if isinstance(node, Gather):
             return self._room(("gradient", node), value.shape, dtype)
-        key = (node.leaf, *value.shape)
-        if key not in self._skews:
-            self._skews[key] = diagonal_buffer(value.to(dtype))
-        return self._skews[key]
+        return self._once((id(node), *value.shape), lambda: diagonal_buffer(value.to(dtype)))
 
     def _room(self, which: object, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Memory of this shape, which the next block with the same `which` and dtype writes over."""

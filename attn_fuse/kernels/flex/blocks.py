@@ -46,31 +46,24 @@ def block_tables(
     Twice int32 [B|1, H|1, query blocks] and [B|1, H|1, query blocks, key blocks]; where `transposed` is set, the same
     four for each block of keys follow. A dimension is 1 where the mask does not depend on it.
     """
-    arguments = (tuple(numbers), tuple(sizes), tuple(blocks), transposed, device, program)
+    how = tuple(numbers), tuple(sizes), tuple(blocks), transposed, device, program
     if inputs:
-        return _tables(inputs, *arguments)
+        return _tables(inputs, *how)
     # Copies, because a caller may write into the outputs of an operator.
-    return [table.clone() for table in _known_tables(*arguments)]
+    return [table.clone() for table in _known_tables(*how)]
 
 
 @functools.lru_cache(maxsize=64)
-def _known_tables(*arguments: Any) -> list[Tensor]:
-    return _tables((), *arguments)
+def _known_tables(*how: Any) -> list[Tensor]:
+    return _tables((), *how)
 
 
 def _tables(
-    inputs: Sequence[Tensor],
-    numbers: tuple[int, ...],
-    sizes: tuple[int, ...],
-    blocks: tuple[int, ...],
-    transposed: bool,
-    device: torch.device,
-    program: str,
+    inputs: Sequence[Tensor], numbers: Any, sizes: Any, blocks: Any, transposed: bool, device: Any, program: str
 ) -> list[Tensor]:
     read = ScoreProgram.loads(program)
-    batch, heads, q_len, kv_len = sizes
-    (rows, columns) = blocks
-    seen = visibility(read, inputs, numbers, (batch, heads, q_len, kv_len), (rows, columns), device)
+    (*_, q_len, kv_len), (rows, columns) = sizes, blocks
+    seen = visibility(read, inputs, numbers, sizes, blocks, device)
     shape = (*planes(read.visible, [x.shape for x in inputs], *sizes[:2]), *seen.some.shape[2:])
     some = seen.some.expand(shape)
     # Where hidden keys may count, the score says how much, so that no block needs a mask_mod.

@@ -21,7 +21,7 @@ from attn_fuse.expression.nodes import Expr, Gather, Input, children, remade
 from attn_fuse.kernels.once import once
 from attn_fuse.kernels.score.dependence import dependences, planes, varying
 from attn_fuse.kernels.score.part import part_of
-from attn_fuse.kernels.score.program import Block, ScoreProgram, accumulate, evaluate, gathered
+from attn_fuse.kernels.score.program import Block, ScoreProgram, evaluate, of_table
 from attn_fuse.kernels.score.write import ScoreCall
 
 if TYPE_CHECKING:
@@ -30,9 +30,8 @@ if TYPE_CHECKING:
 # torch's caches on disk know an operator by its name only: raise this with every change in what it computes, or in
 # the text of a score program.
 VERSION = 1
-# Bytes of a bias that is stored, and elements whose gradient is added to the table at a time.
+# Bytes of a bias that is stored.
 _MOST = 256 << 20
-_STRIP = 1 << 25
 # Elements to a multiple of which rows are padded: a kernel then reads a row by vectors.
 _ROW = 16
 
@@ -99,16 +98,13 @@ def _add_up(
     gradient: Tensor, inputs: Sequence[Tensor], numbers: Sequence[int], batch: int, heads: int, program: str
 ) -> Tensor:
     """The gradient of the table, in its dtype: of each entry a sum over all that read it, in float32, in one order."""
-    node = _gather(program)
-    table, (*_, q_len, kv_len) = inputs[node.leaf], gradient.shape
-    into = torch.zeros(table.shape, dtype=torch.promote_types(table.dtype, torch.float32), device=table.device)
-    strip = max(1, _STRIP // max(gradient.shape[0] * gradient.shape[1] * kv_len, 1))
-    for first in range(0, q_len, strip):
-        last = min(first + strip, q_len)
-        block = Block(batch, heads, (first, last), (0, kv_len), table.device, torch.float32)
-        indices = gathered(node, inputs, numbers, block, {})
-        accumulate(node, gradient[:, :, first:last].to(into.dtype), into, indices, block)
-    return into.to(table.dtype)
+    node, (*leading, q_len, kv_len) = _gather(program), gradient.shape
+
+    def of_rows(first: int, last: int, dtype: torch.dtype) -> Tensor:
+        return gradient[:, :, first:last].to(dtype)
+
+    sizes = batch, heads, q_len, kv_len
+    return of_table(node, of_rows, math.prod(leading) * kv_len, inputs, numbers, sizes).to(inputs[node.leaf].dtype)
 
 
 def _fake_add_up(gradient: Tensor, inputs: Sequence[Tensor], *rest: Any) -> Tensor:

@@ -296,6 +296,34 @@ def accumulate(node: Input | Gather, gradient: Tensor, into: Tensor, indices: tu
         into.add_(gradient.sum())
 
 
+def of_table(
+    node: Gather,
+    of_rows: Callable[[int, int, torch.dtype], Tensor],
+    in_row: int,
+    inputs: Sequence[Tensor],
+    numbers: Sequence[int],
+    sizes: tuple[int, int, int, int],
+) -> Tensor:
+    """The gradient of the table that `node` reads, in at least float32: of each entry a sum in one order.
+
+    of_rows: the gradient of what the node reads for queries [first, last), in a dtype. in_row: its elements for each
+    query, which say how many queries are added up at a time. sizes: batch, heads, q_len, kv_len.
+    """
+    table, (batch, heads, q_len, kv_len) = inputs[node.leaf], sizes
+    into = torch.zeros(table.shape, dtype=torch.promote_types(table.dtype, torch.float32), device=table.device)
+    strip = max(1, _STRIP // max(in_row, 1))
+    for first in range(0, q_len, strip):
+        last = min(first + strip, q_len)
+        block = Block(batch, heads, (first, last), (0, kv_len), table.device, torch.float32)
+        indices = gathered(node, inputs, numbers, block, {})
+        accumulate(node, of_rows(first, last, into.dtype), into, indices, block)
+    return into
+
+
+# Elements whose gradient is added to a table at a time.
+_STRIP = 1 << 25
+
+
 def bound(expr: Expr | None, numbers: Sequence[int]) -> int | None:
     """The value of `expr`, a program's `upper` or `lower`; None for None. Raises ValueError for other expressions."""
     match expr:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -9,11 +10,11 @@ import torch
 from torch import Tensor
 from triton.errors import TritonError
 
-from attn_fuse.expression.nodes import Cast, Gather, Input, Position, distinct
+from attn_fuse.expression.nodes import Gather, Input, distinct
 from attn_fuse.kernels.centring import centre_of, less_centre
 from attn_fuse.kernels.operands import Operands
 from attn_fuse.kernels.score.gradient import pull_back
-from attn_fuse.kernels.score.program import Block, accumulate, gathered
+from attn_fuse.kernels.score.program import Block, of_table
 from attn_fuse.kernels.triton.flash import backward as flash_backward
 from attn_fuse.kernels.triton.flash import forward as flash_forward
 from attn_fuse.kernels.triton.flash.bulk import forward_in_bulk, is_copied, query_in_bulk
@@ -21,12 +22,11 @@ from attn_fuse.kernels.triton.flash.facts import CallFacts, Spans, call_facts
 from attn_fuse.kernels.triton.launch import ALIGNMENT, Launch, ceil_div, misaligned, on, stream_of
 from attn_fuse.kernels.triton.scores import LOG2E, Gradient, readable
 
-# Programs that fill any device, up to which a sum is cut into parts; elements of an output that a program of
-# `statistics` reads; and elements that the gradient of a lookup may have before it is added to the table.
+# Programs that fill any device, up to which a sum is cut into parts; and elements of an output that a program of
+# `statistics` reads.
 _PROGRAMS = 512
 _STATISTICS = 4096
 _USUAL = {"num_warps": 4, "num_stages": 3}
-_STRIP = 1 << 25
 
 
 class Call(NamedTuple):
@@ -234,43 +234,30 @@ def _add_input_gradients(
         number = gradient.node.leaf
         if not is_wanted[number] or gradient is done:
             continue
-        made = (_of_element if isinstance(gradient.node, Input) else _of_lookup)(back, which)
+        made = _of_read(back, which)
         found[number] = found[number] + made if number in found else made
     _add_sink_gradients(back.call, back.saved, is_wanted, found)
 
 
-def _of_element(back: Backward, which: int) -> Tensor:
-    call = back.call
-    source = call.given.inputs[call.facts.code.gradients[which].node.leaf]
-    return _of_node(back, which, 0, call.facts.query[2], source.dtype)
+def _of_read(back: Backward, which: int) -> Tensor:
+    """The gradient of the input that the node of gradient `which` reads: of a table a strip of queries at a time."""
+    given, gradient = back.call.given, back.call.facts.code.gradients[which]
+    node, (batch, heads, q_len, kv_len) = gradient.node, given.sizes
+
+    def of_rows(first: int, last: int, dtype: torch.dtype) -> Tensor:
+        made: Tensor = _run(back.call.facts, "input", _of_rows, back, which, first, last - first, dtype)
+        return made
+
+    if isinstance(node, Input):
+        return of_rows(0, q_len, given.inputs[node.leaf].dtype)
+    along = (n if name in gradient.along else 1 for name, n in zip("bhj", (batch, heads, kv_len), strict=True))
+    in_row = math.prod(along) if "i" in gradient.along else 0
+    return of_table(node, of_rows, in_row, given.inputs, given.numbers, given.sizes)
 
 
-def _of_lookup(back: Backward, which: int) -> Tensor:
-    """The gradient of a table, by way of that of each element looked up, for a strip of queries at a time."""
-    call, gradient = back.call, back.call.facts.code.gradients[which]
-    source, (batch, heads, q_len, _) = call.given.inputs[gradient.node.leaf], call.given.query.shape
-    into = torch.zeros(source.shape, dtype=torch.promote_types(source.dtype, torch.float32), device=source.device)
-    kv_len = call.given.key.shape[2]
-    in_row = (batch if "b" in gradient.along else 1) * (heads if "h" in gradient.along else 1)
-    in_row *= kv_len if "j" in gradient.along else 1
-    strip = max(1, _STRIP // max(in_row, 1)) if "i" in gradient.along else max(q_len, 1)
-    for first in range(0, q_len, strip):
-        last = min(first + strip, q_len)
-        rows = _of_node(back, which, first, last - first, into.dtype)
-        block = Block(batch, heads, (first, last), (0, kv_len), source.device, torch.float32)
-        indices = gathered(gradient.node, call.given.inputs, call.given.numbers, block, {})
-        accumulate(gradient.node, rows, into, indices, block)
-    return into
-
-
-def _of_node(back: Backward, which: int, first: int, rows: int, dtype: torch.dtype) -> Tensor:
+def _of_rows(back: Backward, which: int, first: int, rows: int, dtype: torch.dtype) -> Tensor:
     """The gradient of what the node of gradient `which` reads, [B|1, H|1, rows|1, Lk|1], for `rows` queries from
     `first` on."""
-    made: Tensor = _run(back.call.facts, "input", _once_of_node, back, which, first, rows, dtype)
-    return made
-
-
-def _once_of_node(back: Backward, which: int, first: int, rows: int, dtype: torch.dtype) -> Tensor:
     call, grad_out, saved, launches = back
     facts = call.facts
     (batch, heads, _, _), kv_len, gradient = facts.query, facts.key[2], facts.code.gradients[which]
@@ -306,12 +293,6 @@ def _add_sink_gradients(call: Call, saved: Tensor, is_wanted: Sequence[bool], fo
         return
     batch, heads, q_len, _ = call.given.query.shape
     of_sink = saved[:, :, 3, :q_len, None]
-    read = sink.x if isinstance(sink, Cast) and sink.dtype.is_floating_point else sink
-    if isinstance(read, (Input, Gather)) and _is_of_heads(read, source := call.given.inputs[read.leaf], heads):
-        if is_wanted[read.leaf]:
-            of_heads = of_sink.sum((0, 2)).view(source.shape)
-            found[read.leaf] = found[read.leaf] + of_heads if read.leaf in found else of_heads
-        return
     wide = {}
     for leaf in {node.leaf for node in distinct(sink) if isinstance(node, (Input, Gather)) and is_wanted[node.leaf]}:
         source = call.given.inputs[leaf]
@@ -320,13 +301,6 @@ def _add_sink_gradients(call: Call, saved: Tensor, is_wanted: Sequence[bool], fo
     block = Block(batch, heads, (0, q_len), (0, 1), of_sink.device, torch.float32)
     pull_back(sink, of_sink, call.given.inputs, call.given.numbers, block, wide)
     found |= wide
-
-
-def _is_of_heads(node: Input | Gather, source: Tensor, heads: int) -> bool:
-    """Whether `node` reads one element of `source` for each head, and all of them, as most sinks do."""
-    if isinstance(node, Gather):
-        return node.index == (Position("h"),) and source.shape == (heads,)
-    return source.shape == (1, heads, 1, 1)
 
 
 def _run(facts: CallFacts, kernel: str, run: Callable[..., Any], *arguments: Any) -> Any:

@@ -9,6 +9,7 @@ interval arithmetic would be.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,24 +24,10 @@ from attn_fuse.kernels.triton import SPAN
 VERSION = 3
 
 
-def _spans(
-    inputs: Sequence[Tensor],
-    numbers: Sequence[int],
-    batch: int,
-    heads: int,
-    q_len: int,
-    kv_len: int,
-    program: str,
-    device: torch.device,
-    inner: bool,
-) -> tuple[Tensor, Tensor]:
-    """of_queries, of_keys: int32 [B|1, H|1, entries, 2], each [first seen, one past the last seen); [n, 0] for none.
-
-    inner: whether two more numbers follow: the first run of positions that all of the 64 see, or that see all of them.
-    """
+def _spans(*args: Any) -> tuple[Tensor, Tensor]:
     from attn_fuse.kernels.triton.flash.spans_kernel import find_spans
 
-    return find_spans(inputs, numbers, (batch, heads, q_len, kv_len), program, device, 4 if inner else 2)
+    return find_spans(*args)
 
 
 def _fake(

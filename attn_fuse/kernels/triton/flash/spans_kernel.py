@@ -81,23 +81,30 @@ def seen(
 def find_spans(
     inputs: Sequence[Tensor],
     numbers: Sequence[int],
-    sizes: tuple[int, int, int, int],
+    batch: int,
+    heads: int,
+    q_len: int,
+    kv_len: int,
     program: str,
     device: torch.device,
-    width: int,
+    inner: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The tables of `spans`, of queries and of keys. sizes: batch, heads, q_len, kv_len. width: 2 or 4 for an entry."""
+    """of_queries, of_keys: int32 [B|1, H|1, entries, 2], each [first seen, one past the last seen); [n, 0] for none.
+
+    inner: whether two more numbers follow: the first run of positions that all of the 64 see, or that see all of them.
+    """
     code = score_code(program, inputs, numbers)
     *reads, whole = code.kernel_args(inputs, numbers)
-    leading = planes(code.program.visible, [x.shape for x in inputs], *sizes[:2])
+    leading = planes(code.program.visible, [x.shape for x in inputs], batch, heads)
 
     def empty_table(length: int, *entry: int) -> Tensor:
         return torch.empty((*leading, ceil_div(length, _SPAN), *entry), dtype=torch.int32, device=device)
 
-    of_queries, of_keys = made = empty_table(sizes[2], width), empty_table(sizes[3], width)
-    empty = empty_table(sizes[2]) if code.program.hides_only_if_others_seen else None
+    width = 4 if inner else 2
+    of_queries, of_keys = made = empty_table(q_len, width), empty_table(kv_len, width)
+    empty = empty_table(q_len) if code.program.hides_only_if_others_seen else None
     for table in made:
-        constants = leading[1], *sizes[2:], code.visible, table is of_keys, width == 4, _BLOCK
+        constants = leading[1], q_len, kv_len, code.visible, table is of_keys, inner, _BLOCK
         launch = Launch(seen, table.numel() // width, constants, **_OPTIONS)
         with on(device):
             launch(stream_of(device), misaligned(*inputs), table, empty, tuple(reads), whole)
