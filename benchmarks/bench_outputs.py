@@ -1,4 +1,4 @@
-"""Run the commands of `attn_fuse.bench` that docs/bench.md shows; their output, figures and plots are stored.
+"""Run the commands of `attn_fuse.bench` that docs/bench.md shows; their output and figures are stored.
 
     python benchmarks/bench_outputs.py [model] [sweep] [nanogpt]
 
@@ -19,9 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from harness import RESULTS, ROOT, commit
 
 COMMANDS = {
-    "model": "model examples/nanogpt/model.py --entry GPT(GPTConfig(n_layer=2,vocab_size=512)) "
-    "--plot docs/bench-model.png",
-    "sweep": "sweep --lengths 256 512 1024 2048 --masks none causal window --plot docs/bench-sweep.png",
+    "model": "model examples/nanogpt/model.py --entry GPT(GPTConfig(n_layer=2,vocab_size=512))",
+    "sweep": "sweep --lengths 256 512 1024 2048 --masks none causal window",
     "nanogpt": "nanogpt",
 }
 

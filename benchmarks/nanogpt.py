@@ -23,10 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from attn_fuse.bench import plot
 from attn_fuse.bench import rows as of_rows
-from attn_fuse.bench.flags import Parser, add_files, check_files, count, device_of, duration, write_json
-from attn_fuse.bench.progress import Progress
+from attn_fuse.bench.flags import Parser, add_json, check_files, count, device_of, duration, tell, write_json
 from attn_fuse.bench.rows import Row
 from attn_fuse.bench.ways import EAGER, INDUCTOR, PICKED, Way, sdpa_kernels
 from attn_fuse.errors import BenchError, named
@@ -129,7 +127,7 @@ def _forced(name: str, kernel: str) -> Way:
     return Way(name, {"pick": "fused", "kernels": [kernel]})
 
 
-def measure(sizes: Sizes, device: torch.device, seconds: float, progress: Progress, within: float = math.inf) -> Table:
+def measure(sizes: Sizes, device: torch.device, seconds: float, within: float = math.inf) -> Table:
     """Measure all rows, in turn. seconds: of timing, max, for each row. within: about so many seconds in all.
 
     A program that would not be compiled and timed within that time is left out, and its row says so. Raises BenchError
@@ -145,24 +143,18 @@ def measure(sizes: Sizes, device: torch.device, seconds: float, progress: Progre
             if runs and time.perf_counter() + seconds * len(runs) > end:
                 rows.append(replace(_row(program), problem=_NO_TIME))
                 continue
-            progress.step(f"compiling {program.name}" if program.name != EAGER else "running eager")
+            tell(f"compiling {program.name}" if program.name != EAGER else "running eager")
             eager = program.vocabulary, program.dropout
             if eager not in expected:
                 expected[eager] = _first_loss(sizes, Program(Way(EAGER), *eager), device)
             row, run = _prepared(program, sizes, device, expected[eager])
             rows.append(row)
             runs |= {} if run is None else {row.name: run}
-            progress.advance()
         left = max(1.0, min(seconds * len(runs), end - time.perf_counter()))
-        rows = of_rows.measured(rows, runs, device, left, progress)
+        rows = of_rows.measured(rows, runs, device, left)
     finally:
         torch.compiler.reset()
     return Table(tuple(rows), load.share())
-
-
-def steps_of(device: torch.device, sizes: Sizes) -> int:
-    """About how many steps of a Progress `measure` takes."""
-    return 2 * len(programs_of(device, sizes))
 
 
 def first_step(name: str, sizes: Sizes, device: torch.device) -> float:
@@ -237,15 +229,11 @@ def main(arguments: Sequence[str]) -> int:
     check_files(args)
     device = device_of(args.device)
     sizes = _sizes(args, device)
-    with Progress(steps_of(device, sizes)) as progress:
-        found = measure(sizes, device, args.seconds, progress, args.within)
+    found = measure(sizes, device, args.seconds, args.within)
     print(as_text(found, sizes, device))
     if args.json is not None:
         data = {"machine": machine(device), "sizes": vars(sizes), "load": found.load}
         write_json(args.json, {**data, "rows": [row.as_json() for row in found.rows]})
-    if args.plot is not None:
-        words = f"{title(sizes)}\n{this_device(device)}, torch {torch.__version__}"
-        plot.bars(args.plot, words, [of_rows.panels(found.rows, "a training step", "weights and optimizer")])
     return 0
 
 
@@ -269,7 +257,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--within", type=duration, default=math.inf, metavar="SECONDS", help="of all, about; what is late is left out"
     )
-    add_files(parser, "bars of time and memory")
+    add_json(parser)
     return parser
 
 

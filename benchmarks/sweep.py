@@ -9,19 +9,26 @@ import argparse
 import itertools
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from attn_fuse.bench import plot
 from attn_fuse.bench.command import INTERRUPTED
-from attn_fuse.bench.flags import Parser, add_files, check_files, count, device_of, duration, kernels_of, write_json
+from attn_fuse.bench.flags import (
+    Parser,
+    add_json,
+    check_files,
+    count,
+    device_of,
+    duration,
+    kernels_of,
+    tell,
+    write_json,
+)
 from attn_fuse.bench.measure import Effort, Measuring, Observation, kernels_on
 from attn_fuse.bench.memory import bytes_in_words
-from attn_fuse.bench.progress import Progress
 from attn_fuse.picker.case import DTYPES, Case, visible_share
 from attn_fuse.picker.evidence import AS_WRITTEN
 from attn_fuse.picker.timing import machine, seconds_in_words, table, this_device
@@ -62,17 +69,14 @@ def cases(
     return found
 
 
-def sweep(
-    cases: Sequence[Case], device: torch.device, kernels: Sequence[str], seconds: float, progress: Progress
-) -> Iterator[Swept]:
+def sweep(cases: Sequence[Case], device: torch.device, kernels: Sequence[str], seconds: float) -> Iterator[Swept]:
     """Measure `cases` one after another, in another process. seconds: of timing, max, for each program of a case."""
     effort = Effort(rounds=30, seconds=seconds * (len(kernels) + 1), whole=True)
     limit = _COMPILING + 3 * effort.seconds
     with Measuring(device, effort, seconds=limit) as measuring:
         for case in cases:
-            progress.step(str(case))
+            tell(str(case))
             yield case, measuring.observation(case, time.perf_counter() + 3 * limit, kernels)
-            progress.advance()
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -93,19 +97,16 @@ def main(arguments: Sequence[str]) -> int:
     )
     found: list[Swept] = []
     code = 0
-    with Progress(len(asked)) as progress:
-        try:
-            for seen in sweep(asked, device, kernels, args.seconds, progress):
-                found.append(seen)
-        except KeyboardInterrupt:
-            code = INTERRUPTED
+    try:
+        for seen in sweep(asked, device, kernels, args.seconds):
+            found.append(seen)
+    except KeyboardInterrupt:
+        code = INTERRUPTED
     print(as_text(found, device))
     if code:
         print(f"attn_fuse.bench: interrupted; {len(found)} of {len(asked)} cases are kept", file=sys.stderr)
     if args.json is not None:
         write_json(args.json, {"machine": machine(device), "cases": [as_json(*seen) for seen in found]})
-    if args.plot is not None and any(seen.timings for _, seen in found):
-        draw(args.plot, found, device)
     return code
 
 
@@ -128,7 +129,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", help="cpu or cuda; cuda where there is one is the default")
     said = f"of timing, at most, a kernel and case ({_SECONDS:g})"
     parser.add_argument("--seconds", type=duration, default=_SECONDS, help=said)
-    add_files(parser, "time and memory against length")
+    add_json(parser)
     return parser
 
 
@@ -182,27 +183,3 @@ def _fastest(seen: Observation) -> str:
     name = min(seen.timings, key=lambda n: seen.timings[n].median)
     ratio = seen.timings[name].median / seen.timings[AS_WRITTEN].median
     return "as written" if name == AS_WRITTEN else f"{name}, {ratio:.2f} of as written"
-
-
-def draw(path: Path, found: Sequence[Swept], device: torch.device) -> None:
-    """Draw time and memory against length into a file: a column for each mask, two rows for all else that differs."""
-    timed = [(case, seen) for case, seen in found if seen.timings]
-    factor, unit = plot.scaled([timing.median for _, seen in timed for timing in seen.timings.values()])
-    masks = [mask for mask in MASKS if any(case.mask == mask for case, _ in timed)]
-    values: list[tuple[str, str, Callable[[Observation, str], float]]] = [
-        ("time", f"{unit}, median", lambda seen, name: seen.timings[name].median * factor),
-        ("peak memory", "MiB above the operands", lambda seen, name: max(seen.peaks[name], 1) / 2**20),
-    ]
-    rows = []
-    for group in dict.fromkeys(_group(case) for case, _ in timed):
-        for what, label, value in values:
-            row = []
-            for mask in masks:
-                lines: dict[str, list[tuple[int, float]]] = {}
-                for case, seen in timed:
-                    if (_group(case), case.mask) == (group, mask):
-                        for name in seen.timings:
-                            lines.setdefault(_IN_WORDS.get(name, name), []).append((case.q_len, value(seen, name)))
-                row.append(plot.Panel(f"{what}, mask {mask}\n{group}", "length", label, lines))
-            rows.append(row)
-    plot.lines(path, f"attention alone\n{this_device(device)}, torch {torch.__version__}", rows)

@@ -1,17 +1,17 @@
-"""Flags: what the commands of `python -m attn_fuse.bench` share in how they are called, and in what they write."""
+"""Flags: how the commands of `python -m attn_fuse.bench` are called, what they say on stderr, and what they write."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
-from attn_fuse.bench import plot
 from attn_fuse.errors import BenchError
 from attn_fuse.files import unwritable
 from attn_fuse.options import kernel_names
@@ -24,20 +24,22 @@ class Parser(argparse.ArgumentParser):
         raise BenchError(message)
 
 
-def add_files(parser: argparse.ArgumentParser, plots: str) -> None:
-    """Add --json and --plot. plots: what the plot shows."""
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add --json."""
     parser.add_argument("--json", metavar="FILE", type=Path, help="write everything that was measured as JSON")
-    parser.add_argument("--plot", metavar="FILE", type=Path, help=f"draw {plots}: a .png or .svg (needs matplotlib)")
 
 
 def check_files(args: argparse.Namespace) -> None:
-    """Raise BenchError where a file of `add_files` cannot be written, before anything is measured."""
-    for flag in ("json", "plot", "html"):
+    """Raise BenchError where the file of --json or --html cannot be written, before anything is measured."""
+    for flag in ("json", "html"):
         path: Path | None = getattr(args, flag, None)
         if path is not None and (problem := unwritable(f"--{flag}", path)):
             raise BenchError(problem)
-    if args.plot is not None:
-        plot.check(args.plot)
+
+
+def tell(doing: str) -> None:
+    """Say on stderr what begins now, such as "compiling Inductor"."""
+    print(doing, file=sys.stderr, flush=True)
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:

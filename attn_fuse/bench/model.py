@@ -13,7 +13,7 @@ from torch import nn
 
 from attn_fuse.bench import rows as of_rows
 from attn_fuse.bench.compare import Reference, drop_gradients
-from attn_fuse.bench.progress import Progress
+from attn_fuse.bench.flags import tell
 from attn_fuse.bench.rows import Row
 from attn_fuse.bench.ways import EAGER, PICKED, Way, ways_on
 from attn_fuse.errors import BenchError, named
@@ -60,7 +60,7 @@ def device_of(subject: Subject) -> torch.device:
     return next((x.device for x in (*held, *given)), torch.device("cpu"))
 
 
-def measure(subject: Subject, kernels: Sequence[str], seconds: float, progress: Progress) -> Measured:
+def measure(subject: Subject, kernels: Sequence[str], seconds: float) -> Measured:
     """Measure `subject` in every way, the ways in turn.
 
     kernels: names of those that may be forced. seconds: of measuring, max, for each row.
@@ -68,18 +68,17 @@ def measure(subject: Subject, kernels: Sequence[str], seconds: float, progress: 
     """
     device, load = device_of(subject), OtherLoad()
     with _kept(subject):
-        progress.step("running eager")
+        tell("running eager")
         reference = Reference(subject)
-        plans, left_out, explanation = _plans(subject, ways_on(device, kernels), progress)
+        plans, left_out, explanation = _plans(subject, ways_on(device, kernels))
         rows, runs = list[Row](), dict[str, Callable[[], Any]]()
         for plan, way in plans:
-            progress.step(f"compiling {plan.name}" if way.name != EAGER else "running eager")
+            tell(f"compiling {plan.name}" if way.name != EAGER else "running eager")
             row, run = _prepared(subject, plan, way, reference, device)
             rows.append(row)
             runs |= {} if run is None else {row.name: run}
-            progress.advance()
         reference.put_back()
-        rows = of_rows.measured(rows, runs, device, seconds * len(runs), progress, lambda: drop_gradients(subject))
+        rows = of_rows.measured(rows, runs, device, seconds * len(runs), lambda: drop_gradients(subject))
     return Measured(
         mode="training" if subject.train else "inference",
         subject=explanation.subject,
@@ -93,14 +92,7 @@ def measure(subject: Subject, kernels: Sequence[str], seconds: float, progress: 
     )
 
 
-def steps_of(device: torch.device, kernels: Sequence[str]) -> int:
-    """About how many steps of a Progress one `measure` takes."""
-    return 3 * len(ways_on(device, kernels))
-
-
-def _plans(
-    subject: Subject, ways: Sequence[Way], progress: Progress
-) -> tuple[list[tuple[Row, Way]], dict[str, str], Explanation]:
+def _plans(subject: Subject, ways: Sequence[Way]) -> tuple[list[tuple[Row, Way]], dict[str, str], Explanation]:
     """The programs that the ways come down to, why a way is none, and what the picker makes of the model."""
     plans: dict[Any, tuple[Row, Way]] = {}
     left_out: dict[str, str] = {}
@@ -109,7 +101,7 @@ def _plans(
         if way.options is None:
             plans[way.name] = Row((way.name,)), way
             continue
-        progress.step(f"asking what {way.name} fuses")
+        tell(f"asking what {way.name} fuses")
         explanation = explanation_of(subject.model, subject.inputs, subject.call, way.options)
         picked = picked or explanation
         own, others = explanation.already_fused, explanation.fused

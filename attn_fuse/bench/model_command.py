@@ -10,18 +10,16 @@ from pathlib import Path
 
 import torch
 
-from attn_fuse.bench import plot
 from attn_fuse.bench import rows as of_rows
 from attn_fuse.bench.command import INTERRUPTED
-from attn_fuse.bench.flags import Parser, add_files, check_files, duration, kernels_of, write_json, write_text
+from attn_fuse.bench.flags import Parser, add_json, check_files, duration, kernels_of, write_json, write_text
 from attn_fuse.bench.measure import kernels_on
-from attn_fuse.bench.model import Measured, device_of, measure, steps_of
-from attn_fuse.bench.progress import Progress
+from attn_fuse.bench.model import Measured, device_of, measure
 from attn_fuse.errors import BenchError, ExplainError, OptionError
 from attn_fuse.explain.page import Figures
 from attn_fuse.explain.problems import in_one_line
 from attn_fuse.explain.subject import add_flags, subject_of
-from attn_fuse.picker.timing import machine, table, this_device
+from attn_fuse.picker.timing import machine, table
 
 _SECONDS = 5.0
 _HEADS = "median (quartiles)", "/ eager", "/ Inductor", "peak memory", "fused", "max difference", "first call"
@@ -59,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--inference", action="store_true", help="only inference (without this and --train: both)")
     parser.add_argument("--seconds", type=duration, default=_SECONDS, help=f"of timing, at most, a row ({_SECONDS:g})")
     parser.add_argument("--kernels", nargs="*", metavar="NAME", help="force only these kernels; none: force nothing")
-    add_files(parser, "bars of time and memory")
+    add_json(parser)
     parser.add_argument("--html", metavar="FILE", type=Path, help="write explain's page, with these tables first on it")
     return parser
 
@@ -70,8 +68,7 @@ def _measured(args: argparse.Namespace, train: bool) -> Measured:
         try:
             with subject_of(argparse.Namespace(**{**vars(args), "train": train})) as subject:
                 kernels = kernels_of(args.kernels, kernels_on(device_of(subject)))
-                with Progress(steps_of(device_of(subject), kernels)) as progress:
-                    return measure(subject, kernels, args.seconds, progress)
+                return measure(subject, kernels, args.seconds)
         except (BenchError, ExplainError, OptionError):
             raise
         except (Exception, SystemExit) as error:
@@ -86,8 +83,6 @@ def _write(args: argparse.Namespace, measured: Sequence[Measured]) -> None:
         write_json(args.json, {"machine": head, "measured": [one.as_json() for one in measured]})
     if args.html is not None and measured[0].explanation is not None:
         write_text(args.html, measured[0].explanation.html([_figures(one) for one in measured]))
-    if args.plot is not None:
-        draw(args.plot, measured)
 
 
 def _text(measured: Measured) -> str:
@@ -123,10 +118,3 @@ def _measurements(measured: Measured) -> tuple[list[str], list[list[str]], str]:
         "by torch's caches as they are. A training step: forward and backward, without an optimizer."
     )
     return [measured.mode, *_HEADS], lines, said
-
-
-def draw(path: Path, measured: Sequence[Measured]) -> None:
-    """Draw time and memory of each mode as bars, into a file. Raises BenchError where it cannot be written."""
-    model = measured[0].subject.partition("), ")[0] + ")"
-    title = f"{model}\n{this_device(torch.device(measured[0].device))}, torch {torch.__version__}"
-    plot.bars(path, title, [of_rows.panels(one.rows, one.mode, "model and inputs") for one in measured])

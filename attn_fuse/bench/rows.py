@@ -1,4 +1,4 @@
-"""Rows: what a program is measured to take, and how that becomes a table and bars."""
+"""Rows: what a program is measured to take, and how that becomes a table."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from attn_fuse.bench import plot
+from attn_fuse.bench.flags import tell
 from attn_fuse.bench.memory import bytes_in_words, peak_memory
-from attn_fuse.bench.progress import Progress
 from attn_fuse.bench.ways import EAGER, INDUCTOR
 from attn_fuse.picker.timing import Timing, interleaved, seconds_in_words
 
@@ -67,23 +66,20 @@ def measured(
     runs: Mapping[str, Callable[[], Any]],
     device: torch.device,
     seconds: float,
-    progress: Progress,
     before: Callable[[], None] = lambda: None,
 ) -> list[_Row]:
     """`rows` with the time and the peak memory of those that have a call in `runs`, by name.
 
     seconds: of timing, max, for all. before: called before the memory of each is measured.
     """
-    progress.step(f"timing {len(runs)} programs in turn")
-    done = progress.within(len(runs))
-    timings = interleaved(runs, device, ROUNDS, seconds, _SHORTEST, done, whole_programs=True)
+    tell(f"timing {len(runs)} programs in turn, for {seconds:.0f} s at most")
+    timings = interleaved(runs, device, ROUNDS, seconds, _SHORTEST, whole_programs=True)
     found = []
     for row in rows:
         if row.name in runs:
-            progress.step(f"memory of {row.name}")
+            tell(f"memory of {row.name}")
             before()
             row = replace(row, timing=timings[row.name], peak=peak_memory(runs[row.name], device))
-        progress.advance()
         found.append(row)
     return found
 
@@ -107,23 +103,6 @@ def cells(row: Row, rows: Sequence[Row]) -> dict[str, str]:
         "max difference": "-" if row.difference is None else f"{row.difference:.1e}",
         "first call": "-" if row.first_call is None else seconds_in_words(row.first_call),
     }
-
-
-def panels(rows: Sequence[Row], what: str, beyond: str) -> list[plot.Panel]:
-    """Bars of time and of memory. what: a call of what. beyond: what the memory is counted above."""
-    timed = {_wrapped(row.name): row.timing for row in rows if row.timing}
-    mib = {_wrapped(row.name): row.peak / 2**20 for row in rows if row.timing and row.peak is not None}
-    peaks = {name: (peak, math.nan, math.nan) for name, peak in mib.items()}
-    factor, unit = plot.scaled([timing.median for timing in timed.values()])
-    times = {name: (t.median * factor, t.lower * factor, t.upper * factor) for name, t in timed.items()}
-    return [
-        plot.Panel(f"{what}: time", f"{unit}, median and quartiles", "", times),
-        plot.Panel(f"{what}: peak memory", f"MiB above {beyond}", "", peaks),
-    ]
-
-
-def _wrapped(name: str) -> str:
-    return name.replace(" = ", "\n= ").replace(" + ", "\n+ ").replace(", ", ",\n")
 
 
 def notes_of(rows: Sequence[Row], load: float) -> list[str]:

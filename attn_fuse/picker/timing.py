@@ -78,7 +78,6 @@ def interleaved(
     rounds: int = 30,
     seconds: float = 60.0,
     shortest: float = 0.0,
-    done: Callable[[float], object] = lambda share: None,
     whole_programs: bool = False,
 ) -> dict[str, Timing]:
     """The time of each callable. Each round measures all of them in a new order, so that drift hits all alike.
@@ -86,9 +85,8 @@ def interleaved(
     The first call of each does not count. Rounds stop once `seconds` have passed, but not before the third. A round of
     0.3 s or more during which other programs took a tenth of the cores is run again, at most `rounds` times in all and
     while there is time.
-    shortest: min seconds of a measurement, about: a faster callable is repeated, and its time divided. done: called
-        after each round with the share of the work that is behind it. whole_programs: on a GPU, count what it waits for
-        the host as well, as users of a whole program do.
+    shortest: min seconds of a measurement, about: a faster callable is repeated, and its time divided.
+    whole_programs: on a GPU, count what it waits for the host as well, as users of a whole program do.
     """
     apart = device.type == "cuda" and not whole_programs
     repeats = {}
@@ -100,8 +98,7 @@ def interleaved(
             repeats[name] = max(1, min(repeats[name], int(_ISSUING / max(host, 1e-9))))
     order, kept, again = list(callables), [], rounds  # type: tuple[list[str], list[dict[str, _Measured]], int]
     shuffle = random.Random(0).shuffle
-    begin = time.perf_counter()
-    end = begin + seconds
+    end = time.perf_counter() + seconds
     while len(kept) < rounds and (time.perf_counter() < end or len(kept) < 3):
         shuffle(order)
         started, load = time.perf_counter(), OtherLoad()
@@ -111,7 +108,6 @@ def interleaved(
             again -= 1
         else:
             kept.append(times)
-        done(min(1.0, max(len(kept) / rounds, (now - begin) / seconds)))
     found = {}
     for name in callables:
         hosts = [host for times in kept if (host := times[name][1]) is not None]

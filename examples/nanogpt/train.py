@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import importlib.util
 import itertools
 import os
 import statistics
@@ -32,8 +33,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from attn_fuse.bench import plot
-from attn_fuse.errors import BenchError
+from attn_fuse.files import unwritable
 from attn_fuse.report import GraphReport, as_text, collecting, headline
 from harness import bytes_in_words, peak_memory, seconds_in_words, synchronize, table
 from model import GPT, GPTConfig
@@ -264,17 +264,20 @@ def print_sites(graphs: Graphs) -> None:
 
 def draw_results(path: Path, variants: list[Variant], evaluated: list[int]) -> None:
     """Losses and times of the steps, and the validation loss, as three panels in a file."""
-    factor, unit = plot.scaled([statistics.median(v.seconds) for v in variants])
-    losses = {v.name: [*enumerate(v.losses, 1)] for v in variants}
-    validation = {v.name: [*zip(evaluated, v.validation, strict=True)] for v in variants}
-    # The steps that compile or are profiled have no time.
-    times = {v.name: [(n, s * factor) for n, s in enumerate(v.seconds, UNTIMED + 1)] for v in variants}
-    panels = [
-        plot.Panel("training loss", "step", "cross entropy", losses),
-        plot.Panel("validation loss", "step", "cross entropy", validation),
-        plot.Panel("time of a step", "step", unit, times),
-    ]
-    plot.lines(path, "a GPT trained side by side", [panels], logarithmic=False)
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(14, 4), layout="constrained")
+    training, validation, times = figure.subplots(1, 3)
+    for v in variants:
+        training.plot(range(1, len(v.losses) + 1), v.losses, label=v.name)
+        validation.plot(evaluated, v.validation, marker="o")
+        # The steps that compile or are profiled have no time.
+        times.plot(range(UNTIMED + 1, UNTIMED + 1 + len(v.seconds)), [s * 1e3 for s in v.seconds], marker=".")
+    training.set(title="training loss", xlabel="step", ylabel="cross entropy")
+    validation.set(title="validation loss", xlabel="step", ylabel="cross entropy")
+    times.set(title="time of a step", xlabel="step", ylabel="ms")
+    figure.legend(loc="outside lower center", ncols=len(variants))
+    figure.savefig(path)
     print(f"\nThe plot of losses and times: {path}")
 
 
@@ -303,11 +306,13 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.steps <= UNTIMED:
         parser.error(f"--steps: at least {UNTIMED + 1}")
-    try:
-        if args.plot is not None:
-            plot.check(args.plot)
-    except BenchError as problem:
-        parser.error(str(problem))
+    if args.plot is not None:
+        if args.plot.suffix not in (".png", ".svg"):
+            parser.error(f"--plot {args.plot}: it is a .png or .svg")
+        if problem := unwritable("--plot", args.plot):
+            parser.error(problem)
+        if importlib.util.find_spec("matplotlib") is None:
+            parser.error("--plot needs matplotlib, which is not installed: pip install matplotlib")
     if args.compile_off:
         args.variants = [name for name in args.variants if name not in ("inductor", "attn_fuse")]
     if not args.variants:

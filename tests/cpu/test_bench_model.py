@@ -1,4 +1,4 @@
-"""`python -m attn_fuse.bench model`: what its tables, files and plots hold, and which rows get no time."""
+"""`python -m attn_fuse.bench model`: what its tables and files hold, and which rows get no time."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend
 
-from attn_fuse.bench import model_command, plot, rows, ways
+from attn_fuse.bench import model_command, rows, ways
 from attn_fuse.bench.command import main
 from attn_fuse.bench.compare import Reference
 from attn_fuse.bench.measure import kernels_on
 from attn_fuse.bench.model import DIFFERS, Measured, measure
-from attn_fuse.bench.progress import Progress
 from attn_fuse.bench.rows import Row
 from attn_fuse.bench.ways import EAGER, FUSED, INDUCTOR, PICKED, Held, Way
 from attn_fuse.explain.inputs import Inputs
@@ -92,7 +91,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def measured(of: Subject, kernels: tuple[str, ...] = ("cpu_flash", "chunked")) -> Measured:
-    return measure(of, kernels, 0.05, Progress(1))
+    return measure(of, kernels, 0.05)
 
 
 @pytest.mark.thorough
@@ -257,20 +256,6 @@ def test_json_has_no_infinity() -> None:
     assert json.loads(json.dumps(found.as_json(), allow_nan=False))["rows"][0]["difference"] is None
 
 
-@pytest.mark.parametrize("suffix", plot.SUFFIXES)
-def test_a_plot_of_the_rows(suffix: str, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    path = tmp_path / f"rows{suffix}"
-    model_command.draw(path, [one(), one("training")])
-    data = path.read_bytes()
-    if suffix == ".svg":
-        assert data.lstrip().startswith(b"<?xml") and b"</svg>" in data
-        return
-    assert data.startswith(b"\x89PNG\r\n") and len(data) > 10_000
-    width, height = (int.from_bytes(data[place : place + 4], "big") for place in (16, 20))
-    assert width == 2 * 4.6 * 120 and height > 2 * 3.4 * 120
-
-
 def test_as_a_command(file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     quick(monkeypatch)
     folder = file.parent
@@ -338,7 +323,6 @@ def test_a_model_without_gradients_has_inference_alone(
         ("{file} --length 16 --kernels cudnn", "--kernels cudnn: it does not run on this device"),
         ("{file} --json /nowhere/out.json", "--json /nowhere/out.json: it cannot be written"),
         ("{file} --html /nowhere/out.html", "--html /nowhere/out.html: it cannot be written"),
-        ("{file} --plot bars.pdf", "--plot bars.pdf: it is a .png or .svg"),
         ("{file} --device tpu", "--device 'tpu' cannot be used"),
         ("{file} --fast", "unrecognized arguments: --fast"),
     ],
@@ -348,12 +332,3 @@ def test_errors_are_one_line(arguments: str, words: str, file: Path, capsys: pyt
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1, captured.err
     assert captured.err.startswith("attn_fuse.bench: ") and words in captured.err
-
-
-def test_without_matplotlib_nothing_is_measured(
-    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(model_command, "measure", lambda *_: pytest.fail("it was measured"))
-    assert main(["model", str(file), "--plot", str(file.parent / "bars.png")]) == 2
-    assert capsys.readouterr().err.startswith("attn_fuse.bench: --plot needs matplotlib, which is not installed")

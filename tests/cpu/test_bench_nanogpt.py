@@ -17,7 +17,6 @@ import nanogpt
 from attn_fuse.backend import attn_fuse
 from attn_fuse.bench import command, rows
 from attn_fuse.bench.command import main
-from attn_fuse.bench.progress import Progress
 from attn_fuse.bench.ways import EAGER, INDUCTOR, Way, compiled_apart
 from attn_fuse.picker.timing import Timing
 from nanogpt import Sizes, Step, Table
@@ -48,7 +47,7 @@ def without_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.thorough
 def test_the_rows_of_a_gpt(monkeypatch: pytest.MonkeyPatch) -> None:
     without_inductor(monkeypatch)
-    table = nanogpt.measure(SMALL, CPU, 0.05, Progress(1))
+    table = nanogpt.measure(SMALL, CPU, 0.05)
     assert [(row.name, row.vocabulary) for row in table.rows] == [
         (EAGER, 65),
         (INDUCTOR, 65),
@@ -107,7 +106,7 @@ def test_a_gpt_that_computes_another_loss_gets_no_time(monkeypatch: pytest.Monke
     monkeypatch.setattr(Way, "compiled", wrong)
     some = [p for p in nanogpt.programs_of(CPU, SMALL) if p.name in (EAGER, "attn_fuse, SDPA flash")]
     monkeypatch.setattr(nanogpt, "programs_of", lambda *_: some)
-    table = nanogpt.measure(SMALL, CPU, 0.05, Progress(1))
+    table = nanogpt.measure(SMALL, CPU, 0.05)
     assert [bool(row.timing) for row in table.rows] == [True, False]
     assert table.rows[1].problem.startswith("WRONG: the loss of the first step is ")
     assert "note: attn_fuse, SDPA flash: WRONG" in nanogpt.as_text(table, SMALL, CPU)
@@ -125,7 +124,7 @@ def test_what_is_late_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nanogpt.time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(rows, "interleaved", lambda runs, *_, **__: dict.fromkeys(runs, timing(1e-3)))
     # Two fit, with the 10 seconds of timing of each.
-    table = nanogpt.measure(SMALL, CPU, 10.0, Progress(1), within=95.0)
+    table = nanogpt.measure(SMALL, CPU, 10.0, within=95.0)
     assert [row.problem for row in table.rows] == [""] * 2 + ["no time was left"] * 7
     assert [row.timing is not None for row in table.rows] == [True] * 2 + [False] * 7
 
@@ -151,7 +150,6 @@ def test_outside_of_a_clone_it_says_so(
     [
         ("nanogpt --width 30 --heads 4 --device cpu", "--width 30: it is a multiple of --heads, which is 4"),
         ("nanogpt --layers few", "'few' is not a whole number above 0"),
-        ("nanogpt --plot gpt.jpg", "--plot gpt.jpg: it is a .png or .svg"),
     ],
 )
 def test_errors_are_one_line(arguments: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -177,14 +175,12 @@ def test_on_cuda_the_efficient_kernel_has_a_row() -> None:
 def test_the_gpt_as_a_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("matplotlib")
     right = Step((EAGER,), 0, 1, first_call=0.1, timing=timing(2e-3), peak=2 << 20, vocabulary=65, loss=4.2)
     wrong = Step(("flash",), 1, 1, problem="it fails", vocabulary=65)
     monkeypatch.setattr(nanogpt, "measure", lambda *_: Table((right, wrong), 0.0))
-    files = f"--json {tmp_path / 'a.json'} --plot {tmp_path / 'a.svg'}"
+    files = f"--json {tmp_path / 'a.json'}"
     assert main(f"nanogpt --device cpu --length 64 {files}".split()) == 0
     assert "32,000" in capsys.readouterr().out  # tokens a second: 64 in 2 ms
     data = json.loads((tmp_path / "a.json").read_text())
     assert data["sizes"]["length"] == 64 and data["rows"][0]["timing"]["median"] == 2e-3
     assert [(row["name"], row["problem"]) for row in data["rows"]] == [(EAGER, ""), ("flash", "it fails")]
-    assert "</svg>" in (tmp_path / "a.svg").read_text()

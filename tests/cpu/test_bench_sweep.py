@@ -1,4 +1,4 @@
-"""`python -m attn_fuse.bench sweep`: its tables, files, plots and errors; and the progress of all commands."""
+"""`python -m attn_fuse.bench sweep`: its tables, files and errors."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import sweep
-from attn_fuse.bench import measure, plot
+from attn_fuse.bench import measure
 from attn_fuse.bench.command import main
 from attn_fuse.bench.measure import Effort, Observation, observed
-from attn_fuse.bench.progress import Progress
 from attn_fuse.picker.case import Case
 from attn_fuse.picker.evidence import AS_WRITTEN
-from attn_fuse.picker.timing import Timing, interleaved
+from attn_fuse.picker.timing import Timing
 from sweep import MASKS, Swept, cases
 
 CPU = torch.device("cpu")
@@ -36,10 +35,6 @@ def timing(seconds: float) -> Timing:
 def found(case: Case) -> Swept:
     times = {AS_WRITTEN: timing(case.q_len * 1e-6), "cpu_flash": timing(case.q_len * 0.5e-6)}
     return case, Observation(why_not={"flex": "why"}, timings=times, peaks={AS_WRITTEN: 4 << 20, "cpu_flash": 1 << 20})
-
-
-def asked(*masks: str, training: bool = False) -> list[Case]:
-    return cases([64, 32], [16], [1], 2, masks, ["float32"], [training])
 
 
 def test_the_cases_are_all_combinations_short_ones_first() -> None:
@@ -120,30 +115,6 @@ def test_interrupted_it_keeps_what_is_measured(
     assert len(json.loads(path.read_text())["cases"]) == 2
 
 
-@pytest.mark.parametrize("suffix", plot.SUFFIXES)
-def test_a_plot_of_the_sweep(suffix: str, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    path = tmp_path / f"sweep{suffix}"
-    sweep.draw(path, [found(case) for training in (False, True) for case in asked(*MASKS, training=training)], CPU)
-    data = path.read_bytes()
-    if suffix == ".svg":
-        assert b"</svg>" in data
-        return
-    width, height = (int.from_bytes(data[place : place + 4], "big") for place in (16, 20))
-    assert data.startswith(b"\x89PNG\r\n") and width == 5 * 4.6 * 120 and height == (4 * 3.4 + 0.8) * 120
-
-
-def test_a_line_of_one_point_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    figure = pytest.importorskip("matplotlib.figure")
-    drawn: list[Any] = []
-    monkeypatch.setattr(figure.Figure, "savefig", lambda self, *_: drawn.append(self))
-    losses = {"eager": [(26, 2.9)], "sdpa": [(n, 2.9) for n in range(40)]}
-    panel = plot.Panel("loss", "step", "cross entropy", losses)
-    plot.lines(tmp_path / "loss.svg", "a GPT", [[panel]], logarithmic=False)
-    dot, line = drawn[0].axes[0].lines
-    assert dot.get_marker() == "o" and line.get_marker() == ""
-
-
 @pytest.mark.parametrize(
     "arguments, words",
     [
@@ -163,42 +134,3 @@ def test_errors_are_one_line(arguments: str, words: str, capsys: pytest.CaptureF
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1, captured.err
     assert captured.err.startswith("attn_fuse.bench: ") and words in captured.err
-
-
-def test_without_matplotlib_nothing_is_measured(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(sweep, "sweep", lambda *_: pytest.fail("it was measured"))
-    assert main(["sweep", "--plot", "sweep.svg"]) == 2
-    assert "pip install matplotlib" in capsys.readouterr().err
-
-
-def test_progress_counts_steps_and_parts_of_them(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("tqdm")
-    with Progress(4) as progress:
-        progress.step("compiling")
-        progress.advance()
-        part = progress.within(2)
-        for share, done in ((0.25, 1.5), (0.5, 2.0), (1.0, 3.0)):
-            part(share)
-            assert progress._bar.n == done
-        progress.advance(7)
-        assert progress._bar.n == 4.0, "an estimate that was too low is no error"
-    captured = capsys.readouterr()
-    assert not captured.out and captured.err.count("\n") == 0
-
-
-def test_without_tqdm_each_step_is_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setitem(sys.modules, "tqdm", None)
-    with Progress(4) as progress:
-        progress.step("compiling Inductor")
-        progress.advance()
-        progress.within(2)(0.5)
-    assert capsys.readouterr().err == "compiling Inductor\n"
-
-
-def test_time_is_counted_while_rounds_are_measured() -> None:
-    shares: list[float] = []
-    interleaved({"a": lambda: None}, CPU, rounds=4, seconds=60, done=shares.append)
-    assert shares == [0.25, 0.5, 0.75, 1.0]
