@@ -172,19 +172,19 @@ class Attempt:
         sites = rewriter.rewrite(options.seconds, started)
         return Rewritten(graph, sites, tuple(rewriter.proofs.values()), rewriter.keeps_nan, tuple(rewriter.notes))
 
-    def _picker(self) -> Callable[[Recognised], Choice]:
+    def _picker(self) -> Callable[[Recognised, Mapping[str, str]], Choice]:
         if self.unfit:
-            return lambda _: Choice(None, {}, self.unfit)
+            return lambda *_: Choice(None, {}, self.unfit)
         options, chosen = self.options, chosen_kernels()
         allowed, fuse_all = options.kernels if chosen is None else chosen, options.pick == "fused"
         how = attn_fuse, options.inner_backend, options.mode
 
-        def picked(x: Recognised) -> Choice:
+        def picked(x: Recognised, unfit: Mapping[str, str]) -> Choice:
             proved = {leaf: repr(proof.form) for leaf, proof in x.proofs.items()}
             run = SiteRun(x.region, x.attention, x.facts, x.values, proved, *how)
             stopwatch = run.times if options.pick == "measured" else None
-            self_check = run.verdict if options.try_unmeasured else None
-            return pick(x.attention, x.facts, stopwatch, allowed, fuse_all, self_check, self.lost)
+            self_check = run.check if options.try_unmeasured else None
+            return pick(x.attention, x.facts, stopwatch, allowed, fuse_all, self_check, {**self.lost, **unfit})
 
         return picked
 

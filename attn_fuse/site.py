@@ -70,10 +70,11 @@ _ROUNDINGS_OF_A_SCORE = 64
 class Rewriter:
     """Rewrites the sites of one graph.
 
-    inputs: the graph's example inputs. pick: chooses the kernel of a site. may_rewrite: asked with the report of each
-    site about to be rewritten. emit: writes the kernel's call. written: by the path of a subgraph, the memory that it
-    still writes. left: the sites that stay as written, each with what failed there, or None. constants: arguments to
-    treat as constants. repro: writes a script that shows a failure, and gives its path. notes: sentences for the user.
+    inputs: the graph's example inputs. pick: chooses the kernel of a site, given why kernels cannot be called there.
+    may_rewrite: asked with the report of each site about to be rewritten. emit: writes the kernel's call. written: by
+    the path of a subgraph, the memory that it still writes. left: the sites that stay as written, each with what failed
+    there, or None. constants: arguments to treat as constants. repro: writes a script that shows a failure, and gives
+    its path. notes: sentences for the user.
     compiled: whether Inductor compiles the graph. draws: whether reports get a picture of the mask. proofs: what the
     rewrites rest on, by the number of the input, for the guard. keeps_nan: whether rows of the rewritten attentions are
     NaN wherever they are as written.
@@ -81,7 +82,7 @@ class Rewriter:
 
     graph: GraphModule
     inputs: Sequence[Any]
-    pick: Callable[[Recognised], Choice]
+    pick: Callable[[Recognised, Mapping[str, str]], Choice]
     may_rewrite: Callable[[SiteReport], bool]
     emit: Callable[..., Node] = emit
     written: Mapping[str, StillWritten] = field(default_factory=dict)
@@ -219,9 +220,8 @@ class Rewriter:
 
     def placed(self, found: Recognised) -> SiteReport:
         """The report on an attention that is now on the kernel picked for it, or left as written."""
-        attention, picking = found.attention, time.perf_counter()
-        choice = self.pick(found)
-        self._picking += time.perf_counter() - picking
+        attention, unfit = found.attention, dict[str, str]()
+        choice = self._picked(found, unfit)
         where, drawn, advice = locate(found.region.softmax), self._drawn(found), ""
         for name, why in ((None, choice.because), *((name, reasons[0]) for name, reasons in choice.why_not.items())):
             if why.startswith(FAILURES):
@@ -239,7 +239,8 @@ class Rewriter:
                 if not isinstance(problem.__cause__, NotEmitted):  # no limit of the kernel, but an error in it
                     failure = Failure(f"{kernel.name} cannot be called: {problem}", kernel.name)
                     advice = self._failed(found.region, failure)
-                choice = choice.without(str(problem))
+                unfit[kernel.name] = f"its call cannot be written into the graph: {problem}"
+                choice = self._picked(found, unfit)
                 continue
             self._replaced[found.region.output] = made
             self.proofs |= {proof.input: proof for proof in found.used}
@@ -248,8 +249,14 @@ class Rewriter:
         # Where kernels decline a function of the scores, the operation that made it one is to blame.
         declined = attention.unread is not None and attention.unread.reason in choice.because
         culprit = attention.unread.node if declined and attention.unread else None
-        blocker = _blocker(Refusal(choice.because, culprit, choice.advice or advice), found.region.softmax)
+        blocker = _blocker(Refusal(choice.because, culprit, advice or choice.advice), found.region.softmax)
         return replace(left, attention=found.words, why_not=choice.why_not, blocker=blocker)
+
+    def _picked(self, found: Recognised, unfit: Mapping[str, str]) -> Choice:
+        started = time.perf_counter()
+        choice = self.pick(found, unfit)
+        self._picking += time.perf_counter() - started
+        return choice
 
     def _drawn(self, found: Recognised) -> tuple[str, ...]:
         """The picture of the mask; empty where it is not asked for, or cannot be drawn."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ def recognised(program: Callable[..., Any], *args: Any, dynamic: bool | None = F
     def backend(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         attentions: list[Attention] = []
 
-        def pick(found: Recognised) -> Choice:
+        def pick(found: Recognised, unfit: Mapping[str, str]) -> Choice:
             attentions.append(found.attention)
             return Choice(None, {}, "only recognised")
 

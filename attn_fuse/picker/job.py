@@ -22,6 +22,7 @@ from attn_fuse.errors import NotFusedError, first_line, named
 from attn_fuse.graph.modes import Mode, autocast_of
 from attn_fuse.kernels.switches import Switches, switch
 from attn_fuse.picker.evidence import AS_WRITTEN
+from attn_fuse.picker.leaves import Leaf, made, with_leaves
 from attn_fuse.picker.pick import CHECK_FAILED, RUN_FAILED, Times
 from attn_fuse.picker.timing import interleaved, synchronize
 from attn_fuse.picker.workers import note
@@ -47,37 +48,10 @@ Results = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
-class Leaf:
-    """One leaf of a site, from which a worker makes a tensor or a number.
-
-    number: the value of a leaf that is no tensor; a tensor has a size, stride and dtype instead.
-    contents: the elements, on the CPU, where they matter and are at hand.
-    proved: what the program relies on about the contents, "" for nothing. learned: whether the leaf is a parameter in
-        training.
-    """
-
-    number: Any = None
-    size: tuple[int, ...] = ()
-    stride: tuple[int, ...] = ()
-    dtype: torch.dtype | None = None
-    requires_grad: bool = False
-    contents: torch.Tensor | None = field(default=None, repr=False)
-    proved: str = ""
-    learned: bool = False
-
-    @property
-    def held(self) -> bool:
-        """Whether the program has it as an attribute: only then is a parameter, or a proof of contents, known again."""
-        return bool(self.proved) or self.learned
-
-
-@dataclass(frozen=True)
 class Job:
     """What a worker is given. Its text is the same wherever its times are.
 
-    source: the text of a method `forward` that takes the leaves in order, without those that are held, which are
-        attributes `leaf_<number>`; it returns a tuple of one tensor.
-    names: the globals that `source` uses; a Python module by its name.
+    source: the text that `program_of` gives. names: the globals that it uses; a Python module by its name.
     dtype: what kernels compute with. drops: whether there is dropout.
     value: the number of the leaf that the attention's value, and nothing else, is read from; None without one.
     backend: attn_fuse's. inner_backend, compile_mode: its options. precision: of torch's float32 products.
@@ -152,39 +126,11 @@ def timed(names: Sequence[str], job: Job) -> Times:
     return Times({name: timing.median for name, timing in times.items()}, why_not)
 
 
-def made(leaf: Leaf, device: torch.device) -> Any:
-    """A tensor or number for `leaf`: its contents, or others that an operand, a mask or a position may have."""
-    if leaf.dtype is None:
-        return leaf.number
-    tensor = torch.empty_strided(leaf.size, leaf.stride, dtype=leaf.dtype, device=device)
-    with torch.no_grad():
-        if leaf.contents is not None:
-            tensor = leaf.contents.to(device) if 0 in leaf.stride else tensor.copy_(leaf.contents)
-        elif leaf.dtype.is_floating_point:
-            _whole(tensor).normal_()
-        elif leaf.dtype == torch.bool:
-            _whole(tensor).bernoulli_(0.8)
-            if tensor.dim():
-                tensor[..., 0] = True
-        else:
-            _whole(tensor).zero_()
-            if tensor.dim() and 0 not in leaf.stride:
-                tensor[..., : -(-tensor.shape[-1] * 3 // 4)] = 1  # words before padding; one of two documents
-    if leaf.learned:
-        return nn.Parameter(tensor, requires_grad=leaf.requires_grad)
-    return tensor.requires_grad_(leaf.requires_grad)
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    """All memory of `tensor`, in one dimension."""
-    return tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
-
-
 class _Attention:
     """The job's attention on stand-ins for its leaves. upstream: the gradient of the result, made with the first."""
 
     def __init__(self, job: Job) -> None:
-        self.job, self.leaves = job, [made(leaf, job.device) for leaf in job.leaves]
+        self.job, self.leaves = job, [made(leaf) for leaf in job.leaves]
         self.wanted = [
             n for n, x in enumerate(self.leaves) if job.training and isinstance(x, Tensor) and x.requires_grad
         ]
@@ -196,8 +142,8 @@ class _Attention:
         job, kernels = self.job, [] if name == AS_WRITTEN else [name]
         options: Any = {"inner_backend": job.inner_backend, "mode": job.compile_mode}
         options |= {"kernels": kernels, "strict": bool(kernels)}
-        compiled = torch.compile(self._module(), backend=job.backend, dynamic=False, options=options)
-        given = [x for x, leaf in zip(self.leaves, job.leaves, strict=True) if not leaf.held]
+        module, given = with_leaves(self._module(), job.leaves, self.leaves)
+        compiled = torch.compile(module, backend=job.backend, dynamic=False, options=options)
         wanted = [self.leaves[n] for n in self.wanted]
 
         def run() -> Results:
@@ -216,11 +162,6 @@ class _Attention:
         names = {name: importlib.import_module(x) if isinstance(x, str) else x for name, x in job.names.items()}
         exec(compile(job.source, "<site>", "exec"), names)  # the text of a graph that this user's process compiled
         module: nn.Module = type("Site", (nn.Module,), {"forward": names["forward"]})()
-        for n, (leaf, value) in enumerate(zip(job.leaves, self.leaves, strict=True)):
-            if leaf.learned:
-                module.register_parameter(f"leaf_{n}", value)
-            elif leaf.held:
-                module.register_buffer(f"leaf_{n}", value)
         return module
 
     # ---- results held against each other

@@ -54,26 +54,14 @@ class Times:
     failed: str = ""
 
 
-Stopwatch: TypeAlias = Callable[[Case, Sequence[Kernel]], Times]
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The outcome of the self-check of a kernel that was never measured on the device.
-
-    ratio: its time over that of what it would replace; None where it may not run. reason: why it may not.
-    """
-
-    ratio: float | None
-    reason: str = ""
-
-
 # How a reason against a kernel, or all of them, begins where it failed and does not merely decline or lose.
 CHECK_FAILED, RUN_FAILED, ASKING_FAILED = "its self-check failed", "running it here failed", "asking it failed"
 NOT_COMPILED = "the inner backend failed on"
 FAILURES = (CHECK_FAILED, RUN_FAILED, ASKING_FAILED, NOT_COMPILED)
-# The arguments: a kernel, and the kernel that it would replace, None for the program as written.
-SelfCheck: TypeAlias = Callable[[Kernel, Kernel | None], Verdict]
+# Of kernels by name, and of the program as written.
+Stopwatch: TypeAlias = Callable[[Sequence[str]], Times]
+# Of a kernel that was never measured on the device, once it passed its self-check, and of what it would replace.
+SelfCheck: TypeAlias = Callable[[str, str], Times]
 # A self-check takes time: it runs only where the estimate is below this share of the time to beat.
 _WORTH_CHECKING = 0.9
 _UNTRIED = "was not measured on such a device"
@@ -91,32 +79,13 @@ class Choice:
     """The kernel for a site; None leaves the site as written.
 
     why_not: why each other kernel was not chosen. because: what the choice rests on, in words.
-    then: the kernels that would have been chosen in its place, best first.
-    advice: what the user can do where there is no kernel. slower: the kernels that do not beat the program as written.
+    advice: what the user can do where there is no kernel.
     """
 
     kernel: Kernel | None
     why_not: WhyNot
     because: str
-    then: tuple[Kernel, ...] = ()
     advice: str = ""
-    slower: tuple[str, ...] = ()
-
-    def without(self, reason: str) -> Choice:
-        """The next best choice, where the kernel's call cannot be written into the graph. reason: why it cannot."""
-        if self.kernel is None:
-            return self
-        following = self.then[0] if self.then else None
-        why_not = self.why_not | {self.kernel.name: (f"its call cannot be written into the graph: {reason}",)}
-        if following is not None:
-            why_not.pop(following.name, None)
-        because = f"{self.kernel.name} cannot be called: {reason}"
-        if following is None and self.slower:
-            # What decides is that the kernels that can be called are slower.
-            said = ", ".join(f"{name} takes {'; '.join(why_not[name])}" for name in self.slower)
-            because = f"no kernel that can be called is surely faster than the program as written: {said}; {because}"
-            return Choice(None, why_not, because, advice=_FUSE_ALL_OR_MEASURE)
-        return Choice(following, why_not, because, self.then[1:], slower=self.slower)
 
 
 def pick(
@@ -130,12 +99,10 @@ def pick(
 ) -> Choice:
     """The choice of a kernel for `attention`.
 
-    stopwatch: measures the site as written and on kernels; None to go by evidence.
+    stopwatch: measures the site; None to go by evidence. self_check: None to leave unmeasured kernels out.
     allowed: kernels by name, of which the first that can run it is chosen, faster or not; None for all.
     fuse_all: whether to choose the first kernel that can run it, faster or not.
-    self_check: tests whether a kernel never measured on the device is right and fast there; None leaves such kernels
-        out.
-    unfit: kernels by name that cannot be compiled here: why.
+    unfit: kernels by name that cannot be called or compiled here: why.
     """
     order = KERNELS if allowed is None else tuple(k for name in allowed for k in KERNELS if k.name == name)
     why_not: WhyNot = {k.name: ("not among the kernels allowed",) for k in KERNELS if k not in order}
@@ -151,7 +118,7 @@ def pick(
         return Choice(None, why_not, _no_kernel(why_not, facts, allowed), advice=_ALLOW_MORE)
     if allowed is not None or fuse_all:
         others = {k.name: (f"{able[0].name} is preferred",) for k in able[1:]}
-        return Choice(able[0], why_not | others, "asked for", tuple(able[1:]))
+        return Choice(able[0], why_not | others, "asked for")
     if facts.weights_used:
         because = "the weights are also used outside the attention, so nothing is saved"
         return Choice(None, why_not | {k.name: (because,) for k in able}, because, advice=_KEEP_NO_WEIGHTS)
@@ -160,7 +127,8 @@ def pick(
     untried = [k for k in able if k.needs_evidence and ((found := judged[k]) is None or found.is_estimate)]
     why_not |= {k.name: (f"{_UNTRIED}, and is not tried unless it is asked for",) for k in untried}
     candidates = {k: found for k, found in judged.items() if k not in untried}
-    choice, ratio = _among_measured(candidates, case, stopwatch, why_not)
+    times = stopwatch([k.name for k in candidates]) if stopwatch is not None else None
+    choice, ratio = _among_measured(candidates, case, times, why_not)
     if self_check is None:
         return choice
     # Where there is much to gain we hope for the best from a kernel about which nothing is known.
@@ -179,13 +147,12 @@ def _reasons(kernel: Kernel, attention: Attention, facts: Facts, set_so: switche
 
 
 def _among_measured(
-    judged: Mapping[Kernel, Comparison | None], case: Case, stopwatch: Stopwatch | None, why_not: WhyNot
+    judged: Mapping[Kernel, Comparison | None], case: Case, times: Times | None, why_not: WhyNot
 ) -> tuple[Choice, float]:
     """The choice among kernels that need no self-check, and its time over the time as written.
 
-    judged: the kernels, and what is known of each.
+    judged: the kernels, and what is known of each. times: what was measured here, if that was asked for.
     """
-    times = stopwatch(case, list(judged)) if stopwatch is not None else None
     if times is not None and not times.failed:
         written = times.seconds[AS_WRITTEN]
         measured = {k: Comparison(times.seconds[k.name] / written, "measured here on its own sizes", written)
@@ -241,20 +208,22 @@ def _checked(choice: Choice, ratio: float, promises: Mapping[Kernel, float], sel
     ratio: the choice's time over the time as written. promises: that ratio of each kernel to be tried, by an estimate.
     """
     for kernel in sorted(promises, key=lambda k: promises[k]):
-        replaced = choice.kernel.name if choice.kernel is not None else "the program as written"
-        verdict = Verdict(None, f"{_UNTRIED}, and by an estimate is no faster than {replaced}")
+        replaced = AS_WRITTEN if choice.kernel is None else choice.kernel.name
+        words = "the program as written" if choice.kernel is None else replaced
+        own, reason = 1.0, f"{_UNTRIED}, and by an estimate is no faster than {words}"
         if promises[kernel] < _WORTH_CHECKING * ratio:
-            verdict = self_check(kernel, choice.kernel)
-        said = f"{_in_words(verdict.ratio or 1)} of the time of {replaced}, checked and timed here"
-        if verdict.ratio is None or verdict.ratio >= 1:
-            choice = replace(choice, why_not=choice.why_not | {kernel.name: (verdict.reason or said,)})
-            continue
-        why_not = {name: reasons for name, reasons in choice.why_not.items() if name != kernel.name}
-        then = choice.then
-        if choice.kernel is not None:
-            why_not[choice.kernel.name] = (f"{kernel.name} takes {said}",)
-            then = (choice.kernel, *then)
-        choice, ratio = Choice(kernel, why_not, said, then), ratio * verdict.ratio
+            times = self_check(kernel.name, replaced)
+            reason = times.why_not.get(kernel.name, times.failed)
+            if not reason:
+                own = times.seconds[kernel.name] / times.seconds[replaced]
+                reason = f"{_in_words(own)} of the time of {words}, checked and timed here"
+        why_not = choice.why_not | {kernel.name: (reason,)}
+        if own < 1:
+            del why_not[kernel.name]
+            why_not |= {} if choice.kernel is None else {replaced: (f"{kernel.name} takes {reason}",)}
+            choice, ratio = Choice(kernel, why_not, reason), ratio * own
+        else:
+            choice = replace(choice, why_not=why_not)
     return choice
 
 
@@ -273,14 +242,11 @@ def _fastest(known: dict[Kernel, Comparison], why_not: WhyNot, note: str) -> tup
         return doubted(found) >= 1, found.is_estimate, doubted(found)
 
     said = {k: f"{_in_words(found.ratio)} of the time as written, {found.how}" for k, found in known.items()}
-    best, *others = sorted(known, key=order)
-    for kernel in known:
-        why_not[kernel.name] = (said[kernel],)
+    best = min(known, key=order)
+    why_not |= {k.name: (said[k],) for k in known}
     if doubted(known[best]) < 1:
         del why_not[best.name]
-        then = tuple(k for k in others if doubted(known[k]) < 1)
-        slower = tuple(k.name for k in others if k not in then)
-        return Choice(best, why_not, said[best] + note, then, slower=slower), known[best].ratio
+        return Choice(best, why_not, said[best] + note), known[best].ratio
     unsure = f", and an estimate has to promise {_DOUBT:g}" if known[best].ratio < 1 else ""
     than = "surely faster" if unsure else "faster"
     because = f"no kernel is {than} than the program as written: {best.name} takes {said[best]}{unsure}{note}"

@@ -31,17 +31,16 @@ from attn_fuse.attention.attention import Attention
 from attn_fuse.attention.facts import Facts, is_learned
 from attn_fuse.errors import named
 from attn_fuse.expression import nodes as ex
-from attn_fuse.graph.alone import alone, number_of
-from attn_fuse.graph.modes import autocast_of
+from attn_fuse.graph.alone import number_of
 from attn_fuse.graph.names import value_of
 from attn_fuse.graph.region import Region
 from attn_fuse.kernels import switches
 from attn_fuse.kernels.cache import cache_dir
-from attn_fuse.kernels.kernel import Kernel
-from attn_fuse.picker.case import TYPICAL_LENGTH, Case
+from attn_fuse.picker.case import TYPICAL_LENGTH
 from attn_fuse.picker.evidence import AS_WRITTEN, write_whole
-from attn_fuse.picker.job import Job, Leaf, timed, timed_apart
-from attn_fuse.picker.pick import Times, Verdict
+from attn_fuse.picker.job import Job, timed, timed_apart
+from attn_fuse.picker.leaves import Leaf, leaf_of, program_of
+from attn_fuse.picker.pick import Times
 from attn_fuse.picker.timing import free_memory, this_device
 from attn_fuse.picker.workers import Worker, spared
 from attn_fuse.report import collecting, log
@@ -80,19 +79,15 @@ class SiteRun:
     inner_backend: str | Callable[..., Any]
     compile_mode: str | None
 
-    def times(self, case: Case, kernels: Sequence[Kernel]) -> Times:
+    def times(self, kernels: Sequence[str]) -> Times:
         """The times of the site as written and on `kernels`, or why there are none (`Times.failed`). Never raises."""
-        return self._known([AS_WRITTEN, *(kernel.name for kernel in kernels)])
+        return self._known([AS_WRITTEN, *kernels])
 
-    def verdict(self, kernel: Kernel, fallback: Kernel | None) -> Verdict:
-        """The verdict on `kernel`, timed against `fallback` (None: the program as written). Never raises."""
+    def check(self, kernel: str, against: str) -> Times:
+        """The times of `kernel`, if its self-check passes, and of `against`, which it would replace. Never raises."""
         if not _is_known_elsewhere(self.inner_backend):
-            return Verdict(None, _OWN_BACKEND)
-        against = AS_WRITTEN if fallback is None else fallback.name
-        found = self._known([kernel.name, against], kernel.name, against)
-        if found.failed or kernel.name in found.why_not:
-            return Verdict(None, found.why_not.get(kernel.name, found.failed))
-        return Verdict(found.seconds[kernel.name] / found.seconds[against])
+            return Times({}, {kernel: _OWN_BACKEND})
+        return self._known([kernel, against], kernel, against)
 
     def _known(self, names: list[str], checked: str = "", against: str = AS_WRITTEN) -> Times:
         """The times of the site on each of `names`, from before or measured now; the arguments are those of `Job`."""
@@ -129,15 +124,7 @@ class SiteRun:
         """What a worker is given; a kernel is checked at lengths of TYPICAL_LENGTH or more where they may change."""
         lengths = self._typical if checked else {}
         leaves = tuple(self._leaf(node, lengths) for node in self.region.leaves)
-        with autocast_of(self.region.mode):
-            module, _ = alone(self.region)
-        graph = module.graph
-        for node, leaf in zip(list(graph.find_nodes(op="placeholder")), leaves, strict=True):
-            if leaf.held:
-                with graph.inserting_before(node):
-                    node.replace_all_uses_with(graph.create_node("get_attr", node.name))
-                graph.erase_node(node)
-        code = graph.python_code("self")
+        code = program_of(self.region, leaves)
         return Job(
             source=code.src,
             names={name: x.__name__ if isinstance(x, types.ModuleType) else x for name, x in code.globals.items()},
@@ -162,23 +149,13 @@ class SiteRun:
             found = value.node.expr.subs(lengths) if lengths and isinstance(value, torch.SymInt) else None
             return int(found) if found is not None and found.is_Integer else number_of(value)
 
-        like, at_hand = value_of(node), self.values.get(node)
-        if not isinstance(like, torch.Tensor):
-            return Leaf(number(like))
-        size, stride = (tuple(map(number, ns)) for ns in (like.size(), like.stride()))
+        proved, learned, at_hand = self.proved.get(node, ""), is_learned(value_of(node)), self.values.get(node)
+        leaf = leaf_of(node, self.region, number, bool(proved) or learned, learned)
         contents = None
-        if type(at_hand) is torch.Tensor and (node in self.proved or node not in self.region.operands):
-            fits = at_hand.nbytes <= _LARGEST and at_hand.shape == size
+        if type(at_hand) is torch.Tensor and (proved or node not in self.region.operands):
+            fits = at_hand.nbytes <= _LARGEST and at_hand.shape == leaf.size
             contents = at_hand.detach().cpu() if fits else None
-        return Leaf(
-            size=size,
-            stride=stride,
-            dtype=like.dtype,
-            requires_grad=like.requires_grad and node not in self.region.detached,
-            contents=contents,
-            proved=self.proved.get(node, ""),
-            learned=is_learned(like),
-        )
+        return replace(leaf, proved=proved, contents=contents)
 
     @property
     def _typical(self) -> dict[Any, int]:

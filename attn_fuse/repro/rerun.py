@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,53 +13,27 @@ from torch.utils import _pytree as pytree
 
 from attn_fuse.emit.check import difference
 from attn_fuse.errors import named
+from attn_fuse.graph.modes import Mode, autocast_of
 from attn_fuse.graph.replay import Played, gradients_of
 from attn_fuse.graph.scopes import copied
+from attn_fuse.kernels.switches import Switches, switch
+from attn_fuse.picker.leaves import Leaf, made, with_leaves
 from attn_fuse.report import GRAPH_FAILED, GraphReport, collecting
-
-
-def like(
-    size: Sequence[int],
-    stride: Sequence[int],
-    dtype: torch.dtype,
-    device: str,
-    *,
-    mean: float = 0.0,
-    std: float = 1.0,
-    low: int = 0,
-    high: int = 0,
-    true: float = 0.8,
-) -> Tensor:
-    """A tensor of random numbers with the given size and stride.
-
-    mean, std: of floating-point numbers, which are normal. low, high: the min and max of integers. true: the share of
-    what is True.
-    """
-    tensor = torch.empty_strided(size, stride, dtype=dtype, device=device)
-    whole = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
-    if dtype == torch.bool:
-        whole.bernoulli_(true)
-    elif dtype.is_floating_point or dtype.is_complex:
-        wide = torch.complex64 if dtype.is_complex else torch.float32
-        whole.copy_(torch.randn(whole.shape, dtype=wide, device=device) * std + mean)
-    else:
-        whole.random_(low, high + 1)
-    return tensor
 
 
 def main(
     site: nn.Module,
-    inputs: Sequence[Any],
+    leaves: Sequence[Leaf],
     backend: Callable[..., Callable[..., Any]],
     options: Mapping[str, Any],
-    *,
-    grad: bool,
-    dynamic: bool = False,
-    autocast: Mapping[str, torch.dtype] | None = None,
+    mode: Mode,
+    switches: Switches,
+    precision: str,
+    dynamic: bool,
 ) -> int:
     """Print what fails for `site` under `backend` and give 1, or 0 where nothing does.
 
-    inputs: what `site` is called with. grad, autocast: the modes that it runs in. dynamic: whether its sizes are
+    leaves: what `site` reads. mode: what it runs in. switches, precision: torch's settings. dynamic: whether sizes are
     symbols.
     """
     graphs: list[tuple[GraphModule, list[Any]]] = []
@@ -69,9 +42,10 @@ def main(
         graphs.append((copied(graph), list(given)))
         return backend(graph, given, options={**options, "check": True})
 
-    with torch.set_grad_enabled(grad), contextlib.ExitStack() as casts, collecting() as reports:
-        for device, dtype in (autocast or {}).items():
-            casts.enter_context(torch.autocast(device, dtype))
+    devices = [leaf.device for leaf in leaves if leaf.dtype is not None]
+    switch(switches, precision, next((x for x in devices if x.type == "cuda"), torch.device("cpu")))
+    site, inputs = with_leaves(site, leaves, [*map(made, leaves)])
+    with torch.set_grad_enabled(mode.grad), autocast_of(mode), collecting() as reports:
         try:
             outputs = pytree.tree_leaves(torch.compile(site, backend=spied, dynamic=dynamic)(*inputs))
             found = {f"output {n}": out.detach() for n, out in enumerate(outputs) if isinstance(out, Tensor)}
@@ -80,7 +54,7 @@ def main(
             if len(graphs) == 1 and not _draws(site, inputs):
                 graph, given = graphs[0]
                 named_inputs = {f"input {n}": x for n, x in enumerate(given) if isinstance(x, Tensor)}
-                wanted = {name: x for name, x in named_inputs.items() if grad and x.requires_grad}
+                wanted = {name: x for name, x in named_inputs.items() if mode.grad and x.requires_grad}
                 played = Played(found, {}, gradients_of(outputs, wanted), {})
                 problem = difference(graph, played, given, numbers=True)
         except Exception as error:

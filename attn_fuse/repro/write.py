@@ -8,28 +8,31 @@ other integers, constants and a few single numbers are kept, since what is compu
 from __future__ import annotations
 
 import ast
+import dataclasses
 import hashlib
 import platform
 import re
+import textwrap
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.graph import PythonCode
 
-from attn_fuse.graph.alone import alone, number_of
+from attn_fuse.graph.alone import number_of
 from attn_fuse.graph.location import locate
-from attn_fuse.graph.modes import autocast_of
 from attn_fuse.graph.names import value_of
 from attn_fuse.graph.region import Region
 from attn_fuse.graph.replay import replay
 from attn_fuse.kernels import switches
 from attn_fuse.options import Options, chosen_kernels
 from attn_fuse.picker.evidence import write_whole
+from attn_fuse.picker.leaves import Leaf, leaf_of, program_of
 from attn_fuse.picker.timing import this_device
 from attn_fuse.report import Failure, log, version
 
@@ -39,8 +42,9 @@ _INLINE = 32
 _LARGEST = 1 << 24
 # Numbers beyond this hide keys: a mask, and no bias.
 _HIDES = 1e3
+_USUAL = Leaf()
 _OPTIONS = ("inner_backend", "kernels", "pick", "try_unmeasured", "mode", "inductor")
-_IMPORTS = {"inf": "from math import inf", "nan": "from math import nan", "device": "from torch import device"}
+_IMPORTS = {"inf": "from math import inf", "nan": "from math import nan"}
 _SCRIPT = '''"""{what}
 
 {where}
@@ -56,26 +60,26 @@ import sys
 from pathlib import Path
 
 import torch
+from torch import device
 {imports}
 from attn_fuse.backend import attn_fuse
-from attn_fuse.repro.rerun import like, main
+from attn_fuse.graph.modes import Autocast, Mode
+from attn_fuse.kernels.switches import Switches
+from attn_fuse.picker.leaves import Leaf
+from attn_fuse.repro.rerun import main
 
 OPTIONS = {options!r}
-{load}
+MODE = {mode!r}
+{load}LEAVES = [
+{leaves}]
+
 
 class Site(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-{constructor}
 {forward}
 
-def inputs():
-    return [
-{inputs}    ]
-
-
 if __name__ == "__main__":
-{settings}    sys.exit(main({arguments}))
+    torch.set_default_dtype({dtype})
+    sys.exit(main(Site(), LEAVES, attn_fuse, OPTIONS, MODE, {switches}, {precision!r}, dynamic={dynamic}))
 '''
 # The scripts that this process has written.
 _written: set[Path] = set()
@@ -97,82 +101,60 @@ def writer(
     folder = Path(options.repro)
 
     def write(region: Region, values: Mapping[Node, Any], held: frozenset[Node], failure: Failure) -> str:
-        with autocast_of(region.mode):
-            program, _ = alone(region)
-        kept = _kept(options, failure.kernel)
+        bare = [_bare(leaf, region, leaf in held) for leaf in region.leaves]
+        code, kept = program_of(region, bare), _kept(options, failure.kernel)
         # Layers that fail alike share a script; the numbers in which a result is wrong differ from one to the next.
         said = re.sub(r"[\d.]+(e[+-]\d+)?", "", failure.what)
-        key = repr((program.code, [*map(_kind, region.leaves)], region.mode, said, kept))
+        key = repr((code.src, bare, region.mode, said, kept))
         where = locate(region.softmax)
         name = re.sub(r"\W+", "_", f"{Path(where.file).stem}_{where.line}").strip("_")
         path = folder / f"{name}_{hashlib.sha256(key.encode()).hexdigest()[:8]}.py"
         if path in _written and path.exists():
             return str(path)
         values = {**values, **_observed(region, values, graph, inputs)}
-        leaves = [_leaf(n, leaf, region, values, leaf in held) for n, leaf in enumerate(region.leaves)]
-        text = _script(region, program, leaves, failure, kept)
+        pairs = zip(region.leaves, bare, strict=True)
+        leaves = {
+            f"leaf_{n}": _filled(x, values.get(node), node in region.operands) for n, (node, x) in enumerate(pairs)
+        }
         folder.mkdir(parents=True, exist_ok=True)
-        if saved := {leaf.name: leaf.saved for leaf in leaves if leaf.saved is not None}:
+        if saved := {name: leaf.contents for name, leaf in leaves.items() if _is_saved(leaf.contents)}:
             torch.save(saved, path.with_suffix(".pt"))
-        write_whole(path, text)
+        write_whole(path, _script(region, code, leaves, failure, kept))
         _written.add(path)
         return str(path)
 
     return write
 
 
-def _kind(leaf: Node) -> Any:
-    value = value_of(leaf)
-    if not isinstance(value, Tensor):
-        return str(value)
-    return str(value.size()), str(value.stride()), value.dtype, value.device, value.requires_grad
-
-
 def _script(
-    region: Region, program: GraphModule, leaves: Sequence[_Leaf], failure: Failure, kept: Mapping[str, Any]
+    region: Region, code: PythonCode, leaves: Mapping[str, Leaf], failure: Failure, kept: Mapping[str, Any]
 ) -> str:
-    code, imports = _program(program, leaves)
-    device = next((value.device for leaf in region.leaves if isinstance(value := value_of(leaf), Tensor)), None)
-    arguments = ["Site(), inputs(), attn_fuse, OPTIONS", f"grad={region.mode.grad}"]
-    arguments += ["dynamic=True"] if any(leaf.symbolic for leaf in leaves) else []
-    if casts := {cast.device: cast.dtype for cast in region.mode.autocast if cast.enabled}:
-        arguments.append(f"autocast={casts}")
-    saved = any(leaf.saved is not None for leaf in leaves)
+    texts = [f"{_text(name, leaf)},  # {name}" for name, leaf in leaves.items()]
+    used = f"{code.src} {texts}"
+    imports = {_import(name, x) for name, x in code.globals.items() if re.search(rf"\b{re.escape(name)}\b", used)}
+    place = next((leaf.device for leaf in leaves.values() if leaf.dtype is not None), torch.device("cpu"))
+    sizes = [n for leaf in map(value_of, region.leaves) for n in (leaf, *getattr(leaf, "shape", ()))]
+    versions = f"attn_fuse {version()}, torch {torch.__version__}, Python {platform.python_version()}"
     return _SCRIPT.format(
         what=_quoted(failure.what),
         where=_quoted(str(locate(region.softmax))),
-        kept=", ".join(leaf.name for leaf in leaves if leaf.kept) or "nothing",
-        versions=_quoted(_versions(device)),
-        imports=_lines(imports),
+        kept=", ".join(name for name, x in leaves.items() if x.dtype is None or x.contents is not None) or "nothing",
+        versions=_quoted(f"{versions}, on {this_device(place)}"),
+        imports=_lines(sorted(imports - {"import torch", "from torch import device"})),
         options=kept,
-        load='SAVED = torch.load(Path(__file__).with_suffix(".pt"), weights_only=True)\n' if saved else "",
-        constructor=_lines((f"self.{leaf.holder}({leaf.name!r}, {leaf.text})" for leaf in leaves if leaf.holder), 8),
-        forward=_lines(code.strip().splitlines(), 4),
-        inputs=_lines((f"{leaf.text},  # {leaf.name}" for leaf in leaves if not leaf.holder), 8),
-        settings=_lines(_settings(device), 4),
-        arguments=", ".join(arguments),
+        mode=region.mode,
+        load='SAVED = torch.load(Path(__file__).with_suffix(".pt"), weights_only=True)\n' if "SAVED[" in used else "",
+        leaves=_lines(texts, 4),
+        forward=_lines(re.sub(r"(?m);  (?:\w+ = )+None$", "", code.src).strip().splitlines(), 4),
+        dtype=torch.get_default_dtype(),
+        switches=switches.current(),
+        precision=switches.float32_precision(place),
+        dynamic=any(isinstance(n, (torch.SymInt, torch.SymFloat)) for n in sizes),
     )
 
 
 def _lines(lines: Iterable[str], indent: int = 0) -> str:
-    return "".join(f"{' ' * indent}{line}".rstrip() + "\n" for line in lines)
-
-
-def _program(program: GraphModule, leaves: Sequence[_Leaf]) -> tuple[str, list[str]]:
-    """The module's forward, and the imports that it needs."""
-    for leaf, node in zip(leaves, program.graph.find_nodes(op="placeholder"), strict=True):
-        if leaf.holder:
-            program.register_buffer(leaf.name, None)
-            with program.graph.inserting_before(node):
-                attribute = program.graph.create_node("get_attr", leaf.name)
-            node.replace_all_uses_with(attribute)
-            program.graph.erase_node(node)
-    code = program.graph.python_code("self")
-    used = f"{code.src} {[leaf.text for leaf in leaves]}"
-    imports = [
-        _import(name, value) for name, value in code.globals.items() if re.search(rf"\b{re.escape(name)}\b", used)
-    ]
-    return re.sub(r"(?m);  (?:\w+ = )+None$", "", code.src), sorted({*imports} - {"import torch"})
+    return textwrap.indent("".join(f"{line}\n" for line in lines), " " * indent)
 
 
 def _import(name: str, value: Any) -> str:
@@ -193,53 +175,45 @@ def _import(name: str, value: Any) -> str:
 # ---- what the region reads
 
 
-@dataclass(frozen=True)
-class _Leaf:
-    """One leaf of the region in the script.
-
-    text: the expression that makes it. holder: the module's method that registers it; "" for an argument.
-    kept: whether it has the program's own numbers. saved: those that are in the file beside the script.
-    symbolic: whether its sizes, or its number, may change from call to call.
-    """
-
-    name: str
-    text: str
-    holder: str = ""
-    kept: bool = False
-    saved: Tensor | None = None
-    symbolic: bool = False
+def _bare(node: Node, region: Region, held: bool) -> Leaf:
+    """The leaf without any numbers of the program's tensors. Raises NotWritten for one that a script cannot hold."""
+    learned = held and isinstance(value_of(node), torch.nn.Parameter)
+    leaf = leaf_of(node, region, held=held, learned=learned)
+    if not isinstance(leaf.number, (int, float, bool, complex, str, type(None))):
+        raise NotWritten(f"{node.name} is a {type(leaf.number).__name__}")
+    if None in (*leaf.size, *leaf.stride):
+        raise NotWritten(f"{node.name} has a size that is known only when the program runs")
+    return leaf
 
 
-def _leaf(number: int, leaf: Node, region: Region, values: Mapping[Node, Any], held: bool) -> _Leaf:
-    like = value_of(leaf)
-    name = f"{'held' if held and isinstance(like, Tensor) else 'leaf'}_{number}"
-    if not isinstance(like, Tensor):
-        plain = number_of(values.get(leaf, like))
-        if not isinstance(plain, (int, float, bool, complex, str, type(None))):
-            raise NotWritten(f"{leaf.name} is a {type(plain).__name__}")
-        return _Leaf(name, repr(plain), kept=True, symbolic=isinstance(like, (torch.SymInt, torch.SymFloat)))
-    value = values.get(leaf)
-    value = value.detach() if isinstance(value, Tensor) and type(value) in (Tensor, torch.nn.Parameter) else None
-    size, stride = ([number_of(n) for n in ns] for ns in (like.size(), like.stride()))
-    if None in (*size, *stride):
-        raise NotWritten(f"{leaf.name} has a size that is known only when the program runs")
-    learned, where = isinstance(like, torch.nn.Parameter), repr(str(like.device))
-    holder = "register_parameter" if learned and held else "register_buffer" if held else ""
-    text, saved = f"like({size}, {stride}, {like.dtype}, {where}{_range(value)})", None
-    kept = value is not None and _matters(value, leaf in region.operands, held and not learned)
-    if value is not None and kept:
-        if value.numel() <= _INLINE and value.is_contiguous() and not value.is_complex():
-            text = f"torch.tensor({value.tolist()!r}, dtype={like.dtype}, device={where})"
-        else:
-            # Without the rest of a larger memory that it is a view of.
-            saved = (value if value.untyped_storage().nbytes() <= value.nbytes else value.clone()).cpu()
-            text = f"SAVED[{name!r}].to({where})"
-    if holder == "register_parameter":
-        text = f"torch.nn.Parameter({text}, requires_grad={like.requires_grad})"
-    elif region.mode.grad and like.requires_grad and leaf not in region.detached:
-        text += ".requires_grad_()"
-    symbolic = any(isinstance(n, torch.SymInt) for n in (*like.size(), *like.stride()))
-    return _Leaf(name, text, holder, kept, saved, symbolic)
+def _filled(leaf: Leaf, value: Any, operand: bool) -> Leaf:
+    """`leaf` with the elements of `value` where they matter, else with their spread."""
+    if leaf.dtype is None:
+        return leaf if value is None else replace(leaf, number=number_of(value))
+    if type(value) not in (Tensor, torch.nn.Parameter):
+        return leaf
+    value = value.detach()
+    if not _matters(value, operand, leaf.held and not leaf.learned):
+        return replace(leaf, spread=_spread(value))
+    # Without the rest of a larger memory that it is a view of.
+    return replace(leaf, contents=(value if value.untyped_storage().nbytes() <= value.nbytes else value.clone()).cpu())
+
+
+def _text(name: str, leaf: Leaf) -> str:
+    """The expression that makes `leaf`."""
+    fields = {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf) if field.name != "contents"}
+    words = [f"{field}={value!r}" for field, value in fields.items() if value != getattr(_USUAL, field)]
+    if leaf.contents is not None:
+        inline = f"torch.tensor({leaf.contents.tolist()!r}, dtype={leaf.dtype})" if not _is_saved(leaf.contents) else ""
+        words.append(f"contents={inline or f'SAVED[{name!r}]'}")
+    return f"Leaf({', '.join(words)})"
+
+
+def _is_saved(contents: Tensor | None) -> bool:
+    """Whether these elements go into the file beside the script."""
+    return contents is not None and (
+        contents.numel() > _INLINE or not contents.is_contiguous() or contents.is_complex()
+    )
 
 
 def _matters(value: Tensor, operand: bool, constant: bool) -> bool:
@@ -251,19 +225,18 @@ def _matters(value: Tensor, operand: bool, constant: bool) -> bool:
     return not value.is_floating_point() or (not operand and bool((~(value.abs() < _HIDES)).any()))
 
 
-def _range(value: Tensor | None) -> str:
-    """The arguments of `like` that give numbers as those of `value`."""
-    if value is None or value.numel() == 0 or value.is_complex():
-        return ""
+def _spread(value: Tensor) -> tuple[float, ...]:
+    """The numbers by which `made` fills a tensor with random ones like those of `value`."""
+    if value.numel() == 0 or value.is_complex():
+        return ()
     if value.dtype == torch.bool:
-        return f", true={value.double().mean().item():.4g}"
+        return (round(value.double().mean().item(), 4),)
     if not value.is_floating_point():
-        return f", low={int(value.min())}, high={int(value.max())}"
+        return int(value.min()), int(value.max())
     known = value.double()
     known = known[known.isfinite()]
-    if not known.numel():
-        return ""
-    return f", mean={known.mean().item():.4g}, std={known.std(correction=0).item():.4g}"
+    mean, std = (known.mean(), known.std(correction=0)) if known.numel() else (torch.tensor(0.0), torch.tensor(1.0))
+    return float(f"{mean:.4g}"), float(f"{std:.4g}")
 
 
 def _observed(
@@ -298,14 +271,13 @@ def _kept(options: Options, kernel: str | None) -> dict[str, Any]:
 
     kernel: the one that failed, which the script asks for.
     """
-    kernels = (kernel,) if kernel is not None else options.kernels if chosen_kernels() is None else chosen_kernels()
-    found = {name: getattr(options, name) for name in _OPTIONS}
-    found["kernels"] = None if kernels is None else list(kernels)
-    found["inductor"] = {name: value for name, value in options.inductor.items() if _is_literal(value)}
-    if not isinstance(options.inner_backend, str):
-        found["inner_backend"] = "eager"
-    usual = Options()
-    return {name: value for name, value in found.items() if value != getattr(usual, name)}
+    chosen = options.kernels if chosen_kernels() is None else chosen_kernels()
+    kernels = chosen if kernel is None else (kernel,)
+    known = options if isinstance(options.inner_backend, str) else replace(options, inner_backend="eager")
+    inductor = {name: value for name, value in options.inductor.items() if _is_literal(value)}
+    found = {name: getattr(known, name) for name in _OPTIONS}
+    found |= {"kernels": kernels and list(kernels), "inductor": inductor}
+    return {name: value for name, value in found.items() if value != getattr(Options(), name)}
 
 
 def _is_literal(value: object) -> bool:
@@ -313,25 +285,6 @@ def _is_literal(value: object) -> bool:
         return bool(ast.literal_eval(repr(value)) == value)
     except (ValueError, SyntaxError):
         return False
-
-
-def _settings(device: torch.device | None) -> Iterator[str]:
-    """Lines that set what torch was set to, where that is not the usual."""
-    if (dtype := torch.get_default_dtype()) != torch.float32:
-        yield f"torch.set_default_dtype({dtype})"
-    if device is not None and (precision := switches.float32_precision(device)) != "ieee":
-        backend = "cuda" if device.type == "cuda" else "mkldnn"
-        yield f"torch.backends.{backend}.matmul.fp32_precision = {precision!r}"
-    now = switches.current()
-    names = {"flash": "flash", "efficient": "mem_efficient", "math": "math", "cudnn": "cudnn"}
-    yield from (f"torch.backends.cuda.enable_{name}_sdp(False)" for key, name in names.items() if not getattr(now, key))
-    if now.deterministic:
-        yield f"torch.use_deterministic_algorithms(True, warn_only={now.warns_only})"
-
-
-def _versions(device: torch.device | None) -> str:
-    where = f", on {this_device(device)}" if device is not None else ""
-    return f"attn_fuse {version()}, torch {torch.__version__}, Python {platform.python_version()}{where}"
 
 
 def _quoted(text: str) -> str:

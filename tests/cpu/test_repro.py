@@ -25,9 +25,9 @@ from attn_fuse.errors import OptionError
 from attn_fuse.kernels import switches
 from attn_fuse.options import Options, parse_options
 from attn_fuse.picker import pick
+from attn_fuse.picker.leaves import Leaf, made
 from attn_fuse.picker.pick import CHECK_FAILED, Choice
 from attn_fuse.report import Failure, GraphReport, as_json, as_text, collecting
-from attn_fuse.repro.rerun import like
 from attn_fuse.repro.write import NotWritten, _import
 
 ROOT = Path(__file__).parents[2]
@@ -246,14 +246,14 @@ def test_masks_and_constants_are_kept_and_activations_are_not(tmp_path: Path, mo
         compiled(block, (x, pad), tmp_path)
     (script,) = scripts(tmp_path)
     namespace, text = runpy.run_path(str(script)), script.read_text()
-    site, inputs = namespace["Site"](), namespace["inputs"]()
-    assert [torch.equal(held, block.causal) for held in site.buffers()] == [True]
+    inputs = [made(leaf) for leaf in namespace["LEAVES"] if not leaf.held]
+    assert [torch.equal(leaf.contents, block.causal) for leaf in namespace["LEAVES"] if leaf.held] == [True]
     assert sum(given.dtype == torch.int64 and torch.equal(given, pad) for given in inputs) == 1
-    (made,) = (given for given in inputs if given.is_floating_point())
+    (drawn,) = (given for given in inputs if given.is_floating_point())
     real = block.qkv(x)
-    assert made.shape == real.shape and made.stride() == real.stride()
-    assert not torch.equal(made, real) and not made.requires_grad
-    assert abs(made.std() - real.std()) < 0.1 * real.std() and "grad=False" in text
+    assert drawn.shape == real.shape and drawn.stride() == real.stride()
+    assert not torch.equal(drawn, real) and not drawn.requires_grad
+    assert abs(drawn.std() - real.std()) < 0.1 * real.std() and "grad=False" in text
     assert script.with_suffix(".pt").stat().st_size < 4 * 64 * 64
 
 
@@ -279,8 +279,8 @@ def test_symbols_autocast_dropout_and_parameters(tmp_path: Path, monkeypatch) ->
         torch.compile(Biased(), backend=backend, dynamic=True, options=options)(torch.randn(2, 17, 32), 5)
     (script,) = scripts(tmp_path)
     text = script.read_text()
-    assert "dynamic=True" in text and "autocast={'cpu': torch.bfloat16}" in text and "dropout" in text
-    assert "torch.tensor(0.3" in text and re.search(r"torch.nn.Parameter\(like\(\[40, 4\]", text)
+    assert "dynamic=True" in text and "device='cpu', dtype=torch.bfloat16, enabled=True" in text and "dropout" in text
+    assert "torch.tensor(0.3" in text and re.search(r"Leaf\(size=\(40, 4\).*learned=True, spread=", text)
     assert exits(script) == 1
     monkeypatch.undo()
     assert exits(script) == 0
@@ -301,8 +301,8 @@ def test_what_the_graph_computes_before_is_observed(tmp_path: Path, monkeypatch)
     inputs = *(torch.randn(2, 4, 40, 8) for _ in range(3)), starts
     compiled(Documents(), inputs, tmp_path)
     (script,) = scripts(tmp_path)
-    made = runpy.run_path(str(script))["inputs"]()
-    whole = [given for given in made if not given.is_floating_point()]
+    inputs = map(made, runpy.run_path(str(script))["LEAVES"])
+    whole = [given for given in inputs if not given.is_floating_point()]
     assert len(whole) == 1 and whole[0].max() == starts.sum(-1).max()
     monkeypatch.undo()
     assert exits(script) == 0
@@ -317,15 +317,18 @@ def test_a_script_says_what_torch_was_set_to(tmp_path: Path, monkeypatch) -> Non
     finally:
         torch.use_deterministic_algorithms(False)
     text = scripts(tmp_path)[0].read_text()
-    assert "torch.backends.mkldnn.matmul.fp32_precision = 'bf16'" in text
-    assert "torch.use_deterministic_algorithms(True, warn_only=True)" in text
+    assert "deterministic=True, warns_only=True), 'bf16', dynamic=False" in text
 
 
-def test_like_fills_every_kind_of_tensor() -> None:
-    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.int32, torch.bool):
-        made = like([3, 1, 5], [10, 0, 2], dtype, "cpu", mean=2.0, low=1, high=4, true=1.0)
-        assert made.shape == (3, 1, 5) and made.stride() == (10, 0, 2) and made.dtype == dtype
-    assert like([100], [1], torch.int64, "cpu", low=1, high=3).unique().tolist() == [1, 2, 3]
+@pytest.mark.parametrize("spread", [True, False])
+def test_every_kind_of_tensor_is_made(spread: bool) -> None:
+    kinds = {torch.int32: (1, 4), torch.bool: (1.0,)}
+    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.complex64, *kinds):
+        how = kinds.get(dtype, (2.0, 1.0)) if spread else ()
+        given = made(Leaf(size=(3, 1, 5), stride=(10, 0, 2), dtype=dtype, spread=how))
+        assert given.shape == (3, 1, 5) and given.stride() == (10, 0, 2) and given.dtype == dtype
+    drawn = made(Leaf(size=(100,), stride=(1,), dtype=torch.int64, spread=(1, 3)))
+    assert drawn.unique().tolist() == [1, 2, 3]
 
 
 def test_what_no_module_has_cannot_be_imported() -> None:

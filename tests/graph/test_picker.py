@@ -21,7 +21,6 @@ from attn_fuse.picker import evidence
 from attn_fuse.picker import pick as picker
 from attn_fuse.picker.case import Case, visible_share
 from attn_fuse.picker.evidence import AS_WRITTEN, REACH, Row, Table, compare
-from attn_fuse.picker.pick import Choice
 from attn_fuse.picker.regression import distance
 from attn_fuse.picker.timing import Device, this_device
 
@@ -409,14 +408,3 @@ class TestPick:
             assert site_of(capped, Q).status == "as written"
         with pytest.raises(attn_fuse.NotFusedError, match="cpu_flash: takes no softcap"):
             site_of(capped, Q, kernels=["cpu_flash"], strict=True)
-
-
-def test_a_kernel_that_cannot_be_called_leaves_the_reason_of_those_that_can() -> None:
-    slower = ("1.07 of the time as written, by measurements",)
-    choice = Choice(KERNELS[0], {"chunked": slower}, "0.8 of the time as written", slower=("chunked",))
-    left = choice.without("a size is not that of any tensor here")
-    assert left.kernel is None and left.advice
-    assert left.because.startswith("no kernel that can be called is surely faster than the program as written: chunked")
-    assert "chunked takes 1.07" in left.because and f"{KERNELS[0].name} cannot be called: a size" in left.because
-    alone = Choice(KERNELS[0], {}, "asked for").without("a size")
-    assert alone.because == f"{KERNELS[0].name} cannot be called: a size"

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from attn_fuse.kernels import KERNELS
-from attn_fuse.kernels.kernel import Kernel
 from attn_fuse.kernels.triton.flash.kernel import TRITON_FLASH
 from attn_fuse.picker import evidence
-from attn_fuse.picker.pick import Verdict
+from attn_fuse.picker.evidence import AS_WRITTEN as WRITTEN
+from attn_fuse.picker.pick import Times
 from attn_fuse.report import collecting
 from tests.graph.h200_cases import (
     AS_WRITTEN,
@@ -237,30 +237,36 @@ def test_without_a_self_check(case: Want, picked: Callable[..., list[Picked]]) -
 @pytest.mark.thorough
 @pytest.mark.parametrize("case", FLOAT32, ids=str)
 def test_where_ours_pass_theirs(case: Want, picked: Callable[..., list[Picked]]) -> None:
-    asked: list[tuple[str, str | None]] = []
+    asked: list[tuple[str, str]] = []
 
-    def passed(kernel: Kernel, fallback: Kernel | None) -> Verdict:
-        asked.append((kernel.name, fallback.name if fallback is not None else None))
-        return Verdict(0.8)
+    def passed(kernel: str, against: str) -> Times:
+        asked.append((kernel, against))
+        return Times({kernel: 0.8, against: 1.0}, {})
 
     with settings(case):
         (site,) = picked(case.program(), *case.inputs(), training=case.training, self_check=passed)
-    ((kernel, fallback),) = asked
-    assert site.kernel == kernel == "triton_flash" and fallback in case.best, asked
-    instead = fallback or "the program as written"
+    ((kernel, against),) = asked
+    assert site.kernel == kernel == "triton_flash" and (None if against == WRITTEN else against) in case.best, asked
+    instead = "the program as written" if against == WRITTEN else against
     assert site.choice.because == f"0.80 of the time of {instead}, checked and timed here"
-    if fallback is not None:
-        assert site.choice.then[0].name == fallback
-        assert site.choice.why_not[fallback] == (f"{site.kernel} takes {site.choice.because}",)
+    if against != WRITTEN:
+        assert site.choice.why_not[against] == (f"{site.kernel} takes {site.choice.because}",)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("case", FLOAT32, ids=str)
 def test_where_ours_fail_theirs(case: Want, picked: Callable[..., list[Picked]]) -> None:
     """The choice is what it is without them, whether they are wrong or slow."""
-    for verdict in (Verdict(None, "its self-check failed: wrong"), Verdict(1.2)):
+
+    def wrong(kernel: str, against: str) -> Times:
+        return Times({}, {kernel: "its self-check failed: wrong"})
+
+    def slow(kernel: str, against: str) -> Times:
+        return Times({kernel: 1.2, against: 1.0}, {})
+
+    for self_check in (wrong, slow):
         with settings(case):
-            (site,) = picked(case.program(), *case.inputs(), training=case.training, self_check=lambda *_, v=verdict: v)
+            (site,) = picked(case.program(), *case.inputs(), training=case.training, self_check=self_check)
         assert site.kernel in case.best, f"{case.why}: {site}"
 
 
@@ -268,11 +274,12 @@ def test_the_next_best_of_ours_is_tried(picked: Callable[..., list[Picked]], mon
     promising = dataclasses.replace(TRITON_FLASH, name="promising")
     monkeypatch.setattr("attn_fuse.picker.pick.KERNELS", (promising, *KERNELS))
 
-    def verdict(kernel: Kernel, fallback: Kernel | None) -> Verdict:
-        return Verdict(None, "its self-check failed: wrong") if kernel is promising else Verdict(0.6)
+    def checked(kernel: str, against: str) -> Times:
+        wrong = {"promising": "its self-check failed: wrong"} if kernel == "promising" else {}
+        return Times({} if wrong else {kernel: 0.6, against: 1.0}, wrong)
 
-    (site,) = picked(banded(1024), *trained(2, 16, 8192, 64)(), training=True, self_check=verdict)
-    assert site.kernel == "triton_flash" and [k.name for k in site.choice.then][:1] == ["flex"]
+    (site,) = picked(banded(1024), *trained(2, 16, 8192, 64)(), training=True, self_check=checked)
+    assert site.kernel == "triton_flash" and "by measurements" in site.choice.why_not["flex"][0]
     assert site.choice.why_not["promising"] == ("its self-check failed: wrong",)
 
 
