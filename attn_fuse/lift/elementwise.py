@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -18,39 +19,49 @@ from attn_fuse.lift.tensor import Indices, LiftedTensor, NoClosedForm, Operation
 from attn_fuse.torch_internals import CLAMP_BY_A_TENSOR_SPLITS
 
 
-def _arithmetic(build: Callable[[Expr, Expr], Expr], scaled: bool = False) -> Callable[[Operation], LiftedTensor]:
+def _pointwise(
+    build: Callable[..., Expr], *names: str, jumps: bool = False, wide: bool = False
+) -> Callable[[Operation], LiftedTensor]:
+    """`build` of the arguments called `names`, each in the dtype of the result, which it is given last.
+
+    Without names it takes every argument. jumps: a rounding of the arguments may change the result by a whole step.
+    wide: a number beside half precision is taken in float32.
+    """
+
     def handler(call: Operation) -> LiftedTensor:
         dtype, space = call.result.dtype, call.space
-        a, b = operand(call, "self", dtype, wide=True), operand(call, "other", dtype, wide=True)
-        alpha = number(call.get("alpha", 1)) if scaled else ex.Const(1)
-
-        def at(index: Indices) -> Expr:
-            other = b(index)
-            if alpha not in (ex.Const(1), ex.Const(1.0)):
-                other = precision.computed(al.mul(alpha, other), dtype, space)
-            return precision.computed(build(a(index), other), dtype, space)
-
-        return call.tensor(at)
+        given = names or [argument.name for argument in call.node.target._schema.arguments]
+        operands = [operand(call, name, dtype, wide) for name in given]
+        operands = [exact(call, x) for x in operands] if jumps else operands
+        return call.tensor(lambda index: precision.computed(build(*(x(index) for x in operands), dtype), dtype, space))
 
     return handler
 
 
-def _subtract(a: Expr, b: Expr) -> Expr:
-    return al.add(a, al.negative(b))
+def _sum(sign: int) -> Callable[[Operation], LiftedTensor]:
+    """self + alpha * other, or with the sign -1 self - alpha * other."""
+
+    def handler(call: Operation) -> LiftedTensor:
+        alpha = number(call.get("alpha", 1))
+
+        def build(a: Expr, b: Expr, dtype: torch.dtype) -> Expr:
+            if alpha not in (ex.Const(1), ex.Const(1.0)):
+                b = precision.computed(al.mul(alpha, b), dtype, call.space)
+            return al.add(a, b if sign > 0 else al.negative(b))
+
+        return _pointwise(build, "self", "other", wide=True)(call)
+
+    return handler
 
 
 def _divide(call: Operation) -> LiftedTensor:
     mode = call.named.get("rounding_mode")
     if mode is None:
-        return _arithmetic(al.div)(call)
+        return _pointwise(lambda a, b, dtype: al.div(a, b), "self", "other", wide=True)(call)
     return _whole_division(call, "floor_divide" if mode == "floor" else "trunc_divide")
 
 
-def _remainder(call: Operation) -> LiftedTensor:
-    return _whole_division(call, "remainder")
-
-
-def _whole_division(call: Operation, name: str) -> LiftedTensor:
+def _whole_division(call: Operation, name: str = "remainder") -> LiftedTensor:
     dtype, space = call.result.dtype, call.space
     a, b = (exact(call, operand(call, which, dtype)) for which in ("self", "other"))
 
@@ -71,12 +82,7 @@ def _whole_division(call: Operation, name: str) -> LiftedTensor:
 
 
 def _of_one(name: str) -> Callable[[Operation], LiftedTensor]:
-    def handler(call: Operation) -> LiftedTensor:
-        dtype, space = call.result.dtype, call.space
-        x = operand(call, "self", dtype)
-        return call.tensor(lambda index: precision.computed(al.unary(name, x(index), dtype), dtype, space))
-
-    return handler
+    return _pointwise(functools.partial(al.unary, name), "self")
 
 
 def _to_whole(name: str) -> Callable[[Operation], LiftedTensor]:
@@ -109,41 +115,20 @@ def _to_whole(name: str) -> Callable[[Operation], LiftedTensor]:
 
 
 def _test(name: str) -> Callable[[Operation], LiftedTensor]:
-    """A question about one number, such as isnan, asked in its own dtype."""
+    return _asked(functools.partial(al.unary, name), of_whole=name == "isfinite")
+
+
+def _asked(question: Callable[[Expr], Expr], of_whole: bool = False) -> Callable[[Operation], LiftedTensor]:
+    """A question about one number, such as isnan, asked in its own dtype. of_whole: the answer for any integer."""
 
     def handler(call: Operation) -> LiftedTensor:
-        x = call["self"]
+        x = call.operand
         if not x.dtype.is_floating_point:
-            return call.tensor(lambda index: ex.Const(name == "isfinite"))
+            return call.tensor(lambda index: ex.Const(of_whole))
         element = exact(call, x.at)
-        return call.tensor(lambda index: al.unary(name, element(index)))
+        return call.tensor(lambda index: question(element(index)))
 
     return handler
-
-
-def _is_infinite(value: float) -> Callable[[Operation], LiftedTensor]:
-    def handler(call: Operation) -> LiftedTensor:
-        element = exact(call, call["self"].at)
-        return call.tensor(lambda index: al.compare("eq", element(index), ex.Const(value)))
-
-    return handler
-
-
-def _of_two(name: str, jumps: bool) -> Callable[[Operation], LiftedTensor]:
-    def handler(call: Operation) -> LiftedTensor:
-        dtype, space = call.result.dtype, call.space
-        a, b = (operand(call, argument.name, dtype) for argument in call.node.target._schema.arguments)
-        if jumps:
-            a, b = exact(call, a), exact(call, b)
-        return call.tensor(lambda index: precision.computed(al.binary(name, a(index), b(index), dtype), dtype, space))
-
-    return handler
-
-
-def _negate(call: Operation) -> LiftedTensor:
-    dtype, space = call.result.dtype, call.space
-    x = operand(call, "self", dtype)
-    return call.tensor(lambda index: precision.computed(al.negative(x(index)), dtype, space))
 
 
 def _clamp(call: Operation) -> LiftedTensor:
@@ -270,45 +255,27 @@ def _stand_in(call: Operation, name: str) -> Any:
     return 1.0 if isinstance(x, (float, torch.SymFloat, Expr)) else x if isinstance(x, bool) else 1
 
 
-def _logical(build: Callable[[Expr, Expr], Expr]) -> Callable[[Operation], LiftedTensor]:
+def _logical(build: Callable[..., Expr], *names: str) -> Callable[[Operation], LiftedTensor]:
     def handler(call: Operation) -> LiftedTensor:
         if call.result.dtype != torch.bool:
             raise NoClosedForm("a bitwise operation on whole numbers")
-        a, b = operand(call, "self", torch.bool), operand(call, "other", torch.bool)
-        return call.tensor(lambda index: build(a(index), b(index)))
+        operands = [operand(call, name, torch.bool) for name in names]
+        return call.tensor(lambda index: build(*(x(index) for x in operands)))
 
     return handler
-
-
-def _inverted(call: Operation) -> LiftedTensor:
-    if call.result.dtype != torch.bool:
-        raise NoClosedForm("a bitwise operation on whole numbers")
-    x = operand(call, "self", torch.bool)
-    return call.tensor(lambda index: al.logical_not(x(index)))
 
 
 def _exclusive_or(a: Expr, b: Expr) -> Expr:
     return al.logical_or(al.logical_and(a, al.logical_not(b)), al.logical_and(al.logical_not(a), b))
 
 
-def _where(call: Operation) -> LiftedTensor:
-    dtype = call.result.dtype
-    cond = operand(call, "condition", torch.bool)
-    a, b = operand(call, "self", dtype), operand(call, "other", dtype)
-    return call.tensor(lambda index: al.select(cond(index), a(index), b(index)))
+def _choice(condition: str, where_true: str, where_false: str) -> Callable[[Operation], LiftedTensor]:
+    def handler(call: Operation) -> LiftedTensor:
+        cond = operand(call, condition, torch.bool)
+        a, b = (operand(call, name, call.result.dtype) for name in (where_true, where_false))
+        return call.tensor(lambda index: al.select(cond(index), a(index), b(index)))
 
-
-def _prims_where(call: Operation) -> LiftedTensor:
-    dtype = call.result.dtype
-    cond = operand(call, "pred", torch.bool)
-    a, b = operand(call, "a", dtype), operand(call, "b", dtype)
-    return call.tensor(lambda index: al.select(cond(index), a(index), b(index)))
-
-
-def _masked_fill(call: Operation) -> LiftedTensor:
-    dtype = call.result.dtype
-    cond, x, value = operand(call, "mask", torch.bool), operand(call, "self", dtype), operand(call, "value", dtype)
-    return call.tensor(lambda index: al.select(cond(index), value(index), x(index)))
+    return handler
 
 
 def _softplus(call: Operation) -> LiftedTensor:
@@ -339,45 +306,41 @@ def _of(name: str) -> list[Any]:
 # How the lift reads a row of `expression.functions.UNARY`, by its `lifted`.
 _LIFTED = {"plain": _of_one, "whole": _to_whole, "test": _test}
 
+_BOTH = ("self", "other")
 ELEMENTWISE: dict[Any, Callable[[Operation], Any]] = {
-    aten.add.Tensor: _arithmetic(al.add, scaled=True),
-    aten.add.Scalar: _arithmetic(al.add, scaled=True),
-    aten.sub.Tensor: _arithmetic(_subtract, scaled=True),
-    aten.sub.Scalar: _arithmetic(_subtract, scaled=True),
-    aten.mul.Tensor: _arithmetic(al.mul),
-    aten.mul.Scalar: _arithmetic(al.mul),
+    **dict.fromkeys((aten.add.Tensor, aten.add.Scalar), _sum(1)),
+    **dict.fromkeys((aten.sub.Tensor, aten.sub.Scalar), _sum(-1)),
     **dict.fromkeys(
-        (aten.div.Tensor, aten.div.Scalar, aten.div.Tensor_mode, aten.div.Scalar_mode),
-        _divide,
+        (aten.mul.Tensor, aten.mul.Scalar), _pointwise(lambda a, b, dtype: al.mul(a, b), *_BOTH, wide=True)
     ),
-    aten.remainder.Scalar: _remainder,
-    aten.remainder.Tensor: _remainder,
-    aten.neg.default: _negate,
+    **dict.fromkeys((aten.div.Tensor, aten.div.Scalar, aten.div.Tensor_mode, aten.div.Scalar_mode), _divide),
+    **dict.fromkeys((aten.remainder.Scalar, aten.remainder.Tensor), _whole_division),
+    aten.neg.default: _pointwise(lambda x, dtype: al.negative(x), "self"),
     **{getattr(aten, row.name).default: _LIFTED[row.lifted](row.name) for row in UNARY.values() if row.lifted},
-    aten.isneginf.default: _is_infinite(-math.inf),
-    aten.isposinf.default: _is_infinite(math.inf),
+    aten.isneginf.default: _asked(lambda x: al.compare("eq", x, ex.Const(-math.inf))),
+    aten.isposinf.default: _asked(lambda x: al.compare("eq", x, ex.Const(math.inf))),
     aten.gelu.default: _gelu,
     aten.softplus.default: _softplus,
     aten.maximum.default: _greater("maximum"),
     aten.minimum.default: _greater("minimum"),
-    aten.hardtanh.default: _hardtanh,
-    aten.relu6.default: _hardtanh,
+    **dict.fromkeys((aten.hardtanh.default, aten.relu6.default), _hardtanh),
     aten.hardsigmoid.default: _hardsigmoid,
     aten.hardswish.default: _hardswish,
-    aten.elu.default: _elu,
-    aten.celu.default: _elu,
-    aten.selu.default: _elu,
-    **{op: _of_two(row.name, row.lifted == "whole") for row in BINARY.values() if row.lifted for op in _of(row.name)},
-    aten.clamp.default: _clamp,
-    aten.clamp.Tensor: _clamp,
+    **dict.fromkeys((aten.elu.default, aten.celu.default, aten.selu.default), _elu),
+    **{
+        op: _pointwise(functools.partial(al.binary, row.name), jumps=row.lifted == "whole")
+        for row in BINARY.values()
+        if row.lifted
+        for op in _of(row.name)
+    },
+    **dict.fromkeys((aten.clamp.default, aten.clamp.Tensor), _clamp),
     **{getattr(getattr(aten, op), kind): _comparison(op) for op in COMPARISONS for kind in ("Tensor", "Scalar")},
-    **dict.fromkeys((aten.logical_and.default, aten.bitwise_and.Tensor), _logical(al.logical_and)),
-    **dict.fromkeys((aten.logical_or.default, aten.bitwise_or.Tensor), _logical(al.logical_or)),
-    **dict.fromkeys((aten.logical_xor.default, aten.bitwise_xor.Tensor), _logical(_exclusive_or)),
-    **dict.fromkeys((aten.logical_not.default, aten.bitwise_not.default), _inverted),
-    aten.where.self: _where,
-    torch.ops.prims.where.default: _prims_where,
-    aten.masked_fill.Scalar: _masked_fill,
-    aten.masked_fill.Tensor: _masked_fill,
+    **dict.fromkeys((aten.logical_and.default, aten.bitwise_and.Tensor), _logical(al.logical_and, *_BOTH)),
+    **dict.fromkeys((aten.logical_or.default, aten.bitwise_or.Tensor), _logical(al.logical_or, *_BOTH)),
+    **dict.fromkeys((aten.logical_xor.default, aten.bitwise_xor.Tensor), _logical(_exclusive_or, *_BOTH)),
+    **dict.fromkeys((aten.logical_not.default, aten.bitwise_not.default), _logical(al.logical_not, "self")),
+    aten.where.self: _choice("condition", "self", "other"),
+    torch.ops.prims.where.default: _choice("pred", "a", "b"),
+    **dict.fromkeys((aten.masked_fill.Scalar, aten.masked_fill.Tensor), _choice("mask", "value", "self")),
     aten._to_copy.default: _to_copy,
 }

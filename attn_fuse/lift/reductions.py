@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import sympy
@@ -76,26 +76,21 @@ def _dropout(call: Operation) -> LiftedTensor:
     return call.tensor(lambda index: ex.Dropout(x.at(index), p))
 
 
-def _reduced(call: Operation, name: str, dims: list[int]) -> Callable[[Indices], Expr]:
-    x, dtype = call.operand, call.result.dtype
-    keepdim = bool(call.get("keepdim", False))
-    axes = {d: call.axis(f"r{d}_", x.shape[d]) for d in dims}
+def _reduced(
+    call: Operation, name: str, dims: Iterable[int], of: Callable[[Expr], Expr] = lambda x: x
+) -> Callable[[Indices], Expr]:
+    """The reduction of `of` each element over `dims`, as a function of the result's indices."""
+    x, keepdim = call.operand, bool(call.get("keepdim", False))
+    axes = {d % len(x.shape): call.axis(f"r{d % len(x.shape)}_", x.shape[d]) for d in dims}
 
     def at(index: Indices) -> Expr:
-        rest = iter(index)
-        inside: list[sympy.Expr] = []
-        for d in range(len(x.shape)):
-            if d in axes:
-                inside.append(axes[d])
-                if keepdim:
-                    next(rest)
-            else:
-                inside.append(next(rest))
-        body = x.at(tuple(inside))
-        if not (name == "sum" and isinstance(body, ex.Mul)):
-            _of_scores(body, name)
-        for d in dims:
-            body = _sum(axes[d], body, dtype) if name == "sum" else ex.Reduce(name, axes[d], body)
+        rest = iter(i for d, i in enumerate(index) if not (keepdim and d in axes))
+        body = of(x.at(tuple(axes[d] if d in axes else next(rest) for d in range(len(x.shape)))))
+        if not ex.has_product(body) and not (name == "sum" and isinstance(body, ex.Mul)):
+            written = call.node.target._schema.name.removeprefix("aten::")
+            raise NoClosedForm(f"{written} of something other than the scores")
+        for axis in axes.values():
+            body = _sum(axis, body, call.result.dtype) if name == "sum" else ex.Reduce(name, axis, body)
         return body
 
     return at
@@ -123,22 +118,15 @@ def _reduction(name: str) -> Callable[[Operation], LiftedTensor]:
         dims = given if isinstance(given, (list, tuple)) else [given]
         if not dims or dims == [None]:
             dims = list(range(len(x.shape)))
-        return call.tensor(_reduced(call, name, [d % len(x.shape) for d in dims]))
+        return call.tensor(_reduced(call, name, dims))
 
     return handler
-
-
-def _of_scores(body: Expr, name: str) -> Expr:
-    if not ex.has_product(body):
-        raise NoClosedForm(f"{name} of something other than the scores")
-    return body
 
 
 def _mean(call: Operation) -> LiftedTensor:
     x, dims = call.operand, call["dim"]
     if not dims or not x.shape:
         raise NoClosedForm("a reduction to one number")
-    dims = [d % len(x.shape) for d in dims]
     count = sympy.prod([x.shape[d] for d in dims])
     total = _reduced(call, "sum", dims)
     if count.is_Integer:
@@ -152,36 +140,23 @@ def _extreme(name: str) -> Callable[[Operation], list[LiftedTensor]]:
 
     def handler(call: Operation) -> list[LiftedTensor]:
         values, positions = call.node.meta["val"]
-        x, dim = call.operand, call.dim()
-        if not x.shape:
+        if not call.operand.shape:
             raise NoClosedForm(f"{name} of one number")
-        axis, keepdim = call.axis("r", x.shape[dim]), bool(call["keepdim"])
-
-        def at(index: Indices) -> Expr:
-            after = index[dim + 1 :] if keepdim else index[dim:]
-            return ex.Reduce(name, axis, _of_scores(x.at((*index[:dim], axis, *after)), name))
 
         def unknown(index: Indices) -> Expr:
             raise NoClosedForm("the position of the largest element")
 
-        return [call.like(values, at), call.like(positions, unknown)]
+        return [call.like(values, _reduced(call, name, [call.dim()])), call.like(positions, unknown)]
 
     return handler
 
 
 def _logsumexp(call: Operation) -> LiftedTensor:
-    x, dims = call.operand, call["dim"]
-    if len(dims) != 1 or not x.shape:
+    dims = call["dim"]
+    if len(dims) != 1 or not call.operand.shape:
         raise NoClosedForm("a log-sum-exp over several dimensions")
-    dim, keepdim = dims[0] % len(x.shape), bool(call["keepdim"])
-    axis = call.axis("r", x.shape[dim])
-
-    def at(index: Indices) -> Expr:
-        after = index[dim + 1 :] if keepdim else index[dim:]
-        body = _of_scores(x.at((*index[:dim], axis, *after)), "logsumexp")
-        return al.unary("log", ex.Reduce("sum", axis, al.unary("exp", body)))
-
-    return call.tensor(at)
+    total = _reduced(call, "sum", dims, of=lambda x: al.unary("exp", x))
+    return call.tensor(lambda index: al.unary("log", total(index)))
 
 
 def _cumsum(call: Operation) -> LiftedTensor:

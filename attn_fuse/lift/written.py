@@ -7,7 +7,7 @@ which one it is, the choice goes away by simplification.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import sympy
@@ -109,7 +109,7 @@ def _slice_scatter(call: Operation) -> LiftedTensor:
         along = sympy.expand(index[dim] + shift)
         place = space.floordiv(along, sympy.Integer(step)) - (start + shift) / step if step != 1 else along - start
         place = sympy.expand(place)
-        cond = al.logical_and(al.nonnegative(place, space), al.nonnegative(count - 1 - place, space))
+        cond = _is_within(place, count, space)
         # Of the first or the last row an end is enough, which whoever writes the others asks for, too.
         if count == 1 and (step != 1 or isinstance(cond, ex.And)):
             cond = al.is_zero(index[dim] - start, space)
@@ -152,39 +152,49 @@ def _is_whole(x: Expr) -> bool:
     return all(number.is_Integer for part in ex.walk(x) for p in ex.positions(part) for number in p.atoms(sympy.Number))
 
 
-def _select_scatter(call: Operation) -> LiftedTensor:
-    x, src, dim, space = call.operand, call["src"], call.dim(), call.space
-    place = position(call, size(call["index"]), x.shape[dim])
+def _overwritten(
+    call: Operation,
+    src: LiftedTensor,
+    is_written: Callable[[Indices], Expr],
+    inside: Callable[[Indices], Indices],
+) -> LiftedTensor:
+    """`self` with the element of `src` at the indices `inside` wherever `is_written` holds."""
+    x, space = call.operand, call.space
 
     def at(index: Indices) -> Expr:
-        inside = (*index[:dim], *index[dim + 1 :])
-        return _chosen(
-            al.is_zero(index[dim] - place, space),
-            lambda: precision.cast(x.dtype, src.at(inside), src.dtype, space),
-            lambda: x.at(index),
-            space,
-        )
+        def new() -> Expr:
+            return precision.cast(x.dtype, src.at(inside(index)), src.dtype, space)
+
+        return _chosen(is_written(index), new, lambda: x.at(index), space)
 
     return call.tensor(at)
 
 
+def _select_scatter(call: Operation) -> LiftedTensor:
+    dim = call.dim()
+    place = position(call, size(call["index"]), call.operand.shape[dim])
+    return _overwritten(
+        call,
+        call["src"],
+        lambda index: al.is_zero(index[dim] - place, call.space),
+        lambda index: (*index[:dim], *index[dim + 1 :]),
+    )
+
+
 def _diagonal_scatter(call: Operation) -> LiftedTensor:
-    x, src, space, offset = call.operand, call["src"], call.space, size(call["offset"])
+    space, offset = call.space, size(call["offset"])
     first, second = call.dim("dim1"), call.dim("dim2")
     above = space.is_nonnegative(offset)
     if not above and not space.is_negative(offset):
         raise NoClosedForm("a diagonal at an unknown place")
-
-    def at(index: Indices) -> Expr:
-        inside = (*(i for d, i in enumerate(index) if d not in (first, second)), index[first if above else second])
-        return _chosen(
-            al.is_zero(index[second] - index[first] - offset, space),
-            lambda: precision.cast(x.dtype, src.at(inside), src.dtype, space),
-            lambda: x.at(index),
-            space,
-        )
-
-    return call.tensor(at)
+    return _overwritten(
+        call,
+        call["src"],
+        lambda index: al.is_zero(index[second] - index[first] - offset, space),
+        lambda index: (
+            *(i for d, i in enumerate(index) if d not in (first, second)), index[first if above else second],
+        ),
+    )  # fmt: skip
 
 
 # ---- at positions from a tensor
@@ -219,7 +229,7 @@ def _index_fill(call: Operation) -> LiftedTensor:
 
 
 def _index_put(call: Operation) -> LiftedTensor:
-    x, positions, value, space = call.operand, call["indices"], call["values"], call.space
+    positions, value = call["indices"], call["values"]
     given = [d for d, p in enumerate(positions) if p is not None]
     if call["accumulate"]:
         raise NoClosedForm("numbers added at lists of positions")
@@ -227,18 +237,8 @@ def _index_put(call: Operation) -> LiftedTensor:
         raise NoClosedForm("several numbers written at lists of positions")
     if any(positions[d].dtype == torch.uint8 for d in given):
         raise NoClosedForm("indexing with a mask of whole numbers")
-    is_written = _mask(positions, given) or _at_lists(call, x, positions, given)
-
-    def at(index: Indices) -> Expr:
-        first = (sympy.Integer(0),) * len(value.shape)
-        return _chosen(
-            is_written(index),
-            lambda: precision.cast(x.dtype, value.at(first), value.dtype, space),
-            lambda: x.at(index),
-            space,
-        )
-
-    return call.tensor(at)
+    is_written = _mask(positions, given) or _at_lists(call, positions, given)
+    return _overwritten(call, value, is_written, lambda index: (sympy.Integer(0),) * len(value.shape))
 
 
 def _mask(positions: Sequence[LiftedTensor | None], given: Sequence[int]) -> Callable[[Indices], Expr] | None:
@@ -255,11 +255,11 @@ def _mask(positions: Sequence[LiftedTensor | None], given: Sequence[int]) -> Cal
 
 
 def _at_lists(
-    call: Operation, x: LiftedTensor, positions: Sequence[LiftedTensor | None], given: Sequence[int]
+    call: Operation, positions: Sequence[LiftedTensor | None], given: Sequence[int]
 ) -> Callable[[Indices], Expr]:
     """Whether an element is at a position that the lists name together, as a function of its index."""
     lists = [p for p in positions if p is not None]
-    together = _triangle(call, x, lists, given) or _diagonal(call, x, lists, given)
+    together = _triangle(call, lists, given) or _diagonal(call, lists, given)
     if together is not None:
         return together
     rank = max(len(p.shape) for p in lists)
@@ -276,24 +276,25 @@ def _at_lists(
 
         return LiftedTensor((count,), p.dtype, at)
 
-    places = [_Places(call, flat(p), x.shape[d], may_repeat=True) for d, p in zip(given, lists, strict=True)]
-
-    def is_written(index: Indices) -> Expr:
-        hit: Expr = ex.TRUE
-        for d, along in zip(given, places, strict=True):
-            hit = al.logical_and(hit, along.chosen(index[d], lambda _: ex.TRUE, lambda: ex.FALSE))
-        return hit
-
-    return is_written
+    lengths = call.operand.shape
+    places = [_Places(call, flat(p), lengths[d], may_repeat=True) for d, p in zip(given, lists, strict=True)]
+    return lambda index: _all(
+        along.chosen(index[d], lambda _: ex.TRUE, lambda: ex.FALSE) for d, along in zip(given, places, strict=True)
+    )
 
 
-def _triangle(
-    call: Operation, x: LiftedTensor, lists: Sequence[LiftedTensor], given: Sequence[int]
-) -> Callable[[Indices], Expr] | None:
+def _all(conditions: Iterable[Expr]) -> Expr:
+    hit: Expr = ex.TRUE
+    for condition in conditions:
+        hit = al.logical_and(hit, condition)
+    return hit
+
+
+def _triangle(call: Operation, lists: Sequence[LiftedTensor], given: Sequence[int]) -> Callable[[Indices], Expr] | None:
     """Whether an element is in a triangle, if the two lists are the rows and columns of one; None if they are not."""
     if len(lists) != 2 or any(len(p.shape) != 1 for p in lists):
         return None
-    n = call.space.fresh("w", lists[0].shape[0])
+    space, n = call.space, call.space.fresh("w", lists[0].shape[0])
     match [p.at((n,)) for p in lists]:
         case [ex.Index(TrianglePlace() as row), ex.Index(TrianglePlace() as column)] if (
             row.args[0] == 0 and column.args[0] == 1 and row.args[1:] == column.args[1:] and row.args[1] == n
@@ -301,43 +302,46 @@ def _triangle(
             rows, columns, offset, upper = row.args[2:]
         case _:
             return None
-    space = call.space
 
     def is_written(index: Indices) -> Expr:
         i, j = (index[d] for d in given)
-        within = [rows - 1 - i, columns - 1 - j, j - i - offset if upper else i + offset - j]
-        hit: Expr = ex.TRUE
-        for value in within:
-            hit = al.logical_and(hit, al.nonnegative(value, space))
-        return hit
+        inside = j - i - offset if upper else i + offset - j
+        return _all(al.nonnegative(value, space) for value in (rows - 1 - i, columns - 1 - j, inside))
 
     return is_written
 
 
-def _diagonal(
-    call: Operation, x: LiftedTensor, lists: Sequence[LiftedTensor], given: Sequence[int]
-) -> Callable[[Indices], Expr] | None:
+def _diagonal(call: Operation, lists: Sequence[LiftedTensor], given: Sequence[int]) -> Callable[[Indices], Expr] | None:
     """Whether an element is on a diagonal, if each list counts up by one from its start; None if one does not."""
     space, count = call.space, lists[0].shape[0] if lists[0].shape else sympy.Integer(1)
     if len(lists) < 2 or any(len(p.shape) != 1 or p.shape[0] != count for p in lists):
         return None
     n = space.fresh("w", count)
-    starts: list[sympy.Expr] = []
-    for d, p in zip(given, lists, strict=True):
-        match p.at((n,)):
-            case ex.Index(value) if n not in sympy.expand(value - n).free_symbols:
-                starts.append(position(call, value, x.shape[d]) - n)
-            case _:
-                return None
+    starts = [_start(call, p.at((n,)), n, call.operand.shape[d]) for d, p in zip(given, lists, strict=True)]
+    if None in starts:
+        return None
 
     def is_written(index: Indices) -> Expr:
         first, *others = (sympy.expand(index[d] - start) for d, start in zip(given, starts, strict=True))
-        hit = al.logical_and(al.nonnegative(first, space), al.nonnegative(count - 1 - first, space))
-        for other in others:
-            hit = al.logical_and(hit, al.is_zero(other - first, space))
-        return hit
+        return _all((_is_within(first, count, space), *(al.is_zero(other - first, space) for other in others)))
 
     return is_written
+
+
+def _start(call: Operation, place: Expr, n: sympy.Symbol, length: sympy.Expr) -> sympy.Expr | None:
+    """The first position of a list that counts up by one, along a dimension of `length`; None of any other list.
+
+    place: the position at the symbol `n`.
+    """
+    match place:
+        case ex.Index(value) if n not in sympy.expand(value - n).free_symbols:
+            return sympy.expand(position(call, value, length) - n)
+    return None
+
+
+def _is_within(place: sympy.Expr, count: sympy.Expr, space: Space) -> Expr:
+    """Whether 0 <= `place` < `count`."""
+    return al.logical_and(al.nonnegative(place, space), al.nonnegative(count - 1 - place, space))
 
 
 class _Places:
@@ -347,12 +351,10 @@ class _Places:
         self.space = call.space
         self.count = where.shape[0] if where.shape else sympy.Integer(1)
         axis = call.space.fresh("w", self.count)
-        self.start: sympy.Expr | None = None
         self.listed: list[sympy.Expr] = []
-        match where.at((axis,) if where.shape else ()):
-            case ex.Index(value) if axis not in sympy.expand(value - axis).free_symbols:
-                self.start = sympy.expand(position(call, value, length) - axis)
-                return
+        self.start = _start(call, where.at((axis,) if where.shape else ()), axis, length)
+        if self.start is not None:
+            return
         if not self.count.is_Integer or self.count > _MOST_POSITIONS:
             raise NoClosedForm(_UNKNOWN)
         for n in range(int(self.count)):
@@ -374,8 +376,7 @@ class _Places:
         space = self.space
         if self.start is not None:
             place = sympy.expand(i - self.start)
-            cond = al.logical_and(al.nonnegative(place, space), al.nonnegative(self.count - 1 - place, space))
-            return _chosen(cond, lambda: new(place), old, space)
+            return _chosen(_is_within(place, self.count, space), lambda: new(place), old, space)
         for n, where in enumerate(self.listed):
             old = self._or(al.is_zero(i - where, space), sympy.Integer(n), new, old)
         return old()
