@@ -58,7 +58,8 @@ class MaskPart:
     @property
     def bounds(self) -> tuple[sympy.Expr | None, sympy.Expr | None]:
         """The (min, max) of j - i where a key may be seen; None for no bound. Kernels skip the keys beyond."""
-        return None, None
+        lower, upper, first = self.band
+        return (None, None) if first else (lower, upper)
 
     @property
     def rule(self) -> str:
@@ -79,20 +80,13 @@ class Causal(MaskPart):
     @classmethod
     def read(cls, keep: Expr, axes: Axes, space: Space) -> Causal | None:
         """`keep` as j <= i + offset, where the offset is the same for all elements; else None."""
-        if not isinstance(keep, ex.NonNegative) or not axes.query:
-            return None
-        offset = sympy.expand(keep.value - position(axes.query, space) + position(axes.key, space))
-        return Causal(keep, offset) if _is_number(offset, space) else None
+        offset = _offset(keep, axes, space, 1)
+        return None if offset is None else Causal(keep, offset)
 
     @property
     def band(self) -> Band:
         """The keys up to i + offset."""
         return Band(upper=self.offset)
-
-    @property
-    def bounds(self) -> tuple[None, sympy.Expr]:
-        """j - i is at most the offset."""
-        return None, self.offset
 
     @property
     def rule(self) -> str:
@@ -113,20 +107,13 @@ class Window(MaskPart):
     @classmethod
     def read(cls, keep: Expr, axes: Axes, space: Space) -> Window | None:
         """`keep` as j >= i - reach, where the reach is the same for all elements; else None."""
-        if not isinstance(keep, ex.NonNegative) or not axes.query:
-            return None
-        reach = sympy.expand(keep.value + position(axes.query, space) - position(axes.key, space))
-        return Window(keep, reach) if _is_number(reach, space) else None
+        reach = _offset(keep, axes, space, -1)
+        return None if reach is None else Window(keep, reach)
 
     @property
     def band(self) -> Band:
         """The keys from i - reach on."""
         return Band(lower=-self.reach)
-
-    @property
-    def bounds(self) -> tuple[sympy.Expr, None]:
-        """j - i is at least -reach."""
-        return -self.reach, None
 
     def __str__(self) -> str:
         return f"window reaching {self.reach} back"
@@ -289,9 +276,13 @@ def _renamed(index: tuple[sympy.Expr, ...], by: Mapping[sympy.Symbol, sympy.Expr
     return tuple(sympy.expand(i.subs(by)) for i in index)
 
 
-def _is_number(value: sympy.Expr, space: Space) -> bool:
-    """Whether `value` is the same for all elements: a number, or an expression of sizes."""
-    return not value.free_symbols & space.sizes.keys()
+def _offset(keep: Expr, axes: Axes, space: Space, sign: int) -> sympy.Expr | None:
+    """c in `keep`, sign * (i - j) + c >= 0, if it is the same for all elements: a number, or made of sizes."""
+    if not isinstance(keep, ex.NonNegative) or not axes.query:
+        return None
+    apart = position(axes.query, space) - position(axes.key, space)
+    offset = sympy.expand(keep.value - sign * apart)
+    return None if offset.free_symbols & space.sizes.keys() else offset
 
 
 def every_query_sees_a_key(

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-_LIBRARY = torch.library.Library("attn_fuse", "FRAGMENT")
-_LIBRARY.define("kept(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout))
+from attn_fuse.emit.operators import operator
 
 
 def _copied(x: Tensor) -> Tensor:
@@ -23,8 +21,4 @@ def _gradient(ctx: Any, grad: Tensor) -> Tensor:
     return grad
 
 
-_LIBRARY.impl("kept", _copied, "CompositeExplicitAutograd")
-torch.library.register_fake("attn_fuse::kept", _copied, lib=_LIBRARY)
-torch.library.register_autograd("attn_fuse::kept", _gradient, lib=_LIBRARY)
-
-kept = torch.ops.attn_fuse.kept.default
+kept = operator("kept(Tensor x) -> Tensor", _copied, _copied, _gradient)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -388,12 +388,6 @@ COMPARISONS: dict[str, Callable[..., Tensor]] = {op: getattr(torch, op) for op i
 def gives_fraction(name: str) -> bool:
     """Whether function `name` gives a floating-point number even for integers; False for a name without a row."""
     return name in FUNCTIONS and FUNCTIONS[name].gives == "fraction"
-
-
-def interval_of(name: str, order: Order, operands: Sequence[Interval]) -> Interval | None:
-    """The interval of the results of function `name`; None where the ends of the intervals `operands` do not tell."""
-    row = FUNCTIONS.get(name)
-    return None if row is None or row.interval is None else row.interval(order, *operands)
 
 
 def bounds_of(name: str, *operands: Interval) -> Interval:

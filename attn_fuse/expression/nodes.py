@@ -377,19 +377,14 @@ def positions(expr: Expr) -> tuple[sympy.Expr, ...]:
 
 def index_symbols(expr: Expr) -> set[sympy.Symbol]:
     """The index symbols that `expr` depends on, without the axes that it sums, reduces or takes a softmax over."""
+    own: tuple[sympy.Symbol, ...] = ()
     match expr:
-        case Load(_, index):
-            return set().union(*(i.free_symbols for i in index)) if index else set()
-        case Index(value) | NonNegative(value) | IsZero(value):
-            return set(value.free_symbols)
-        case Contract(axes, a, b):
-            return (index_symbols(a) | index_symbols(b)) - set(axes)
-        case Reduce(_, axis, body):
-            return index_symbols(body) - {axis}
-        case Softmax(axis, body, at):
-            return (index_symbols(body) - {axis}) | set(at.free_symbols)
-        case _:
-            return set().union(*map(index_symbols, children(expr)))
+        case Contract(axes=axes):
+            own = axes
+        case Reduce(axis=axis) | Softmax(axis=axis):
+            own = (axis,)
+    beneath = set().union(*map(index_symbols, children(expr))) - {*own}
+    return beneath.union(*(place.free_symbols for place in positions(expr)))
 
 
 def has_product(expr: Expr) -> bool:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import sympy
@@ -42,13 +42,14 @@ from attn_fuse.expression.nodes import (
     Not,
     Or,
     Reduce,
-    Scalar,
     Score,
     Select,
     Softmax,
     Unary,
     as_made,
+    children,
     has_product,
+    remade,
     walk,
 )
 from attn_fuse.expression.ranges import infinities
@@ -441,8 +442,6 @@ def substitute(expr: Expr, by: Mapping[sympy.Symbol, sympy.Expr], space: Space) 
         match x:
             case Load(leaf, indices):
                 return Load(leaf, tuple(map(index, indices)))
-            case Gather(leaf, positions):
-                return Gather(leaf, tuple(map(changed, positions)))
             case Index(value):
                 return Index(index(value))
             case NonNegative(value):
@@ -464,28 +463,12 @@ def rebuilt(expr: Expr, change: Callable[[Expr], Expr]) -> Expr:
 
 
 def _rebuilt(expr: Expr, change: Callable[[Expr], Expr]) -> Expr:
-    match expr:
-        case Select(cond, a, b):
-            return select(change(cond), change(a), change(b))
-        case Not(x):
-            return logical_not(change(x))
-        case And(a, b):
-            return logical_and(change(a), change(b))
-        case Or(a, b):
-            return logical_or(change(a), change(b))
-        case Add(a, b):
-            return add(change(a), change(b))
-        case Mul(a, b):
-            return mul(change(a), change(b))
-        case Div(a, b):
-            return div(change(a), change(b))
-        case Gather(leaf, index):
-            return Gather(leaf, tuple(map(change, index)))
-        case Const() | Index() | Load() | Scalar() | Score() | NonNegative() | IsZero():
-            return expr
-    new: dict[str, Any] = {
-        f.name: change(value)
-        for f in fields(expr)  # type: ignore[arg-type]
-        if isinstance(value := getattr(expr, f.name), Expr)
-    }
-    return replace(expr, **new)  # type: ignore[type-var]
+    parts = list(map(change, children(expr)))
+    if (build := _BUILT.get(type(expr))) is not None:
+        return build(*parts)
+    return remade(expr, parts) if parts else expr
+
+
+_BUILT: dict[type[Expr], Callable[..., Expr]] = {
+    Select: select, Not: logical_not, And: logical_and, Or: logical_or, Add: add, Mul: mul, Div: div,
+}  # fmt: skip

@@ -40,25 +40,24 @@ from attn_fuse.torch_internals import current_value, functionalized
 aten = torch.ops.aten
 
 
-def functionalize(module: GraphModule, far: bool = False) -> dict[str, StillWritten]:
+def functionalize(module: GraphModule) -> dict[str, StillWritten]:
     """Turn the writes of `module` and its subgraphs into values, where possible.
 
     Gives the memory that a subgraph still writes in place, and why, by the path of the subgraph.
-    far: whether to take memory that is near no attention, too.
     """
-    return {s.path: found for s in list(scopes(module)) if (found := make_functional(s, far=far)) is not None}
+    return {s.path: found for s in list(scopes(module)) if (found := make_functional(s)) is not None}
 
 
-def make_functional(scope: Scope, only: Set[int] | None = None, far: bool = False) -> StillWritten | None:
+def make_functional(scope: Scope, only: Set[int] | None = None) -> StillWritten | None:
     """Turn the writes of the graph of `scope`, without its subgraphs, into values, or leave the graph as it was.
 
     Gives the memory that the graph still writes; None where it writes no more.
-    only: the storages to consider; None for all. far: whether those near no attention count, too.
+    only: the storages to consider; None for all.
     """
     module = scope.module
     every = written_memory(module.graph)
     every = every if only is None else every & only
-    written = every if far else relevant(module.graph, every)
+    written = relevant(module.graph, every)
     rest = _beside(every - written)
     if not written:
         return rest

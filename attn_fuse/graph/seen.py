@@ -43,11 +43,6 @@ class Seen:
             and tensor.untyped_storage()._cdata == self.memory.cdata
         )
 
-    @property
-    def is_gone(self) -> bool:
-        """Whether the memory was freed."""
-        return bool(self.memory.expired())
-
 
 def _version_of(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version

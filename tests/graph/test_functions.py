@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attn_fuse.expression import nodes as ex
 from attn_fuse.expression import ranges, simplify
-from attn_fuse.expression.functions import BINARY, FUNCTIONS, UNARY, Function, Order, bounds_of, interval_of
+from attn_fuse.expression.functions import BINARY, FUNCTIONS, UNARY, Function, Order, bounds_of
 from attn_fuse.kernels.score import program as score_program
 from attn_fuse.kernels.score.gradient import differentiable, gradient_exprs, gradients, needed
 from attn_fuse.kernels.score.program import Block, Memo, ScoreProgram, bound, evaluate
@@ -176,8 +176,8 @@ def assert_covers(row: Function, intervals: list[tuple[float, float]]) -> None:
     found = []
     if row.image is not None:
         found.append(row.image(row.value, *intervals))
-    if (by_ends := interval_of(row.name, ENDS, intervals)) is not None:
-        found.append(by_ends)
+    if row.interval is not None:
+        found.append(row.interval(ENDS, *intervals))
     # Where a function is not defined an end is NaN, which says nothing of the values.
     for low, high in (ends for ends in found if not any(map(math.isnan, ends))):
         assert bool((values >= low - slack).all()) and bool((values <= high + slack).all()), (row.name, intervals)
@@ -194,11 +194,12 @@ def test_the_ends_of_tensors() -> None:
     low, high = torch.tensor([-3.0, -1.0, 2.0]), torch.tensor([-1.0, 4.0, 5.0])
     for name in ("add", "sub", "mul", "neg", "abs", "maximum", "minimum"):
         pairs = [(low, high)] * len(FUNCTIONS[name].gradients)
-        found = interval_of(name, order, pairs)
-        assert found is not None
+        interval = FUNCTIONS[name].interval
+        assert interval is not None
+        found = interval(order, *pairs)
         for n in range(3):
             each = [(float(a[n]), float(b[n])) for a, b in pairs]
-            assert (float(found[0][n]), float(found[1][n])) == interval_of(name, ENDS, each)
+            assert (float(found[0][n]), float(found[1][n])) == interval(ENDS, *each)
 
 
 def test_bounds_of_whole_numbers_hold_all_values_and_no_more() -> None:
