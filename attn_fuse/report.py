@@ -85,7 +85,7 @@ class SiteReport:
     score_bytes: the bytes of the score matrix that is no longer stored; 0 unless fused.
     expression: what each element of the scores and of the output is, as mathematics; of a refused site what was read of
         the output, "" where nothing was.
-    picture: the mask, as `attention.picture` draws it; empty where it draws none, and outside explain.
+    picture: the mask, as `emit.picture` draws it; empty where it draws none, and outside explain.
     fused_by: of a site that is fused already, what the program calls, where that is not torch's SDPA.
     failures: what failed in attn_fuse on this site.
     """

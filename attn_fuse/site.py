@@ -16,8 +16,8 @@ from torch.fx import GraphModule, Node
 from attn_fuse.attention.attention import Attention, Refusal
 from attn_fuse.attention.describe import in_words, plain, printed
 from attn_fuse.attention.facts import Facts, facts_of
-from attn_fuse.attention.picture import picture
 from attn_fuse.emit.builder import NotEmitted
+from attn_fuse.emit.picture import picture
 from attn_fuse.emit.splice import emit
 from attn_fuse.errors import named
 from attn_fuse.expression import nodes as ex
@@ -262,9 +262,8 @@ class Rewriter:
         """The picture of the mask; empty where it is not asked for, or cannot be drawn."""
         if not self.draws:
             return ()
-        known = [(n, found.values.get(leaf)) for n, leaf in enumerate(found.region.leaves)]
         try:
-            return picture(found.attention, {n: x.cpu() for n, x in known if type(x) is torch.Tensor})
+            return picture(found.region, found.attention, found.facts, found.mode, found.values)
         except Exception:  # a report must not cost a fusion
             log.warning("%s: its mask cannot be drawn", locate(found.region.softmax), exc_info=True)
             return ()

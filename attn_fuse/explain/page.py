@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from attn_fuse.attention.picture import ALL, NONE, SOME
+from attn_fuse.emit.picture import ALL, NONE, SOME
 from attn_fuse.report import SDPA, GraphReport, Location, SiteReport, bytes_in_words
 
 _STATUS = {
