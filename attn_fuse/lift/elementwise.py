@@ -186,15 +186,14 @@ def _shared(name: str, x: Expr, y: Expr, dtype: torch.dtype) -> Expr:
 
 def _between(x: Expr, low: float, high: float, call: Operation) -> Expr:
     """`x` limited to [low, high], without a gradient at either end."""
-    if not call.trains:
-        return al.binary("minimum", al.binary("maximum", x, ex.Const(low)), ex.Const(high))
     inside = al.select(al.compare("ge", x, ex.Const(high), call.space), ex.Const(high), x)
     return al.select(al.compare("le", x, ex.Const(low), call.space), ex.Const(low), inside)
 
 
 def _hardtanh(call: Operation) -> LiftedTensor:
-    x = operand(call, "self", call.result.dtype)
-    low, high = (0.0, 6.0) if "min_val" not in call.named else (float(call["min_val"]), float(call["max_val"]))
+    dtype = call.result.dtype
+    x = operand(call, "self", dtype)
+    low, high = (precision.rounded(call.get(name, usual), dtype) for name, usual in (("min_val", 0), ("max_val", 6)))
     return call.tensor(lambda index: _between(x(index), low, high, call))
 
 

@@ -19,7 +19,6 @@ from attn_fuse.graph.modes import autocast_of
 from attn_fuse.graph.names import DROPOUT, FUSED, op_name, requires_grad, tensors_of, value_of
 from attn_fuse.graph.region import Region
 from attn_fuse.graph.trace import call, fake_mode, fresh, made_for, origin_of, traced
-from attn_fuse.lift.operations import OPERATIONS
 from attn_fuse.lift.reductions import dropout_marker
 from attn_fuse.torch_internals import (
     DataDependentOutputException,
@@ -190,16 +189,14 @@ def _decompositions(trains: bool = False) -> dict[Any, Any]:
     aten = torch.ops.aten
     taken_apart = decompositions(
         [
-            aten._prelu_kernel, aten.addmm, aten.baddbmm, aten.celu, aten.clamp_max, aten.clamp_min,
-            aten.deg2rad, aten.elu, aten.eye, aten.floor_divide, aten.frac, aten.hardshrink, aten.hardsigmoid,
-            aten.hardswish, aten.hardtanh, aten.heaviside, aten.ldexp, aten.leaky_relu,
+            aten._prelu_kernel, aten.addmm, aten.baddbmm, aten.clamp_max, aten.clamp_min, aten.deg2rad, aten.eye,
+            aten.floor_divide, aten.frac, aten.hardshrink, aten.heaviside, aten.ldexp, aten.leaky_relu,
             aten.log_sigmoid_forward, aten.logaddexp, aten.logaddexp2, aten.logit, aten.mish, aten.mv,
-            aten.nan_to_num, aten.native_layer_norm, aten.rad2deg, aten.relu6, aten.rsub, aten.selu, aten.sgn,
-            aten.sinc, aten.softshrink, aten.squeeze.default, aten.t, aten.threshold, aten.where.Scalar,
-            aten.where.ScalarOther, aten.where.ScalarSelf, aten.xlogy, aten.zero,
+            aten.nan_to_num, aten.native_layer_norm, aten.rad2deg, aten.rsub, aten.sgn, aten.softshrink,
+            aten.squeeze.default, aten.t, aten.threshold, aten.where.Scalar, aten.where.ScalarOther,
+            aten.where.ScalarSelf, aten.xlogy, aten.zero,
         ]
     )  # fmt: skip
-    # In training what has a handler stays whole, and so does xlogy: the gradient of a decomposition differs at the ends
-    # of a range, or where one branch of a choice is not a number.
-    whole = OPERATIONS.keys() | {aten.xlogy.Tensor, aten.xlogy.Scalar_Self, aten.xlogy.Scalar_Other} if trains else ()
+    # The gradient of a decomposition differs where one branch of a choice is not a number.
+    whole = {aten.xlogy.Tensor, aten.xlogy.Scalar_Self, aten.xlogy.Scalar_Other} if trains else ()
     return {op: how for op, how in taken_apart.items() if op not in whole}
