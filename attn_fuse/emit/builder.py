@@ -110,24 +110,16 @@ class Builder:
                 return self._laid_end_to_end(axis, axis - place, a, b, axes)
             case ex.Select(cond, a, b):
                 return self._choice(self.tensor_of(cond, axes), self.tensor_of(a, axes), self.tensor_of(b, axes), x)
-            case ex.Unary(name, inner):
-                return self.node(FUNCTIONS[name].torch, self._as_tensor(self.tensor_of(inner, axes)))
-            case ex.Not(inner):
-                return self.node(torch.logical_not, self._as_tensor(self.tensor_of(inner, axes)))
-            case ex.Compare(op, a, b):
-                return self._on_tensors(COMPARISONS[op], a, b, axes)
+            case ex.Unary(x=inner) | ex.Not(x=inner):
+                return self.node(_OPERATIONS[ex.name_of(x)], self._as_tensor(self.tensor_of(inner, axes)))
             case ex.Binary("maximum" | "minimum" as name, a, ex.Const(bound)) if CLAMP_BY_A_TENSOR_SPLITS:
                 # A number as bound shares no gradient.
                 sides = {"min" if name == "maximum" else "max": bound}
                 return self.node(torch.clamp, self._as_tensor(self.tensor_of(a, axes)), **sides)
-            case ex.Binary(name, a, b):
-                return self._on_tensors(FUNCTIONS[name].torch, a, b, axes, both=True)
-            case ex.And(a, b):
-                return self._on_tensors(torch.logical_and, a, b, axes, both=True)
-            case ex.Or(a, b):
-                return self._on_tensors(torch.logical_or, a, b, axes, both=True)
-            case ex.Add(a, b) | ex.Mul(a, b) | ex.Div(a, b):
-                return self._on_tensors(FUNCTIONS[ex.name_of(x)].torch, a, b, axes)
+            case ex.Binary(_, a, b) | ex.And(a, b) | ex.Or(a, b):
+                return self._on_tensors(_OPERATIONS[ex.name_of(x)], a, b, axes, both=True)
+            case ex.Add(a, b) | ex.Mul(a, b) | ex.Div(a, b) | ex.Compare(_, a, b):
+                return self._on_tensors(_OPERATIONS[ex.name_of(x)], a, b, axes)
         raise NotEmitted(f"{type(x).__name__} cannot be made into a tensor")
 
     def _end_to_end(self, place: sympy.Expr, axes: Axes) -> sympy.Symbol | None:
@@ -441,6 +433,11 @@ def size_expr(size: Any) -> sympy.Expr:
     return size.node.expr.replace(FloorDiv, divided)
 
 
+# Of tensors, by the names of expressions.
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    **{name: row.torch for name, row in FUNCTIONS.items()}, **COMPARISONS,
+    "not": torch.logical_not, "and": torch.logical_and, "or": torch.logical_or,
+}  # fmt: skip
 # Of sizes, which a graph computes as Python does.
 _OF_NUMBERS = {torch.add: operator.add, torch.mul: operator.mul}
 
