@@ -11,7 +11,8 @@ gives. Then an activation, a norm or a product of a model's own stands between t
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch.fx import GraphModule, Node
@@ -66,22 +67,20 @@ def hidden(scope: Scope, followed: Iterable[Node]) -> Iterator[tuple[Node, Refus
 
     followed: the softmaxes whose attention is found.
     """
-    nodes = [node for node in scope.module.graph.nodes if node.op.startswith("call_")]
-    if not any(map(is_opaque, nodes)):
+    flat = _Flat(scope)
+    if not any(map(is_opaque, flat.nodes)):
         return
-    looking = _Looking(scope)
     known = {*followed}
-    reported: set[Node] = set()
     # What is seen to be a softmax comes first: the call beside it is then not a second one.
     for certain in (True, False):
-        for anchor in nodes:
-            if anchor in known or anchor in reported or looking.is_softmax(anchor) is not certain:
+        for anchor in flat.nodes:
+            if flat.shown(anchor) in known or not (flat.is_softmax(anchor) if certain else flat.may_hold_one(anchor)):
                 continue
-            found = looking.around(anchor, certain)
+            found = flat.around(anchor, certain)
             if found is not None:
                 blocking, part_of_it = found
-                reported |= part_of_it
-                yield anchor, Refusal(why_hidden(blocking), blocking)
+                known |= part_of_it
+                yield flat.shown(anchor), Refusal(why_hidden(blocking), blocking)
 
 
 def why_hidden(node: Node) -> str:
@@ -94,18 +93,23 @@ def cut_off(scope: Scope) -> Iterator[Node]:
 
     Neither a softmax nor a product reads them here, and no product takes them from a softmax.
     """
-    looking = _Looking(scope)
+    flat = _Flat(scope)
     returned = [n for n in scope.module.graph.output_node().all_input_nodes if isinstance(value_of(n), torch.Tensor)]
     for node in scope.module.graph.nodes:
+        above = flat.way(node, flat.sources)[1:] if called(node) in SOFTMAX or is_product(node) else []
         if called(node) in SOFTMAX:
-            if not any(looking.of_activations(n) for n in looking.way(node, _sources) if is_product(n)):
+            if not any(is_product(n) and flat.of_activations(n) for n in above):
                 continue
-        elif not is_product(node) or not looking.of_activations(node) or looking.is_behind_softmax(node):
+        elif not is_product(node) or not flat.of_activations(node) or any(map(_is_of_weights, above)):
             continue
-        below = looking.way(node, lambda n: n.users)
+        below = flat.way(node, flat.users)
         leaves = any(n in below and _as_large(n, node) for n in returned)
-        if leaves and not any(looking.is_factor(n) or called(n) in SOFTMAX for n in below[1:]):
+        if leaves and not any(is_product(n) or called(n) in SOFTMAX for n in below[1:]):
             yield node
+
+
+def _is_of_weights(node: Node) -> bool:
+    return called(node) in SOFTMAX or (bool(called(node)) and is_exponential(node))
 
 
 def may_hold_attention(module: GraphModule) -> bool:
@@ -134,75 +138,91 @@ def _runs_a_graph(node: Node) -> bool:
     return of_torch and any(isinstance(a, Node) and a.op == "get_attr" for a in node.args)
 
 
-class _Looking:
+class _Flat:
+    """A graph with the bodies of its opaque calls in their place: a call is read as what its bodies give.
+
+    nodes: the calls, each behind those in its bodies. A product in a body counts like any other.
+    """
+
     def __init__(self, scope: Scope) -> None:
         self.scope = scope
+        self.nodes: list[Node] = []
+        # What each node is computed from, in graph order, and what is computed from it.
+        self.sources: dict[Node, list[Node]] = {}
+        self.users: dict[Node, list[Node]] = defaultdict(list)
+        # The call of the scope's own graph in whose body a node lies, and the calls that show no body.
+        self._call: dict[Node, Node] = {}
+        self._unseen: set[Node] = set()
+        for node in scope.module.graph.nodes:
+            self._add(node, scope.module, None)
+        for node, sources in self.sources.items():
+            for source in sources:
+                self.users[source].append(node)
 
-    def is_softmax(self, node: Node) -> bool | None:
-        """Whether `node` is seen to be or to hold a softmax; False where it may hold one, None where it does not."""
-        if op_name(node) in SOFTMAX:
-            return True
-        if is_exponential(node):
-            return True if any(op_name(user) in REDUCTIONS for user in node.users) else None
-        if not is_opaque(node) or called(node) == _HOOK:
-            return None
-        bodies = self.bodies(node)
-        if not bodies:
-            return False
-        # A body with products is a graph with attentions of its own, except for what has a backward of its own.
-        held = (called(node) == _FUNCTION or not self.is_factor(node)) and any(map(_holds_softmax, bodies))
-        return True if held else None
+    def _add(self, node: Node, module: GraphModule, call: Node | None) -> None:
+        sources = list(node.all_input_nodes)
+        bodies = _bodies(node, module) if is_opaque(node) else []
+        for body, part in [(one, part) for one in bodies for part in one.graph.nodes]:
+            self._call[part] = call or node
+            if part.op == "placeholder":  # it may be any operand
+                self.sources[part] = sources
+            elif part.op != "output":
+                self._add(part, body, call or node)
+        if is_opaque(node) and not bodies:
+            self._unseen.add(node)
+        self.sources[node] = [n for body in bodies for n in body.graph.output_node().all_input_nodes] or sources
+        if node.op.startswith("call_"):
+            self.nodes.append(node)
 
-    def bodies(self, node: Node) -> list[GraphModule]:
-        """The graphs that `node` runs forward."""
-        given = [a for a in node.args if isinstance(a, Node) and a.op == "get_attr"]
-        found = [getattr(self.scope.module, str(a.target), None) for a in given]
-        graphs = [body for body in found if isinstance(body, GraphModule)]
-        return graphs[:1] if called(node) == _FUNCTION else graphs
+    def shown(self, node: Node) -> Node:
+        """`node`, or the call in whose body it lies."""
+        return self._call.get(node, node)
+
+    def is_softmax(self, node: Node) -> bool:
+        is_one = is_exponential(node) and any(called(user) in REDUCTIONS for user in self.users[node])
+        return is_one or op_name(node) in SOFTMAX
+
+    def may_hold_one(self, node: Node) -> bool:
+        return node in self._unseen and called(node) != _HOOK
 
     def around(self, anchor: Node, certain: bool) -> tuple[Node, set[Node]] | None:
         """The call that hides a part of the attention around `anchor`, and all between its products; None without."""
-        if is_opaque(anchor) and any(map(_is_whole, self.bodies(anchor))):
-            return anchor, set()
-        above, below = self.way(anchor, _sources), self.way(anchor, lambda node: node.users)
-        before = [n for n in above[1:] if is_product(n) or any(map(_ends_in_product, self.bodies(n)))]
-        after = [n for n in below[1:] if is_product(n) or any(map(_begins_in_product, self.bodies(n)))]
+        above, below = self.way(anchor, self.sources), self.way(anchor, self.users)
+        before, after = ([n for n in way[1:] if is_product(n)] for way in (above, below))
         if not certain:
-            before = [n for n in before if is_product(n) and self.of_activations(n)]
+            before = [n for n in before if self.of_activations(n)]
             after = [n for n in after if self.of_activations(n) and _takes_rows(n, below)]
-        between = {n for n in (*above, *below) if n is anchor or not self.is_factor(n)}
-        calls = [n for n in (*before, *between, *after) if is_opaque(n)]
+        between = {n for n in (*above, *below) if not is_product(n)}
+        call = self._call.get(anchor)
+        is_whole = all(any(self._call.get(n) is call for n in side) for side in (before, after))
+        if call is not None and is_whole and called(call) != _FUNCTION:
+            return None  # a graph with attentions of its own
+        parts = {*before, *between, *after}
+        calls = {self._call[n] for n in parts if n in self._call} | {
+            n for n in parts if is_opaque(n)
+        } - self._call.keys()
         if not before or not after or not calls:
             return None
-        return min(calls), between
+        return min(calls), {*map(self.shown, between)}
 
-    def way(self, anchor: Node, following: Callable[[Node], Iterable[Node]]) -> list[Node]:
+    def way(self, anchor: Node, following: Mapping[Node, Sequence[Node]]) -> list[Node]:
         """The nodes met from `anchor` up to products, through what may stand between two of them."""
 
+        def passes(node: Node) -> bool:
+            between = is_between(called(node)) and called(node) not in SIZE_QUERIES
+            return between or is_opaque(node) or (node.op == "placeholder" and node in self._call)
+
+        def goes_on(first: Node, second: Node) -> bool:
+            # What nobody sees into keeps the shape of the scores that it is given.
+            return second not in self._unseen or bool(_shapes(first) & _shapes(second))
+
         def more(node: Node) -> Iterable[Node]:
-            if node is not anchor and (self.is_factor(node) or not self.is_between(node)):
+            if node is not anchor and (is_product(node) or not passes(node)):
                 return ()
-            return [n for n in following(node) if n.op.startswith("call_") and self.goes_on(node, n)]
+            up = following is self.sources
+            return [n for n in following.get(node, ()) if (goes_on(n, node) if up else goes_on(node, n))]
 
-        return [n for n in reach([anchor], more) if n is anchor or self.is_factor(n) or self.is_between(n)]
-
-    def goes_on(self, node: Node, other: Node) -> bool:
-        """Whether the one of two neighbours that is opaque keeps the shape of the scores that it is given."""
-        first, second = (node, other) if other in node.users else (other, node)
-        return not is_opaque(second) or self.is_factor(second) or bool(_shapes(first) & _shapes(second))
-
-    def is_behind_softmax(self, node: Node) -> bool:
-        above = filter(called, self.way(node, _sources)[1:])
-        return any(called(n) in SOFTMAX or is_exponential(n) for n in above)
-
-    def is_between(self, node: Node) -> bool:
-        return (is_between(op_name(node)) and op_name(node) not in SIZE_QUERIES) or is_opaque(node)
-
-    def is_factor(self, node: Node) -> bool:
-        """Whether `node` is a product, or runs a graph with one."""
-        return is_product(node) or (
-            is_opaque(node) and any(is_product(n) for body in self.bodies(node) for n in body.graph.nodes)
-        )
+        return [n for n in reach([anchor], more) if n is anchor or is_product(n) or passes(n)]
 
     def of_activations(self, product: Node) -> bool:
         """Whether every factor of `product` depends on what the program is called with, and none has fewer axes."""
@@ -213,18 +233,22 @@ class _Looking:
     @functools.cached_property
     def activations(self) -> set[Node]:
         found: set[Node] = set()
-        for node in self.scope.module.graph.nodes:
-            if node.op == "placeholder":
+        for node in self.sources:
+            if node.op == "placeholder" and node not in self._call:
                 top = self.scope.top(node)
                 if not isinstance(value_of(node if top is None else top), torch.nn.Parameter):
                     found.add(node)
-            elif any(source in found for source in node.all_input_nodes):
+            elif found.intersection(self.sources[node]):
                 found.add(node)
         return found
 
 
-def _sources(node: Node) -> list[Node]:
-    return list(node.all_input_nodes)
+def _bodies(node: Node, module: GraphModule) -> list[GraphModule]:
+    """The graphs that `node`, a call in `module`, runs forward."""
+    given = [a for a in node.args if isinstance(a, Node) and a.op == "get_attr"]
+    found = [getattr(module, str(a.target), None) for a in given]
+    graphs = [body for body in found if isinstance(body, GraphModule)]
+    return graphs[:1] if called(node) == _FUNCTION else graphs
 
 
 def _shapes(node: Node) -> set[tuple[str, ...]]:
@@ -234,34 +258,6 @@ def _shapes(node: Node) -> set[tuple[str, ...]]:
 
 def _as_large(one: Node, other: Node) -> bool:
     return [*map(elements, tensors_of(value_of(one)))] == [*map(elements, tensors_of(value_of(other)))]
-
-
-def _holds_softmax(body: GraphModule) -> bool:
-    nodes = [n for graph in body.modules() if isinstance(graph, GraphModule) for n in graph.graph.nodes]
-    names = {called(n) for n in nodes}
-    return bool(names & SOFTMAX) or (bool(names & REDUCTIONS) and any(is_exponential(n) for n in nodes))
-
-
-def _is_whole(body: GraphModule) -> bool:
-    """Whether a product leads to a softmax of `body`, and the softmax to another product."""
-    softmaxes = [n for n in body.graph.nodes if called(n) in SOFTMAX or (called(n) and is_exponential(n))]
-    return any(
-        any(map(is_product, reach(n.all_input_nodes, lambda n: n.all_input_nodes)))
-        and any(map(is_product, reach(n.users, lambda n: n.users)))
-        for n in softmaxes
-    )
-
-
-def _ends_in_product(body: GraphModule) -> bool:
-    """Whether a product leads to the result of `body`, with nothing between them that parts two sites."""
-    last = body.graph.output_node().all_input_nodes
-    return any(map(is_product, reach(last, lambda n: n.all_input_nodes if is_between(called(n)) else ())))
-
-
-def _begins_in_product(body: GraphModule) -> bool:
-    """Whether what `body` is given leads to a product, with nothing between them that parts two sites."""
-    first = [user for n in body.graph.find_nodes(op="placeholder") for user in n.users]
-    return any(map(is_product, reach(first, lambda n: n.users if is_between(called(n)) else ())))
 
 
 def _takes_rows(product: Node, weights: Iterable[Node]) -> bool:

@@ -171,8 +171,9 @@ def test_products_without_a_softmax_are_none(program: Callable[..., Tensor]) -> 
 
 def test_a_whole_attention_in_a_checkpoint_is_fused() -> None:
     def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q = F.linear(q, torch.ones(16, 16))
-        return checkpoint(lambda q, k, v: (q @ k.mT).softmax(-1) @ v, q, k, v, use_reentrant=False) @ v.mT
+        q, mask = F.linear(q, torch.ones(16, 16)), k[..., 0].unsqueeze(-2) * 2
+        attend = lambda q, k, v, mask: (q @ k.mT + mask).softmax(-1) @ v  # noqa: E731
+        return checkpoint(attend, q, k, v, mask, use_reentrant=False) @ v.mT
 
     (site,) = sites_of(program, *[t.requires_grad_() for t in tensors(2, 3, 9, 16)], strict=True)
     assert site.fused
