@@ -36,7 +36,7 @@ from attn_fuse.graph.names import (
     value_of,
 )
 from attn_fuse.graph.reach import reach
-from attn_fuse.graph.scopes import Scope
+from attn_fuse.graph.scopes import Scope, bodies
 from attn_fuse.graph.walk import is_product
 
 _HOOK = "register_hook"
@@ -161,16 +161,17 @@ class _Flat:
 
     def _add(self, node: Node, module: GraphModule, call: Node | None) -> None:
         sources = list(node.all_input_nodes)
-        bodies = _bodies(node, module) if is_opaque(node) else []
-        for body, part in [(one, part) for one in bodies for part in one.graph.nodes]:
+        run = bodies(node, module) if is_opaque(node) else []
+        run = run[:1] if called(node) == _FUNCTION else run  # the second is its backward
+        for body, part in [(one, part) for one in run for part in one.graph.nodes]:
             self._call[part] = call or node
             if part.op == "placeholder":  # it may be any operand
                 self.sources[part] = sources
             elif part.op != "output":
                 self._add(part, body, call or node)
-        if is_opaque(node) and not bodies:
+        if is_opaque(node) and not run:
             self._unseen.add(node)
-        self.sources[node] = [n for body in bodies for n in body.graph.output_node().all_input_nodes] or sources
+        self.sources[node] = [n for one in run for n in one.graph.output_node().all_input_nodes] or sources
         if node.op.startswith("call_"):
             self.nodes.append(node)
 
@@ -241,14 +242,6 @@ class _Flat:
             elif found.intersection(self.sources[node]):
                 found.add(node)
         return found
-
-
-def _bodies(node: Node, module: GraphModule) -> list[GraphModule]:
-    """The graphs that `node`, a call in `module`, runs forward."""
-    given = [a for a in node.args if isinstance(a, Node) and a.op == "get_attr"]
-    found = [getattr(module, str(a.target), None) for a in given]
-    graphs = [body for body in found if isinstance(body, GraphModule)]
-    return graphs[:1] if called(node) == _FUNCTION else graphs
 
 
 def _shapes(node: Node) -> set[tuple[str, ...]]:

@@ -23,6 +23,7 @@ from attn_fuse.graph.names import (
     tensors_of,
     value_of,
 )  # fmt: skip
+from attn_fuse.graph.scopes import bodies
 
 # The result is a fraction, and none for NaN, or not for every NaN.
 _TAKES_NAN = frozenset(
@@ -54,7 +55,7 @@ class _Reads:
         for node in reversed(graph.graph.nodes):
             if node.op == "output":
                 continue
-            for body in _bodies(graph, node):
+            for body in bodies(node, graph):
                 self.collect(body, self._of_outputs(node, body))
             said = [self._said(user, node, graph) for user in node.users]
             said += [outside.get(n, "") for n, output in enumerate(outputs) if output is node]
@@ -75,15 +76,15 @@ class _Reads:
         is_written = op_name(user) == "copy" and user.args[0] is not node and _is_fractions(node)
         if user.op == "output" or is_written or op_name(user) in _SHAPES:
             return ""
-        bodies = _bodies(graph, user)
-        if len(bodies) == 1 and op_name(user) in INLINE_SUBGRAPHS:
-            holders = [n for n in bodies[0].graph.nodes if n.op == "placeholder"]
+        run = bodies(user, graph)
+        if len(run) == 1 and op_name(user) in INLINE_SUBGRAPHS:
+            holders = [n for n in run[0].graph.nodes if n.op == "placeholder"]
             operands = [a for a in user.args if not (isinstance(a, str) or getattr(a, "op", "") == "get_attr")]
             if len(holders) == len(operands):
                 said = (self.of_any.get(h, "") for h, a in zip(holders, operands, strict=True) if a is node)
                 return next(filter(None, said), "")
         is_foreign = "." in op_name(user) or "::" in op_name(user)
-        if bodies or is_foreign or op_name(user) in _TAKES_NAN or not _is_fractions(user):
+        if run or is_foreign or op_name(user) in _TAKES_NAN or not _is_fractions(user):
             return f"{op_name(user)} (line {locate(user).line})"
         return self.of_any.get(user, "")
 
@@ -110,10 +111,3 @@ def _makes_zero(node: Node) -> bool:
 
 def _outputs(graph: GraphModule) -> list[object]:
     return pytree.tree_leaves(graph.graph.output_node().args[0], is_leaf=lambda x: x is None)
-
-
-def _bodies(graph: GraphModule, node: Node) -> list[GraphModule]:
-    """The subgraphs that `node` runs."""
-    given = [a for a in node.args if isinstance(a, Node) and a.op == "get_attr"] if node.op == "call_function" else []
-    bodies = [getattr(graph, str(a.target), None) for a in given]
-    return [body for body in bodies if isinstance(body, GraphModule)]

@@ -82,6 +82,13 @@ def _scopes(scope: Scope) -> Iterator[Scope]:
         yield from _scopes(Scope(body, outer, modes, f"{scope.path}.{target}".lstrip(".")))
 
 
+def bodies(node: Node, module: GraphModule) -> list[GraphModule]:
+    """The subgraphs of `module` that `node`, a call in its graph, is given to run."""
+    given = [a for a in node.args if isinstance(a, Node) and a.op == "get_attr"] if node.op == "call_function" else []
+    found = [getattr(module, str(a.target), None) for a in given]
+    return [body for body in found if isinstance(body, GraphModule)]
+
+
 def is_frozen(graph: GraphModule) -> bool:
     """Whether torch makes no backward for `graph` in grad mode: no new tensor that it gives requires a gradient."""
     given = set().union(*(storages(node) for node in graph.graph.nodes if node.op == "placeholder"))

@@ -12,17 +12,13 @@ from attn_fuse.expression import nodes as ex
 from attn_fuse.expression import precision
 from attn_fuse.expression import simplify as al
 from attn_fuse.expression.nodes import Expr
-from attn_fuse.lift.tensor import Indices, LiftedTensor, NoClosedForm, Operation, aten, number, size
+from attn_fuse.lift.tensor import Indices, LiftedTensor, NoClosedForm, Operation, aten, filling, size
 
 
 def _filled(name: str) -> Callable[[Operation], LiftedTensor]:
     def handler(call: Operation) -> LiftedTensor:
-        given, dtype = call[name], call.result.dtype
-        if isinstance(given, LiftedTensor):
-            value, held = given.at(()), given.dtype
-        else:
-            value, held = number(given), torch.int64 if isinstance(given, torch.SymInt) else torch.float64
-        return call.tensor(lambda index: precision.cast(dtype, value, held, call.space))
+        value, held = filling(call[name])
+        return call.tensor(lambda index: precision.cast(call.result.dtype, value, held, call.space))
 
     return handler
 

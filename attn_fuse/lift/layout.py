@@ -20,6 +20,7 @@ from attn_fuse.lift.tensor import (
     Operation,
     aten,
     clamped,
+    diagonal,
     number,
     position,
     shape_of,
@@ -136,11 +137,7 @@ def _select_index(call: Operation) -> LiftedTensor:
 
 
 def _diagonal(call: Operation) -> LiftedTensor:
-    x, offset = call.operand, size(call["offset"])
-    first, second = call.dim("dim1"), call.dim("dim2")
-    above = call.space.is_nonnegative(offset)
-    if not above and not call.space.is_negative(offset):
-        raise NoClosedForm("a diagonal at an unknown place")
+    x, (first, second, offset, above) = call.operand, diagonal(call)
 
     def at(index: Indices) -> Expr:
         rest = iter(index[:-1])
@@ -243,16 +240,22 @@ def _embedding(call: Operation) -> LiftedTensor:
     return call.tensor(lambda index: _read(call, table, (positions.at(index[:-1]), ex.Index(index[-1]))))
 
 
-def _index_select(call: Operation) -> LiftedTensor:
-    x, dim, positions = call.operand, call.dim(), call["index"]
-    if not x.shape or not positions.shape:
-        raise NoClosedForm("positions in a single number")
+def _taken(each: bool) -> Callable[[Operation], LiftedTensor]:
+    """The elements at positions along one dimension. each: whether each element has a position of its own."""
 
-    def at(index: Indices) -> Expr:
-        wanted = [*map(ex.Index, index)]
-        return _read(call, x, (*wanted[:dim], positions.at((index[dim],)), *wanted[dim + 1 :]))
+    def handler(call: Operation) -> LiftedTensor:
+        x, dim, positions = call.operand, call.dim(), call["index"]
+        if not x.shape or len(positions.shape) != (len(x.shape) if each else 1):
+            raise NoClosedForm("positions in a single number")
 
-    return call.tensor(at)
+        def at(index: Indices) -> Expr:
+            wanted = [*map(ex.Index, index)]
+            place = positions.at(index if each else (index[dim],))
+            return _read(call, x, (*wanted[:dim], place, *wanted[dim + 1 :]))
+
+        return call.tensor(at)
+
+    return handler
 
 
 def _index(call: Operation) -> LiftedTensor:
@@ -274,18 +277,6 @@ def _index(call: Operation) -> LiftedTensor:
             else:
                 wanted.append(p.at(clamped(read[rank - len(p.shape) :], p.shape)))
         return _read(call, x, tuple(wanted))
-
-    return call.tensor(at)
-
-
-def _gather(call: Operation) -> LiftedTensor:
-    x, dim, positions = call.operand, call.dim(), call["index"]
-    if not x.shape or len(x.shape) != len(positions.shape):
-        raise NoClosedForm("positions in a single number")
-
-    def at(index: Indices) -> Expr:
-        wanted = [*map(ex.Index, index)]
-        return _read(call, x, (*wanted[:dim], positions.at(index), *wanted[dim + 1 :]))
 
     return call.tensor(at)
 
@@ -336,9 +327,9 @@ LAYOUT: dict[Any, Callable[[Operation], Any]] = {
     aten.stack.default: _stack,
     aten.constant_pad_nd.default: _padded,
     aten.embedding.default: _embedding,
-    aten.index_select.default: _index_select,
+    aten.index_select.default: _taken(each=False),
     aten.index.Tensor: _index,
     aten._unsafe_index.Tensor: _index,
-    aten.gather.default: _gather,
+    aten.gather.default: _taken(each=True),
     aten.detach.default: _detach,
 }  # fmt: skip

@@ -148,6 +148,22 @@ def number(value: Any) -> Expr:
     raise NoClosedForm("a number that is computed when the program runs")
 
 
+def filling(given: Any) -> tuple[Expr, torch.dtype]:
+    """(the number that fills a tensor, the dtype it is held in), of a number of the program or of a single element."""
+    if isinstance(given, LiftedTensor):
+        return given.at(()), given.dtype
+    return number(given), torch.int64 if isinstance(given, torch.SymInt) else torch.float64
+
+
+def diagonal(call: Operation) -> tuple[int, int, sympy.Expr, bool]:
+    """(dim1, dim2, offset, whether offset >= 0) of a diagonal. Raises NoClosedForm where the sign is not proved."""
+    offset = size(call["offset"])
+    above = call.space.is_nonnegative(offset)
+    if not above and not call.space.is_negative(offset):
+        raise NoClosedForm("a diagonal at an unknown place")
+    return call.dim("dim1"), call.dim("dim2"), offset, above
+
+
 def operand(call: Operation, name: str, dtype: torch.dtype, wide: bool = False) -> Callable[[Indices], Expr]:
     """Argument `name` as a function of the result's indices, converted to `dtype`.
 

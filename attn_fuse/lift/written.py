@@ -26,7 +26,8 @@ from attn_fuse.lift.tensor import (
     Operation,
     aten,
     clamped,
-    number,
+    diagonal,
+    filling,
     position,
     size,
     slice_start,
@@ -182,11 +183,7 @@ def _select_scatter(call: Operation) -> LiftedTensor:
 
 
 def _diagonal_scatter(call: Operation) -> LiftedTensor:
-    space, offset = call.space, size(call["offset"])
-    first, second = call.dim("dim1"), call.dim("dim2")
-    above = space.is_nonnegative(offset)
-    if not above and not space.is_negative(offset):
-        raise NoClosedForm("a diagonal at an unknown place")
+    space, (first, second, offset, above) = call.space, diagonal(call)
     return _overwritten(
         call,
         call["src"],
@@ -216,11 +213,11 @@ def _index_copy(call: Operation) -> LiftedTensor:
 
 
 def _index_fill(call: Operation) -> LiftedTensor:
-    x, dim, given, space = call.operand, call.dim(), call["value"], call.space
+    x, dim, space = call.operand, call.dim(), call.space
     if not x.shape:
         raise NoClosedForm("a number written into a number")
     places = _Places(call, call["index"], x.shape[dim], may_repeat=True)
-    value, held = (given.at(()), given.dtype) if isinstance(given, LiftedTensor) else (number(given), torch.float64)
+    value, held = filling(call["value"])
 
     def at(index: Indices) -> Expr:
         return places.chosen(index[dim], lambda _: precision.cast(x.dtype, value, held, space), lambda: x.at(index))
