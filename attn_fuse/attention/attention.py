@@ -15,7 +15,7 @@ import torch
 from attn_fuse.attention.axes import Axes
 from attn_fuse.attention.mask import Mask
 from attn_fuse.expression.index import Space
-from attn_fuse.expression.nodes import Expr
+from attn_fuse.expression.nodes import Const, Expr
 
 
 @dataclass(frozen=True)
@@ -65,20 +65,20 @@ class Attention:
     key: Expr
     value: Expr
     score: Expr
-    scale: Expr
-    mask: Mask
-    biases: tuple[Expr, ...]
-    softcap: float | None
-    score_mod: Expr | None
-    unread: Refusal | None
-    sink: Expr | None
-    factor: Expr | None
-    out_scale: Expr | None
-    dropout_p: Expr | None
     query_dtype: torch.dtype
     value_dtype: torch.dtype
     softmax_dtype: torch.dtype
     output: tuple[tuple[sympy.Symbol, ...], ...]
+    scale: Expr = field(default=Const(1.0))
+    mask: Mask = field(default=Mask())
+    biases: tuple[Expr, ...] = ()
+    softcap: float | None = None
+    score_mod: Expr | None = None
+    unread: Refusal | None = None
+    sink: Expr | None = None
+    factor: Expr | None = None
+    out_scale: Expr | None = None
+    dropout_p: Expr | None = None
     zero_for_nan: bool = False
 
     @property

@@ -6,7 +6,7 @@ never from sizes. The layers of the scores are read as structure as far as patte
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import sympy
 
@@ -37,15 +37,28 @@ def recognize(lifted: Lifted) -> Attention | Refusal:
 
 
 def _recognized(lifted: Lifted) -> Attention | Refusal:
-    space = lifted.space
     whole = draft(lifted)
     if isinstance(whole, Refusal):
         return whole
     axes = _axes(whole)
     if isinstance(axes, Refusal):
         return axes
-    reading = _read(whole, axes, lifted)
-    mask = reading.mask
+    found = Attention(
+        axes=axes,
+        space=lifted.space,
+        query=whole.query,
+        key=whole.key,
+        value=whole.value,
+        score=whole.score,
+        query_dtype=whole.query_dtype,
+        value_dtype=whole.value_dtype,
+        softmax_dtype=whole.softmax_dtype,
+        output=whole.output,
+        sink=whole.sink,
+        dropout_p=whole.dropout_p,
+    )
+    found = _structured(found, lifted)
+    mask = found.mask
     factor, out_scale = _factors(whole, axes, mask)
     zero_for_nan = mask.empty_rows != "mean" and not _fills_whole_rows(whole.fills, mask)
     if whole.empty_is_zero and mask.empty_rows == "nan":
@@ -53,29 +66,7 @@ def _recognized(lifted: Lifted) -> Attention | Refusal:
     elif whole.empty_is_zero and mask.empty_rows == "none":
         # A bias that is read from memory may hide every key by minus infinity.
         mask = replace(mask, empty_rows="zero")
-    return Attention(
-        axes=axes,
-        space=space,
-        query=whole.query,
-        key=whole.key,
-        value=whole.value,
-        score=whole.score,
-        scale=reading.scale,
-        mask=mask,
-        biases=reading.biases,
-        softcap=reading.softcap,
-        score_mod=reading.score_mod,
-        unread=reading.unread,
-        sink=whole.sink,
-        factor=factor,
-        out_scale=out_scale,
-        dropout_p=whole.dropout_p,
-        query_dtype=whole.query_dtype,
-        value_dtype=whole.value_dtype,
-        softmax_dtype=whole.softmax_dtype,
-        output=whole.output,
-        zero_for_nan=zero_for_nan,
-    )
+    return replace(found, mask=mask, factor=factor, out_scale=out_scale, zero_for_nan=zero_for_nan)
 
 
 def _fills_whole_rows(fills: tuple[Expr, ...], mask: Mask) -> bool:
@@ -87,32 +78,23 @@ def _fills_whole_rows(fills: tuple[Expr, ...], mask: Mask) -> bool:
 # ---- the scores as structure
 
 
-@dataclass(frozen=True)
-class _Reading:
-    scale: Expr
-    softcap: float | None
-    mask: Mask
-    biases: tuple[Expr, ...]
-    score_mod: Expr | None
-    unread: Refusal | None = None
-
-
-def _read(whole: Draft, axes: Axes, lifted: Lifted) -> _Reading:
-    layers = peel(whole.score, SCORE_LAYERS)
-    folded = fold(layers.found, axes.key, lifted.space, lifted.learned)
-    if not isinstance(folded, Refusal) and whole.sink is None:
-        folded = without_shift(folded, axes.key, lifted)
-    read = folded if isinstance(folded, Refusal) else mask_and_biases(folded, layers.rest, axes, lifted)
-    if isinstance(read, Refusal) or isinstance(folded, Refusal):
-        # Keep the whole score as one function.
-        problem = read if isinstance(read, Refusal) else folded
-        assert isinstance(problem, Refusal)
-        return _Reading(Const(1.0), None, Mask(), (), whole.score, problem.at(whole.score))
+def _structured(found: Attention, lifted: Lifted) -> Attention:
+    """`found` with its scores read as structure, as far as patterns know their layers; else as one `score_mod`."""
+    layers, key = peel(found.score, SCORE_LAYERS), found.axes.key
+    folded = fold(layers.found, key, lifted.space, lifted.learned)
+    if isinstance(folded, Refusal):
+        return replace(found, score_mod=found.score, unread=folded.at(found.score))
+    if found.sink is None:
+        folded = without_shift(folded, key, lifted)
+    read = mask_and_biases(folded, layers.rest, found.axes, lifted)
+    if isinstance(read, Refusal):
+        return replace(found, score_mod=found.score, unread=read.at(found.score))
     mask, biases = read
+    found = replace(found, scale=folded.scale, softcap=folded.softcap, mask=mask, biases=biases)
     if isinstance(layers.rest, Score):
-        return _Reading(folded.scale, folded.softcap, mask, biases, None)
+        return found
     unknown = Refusal(f"the scores pass through {_word(layers.rest)}", layers.rest)
-    return _Reading(folded.scale, folded.softcap, mask, biases, layers.rest, layers.refusal or unknown)
+    return replace(found, score_mod=layers.rest, unread=layers.refusal or unknown)
 
 
 def _factors(whole: Draft, axes: Axes, mask: Mask) -> tuple[Expr | None, Expr | None]:
