@@ -95,31 +95,25 @@ def can_be_guarded(tensor: torch.Tensor) -> bool:
 class Guard:
     """Checks, on every call, that the proofs still hold; without work for the device unless a tensor was touched."""
 
-    def __init__(self, proofs: tuple[Proof, ...], inputs: Sequence[object]) -> None:
+    def __init__(self, proofs: tuple[Proof, ...], inputs: Sequence[Any]) -> None:
         self._proofs = proofs
-        self._seen: list[tuple[int, Seen]] = []
-        for proof in proofs:
-            self._remember(proof, inputs[proof.input])
+        self._seen = self._looked_at(inputs)
 
-    def holds(self, inputs: Sequence[object]) -> bool:
+    def holds(self, inputs: Sequence[Any]) -> bool:
         """Whether every proof is true of `inputs`, those of this call."""
         for number, seen in self._seen:
-            tensor: Any = inputs[number]
-            if not seen.is_still(tensor):
+            if not seen.is_still(inputs[number]):
                 with dispatch_modes_aside():
                     return self._prove_again(inputs)
         return True
 
-    def _prove_again(self, inputs: Sequence[object]) -> bool:
+    def _prove_again(self, inputs: Sequence[Any]) -> bool:
         for proof in self._proofs:
             tensor = inputs[proof.input]
             if not isinstance(tensor, torch.Tensor) or not can_be_guarded(tensor) or not proof.form.equals(tensor):
                 return False
-        self._seen.clear()
-        for proof in self._proofs:
-            self._remember(proof, inputs[proof.input])
+        self._seen = self._looked_at(inputs)
         return True
 
-    def _remember(self, proof: Proof, tensor: object) -> None:
-        assert isinstance(tensor, torch.Tensor)
-        self._seen.append((proof.input, Seen.now(tensor)))
+    def _looked_at(self, inputs: Sequence[Any]) -> list[tuple[int, Seen]]:
+        return [(proof.input, Seen.now(inputs[proof.input])) for proof in self._proofs]
