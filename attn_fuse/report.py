@@ -232,10 +232,11 @@ def as_text(report: GraphReport, expressions: bool = False, plain: bool = False)
     lines: list[str] = []
     for number, site in enumerate(grouped(report.sites), 1):
         lines += [styled(f"[{number}] {site.location}", _BOLD), *wrapped(site.location.code, 4)]
-        heading = _HEADINGS[site.status] + (f" on {site.kernel}" if site.kernel else "")
+        heading, colour = _HEADINGS[site.status]
+        heading += f" on {site.kernel}" if site.kernel else ""
         if site.status == "already fused":
             heading += f" ({site.fused_by or SDPA})"
-        lines += [styled(line, _COLOURS[site.status]) for line in wrapped(heading, 4)]
+        lines += [styled(line, colour) for line in wrapped(heading, 4)]
         for name, value in site.attention.items():
             # How long the kernel takes stands apart from where that was measured.
             fact, _, measured = value.partition(", by measurements ")
@@ -293,13 +294,13 @@ def as_json(report: GraphReport) -> dict[str, Any]:
     return data
 
 
+# By status: the words, and the colour on a terminal.
 _HEADINGS = {
-    "fused": "FUSED",
-    "as written": "LEFT AS WRITTEN",
-    "refused": "LEFT AS WRITTEN",
-    "already fused": "ALREADY FUSED in the program",
+    "fused": ("FUSED", _GREEN),
+    "as written": ("LEFT AS WRITTEN", _YELLOW),
+    "refused": ("LEFT AS WRITTEN", _YELLOW),
+    "already fused": ("ALREADY FUSED in the program", _GREEN),
 }
-_COLOURS = {"fused": _GREEN, "as written": _YELLOW, "refused": _YELLOW, "already fused": _GREEN}
 
 
 def bytes_in_words(count: int) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 from torch.fx import GraphModule
@@ -35,22 +35,7 @@ class Door:
         return Attempt(options, self.fuel, draws=self.draws).compiled(graph, inputs)
 
 
-class Installed:
-    """The state after `install`; as a context manager it brings back, at the end, the state before."""
-
-    def __init__(self, before: Door | None) -> None:
-        self._before = before
-
-    def __enter__(self) -> Installed:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        open_inductor_door(self._before)
-
-
-def install(options: Mapping[str, Any] | None = None) -> Installed:
+def install(options: Mapping[str, Any] | None = None) -> contextlib.AbstractContextManager[object]:
     """From now on every ``torch.compile`` with backend "inductor", the default, fuses attention as attn_fuse does.
 
     This is the way in for what calls torch.compile itself and knows no other backend: Trainer, accelerate, Lightning,
@@ -71,7 +56,9 @@ def install(options: Mapping[str, Any] | None = None) -> Installed:
     picks = "pick" in (options or {}) or parsed.pick != "fastest"
     before = inductor_door()
     open_inductor_door(Door(parsed, Fuel(parsed.fuel), picks))
-    return Installed(before)
+    undone = contextlib.ExitStack()
+    undone.callback(open_inductor_door, before)
+    return undone
 
 
 def uninstall() -> None:

@@ -219,23 +219,15 @@ def plain_gradients() -> Iterator[Callable[[Any], Any]]:
         yield checked
 
 
-def _clamp_passes_at_its_edge() -> bool:
-    """Whether `clamp` has a gradient where its input equals the bound: up to torch 2.13, no longer in 2.14.1."""
+def _gradient_of_clamp_at_its_edge(by_a_tensor: bool) -> float:
+    """The gradient that `clamp` gives its input where that equals the bound, a number or a tensor."""
     with torch.inference_mode(False), torch.enable_grad():
         x = torch.zeros(1, requires_grad=True)
-        (gradient,) = torch.autograd.grad(x.clamp(min=0).sum(), x)
-    return bool(gradient.item())
+        (gradient,) = torch.autograd.grad(x.clamp(min=torch.zeros(1) if by_a_tensor else 0).sum(), x)
+    return float(gradient.item())
 
 
-CLAMP_PASSES_AT_ITS_EDGE = _clamp_passes_at_its_edge()
-
-
-def _clamp_by_a_tensor_splits() -> bool:
-    """Whether a `clamp` by a tensor shares the gradient of a tie with it, as `maximum` does: since torch 2.14.1."""
-    with torch.inference_mode(False), torch.enable_grad():
-        x = torch.zeros(1, requires_grad=True)
-        (gradient,) = torch.autograd.grad(x.clamp(min=torch.zeros(1)).sum(), x)
-    return 0 < gradient.item() < 1
-
-
-CLAMP_BY_A_TENSOR_SPLITS = _clamp_by_a_tensor_splits()
+# Up to torch 2.13, no longer in 2.14.1.
+CLAMP_PASSES_AT_ITS_EDGE = _gradient_of_clamp_at_its_edge(by_a_tensor=False) > 0
+# It shares the gradient of a tie with its bound, as `maximum` does: since torch 2.14.1.
+CLAMP_BY_A_TENSOR_SPLITS = 0 < _gradient_of_clamp_at_its_edge(by_a_tensor=True) < 1
