@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
@@ -37,36 +37,31 @@ class LiftedTensor:
     leaf: int | None = None
 
 
+@dataclass(eq=False)
 class Operation:
     """One normalised operation; `operation[name]` is the argument of that name in its schema, lifted already.
 
     values: the nodes lifted so far. dropout_probability: that of dropout marker number n. trains: whether a leaf of the
-    region needs a gradient.
+    region needs a gradient. named: the arguments by name, not lifted.
     """
 
-    def __init__(
-        self,
-        node: Node,
-        values: Mapping[Node, Any],
-        space: Space,
-        leaf_dtypes: Mapping[int, torch.dtype],
-        dropout_probability: Callable[[int], Expr],
-        trains: bool = False,
-    ) -> None:
-        self.node = node
-        self.space = space
-        self.leaf_dtypes = leaf_dtypes
-        self.dropout_probability = dropout_probability
-        self.trains = trains
-        self._values = values
-        self._axes: dict[str, sympy.Symbol] = {}
-        schema = node.target._schema
+    node: Node
+    values: Mapping[Node, Any]
+    space: Space
+    leaf_dtypes: Mapping[int, torch.dtype]
+    dropout_probability: Callable[[int], Expr]
+    trains: bool
+    named: dict[str, Any] = field(init=False)
+    _axes: dict[str, sympy.Symbol] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        schema: Any = self.node.target._schema
         self.named = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
-        self.named |= dict(zip((a.name for a in schema.arguments), node.args, strict=False))
-        self.named |= node.kwargs
+        self.named |= dict(zip((a.name for a in schema.arguments), self.node.args, strict=False))
+        self.named |= self.node.kwargs
 
     def __getitem__(self, name: str) -> Any:
-        return map_arg(self.named[name], self._values.__getitem__)
+        return map_arg(self.named[name], self.values.__getitem__)
 
     @property
     def operand(self) -> LiftedTensor:

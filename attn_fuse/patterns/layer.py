@@ -13,11 +13,13 @@ from attn_fuse.expression.nodes import (
     Add,
     Binary,
     Cast,
+    Const,
     Contract,
     Div,
     Dropout,
     Expr,
     Mul,
+    Reduce,
     Score,
     Select,
     Softmax,
@@ -143,3 +145,11 @@ def dtype_of(scores: Expr) -> torch.dtype:
         case Unary(_, x) | Dropout(x, _):
             return dtype_of(x)
     return torch.float64
+
+
+def maximum_taken_off(term: Expr) -> tuple[sympy.Symbol, Expr] | None:
+    """(axis, scores) of a term that subtracts the max of scores along an axis, detached or not; else None."""
+    match term:
+        case Mul(Unary("detach", Reduce("amax", axis, over)) | Reduce("amax", axis, over), Const(-1 | -1.0)):
+            return axis, over
+    return None

@@ -36,7 +36,7 @@ from attn_fuse.expression.nodes import (
     Unary,
 )
 from attn_fuse.expression.ranges import infinities
-from attn_fuse.patterns.layer import dtype_of
+from attn_fuse.patterns.layer import dtype_of, maximum_taken_off
 from attn_fuse.patterns.masks import MASK_FILL_THRESHOLD
 from attn_fuse.torch_internals import CLAMP_PASSES_AT_ITS_EDGE, holds_by_guard
 
@@ -330,10 +330,8 @@ def _without_shift(
 
 
 def _is_maximum_of(shift: Expr, body: Expr, key: sympy.Symbol) -> bool:
-    match shift:
-        case Mul(Unary("detach", Reduce("amax", axis, over)) | Reduce("amax", axis, over), Const(-1 | -1.0)):
-            return _renamed(over, axis, key) == _bare(body)
-    return False
+    taken_off = maximum_taken_off(shift)
+    return taken_off is not None and _renamed(taken_off[1], taken_off[0], key) == _bare(body)
 
 
 def _renamed(x: Expr, old: sympy.Symbol, new: sympy.Symbol) -> Expr:

@@ -30,7 +30,7 @@ from attn_fuse.expression.nodes import (
     terms,
 )
 from attn_fuse.expression.simplify import div, logical_and, logical_not, select
-from attn_fuse.patterns.layer import Answer, DropoutLayer, EmptyIsZero, Factor, Layered
+from attn_fuse.patterns.layer import Answer, DropoutLayer, EmptyIsZero, Factor, Layered, maximum_taken_off
 
 
 class _Infinite:
@@ -118,14 +118,7 @@ def _guarded_quotient(numerator: Expr, denominator: Expr) -> bool:
         case Softmax(), Reduce("sum", _, _):
             return True
         case Unary("exp", x), Reduce("sum", _, _):
-            return any(_is_less_a_maximum(term) for term in terms(x))
-    return False
-
-
-def _is_less_a_maximum(term: Expr) -> bool:
-    match term:
-        case Mul(Unary("detach", Reduce("amax", _, _)) | Reduce("amax", _, _), Const(-1 | -1.0)):
-            return True
+            return any(map(maximum_taken_off, terms(x)))
     return False
 
 
