@@ -161,7 +161,10 @@ def main() -> None:
     with ThreadPoolExecutor(arguments.jobs) as pool:
         list(pool.map(switched, filter(wanted, ledger)))
     found = {key: sum(one["outcome"] == key for one in first.values()) for key in ("report", "part", "refused", "hang")}
-    RESULTS.write_text(json.dumps({"commit": commit(), "outcomes": found, "rules": ledger}, indent=1) + "\n")
+    short = [{**row, "rule": str(row["rule"]).removeprefix("attn_fuse.explain.")} for row in ledger]
+    lines = ",\n".join(map(json.dumps, short))
+    head = json.dumps({"commit": commit(), "share": arguments.share, "outcomes": found})
+    RESULTS.write_text(f'{head[:-1]}, "rules": [\n{lines}\n]}}\n')
 
 
 if __name__ == "__main__":
