@@ -199,6 +199,48 @@ def assert_refused(program: Program, *args: Any, reason: str, **how: Any) -> Out
     return outcome
 
 
+def same(
+    program: Program, *calls: tuple[Any, ...], dynamic: bool | None = None, inner: str = "eager"
+) -> list[SiteReport]:
+    """Run `program` and itself compiled on `calls` in turn; outputs, arguments and buffers afterwards are the same.
+
+    Each floating-point output is then added to, and what the program returned and was given is compared once more.
+    """
+    torch._dynamo.reset()
+    again = copy.deepcopy(program)
+    with torch.no_grad(), collecting() as graphs:
+        run = compiled(again, inner, dynamic, check=True)
+        for call in calls:
+            given, given_again = (pytree.tree_map_only(Tensor, Tensor.clone, call) for _ in range(2))
+            out, out_again = program(*given), run(*given_again)
+            torch.testing.assert_close((out_again, given_again), (out, given))
+            for one, other in zip(pytree.tree_leaves(out), pytree.tree_leaves(out_again), strict=True):
+                one += 1
+                other += 1
+            torch.testing.assert_close((out_again, given_again), (out, given))
+            if isinstance(program, nn.Module):
+                torch.testing.assert_close(dict(again.named_buffers()), dict(program.named_buffers()))
+    return [site for graph in graphs for site in graph.sites]
+
+
+def same_and_fused(program: Program, *calls: tuple[Any, ...], **how: Any) -> None:
+    """`same`, and every attention in it is fused (there is at least one)."""
+    sites = same(program, *calls, **how)
+    assert sites and all(site.fused for site in sites), sites
+
+
+def assert_zeros_are_kept(program: Program, operands: Sequence[Tensor]) -> None:
+    """The last operand gets a gradient of zeros, since the site stays as written for it."""
+    with collecting() as graphs:
+        out = torch.compile(program, backend="attn_fuse", options={"pick": "fused", "inner_backend": "eager"})(
+            *operands
+        )
+    out.sum().backward()
+    assert operands[3].grad is not None and not operands[3].grad.any()
+    (reason,) = [site.blocker.reason for graph in graphs for site in graph.sites]
+    assert "gets a gradient of zeros as written, and would get none" in reason
+
+
 def assert_causal(outcome: Outcome) -> None:
     """Every attention runs on the kernel's own causal mask, with no mask tensor."""
     calls = outcome.after.count("scaled_dot_product_attention(")
@@ -275,6 +317,11 @@ def _rounding_of_float64(program: Program, args: Sequence[Any], backward: bool) 
     given = [leaves[n] for n in places]
     names = _results(program, program, args, backward)
     return dict(zip(names, rounding_of_float64(run, given), strict=False))
+
+
+def every_day(table: Iterable[str], *names: str) -> list[Any]:
+    """The names in `table` to parametrise a test with: all but `names` are thorough."""
+    return [name if name in names else pytest.param(name, marks=pytest.mark.thorough) for name in table]
 
 
 def tensors(*shape: int, count: int = 3, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:

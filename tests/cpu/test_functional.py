@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import operator
 from collections.abc import Callable
@@ -12,130 +11,18 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import Tensor
 
 from attn_fuse.graph.functionalize import make_functional
 from attn_fuse.graph.scopes import scopes
-from attn_fuse.report import SiteReport, collecting
+from attn_fuse.report import collecting
 from attn_fuse.torch_internals import FakeTensorMode
-from tests.harness import assert_fused, check, compiled, tensors
+from tests.harness import assert_fused, check, compiled, same, same_and_fused, tensors
 
 B, H, S, D = 2, 4, 12, 8
 WIDTH, CACHE = H * D, 32
 
 Call = tuple[Any, ...]
-
-
-def same(
-    program: Callable[..., Any], *calls: Call, dynamic: bool | None = None, inner: str = "eager"
-) -> list[SiteReport]:
-    """Run `program` and itself compiled on `calls` in turn; outputs, arguments and buffers afterwards are the same.
-
-    Each floating-point output is then added to, and what the program returned and was given is compared once more.
-    """
-    torch._dynamo.reset()
-    again = copy.deepcopy(program)
-    with torch.no_grad(), collecting() as graphs:
-        run = compiled(again, inner, dynamic, check=True)
-        for call in calls:
-            given, given_again = (pytree.tree_map_only(Tensor, Tensor.clone, call) for _ in range(2))
-            out, out_again = program(*given), run(*given_again)
-            torch.testing.assert_close((out_again, given_again), (out, given))
-            for one, other in zip(pytree.tree_leaves(out), pytree.tree_leaves(out_again), strict=True):
-                one += 1
-                other += 1
-            torch.testing.assert_close((out_again, given_again), (out, given))
-            if isinstance(program, nn.Module):
-                torch.testing.assert_close(dict(again.named_buffers()), dict(program.named_buffers()))
-    return [site for graph in graphs for site in graph.sites]
-
-
-def same_and_fused(program: Callable[..., Any], *calls: Call, **how: Any) -> None:
-    sites = same(program, *calls, **how)
-    assert sites and all(site.fused for site in sites), sites
-
-
-# ---- caches
-
-
-class Attention(nn.Module):
-    """Grouped queries over a cache, in the manner of the reference code of LLaMA."""
-
-    def __init__(self, kv_heads: int = 2, as_buffer: bool = False) -> None:
-        super().__init__()
-        self.kv_heads = kv_heads
-        self.query = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.key, self.value = (nn.Linear(WIDTH, kv_heads * D, bias=False) for _ in range(2))
-        for name in ("keys", "values"):
-            cache = torch.zeros(4, CACHE, kv_heads, D)
-            if as_buffer:
-                self.register_buffer(name, cache)
-            else:
-                setattr(self, name, cache)
-
-    def forward(self, x: Tensor, start: int) -> Tensor:
-        batch, length, _ = x.shape
-        q = self.query(x).view(batch, length, H, D)
-        k, v = (project(x).view(batch, length, self.kv_heads, D) for project in (self.key, self.value))
-        self.keys, self.values = self.keys.to(q), self.values.to(q)
-        self.keys[:batch, start : start + length] = k
-        self.values[:batch, start : start + length] = v
-        k, v = self.keys[:batch, : start + length], self.values[:batch, : start + length]
-        groups = H // self.kv_heads
-        k = k[:, :, :, None].expand(-1, -1, -1, groups, -1).reshape(batch, -1, H, D)
-        v = torch.repeat_interleave(v, groups, dim=2)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        scores = torch.matmul(q, k.transpose(2, 3)) / math.sqrt(D)
-        if length > 1:
-            mask = torch.full((length, length), -math.inf).triu(1)
-            scores = scores + torch.hstack([torch.zeros(length, start), mask])
-        weights = F.softmax(scores.float(), dim=-1).type_as(q)
-        return torch.matmul(weights, v).transpose(1, 2).reshape(batch, length, -1)
-
-
-@pytest.mark.parametrize("dynamic", [None, True])
-@pytest.mark.parametrize("as_buffer", [False, True], ids=["attribute", "buffer"])
-def test_a_cache_written_by_slices(as_buffer: bool, dynamic: bool | None) -> None:
-    calls = [(torch.randn(2, S, WIDTH), 0), *((torch.randn(2, 1, WIDTH), S + n) for n in range(3))]
-    same_and_fused(Attention(as_buffer=as_buffer), *calls, dynamic=dynamic)
-
-
-@pytest.mark.parametrize("how", ["index_copy_", "setitem", "index_put_"])
-def test_a_cache_that_is_an_argument(how: str) -> None:
-    def program(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, at: Tensor) -> Tensor:
-        for cache, new in ((keys, k), (values, v)):
-            if how == "index_copy_":
-                cache.index_copy_(2, at, new)
-            elif how == "setitem":
-                cache[:, :, at] = new
-            else:
-                cache.index_put_((torch.arange(B)[:, None], torch.arange(H), at[:, None, None]), new.movedim(2, 0))
-        q.mul_(D**-0.5)
-        seen = torch.arange(CACHE) <= at[:, None]
-        return (q @ keys.mT).masked_fill(~seen, -math.inf).softmax(-1) @ values
-
-    caches = torch.zeros(B, H, CACHE, D), torch.zeros(B, H, CACHE, D)
-    same_and_fused(program, (*tensors(B, H, S, D), *caches, torch.arange(3, S + 3)))
-
-
-def test_a_cache_made_and_filled_in_the_graph() -> None:
-    def program(q: Tensor, k: Tensor, v: Tensor, at: Tensor) -> Tensor:
-        keys, values = (torch.zeros(B, H, CACHE, D).index_copy_(2, at, x) for x in (k, v))
-        return torch.softmax(q @ keys.mT * 0.25, -1) @ values
-
-    same_and_fused(program, (*tensors(B, H, S, D), torch.arange(S)))
-
-
-def test_a_cache_that_is_returned() -> None:
-    """What is returned is the caller's own cache, or a view of it, as it was."""
-
-    def program(q: Tensor, k: Tensor, v: Tensor, cache: Tensor) -> tuple[Tensor, ...]:
-        cache[0, :, :, :S], cache[1, :, :, :S] = k, v
-        keys, values = cache[:, :, :, :S]
-        return (q @ keys.mT).softmax(-1) @ values, cache, keys, cache[1].transpose(1, 2)
-
-    same_and_fused(program, (*tensors(B, H, S, D), torch.zeros(2, B, H, CACHE, D)))
 
 
 # ---- operands, scores, weights
@@ -453,3 +340,128 @@ def test_what_stands_beside_memory_that_stays_written(program: Callable[..., Any
     """Bounds of NumPy's are tensors to Dynamo, and torch draws nothing between such without looking at them."""
     (site,) = same(program, tensors(B, H, S, D))
     assert site.fused if program is beside else "cannot be made values" in site.blocker.reason, site
+
+
+# ---- inputs that are written, and other names of what is
+
+
+def product(q: Tensor, k: Tensor) -> Tensor:
+    return q @ k.transpose(-2, -1) / D**0.5
+
+
+def into_an_input(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    bias += product(q, k)
+    return bias.softmax(-1) @ v
+
+
+def into_an_input_before_the_scores(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    bias[..., 3:] = -1.0
+    bias += 1.0
+    return (product(q, k) + bias).softmax(-1) @ v
+
+
+def into_a_view_of_an_input(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    part = bias[:]
+    part += product(q, k)
+    return part.softmax(-1) @ v
+
+
+@pytest.mark.parametrize("program", [into_an_input, into_an_input_before_the_scores, into_a_view_of_an_input])
+def test_an_input_keeps_what_is_written_into_it(program) -> None:
+    args = [*tensors(B, H, S, D), torch.randn(B, H, S, S)]
+    again = [x.clone() for x in args]
+    with torch.no_grad(), collecting() as graphs:
+        torch.testing.assert_close(compiled(program)(*args), program(*again))
+    torch.testing.assert_close(args[3], again[3])
+    assert [site.status for graph in graphs for site in graph.sites] == ["fused"]
+
+
+def read_again_under_its_other_name(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    scores = bias.sin()
+    other = scores
+    scores += product(q, k)
+    return scores.softmax(-1) @ v, other * 1
+
+
+def read_again_through_a_view(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    scores = bias.sin()
+    part = scores[0]
+    scores += product(q, k)
+    return scores.softmax(-1) @ v, part + 1
+
+
+@pytest.mark.parametrize("program", [read_again_under_its_other_name, read_again_through_a_view])
+def test_what_is_written_is_read_again(program) -> None:
+    assert_fused(program, *tensors(B, H, S, D), torch.randn(B, H, S, S), backward=False)
+
+
+def test_dead_code_does_not_matter() -> None:
+    """x-transformers copies the scores for who asks for them, beside positions that it adds to in place."""
+
+    def written(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+        scores = product(q, k)
+        scores.clone()
+        at = torch.arange(S)[:, None] - torch.arange(S)
+        at += S - 1
+        return (scores + table[at]).softmax(-1) @ v
+
+    assert_fused(written, *tensors(B, H, S, D), torch.randn(2 * S - 1))
+
+
+def copied_and_written(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    scores = product(q, k)
+    scores += bias
+    copied = scores.clone()
+    copied += 1.0
+    return scores.softmax(-1) @ v, copied
+
+
+def viewed_and_written(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    scores = product(q, k)
+    scores += bias
+    part = scores[:1]
+    part += 1.0
+    return scores.softmax(-1) @ v, scores.exp()
+
+
+@pytest.mark.parametrize("program", [copied_and_written, viewed_and_written])
+def test_code_that_is_not_dead(program) -> None:
+    check(program, *tensors(B, H, S, D), torch.randn(B, H, S, S), backward=False)
+
+
+def test_what_was_read_before_does_not_matter() -> None:
+    def written(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        scores = bias.sin()
+        before = scores * 2
+        scores += product(q, k)
+        return scores.softmax(-1) @ v, before
+
+    assert_fused(written, *tensors(B, H, S, D), torch.randn(B, H, S, S), backward=False)
+
+
+def test_scores_scaled_in_place_through_a_view_of_symbolic_sizes() -> None:
+    """Batch and heads are one number here, so that torch writes one stride in two forms."""
+
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        batch, heads, length, _ = q.shape
+        q, k, v = (x.reshape(batch * heads, -1, x.shape[-1]) for x in (q, k, v))
+        scores = (q.unsqueeze(-2) * k.unsqueeze(-3)).sum(-1)
+        seen = scores.reshape(batch, heads, length, -1)
+        seen *= 0.5
+        weights = seen.softmax(-1).reshape(scores.shape)
+        return (weights @ v).view(batch, heads, length, -1)
+
+    shapes = [(tensors(3, 3, n, 4)[0], *tensors(3, 3, m, 4, count=2)) for n, m in ((2, 5), (3, 8), (8, 8))]
+    assert_fused(program, *shapes[0], dynamic=True, more=tuple(shapes[1:]))
+
+
+def test_a_view_of_the_shape_of_another_tensor() -> None:
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        base = q.clone()
+        viewed = base.view(base.shape)
+        out = product(viewed, k).softmax(-1) @ v
+        base.add_(1)
+        return out * base.mean()
+
+    more = ((*tensors(2, 3, 7, 8),),)
+    assert_fused(program, *tensors(2, 3, 5, 8), dynamic=True, backward=False, more=more)

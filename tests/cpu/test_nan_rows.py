@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from attn_fuse.report import collecting
-from tests.harness import compiled, tensors
+from tests.harness import compiled, every_day, tensors
 
-INF = float("inf")
+INF = math.inf
 T, D = 24, 16
 HIDDEN = torch.zeros(2, T, dtype=torch.bool)
 HIDDEN[0], HIDDEN[1, 5:] = True, True
@@ -24,56 +24,36 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 After = Callable[[Tensor, Tensor], Tensor]
 
 
+def over_their_sum(e: Tensor) -> Tensor:
+    return e / e.sum(-1, keepdim=True)
+
+
 def filled(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
-    return (q @ k.mT * 0.25).masked_fill(hidden[:, None, None], -INF).softmax(-1) @ v
+    return (q @ k.mT * 0.25).masked_fill(hidden, -INF).softmax(-1) @ v
 
 
-def added(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
-    return (q @ k.mT * 0.25 + torch.zeros(2, 1, 1, T).masked_fill(hidden[:, None, None], -INF)).softmax(-1) @ v
-
-
-def from_memory(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-    return (q @ k.mT * 0.25 + bias).softmax(-1) @ v
-
-
-def twice_the_lowest(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
-    """Their sum is minus infinity."""
-    low = torch.where(hidden[:, None, None], torch.finfo(q.dtype).min, 0.0)
-    return (q @ k.mT * 0.25 + (low + low)).softmax(-1) @ v
-
-
-def by_hand(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
-    """Without its max taken off, exp of the fill is 0, and a query that sees no key is 0 / 0."""
-    e = (q @ k.mT * 0.25).masked_fill(hidden[:, None, None], torch.finfo(q.dtype).min).exp()
-    return e / e.sum(-1, keepdim=True) @ v
-
-
-def by_hand_and_scaled(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
-    e = ((q @ k.mT).masked_fill(hidden[:, None, None], -1e4) * 0.25).exp()
-    return e / e.sum(-1, keepdim=True) @ v
-
-
-def by_hand_of_float32(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
-    e = (q @ k.mT * 0.25).float().masked_fill(hidden[:, None, None], -200.0).exp()
-    return (e / e.sum(-1, keepdim=True)).to(v.dtype) @ v
-
-
-def by_hand_and_masked_again(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
-    e = (q @ k.mT * 0.25).masked_fill(hidden[:, None, None], -1e4).exp()
-    return e / e.sum(-1, keepdim=True) * ~hidden[:, None, None] @ v
-
-
-MASK = torch.zeros(2, 1, 1, T).masked_fill(HIDDEN[:, None, None], -INF)
-ATTEND: list[tuple[Attend, Tensor]] = [
-    (filled, HIDDEN),
-    (added, HIDDEN),
-    (from_memory, MASK),
-    (twice_the_lowest, HIDDEN),
-    (by_hand, HIDDEN),
-    (by_hand_and_scaled, HIDDEN),
-    (by_hand_of_float32, HIDDEN),
-    (by_hand_and_masked_again, HIDDEN),
-]
+HIDDEN_KEYS = HIDDEN[:, None, None]
+MASK = torch.zeros(2, 1, 1, T).masked_fill(HIDDEN_KEYS, -INF)
+LOW = torch.finfo(torch.float32).min
+# The weights, of the scores and what is hidden. Without its max taken off, exp of a fill is 0, and a query that sees
+# no key 0 / 0; twice the lowest number is minus infinity.
+WEIGHTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "filled": lambda s, hidden: s.masked_fill(hidden, -INF).softmax(-1),
+    "added": lambda s, hidden: (s + torch.zeros(2, 1, 1, T).masked_fill(hidden, -INF)).softmax(-1),
+    "from memory": lambda s, bias: (s + bias).softmax(-1),
+    "twice the lowest": lambda s, hidden: (s + (lambda low: low + low)(torch.where(hidden, LOW, 0.0))).softmax(-1),
+    "by hand": lambda s, hidden: over_their_sum(s.masked_fill(hidden, LOW).exp()),
+    "by hand and scaled": lambda s, hidden: over_their_sum(((4 * s).masked_fill(hidden, -1e4) * 0.25).exp()),
+    "by hand in float32": lambda s, hidden: over_their_sum(s.float().masked_fill(hidden, -200.0).exp()).to(s.dtype),
+    "by hand and masked again": lambda s, hidden: over_their_sum(s.masked_fill(hidden, -1e4).exp()) * ~hidden,
+}
+ATTEND: dict[str, tuple[Attend, Tensor]] = {
+    name: (
+        lambda q, k, v, given, of=of: of(q @ k.mT * 0.25, given) @ v,
+        MASK if name == "from memory" else HIDDEN_KEYS,
+    )
+    for name, of in WEIGHTS.items()
+}
 
 CARRY: dict[str, After] = {
     "nothing": lambda out, v: out,
@@ -113,66 +93,65 @@ def outcome(attend: Attend, hidden: Tensor, after: After, **options: object) -> 
     return program(*args), got, site
 
 
-@pytest.mark.parametrize(("attend", "hidden"), ATTEND, ids=lambda x: getattr(x, "__name__", ""))
-@pytest.mark.parametrize("name", CARRY | READ)
-def test_chunked_keeps_it(name: str, attend: Attend, hidden: Tensor) -> None:
-    written, got, site = outcome(attend, hidden, (CARRY | READ)[name], kernels=["chunked"])
+@pytest.mark.parametrize("attend", every_day(ATTEND, "filled", "by hand"))
+@pytest.mark.parametrize("name", every_day(CARRY | READ, "a fill of queries", "nan_to_num later", "isnan", "fmax"))
+def test_chunked_keeps_it(name: str, attend: str) -> None:
+    written, got, site = outcome(*ATTEND[attend], (CARRY | READ)[name], kernels=["chunked"])
     assert site.fused
     torch.testing.assert_close(got, written, equal_nan=True, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("attend", "hidden"), ATTEND, ids=lambda x: getattr(x, "__name__", ""))
-@pytest.mark.parametrize("name", READ)
-def test_a_program_that_tells_is_left_by_others(name: str, attend: Attend, hidden: Tensor) -> None:
-    written, got, site = outcome(attend, hidden, READ[name], kernels=["cpu_flash"])
+TELLS = [(name, "filled") for name in READ] + [("isnan", attend) for attend in ATTEND if attend != "filled"]
+
+
+@pytest.mark.parametrize(
+    ("name", "attend"),
+    [*TELLS, *(pytest.param(n, a, marks=pytest.mark.thorough) for n in READ for a in ATTEND if (n, a) not in TELLS)],
+)
+def test_a_program_that_tells_is_left_by_others(name: str, attend: str) -> None:
+    written, got, site = outcome(*ATTEND[attend], READ[name], kernels=["cpu_flash"])
     assert site.status == "as written" and "a query that sees no key would get 0 for NaN, which" in site.blocker.reason
     torch.testing.assert_close(got, written, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", CARRY)
 def test_others_show_0_for_it(name: str) -> None:
-    written, got, site = outcome(filled, HIDDEN, CARRY[name])
+    written, got, site = outcome(filled, HIDDEN_KEYS, CARRY[name])
     assert site.kernel == "cpu_flash"
     shown = ~written.isnan()
     torch.testing.assert_close(got[shown], written[shown], atol=1e-5, rtol=1e-5)
 
 
-def finite(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
-    return (q @ k.mT * 0.25 + torch.where(hidden[:, None, None], torch.finfo(q.dtype).min, 0.0)).softmax(-1) @ v
-
-
-def guarded(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-    return (q @ k.mT * 0.25 + bias).softmax(-1).nan_to_num(0.0) @ v
-
-
-def filled_once_more(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
-    weights = (q @ k.mT * 0.25).masked_fill(hidden[:, None, None], -INF).softmax(-1)
-    return weights.masked_fill(hidden[:, None, None], 0.0) @ v
+NOT_NAN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "finite": lambda s, hidden: (s + torch.where(hidden, LOW, 0.0)).softmax(-1),
+    "guarded": lambda s, hidden: (s + MASK).softmax(-1).nan_to_num(0.0),
+    "filled once more": lambda s, hidden: s.masked_fill(hidden, -INF).softmax(-1).masked_fill(hidden, 0.0),
+}
 
 
 @pytest.mark.parametrize(
-    ("attend", "hidden", "kernel"),
-    [
-        (finite, HIDDEN, "cpu_flash"),
-        (guarded, MASK, "cpu_flash"),
-        *((f, hidden, "chunked") for f, hidden in ((finite, HIDDEN), (guarded, MASK), (filled_once_more, HIDDEN))),
-    ],
-    ids=lambda x: getattr(x, "__name__", x if isinstance(x, str) else ""),
+    ("name", "kernel"),
+    [("finite", "cpu_flash"), ("guarded", "cpu_flash"), *((name, "chunked") for name in NOT_NAN)],
 )
-def test_no_row_is_nan(attend: Attend, hidden: Tensor, kernel: str) -> None:
+def test_no_row_is_nan(name: str, kernel: str) -> None:
     """A finite fill gives the mean, a guard 0: any kernel takes them, whoever asks afterwards."""
-    written, got, site = outcome(attend, hidden, lambda out, v: out.nan_to_num(1.0), kernels=[kernel])
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
+        return NOT_NAN[name](q @ k.mT * 0.25, hidden) @ v
+
+    written, got, site = outcome(attend, HIDDEN_KEYS, lambda out, v: out.nan_to_num(1.0), kernels=[kernel])
     assert site.kernel == kernel
     torch.testing.assert_close(got, written, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("attend", [filled, added], ids=lambda f: f.__name__)
-def test_gradients_are_nan_where_they_are_as_written(attend: Attend) -> None:
+@pytest.mark.parametrize("name", ["filled", "added"])
+def test_gradients_are_nan_where_they_are_as_written(name: str) -> None:
+    attend, hidden = ATTEND[name]
     args = tensors(2, 4, T, D)
     results = []
     for by in (attend, compiled(attend, kernels=["chunked"], check=False)):
         leaves = [x.clone().requires_grad_() for x in args]
-        results.append(torch.autograd.grad(by(*leaves, HIDDEN).square().sum(), leaves))
+        results.append(torch.autograd.grad(by(*leaves, hidden).square().sum(), leaves))
     for written, got in zip(*results, strict=True):
         torch.testing.assert_close(got, written, equal_nan=True, atol=1e-5, rtol=1e-5)
 
@@ -181,7 +160,7 @@ def test_the_check_tells_0_from_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that says that it keeps NaN, and gives 0."""
     monkeypatch.setattr("attn_fuse.emit.call.Call.empty_is_nan", False)
     with collecting() as graphs:
-        compiled(filled, kernels=["chunked"])(*tensors(2, 4, T, D), HIDDEN)
+        compiled(filled, kernels=["chunked"])(*tensors(2, 4, T, D), HIDDEN_KEYS)
     (site,) = graphs[-1].sites
     assert not site.fused and "is 0 where as written it is no number" in site.blocker.reason
 
@@ -207,27 +186,24 @@ def test_a_query_that_is_nan(length: int, causal: bool) -> None:
         assert any("a query that is NaN would get 0 of so few keys, which" in why for why in site.why_not["cpu_flash"])
 
 
-def filled_in_part(q: Tensor, k: Tensor, v: Tensor, one: Tensor, other: Tensor) -> Tensor:
-    scores = (q @ k.mT / 4).masked_fill(~one, -math.inf).masked_fill(~other, -math.inf)
-    return scores.softmax(-1).masked_fill(~other, 0.0) @ v
-
-
-def filled_wholly(q: Tensor, k: Tensor, v: Tensor, one: Tensor, other: Tensor) -> Tensor:
-    return (q @ k.mT / 4).masked_fill(~one, -math.inf).softmax(-1).masked_fill(~one, 0.0) @ v
-
-
-def multiplied(q: Tensor, k: Tensor, v: Tensor, one: Tensor, other: Tensor) -> Tensor:
-    return ((q @ k.mT / 4).masked_fill(~one, -math.inf).softmax(-1) * one) @ v
+# Of the scores and two masks of what is seen.
+FILLED: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "in part": lambda s, one, other: (
+        s.masked_fill(~one, -INF).masked_fill(~other, -INF).softmax(-1).masked_fill(~other, 0.0)
+    ),
+    "wholly": lambda s, one, other: s.masked_fill(~one, -INF).softmax(-1).masked_fill(~one, 0.0),
+    "multiplied": lambda s, one, other: s.masked_fill(~one, -INF).softmax(-1) * one,
+}
 
 
 @pytest.mark.parametrize("kernel", ["chunked", "cpu_flash"])
 @pytest.mark.parametrize("reads", [False, True])
-@pytest.mark.parametrize("program", [filled_in_part, filled_wholly, multiplied])
-def test_weights_filled_with_0(program: Callable[..., Tensor], reads: bool, kernel: str) -> None:
+@pytest.mark.parametrize("name", FILLED)
+def test_weights_filled_with_0(name: str, reads: bool, kernel: str) -> None:
     """A fill of some weights leaves a fully masked row NaN, a fill of all makes it 0, a product keeps it NaN."""
 
-    def whole(*args: Tensor) -> Tensor:
-        out = program(*args)
+    def whole(q: Tensor, k: Tensor, v: Tensor, one: Tensor, other: Tensor) -> Tensor:
+        out = FILLED[name](q @ k.mT / 4, one, other) @ v
         return torch.where(out.isnan(), 7.0, out) if reads else out
 
     q, k, v = (torch.randn(1, 2, 32, 16) for _ in range(3))
@@ -237,15 +213,15 @@ def test_weights_filled_with_0(program: Callable[..., Tensor], reads: bool, kern
     with collecting() as reports:
         got = torch.compile(whole, backend="attn_fuse", options=options)(q, k, v, *masks)
     (site,) = reports[0].sites
-    tells = {"chunked": program is filled_in_part, "cpu_flash": program is not filled_wholly}
+    tells = {"chunked": name == "in part", "cpu_flash": name != "wholly"}
     assert site.fused is not (reads and tells[kernel]), site.blocker
     torch.testing.assert_close(got.nan_to_num(), expected.nan_to_num())
-    if reads or (program is multiplied and kernel == "chunked"):
+    if reads or (name == "multiplied" and kernel == "chunked"):
         assert got.isnan().equal(expected.isnan())
 
 
 def multiplied_and_renormalised(q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
-    weights = (q @ k.mT / 4).masked_fill(~kept, -math.inf).softmax(-1) * kept
+    weights = (q @ k.mT / 4).masked_fill(~kept, -INF).softmax(-1) * kept
     return weights / weights.sum(-1, keepdim=True) @ v
 
 
@@ -267,7 +243,7 @@ def test_weights_times_their_mask_over_a_bounded_sum(reads: bool, kernel: str) -
     """As written a fully masked row is NaN, and is read as 0: a program that tells is left by every kernel."""
 
     def program(q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
-        weights = (q @ k.mT / 4).masked_fill(~kept, -math.inf).softmax(-1) * kept
+        weights = (q @ k.mT / 4).masked_fill(~kept, -INF).softmax(-1) * kept
         out = weights / weights.sum(-1, keepdim=True).clamp(min=1e-9) @ v
         return torch.where(out.isnan(), 7.0, out) if reads else out
 
@@ -279,35 +255,23 @@ def test_weights_times_their_mask_over_a_bounded_sum(reads: bool, kernel: str) -
     torch.testing.assert_close(got.nan_to_num(), program(*args).nan_to_num())
 
 
-def guarded_and_multiplied(q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
-    weights = (q @ k.mT / 4).softmax(-1)
-    return (torch.where(weights.isnan(), 0.0, weights) * kept) @ v
+# Of the weights and what is kept, and whether that is fused.
+GUARDED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], bool]] = {
+    "multiplied": (lambda w, kept: torch.where(w.isnan(), 0.0, w) * kept, True),
+    "filled at once": (lambda w, kept: torch.where(w.isnan() | ~kept, 0.0, w), True),
+    "where filled": (lambda w, kept: torch.where(w.isnan() & ~kept, 0.0, w), False),
+    "by other scores": (lambda w, kept: torch.where((w < 0.01) | ~kept, 0.0, w), False),
+}
 
 
-def guarded_and_filled_at_once(q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
-    weights = (q @ k.mT / 4).softmax(-1)
-    return torch.where(weights.isnan() | ~kept, 0.0, weights) @ v
-
-
-def guarded_where_filled(q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
-    weights = (q @ k.mT / 4).softmax(-1)
-    return torch.where(weights.isnan() & ~kept, 0.0, weights) @ v
-
-
-def filled_by_other_scores(q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
-    weights = (q @ k.mT / 4).softmax(-1)
-    return torch.where((weights < 0.01) | ~kept, 0.0, weights) @ v
-
-
-@pytest.mark.parametrize(
-    ("program", "fused"),
-    [
-        (guarded_and_multiplied, True), (guarded_and_filled_at_once, True), (guarded_where_filled, False),
-        (filled_by_other_scores, False),
-    ],
-)  # fmt: skip
-def test_a_guard_beside_a_fill(program: Callable[..., Tensor], fused: bool) -> None:
+@pytest.mark.parametrize("name", GUARDED)
+def test_a_guard_beside_a_fill(name: str) -> None:
     """Conditions of the scores and of positions that keep a weight together are a guard and a fill."""
+    of, fused = GUARDED[name]
+
+    def program(q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
+        return of((q @ k.mT / 4).softmax(-1), kept) @ v
+
     args = (*(torch.randn(1, 2, 32, 16) for _ in range(3)), torch.rand(1, 1, 32, 32) > 0.5)
     with collecting() as reports:
         got = compiled(program)(*args)

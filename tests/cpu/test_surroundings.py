@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from attn_fuse.report import collecting
-from tests.harness import Outcome, assert_causal, assert_fused, assert_refused, check, compiled, tensors
+from tests.harness import Outcome, assert_causal, assert_fused, check, compiled, tensors
 
 S = 7
 INF = math.inf
@@ -133,6 +132,33 @@ def test_an_sdpa_call_with_dropout_keeps_dropping() -> None:
     q, k = torch.randn(2, 2, 4, 64, 8).unbind(0)
     kept = compiled(call)(q, k, torch.eye(64).expand(2, 4, 64, 64).contiguous())[:, :, 32:, :32] != 0
     assert abs(kept.double().mean().item() - 0.5) < 0.05
+
+
+@pytest.mark.parametrize(
+    "shape, call",
+    [
+        ((2, 12, 8), {}),
+        ((2, 12, 8), {"is_causal": True}),
+        ((2, 2, 4, 12, 8), {}),
+        ((12, 8), {}),
+    ],
+    ids=["three dimensions", "three, causal", "five dimensions", "two dimensions"],
+)
+def test_a_call_of_sdpa_that_torch_has_no_kernel_for(shape: tuple[int, ...], call: dict[str, bool]) -> None:
+    def program(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, **call)
+
+    assert_fused(program, *tensors(*shape), inner="aot_eager")
+    (site,) = check(F.scaled_dot_product_attention, *tensors(2, 4, 12, 8), inner="aot_eager").sites
+    assert site.status == "already fused"
+
+
+def test_dropout_of_sdpa() -> None:
+    with collecting() as graphs:
+        compiled(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dropout_p=0.1), "aot_eager")(
+            *tensors(2, 4, 12, 8)
+        )
+    assert [site.kernel for graph in graphs for site in graph.sites] == ["chunked"]
 
 
 # ---- torch's own modules
@@ -273,21 +299,6 @@ def test_several_tensors_read_at_once() -> None:
     assert outcome.site.fused or outcome.site.blocker.reason == "several tensors are read at once"
 
 
-@pytest.mark.parametrize(
-    ("operation", "reason"),
-    [
-        (lambda x: torch.special.entr(x.abs()), "special_entr has no element expression"),
-        (lambda x: torch.cumprod(x, -1), "the scores pass through cumprod"),
-    ],
-    ids=["element-wise", "another"],
-)
-def test_an_operation_on_the_scores_that_is_not_known(operation: Callable[[Tensor], Tensor], reason: str) -> None:
-    def unknown(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return operation(scores(q, k)).softmax(-1) @ v
-
-    assert_refused(unknown, *tensors(2, 3, S, 16), reason=reason)
-
-
 def test_a_temperature_is_no_attention() -> None:
     """CLIP's comparison of images with texts (arXiv 2103.00020): an exponential between two products."""
 
@@ -321,97 +332,6 @@ def test_dynamically_quantised_linears_around_it() -> None:
 
 
 # ---- key-value caches
-
-
-def joined(q, k, v, past_k, past_v):
-    k, v = torch.cat([past_k, k], 2), torch.cat([past_v, v], 2)
-    apart = torch.arange(q.shape[2])[:, None] + past_k.shape[2] - torch.arange(k.shape[2])
-    return scores(q, k).masked_fill(apart < 0, -INF).softmax(-1) @ v, k, v
-
-
-def test_a_cache_that_grows() -> None:
-    calls = [(*tensors(2, 3, 1, 16), *tensors(2, 3, past, 16, count=2)) for past in (4, 5, 6, 11)]
-    outcome = assert_fused(joined, *calls[0], more=calls[1:])
-    assert len(outcome.graphs) <= 2
-    prompt = (*tensors(2, 3, 5, 16), *tensors(2, 3, 4, 16, count=2))
-    torch._dynamo.reset()
-    assert "causal with offset 4" in assert_fused(joined, *prompt).site.attention["mask"]
-
-
-class StaticCache(nn.Module):
-    """A cache of a fixed length, written where the tokens stand; later positions are hidden."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.how = how
-        self.register_buffer("k", torch.zeros(2, 3, 12, 16))
-        self.register_buffer("v", torch.zeros(2, 3, 12, 16))
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, place: Tensor) -> Tensor:
-        if self.how == "index_copy_":
-            self.k.index_copy_(2, place, k)
-            self.v.index_copy_(2, place, v)
-        elif self.how == "index":
-            self.k[:, :, place], self.v[:, :, place] = k, v
-        else:
-            self.k, self.v = self.k.index_copy(2, place, k), self.v.index_copy(2, place, v)
-        hidden = torch.arange(12) > place[:, None]
-        return scores(q, self.k).masked_fill(hidden, -INF).softmax(-1) @ self.v
-
-
-@pytest.mark.parametrize("inner", ["eager", "inductor"])
-@pytest.mark.parametrize("how", ["index_copy_", "index", "replaced"])
-def test_a_static_cache(how: str, inner: str) -> None:
-    model, twin = StaticCache(how), StaticCache(how)
-    with collecting() as graphs, torch.no_grad():
-        run = compiled(model, inner=inner)
-        for first, length in ((0, 4), (4, 1), (5, 1), (6, 3)):
-            step = (*tensors(2, 3, length, 16), torch.arange(first, first + length))
-            torch.testing.assert_close(run(*step), twin(*step))
-            torch.testing.assert_close(model.k, twin.k)
-    assert graphs and all(site.fused for graph in graphs for site in graph.sites)
-
-
-@pytest.mark.parametrize("inner", ["eager", "inductor"])
-def test_a_cache_written_by_slices(inner: str) -> None:
-    def step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, first: int) -> Tensor:
-        last = first + q.shape[2]
-        keys[:, :, first:last], values[:, :, first:last] = k, v
-        return written(q, keys[:, :, :last], values[:, :, :last])
-
-    mine, theirs = ([torch.zeros(2, 3, 12, 16) for _ in "kv"] for _ in range(2))
-    with collecting() as graphs, torch.no_grad():
-        run = compiled(step, inner=inner)
-        for first, length in ((0, 4), (4, 1), (5, 1), (6, 1)):
-            new = tensors(2, 3, length, 16)
-            torch.testing.assert_close(run(*new, *mine, first), step(*new, *theirs, first))
-            torch.testing.assert_close(mine, theirs)
-    assert graphs and all(site.fused for graph in graphs for site in graph.sites)
-
-
-def in_two_parts(q, k, v, past_k, past_v):
-    weights = torch.cat([scores(q, past_k), scores(q, k)], -1).softmax(-1)
-    return weights[..., :4] @ past_v + weights[..., 4:] @ v
-
-
-def in_two_parts_the_other_way_round(q, k, v, past_k, past_v):
-    weights = torch.cat([scores(q, past_k), scores(q, k)], -1).softmax(-1)
-    return weights[..., :S] @ v + weights[..., S:] @ past_v
-
-
-def subtracted(q, k, v, past_k, past_v):
-    weights = torch.cat([scores(q, past_k), scores(q, k)], -1).softmax(-1)
-    return weights[..., :4] @ past_v - weights[..., 4:] @ v
-
-
-def with_another_query(q, k, v, past_k, past_v):
-    weights = torch.cat([scores(q, past_k), scores(q.flip(1), k)], -1).softmax(-1)
-    return weights[..., :4] @ past_v + weights[..., 4:] @ v
-
-
-@pytest.mark.parametrize("program", [in_two_parts, in_two_parts_the_other_way_round, subtracted, with_another_query])
-def test_products_with_cached_and_new_keys(program) -> None:
-    check(program, *tensors(2, 3, S, 16), *tensors(2, 3, 4, 16, count=2))
 
 
 # ---- activation checkpointing, autocast

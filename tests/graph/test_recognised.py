@@ -1,6 +1,6 @@
-"""Every spelling that we know is recognised, in inference and in training, without a kernel or a compiler.
+"""Every spelling is recognised and every look-alike refused with its reason, without a kernel or a compiler.
 
-That each also computes the same is for tests/cpu/test_recall.py, which takes minutes.
+That each also computes the same is for tests/cpu/test_spellings.py, which takes minutes.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from attn_fuse.attention.attention import Attention, Refusal
-from tests.models.collection import SPELLINGS, Spelling
+from tests.models.collection import LOOKALIKES, RARE, SPELLINGS, Spelling
 from tests.recognised import recognised
 
-ATTENTIONS = [spelling for spelling in SPELLINGS if spelling.exception is None]
+GROUPS = dict.fromkeys(spelling.group for spelling in (*SPELLINGS, *RARE))
+ATTENTIONS = [spelling for spelling in (*SPELLINGS, *RARE) if spelling.exception is None]
 
 
 def answers(spelling: Spelling, training: bool) -> list[Attention | Refusal]:
@@ -27,10 +28,17 @@ def answers(spelling: Spelling, training: bool) -> list[Attention | Refusal]:
         return recognised(program, *args, dynamic=spelling.dynamic)
 
 
+# Of each group every third; make recall and the thorough tests take all.
+EVERY_DAY = [s for group in GROUPS for s in [s for s in ATTENTIONS if s.group == group][::3]]
+
+
 @pytest.mark.parametrize(
     "training", [False, pytest.param(True, marks=pytest.mark.thorough)], ids=["inference", "training"]
 )
-@pytest.mark.parametrize("spelling", ATTENTIONS, ids=lambda s: s.name)
+@pytest.mark.parametrize(
+    "spelling",
+    [pytest.param(s, id=s.name, marks=() if s in EVERY_DAY else pytest.mark.thorough) for s in ATTENTIONS],
+)
 def test_every_spelling(spelling: Spelling, training: bool) -> None:
     if training and not spelling.training:
         pytest.skip("has no gradients")
@@ -38,6 +46,12 @@ def test_every_spelling(spelling: Spelling, training: bool) -> None:
     assert [x for x in found if not isinstance(x, Attention)] == []
     # The program may call SDPA itself, which says nothing that is not known already.
     assert len(found) <= spelling.sites
+
+
+@pytest.mark.parametrize("spelling", [s for s in LOOKALIKES if s.reason], ids=lambda s: s.name)
+def test_every_lookalike_is_refused_with_its_reason(spelling: Spelling) -> None:
+    refused = [found for found in answers(spelling, training=True) if isinstance(found, Refusal)]
+    assert any(spelling.reason in found.reason for found in refused), [found.reason for found in refused]
 
 
 def test_a_refusal_has_its_operation_and_line() -> None:

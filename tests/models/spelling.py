@@ -26,6 +26,7 @@ class Spelling:
     exception: why it is no single softmax attention and stays as written, in mathematics; None where it is one.
     dynamic: what `torch.compile` is told of sizes.
     dtype: the one its arguments come in.
+    reason: why it is refused, in words of the report; of look-alikes alone.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Spelling:
     exception: str | None = None
     dynamic: bool | None = None
     dtype: torch.dtype = torch.float32
+    reason: str = ""
 
 
 def function(group: str, written: Callable[..., Any], inputs: Inputs, name: str = "", **facts: Any) -> Spelling:

@@ -1,4 +1,4 @@
-"""Programs of an attacker that write where a compiler may not look, each with its neighbours."""
+"""Writes where a compiler may not look: several tensors at once, operators, views, `.data`, and what is given out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from attn_fuse.graph import memory
 from attn_fuse.report import collecting
 
 SHAPE = (2, 2, 8, 8)
-LIBRARY = torch.library.Library("attn_fuse_attacks", "DEF")
+LIBRARY = torch.library.Library("attn_fuse_memory", "DEF")
 LIBRARY.define("scale_(Tensor(a!) x, float by) -> ()")
 LIBRARY.impl("scale_", lambda x, by: (x.mul_(by), None)[1], "CPU")
 LIBRARY.impl("scale_", lambda x, by: None, "Meta")
@@ -62,32 +62,32 @@ def several_copied_at_once(q, k, v, b):
 
 def operator_on_a_key(q, k, v, b):
     s = q @ k.mT
-    torch.ops.attn_fuse_attacks.scale_(k, 2.0)
+    torch.ops.attn_fuse_memory.scale_(k, 2.0)
     return attend(s, v)
 
 
 def operator_on_a_view(q, k, v, b):
     s = q @ k.mT
-    torch.ops.attn_fuse_attacks.scale_(k.view(-1), 2.0)
+    torch.ops.attn_fuse_memory.scale_(k.view(-1), 2.0)
     return attend(s, v)
 
 
 def operator_on_scores(q, k, v, b):
     s = q @ k.mT
-    torch.ops.attn_fuse_attacks.scale_.default(s, 2.0)
+    torch.ops.attn_fuse_memory.scale_.default(s, 2.0)
     return attend(s, v)
 
 
 def operator_on_weights(q, k, v, b):
     w = (q @ k.mT).softmax(-1)
-    torch.ops.attn_fuse_attacks.scale_(x=w, by=2.0)
+    torch.ops.attn_fuse_memory.scale_(x=w, by=2.0)
     return w @ v
 
 
 def operator_on_a_cache(q, k, v, b):
-    torch.ops.attn_fuse_attacks.store(b, k)
+    torch.ops.attn_fuse_memory.store(b, k)
     s = q @ b.mT
-    torch.ops.attn_fuse_attacks.store(b, v)
+    torch.ops.attn_fuse_memory.store(b, v)
     return attend(s, v)
 
 

@@ -1,4 +1,4 @@
-"""A softmax written out with a number beside its sum that is known only when the program runs."""
+"""A softmax written out with a number beside its sum: small, or known only when the program runs."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.harness import assert_refused, check, tensors
-
-pytestmark = pytest.mark.thorough
+from tests.harness import assert_fused, assert_refused, check, tensors
 
 B, H, T, D = 2, 4, 12, 8
 SHAPE = (B, H, T, D)
@@ -44,6 +42,7 @@ def masked_and_sum_plus(q, k, v, eps):
     return p / (p.sum(-1, keepdim=True) + eps) @ v
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "program, fused",
     [
@@ -70,6 +69,7 @@ def test_a_number_known_when_the_program_runs_beside_the_sum(program: Program, f
     assert len(outcome.graphs) <= 1 + len(fused) - len(same)
 
 
+@pytest.mark.thorough
 @torch._dynamo.config.patch(capture_scalar_outputs=True)
 def test_a_number_read_from_a_tensor_beside_the_sum() -> None:
     def program(q, k, v, eps):
@@ -77,3 +77,36 @@ def test_a_number_read_from_a_tensor_beside_the_sum() -> None:
 
     given = (*tensors(*SHAPE), torch.tensor(1e-8))
     assert_refused(program, *given, reason="an argument is added to the sum", backward=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("epsilon", [1e-20, 1e-7, 1e-5])
+def test_a_small_number_in_the_sum(epsilon: float, dtype: torch.dtype) -> None:
+    def program(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        scores = query @ key.mT * 0.3
+        weights = (scores - scores.amax(-1, keepdim=True)).exp()
+        return weights / (weights.sum(-1, keepdim=True) + epsilon) @ value
+
+    operands = tensors(2, 3, 13, 8, dtype=dtype)
+    if epsilon <= torch.finfo(dtype).eps:
+        assert_fused(program, *operands)
+    else:
+        assert_refused(program, *operands, reason="is added to the sum of the weights")
+
+
+# Of the scores, their max and a number of each key: a sink that each key has for itself is none.
+SINKS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "of each key": lambda s, logits: (lambda e: e / (e.sum(-1, keepdim=True) + logits.exp()))(s.exp()),
+    "of each key, shifted": lambda s, logits: (lambda e, top: e / (e.sum(-1, keepdim=True) + (logits - top).exp()))(
+        (s - s.amax(-1, keepdim=True)).exp(), s.amax(-1, keepdim=True)
+    ),
+}
+
+
+@pytest.mark.parametrize("kernels", [["cpu_flash"], ["chunked"]], ids=lambda names: names[0])
+@pytest.mark.parametrize("name", SINKS)
+def test_a_sink_of_each_key(name: str, kernels: list[str]) -> None:
+    def program(q: Tensor, k: Tensor, v: Tensor, logits: Tensor) -> Tensor:
+        return SINKS[name](scores(q, k), logits) @ v
+
+    check(program, *tensors(*SHAPE), torch.arange(float(T)).sin(), kernels=kernels)

@@ -1,7 +1,6 @@
-"""Programs that were computed wrong, or crashed, and their neighbours: never wrong and never a crash, fused or not.
+"""Grad modes, autocast, vmap, derivatives and checkpoints around an attention, and how its result lies in memory.
 
-Each stands for a class: one operation after another of the same family, one dtype after another, one way to write it
-after another. The judge is the program in float64.
+Whatever is made of a program, it is right: the judge is the program in float64.
 """
 
 from __future__ import annotations
@@ -16,10 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attn_fuse.report import collecting
+from tests.harness import assert_fused, check, compiled, every_day, tensors
 from tests.harness import assert_right as right
-from tests.harness import tensors
-
-pytestmark = pytest.mark.thorough
 
 PICKS = ("fused", "fastest")
 
@@ -33,40 +31,6 @@ def causal(size: int) -> Tensor:
 
 
 # ---- what is read beyond an end
-
-
-@pytest.mark.parametrize("picks", PICKS)
-@pytest.mark.parametrize("window", [3, 12, 13, 14, 64])
-@pytest.mark.parametrize(
-    "cut",
-    [
-        lambda x, n: x[:, :, -n:],
-        lambda x, n: x[..., -n:, :],
-        lambda x, n: x[:, :, : x.shape[2] + n],
-        lambda x, n: x[:, :, -n : x.shape[2] + 1],
-        lambda x, n: x[:, :, -2 * n : -1],
-    ],
-)
-def test_a_cache_that_is_not_full_yet(cut, window, picks) -> None:
-    right(lambda q, k, v: attention(q, cut(k, window), cut(v, window)), *tensors(2, 3, 13, 8), picks=(picks,))
-
-
-@pytest.mark.parametrize("window", [5, 13, 64])
-def test_a_mask_cut_beyond_its_end(window) -> None:
-    def program(q, k, v):
-        keep = torch.ones(13, 13).tril().bool()[:, -window:]
-        keep = F.pad(keep, (13 - keep.shape[1], 0))
-        return (q @ k.mT).masked_fill(~keep, -torch.inf).softmax(-1) @ v
-
-    right(program, *tensors(2, 3, 13, 8))
-
-
-def test_a_window_longer_than_any_call() -> None:
-    def program(q, k, v):
-        k, v = k[:, :, -9:], v[:, :, -9:]
-        return attention(q, k, v)
-
-    right(program, *tensors(2, 3, 5, 8), more=[tensors(2, 3, 7, 8), tensors(2, 3, 13, 8)], dynamic=True)
 
 
 # ---- grad modes
@@ -102,8 +66,18 @@ def _data(x: Tensor) -> Tensor:
     return (x * 0.5).data
 
 
-@pytest.mark.parametrize("without", [_plain, _laid_out, _switched, _partly, _detached, _data])
-@pytest.mark.parametrize("place", ["query", "key", "value", "scores", "bias", "weights", "out"])
+WITHOUT = [_plain, _laid_out, _switched, _partly, _detached, _data]
+EVERY_DAY = ((_plain, "key"), (_partly, "scores"), (_data, "value"))
+
+
+@pytest.mark.parametrize(
+    ("without", "place"),
+    [
+        pytest.param(f, place, marks=() if (f, place) in EVERY_DAY else pytest.mark.thorough)
+        for f in WITHOUT
+        for place in ("query", "key", "value", "scores", "bias", "weights", "out")
+    ],
+)
 def test_what_has_no_gradient(without, place) -> None:
     def at(here: str, x: Tensor) -> Tensor:
         return without(x) if here == place else x
@@ -116,6 +90,7 @@ def test_what_has_no_gradient(without, place) -> None:
     right(program, *tensors(2, 3, 13, 8), torch.randn(2, 3, 13, 13))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("picks", PICKS)
 def test_a_key_transposed_and_scaled_without_gradient(picks) -> None:
     def program(q, k, v):
@@ -154,63 +129,10 @@ def test_autocast_switched_on_and_off_on_the_way(place) -> None:
 # ---- functions of the scores before a mask
 
 
-@pytest.mark.parametrize(
-    "bounded",
-    [
-        lambda s: s.clamp(min=-60.0),
-        lambda s: s.clamp(-60.0, 0.0),
-        lambda s: torch.maximum(s, torch.tensor(-60.0)),
-        lambda s: F.relu(s + 60) - 60,
-        lambda s: F.hardtanh(s, -60.0, 1.0),
-        lambda s: torch.where(s < -60, -60.0, s),
-        lambda s: s.masked_fill(s < -60, -60.0),
-    ],
-)
-@pytest.mark.parametrize("shift", ["maximum", "detached", "logsumexp"])
-@pytest.mark.parametrize("ending", ["softmax", "exp"])
-def test_scores_less_their_maximum_are_bounded_and_then_masked(bounded, shift, ending) -> None:
-    def program(q, k, v):
-        s = q @ k.mT
-        top = s.logsumexp(-1, keepdim=True) if shift == "logsumexp" else s.amax(-1, keepdim=True)
-        s = bounded(s - (top.detach() if shift == "detached" else top))
-        if ending == "softmax":
-            return s.masked_fill(causal(13), -torch.inf).softmax(-1) @ v
-        e = s.exp() * torch.ones(13, 13).tril()
-        return (e / e.sum(-1, keepdim=True)) @ v
-
-    right(program, *(12 * t for t in tensors(2, 3, 13, 8)))
-
-
-@pytest.mark.parametrize("factor", [1e6, 1e8, 1e10, -1e10, 1e30])
-@pytest.mark.parametrize("fill", [-1e4, -1e9, torch.finfo(torch.float32).min])
-@pytest.mark.parametrize("written", ["times", "divided", "in_query"])
-def test_scores_that_fall_below_the_fill(factor, fill, written) -> None:
-    def program(q, k, v):
-        if written == "in_query":
-            s = (q * factor) @ k.mT
-        else:
-            s = q @ k.mT * factor if written == "times" else q @ k.mT / (1 / factor)
-        return s.masked_fill(causal(13), fill).softmax(-1) @ v
-
-    # One query's scores are then nearly always one 1 and zeros: there is no gradient to compare.
-    right(program, *tensors(2, 3, 13, 8), backward=False)
-
-
-@pytest.mark.parametrize("epsilon", [1e-3, 1e-7, 1e-12])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("maximum", [True, False])
-def test_a_small_number_in_the_sum(epsilon, dtype, maximum) -> None:
-    def program(q, k, v):
-        s = q @ k.mT * 0.3
-        e = (s - s.amax(-1, keepdim=True)).exp() if maximum else s.exp()
-        return (e / (e.sum(-1, keepdim=True) + epsilon)) @ v
-
-    right(program, *tensors(2, 3, 13, 8, dtype=dtype))
-
-
 # ---- torch.func
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("picks", PICKS)
 @pytest.mark.parametrize("levels", [1, 2])
 def test_a_vmap_with_no_grad_inside(levels, picks) -> None:
@@ -276,9 +198,11 @@ LEVELS: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("kernels", [None, ["chunked"]])
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    "backward", [False, pytest.param(True, marks=pytest.mark.thorough)], ids=["inference", "training"]
+)
+@pytest.mark.parametrize("kernels", [None, pytest.param(["chunked"], marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("level", every_day(LEVELS, "vmap_of_grad", "jvp", "vmap"))
 def test_derivatives_and_vmaps_inside(level, kernels, backward) -> None:
     def inside(q, k, v):
         return (q @ k.mT * 0.3).masked_fill(causal(7), -torch.inf).softmax(-1) @ v
@@ -297,6 +221,7 @@ def test_a_vmap_of_a_gradient_without_any_attention() -> None:
 # ---- gradients
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("permuted", [False, True])
 @pytest.mark.parametrize("segments", [False, True])
 @pytest.mark.parametrize("logarithm", [False, True])
@@ -322,6 +247,7 @@ def test_the_gradient_of_a_table_that_is_read_by_buckets(mode, logarithm, segmen
     right(program, *tensors(2, 4, 28, 16), torch.randn(32, 4), ids)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("common", [0.0, 10.0, 100.0, 1000.0])
 @pytest.mark.parametrize("size", [31, 343])
 def test_gradients_of_values_with_a_common_part(common, size) -> None:
@@ -349,6 +275,7 @@ def test_gradients_of_values_with_a_common_part(common, size) -> None:
         assert error <= 3 * usual + 1e-6, f"{name}: {error:.2g} from float64, eager {usual:.2g}"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("sink", [False, True])
 @pytest.mark.parametrize("shift", [-1e4, 1e5, -1e5])
@@ -378,6 +305,7 @@ class Block(torch.nn.Module):
         return x + self.project((s.softmax(-1) @ v).transpose(1, 2).flatten(2))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("picks", PICKS)
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("frozen", [False, True])
@@ -389,7 +317,7 @@ def test_a_checkpoint_around_compiled_blocks(frozen, use_reentrant, picks) -> No
     torch.manual_seed(0)
     blocks = [Block().requires_grad_(not frozen) for _ in range(2)]
     options = {"inner_backend": "aot_eager", "pick": picks, "check": True}
-    compiled = [torch.compile(block, backend=backend, options=options) for block in blocks]
+    runs = [torch.compile(block, backend=backend, options=options) for block in blocks]
     x = torch.randn(2, 9, 16)
 
     def gradients(of: list[Any]) -> list[Tensor]:
@@ -404,12 +332,13 @@ def test_a_checkpoint_around_compiled_blocks(frozen, use_reentrant, picks) -> No
         return [leaf.grad, *(p.grad.clone() for block in blocks for p in block.parameters() if p.grad is not None)]
 
     for _ in range(3):
-        torch.testing.assert_close(gradients(compiled), gradients(blocks), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(gradients(runs), gradients(blocks), rtol=1e-4, atol=1e-4)
 
 
 # ---- how results lie in memory
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "seen",
     [
@@ -435,3 +364,63 @@ def test_what_sees_how_the_output_lies_in_memory(seen, turned) -> None:
 
 def test_the_product_of_transposed_operands_lies_as_it_did() -> None:
     right(lambda q, k, v: (v.mT @ (q @ k.mT).softmax(-1).mT).mT.reshape(2, 4, 7, 8), *tensors(2, 4, 7, 8))
+
+
+# ---- dropout where it does something else
+
+
+def of_weights(of: Callable[[Tensor, Tensor, Tensor], Any]) -> Callable[..., Any]:
+    return lambda q, k, v: of((q @ k.mT / 4).softmax(-1), k, v)
+
+
+def dropped(p: Tensor, rate: float = 0.5) -> Tensor:
+    return torch.dropout(p, rate, True)
+
+
+def used_twice(p: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    p = dropped(p)
+    return p @ v, p @ k
+
+
+def returned(p: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    p = dropped(p)
+    return p @ v, p
+
+
+OUTSIDE = "the weights after dropout are also used outside the attention"
+DROPOUTS: dict[str, tuple[Callable[..., Any], str]] = {
+    "before softmax": (lambda q, k, v: dropped(q @ k.mT / 4).softmax(-1) @ v,
+        "the scores pass through dropout before the softmax"),
+    "twice": (of_weights(lambda p, k, v: dropped(dropped(p)) @ v), "the weights pass through dropout twice"),
+    "of all": (of_weights(lambda p, k, v: dropped(p, 1.0) @ v), "dropout with probability 1"),
+    "returned": (of_weights(returned), OUTSIDE),
+    "used twice": (of_weights(used_twice), OUTSIDE),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DROPOUTS)
+def test_refused_with_dropout(name: str) -> None:
+    program, reason = DROPOUTS[name]
+    q, k, v = tensors(2, 3, 7, 16)
+    torch.manual_seed(3)
+    with collecting() as graphs:
+        got = compiled(program)(q, k, v)
+    torch.manual_seed(3)
+    torch.testing.assert_close(got, program(q, k, v))
+    sites = [site for graph in graphs for site in graph.sites]
+    assert sites and all(not site.fused and reason in site.blocker.reason for site in sites)
+
+
+@torch.no_grad()
+def test_detached_weights_where_nothing_has_a_gradient() -> None:
+    program = of_weights(lambda p, k, v: p.detach() @ v)
+    assert_fused(program, *tensors(2, 4, 12, 8), inner="aot_eager", backward=False)
+
+
+def test_a_vmap_that_cannot_be_written_out_leaves_no_level_open() -> None:
+    factor = torch.tensor(0.35)
+
+    def program(q, k, v):
+        return torch.vmap(torch.vmap(lambda q, k, v: (q @ k.mT * factor.item()).softmax(-1) @ v))(q, k, v)
+
+    check(program, *tensors(2, 4, 12, 8), inner="aot_eager", dynamic=True)
