@@ -68,7 +68,10 @@ def run(case: Case, s: Sizes, tensors: list[Tensor], dropout_p: float = 0.25) ->
 SEVERAL = (Sizes(2, 4, 2, 150, 130, 8, 12), Sizes(1, 1, 1, 91, 101, 16, 16), Sizes(3, 6, 6, 40, 64, 8, 8))
 
 
-@pytest.mark.parametrize("case", CASE.values(), ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, id=n, marks=pytest.mark.thorough if k % 8 else ()) for k, (n, c) in enumerate(CASE.items())],
+)
 def test_many_workers_compute_what_one_does(case: Case, threads, monkeypatch) -> None:
     for name in ("QUERY_BLOCK", "MOST_QUERIES", "KEY_BLOCK"):
         monkeypatch.setattr(chunked_plan, name, 32)
@@ -95,7 +98,7 @@ def uncompiled(plan: chunked_plan.Plan, name: str, tensors: Any) -> Any:
     return getattr(plan.steps, name)(*tensors)
 
 
-@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("inference", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_compiled_in_workers(inference: bool, threads, monkeypatch, caplog) -> None:
     """The steps as they are compiled, in inference mode, too, from several threads at once."""
     for name in ("WORKERS_FROM", "COMPILE_FROM"):

@@ -39,8 +39,8 @@ SELECTIVE = {
 }
 
 
-@pytest.mark.parametrize("inner", ["eager", "aot_eager", INDUCTOR])
-@pytest.mark.parametrize("kernel", ["cpu_flash", "chunked"])
+@pytest.mark.parametrize("inner", [pytest.param("eager", marks=pytest.mark.thorough), "aot_eager", INDUCTOR])
+@pytest.mark.parametrize("kernel", ["cpu_flash", pytest.param("chunked", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(
     "how", [{"use_reentrant": False}, {"use_reentrant": True}, SELECTIVE], ids=["plain", "reentrant", "selective"]
 )

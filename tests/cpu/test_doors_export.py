@@ -106,7 +106,7 @@ FREE = {0: Dim.AUTO, 1: Dim.AUTO}
     ],
     ids=["fixed", "free", "length", "batch"],
 )
-@pytest.mark.parametrize("as_program", [False, True])
+@pytest.mark.parametrize("as_program", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_a_saved_program_computes_the_same(dynamic_shapes: Any, others: list[Any], as_program: bool) -> None:
     model, x = GPT().eval(), torch.randn(2, 24, 32)
     plain = torch.export.export(model, (x,), dynamic_shapes=dynamic_shapes)
@@ -126,7 +126,7 @@ def test_sizes_beyond_those_of_the_program_stay_refused() -> None:
         stored(fused)(torch.randn(2, 65, 32))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.thorough)])
 def test_keywords_padding_and_a_tree_of_results(dtype: torch.dtype) -> None:
     model, mask = Llama().eval().to(dtype), torch.ones(2, 24, dtype=torch.long)
     mask[0, 20:] = 0

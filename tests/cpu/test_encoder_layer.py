@@ -50,10 +50,13 @@ def compiled(model: nn.Module, given: Sequence[Tensor], kwargs: Any, **options: 
     return out, [site for report in reports for site in report.sites]
 
 
+KINDS = [*itertools.product((False, True), ("relu", "gelu"), (torch.float32,)), (False, "gelu", torch.bfloat16)]
+
+
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(
     ("norm_first", "activation", "dtype"),
-    [*itertools.product((False, True), ("relu", "gelu"), (torch.float32,)), (False, "gelu", torch.bfloat16)],
+    [KINDS[0], *(pytest.param(*k, marks=pytest.mark.thorough) for k in KINDS[1:])],
 )
 def test_it_is_fused(mask: str, norm_first: bool, activation: str, dtype: torch.dtype) -> None:
     model = layer(norm_first=norm_first, activation=activation).to(dtype)

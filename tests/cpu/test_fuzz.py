@@ -24,7 +24,7 @@ from tests.fuzz.write import write
 
 EXAMPLES = 200
 # Programs that whole numbers move: in the everyday tests, and in the thorough ones after those.
-NUMBERED = (0, 12, 120)
+NUMBERED = (0, 4, 128)
 PUBLISHED = 100
 # Of the attentions that were not mutated. The others are written in place, or are in the list that `make fuzz` prints.
 LEAST_FUSED = 0.9

@@ -85,7 +85,7 @@ EDITS = [
 
 
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_the_answer_follows_an_edit(edit, dynamic, caplog) -> None:
     model, x = Causal(), torch.randn(2, T, 32)
     fused = torch.compile(model, backend=backend, dynamic=dynamic, options={"inner_backend": "eager", "pick": "fused"})
@@ -224,8 +224,13 @@ def referring(tensors: list[torch.Tensor]) -> list[int]:
 BY_NAME: dict[str, Any] = {"backend": "attn_fuse", "options": {"inner_backend": "eager", "pick": "fused"}}
 
 
-@pytest.mark.parametrize("edited", [False, True])
-@pytest.mark.parametrize("checked", [False, True])
+@pytest.mark.parametrize(
+    ("checked", "edited"),
+    [
+        (True, True),
+        *(pytest.param(*x, marks=pytest.mark.thorough) for x in ((False, False), (False, True), (True, False))),
+    ],
+)
 def test_no_reference_to_a_tensor_of_the_users_is_kept(edited, checked) -> None:
     model, x = Causal(), torch.randn(2, T, 32)
     tensors = [*model.parameters(), *model.buffers(), x]

@@ -210,7 +210,16 @@ def test_a_thread_that_goes_on_does_not_hold_up_the_end(tmp_path: Path) -> None:
     assert (got.returncode, got.stdout) == (0, "") and "1 attention: " in got.stderr
 
 
-@pytest.mark.parametrize("how", ["is stopped", "raises", "exits", "is interrupted", "no torch", "nothing"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "is stopped",
+        *(
+            pytest.param(how, marks=pytest.mark.thorough)
+            for how in ("raises", "exits", "is interrupted", "no torch", "nothing")
+        ),
+    ],
+)
 def test_nothing_of_the_watch_is_left_however_the_program_ends(how: str, tmp_path: Path) -> None:
     got = done(tmp_path, ENDS, sys.executable, "-c", AFTERWARDS, "--explain", "script.py", how)
     assert "nothing is left" in got.stdout, got

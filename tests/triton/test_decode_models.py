@@ -15,6 +15,7 @@ from tests.models.surroundings import GrowingCache, SlicedCache
 from tests.triton.interpreted import interpreted, run_interpreted
 
 
+@pytest.mark.thorough
 def test_in_a_process_that_interprets() -> None:
     run_interpreted(__file__)
 
