@@ -1,8 +1,8 @@
 """Write the tables of docs/results.md from benchmarks/results: make results
 
-The page's prose is written by hand. Between two comments, `<!-- result: NAME -->` and `<!-- end -->`, stands what the
-stored results of that name say, and under it the commit, machine and date of each. The GPU's tables are
-gpu_results.py's; the README's sentences on a GPU are written here.
+The prose of the page is written by hand. Each block between `<!-- result: NAME -->` and `<!-- end -->` comes from the
+stored results of that name and ends with their commit, machine and date. gpu_results.py writes the tables of the GPU;
+this script writes the README's sentences about it.
 """
 
 from __future__ import annotations
@@ -46,6 +46,11 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, rule, *rows])
 
 
+def speedup(ratio: float) -> str:
+    """How many times as fast it is, from its time over the other's."""
+    return f"{1 / ratio:.2f}x"
+
+
 def stored(name: str) -> dict[str, Any]:
     """The result file of `name`."""
     content: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
@@ -61,8 +66,8 @@ def speed() -> str:
     for name, result in stored("nanogpt-cpu")["results"].items():
         over, peak = result["attn_fuse_over"], result["peak_bytes"]
         memory = ", ".join(bytes_in_words(peak[variant]) for variant in ("inductor", "attn_fuse", "sdpa"))
-        rows.append([name, f"{over['inductor']:.2f}", f"{over['sdpa']:.2f}", memory])
-    head = ["", "/ Inductor", "/ edited by hand", "peak memory: Inductor, attn_fuse, by hand"]
+        rows.append([name, speedup(over["inductor"]), speedup(over["sdpa"]), memory])
+    head = ["", "vs Inductor", "vs edited by hand", "peak memory: Inductor, attn_fuse, by hand"]
     return _signed(markdown(head, rows), "nanogpt-cpu")
 
 
@@ -75,11 +80,11 @@ def features() -> str:
     for program in dict.fromkeys(row["program"] for row in rows):
         of = {row["length"]: row for row in rows if row["program"] == program}
         kernels = dict.fromkeys(of[length]["kernels"]["attn_fuse"] for length in lengths)
-        ratios = [f"{of[length]['over_inductor']['attn_fuse']:.2f}" for length in lengths]
+        ratios = [speedup(of[length]["over_inductor"]["attn_fuse"]) for length in lengths]
         over, memory = of[middle]["over_inductor"], of[middle]["memory"]
         lines.append([
             program, ", then ".join(f"`{kernel}`" for kernel in kernels), *ratios,
-            f"{over[by_hand]:.2f}" if by_hand in over else "",
+            speedup(over[by_hand]) if by_hand in over else "",
             ", ".join(bytes_in_words(memory[name]) for name in ("inductor", "attn_fuse", by_hand) if name in memory),
         ])  # fmt: skip
     head = [
@@ -90,13 +95,13 @@ def features() -> str:
 
 
 def busy() -> str:
-    """busy.py: training beside processes that keep the cores busy, as a fraction of what Inductor takes there."""
+    """busy.py: training beside processes that keep the cores busy, relative to Inductor beside the same processes."""
     rows = stored("busy-cpu")["rows"]
     loads = sorted({row["beside"] for row in rows})
     lines = []
     for program in dict.fromkeys(row["program"] for row in rows):
         of = {row["beside"]: row for row in rows if row["program"] == program}
-        lines.append([program, f"`{of[loads[0]]['kernel']}`", *(f"{1 / of[load]['gain']:.2f}" for load in loads)])
+        lines.append([program, f"`{of[loads[0]]['kernel']}`", *(speedup(1 / of[load]["gain"]) for load in loads)])
     head = ["", "kernel", "alone", *(f"beside {load}" for load in loads[1:])]
     length = rows[0]["length"]
     return _signed(f"At {length} tokens:\n\n{markdown(head, lines)}", "busy-cpu")
@@ -107,11 +112,11 @@ def choices() -> str:
     out, regret = stored("left-out-cpu"), stored("regret-cpu")
     summary = regret["summary"]
     text = (
-        f"On {len(regret['sites'])} attentions of sizes that nothing was measured of before, what the picker chose\n"
-        f"took {summary['median']:.3f} of the best kernel's time in the median, and {summary['worst']:.2f} at worst "
-        f"(`make regret`).\nWith each of the {out['rows']} measured attentions left out of the evidence in turn, what "
-        f"is then picked\ntakes {out['mean']:.3f} of the best, the mean, and more than 1.1 of it on "
-        f"{out['beyond']['1.1']} (`benchmarks/left_out.py`)."
+        f"On {len(regret['sites'])} attentions of sizes that were never measured before, the picker's choice takes "
+        f"{summary['median']:.3f} times\nas long as the best kernel in the median and {summary['worst']:.2f} times at "
+        f"worst (`make regret`). With each of the {out['rows']} measured\nattentions left out of the evidence in turn, "
+        f"its choice takes {out['mean']:.3f} times as long as the best on average, and more\nthan 1.1 times on "
+        f"{out['beyond']['1.1']} of them (`benchmarks/left_out.py`)."
     )
     return _signed(text, "left-out-cpu", "regret-cpu")
 
@@ -121,8 +126,8 @@ def calls() -> str:
     guard, host = stored("guard-cpu"), stored("host-cpu")["seconds"]
     said = ", ".join(f"{seconds_in_words(time['median'])} ({name})" for name, time in host.items())
     text = (
-        f"The check of {guard['buffers']} mask buffers takes {seconds_in_words(guard['seconds']['median'])} a call. "
-        f"On the host, before anything runs on a GPU,\na call of our Triton kernels takes {said}."
+        f"Checking {guard['buffers']} mask buffers takes {seconds_in_words(guard['seconds']['median'])} a call. "
+        f"Launching our Triton kernels takes the host\n{said}."
     )
     return _signed(text, "guard-cpu", "host-cpu")
 
@@ -172,7 +177,7 @@ def repositories() -> str:
         for mode, part in content["total"].items()
     ]
     files = len({row["case"] for row in content["rows"]})
-    table = f"{files} files are measured so far, not all that give a report.\n\n{markdown(head, rows)}"
+    table = f"{files} files were measured, not all that give a report.\n\n{markdown(head, rows)}"
     return _signed(table, "repositories-cpu")
 
 
@@ -183,8 +188,8 @@ def recognised() -> str:
     *_, (_, models, inference, training, wrong, _) = lines(_entries())
     shares = [text.partition("(")[2].rstrip(")") for text in (inference, training)]
     return (
-        f"Of the attentions in {models} unmodified published models (transformers, timm, diffusers, x-transformers and "
-        f"20 more\npackages) {shares[0]} are fused in inference and {shares[1]} in training, {wrong} computed wrong."
+        f"In {models} unmodified published models (transformers, timm, diffusers, x-transformers and 20 more packages),"
+        f"\nattn_fuse fuses {shares[0]} of the attentions in inference and {shares[1]} in training, {wrong} wrongly."
     )
 
 
@@ -236,10 +241,10 @@ def cold_threads() -> str:
     """cold_threads.py: what each thread adds that calls a model for the first time beside others."""
     content = stored("cold-threads-cpu")
     first, added, sizes = content["first_seconds"], content["added_by_a_thread"], content["sizes"]
-    said = " and ".join(f"{added[name]:.2f} under {name} (the first: {first[name]:.0f} s)" for name in first)
+    said = " and ".join(f"{added[name]:.0%} of {first[name]:.0f} s under {name}" for name in first)
     text = (
-        f"{sizes['threads']} threads call {sizes['layers']} layers of GPT-2's size, {sizes['length']} tokens, for the "
-        f"first time at once. Of the first one's seconds,\neach further one adds {said}."
+        f"{sizes['threads']} threads make the first call of a model at once ({sizes['layers']} layers of GPT-2's size, "
+        f"{sizes['length']} tokens). Each thread after\nthe first adds {said}."
     )
     return _signed(text, "cold-threads-cpu")
 
@@ -274,13 +279,13 @@ def headline() -> str:
         if "tokens" in name and ("2048" in name or ("training" in name and "blocks" in name)):
             peak = result["peak_bytes"]
             memory = f"{bytes_in_words(peak['inductor'])}, {bytes_in_words(peak['attn_fuse'])}"
-            rows.append([name, f"{result['attn_fuse_over']['inductor']:.2f}", memory])
+            rows.append([name, speedup(result["attn_fuse_over"]["inductor"]), memory])
     for row in stored("features-cpu")["rows"]:
         if (row["program"], row["length"]) in HEADLINES:
             memory = f"{bytes_in_words(row['memory']['inductor'])}, {bytes_in_words(row['memory']['attn_fuse'])}"
-            ratio = f"{row['over_inductor']['attn_fuse']:.2f}"
-            rows.append([f"{row['program']}, 8 heads of 64, {row['length']} tokens", ratio, memory])
-    return markdown(["", "time", "peak memory: Inductor, attn_fuse"], rows)
+            name = f"{row['program']}, 8 heads of 64, {row['length']} tokens"
+            rows.append([name, speedup(row["over_inductor"]["attn_fuse"]), memory])
+    return markdown(["", "vs Inductor", "peak memory: Inductor, attn_fuse"], rows)
 
 
 def _printed(command: str) -> Callable[[], str]:
