@@ -1,4 +1,4 @@
-"""A BERT-style encoder over sentences of different lengths, padded: the mask of each batch is made in the model.
+"""A BERT-style encoder for padded sentences of different lengths. The model makes the mask of each batch.
 
 python examples/bert_padded.py [--batch 8] [--length 512] ...
 """
@@ -58,7 +58,7 @@ class Encoder(nn.Module):
         bias = (1.0 - keep[:, None, None, :].to(x.dtype)) * torch.finfo(x.dtype).min
         for layer in self.layers:
             x = layer(x, bias)
-        # What stands at the padding means nothing; the first token stands for the sentence.
+        # The first token represents the sentence.
         return x[:, 0]
 
 

@@ -1,4 +1,4 @@
-"""What the examples share: a model as written beside the same model under attn_fuse, compared and timed."""
+"""Shared by the examples: run a model as written and under attn_fuse, compare the results and time both."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from attn_fuse.report import headline
 
 
 def flags(description: str, **defaults: Any) -> argparse.ArgumentParser:
-    """A parser for the sizes of an example, and what all examples take."""
+    """A parser for the sizes of an example and the flags common to all examples."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value in defaults.items():
         parser.add_argument(f"--{name}", type=type(value), default=value, help=f"({value})")
@@ -26,9 +26,9 @@ def flags(description: str, **defaults: Any) -> argparse.ArgumentParser:
 
 
 def compare(model: Callable[..., Tensor], inputs: tuple[Any, ...], args: argparse.Namespace) -> None:
-    """Print what became of each attention, and the time of `model` as written, under Inductor and under attn_fuse.
+    """Print the outcome of each attention, and the time of `model` as written, under Inductor and under attn_fuse.
 
-    Raises AssertionError where the compiled model computes something else.
+    Raises AssertionError if the compiled model computes something else.
     """
     compiled = torch.compile(model, backend="attn_fuse", options={"pick": args.pick})
     plain = torch.compile(model, dynamic=False)

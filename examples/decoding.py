@@ -1,8 +1,8 @@
-"""Generate tokens with a key-value cache of fixed size, compiled: one graph for the prompt, one for every next token.
+"""Generate tokens with a static key-value cache, compiled into one graph for the prompt and one for single tokens.
 
     python examples/decoding.py [--prompt 256] [--tokens 64] ...
 
-The cache is filled in place, and a mask hides what is not filled yet. The tokens are those of the model as written.
+The cache is filled in place, and a mask hides its empty part. The tokens are compared with the model as written.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Decoder(nn.Module):
 
 
 def generate(step: Callable[[Tensor, Tensor], Tensor], prompt: Tensor, count: int) -> Tensor:
-    """The `count` tokens after `prompt`, the likeliest each time: int64 [batch, count]."""
+    """The next `count` tokens after `prompt`, by greedy decoding: int64 [batch, count]."""
     at, tokens, made = torch.arange(prompt.size(1), device=prompt.device), prompt, []
     for _ in range(count):
         tokens = step(tokens, at).argmax(-1, keepdim=True)

@@ -2,8 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/distributed.py --parallel ddp        (or fsdp, or tensor)
 
-It runs on CPUs by gloo, and on GPUs by NCCL where every process has one. Process 0 prints the loss, and what became of
-each attention.
+It uses NCCL if every process has a GPU, else gloo on CPUs. Process 0 prints the loss and the outcome of each attention.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, length, _ = x.shape
         h = self.norm(x)
-        # Under tensor parallel a process holds a part of the heads, so their number is read off the projection.
+        # Under tensor parallel a process holds some of the heads, so -1 reads their number off the projection.
         q, k, v = (
             p(h).view(batch, length, -1, self.head_dim).transpose(1, 2) for p in (self.query, self.key, self.value)
         )
@@ -91,10 +90,10 @@ def parallel(model: GPT, how: str, device: torch.device, options: dict[str, obje
 
 
 def train(how: str, steps: int, inner_backend: str, device: torch.device) -> None:
-    """Train a GPT for some steps; process 0 prints the losses, and what became of each attention."""
+    """Train a GPT for `steps` steps; process 0 prints the losses and the outcome of each attention."""
     torch.manual_seed(0)  # every process starts from the same model
     model = parallel(GPT().to(device), how, device, {"pick": "fused", "inner_backend": inner_backend})
-    # The processes of tensor parallel share one batch, the others have one each.
+    # Under tensor parallel all processes share one batch; else each has its own.
     generator = torch.Generator().manual_seed(0 if how == "tensor" else dist.get_rank())
     tokens = torch.randint(97, (4, 65), generator=generator).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
@@ -124,8 +123,8 @@ def main() -> None:
     if on_gpus:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpus else "gloo")
-    # The model is gone when this returns: a DDP that outlives its process group can hang as it is deleted, since it
-    # then ends gloo's threads while it holds the interpreter's lock, which they may wait for.
+    # The model must not outlive the process group: deleting a DDP afterwards joins gloo's threads while holding the
+    # interpreter's lock, which they may wait for.
     train(args.parallel, args.steps, args.inner_backend, device)
     dist.destroy_process_group()
 

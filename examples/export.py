@@ -1,8 +1,8 @@
-"""Export a model with its attention fused: an ExportedProgram that is saved, loaded and run without attn_fuse.
+"""Export a model with fused attention as an ExportedProgram, which can be saved, loaded and run without attn_fuse.
 
     python examples/export.py [--folder build] [--compile]
 
---compile makes an AOTInductor package, too, which takes a minute.
+--compile also makes an AOTInductor package, in about a minute.
 """
 
 from __future__ import annotations

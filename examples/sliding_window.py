@@ -1,4 +1,4 @@
-"""A sliding window and a softcap, written by hand as in Gemma 2 (arXiv 2408.00118): torch has no SDPA for the two.
+"""A sliding window with a softcap, as in Gemma 2 (arXiv 2408.00118). SDPA supports no softcap.
 
 python examples/sliding_window.py [--length 2048] [--window 256] [--softcap 50] ...
 """
@@ -12,7 +12,7 @@ from compare import compare, flags
 
 
 class WindowAttention(nn.Module):
-    """x: [batch, length, width]; each query sees itself and the `window` - 1 keys before. Scores end at +-softcap."""
+    """x: [batch, length, width]; each query sees itself and the `window` - 1 before it. Scores lie within +-softcap."""
 
     def __init__(self, width: int, heads: int, kv_heads: int, window: int, softcap: float) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A vision transformer, with attention as ViT code spells it: one packed projection, einops-like shapes, no mask.
+"""A vision transformer with typical ViT attention: one packed projection, unbound into query, key and value; no mask.
 
 python examples/vit.py [--image 224] [--patch 16] ...
 """

@@ -1,6 +1,6 @@
-"""A GPT in the manner of nanoGPT, its attention written out by hand. It knows nothing of attn_fuse.
+"""A GPT in the style of nanoGPT with hand-written attention, independent of attn_fuse.
 
-The defaults are those of GPT-2 small (124M parameters).
+The defaults give GPT-2 small (124M parameters).
 """
 
 from __future__ import annotations

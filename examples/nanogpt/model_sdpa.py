@@ -1,4 +1,4 @@
-"""model.py with its attention edited by hand to call `scaled_dot_product_attention`: what attn_fuse saves its users."""
+"""model.py edited by hand to call `scaled_dot_product_attention`: the edit that attn_fuse makes unnecessary."""
 
 from __future__ import annotations
 

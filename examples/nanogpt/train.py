@@ -1,12 +1,12 @@
-"""Train a character-level GPT on real text four ways, side by side, and say what each costs.
+"""Train a character-level GPT on real text four ways, side by side, and print the cost of each.
 
     eager        model.py as it is
     inductor     model.py under torch.compile(backend="inductor")
     attn_fuse    model.py under torch.compile(backend="attn_fuse"): one word changed
     sdpa         model_sdpa.py, the attention edited by hand, under torch.compile(backend="inductor")
 
-All start from the same weights and see the same batches; each step runs every variant, in turn, and is timed. The text
-is Python's own documentation of its language, which comes with Python.
+All variants start from the same weights and see the same batches. Each step runs and times every variant in turn. The
+text is the language documentation that ships with Python.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from pydoc_data.topics import topics
 
-# The profiler that measures memory on the CPU warns of every tensor older than itself.
+# The profiler that measures CPU memory warns about every tensor older than itself.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
@@ -40,13 +40,13 @@ from model import GPT, GPTConfig
 from model_sdpa import SDPAGPT
 
 BACKENDS = {"eager": None, "inductor": "inductor", "attn_fuse": "attn_fuse", "sdpa": "inductor"}
-# Steps whose time does not count: the compiler runs in them, or the profiler.
+# Untimed steps, in which the compiler or the profiler runs.
 UNTIMED, PROFILED = 3, 2
 
 
 @dataclass
 class Variant:
-    """One way to train: a model, its optimizer, and what was seen of it."""
+    """One way to train: a model, its optimizer, and its measurements."""
 
     name: str
     model: GPT
@@ -66,7 +66,7 @@ class Variant:
 
 
 class Text:
-    """The text as numbers, one a character, the last tenth kept for validation."""
+    """The text as one number per character, with the last tenth kept for validation."""
 
     def __init__(self, text: str, device: torch.device) -> None:
         self.characters = sorted(set(text))
@@ -84,14 +84,14 @@ class Text:
 
 
 class Graphs:
-    """What attn_fuse did with each graph, by what the graph was compiled for."""
+    """The reports of attn_fuse, grouped by what their graphs were compiled for."""
 
     def __init__(self) -> None:
         self._reports = collections.defaultdict[str, list[GraphReport]](list)
 
     @contextlib.contextmanager
     def compiled_for(self, purpose: str) -> Iterator[None]:
-        """A block in which graphs are compiled for `purpose`, as for the training step."""
+        """A block whose graphs are compiled for `purpose`, such as the training step."""
         with collecting() as reports:
             yield
         self._reports[purpose] += reports
@@ -103,7 +103,7 @@ class Graphs:
 
 
 def build(names: list[str], config: GPTConfig, args: argparse.Namespace) -> list[Variant]:
-    """The variants, all with the same weights, each compiled in its own way."""
+    """The variants, with the same weights, each compiled its own way."""
     torch.manual_seed(args.seed)
     weights = GPT(config).state_dict()
     variants = []
@@ -117,7 +117,7 @@ def build(names: list[str], config: GPTConfig, args: argparse.Namespace) -> list
 
 
 def train(variants: list[Variant], text: Text, graphs: Graphs, args: argparse.Namespace) -> list[int]:
-    """Train the variants side by side; the numbers of steps after which they were evaluated."""
+    """Train the variants side by side; gives the numbers of steps after which they were evaluated."""
     draw = torch.Generator().manual_seed(args.seed)
     held_out = [text.batch(text.validation, args.batch, args.block_size, draw) for _ in range(args.eval_batches)]
     first = [text.batch(text.train, args.batch, args.block_size, draw) for _ in range(UNTIMED)]
@@ -151,7 +151,7 @@ def compile_all(
     graphs: Graphs,
     args: argparse.Namespace,
 ) -> None:
-    """Evaluate each variant and run the steps in which it compiles; say how long that took."""
+    """Evaluate each variant and run its compiling steps; print how long both took."""
     print(f"The first {UNTIMED} steps of each compile it; the --minutes start after them:", flush=True)
     for variant in variants:
         print(f"  {variant.name:<10}", end="", flush=True)
@@ -167,7 +167,7 @@ def compile_all(
 
 
 def run_step(variant: Variant, number: int, inputs: Tensor, targets: Tensor, args: argparse.Namespace) -> None:
-    torch.manual_seed(args.seed + number)  # the same dropout, where the kernels draw alike
+    torch.manual_seed(args.seed + number)  # the same dropout, if the kernels draw alike
     if number == PROFILED:
         variant.peak = peak_memory(lambda: variant.losses.append(variant.step(inputs, targets).item()), args.device)
         return
@@ -189,10 +189,10 @@ def evaluate(model: GPT, batches: list[tuple[Tensor, Tensor]]) -> float:
 
 
 def disagreements(variants: list[Variant], window: int) -> list[str]:
-    """Where a variant's losses differ from the first one's by more than noise.
+    """The windows in which a variant's losses differ from the first variant's by more than noise.
 
-    Noise is how much the loss jumps from one batch to the next. Over a window of n steps, means that differ by more
-    than three standard errors, 3 * noise / sqrt(n), disagree.
+    Noise is the jump of the loss from one batch to the next. Means over n steps disagree if they differ by more than
+    three standard errors, 3 * noise / sqrt(n).
     """
     found, reference = [], variants[0]
     for start in range(0, len(reference.losses), window):
@@ -211,7 +211,7 @@ def disagreements(variants: list[Variant], window: int) -> list[str]:
 
 def print_results(variants: list[Variant], evaluated: list[int], args: argparse.Namespace) -> None:
     steps = len(variants[0].losses)
-    window = min(args.window, max(1, steps // 4))  # so that a run cut short shows a curve, too
+    window = min(args.window, max(1, steps // 4))  # a short run shows a curve, too
     starts = range(0, steps, window)
     head = ["training loss, mean of steps", *(f"{s + 1}-{min(s + window, steps)}" for s in starts)]
     curves = [[v.name, *(f"{statistics.fmean(v.losses[s : s + window]):.4f}" for s in starts)] for v in variants]
@@ -243,7 +243,7 @@ def print_results(variants: list[Variant], evaluated: list[int], args: argparse.
 
 
 def print_sample(variant: Variant, text: Text, args: argparse.Namespace) -> None:
-    """Text drawn from the model, compiled as it is: the context grows up to block_size, then slides."""
+    """Print text drawn from the model, compiled as it is. The context grows up to block_size, then slides."""
     torch.manual_seed(args.seed)
     variant.model.eval()
     prompt = text.validation[: args.prompt].unsqueeze(0)
@@ -263,7 +263,7 @@ def print_sites(graphs: Graphs) -> None:
 
 
 def draw_results(path: Path, variants: list[Variant], evaluated: list[int]) -> None:
-    """Losses and times of the steps, and the validation loss, as three panels in a file."""
+    """Draw training loss, validation loss and step times as three panels in a file."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(14, 4), layout="constrained")
@@ -271,7 +271,7 @@ def draw_results(path: Path, variants: list[Variant], evaluated: list[int]) -> N
     for v in variants:
         training.plot(range(1, len(v.losses) + 1), v.losses, label=v.name)
         validation.plot(evaluated, v.validation, marker="o")
-        # The steps that compile or are profiled have no time.
+        # Steps that compile or are profiled are not timed.
         times.plot(range(UNTIMED + 1, UNTIMED + 1 + len(v.seconds)), [s * 1e3 for s in v.seconds], marker=".")
     training.set(title="training loss", xlabel="step", ylabel="cross entropy")
     validation.set(title="validation loss", xlabel="step", ylabel="cross entropy")
@@ -284,7 +284,7 @@ def draw_results(path: Path, variants: list[Variant], evaluated: list[int]) -> N
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=240)
-    parser.add_argument("--minutes", type=float, default=4.0, help="stop training after these, compiling aside")
+    parser.add_argument("--minutes", type=float, default=4.0, help="of training at most, not counting compiling")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--width", type=int, default=128)
