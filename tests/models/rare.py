@@ -145,8 +145,8 @@ def written_and_returned(q, k, v):
 
 _G = "rare"
 _FUNCTIONS = (
-    second_names, quotient_of_two_products, keys_and_values_in_pairs, product_added_to_something,
-    scores_used_by_two, autocast_off_inside, written_and_returned,
+    quotient_of_two_products, keys_and_values_in_pairs, product_added_to_something,
+    autocast_off_inside, written_and_returned,
 )  # fmt: skip
 
 RARE: tuple[Spelling, ...] = tuple(
@@ -162,4 +162,6 @@ RARE: tuple[Spelling, ...] = tuple(
             in_two_parts(*((slice(None),) * 2 + (s,) for s in (slice(5, None), slice(5)))),
         ),
     )
+) + tuple(
+    function(_G, program, square(T, heads=4, head_dim=D), sites=2) for program in (second_names, scores_used_by_two)
 )
