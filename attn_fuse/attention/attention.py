@@ -1,4 +1,4 @@
-"""Attention: the canonical description that every stage after the patterns sees; and the Refusal in its place.
+"""Attention: the canonical description that all stages after the patterns use, and the Refusal returned instead.
 
 scores[b, h, i, j] = score(sum_e query[b, h, i, e] * key[b, h, j, e])
 out[b, h, i, v] = out_scale * sum_j dropout(factor * softmax_j(scores[b, h, i, j])) * value[b, h, j, v]
@@ -22,9 +22,8 @@ from attn_fuse.expression.nodes import Const, Expr
 class Refusal:
     """Why fusing would change the result.
 
-    node: the operation that blocks, or the part of an expression that it made; None where that is not known yet.
-    advice: what the user can do; "" where one operation is to be written otherwise.
-    expression: the mathematics that was read before.
+    node: the blocking operation, or the part of an expression that it made; None if not known yet.
+    advice: what the user can do, if it is more than rewriting the operation. expression: the mathematics read so far.
     """
 
     reason: str
@@ -33,7 +32,7 @@ class Refusal:
     expression: str = field(default="", compare=False)
 
     def at(self, node: Any) -> Refusal:
-        """The same refusal with `node` as its node, unless it has one."""
+        """This refusal with `node`, unless it has a node."""
         return self if self.node is not None else replace(self, node=node)
 
 
@@ -42,21 +41,19 @@ class Attention:
     """One attention, in element expressions.
 
     axes, space: the index symbols by role, and their ranges. query, key, value: usually a `Load` or a cast of one.
-    score: the argument of the softmax as written, over `Score`. scale, mask, biases, softcap and score_mod say the same
-        as structure: score = bias + ... + softcap(scale * score_mod(query . key)), filled where the mask hides.
-    scale: a number, or an expression that does not depend on the key position.
-    biases: the terms added to the scaled scores.
-    softcap: the cap in cap * tanh(x / cap) of the scaled scores; None without one.
-    score_mod: the function of the product, over `Score`, that no other field says; None without one.
-    unread: why `score_mod` was not read as structure; None without one.
-    sink: the logit of one more key that has no value; it does not depend on the key position. None without one.
-    factor: the factor of the weights that depends on the key position; None without one.
-    out_scale: the factor of the weights, and so of the output, that does not; None without one.
-    dropout_p: a number, or a `Scalar` known only when the program runs; None without dropout.
-    query_dtype: of the product of query and key; where both are half precision widened only for the product, theirs.
+    score: the argument of the softmax as written, over `Score`. scale, mask, biases, softcap and score_mod describe its
+        structure: bias + ... + softcap(scale * score_mod(query . key)), filled where the mask hides.
+    scale: a number, or an expression that does not depend on the key position. biases: added to the scaled scores.
+    softcap: the cap in cap * tanh(x / cap) of the scaled scores.
+    score_mod: the function of the product, over `Score`, that the other fields do not cover.
+    unread: why `score_mod` was not read as structure.
+    sink: the logit of one more key, without a value; does not depend on the key position.
+    factor: the factor of the weights that depends on the key position. out_scale: the factor that does not.
+    dropout_p: a number, or a `Scalar` known only at run time.
+    query_dtype: of the product of query and key; the operands' own if they are half precision, widened for the product.
     value_dtype: of the product with the value. softmax_dtype: of the softmax as written.
-    output: for each dimension of the output the symbols that it is made of, slowest first.
-    zero_for_nan: whether a row that is NaN as written may come out as 0 on every kernel: a fill of some of its weights.
+    output: the symbols that make up each dimension of the output, slowest first.
+    zero_for_nan: whether every kernel may give 0 for a row that is NaN as written, because some weights are filled.
     """
 
     axes: Axes
@@ -82,28 +79,18 @@ class Attention:
     zero_for_nan: bool = False
 
     @property
-    def batch_axes(self) -> tuple[sympy.Symbol, ...]:
-        """The symbols of the batch, slowest first."""
-        return self.axes.batch
-
-    @property
-    def kv_head_axes(self) -> tuple[sympy.Symbol, ...]:
-        """The symbols of the heads of key and value, slowest first."""
-        return self.axes.kv_heads
-
-    @property
     def head_axes(self) -> tuple[sympy.Symbol, ...]:
-        """The symbols of the query heads: query head h reads key and value head h // (heads / kv_heads)."""
-        return self.kv_head_axes + self.axes.groups
+        """The symbols of the query heads. Head h reads key and value head h // (heads / kv_heads)."""
+        return self.axes.kv_heads + self.axes.groups
 
     def size(self, symbol: sympy.Symbol) -> sympy.Expr:
-        """The number of values of an index symbol."""
+        """The size of the range of an index symbol."""
         return self.space.sizes[symbol]
 
     def length(self, axes: tuple[sympy.Symbol, ...]) -> sympy.Expr:
-        """The number of positions along `axes` together, 1 for no axes."""
-        return sympy.prod([self.size(a) for a in axes]) if axes else sympy.Integer(1)
+        """The number of positions along `axes`; 1 for no axes."""
+        return sympy.Mul(*map(self.size, axes))
 
     def same_length(self, one: tuple[sympy.Symbol, ...], other: tuple[sympy.Symbol, ...]) -> bool:
-        """Whether there are as many positions along `one` as along `other` on every call; False if not proved."""
+        """Whether `one` and `other` are proved to be equally long on every call."""
         return self.space.same_size(self.length(one), self.length(other))

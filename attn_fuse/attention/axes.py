@@ -1,4 +1,4 @@
-"""Axes: the roles that index symbols have in an attention."""
+"""Axes: the roles of index symbols in an attention."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from attn_fuse.expression.index import Space
 
 @dataclass(frozen=True)
 class Axes:
-    """The index symbols of an attention by role, slowest first, with their ranges in `Attention.space`.
+    """The index symbols of an attention by role, slowest first; an empty tuple means length 1.
 
-    batch, kv_heads: shared by query, key and value (a kernel treats both alike; reports tell them apart).
+    batch, kv_heads: shared by query, key and value; kernels treat both alike, reports tell them apart.
     groups: the query heads that share a head of key and value. query, key: the positions.
-    inner: the symbols that the scores sum over, of head_dim. value: those of value_dim.
-    An empty tuple stands for a length of 1.
+    inner: head_dim, which the scores sum over. value: value_dim.
     """
 
     batch: tuple[sympy.Symbol, ...]
@@ -29,7 +28,7 @@ class Axes:
 
 
 def position(axes: tuple[sympy.Symbol, ...], space: Space) -> sympy.Expr:
-    """The position along `axes` as one dimension, the last axis fastest."""
+    """The position along `axes` as one dimension; the last axis is fastest."""
     place = sympy.Integer(0)
     for axis in axes:
         place = place * space.sizes[axis] + axis

@@ -13,7 +13,7 @@ from attn_fuse.expression.text import Names, as_text
 
 
 def in_words(attention: Attention, facts: Facts, proofs: tuple[str, ...]) -> dict[str, str]:
-    """The recognised facts in words, by name. proofs: the buffers whose contents the recognition rests on, in words."""
+    """The recognised facts in words, by name. proofs: the buffers whose contents were used, in words."""
     words = {"heads": str(facts.heads)}
     if facts.kv_heads != facts.heads:
         words["kv_heads"] = str(facts.kv_heads)
@@ -31,9 +31,9 @@ def in_words(attention: Attention, facts: Facts, proofs: tuple[str, ...]) -> dic
     if attention.sink is not None:
         words["sink"] = f"{attention.sink.value:g}" if isinstance(attention.sink, ex.Const) else "a tensor"
     if attention.factor is not None:
-        words["factor"] = "the weights are multiplied, differently for each key"
+        words["factor"] = "the weights are multiplied by a factor for each key"
     if attention.out_scale is not None:
-        words["output"] = "multiplied by what the program multiplies the weights with"
+        words["output"] = "multiplied by the factor of the weights"
     if attention.biases:
         words["bias"] = f"{len(attention.biases)} added to the scores"
     words["dropout"] = _dropout(attention)
@@ -43,13 +43,13 @@ def in_words(attention: Attention, facts: Facts, proofs: tuple[str, ...]) -> dic
 
 def _length(name: str, facts: Facts) -> str:
     length = str(getattr(facts, name))
-    return f"{length} on the first call, any later" if name in facts.symbolic else length
+    return f"{length} on the first call, may change" if name in facts.symbolic else length
 
 
 def _mask(attention: Attention, proofs: tuple[str, ...]) -> str:
     if not attention.mask.parts:
         soft = " & ".join(map(str, attention.mask.parts_if_others_seen))
-        return f"{soft}, added as a bias; a query that sees no key has weights for all" if soft else "none"
+        return f"{soft}, added as a bias; a fully masked query attends to every key" if soft else "none"
     structure = " & ".join(map(str, attention.mask.parts))
     rule = next((part.rule for part in attention.mask.parts if part.rule), "")
     if not rule:
@@ -60,7 +60,7 @@ def _mask(attention: Attention, proofs: tuple[str, ...]) -> str:
 
 def _scale(attention: Attention, facts: Facts) -> str:
     if not isinstance(attention.scale, ex.Const):
-        return "a tensor of the program, multiplied into the query"
+        return "a tensor of the program, multiplied with the query"
     scale = float(attention.scale.value)
     usual = facts.head_dim**-0.5
     return f"{scale:.6g}" + (f" = 1 / sqrt({facts.head_dim})" if abs(scale - usual) < 1e-6 * usual else "")
@@ -72,26 +72,26 @@ def _dropout(attention: Attention) -> str:
             return "none"
         case ex.Const(p):
             return f"{p:g}"
-    return "a probability known when the program runs"
+    return "a probability known only at run time"
 
 
 def plain(source: str) -> str:
-    """Dynamo's name of the source of a tensor, as a program spells it: "layers.0.mask", say."""
+    """Dynamo's name for a tensor, as a program spells it, such as "layers.0.mask"."""
+    source = source.replace(".__dict__['_modules']", "._modules")
     source = re.sub(r"\._(?:modules|buffers|parameters)\['([^']+)'\]", r".\1", source)
-    return source.replace("L['self'].", "", 1)
+    return re.sub(r"L\['(self'\]|args'\]\[0\])\.", "", source, count=1)
 
 
-# The max size of an expression in a report, in nodes and in characters: a larger one is for a program to read.
-_MOST_NODES = 4000
-_MOST_CHARACTERS = 4000
+# The max size of an expression in a report, in nodes and in characters.
+_MOST = 4000
 
 
 def printed(result: Attention | Refusal, element: Expr, leaves: dict[int, str]) -> str:
-    """The mathematics of an attention, or of what is refused that of its output; "" where it is too large to print.
+    """The mathematics of an attention, or of the output of a refused site; "" if too large to print.
 
-    element: what an element of the output is. leaves: names by number.
+    element: an element of the output. leaves: names by number.
     """
-    if ex.size(element) > _MOST_NODES:
+    if ex.size(element) > _MOST:
         return ""
     if isinstance(result, Refusal):
         text = f"out = {as_text(element, Names(leaves=leaves))}"
@@ -101,11 +101,11 @@ def printed(result: Attention | Refusal, element: Expr, leaves: dict[int, str]) 
             if isinstance(operand, ex.Load):
                 letters[operand.leaf] = letters.get(operand.leaf, "") + letter
         text = in_mathematics(result, leaves | letters)
-    return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]} ..."
+    return text if len(text) <= _MOST else f"{text[:_MOST]} ..."
 
 
 def in_mathematics(attention: Attention, leaves: Mapping[int, str]) -> str:
-    """The formulas of a score and of an element of the output, over b, h, g, i, j, e, d. leaves: names by number."""
+    """The formulas of a score and of an output element, over b, h, g, i, j, e, d. leaves: names by number."""
     axes = attention.axes
     roles = (
         ("b", axes.batch), ("h", axes.kv_heads), ("g", axes.groups), ("i", axes.query), ("j", axes.key),

@@ -1,10 +1,9 @@
-"""Facts: what kernels and the picker need to know of an attention besides its mathematics."""
+"""Facts: what kernels and the picker need to know about an attention besides its mathematics."""
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,27 +15,24 @@ from attn_fuse.expression import nodes as ex
 from attn_fuse.expression.nodes import Expr
 from attn_fuse.expression.ranges import least, stays_within
 
-# Beyond this score an lse in float32 begins to lose the log of the number of keys.
+# Beyond this score a float32 lse loses the log of the number of keys.
 _ORDINARY = 1e6
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Where and on what an attention runs.
+    """Where and on what an attention runs. Symbolic sizes have their value on the first call.
 
-    dtype: the dtype in which a kernel receives query, key and value.
-    batch, heads, kv_heads, q_len, kv_len, head_dim, value_dim: sizes; for a symbolic one its value on the first call.
-    symbolic: the names of the sizes that may change from call to call.
-    training: whether query, key, value or anything else that the attention reads needs a gradient.
-    bias_needs_grad: whether a bias does.
-    bias_may_hide: whether a bias, or what `score_mod` adds to the scores or puts in their place, could lower every
-        score of a query by much, as a padding mask does.
-    bias_may_be_infinite: whether what is added could make every score of a query minus infinity.
+    dtype: in which a kernel receives query, key and value. symbolic: the names of the symbolic sizes.
+    training: whether anything that the attention reads needs a gradient. bias_needs_grad: whether a bias does.
+    bias_may_hide: whether a bias, or a term or fill in `score_mod`, could lower all scores of a query by much, as a
+        padding mask does.
+    bias_may_be_infinite: whether the biases or `score_mod` could make all scores of a query minus infinity.
     bias_dtype: the widest floating-point dtype of the tensors that the biases read; None without one.
-    weights_used: whether the program also uses the scores or weights elsewhere, so that they are computed anyway.
+    weights_used: whether the program also uses the scores or weights elsewhere, which computes them anyway.
     compiled: whether Inductor compiles the rewritten graph.
-    checkpointed: whether the attention stands in a subgraph, such as a checkpoint's, of a graph that `is_frozen`.
-    nan_read: the operation that can tell a NaN in the output from 0, in words; "" for none.
+    checkpointed: whether the attention is in a subgraph, such as a checkpoint's, of a graph that `is_frozen`.
+    nan_read: the operation, in words, that can tell a NaN in the output from 0; "" for none.
     """
 
     device: torch.device
@@ -61,43 +57,34 @@ class Facts:
 
     @property
     def score_bytes(self) -> int:
-        """Bytes of the score matrix [batch, heads, q_len, kv_len] that the attention stores as written, in `dtype`."""
+        """The bytes of the score matrix [batch, heads, q_len, kv_len] in `dtype`."""
         return self.batch * self.heads * self.q_len * self.kv_len * self.dtype.itemsize
 
 
 def may_be_nan(attention: Attention, facts: Facts) -> bool:
-    """Whether a fully masked row is NaN as written, and there may be one."""
+    """Whether there may be a fully masked row that is NaN as written."""
     rows = attention.mask.empty_rows
     return rows == "nan" or (rows != "zero" and facts.bias_may_be_infinite)
 
 
 def is_learned(value: object) -> bool:
-    """Whether `value` is a parameter in training, whose elements are assumed to lie in [-100, 100]."""
+    """Whether `value` is a parameter in training, assumed to lie in [-100, 100]."""
     return isinstance(value, torch.nn.Parameter) and value.requires_grad
 
 
-def facts_of(
-    attention: Attention,
-    leaves: Sequence[object],
-    weights_used: bool = False,
-    compiled: bool = True,
-    checkpointed: bool = False,
-) -> Facts:
-    """The facts of `attention`.
+def facts_of(attention: Attention, leaves: Sequence[object]) -> Facts:
+    """The facts that follow from `attention` and the `leaves` that it reads, fake tensors and numbers."""
 
-    leaves: the fake tensors and numbers that it loads from. weights_used, compiled, checkpointed: as in `Facts`.
-    """
-    tensors = [leaf if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
-
-    def read(*expressions: Expr) -> list[torch.Tensor]:
-        numbers = {e.leaf for x in expressions for e in ex.walk(x) if isinstance(e, (ex.Load, ex.Gather, ex.Scalar))}
-        return [t for n in sorted(numbers) if (t := tensors[n]) is not None]
+    def read(*expressions: Expr | None) -> list[torch.Tensor]:
+        parts = (part for x in expressions if x is not None for part in ex.walk(x))
+        numbers = {part.leaf for part in parts if isinstance(part, (ex.Load, ex.Gather, ex.Scalar))}
+        return [leaf for n in sorted(numbers) if isinstance(leaf := leaves[n], torch.Tensor)]
 
     axes = attention.axes
     sizes = {
-        "batch": attention.length(attention.batch_axes),
+        "batch": attention.length(attention.axes.batch),
         "heads": attention.length(attention.head_axes),
-        "kv_heads": attention.length(attention.kv_head_axes),
+        "kv_heads": attention.length(attention.axes.kv_heads),
         "q_len": attention.length(axes.query),
         "kv_len": attention.length(axes.key),
         "head_dim": attention.length(axes.inner),
@@ -105,12 +92,11 @@ def facts_of(
     }
     operands = read(attention.query, attention.key, attention.value, attention.scale)
     added = read(*attention.biases)
-    others = read(
-        attention.score, *(x for x in (attention.sink, attention.factor, attention.out_scale) if x is not None)
-    )
-    learned = {n for n, tensor in enumerate(tensors) if is_learned(tensor)}
+    others = read(attention.score, attention.sink, attention.factor, attention.out_scale)
+    learned = {n for n, leaf in enumerate(leaves) if is_learned(leaf)}
     dtype = kernel_dtype(attention)
     limit = min(_ORDINARY, torch.finfo(dtype).max / 4)
+    lowest = least(sum(attention.biases, ex.Const(0.0)), attention.space, learned)
     wanting = torch.is_grad_enabled()
     widths = [t.dtype for t in added if t.dtype.is_floating_point]
     first: dict[str, Any] = {name: _on_first_call(size, leaves) for name, size in sizes.items()}
@@ -121,25 +107,14 @@ def facts_of(
         training=wanting and any(t.requires_grad for t in operands + others),
         bias_needs_grad=wanting and any(t.requires_grad for t in added),
         bias_may_hide=not all(stays_within(x, limit, attention.space, learned, [dtype]) for x in _added(attention)),
-        bias_may_be_infinite=_may_be_infinite(attention, learned, dtype),
+        bias_may_be_infinite=attention.score_mod is not None or lowest < torch.finfo(dtype).min,
         bias_dtype=max(widths, key=lambda d: torch.finfo(d).bits) if widths else None,
-        weights_used=weights_used,
-        compiled=compiled,
-        checkpointed=checkpointed,
         **first,
     )
 
 
-def _may_be_infinite(attention: Attention, learned: Container[int], dtype: torch.dtype) -> bool:
-    """Whether the sum of the biases can be minus infinity; a function of the scores that is not read always may."""
-    added: Expr = ex.Const(0.0)
-    for term in attention.biases:
-        added = ex.Add(added, term)
-    return attention.score_mod is not None or least(added, attention.space, learned) < torch.finfo(dtype).min
-
-
 def _added(attention: Attention) -> Iterator[Expr]:
-    """The terms added to the scores and the values put in their place, other than minus infinity."""
+    """The terms added to the scores and the values that replace them, other than minus infinity."""
     yield from attention.biases
     waiting = [] if attention.score_mod is None else [attention.score_mod]
     while waiting:
@@ -154,15 +129,14 @@ def _added(attention: Attention) -> Iterator[Expr]:
 
 
 def kernel_dtype(attention: Attention) -> torch.dtype:
-    """The dtype for query, key and value: at least that of either product as written, and float64 if the scores are.
+    """The dtype for query, key and value: at least that of either product, and float64 if the scores have it.
 
     Between the products every kernel computes in at least float32.
     """
     carried = [part.dtype for part in ex.walk(attention.score) if isinstance(part, ex.Cast) and ex.has_product(part)]
-    between = [dtype for dtype in (attention.softmax_dtype, *carried) if dtype == torch.float64]
-    return functools.reduce(
-        torch.promote_types, between, torch.promote_types(attention.query_dtype, attention.value_dtype)
-    )
+    if torch.float64 in (attention.softmax_dtype, *carried):
+        return torch.float64
+    return torch.promote_types(attention.query_dtype, attention.value_dtype)
 
 
 def _on_first_call(size: sympy.Expr, leaves: Sequence[object]) -> int:

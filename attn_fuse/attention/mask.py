@@ -1,14 +1,14 @@
-"""Mask: the keys that a query sees, as a conjunction of parts, with a class for each kind of part.
+"""Mask: the keys that each query sees, as a conjunction of parts, with a class for each kind of part.
 
-A new kind of mask is a class here and its place in PARTS. The class owns all facts of its kind: how to read it off a
-Boolean element expression, the words of the report, bounds on j - i, and the measurements that stand for it.
+To add a kind of mask, write a class and add it to PARTS. The class says how to read it from a Boolean expression, its
+words in the report, bounds on j - i, and which measurements apply.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple, get_args
 
 import sympy
 import torch
@@ -20,18 +20,14 @@ from attn_fuse.expression.index import Space
 from attn_fuse.expression.nodes import Const, Expr
 
 Kind = Literal["none", "causal", "window", "prefix", "padding", "documents", "dense"]
-# The kinds of mask that evidence knows, the cheapest first. "window": a band of keys around each query, or a causal
-# mask with an offset.
-KINDS: tuple[Kind, ...] = ("none", "causal", "window", "prefix", "padding", "documents", "dense")
-# The result of a fully masked row as written: there is no such row, NaN, zero, or the mean of all values.
+# The kinds of mask in the evidence, cheapest first. A causal mask with an offset counts as "window".
+KINDS: tuple[Kind, ...] = get_args(Kind)
+# The output of a fully masked row as written ("mean": of all values); "none" if there is no such row.
 EmptyRows = Literal["none", "nan", "zero", "mean"]
 
 
 class Band(NamedTuple):
-    """The keys that query i sees by positions alone: i + lower <= j <= i + upper, and the share `first` from key 0.
-
-    None for no bound.
-    """
+    """The keys visible by position: i + lower <= j <= i + upper (None: no bound), and the share `first` of all keys."""
 
     lower: sympy.Expr | None = None
     upper: sympy.Expr | None = None
@@ -40,34 +36,35 @@ class Band(NamedTuple):
 
 @dataclass(frozen=True)
 class MaskPart:
-    """One condition of a mask. keep: a Boolean element expression, True = keep. kind: its name in the evidence."""
+    """One condition of a mask. keep: a Boolean expression, True = keep. kind: in the evidence. words: in the report."""
 
     keep: Expr
     kind: ClassVar[Kind] = "dense"
+    words: ClassVar[str] = ""
 
     @classmethod
     def read(cls, keep: Expr, axes: Axes, space: Space) -> MaskPart | None:
-        """`keep` as a part of this kind; None where it is of another kind."""
+        """`keep` as a part of this kind, or None."""
         raise NotImplementedError
 
     @property
     def band(self) -> Band:
-        """About the keys that positions alone leave visible, for estimates of speed and the search for a seen key."""
+        """Roughly the keys visible by position, for estimates of speed and the search for a visible key."""
         return Band()
 
     @property
     def bounds(self) -> tuple[sympy.Expr | None, sympy.Expr | None]:
-        """The (min, max) of j - i where a key may be seen; None for no bound. Kernels skip the keys beyond."""
+        """The (min, max) of j - i where a key may be visible; None for no bound. Kernels skip the other keys."""
         lower, upper, first = self.band
         return (None, None) if first else (lower, upper)
 
     @property
     def rule(self) -> str:
-        """A formula for the keys j that query i sees; "" where there is none."""
+        """A formula for the keys j that query i sees; "" for none."""
         return ""
 
     def __str__(self) -> str:
-        raise NotImplementedError
+        return self.words
 
 
 @dataclass(frozen=True)
@@ -79,18 +76,15 @@ class Causal(MaskPart):
 
     @classmethod
     def read(cls, keep: Expr, axes: Axes, space: Space) -> Causal | None:
-        """`keep` as j <= i + offset, where the offset is the same for all elements; else None."""
         offset = _offset(keep, axes, space, 1)
         return None if offset is None else Causal(keep, offset)
 
     @property
     def band(self) -> Band:
-        """The keys up to i + offset."""
         return Band(upper=self.offset)
 
     @property
     def rule(self) -> str:
-        """The condition; an offset of 0 is left out."""
         return "j <= i" if self.offset == 0 else f"j <= i + {self.offset}"
 
     def __str__(self) -> str:
@@ -99,20 +93,18 @@ class Causal(MaskPart):
 
 @dataclass(frozen=True)
 class Window(MaskPart):
-    """Query i sees key j where j >= i - reach: the far end of a sliding window."""
+    """Query i sees key j where j >= i - reach, as in a sliding window."""
 
     reach: sympy.Expr
     kind = "window"
 
     @classmethod
     def read(cls, keep: Expr, axes: Axes, space: Space) -> Window | None:
-        """`keep` as j >= i - reach, where the reach is the same for all elements; else None."""
         reach = _offset(keep, axes, space, -1)
         return None if reach is None else Window(keep, reach)
 
     @property
     def band(self) -> Band:
-        """The keys from i - reach on."""
         return Band(lower=-self.reach)
 
     def __str__(self) -> str:
@@ -121,14 +113,14 @@ class Window(MaskPart):
 
 @dataclass(frozen=True)
 class Prefix(MaskPart):
-    """Query i sees key j where j <= i + offset, and every key of a prefix whose length is in `keep`."""
+    """Query i sees key j where j <= i + offset, and the keys where a condition independent of the query holds."""
 
     offset: sympy.Expr
     kind = "prefix"
+    words = "causal after a prefix that every query sees"
 
     @classmethod
     def read(cls, keep: Expr, axes: Axes, space: Space) -> Prefix | None:
-        """`keep` as "j <= i + offset, or a condition that does not depend on the query"; None for another kind."""
         match keep:
             case ex.Or(a, b):
                 for one, other in ((a, b), (b, a)):
@@ -139,79 +131,66 @@ class Prefix(MaskPart):
 
     @property
     def band(self) -> Band:
-        """The keys up to i + offset, and a quarter of all keys for the prefix."""
-        # The length of the prefix is known only when the program runs.
+        # The length of the prefix is known only at run time, so a quarter of all keys is assumed.
         return Band(upper=self.offset, first=0.25)
-
-    def __str__(self) -> str:
-        return "causal behind a prefix that all see"
 
 
 @dataclass(frozen=True)
 class Documents(MaskPart):
-    """A query sees the keys of its own document: those with the same number as its own."""
+    """A query sees the keys of its own document, which have the same number in a tensor."""
 
     kind = "documents"
+    words = "documents"
 
     @classmethod
     def read(cls, keep: Expr, axes: Axes, space: Space) -> Documents | None:
-        """`keep` as one tensor at the query's position == the same tensor at the key's; else None."""
         match keep:
             case ex.Compare("eq", ex.Load(a, at), ex.Load(b, to)) if a == b and axes.query:
                 by_key = dict(zip(axes.query, axes.key, strict=False))
-                if len(axes.query) == len(axes.key) and at != to and _renamed(at, by_key) == _renamed(to, by_key):
+                same = all(space.is_zero((i - j).subs(by_key)) for i, j in zip(at, to, strict=True))
+                if len(axes.query) == len(axes.key) and at != to and same:
                     return Documents(keep)
         return None
-
-    def __str__(self) -> str:
-        return "documents"
 
 
 @dataclass(frozen=True)
 class KeyPadding(MaskPart):
-    """Every query of a batch entry sees the same keys, those where `keep` holds."""
+    """All queries of a batch entry see the same keys; `keep` depends on neither query nor head."""
 
     kind = "padding"
+    words = "key padding"
 
     @classmethod
     def read(cls, keep: Expr, axes: Axes, space: Space) -> KeyPadding | None:
-        """`keep` as a condition that depends on the key, but neither on the query nor on the head; else None."""
         used = ex.index_symbols(keep)
         is_padding = used & set(axes.key) and not used & {*axes.query, *axes.kv_heads, *axes.groups}
         return KeyPadding(keep) if is_padding else None
 
-    def __str__(self) -> str:
-        return "key padding"
-
 
 @dataclass(frozen=True)
 class PositionMask(MaskPart):
-    """Query i sees key j where a formula of positions and sizes holds; no tensor is read."""
+    """Query i sees key j where a formula of positions and sizes holds, without a tensor or scalar of the program."""
+
+    words = "a mask computed from positions"
 
     @classmethod
     def read(cls, keep: Expr, axes: Axes, space: Space) -> PositionMask | None:
-        """`keep` as a formula that reads neither a tensor nor a number of the program; else None."""
         reads = any(isinstance(part, (ex.Load, ex.Gather, ex.Scalar)) for part in ex.walk(keep))
         return None if reads else PositionMask(keep)
-
-    def __str__(self) -> str:
-        return "a mask computed from positions"
 
 
 @dataclass(frozen=True)
 class DenseMask(MaskPart):
     """Query i sees key j where `keep`, which reads a tensor, holds."""
 
+    words = "a mask kept as a tensor"
+
     @classmethod
     def read(cls, keep: Expr, axes: Axes, space: Space) -> DenseMask:
-        """`keep`, whatever it is."""
         return DenseMask(keep)
 
-    def __str__(self) -> str:
-        return "a mask kept as a tensor"
 
-
-# In the order in which they are tried; the last takes every condition that no other takes.
+# In the order of trying; the last takes any condition.
 PARTS: tuple[type[MaskPart], ...] = (Causal, Window, Prefix, Documents, KeyPadding, PositionMask, DenseMask)
 
 
@@ -219,10 +198,10 @@ PARTS: tuple[type[MaskPart], ...] = (Causal, Window, Prefix, Documents, KeyPaddi
 class Mask:
     """The conjunction of `parts`.
 
-    empty_rows: the result of a fully masked row as written: "none" (proved that there is no such row), "nan", "zero",
-        or "mean" (the mean of all values, which a finite fill gives).
-    parts_if_others_seen: the conditions of finite fills, where not every row is proved to see a key. They hide keys in
-        rows that see some key; a fully masked row has weights for all keys. `parts` or the biases hold the fills, too.
+    empty_rows: the output of a fully masked row as written: "none" (proved that there is no such row), "nan", "zero",
+        or "mean" (of all values, as a finite fill gives).
+    parts_if_others_seen: the conditions of finite fills if some row may be fully masked. They hide keys only in rows
+        that see another key; a fully masked row attends to all keys. The fills are in `parts` or the biases, too.
     """
 
     parts: tuple[MaskPart, ...] = ()
@@ -231,19 +210,19 @@ class Mask:
 
     @property
     def is_causal(self) -> bool:
-        """Whether the mask is the square causal one, aligned at the top left, and nothing else."""
+        """Whether the mask is only the causal one with offset 0, aligned at the top left."""
         return len(self.parts) == 1 and isinstance(self.parts[0], Causal) and self.parts[0].offset == 0
 
     @property
     def bounds(self) -> tuple[sympy.Expr | None, sympy.Expr | None]:
-        """The (min, max) of j - i where a key may be seen, each from one part; None for no bound."""
+        """The (min, max) of j - i where a key may be visible, each from one part; None for no bound."""
         lower = next((part.bounds[0] for part in self.parts if part.bounds[0] is not None), None)
         upper = next((part.bounds[1] for part in self.parts if part.bounds[1] is not None), None)
         return lower, upper
 
 
 def mask_parts(keeps: Iterable[Expr], axes: Axes, space: Space) -> tuple[MaskPart, ...]:
-    """The parts of the conjunction of `keeps`, each once, without conditions that always hold."""
+    """The distinct parts of the conjunction of `keeps`, without conditions that always hold."""
     found: list[MaskPart] = []
     for keep in keeps:
         for condition in conjuncts(keep):
@@ -265,19 +244,12 @@ def conjuncts(keep: Expr) -> Iterator[Expr]:
         case ex.Select(cond, Const(False), b):
             yield from conjuncts(al.logical_not(cond))
             yield from conjuncts(b)
-        case ex.Not(ex.Or(a, b)):
-            yield from conjuncts(al.logical_not(a))
-            yield from conjuncts(al.logical_not(b))
         case _:
             yield keep
 
 
-def _renamed(index: tuple[sympy.Expr, ...], by: Mapping[sympy.Symbol, sympy.Expr]) -> tuple[sympy.Expr, ...]:
-    return tuple(sympy.expand(i.subs(by)) for i in index)
-
-
 def _offset(keep: Expr, axes: Axes, space: Space, sign: int) -> sympy.Expr | None:
-    """c in `keep`, sign * (i - j) + c >= 0, if it is the same for all elements: a number, or made of sizes."""
+    """The c in sign * (i - j) + c >= 0, which `keep` says, if it is a number or made of sizes; else None."""
     if not isinstance(keep, ex.NonNegative) or not axes.query:
         return None
     apart = position(axes.query, space) - position(axes.key, space)
@@ -286,22 +258,19 @@ def _offset(keep: Expr, axes: Axes, space: Space, sign: int) -> sympy.Expr | Non
 
 
 def every_query_sees_a_key(
-    parts: Iterable[MaskPart], axes: Axes, space: Space, leaf_dtypes: Mapping[int, torch.dtype]
+    parts: Sequence[MaskPart], axes: Axes, space: Space, leaf_dtypes: Mapping[int, torch.dtype]
 ) -> bool:
-    """Whether each query is proved to see key 0, the key at its own position, or key i + offset of a causal part.
+    """Whether every query provably sees key 0, the key at its own position, or key i + offset of a causal part.
 
     leaf_dtypes: the dtype of each leaf that is a tensor.
     """
-    parts = tuple(parts)
-    if not parts:
-        return True
     return any(
         all(_holds(al.substitute(part.keep, witness, space), leaf_dtypes) for part in parts)
         for witness in _witnesses(parts, axes, space)
     )
 
 
-def _witnesses(parts: tuple[MaskPart, ...], axes: Axes, space: Space) -> Iterator[dict[sympy.Symbol, sympy.Expr]]:
+def _witnesses(parts: Sequence[MaskPart], axes: Axes, space: Space) -> Iterator[dict[sympy.Symbol, sympy.Expr]]:
     yield dict.fromkeys(axes.key, sympy.Integer(0))
     if len(axes.query) != len(axes.key):
         return
@@ -320,14 +289,12 @@ def _holds(keep: Expr, leaf_dtypes: Mapping[int, torch.dtype]) -> bool:
     match keep:
         case Const(value):
             return bool(value)
-        case ex.And(a, b):
+        case ex.And(a, b) | ex.Select(_, a, b):
             return _holds(a, leaf_dtypes) and _holds(b, leaf_dtypes)
         case ex.Or(a, b):
             return _holds(a, leaf_dtypes) or _holds(b, leaf_dtypes)
-        case ex.Select(_, a, b):
-            return _holds(a, leaf_dtypes) and _holds(b, leaf_dtypes)
         case ex.Compare("eq" | "le" | "ge", a, b):
-            # An integer equals itself; a floating-point number may be NaN, which does not.
+            # NaN does not equal itself, so only integers do surely.
             loads = [part for part in ex.walk(a) if isinstance(part, (ex.Load, ex.Gather))]
             return a == b and bool(loads) and not any(leaf_dtypes[x.leaf].is_floating_point for x in loads)
     return False

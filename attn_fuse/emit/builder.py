@@ -1,8 +1,8 @@
 """Builder: new operations in Dynamo's graph, made from element expressions.
 
-A load becomes a chain of views of its leaf, or a lookup where no view has its elements; an arithmetic tree becomes
-tensor operations that broadcast. Every new node runs once on fake tensors, so that shapes and dtypes are known to agree
-before anything is replaced.
+A load becomes a chain of views of its leaf, or a lookup where no view has its elements. An arithmetic tree becomes
+tensor operations that broadcast. Every new node runs once on fake tensors, which checks shapes and dtypes before
+anything is replaced.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch.fx import Node
 
 from attn_fuse.attention.attention import Attention
 from attn_fuse.attention.facts import Facts
-from attn_fuse.emit.reuse import earlier
 from attn_fuse.expression import nodes as ex
 from attn_fuse.expression import simplify as al
 from attn_fuse.expression.functions import COMPARISONS, FUNCTIONS
 from attn_fuse.expression.index import fold_index
 from attn_fuse.expression.nodes import Expr
 from attn_fuse.graph.names import is_tensor, value_of
+from attn_fuse.graph.reach import earlier
 from attn_fuse.graph.region import Region
 from attn_fuse.graph.trace import call, locate_at
 from attn_fuse.torch_internals import (
@@ -66,22 +66,20 @@ class Builder:
         return made
 
     def node_once(self, target: Callable[..., Any], *args: Any) -> Node:
-        """An earlier node that calls `target` on the same values, else a new one. target: one without effects."""
+        """An earlier node that calls `target`, a function without effects, on the same values, or else a new one."""
         found = earlier(self._graph, self._region.output, target, args)
         return self.node(target, *args) if found is None else found
 
-    def undo(self) -> None:
-        """Erase all nodes made."""
-        for node in reversed(self.made):
-            self._graph.erase_node(node)
+    def undo(self, until: int = 0) -> None:
+        """Erase all nodes made but the first `until`."""
+        while len(self.made) > until:
+            self._graph.erase_node(self.made.pop())
 
     def tidy(self, keep: Node) -> None:
-        """Erase the nodes made that nothing uses, other than `keep`."""
+        """Erase unused nodes among those made, except `keep`."""
         for node in reversed(self.made):
             if not node.users and node is not keep:
                 self._graph.erase_node(node)
-
-    # ---- element expressions as operations
 
     def tensor_of(self, x: Expr, axes: Axes) -> Any:
         """`x` as a tensor with one dimension for each of `axes`, of size 1 where `x` does not depend on it.
@@ -113,7 +111,7 @@ class Builder:
             case ex.Unary(x=inner) | ex.Not(x=inner):
                 return self.node(_OPERATIONS[ex.name_of(x)], self._as_tensor(self.tensor_of(inner, axes)))
             case ex.Binary("maximum" | "minimum" as name, a, ex.Const(bound)) if CLAMP_BY_A_TENSOR_SPLITS:
-                # A number as bound shares no gradient.
+                # With a number as its bound, clamp does not split the gradient.
                 sides = {"min" if name == "maximum" else "max": bound}
                 return self.node(torch.clamp, self._as_tensor(self.tensor_of(a, axes)), **sides)
             case ex.Binary(_, a, b) | ex.And(a, b) | ex.Or(a, b):
@@ -123,35 +121,33 @@ class Builder:
         raise NotEmitted(f"{type(x).__name__} cannot be made into a tensor")
 
     def _end_to_end(self, place: sympy.Expr, axes: Axes) -> sympy.Symbol | None:
-        """The axis that `place` >= 0 cuts in two, if `place` is that axis plus something that depends on no axis."""
+        """The axis that `place` >= 0 cuts in two, where `place` is that axis plus a term without axes."""
         cut = [axis for axis in axes if axis in place.free_symbols]
         return cut[0] if len(cut) == 1 and not (place - cut[0]).free_symbols & set(axes) else None
 
     def _laid_end_to_end(self, axis: sympy.Symbol, start: sympy.Expr, a: Expr, b: Expr, axes: Axes) -> Node:
-        """The concatenation along `axis` of `b` up to position `start` and `a` from there on."""
+        """The concatenation along `axis` of `b` up to position `start` and `a` from there."""
         space = self.attention.space
         parts = []
         for x, first, length in ((b, 0, start), (a, start, space.sizes[axis] - start)):
             own = space.fresh("c", length)
-            node = self._as_tensor(self.tensor_of(al.substitute(x, {axis: own + first}, space), _with(axes, axis, own)))
+            along = [own if other == axis else other for other in axes]
+            node = self._as_tensor(self.tensor_of(al.substitute(x, {axis: own + first}, space), along))
             parts.append((node if tensor(node).dim() else self.node("view", node, *[1] * len(axes)), own))
-        sizes = [shape(node) for node, _ in parts]
+        (sizes, others), cut = (shape(node) for node, _ in parts), list(axes).index(axis)
+        wanted = [
+            -1 if a == b or other == axis else self.size(space.sizes[other])
+            for a, b, other in zip(sizes, others, axes, strict=True)
+        ]
         nodes = []
         for node, own in parts:
-            wanted = [
-                self.size(space.sizes[own])
-                if other == axis
-                else -1
-                if len(set(lengths)) == 1
-                else self.size(space.sizes[other])
-                for other, lengths in zip(axes, zip(*sizes, strict=True), strict=True)
-            ]
+            wanted[cut] = self.size(space.sizes[own])
             nodes.append(self.node("expand", node, *wanted))
-        return self.node(torch.cat, nodes, dim=list(axes).index(axis))
+        return self.node(torch.cat, nodes, dim=cut)
 
     def _on_tensors(self, function: Any, a: Expr, b: Expr, axes: Axes, both: bool = False) -> Node:
         left, right = self.tensor_of(a, axes), self.tensor_of(b, axes)
-        # A comparison keeps its operands: torch's default dtype decides, as it does where the program compares.
+        # Comparisons keep their operands: torch's default dtype decides, as in the program.
         if function not in COMPARISONS.values():
             left, right = self._alike(left, right)
         if both or not isinstance(left, Node):
@@ -166,9 +162,9 @@ class Builder:
         return self.node(torch.full, [], value, dtype=self.dtype_of_number(value), device=self.facts.device)
 
     def dtype_of_number(self, value: Any) -> torch.dtype | None:
-        """The dtype of a number, or of its node, as a tensor; None leaves an integer to torch.
+        """The dtype for a tensor of a number, or of its node; None leaves an integer to torch.
 
-        A float gets at least float32, so that it is not rounded more than the scores.
+        A float gets at least float32, to be rounded no more than the scores.
         """
         number = value_of(value) if isinstance(value, Node) else value
         if isinstance(number, (float, torch.SymFloat)):
@@ -183,7 +179,7 @@ class Builder:
         return self.node(torch.where, self._as_tensor(cond), a, b)
 
     def _alike(self, a: Any, b: Any) -> tuple[Any, Any]:
-        """Both operands; an integer tensor beside a float is cast, where torch would take its default dtype."""
+        """Both operands. An integer tensor beside a float is cast, since torch would use its default dtype."""
         return self._as_fraction(a, b), self._as_fraction(b, a)
 
     def _as_fraction(self, x: Any, other: Any) -> Any:
@@ -208,7 +204,7 @@ class Builder:
         return self.node(torch.full, [1] * len(axes), made, dtype=torch.int64, device=self.facts.device)
 
     def _position(self, value: sympy.Expr, axes: Axes) -> Any:
-        """An index expression as a tensor over `axes`, or as a number where it depends on none of them."""
+        """An index expression as a tensor over `axes`, or as a number if it depends on none of them."""
 
         def leaf(part: sympy.Expr) -> Any:
             if not part.free_symbols & set(axes):
@@ -226,11 +222,8 @@ class Builder:
 
     def _on_positions(self, function: Callable[..., Any], a: Any, b: Any) -> Any:
         if function in (torch.add, torch.mul) and not _gives_tensor(a):
-            # A tensor first: torch takes the number second.
             a, b = b, a
         return self.node(function if _gives_tensor(a) else _OF_NUMBERS.get(function, function), a, b)
-
-    # ---- lookups
 
     def _view_or_lookup(self, load: ex.Load, axes: Axes) -> Node:
         if self.has_view(load, axes):
@@ -241,7 +234,7 @@ class Builder:
     def _positions_within(self, index: sympy.Expr, length: sympy.Expr, axes: Axes) -> Node:
         space = self.attention.space
         node = self._positions(index, axes)
-        # A choice between concatenated tensors reads every one of them everywhere, and keeps only what is in range.
+        # A choice between concatenated tensors reads all of them everywhere and keeps the elements in range.
         if not space.is_nonnegative(index):
             node = self.node(torch.clamp, node, min=0)
         if not space.is_nonnegative(length - 1 - index):
@@ -252,9 +245,9 @@ class Builder:
         return self.node(operator.getitem, self.leaf(leaf), tuple(positions))
 
     def leaf(self, number: int) -> Node:
-        """The node of leaf `number`; of one that lies on another device, a copy on the attention's.
+        """The node of leaf `number`, copied to the attention's device if it lies elsewhere.
 
-        The lift looks through copies between devices, and torch takes indices and single numbers from the CPU.
+        The lift ignores copies between devices, and torch takes indices and single numbers from the CPU.
         """
         node, device = self._region.leaves[number], self.facts.device
         value = value_of(node)
@@ -264,22 +257,19 @@ class Builder:
         return next(copies, None) or self.node("to", node, device)
 
     def lengths(self, leaf: int) -> list[sympy.Expr]:
-        """The sizes of leaf number `leaf`, a tensor."""
+        """The sizes of the tensor `leaf`, a leaf's number."""
         return shape(self._region.leaves[leaf])
 
-    # ---- loads as views
-
     def has_view(self, load: ex.Load, axes: Axes) -> bool:
-        """Whether a view of the leaf has the elements of `load` over `axes`. The graph stays as it is."""
+        """Whether a view of the leaf has the elements of `load` over `axes`. The graph stays unchanged."""
         made = len(self.made)
         try:
             self.view(load, axes)
         except Exception:
-            # Out of range, not affine, overlapping: whatever the reason, there is no view.
+            # Out of range, not affine or overlapping: there is no view.
             return False
         finally:
-            while len(self.made) > made:
-                self._graph.erase_node(self.made.pop())
+            self.undo(made)
         return True
 
     def view(self, load: ex.Load, axes: Axes) -> Node:
@@ -290,7 +280,7 @@ class Builder:
         node = self.leaf(load.leaf)
         found: list[sympy.Symbol] = []
         lengths = shape(node)
-        # From the last dimension, so that splitting one does not move those still to come.
+        # Start with the last dimension, because splitting one moves those after it.
         for place in reversed(range(len(load.index))):
             terms, offset = self._affine(load.index[place])
             node, symbols = self._axis(node, place, lengths[place], terms, offset)
@@ -304,7 +294,7 @@ class Builder:
         return node
 
     def _affine(self, index: sympy.Expr) -> tuple[list[tuple[sympy.Symbol, sympy.Expr]], sympy.Expr]:
-        """((symbol, stride) pairs, the largest stride first; the offset). Raises NotEmitted where it is not affine."""
+        """((symbol, stride) pairs, largest stride first; the offset). Raises NotEmitted where `index` is not affine."""
         ranges = self.attention.space.sizes
         terms, rest = [], sympy.expand(index)
         for symbol in sorted(rest.free_symbols & ranges.keys(), key=str):
@@ -328,7 +318,7 @@ class Builder:
         terms: list[tuple[sympy.Symbol, sympy.Expr]],
         offset: sympy.Expr,
     ) -> tuple[Node, list[sympy.Symbol]]:
-        """(`node` with a dimension for each of `terms` in the place of dimension `place`, the symbols of these)
+        """(`node` with dimension `place` replaced by one for each of `terms`, the symbols of these)
 
         The element read is at `offset` plus the sum of symbol * stride. Raises NotEmitted where elements overlap.
         """
@@ -362,21 +352,18 @@ class Builder:
         return self.node("unflatten", node, place, shape)
 
     def permuted(self, node: Node, order: list[int]) -> Node:
-        """`node` with its dimensions in `order`; `node` itself where they are so already."""
+        """`node` with its dimensions in `order`; `node` itself where they already are."""
         return node if order == sorted(order) else self.node("permute", node, *order)
 
-    # ---- sizes
-
     def size(self, size: sympy.Expr) -> Any:
-        """A number of sizes as a number or a node of the graph. Raises NotEmitted where the graph does not tell it."""
+        """An expression of sizes as a number or node. Raises NotEmitted where the graph does not hold it."""
         functions = (operator.add, operator.mul, operator.floordiv, operator.mod)
         return fold_index(sympy.sympify(size), self._told, *(functools.partial(self.node, f) for f in functions))
 
     def _told(self, size: sympy.Expr) -> Any:
-        """What the graph tells of `size` as a whole; None where its parts are to be computed with."""
+        """A number or node for `size` as a whole; None to compute it from its parts."""
         if size.is_Number:
             return int(size) if size.is_Integer else float(size)
-        # First the leaves of the region, then every input of the graph.
         for leaf in (*self._region.leaves, *self._graph.find_nodes(op="placeholder")):
             value = value_of(leaf)
             if isinstance(value, torch.SymInt) and value.node.expr == size:
@@ -398,7 +385,7 @@ class Builder:
 
     @functools.cached_property
     def _numbers(self) -> dict[sympy.Expr, Node]:
-        """The first node of each symbolic number that the program computes before the region's output."""
+        """By symbolic number, the first node before the region's output that computes it."""
         found: dict[sympy.Expr, Node] = {}
         for node in self._graph.nodes:
             if node is self._region.output:
@@ -422,7 +409,7 @@ def shape(node: Node) -> list[sympy.Expr]:
 
 
 def size_expr(size: Any) -> sympy.Expr:
-    """A size as an expression, with every division carried out that is exact."""
+    """A size as an expression, with exact divisions carried out."""
     if not isinstance(size, torch.SymInt):
         return sympy.Integer(size)
 
@@ -433,18 +420,14 @@ def size_expr(size: Any) -> sympy.Expr:
     return size.node.expr.replace(FloorDiv, divided)
 
 
-# Of tensors, by the names of expressions.
+# Operations on tensors by the names of expressions.
 _OPERATIONS: dict[str, Callable[..., Any]] = {
     **{name: row.torch for name, row in FUNCTIONS.items()}, **COMPARISONS,
     "not": torch.logical_not, "and": torch.logical_and, "or": torch.logical_or,
 }  # fmt: skip
-# Of sizes, which a graph computes as Python does.
+# Operations on sizes, which a graph computes in Python.
 _OF_NUMBERS = {torch.add: operator.add, torch.mul: operator.mul}
 
 
 def _gives_tensor(value: Any) -> bool:
     return isinstance(value, Node) and is_tensor(value)
-
-
-def _with(axes: Axes, old: sympy.Symbol, new: sympy.Symbol) -> Axes:
-    return [new if axis == old else axis for axis in axes]

@@ -1,4 +1,4 @@
-"""Operators: functions that stand in a graph by name, as torch.compile, autograd and torch's caches take them."""
+"""Operators: functions as named operators, for torch.compile, autograd and torch's caches."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def operator(
 ) -> Any:
     """Register attn_fuse::NAME and return the operator.
 
-    signature: "NAME(ARGUMENTS) -> RESULTS", as torch writes them. torch's caches on disk know an operator by its name
-        only: put a number into NAME and raise it with every change in what `run` computes.
-    fake: gives results of the shapes, strides and dtypes that `run` gives, for tensors without contents.
-    gradient, save: the formula of the gradients and what it keeps, as `torch.library.register_autograd` takes them;
-        None for an operator without gradients.
-    devices: the dispatch keys on which `run` works, as "CUDA"; all where none is named.
-    keeps_strides: whether operands must reach `run` in the strides that they were traced with.
+    signature: "NAME(ARGUMENTS) -> RESULTS" in torch's syntax. torch's caches on disk know an operator only by its name:
+        put a number into NAME and raise it with every change in the results of `run`.
+    fake: returns results in the shapes, strides and dtypes of `run`, for tensors without contents.
+    gradient, save: the formula of the gradients, and the setup that saves tensors for it, as for
+        `torch.library.register_autograd`; None for an operator without gradients.
+    devices: the dispatch keys on which `run` works, such as "CUDA"; all if empty.
+    keeps_strides: whether operands must reach `run` in the strides of the trace.
     """
     name = signature.partition("(")[0]
     layout = () if keeps_strides else (torch.Tag.flexible_layout,)
@@ -41,9 +41,9 @@ def operator(
 
 
 def gradients_of_inputs(inputs: Sequence[torch.Tensor], wanted: Sequence[bool]) -> list[torch.Tensor]:
-    """Tensors without contents in the shapes of the gradients that a backward operator gives of `inputs`.
+    """Tensors without contents in the shapes that a backward operator gives the gradients of `inputs`.
 
-    wanted: whether each input's gradient is; one that is not wanted, or is of no floating-point tensor, is empty.
+    Gradients that are not `wanted`, or whose input is not floating-point, are empty.
     """
     shapes = [x.shape if want and x.is_floating_point() else (0,) for x, want in zip(inputs, wanted, strict=True)]
     return [x.new_empty(shape) for x, shape in zip(inputs, shapes, strict=True)]

@@ -1,1 +1,1 @@
-"""Element expressions: the language that says what one element of a tensor is, its simplification, its proofs."""
+"""Element expressions: a language for one element of a tensor, with its simplification and proofs."""

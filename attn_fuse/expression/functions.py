@@ -1,9 +1,8 @@
-"""Functions: a table of the element-wise functions, one row each, with everything that is known of them.
+"""Functions: a table of the element-wise functions of numbers, one row each.
 
-A row holds torch's name of the function, the dtype of its result, its gradient, its range, and its code in Triton. All
-code that evaluates, bounds, differentiates or writes an expression looks here. A new function of one number is a row:
-the lift then reads torch's core ATen operation of that name, every kernel of ours computes the function, and
-tests/graph/test_functions.py checks each field against torch.
+A row has torch's name of the function, the dtype of its result, its gradient, its range, and its Triton code. The lift
+and our kernels look here, so adding a row is enough to support a function of one number. tests/graph/test_functions.py
+checks each field against torch.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -19,22 +19,22 @@ from torch import Tensor
 from torch.nn import functional
 
 from attn_fuse.expression.nodes import And, Binary, Compare, Expr, Select, Unary, as_expr
+from attn_fuse.expression.numbers import UNBOUNDED
 from attn_fuse.torch_internals import CLAMP_PASSES_AT_ITS_EDGE
 
 # (gradient of the result, result, operands...) -> gradient of one operand.
 Rule = Callable[..., Expr]
 Interval = tuple[Any, Any]
-Signs = frozenset[int]
 
 
 class Order(NamedTuple):
-    """The min (`smaller`) and max (`larger`) of two ends of intervals, which are numbers or tensors of numbers."""
+    """How to compare the ends of intervals, numbers or tensors: min (`smaller`) and max (`larger`)."""
 
     smaller: Callable[[Any, Any], Any]
     larger: Callable[[Any, Any], Any]
 
     def hull(self, values: Iterable[Any]) -> Interval:
-        """The interval [min, max] of `values`, of which there is at least one."""
+        """The interval [min, max] of `values`, which are not empty."""
         low, *rest = values
         high = low
         for value in rest:
@@ -46,21 +46,19 @@ class Order(NamedTuple):
 class Function:
     """A function of one or two numbers.
 
-    name: torch's name of it, in lower case without a namespace. torch: the callable, which may stand in a graph.
-    gradients: the gradient rule of each operand; None where it has no gradient, as in floor.
-    gives: the dtype of the result: "same" is that of the operands, "fraction" floating-point even for integers, "truth"
-        Boolean.
-    lifted: how the lift reads the ATen operation of this name: "plain" element by element, "whole" as a function that
-        jumps, "test" as a question about one number; "" where the lift has a handler of its own, or none.
-    interval: (order, an interval for each operand) -> the interval of the results and no more, by arithmetic on the
-        ends alone, which may be floats, integers or tensors; None where they do not tell.
-    image: (value, an interval for each operand) -> an interval that holds the results, where `interval` is None. Ends
-        that are integers are those of integers. None where nothing is known.
-    infinite: the signs of the infinities that the operand may have -> those that the result may have; None where either
-        sign may come from either.
+    name: torch's, in lower case without a namespace. torch: the callable, which may stand in a graph.
+    gradients: the gradient rule for each operand; None if it has no gradient, as in floor.
+    gives: the dtype of the result: "same" as the operands, "fraction" (floating-point even for integers) or "truth".
+    lifted: how the lift reads ATen's operation of this name: "plain" (element by element), "whole" (a function that
+        jumps), "test" (a question about one number), or "" (by a handler of its own, or not at all).
+    interval: (order, operand intervals) -> the exact interval of the results, by arithmetic on the ends, which may be
+        floats, integers or tensors.
+    image: without `interval`: (value, operand intervals) -> an interval that contains the results. Integer ends are
+        exact. None if nothing is known.
+    infinite: the sign of the result at (minus infinity, infinity), 0 if it is finite or NaN; None if unknown.
     undefined: the signs of the infinities at which the result is NaN.
-    growth: "bounded", "linear" where the result grows no faster than the operand, "" for neither.
-    triton: Triton's code in float32 or float64, with {0} and {1} for the operands. whole: the same for integers.
+    growth: "bounded", "linear" (no faster than the operand) or "".
+    triton: Triton's code for floats, with {0} and {1} for the operands. whole: its code for integers.
     """
 
     name: str
@@ -70,41 +68,32 @@ class Function:
     lifted: Literal["plain", "whole", "test", ""] = ""
     image: Callable[..., Interval] | None = None
     interval: Callable[..., Interval] | None = None
-    infinite: Callable[[Signs], Signs] | None = None
-    undefined: Signs = frozenset()
+    infinite: tuple[int, int] | None = None
+    undefined: frozenset[int] = frozenset()
     growth: Literal["bounded", "linear", ""] = ""
     triton: str = ""
     whole: str = ""
 
     def value(self, *numbers: float) -> float:
-        """The value at `numbers`, computed in float64."""
+        """The value at `numbers` in float64."""
         return float(self.torch(*(torch.tensor(x, dtype=torch.float64) for x in numbers)))
 
 
-# ---- the vocabulary of gradient rules
-
-
-def _call(name: str) -> Callable[[Expr], Expr]:
-    return lambda x: Unary(name, x)
-
-
-exp, log, cos, sin, cosh, sinh, sign, trunc, rsqrt, erfc, sigmoid = map(
-    _call, "exp log cos sin cosh sinh sign trunc rsqrt erfc sigmoid".split()
+exp, log, cos, sin, cosh, sinh, sign, trunc, rsqrt, erfc, sigmoid = (
+    partial(Unary, name) for name in "exp log cos sin cosh sinh sign trunc rsqrt erfc sigmoid".split()
 )
 
 
 def where(condition: Expr, x: Expr | float, y: Expr | float) -> Expr:
-    """The choice of `x` where `condition` holds, else `y`."""
     return Select(condition, as_expr(x), as_expr(y))
 
 
 def compare(op: str, x: Expr, y: Expr | float) -> Expr:
-    """The comparison of `x` with `y`. op: eq, ne, lt, le, gt or ge."""
     return Compare(op, x, as_expr(y))
 
 
 def _leads(x: Expr, other: Expr) -> Expr:
-    """Whether `x` >= `other`; since torch 2.14 `x` > `other`, as a clamp's gradient at a tie now goes to its bound."""
+    """x >= other, or x > other since torch 2.14, where a clamp's gradient at a tie goes to its bound."""
     return compare("ge" if CLAMP_PASSES_AT_ITS_EDGE else "gt", x, other)
 
 
@@ -115,11 +104,8 @@ def _per_square(a: Expr, b: Expr) -> Expr:
 
 def _slope_of_sinc(g: Expr, y: Expr, x: Expr) -> Expr:
     is_zero = compare("eq", x, 0)
-    # Nothing is divided by 0: the gradient of the branch that is not taken would be NaN.
+    # Dividing by 0 would make the gradient of the branch not taken NaN.
     return where(is_zero, 0.0, g * (cos(math.pi * x) - y) / where(is_zero, 1.0, x))
-
-
-# ---- the vocabulary of ranges
 
 
 def _within(low: float, high: float) -> Callable[..., Interval]:
@@ -133,19 +119,19 @@ def _at_ends(value: Callable[[float], float], x: Interval) -> Interval:
 
 def _sign(value: Callable[[float], float], x: Interval) -> Interval:
     if not _are_integers(x):
-        # What is above 0 may be rounded to it.
+        # A positive number may round to 0.
         return -1, 1
     low, high = ((end > 0) - (end < 0) for end in x)
     return low, high
 
 
 def _at_jumps(value: Callable[[float], float], x: Interval) -> Interval:
-    """The interval of a function to integers. A number that is rounded may fall on the other side of a jump."""
+    """The interval of a function to integers, one wider for floats, which may round across a jump."""
     return x if _are_integers(x) else (value(x[0]) - 1, value(x[1]) + 1)
 
 
 def _even(value: Callable[[float], float], x: Interval) -> Interval:
-    low, high = sorted(map(value, x))
+    low, high = _at_ends(value, x)
     return (value(0.0) if x[0] <= 0 <= x[1] else low), high
 
 
@@ -154,15 +140,11 @@ def _dips(value: Callable[[float], float], x: Interval) -> Interval:
 
 
 def _falls_above_0(value: Callable[[float], float], x: Interval) -> Interval:
-    return _ANY if x[0] <= 0 else (value(x[1]), value(x[0]))
-
-
-def _product(order: Order, a: Interval, b: Interval) -> Interval:
-    return order.hull(x * y for x in a for y in b)
+    return UNBOUNDED if x[0] <= 0 else (value(x[1]), value(x[0]))
 
 
 def _zero(end: Any) -> Any:
-    """A zero of the same kind as the end of an interval."""
+    """0 of the same type as `end`."""
     return end - end if isinstance(end, torch.Tensor) else 0
 
 
@@ -176,17 +158,17 @@ def _above_0(order: Order, x: Interval) -> Interval:
 
 
 def _at_corners(function: Callable[[Any, Any], Any], a: Interval, b: Interval) -> Interval:
-    """The interval of a function that is monotonic in each argument, whatever the other is; NaN if a corner is."""
+    """The interval of a function that is monotonic in each argument; NaN if a corner is."""
     return _ENDS.hull(function(x, y) for x in a for y in b)
 
 
 def _quotient(value: Callable[..., float], a: Interval, b: Interval) -> Interval:
-    return _ANY if b[0] <= 0 <= b[1] else _at_corners(operator.truediv, a, b)
+    return UNBOUNDED if b[0] <= 0 <= b[1] else _at_corners(operator.truediv, a, b)
 
 
 def _floor_quotient(value: Callable[..., float], a: Interval, b: Interval) -> Interval:
     if not _are_integers(a, b) or b == (0, 0):
-        return _ANY
+        return UNBOUNDED
     return _at_corners(operator.floordiv, a, b) if b[0] > 0 or b[1] < 0 else _up_to(a)
 
 
@@ -195,13 +177,13 @@ def _are_integers(*intervals: Interval) -> bool:
 
 
 def _are_numbers(a: Interval, b: Interval) -> bool:
-    """Whether both are one integer each. A remainder of floats jumps where one of them is rounded."""
+    """Whether both are single integers. A remainder of floats jumps where an operand rounds."""
     return _are_integers(a, b) and bool(a[0] == a[1] and b[0] == b[1])
 
 
 def _rest(value: Callable[..., float], a: Interval, b: Interval) -> Interval:
     if b == (0, 0):
-        return _ANY
+        return UNBOUNDED
     if not _are_numbers(a, b):
         return _up_to(b)
     rest = abs(a[0]) % abs(b[0])
@@ -210,7 +192,7 @@ def _rest(value: Callable[..., float], a: Interval, b: Interval) -> Interval:
 
 def _modulo(value: Callable[..., float], a: Interval, b: Interval) -> Interval:
     if b == (0, 0):
-        return _ANY
+        return UNBOUNDED
     if _are_numbers(a, b):
         return a[0] % b[0], a[0] % b[0]
     if b[0] <= 0:
@@ -223,7 +205,7 @@ def _power(value: Callable[..., float], a: Interval, b: Interval) -> Interval:
         return _at_corners(value, a, b)
     if b[0] == b[1] and b[0] >= 0 and float(b[0]).is_integer():
         return (_even if b[0] % 2 == 0 else _at_ends)(lambda end: value(end, b[0]), a)
-    return _ANY
+    return UNBOUNDED
 
 
 def _up_to(x: Interval) -> Interval:
@@ -236,27 +218,6 @@ def _or_nan(choose: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 
 _ENDS = Order(_or_nan(min), _or_nan(max))
-_ANY: Interval = (-math.inf, math.inf)
-
-
-def _no_infinity(signs: Signs) -> Signs:
-    return frozenset()
-
-
-def _upper_infinity(signs: Signs) -> Signs:
-    return signs - {-1}
-
-
-def _all_upper(signs: Signs) -> Signs:
-    return frozenset({1})
-
-
-def _same_infinity(signs: Signs) -> Signs:
-    return signs
-
-
-def _opposite(signs: Signs) -> Signs:
-    return frozenset(-s for s in signs)
 
 
 _LN2, _LN10, _ERF = math.log(2), math.log(10), 2 / math.sqrt(math.pi)
@@ -267,14 +228,14 @@ def _unary(
     name: str, gradient: Rule | None, image: Callable[..., Interval] | None = None, triton: str = "", **fields: Any
 ) -> Function:
     function = getattr(torch, name, None) or getattr(functional, name)
-    # kernels/triton/functions.py (`fn`) has the functions that Triton's language lacks, by the same names.
+    # `fn` is kernels/triton/functions.py: the functions that Triton lacks, by the same names.
     fields = {"lifted": "plain", "triton": triton or f"fn.{name}({{0}})"} | fields
     return Function(name, function, (gradient,), image=image, **fields)
 
 
 def _jump(name: str, triton: str) -> Function:
     return _unary(
-        name, None, _at_jumps, triton, gives="same", lifted="whole", infinite=_same_infinity, growth="linear",
+        name, None, _at_jumps, triton, gives="same", lifted="whole", infinite=(-1, 1), growth="linear",
         whole="{0}",
     )  # fmt: skip
 
@@ -284,57 +245,61 @@ def _question(name: str, triton: str) -> Function:
 
 
 _UNARY = (
-    _unary("neg", lambda g, y, x: -g, None, "-{0}", gives="same", lifted="", infinite=_opposite, growth="linear",
+    _unary("neg", lambda g, y, x: -g, None, "-{0}", gives="same", lifted="", infinite=(1, -1), growth="linear",
            interval=lambda order, x: (-x[1], -x[0]), whole="-{0}"),
-    _unary("abs", lambda g, y, x: g * sign(x), None, "tl.abs({0})", gives="same", infinite=_all_upper, growth="linear",
+    _unary("abs", lambda g, y, x: g * sign(x), None, "tl.abs({0})", gives="same", infinite=(1, 1), growth="linear",
            interval=_absolute, whole="tl.abs({0})"),
-    _unary("sign", None, _sign, "fn.sign({0})", gives="same", infinite=_no_infinity, growth="bounded",
+    _unary("sign", None, _sign, "fn.sign({0})", gives="same", infinite=(0, 0), growth="bounded",
            whole="fn.sign({0})"),
     _unary("relu", lambda g, y, x: where(compare("le", x, 0), 0.0, g), None, "tl.where({0} <= 0.0, 0.0, {0})",
-           gives="same", infinite=_upper_infinity, growth="linear", interval=_above_0, whole="tl.maximum({0}, 0)"),
-    _unary("detach", None, _at_ends, "{0}", gives="same", lifted="", infinite=_same_infinity, growth="linear",
+           gives="same", infinite=(0, 1), growth="linear", interval=_above_0, whole="tl.maximum({0}, 0)"),
+    _unary("detach", None, _at_ends, "{0}", gives="same", lifted="", infinite=(-1, 1), growth="linear",
            whole="{0}"),
     _jump("floor", "tl.floor({0})"),
     _jump("ceil", "tl.ceil({0})"),
     _jump("round", "fn.round_({0})"),
-    _jump("trunc", "fn.trunc({0})"),
+    _jump("trunc", "tl.where({0} < 0.0, tl.ceil({0}), tl.floor({0}))"),
     _question("isnan", "{0} != {0}"),
     _question("isinf", 'tl.abs({0}) == float("inf")'),
     _question("isfinite", 'tl.abs({0}) < float("inf")'),
-    _unary("exp", lambda g, y, x: g * y, _at_ends, "tl.exp({0})", infinite=_upper_infinity),
-    _unary("exp2", lambda g, y, x: g * y * _LN2, _at_ends, "tl.exp2({0})", infinite=_upper_infinity),
-    _unary("expm1", lambda g, y, x: g * (y + 1), _at_ends, infinite=_upper_infinity),
+    _unary("exp", lambda g, y, x: g * y, _at_ends, "tl.exp({0})", infinite=(0, 1)),
+    _unary("exp2", lambda g, y, x: g * y * _LN2, _at_ends, "tl.exp2({0})", infinite=(0, 1)),
+    _unary("expm1", lambda g, y, x: g * (y + 1), _at_ends, infinite=(0, 1)),
     _unary("log", lambda g, y, x: g / x, _at_ends, "tl.log({0})"),
     _unary("log2", lambda g, y, x: g / (x * _LN2), _at_ends, "tl.log2({0})"),
-    _unary("log10", lambda g, y, x: g / (x * _LN10), _at_ends),
+    _unary("log10", lambda g, y, x: g / (x * _LN10), _at_ends, "tl.log({0}) * 0.4342944819032518"),
     _unary("log1p", lambda g, y, x: g / (x + 1), _at_ends),
     _unary("sqrt", lambda g, y, x: g / (2 * y), _at_ends, "tl.sqrt({0})", growth="linear"),
     _unary("rsqrt", lambda g, y, x: g * -0.5 * y**3, _falls_above_0, "tl.rsqrt({0})"),
     _unary("reciprocal", lambda g, y, x: -g * y * y, _falls_above_0, "1.0 / {0}"),
     _unary("sin", lambda g, y, x: g * cos(x), _within(-1.0, 1.0), "tl.sin({0})", growth="bounded"),
     _unary("cos", lambda g, y, x: g * -sin(x), _within(-1.0, 1.0), "tl.cos({0})", growth="bounded"),
-    _unary("tan", lambda g, y, x: g * (1 + y * y)),
-    _unary("asin", lambda g, y, x: g * rsqrt(1 - x * x), _within(-_HALF_TURN, _HALF_TURN)),
-    _unary("acos", lambda g, y, x: g * -rsqrt(1 - x * x), _within(0.0, math.pi)),
-    _unary("atan", lambda g, y, x: g / (x * x + 1), _within(-_HALF_TURN, _HALF_TURN), infinite=_no_infinity,
+    _unary("tan", lambda g, y, x: g * (1 + y * y), None, "tl.sin({0}) / tl.cos({0})"),
+    _unary("asin", lambda g, y, x: g * rsqrt(1 - x * x), _within(-_HALF_TURN, _HALF_TURN),
+           "fn.atan2({0}, tl.sqrt((1.0 - {0}) * (1.0 + {0})))"),
+    _unary("acos", lambda g, y, x: g * -rsqrt(1 - x * x), _within(0.0, math.pi),
+           "2.0 * fn.atan2(tl.sqrt(1.0 - {0}), tl.sqrt(1.0 + {0}))"),
+    _unary("atan", lambda g, y, x: g / (x * x + 1), _within(-_HALF_TURN, _HALF_TURN), infinite=(0, 0),
            growth="bounded"),
     _unary("sinh", lambda g, y, x: g * cosh(x), _at_ends),
     _unary("cosh", lambda g, y, x: g * sinh(x), _even),
-    _unary("tanh", lambda g, y, x: g * (1 - y * y), _within(-1.0, 1.0), infinite=_no_infinity, growth="bounded"),
+    _unary("tanh", lambda g, y, x: g * (1 - y * y), _within(-1.0, 1.0), infinite=(0, 0), growth="bounded"),
     _unary("asinh", lambda g, y, x: g * rsqrt(x * x + 1), _at_ends, growth="linear"),
     _unary("acosh", lambda g, y, x: g * rsqrt(x * x - 1), _at_ends),
     _unary("atanh", lambda g, y, x: g / (1 - x * x), _at_ends),
-    _unary("erf", lambda g, y, x: g * _ERF * exp(-x * x), _within(-1.0, 1.0), "tl.erf({0})", infinite=_no_infinity,
+    _unary("erf", lambda g, y, x: g * _ERF * exp(-x * x), _within(-1.0, 1.0), "tl.erf({0})", infinite=(0, 0),
            growth="bounded"),
-    _unary("erfc", lambda g, y, x: g * -_ERF * exp(-x * x), _within(0.0, 2.0), infinite=_no_infinity,
-           growth="bounded"),
-    _unary("sigmoid", lambda g, y, x: g * y * (1 - y), _within(0.0, 1.0), infinite=_no_infinity, growth="bounded"),
-    _unary("silu", lambda g, y, x: g * sigmoid(x) * (1 + x * (1 - sigmoid(x))), _dips, infinite=_upper_infinity,
-           undefined=frozenset({-1}), growth="linear"),
+    _unary("erfc", lambda g, y, x: g * -_ERF * exp(-x * x), _within(0.0, 2.0), "1.0 - tl.erf({0})",
+           infinite=(0, 0), growth="bounded"),
+    _unary("sigmoid", lambda g, y, x: g * y * (1 - y), _within(0.0, 1.0), "1.0 / (1.0 + tl.exp(-{0}))",
+           infinite=(0, 0), growth="bounded"),
+    _unary("silu", lambda g, y, x: g * sigmoid(x) * (1 + x * (1 - sigmoid(x))), _dips, "{0} / (1.0 + tl.exp(-{0}))",
+           infinite=(0, 1), undefined=frozenset({-1}), growth="linear"),
     _unary("gelu", lambda g, y, x: g * (0.5 * erfc(-x / math.sqrt(2)) + x * exp(-x * x / 2) / math.sqrt(2 * math.pi)),
-           _dips, lifted="", infinite=_upper_infinity, undefined=frozenset({-1}), growth="linear"),
+           _dips, "0.5 * {0} * (1.0 + tl.erf({0} * 0.7071067811865476))", lifted="", infinite=(0, 1),
+           undefined=frozenset({-1}), growth="linear"),
     _unary("sinc", _slope_of_sinc, _within(-0.25, 1.0), growth="bounded"),
-    _unary("softplus", lambda g, y, x: g * sigmoid(x), _at_ends, lifted="", infinite=_upper_infinity, growth="linear"),
+    _unary("softplus", lambda g, y, x: g * sigmoid(x), _at_ends, lifted="", infinite=(0, 1), growth="linear"),
 )  # fmt: skip
 
 
@@ -344,10 +309,11 @@ _BINARY = (
     Function("sub", torch.sub, (lambda g, y, a, b: g, lambda g, y, a, b: -g), "same", triton="{0} - {1}",
              whole="{0} - {1}", interval=lambda order, a, b: (a[0] - b[1], a[1] - b[0])),
     Function("mul", torch.mul, (lambda g, y, a, b: g * b, lambda g, y, a, b: g * a), "same", triton="{0} * {1}",
-             whole="{0} * {1}", interval=_product),
+             whole="{0} * {1}", interval=lambda order, a, b: order.hull(x * y for x in a for y in b)),
     Function("div", torch.div, (lambda g, y, a, b: g / b, lambda g, y, a, b: -g * y / b), image=_quotient,
              triton="{0} / {1}"),
-    # At a tie one operand has the whole gradient, as in a clamp. The lift makes torch's maximum of two, to share it.
+    # At a tie one operand gets the whole gradient, as in a clamp. The lift builds torch.maximum, which shares it, of
+    # two of these.
     Function(
         "maximum", torch.clamp_min,
         (lambda g, y, a, b: where(_leads(a, b), g, 0.0), lambda g, y, a, b: where(_leads(a, b), 0.0, g)), "same",
@@ -386,13 +352,13 @@ COMPARISONS: dict[str, Callable[..., Tensor]] = {op: getattr(torch, op) for op i
 
 
 def gives_fraction(name: str) -> bool:
-    """Whether function `name` gives a floating-point number even for integers; False for a name without a row."""
+    """Whether function `name` gives floating-point results even for integers; False if it has no row."""
     return name in FUNCTIONS and FUNCTIONS[name].gives == "fraction"
 
 
 def bounds_of(name: str, *operands: Interval) -> Interval:
-    """An interval that holds the results of function `name` on numbers within `operands`: see `Function.image`."""
+    """An interval that contains the results of function `name` on numbers within `operands`; see `Function.image`."""
     row = FUNCTIONS[name]
     if row.interval is not None:
         return row.interval(_ENDS, *operands)
-    return _ANY if row.image is None else row.image(row.value, *operands)
+    return UNBOUNDED if row.image is None else row.image(row.value, *operands)

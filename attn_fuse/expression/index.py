@@ -1,7 +1,7 @@
 """Index arithmetic: SymPy expressions over integer index symbols and symbolic sizes, and proofs about them.
 
-An index symbol runs over [0, size). What is known of sizes, and of integers of the program, `numbers` says. A proof
-holds for all values in these ranges; "not proved" is an ordinary answer.
+An index symbol runs over [0, size); `numbers` bounds sizes and integers of the program. A proof holds for all values in
+these ranges. "Not proved" is an ordinary answer.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any, TypeAlias
 import sympy
 from sympy.core.function import Application
 
-from attn_fuse.expression.numbers import UNBOUNDED, Bounds, Numbers
+from attn_fuse.expression.numbers import Bounds, Numbers
 from attn_fuse.torch_internals import FloorDiv, Mod
 
 Size: TypeAlias = sympy.Expr
-# The max that a symbolic size is assumed to have, where the question is whether a dtype holds a position exactly.
+# The assumed max of a symbolic size when asking whether a dtype holds a position exactly.
 LONGEST = 2**24
-# The max absolute value of any other integer of the program. The lift guards it, except of an integer from a tensor.
+# The max absolute value of other integers of the program; guarded by the lift, except for integers read from tensors.
 WIDEST = 2**40
-# The max steps of a proof: more than any layout needs. Each digit of an expression, x // n or x mod n, may double them.
+# The max steps of a proof, more than any layout needs. Each x // n or x mod n may double them.
 _MOST_STEPS = 200
 
 
@@ -32,8 +32,8 @@ _MOST_STEPS = 200
 class Space:
     """The index symbols of one region and their ranges: symbol s runs over [0, sizes[s]).
 
-    ranges: the (min, max) of each symbol that sizes are made of, guarded by the shape environment.
-    scalars: the floats known only when the program runs, over such symbols, by their leaves' numbers.
+    ranges: the (min, max) of each size symbol, guarded by the shape environment.
+    scalars: floats known only at run time, as expressions over size symbols, by leaf number.
     simplified: the memo of `simplify_index`; a mask made by a hundred writes asks for the same few positions.
     """
 
@@ -54,73 +54,69 @@ class Space:
         symbol = sympy.Symbol(f"{name}{next(self._counter)}", integer=True, nonnegative=True)
         self.sizes[symbol] = sympy.sympify(size)
         for numbers in (self._numbers, self._ordinary):
-            # Nothing is read along an empty dimension, of which any proof holds.
+            # Nothing is read along an empty dimension, so its bounds do not matter.
             numbers.limit(symbol, (0, max(numbers.bounds(self.sizes[symbol])[1] - 1, 0)))
         return symbol
 
     def shared(self, name: str, size: Size) -> sympy.Symbol:
-        """As `fresh`, but the same symbol each time: a stand-in, which the caller replaces before anyone sees it."""
+        """Like `fresh`, but the same symbol each time; the caller must substitute it away."""
         if (name, size) not in self._shared:
             self._shared[name, size] = self.fresh(name, size)
         return self._shared[name, size]
 
     def is_nonnegative(self, expr: sympy.Expr) -> bool:
-        """Whether `expr` is >= 0 for every value of its indices and sizes; False where that is not proved."""
+        """Whether `expr` >= 0 is proved for all values of its indices and sizes."""
         return self._proves_nonnegative(sympy.expand(expr), itertools.count())
 
     def is_negative(self, expr: sympy.Expr) -> bool:
-        """Whether `expr` is < 0 for every value of its indices and sizes; False where that is not proved."""
+        """Whether `expr` < 0 is proved for all values of its indices and sizes."""
         return self.is_nonnegative(-expr - 1)
 
+    def is_within(self, expr: sympy.Expr, size: Size) -> bool:
+        """Whether 0 <= `expr` < `size` is proved for all values of the indices and sizes."""
+        return self.is_nonnegative(expr) and self.is_nonnegative(size - 1 - expr)
+
     def is_zero(self, expr: sympy.Expr) -> bool:
-        """Whether `expr` is 0 once it is expanded, so for every value; False where that is not proved."""
+        """Whether `expr` expands to 0; False where that is not proved."""
         return bool(sympy.expand(expr) == 0)
 
     def same_size(self, a: Size, b: Size) -> bool:
-        """Whether two sizes are equal on every call; False where that is not proved."""
+        """Whether two sizes are proved to be equal on every call."""
         return self.is_zero(sympy.sympify(a) - sympy.sympify(b))
 
     def bounds(self, expr: sympy.Expr) -> Bounds:
-        """Bounds (min, max) of `expr` for symbolic sizes up to `LONGEST` and integers up to `WIDEST` of either sign."""
+        """The (min, max) of `expr` for symbolic sizes up to `LONGEST` and integers in [-`WIDEST`, `WIDEST`]."""
         return self._ordinary.bounds(expr)
 
-    def bounds_of_scalar(self, leaf: int) -> Bounds:
-        """As `bounds`, of a leaf that is a number."""
-        return self.bounds(self.scalars[leaf]) if leaf in self.scalars else UNBOUNDED
-
-    def longest(self, size: Size) -> float:
-        """The max of `size`: the number itself, or what sizes up to `LONGEST` allow."""
-        return self._ordinary.bounds(size)[1]
-
     def floordiv(self, expr: sympy.Expr, by: Size) -> sympy.Expr:
-        """The floor of expr / by, simplified; `by` is not 0."""
+        """expr // by, simplified, for `by` other than 0."""
         whole, rest = self._split(expr, by)
-        if self.is_nonnegative(rest) and self.is_nonnegative(by - 1 - rest):
+        if self.is_within(rest, by):
             return whole
         factor, coarse, _ = self._common_factor(rest, by)
         return sympy.expand(whole + FloorDiv(coarse, sympy.cancel(by / factor)))
 
     def mod(self, expr: sympy.Expr, by: Size) -> sympy.Expr:
-        """Python's expr % by, simplified; `by` is not 0. `Mod` stands for it also below 0, where torch has none."""
+        """Python's expr % by, simplified, for `by` other than 0; `Mod` means this below 0, too, unlike torch's."""
         _, rest = self._split(expr, by)
-        if self.is_nonnegative(rest) and self.is_nonnegative(by - 1 - rest):
+        if self.is_within(rest, by):
             return rest
         factor, coarse, fine = self._common_factor(rest, by)
         return sympy.expand(factor * Mod(coarse, sympy.cancel(by / factor)) + fine)
 
     def _common_factor(self, expr: sympy.Expr, by: Size) -> tuple[sympy.Expr, sympy.Expr, sympy.Expr]:
-        """(f, a, b) with expr = f * a + b, f a divisor of `by` and 0 <= b < f, so that b does not change expr // by."""
+        """(f, a, b) with expr = f * a + b where f divides `by` and 0 <= b < f; b does not change expr // by."""
         parts = sympy.Add.make_args(expr)
         if by.is_Integer and by > 0 and all(term.as_coeff_Mul()[0].is_Integer for term in parts):
             factors = {abs(sympy.gcd(term.as_coeff_Mul()[0], by)) for term in parts}
             for factor in sorted(factors - {1, by}, reverse=True):
                 fine = sum((t for t in parts if t.as_coeff_Mul()[0] % factor), sympy.Integer(0))
-                if self.is_nonnegative(fine) and self.is_nonnegative(factor - 1 - fine):
+                if self.is_within(fine, factor):
                     return factor, sympy.expand((expr - fine) / factor), fine
         return sympy.Integer(1), expr, sympy.Integer(0)
 
     def _split(self, expr: sympy.Expr, by: Size) -> tuple[sympy.Expr, sympy.Expr]:
-        # (whole, rest) with expr = whole * by + rest, where `whole` has every term that `by` divides
+        """(whole, rest) with expr = whole * by + rest, where `whole` has every term that `by` divides."""
         by = sympy.expand(by)
         content, sum_of_sizes = by.primitive()
         if sum_of_sizes.is_Add:
@@ -129,22 +125,18 @@ class Space:
             return whole, sympy.expand(rest * sum_of_sizes + remainder)
         whole, rest = sympy.Integer(0), sympy.Integer(0)
         for term in sympy.Add.make_args(sympy.expand(expr)):
-            if by.is_Integer and not term.is_Integer and term.as_coeff_Mul()[0].is_Integer:
-                number, others = term.as_coeff_Mul()
-                whole, rest = (whole + number // by * others, rest) if number % by == 0 else (whole, rest + term)
-                continue
-            quotient = sympy.cancel(term / by) if term != 0 else term
-            if sympy.denom(quotient) == 1:
+            number, others = term.as_coeff_Mul()
+            if by.is_Integer and number.is_Integer and (others == 1 or number % by == 0):
+                whole += number // by * others
+                rest += number % by * others
+            elif not by.is_Integer and sympy.denom(quotient := sympy.cancel(term / by)) == 1:
                 whole += quotient
-            elif term.is_Integer and by.is_Integer:
-                whole += term // by
-                rest += term % by
             else:
                 rest += term
         return whole, rest
 
     def _proves_nonnegative(self, expr: sympy.Expr, steps: Iterator[int]) -> bool:
-        """Whether `expr` >= 0 is proved. steps: counts the steps of one proof, which gives up after `_MOST_STEPS`."""
+        """Whether `expr` >= 0 is proved within `_MOST_STEPS`, which `steps` counts."""
         if expr.is_Integer:
             return bool(expr >= 0)
         if expr not in self._known:
@@ -166,7 +158,7 @@ class Space:
         if functions:
             bounded = self._bound_digits(expr, functions)
             return bounded is not None and self._proves_nonnegative(bounded, steps)
-        # An expression affine in an index has its min at one end of the index's range.
+        # An expression that is affine in an index has its min at an end of the index's range.
         symbol = min(expr.free_symbols & self.sizes.keys(), key=str)
         slope = sympy.diff(expr, symbol)
         if slope.has(symbol):
@@ -178,12 +170,12 @@ class Space:
         return False
 
     def _bound_digits(self, expr: sympy.Expr, functions: list[sympy.Expr]) -> sympy.Expr | None:
-        # Fresh indices over the ranges of x // c and x mod c take more values than these, so a proof still holds.
+        # A fresh index takes all values in the range of x // c or x mod c, so a proof about it holds for these, too.
         digits = [f for f in functions if not any(a.has(*functions) for a in f.args)]
         for term in digits:
             low, high = self._numbers.bounds(term)
             if isinstance(term, Mod) and self.is_nonnegative(term.args[1]):
-                # Where it is 0, there is no position to divide by it.
+                # A divisor of 0 has no positions to divide.
                 place, size = sympy.Integer(0), term.args[1]
             elif math.isfinite(low) and math.isfinite(high):
                 place, size = sympy.Integer(low), sympy.Integer(high - low + 1)
@@ -194,10 +186,9 @@ class Space:
 
 
 def fold_index(value: sympy.Expr, leaf: Callable[[sympy.Expr], Any], *joins: Callable[[Any, Any], Any]) -> Any:
-    """`value` computed by `joins`: four functions of two, for its sums, products, floor divisions and remainders.
+    """`value` computed by `joins`: functions of two for its sums, products, floor divisions and remainders.
 
-    leaf: gives what a part stands for; None where the part is to be computed from its own parts. Raises ValueError for
-    a part that neither says.
+    leaf: the result for a part, or None to compute it from its own parts. Raises ValueError for any other operation.
     """
     if (known := leaf(value)) is not None:
         return known
@@ -208,7 +199,7 @@ def fold_index(value: sympy.Expr, leaf: Callable[[sympy.Expr], Any], *joins: Cal
 
 
 def _divided(expr: sympy.Expr, by: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr]:
-    """Quotient and remainder of `expr` by a sum of sizes, as polynomials in a size that is one term of the sum."""
+    """Quotient and remainder of `expr` by a sum of sizes, as polynomials in one of these sizes."""
     symbol = next((s for s in sorted(by.free_symbols, key=str) if by.coeff(s) == 1 and not (by - s).has(s)), None)
     if symbol is None or by.has(FloorDiv, Mod):
         return sympy.Integer(0), expr
@@ -219,7 +210,7 @@ def _divided(expr: sympy.Expr, by: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr]:
 
 
 def recombined(expr: sympy.Expr) -> sympy.Expr:
-    """`expr` with n * (x // n) + x mod n, and multiples of it, folded back into x."""
+    """`expr` with n * (x // n) + x mod n, or a multiple of it, folded into x."""
     for digit in expr.atoms(Mod):
         dividend, by = digit.args
         factor, whole = expr.coeff(digit), FloorDiv(dividend, by)
@@ -229,18 +220,10 @@ def recombined(expr: sympy.Expr) -> sympy.Expr:
 
 
 def simplify_index(value: sympy.Expr, space: Space) -> sympy.Expr:
-    """`value` with every floor division and modulo carried out that the ranges of its symbols allow."""
+    """`value` with each floor division and modulo carried out where the ranges of its symbols allow it."""
     if not value.has(FloorDiv, Mod):
         return sympy.expand(value)
     if value not in space.simplified:
-        space.simplified[value] = _divided_out(value, space)
+        build = space.floordiv if isinstance(value, FloorDiv) else space.mod if isinstance(value, Mod) else value.func
+        space.simplified[value] = sympy.expand(build(*(simplify_index(arg, space) for arg in value.args)))
     return space.simplified[value]
-
-
-def _divided_out(value: sympy.Expr, space: Space) -> sympy.Expr:
-    args = [simplify_index(arg, space) for arg in value.args]
-    if isinstance(value, FloorDiv):
-        return space.floordiv(*args)
-    if isinstance(value, Mod):
-        return space.mod(*args)
-    return sympy.expand(value.func(*args))

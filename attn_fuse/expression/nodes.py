@@ -1,36 +1,38 @@
-"""Element expressions: trees over index symbols that say what one element of a tensor is.
+"""Element expressions: trees over index symbols that give one element of a tensor.
 
     scores[b, h, i, j]  =  0.25 * Contract_e(Load(q, b, h, i, e) * Load(k, b, h, j, e))
 
-The lift and the kernels speak this one language, and differ only in how they name positions. The lift writes them in
-SymPy over integer index symbols, in `Index`, `Load`, `NonNegative` and `IsZero`. A score program (`kernels.score`)
-writes them as arithmetic on `Position`, with `Input`, `Number`, `Gather` and `Compare`.
+The lift and the kernels write positions differently. The lift uses SymPy expressions over integer index symbols, in
+`Index`, `Load`, `NonNegative` and `IsZero`. A score program (`kernels.score`) uses arithmetic on `Position`, with
+`Input`, `Number`, `Gather` and `Compare`.
 
-Patterns match on the classes. The functions of `simplify` (`add`, `mul`, `select`, ...) simplify what they build;
-Python's operators build a node as it stands. Both put a constant last in sums and products, so that a pattern matches
-one order of operands.
+Patterns match on the classes. The functions of `simplify` (`add`, `mul`, `select`, ...) simplify the expression that
+they build; Python's operators do not. Both put a constant last in sums and products.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import sympy
 import torch
 
+T = TypeVar("T")
+
 
 class Expr:
-    """Base of the element expressions. `a + b`, `-a` and their like build nodes, and numbers become `Const`."""
+    """Base class. Python's operators (`a + b`, `-a`) build nodes, and numbers become `Const`."""
 
     __slots__ = ()
+    __match_args__: ClassVar[tuple[str, ...]] = ()
 
     def __add__(self, other: Expr | float) -> Expr:
         return Add(*constant_last(self, as_expr(other)))
 
-    def __radd__(self, other: float) -> Expr:
-        return self + other
+    __radd__ = __add__
 
     def __sub__(self, other: Expr | float) -> Expr:
         return Binary("sub", self, as_expr(other))
@@ -41,8 +43,7 @@ class Expr:
     def __mul__(self, other: Expr | float) -> Expr:
         return Mul(*constant_last(self, as_expr(other)))
 
-    def __rmul__(self, other: float) -> Expr:
-        return self * other
+    __rmul__ = __mul__
 
     def __truediv__(self, other: Expr | float) -> Expr:
         return Div(self, as_expr(other))
@@ -59,21 +60,21 @@ class Expr:
 
 @dataclass(frozen=True)
 class Const(Expr):
-    """A number or Boolean that is known when compiling."""
+    """A number or Boolean known at compile time."""
 
     value: bool | int | float
 
 
 @dataclass(frozen=True)
 class Index(Expr):
-    """The integer value of an index expression, such as an element of `arange`."""
+    """An index expression used as an integer, such as an element of `arange`."""
 
     value: sympy.Expr
 
 
 @dataclass(frozen=True)
 class Load(Expr):
-    """One element of leaf number `leaf`. index: its position along each dimension."""
+    """The element of tensor number `leaf` at `index`, one position per dimension."""
 
     leaf: int
     index: tuple[sympy.Expr, ...]
@@ -81,7 +82,7 @@ class Load(Expr):
 
 @dataclass(frozen=True)
 class Scalar(Expr):
-    """Leaf number `leaf`, a Python scalar that is known only when the program runs."""
+    """Leaf number `leaf`, a Python scalar known only at run time."""
 
     leaf: int
 
@@ -95,7 +96,7 @@ class Position(Expr):
 
 @dataclass(frozen=True)
 class Number(Expr):
-    """Entry `number` of the integers that a score program is called with."""
+    """Integer argument `number` of a score program."""
 
     number: int
 
@@ -109,7 +110,7 @@ class Input(Expr):
 
 @dataclass(frozen=True)
 class Diagonal(Expr):
-    """A part that depends on j - i alone, which `chunked.hoisted` takes out and computes once as tensor `leaf`."""
+    """A part that depends on j - i alone; `chunked.hoisted` computes it once, as tensor `leaf`."""
 
     leaf: int
 
@@ -130,32 +131,28 @@ class Cast(Expr):
 
 
 @dataclass(frozen=True)
-class Add(Expr):
+class _Pair(Expr):
+    """An operation on two operands, named by its class."""
+
+    a: Expr
+    b: Expr
+
+
+class Add(_Pair):
     """a + b"""
 
-    a: Expr
-    b: Expr
 
-
-@dataclass(frozen=True)
-class Mul(Expr):
+class Mul(_Pair):
     """a * b"""
 
-    a: Expr
-    b: Expr
 
-
-@dataclass(frozen=True)
-class Div(Expr):
+class Div(_Pair):
     """a / b"""
-
-    a: Expr
-    b: Expr
 
 
 @dataclass(frozen=True)
 class Unary(Expr):
-    """An element-wise function of one operand, by its name in `functions.UNARY`: exp, tanh, sqrt, ..."""
+    """A function of one operand, by its name in `functions.UNARY`: exp, tanh, sqrt, ..."""
 
     name: str
     x: Expr
@@ -163,7 +160,7 @@ class Unary(Expr):
 
 @dataclass(frozen=True)
 class Binary(Expr):
-    """An element-wise function of two operands, by its name in `functions.BINARY`: maximum, pow, ..."""
+    """A function of two operands, by its name in `functions.BINARY`: maximum, pow, ..."""
 
     name: str
     a: Expr
@@ -172,14 +169,14 @@ class Binary(Expr):
 
 @dataclass(frozen=True)
 class NonNegative(Expr):
-    """Whether an index expression is >= 0; <, <=, > and >= between positions all become this."""
+    """Whether an index expression is >= 0, the form of every <, <=, > and >= between positions."""
 
     value: sympy.Expr
 
 
 @dataclass(frozen=True)
 class IsZero(Expr):
-    """Whether an index expression is 0; two positions are equal where their difference is."""
+    """Whether an index expression is 0, the form of == between positions."""
 
     value: sympy.Expr
 
@@ -200,20 +197,12 @@ class Not(Expr):
     x: Expr
 
 
-@dataclass(frozen=True)
-class And(Expr):
+class And(_Pair):
     """a and b"""
 
-    a: Expr
-    b: Expr
 
-
-@dataclass(frozen=True)
-class Or(Expr):
+class Or(_Pair):
     """a or b"""
-
-    a: Expr
-    b: Expr
 
 
 @dataclass(frozen=True)
@@ -227,7 +216,7 @@ class Select(Expr):
 
 @dataclass(frozen=True)
 class Gather(Expr):
-    """One element of leaf number `leaf`. index: its position along each dimension, itself read or computed."""
+    """A `Load` at positions that are themselves read from a tensor or computed."""
 
     leaf: int
     index: tuple[Expr, ...]
@@ -235,14 +224,14 @@ class Gather(Expr):
 
 @dataclass(frozen=True)
 class Score(Expr):
-    """The product of query and key, held in `dtype`, in an expression over it."""
+    """The product of query and key, in `dtype`."""
 
     dtype: torch.dtype = torch.float32
 
 
 @dataclass(frozen=True)
 class Contract(Expr):
-    """Sum over `axes`, each in [0, size), of a * b: an element of a matrix product. dtype: that of the product."""
+    """Sum of a * b over `axes`: an element of a matrix product in `dtype`."""
 
     axes: tuple[sympy.Symbol, ...]
     a: Expr
@@ -252,7 +241,7 @@ class Contract(Expr):
 
 @dataclass(frozen=True)
 class Reduce(Expr):
-    """`body` reduced over `axis`. name: ATen's for the reduction: sum, amax, amin, any, all."""
+    """`body` reduced over `axis`, by ATen's name for the reduction: sum, amax, amin, any, all."""
 
     name: str
     axis: sympy.Symbol
@@ -261,7 +250,7 @@ class Reduce(Expr):
 
 @dataclass(frozen=True)
 class Softmax(Expr):
-    """Softmax of `body` over `axis`, read at index `at`. dtype: that of its computation and of its result."""
+    """Softmax of `body` over `axis`, computed in `dtype` and read at index `at`."""
 
     axis: sympy.Symbol
     body: Expr
@@ -271,7 +260,7 @@ class Softmax(Expr):
 
 @dataclass(frozen=True)
 class Dropout(Expr):
-    """x, zeroed with probability p, else scaled by 1 / (1 - p). p: a `Const` or a `Scalar`."""
+    """x, zeroed with probability p (a `Const` or `Scalar`), else scaled by 1 / (1 - p)."""
 
     x: Expr
     p: Expr
@@ -281,17 +270,17 @@ TRUE, FALSE = Const(True), Const(False)
 
 
 def as_expr(x: Expr | float) -> Expr:
-    """`x` as an expression: a number becomes a `Const`."""
+    """`x`, with a number made a `Const`."""
     return x if isinstance(x, Expr) else Const(x)
 
 
 def constant_last(a: Expr, b: Expr) -> tuple[Expr, Expr]:
-    """The operands of a sum or product in their order: the other way round where only `a` is a `Const`."""
+    """The operands of a sum or product, swapped where only `a` is a `Const`."""
     return (b, a) if isinstance(a, Const) and not isinstance(b, Const) else (a, b)
 
 
 def name_of(expr: Expr) -> str:
-    """The name of the operation at the root of `expr`, torch's for arithmetic and functions; "" where it has none."""
+    """The name of the operation at the root of `expr`, as torch calls it; "" where it has none."""
     match expr:
         case Unary(name) | Binary(name) | Compare(name):
             return name
@@ -305,27 +294,29 @@ _NAMES: dict[type[Expr], str] = {
 
 
 def children(expr: Expr) -> tuple[Expr, ...]:
-    """The element expressions that `expr` is made of directly, in the order of its fields."""
+    """The operands of `expr`, in the order of its fields."""
     if isinstance(expr, Gather):
         return expr.index
-    return tuple(value for name in _fields(type(expr)) if isinstance(value := getattr(expr, name), Expr))
+    return tuple(value for value in _values(expr) if isinstance(value, Expr))
 
 
 def remade(expr: Expr, parts: Sequence[Expr]) -> Expr:
-    """`expr` with `parts` in the place of its children, as many as these, not simplified."""
+    """`expr` with `parts` as its children, not simplified."""
     if isinstance(expr, Gather):
         return Gather(expr.leaf, tuple(parts))
-    own, given = (getattr(expr, name) for name in _fields(type(expr))), iter(parts)
-    return type(expr)(*(next(given) if isinstance(value, Expr) else value for value in own))
+    if not parts:
+        return expr
+    given = iter(parts)
+    return type(expr)(*(next(given) if isinstance(value, Expr) else value for value in _values(expr)))
 
 
-def _fields(kind: type[Expr]) -> tuple[str, ...]:
-    names: tuple[str, ...] = vars(kind)["__match_args__"]
-    return names
+def _values(expr: Expr) -> list[Any]:
+    """The values of the fields."""
+    return [getattr(expr, name) for name in expr.__match_args__]
 
 
 def distinct(expr: Expr | None, ends: Callable[[Expr], bool] = lambda node: False) -> Iterator[Expr]:
-    """Every node of `expr` once, by identity, children first; the walk does not go below nodes where `ends` holds."""
+    """Every node of `expr` once (by identity), children first, without those beneath a node where `ends` holds."""
     seen: set[int] = set()
 
     def below(node: Expr) -> Iterator[Expr]:
@@ -340,31 +331,36 @@ def distinct(expr: Expr | None, ends: Callable[[Expr], bool] = lambda node: Fals
 
 
 def interned(expr: Expr, known: dict[Any, Expr]) -> Expr:
-    """`expr` with equal parts as one object, shared with all expressions interned by the same `known`.
+    """`expr` with equal parts made one object, shared by all expressions interned with the same `known`.
 
-    Two parts are equal where they apply the same operation to the same objects; True, 1 and 1.0 are three constants.
+    True, 1 and 1.0 are different constants.
     """
     if ("object", id(expr)) in known:
         return known["object", id(expr)]
     parts = [interned(part, known) for part in children(expr)]
-    values = [getattr(expr, name) for name in _fields(type(expr)) if not (isinstance(expr, Gather) and name == "index")]
+    values = [expr.leaf] if isinstance(expr, Gather) else _values(expr)
     own = (repr(value) for value in values if not isinstance(value, Expr))
     made = known.setdefault((type(expr), *own, *map(id, parts)), remade(expr, parts))
-    # Python may give the id of a dead object to a new one, so the object is kept alive.
+    # Kept alive, since Python reuses the id of a dead object.
     known["kept", id(expr)] = expr
     known["object", id(expr)] = made
     return made
 
 
 def walk(expr: Expr) -> Iterator[Expr]:
-    """`expr` and every node beneath it, parents first; a shared node comes up each time."""
+    """Every node of `expr`, parents first; a shared node appears once per use."""
     yield expr
     for child in children(expr):
         yield from walk(child)
 
 
+def parts(expr: Expr, kind: type[T]) -> list[T]:
+    """The parts of `expr`, itself included, that are of a kind."""
+    return [part for part in walk(expr) if isinstance(part, kind)]
+
+
 def positions(expr: Expr) -> tuple[sympy.Expr, ...]:
-    """The index expressions that `expr` itself holds, without those of its children."""
+    """The index expressions in the fields of `expr` itself."""
     match expr:
         case Load(_, index):
             return index
@@ -376,48 +372,54 @@ def positions(expr: Expr) -> tuple[sympy.Expr, ...]:
 
 
 def index_symbols(expr: Expr) -> set[sympy.Symbol]:
-    """The index symbols that `expr` depends on, without the axes that it sums, reduces or takes a softmax over."""
-    own: tuple[sympy.Symbol, ...] = ()
+    """The index symbols that `expr` depends on, without the axes that it sums or reduces over."""
+    beneath = set().union(*map(index_symbols, children(expr)))
     match expr:
         case Contract(axes=axes):
-            own = axes
+            beneath -= {*axes}
         case Reduce(axis=axis) | Softmax(axis=axis):
-            own = (axis,)
-    beneath = set().union(*map(index_symbols, children(expr))) - {*own}
+            beneath -= {axis}
     return beneath.union(*(place.free_symbols for place in positions(expr)))
 
 
+def remembered(function: Callable[[Expr], T]) -> Callable[[Expr], T]:
+    """`function`, computed once per expression object; hashing by value would walk the whole expression."""
+
+    @functools.wraps(function)
+    def looked_up(expr: Expr) -> T:
+        known: dict[str, T] = vars(expr)
+        if function.__name__ not in known:
+            known[function.__name__] = function(expr)
+        return known[function.__name__]
+
+    return looked_up
+
+
+@remembered
 def has_product(expr: Expr) -> bool:
-    """Whether the product of query and key, or any other matrix product, is anywhere in `expr`."""
-    found = vars(expr).get("_has_product")
-    if found is None:
-        found = isinstance(expr, (Contract, Score)) or any(map(has_product, children(expr)))
-        vars(expr)["_has_product"] = found
-    return found
+    """Whether `expr` contains a matrix product."""
+    return isinstance(expr, (Contract, Score)) or any(map(has_product, children(expr)))
 
 
+@remembered
 def size(expr: Expr) -> int:
-    """The number of nodes that `walk` gives, so that a shared node counts each time."""
-    found = vars(expr).get("_size")
-    if found is None:
-        found = 1 + sum(map(size, children(expr)))
-        vars(expr)["_size"] = found
-    return found
+    """The number of nodes; a shared node counts once per use."""
+    return 1 + sum(map(size, children(expr)))
 
 
 def mark(expr: Expr, origin: Any) -> None:
-    """Record that operation `origin` made `expr`, unless one is recorded. `Const` and `Index` have no origin."""
+    """Record that operation `origin` made `expr`, unless an origin is recorded. `Const` and `Index` have none."""
     if not isinstance(expr, (Const, Index)):
         vars(expr).setdefault("_origin", origin)
 
 
 def origin_of(expr: Expr) -> Any:
-    """The operation that made `expr`, else the first part of it that has an origin; None where none has."""
+    """The operation that made `expr`, or its first part with a known origin; None if there is none."""
     return next((vars(part)["_origin"] for part in walk(expr) if "_origin" in vars(part)), None)
 
 
 def as_made(new: Expr, old: Expr) -> Expr:
-    """`new`, which replaces `old`, with the origin of `old` unless it has its own."""
+    """`new` with the origin of `old`, unless it has its own."""
     if new is not old and "_origin" in vars(old):
         mark(new, vars(old)["_origin"])
     return new

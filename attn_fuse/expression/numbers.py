@@ -1,10 +1,8 @@
-"""Numbers: what is known of an integer that is made of sizes and integers of the program.
+"""Numbers: bounds and signs of integers computed from sizes and integer arguments of the program.
 
-Sizes of tensors and `int` arguments are symbols. All that is known of one is the range that torch's shape environment
-guards: a size is at least 2 or 0, an argument may be any integer, of either sign. Every question about the sign or the
-size of such a number is answered here, by torch's own interval arithmetic over these ranges and by an expansion that
-keeps the terms that cancel. A question has three answers, always, never and unknown; unknown proves nothing. No answer
-comes from the sizes of the first call.
+Sizes and `int` arguments are symbols. All that is known of a symbol is the range that torch's shape environment guards:
+a size is 0 or at least 2, an argument may be any integer. Torch's interval arithmetic and an expansion, in which terms
+cancel, answer always, never or unknown; unknown proves nothing. Sizes of the first call are never used.
 """
 
 from __future__ import annotations
@@ -17,20 +15,20 @@ import sympy
 
 from attn_fuse.torch_internals import FloorDiv, Mod, interval_of_number
 
-# Whole numbers, or minus infinity and infinity where there is no bound.
+# Integers, or an infinity for no bound.
 Bounds: TypeAlias = tuple[float, float]
 UNBOUNDED: Bounds = (-math.inf, math.inf)
-# No tensor has a dimension longer than an address space.
+# The size of an address space.
 _LONGEST_SIZE = 2**48
-# Rounding moves a product or quotient of floating-point numbers by far less than this part of itself.
+# Far above the relative rounding error of a product or quotient.
 _ROUNDING = 2.0**-40
 
 
 class Numbers:
-    """What is known of expressions over `ranges`, the (min, max) of each symbol; any integer for one without a range.
+    """Bounds of expressions over symbols with known `ranges` (min, max); a symbol without a range may be any integer.
 
-    A symbol that is positive by itself is a size of a tensor: torch makes no other symbol so. longest: the max that
-    such a size is assumed to have. widest: the max that the absolute value of any other symbol is assumed to have.
+    longest: the assumed max of a tensor size, which is a symbol that SymPy knows to be positive: torch declares no
+        other symbol so. widest: the assumed max of the absolute value of any other symbol.
     """
 
     def __init__(
@@ -41,11 +39,11 @@ class Numbers:
         self._opened: dict[sympy.Expr, sympy.Symbol] = {}
 
     def limit(self, symbol: sympy.Symbol, bounds: Bounds) -> None:
-        """Make it known that a new `symbol` lies within `bounds`."""
+        """Set the bounds of a new `symbol`."""
         self._ranges[symbol] = bounds
 
     def bounds(self, expr: sympy.Expr) -> Bounds:
-        """The (min, max) of `expr`, by interval arithmetic; what is not known is infinite."""
+        """The (min, max) of `expr` by interval arithmetic; infinite where unknown."""
         if expr not in self._bounds:
             self._bounds[expr] = self._interval(self._open(expr))
         return self._bounds[expr]
@@ -58,7 +56,7 @@ class Numbers:
         return False if high < 0 or self._expands_above_0(-expr - 1) else None
 
     def _expands_above_0(self, expr: sympy.Expr) -> bool:
-        """Whether `expr`, each symbol of it written as its min or max and something non-negative, has no minus."""
+        """Whether no term is negative after writing each symbol as its min plus, or max minus, one that is not."""
         opened = self._open(expr)
         apart = {}
         for symbol in opened.free_symbols:
@@ -75,11 +73,11 @@ class Numbers:
         )
 
     def _open(self, expr: sympy.Expr) -> sympy.Expr:
-        """`expr` as a polynomial, in which a symbol with the range of its results stands for each function."""
+        """`expr` as a polynomial, with each function replaced by a symbol that has the range of its results."""
         if not expr.args:
             return expr
         parts = [self._open(part) for part in expr.args]
-        if isinstance(expr, (sympy.Add, sympy.Mul)) or (isinstance(expr, sympy.Pow) and _is_natural(expr.exp)):
+        if isinstance(expr, (sympy.Add, sympy.Mul)) or (expr.is_Pow and expr.exp.is_Integer and expr.exp > 0):
             return expr.func(*parts)
         if expr not in self._opened:
             symbol = sympy.Dummy(integer=True if expr.is_integer else None, real=True)
@@ -90,10 +88,10 @@ class Numbers:
     def _range_of(self, expr: sympy.Expr, parts: list[sympy.Expr]) -> Bounds:
         """The range of a function of `parts`."""
         if isinstance(expr, FloorDiv) and self._interval(parts[1])[0] < 0:
-            # torch writes x // 8 // -2 as x // -16, which is another number where it rounds.
+            # torch rewrites x // 8 // -2 to x // -16, which rounds differently.
             return UNBOUNDED
         if isinstance(expr, Mod):
-            # torch's ranges take it for C's remainder, which torch itself never applies below 0; Python's is meant.
+            # Below 0 torch's ranges are those of C's remainder; here it is Python's.
             (low, _), (least, most) = map(self._interval, parts)
             if low < 0:
                 return (0, most - 1) if least >= 0 else UNBOUNDED
@@ -102,14 +100,14 @@ class Numbers:
         try:
             return self._interval(expr.func(*parts))
         except Exception:
-            # SymPy raises where the arguments are outside of what a function is defined for.
+            # SymPy raises outside of a function's domain.
             return UNBOUNDED
 
     def _rounded(self, part: sympy.Expr) -> sympy.Symbol:
-        """A symbol with the range of `part`, a floating-point number, and of all that rounding may make of it."""
+        """A symbol with the range of `part`, a floating-point number, widened by its rounding error."""
         low, high = self._interval(part)
         terms = [self._interval(term) for term in sympy.Add.make_args(part)]
-        # A difference keeps the rounding of what it is taken from, however small it is itself.
+        # A difference has the rounding error of its operands, however small it is itself.
         cancels = not (all(a >= 0 for a, _ in terms) or all(b <= 0 for _, b in terms))
         symbol = sympy.Dummy(real=True)
         self.limit(symbol, UNBOUNDED if cancels else (low - abs(low) * _ROUNDING, high + abs(high) * _ROUNDING))
@@ -126,7 +124,3 @@ class Numbers:
 def _within(bounds: Bounds, symbol: sympy.Symbol, longest: int, widest: float) -> Bounds:
     low, high = bounds
     return (low, min(high, longest)) if symbol.is_positive else (max(low, -widest), min(high, widest))
-
-
-def _is_natural(exponent: sympy.Expr) -> bool:
-    return bool(exponent.is_Integer and exponent > 0)

@@ -11,7 +11,7 @@ from attn_fuse.expression import nodes as ex
 from attn_fuse.expression.nodes import Expr
 from attn_fuse.expression.simplify import logical_not
 
-# How tightly an operation binds; an operand that binds less tightly stands in parentheses.
+# Precedence: an operand that binds less tightly is put in parentheses.
 _CHOICE, _OR, _AND, _COMPARED, _SUM, _PRODUCT, _ATOM = range(7)
 _SIGNS = {
     "eq": "=", "ne": "≠", "lt": "<", "le": "≤", "gt": ">", "ge": "≥", "sub": "-", "floor_divide": "//",
@@ -23,41 +23,23 @@ _TIMES = "·"
 
 @dataclass(frozen=True)
 class Names:
-    """The names that an expression is printed with.
-
-    symbols: the letters of index symbols. leaves: the names of leaves, by number. score: the text of `Score`.
-    """
+    """The letters of index symbols, the names of leaves by number, and the text of `Score`, in which to print."""
 
     symbols: Mapping[sympy.Symbol, str] = field(default_factory=dict)
     leaves: Mapping[int, str] = field(default_factory=dict)
     score: str = "score"
 
     def index(self, value: sympy.Expr) -> str:
-        """The text of an index expression in these letters."""
+        """An index expression in these letters."""
         letters = {symbol: sympy.Symbol(letter) for symbol, letter in self.symbols.items()}
         return str(value.xreplace(letters)).replace("*", _TIMES)
 
     def leaf(self, number: int) -> str:
-        """The name of a leaf; leaf0, leaf1, ... where none is given."""
+        """The name of a leaf; leaf0, leaf1, ... by default."""
         return self.leaves.get(number, f"leaf{number}")
 
-
-def as_text(expr: Expr, names: Names | None = None) -> str:
-    """`expr` as one line of mathematics."""
-    return _Text(names or Names()).of(expr)
-
-
-def _runs_along(x: Expr, axis: sympy.Symbol) -> bool:
-    """Whether `x` is a tensor with `axis` as one of its indices, and in no other."""
-    return isinstance(x, ex.Load) and [i for i in x.index if axis in i.free_symbols] == [axis]
-
-
-class _Text:
-    def __init__(self, names: Names) -> None:
-        self.names = names
-
     def of(self, expr: Expr, least: int = _CHOICE) -> str:
-        """The text of `expr`, in parentheses if it binds less tightly than `least`."""
+        """`expr`, in parentheses if it binds less tightly than `least`."""
         text, binds = self._of(expr)
         return text if binds >= least else f"({text})"
 
@@ -66,21 +48,21 @@ class _Text:
             case ex.Const(value):
                 return (str(value) if isinstance(value, bool) else f"{value:g}"), _ATOM if value >= 0 else _PRODUCT
             case ex.Index(value):
-                return self.names.index(value), _ATOM if value.is_Atom else _SUM
+                return self.index(value), _ATOM if value.is_Atom else _SUM
             case ex.Load(leaf, index):
-                return self._element(self.names.leaf(leaf), [self.names.index(i) for i in index])
+                return self._element(self.leaf(leaf), [self.index(i) for i in index])
             case ex.Scalar(leaf):
-                return self.names.leaf(leaf), _ATOM
+                return self.leaf(leaf), _ATOM
             case ex.Gather(leaf, index):
-                return self._element(self.names.leaf(leaf), [self.of(i) for i in index])
+                return self._element(self.leaf(leaf), [self.of(i) for i in index])
             case ex.Input(leaf) | ex.Diagonal(leaf):
-                return self.names.leaf(leaf), _ATOM
+                return self.leaf(leaf), _ATOM
             case ex.Position(name):
                 return name, _ATOM
             case ex.Number(n) | ex.Given(n):
                 return f"{type(expr).__name__.lower()}{n}", _ATOM
             case ex.Score():
-                return self.names.score, _PRODUCT
+                return self.score, _PRODUCT
             case ex.NonNegative(value):
                 return self._inequality(value, "≤"), _COMPARED
             case ex.IsZero(value):
@@ -93,8 +75,6 @@ class _Text:
                 return f"{self.of(a, _AND)} and {self.of(b, _AND)}", _AND
             case ex.Or(a, b):
                 return f"{self.of(a, _OR)} or {self.of(b, _OR)}", _OR
-            case ex.Not(ex.Compare("eq" | "ne" as op, a, b)):
-                return self._of(ex.Compare("ne" if op == "eq" else "eq", a, b))
             case ex.Not(x):
                 return f"not {self.of(x, _ATOM)}", _AND
             case ex.Compare(op, a, b):
@@ -104,15 +84,11 @@ class _Text:
             case ex.Contract(axes, a, b):
                 return self._contracted(axes, a, b)
             case ex.Reduce(name, axis, body):
-                return f"{name}_{self.names.index(axis)}({self.of(body)})", _ATOM
+                return f"{name}_{self.index(axis)}({self.of(body)})", _ATOM
             case ex.Softmax(axis, body):
-                return f"softmax_{self.names.index(axis)}({self.of(body)})", _ATOM
+                return f"softmax_{self.index(axis)}({self.of(body)})", _ATOM
             case ex.Dropout(x, p):
                 return f"dropout({self.of(x)}, {self.of(p)})", _ATOM
-        return self._function(expr)
-
-    def _function(self, expr: Expr) -> tuple[str, int]:
-        match expr:
             case ex.Mul(x, ex.Const(-1 | -1.0)):
                 return f"-{self.of(x, _PRODUCT)}", _PRODUCT
             case ex.Add(a, ex.Mul(b, ex.Const(-1 | -1.0))) | ex.Binary("sub", a, b):
@@ -137,15 +113,15 @@ class _Text:
         return (f"{name}[{','.join(index)}]" if index else name), _ATOM
 
     def _contracted(self, axes: tuple[sympy.Symbol, ...], a: Expr, b: Expr) -> tuple[str, int]:
-        """The text of a sum of products: a colon for a single axis that is an index of both tensors, else sum_."""
+        """A sum of products: with a colon for a single axis that is an index of both tensors, else sum_."""
         if len(axes) == 1 and all(_runs_along(x, axes[0]) for x in (a, b)):
-            inner = _Text(Names({**self.names.symbols, axes[0]: ":"}, self.names.leaves, self.names.score))
+            inner = Names({**self.symbols, axes[0]: ":"}, self.leaves, self.score)
             return f"{inner.of(a)}{_TIMES}{inner.of(b)}", _PRODUCT
-        over = ",".join(map(self.names.index, axes))
+        over = ",".join(map(self.index, axes))
         return f"sum_{over}({self.of(a, _PRODUCT)}{_TIMES}{self.of(b, _PRODUCT)})", _ATOM
 
     def _inequality(self, value: sympy.Expr, sign: str) -> str:
-        """`value` >= 0, or = 0, with its negative terms moved to the left. sign: "≤" or "="."""
+        """value >= 0 ("≤") or value = 0 ("="), with the negative terms moved to the left."""
         left = right = sympy.Integer(0)
         for term in sympy.Add.make_args(sympy.expand(value)):
             if term.could_extract_minus_sign():
@@ -153,5 +129,15 @@ class _Text:
             else:
                 right += term
         if left == 0:
-            return f"{self.names.index(right)} {'≥' if sign == '≤' else sign} 0"
-        return f"{self.names.index(left)} {sign} {self.names.index(right)}"
+            return f"{self.index(right)} {'≥' if sign == '≤' else sign} 0"
+        return f"{self.index(left)} {sign} {self.index(right)}"
+
+
+def as_text(expr: Expr, names: Names | None = None) -> str:
+    """`expr` as a line of mathematics."""
+    return (names or Names()).of(expr)
+
+
+def _runs_along(x: Expr, axis: sympy.Symbol) -> bool:
+    """Whether `x` is a `Load` with `axis` as one index and in no other."""
+    return isinstance(x, ex.Load) and [i for i in x.index if axis in i.free_symbols] == [axis]

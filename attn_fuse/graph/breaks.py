@@ -1,10 +1,9 @@
-"""Breaks: what one graph tells of the break that it ends in, and of an attention that the break may cut in two."""
+"""Breaks: the graph break that ends a graph, and attentions that it may cut in two."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 from torch.fx import GraphModule
 
@@ -23,29 +22,24 @@ _MEND_BRANCH = (
 )
 
 
-@dataclass(frozen=True)
-class Break:
-    """A graph break. reason: Dynamo's, in one line. location: the line of user code that Dynamo could not follow.
-
-    advice: what to write instead; "" where only Dynamo's reason says it. resumed: whether Dynamo compiles what follows.
-    """
-
-    reason: str
-    location: Location
-    advice: str = ""
-    resumed: bool = True
-
-
 def at_the_end(graph: GraphModule) -> tuple[tuple[SiteReport, ...], tuple[str, ...]]:
-    """The attentions that a break at the end of `graph` leaves to Python, and what there is to say of the break."""
-    ended = break_after(graph)
-    if ended is None:
+    """Reports on attentions that the break at the end of `graph` leaves to Python, and notes on the break."""
+    found = graph_break(graph)
+    if found is None:
         return (), ()
-    note, advice = f"the graph breaks at {ended.location}: {ended.reason}", ended.advice or _MEND_BREAK
-    reason = f"the graph breaks inside it, at line {ended.location.line}: {ended.reason}"
-    blocker = Blocker(reason, "graph break", ended.location, advice)
+    why, stack = found
+    where, advice, resumed = in_stack(stack, "a graph break"), _MEND_BREAK, True
+    if why.startswith("generic_jump"):
+        # Dynamo does not explain jumps: it ends the graph there and compiles the rest.
+        why, advice = f"the program branches on the data here: `{where.code}`", _MEND_BRANCH
+    elif why.startswith("step_unsupported"):
+        why, resumed = f"Dynamo runs the rest of the function as written, from here on: `{where.code}`", False
+    else:
+        why = _in_one_line(why)
+    note, reason = f"the graph breaks at {where}: {why}", f"the graph breaks inside it, at line {where.line}: {why}"
+    blocker = Blocker(reason, "graph break", where, advice)
     pieces = list(cut_off(next(scopes(graph))))
-    lost = [] if ended.resumed else [node for node in pieces if called(node) in SOFTMAX]
+    lost = [] if resumed else [node for node in pieces if called(node) in SOFTMAX]
     if kept := next((node for node in pieces if node not in lost), None):
         what = "weights" if called(kept) in SOFTMAX else "scores"
         note += (
@@ -55,23 +49,8 @@ def at_the_end(graph: GraphModule) -> tuple[tuple[SiteReport, ...], tuple[str, .
     return tuple(SiteReport(locate(node), "refused", blocker=blocker) for node in lost), (note,)
 
 
-def break_after(graph: GraphModule) -> Break | None:
-    """The break that ends `graph`; None where Dynamo captured all that follows, too."""
-    found = graph_break(graph)
-    if found is None:
-        return None
-    reason, stack = found
-    where = in_stack(stack, "a graph break")
-    if reason.startswith("generic_jump"):
-        # Dynamo gives no words for a jump: it ends the graph there and compiles what follows.
-        return Break(f"the program branches on the data here: `{where.code}`", where, _MEND_BRANCH)
-    if reason.startswith("step_unsupported"):
-        return Break(f"Dynamo runs the rest of the function as written, from here on: `{where.code}`", where, "", False)
-    return Break(_in_one_line(reason), where)
-
-
 def _in_one_line(reason: str) -> str:
-    """What Dynamo could not trace, and its first explanation."""
+    """The first line of `reason`, and Dynamo's first explanation."""
     why = re.search(r"\n.*Explanation: (.*)", reason)
     return ": ".join(part.strip().rstrip(".:") for part in (first_line(reason), why[1] if why else "") if part.strip())
 
@@ -85,5 +64,5 @@ def functions_left_alone(left: Iterable[LeftFunction]) -> Iterator[str]:
         yield (
             f"torch.compile leaves the function {function.name} ({where}) as written, with any attention in it: it "
             f"cannot go on after the graph break at {at}, as in a loop or a generator. {why}. "
-            f"Move what breaks out of it."
+            f"Move the breaking code out of it."
         )

@@ -1,13 +1,10 @@
-"""torch's one operator for a whole `nn.TransformerEncoderLayer`, its fast path in inference, written out."""
+"""The operator for a whole `nn.TransformerEncoderLayer`, torch's fast path in inference, written out."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-# What `mask_type` says of the mask: which axes of the scores [batch, heads, len_q, len_k] it has.
-_QUERIES_AND_KEYS, _KEYS_OF_A_BATCH, _ALL = 0, 1, 2
 
 
 def encoder_layer(
@@ -34,9 +31,9 @@ def encoder_layer(
 ) -> Tensor:
     """The same values as `torch._transformer_encoder_layer_fwd` (aten/src/ATen/native/transformers/transformer.cpp).
 
-    src: [batch, len, embed_dim], not nested. mask: [len, len], [batch, len] or [batch, heads, len, len], as `mask_type`
-    is 0, 1 or 2. Any entry that is not 0 hides its key, since the operator makes a Boolean of it; a query that sees no
-    key gets NaN.
+    src: [batch, len, embed_dim], not nested.
+    mask: [len, len], [batch, len] or [batch, heads, len, len] for `mask_type` 0, 1, or 2 and None. Every entry but 0
+    hides its key, and fully masked queries get NaN.
     Raises TypeError for a `src` or a mask of another kind.
     """
     if src.is_nested or src.dim() != 3:
@@ -54,7 +51,7 @@ def encoder_layer(
         return F.linear((scores.softmax(-1) @ value).transpose(1, 2).flatten(2), proj_weight, proj_bias)
 
     def feed_forward(x: Tensor) -> Tensor:
-        # torch's GELU after a product is another one on a GPU, and its operator knows which.
+        # On a GPU torch fuses a different GELU into the product; its operator knows which.
         inner = torch._addmm_activation(ffn_bias_1, x.flatten(0, 1), ffn_weight_1.t(), use_gelu=use_gelu)
         return F.linear(inner.unflatten(0, x.shape[:2]), ffn_weight_2, ffn_bias_2)
 
@@ -67,7 +64,6 @@ def encoder_layer(
 
 def _hidden(mask: Tensor, mask_type: int | None) -> Tensor:
     hidden = mask.to(torch.bool)
-    rank = {_QUERIES_AND_KEYS: 2, _KEYS_OF_A_BATCH: 2, _ALL: 4}.get(_ALL if mask_type is None else mask_type)
-    if hidden.dim() != rank:
+    if hidden.dim() != {0: 2, 1: 2, 2: 4, None: 4}.get(mask_type):
         raise TypeError(f"a mask of {hidden.dim()} axes is of no known kind")
-    return hidden[:, None, None, :] if mask_type == _KEYS_OF_A_BATCH else hidden
+    return hidden[:, None, None, :] if mask_type == 1 else hidden

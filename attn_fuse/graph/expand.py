@@ -1,19 +1,18 @@
 """Expand: replace calls and vmaps that may hide an attention by the operations that they run.
 
-Dynamo keeps `F.multi_head_attention_forward` as one call, torch's fast path of `nn.TransformerEncoderLayer` as another,
-`baddbmm` of weights and values as a third, and so each function that `allow_in_graph` names, as einx does with its own.
-It writes a `torch.vmap` as operations between markers that mean nothing without the markers. We trace each such stretch
-once on fake tensors and put the trace in its place. A stretch stays as written where it writes in place, changes the
-mode, takes a derivative or lies within an open one. A graph that could not be made functional keeps all its stretches:
-we would not know in whose memory the values of a trace lie.
+Dynamo keeps `F.multi_head_attention_forward`, the fast path of `nn.TransformerEncoderLayer`, `baddbmm` of weights and
+values, and each function under `allow_in_graph` (einx uses it) as one call, and a `torch.vmap` as operations between
+markers. Each such stretch is traced once on fake tensors and replaced by its trace, unless it writes in place, changes
+the mode, takes a derivative or lies within an open one. Graphs that could not be made functional keep all stretches,
+because nobody would know which memory the traced values share.
 
-A function under `allow_in_graph` promises that a trace of it is the same program: Inductor runs no other. What a trace
-of operations does not show is how a gradient is made, so a function that says that itself stays as written, too.
+`allow_in_graph` promises that a trace is the same program, and Inductor runs nothing else. A trace does not show custom
+gradients, so functions that define their own stay as written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,63 +37,39 @@ from attn_fuse.graph.names import (
     value_of,
 )
 from attn_fuse.graph.scopes import Scope, StillWritten, scopes
-from attn_fuse.graph.trace import (
-    call,
-    constant,
-    fake_mode,
-    fresh,
-    made_for,
-    origin_of,
-    put_back,
-    traced,
-    with_gradient,
-)
+from attn_fuse.graph.trace import call, constant, fake_mode, fresh, made_for, origin_of, put_back, traced, with_gradient
 from attn_fuse.report import log
-from attn_fuse.torch_internals import (
-    FakeTensorMode,
-    decompositions,
-    functorch_levels_kept,
-    innermost,
-    on_fake_tensors,
-    plain_gradients,
-)
+from attn_fuse.torch_internals import decompositions, functorch_levels_kept, innermost, on_fake_tensors, plain_gradients
 
-# Calls whose insides no trace shows, since they are one operator, and what computes the same.
+# Single operators, whose insides no trace shows, with functions that compute the same.
 _OPERATORS = {"_transformer_encoder_layer_fwd": encoder_layer}
 _OPENS, _CLOSES = "_vmap_increment_nesting", "_vmap_decrement_nesting"
 
 
 def expand(module: GraphModule, written: Mapping[str, StillWritten]) -> dict[str, StillWritten]:
-    """Write out the calls and vmaps of `module` and of its subgraphs, where possible.
+    """Write out the calls and vmaps of `module` and its subgraphs, where possible.
 
-    Gives the memory that a subgraph still writes in place, by its path. A trace may add writes, since torch fills the
-    masks of a call in place; they are turned into values here.
-    written: the memory that `functionalize` left written.
+    Returns what is still written in place, by the path of the subgraph. Traces may add writes, since torch fills masks
+    in place; these become values here.
+    written: what `functionalize` left written.
     """
-    made = _written_out(module, {path for path, found in written.items() if not found.functional})
     still = dict(written)
-    for scope in [s for s in scopes(module) if s.path in made]:
-        if (found := make_functional(scope, made[scope.path])) is not None:
-            still[scope.path] = found.and_also(still.get(scope.path))
-    return still
-
-
-def _written_out(module: GraphModule, left: Container[str]) -> dict[str, set[int]]:
-    """Write out each subgraph that is not `left`; gives the storages that the traces write, by the subgraph's path."""
-    made: dict[str, set[int]] = {}
     for scope in list(scopes(module)):
-        if scope.path in left:
+        before = still.get(scope.path)
+        if before is not None and not before.functional:
             continue
+        made: set[int] = set()
         for stretch in list(_stretches(scope)):
-            if not _is_plain(stretch, scope.modes):
-                continue
-            try:
-                memory = _write_out(scope.module, stretch, scope.modes[stretch[0]])
-                if memory:
-                    made.setdefault(scope.path, set()).update(memory)
-            except Exception:  # rule 5: a stretch that cannot be written out stays
-                log.debug("%s is not looked into", stretch[0].name, exc_info=True)
-    return made
+            if _is_plain(stretch, scope.modes):
+                try:
+                    made |= _write_out(scope.module, stretch, scope.modes[stretch[0]])
+                except Exception:  # rule 5: a stretch that cannot be written out stays
+                    log.debug("%s is not looked into", stretch[0].name, exc_info=True)
+        if made:
+            now = next(s for s in scopes(module) if s.path == scope.path)
+            if (found := make_functional(now, made)) is not None:
+                still[scope.path] = replace(found, memory=found.memory | (before.memory if before else frozenset()))
+    return still
 
 
 def _stretches(scope: Scope) -> Iterator[list[Node]]:
@@ -114,25 +89,22 @@ def _stretches(scope: Scope) -> Iterator[list[Node]]:
 
 
 def _is_call(node: Node) -> bool:
-    """Whether `node` calls a function of many operations, which a trace before dispatch shows as they are written."""
+    """Whether `node` calls a function of many operations, which a pre-dispatch trace shows as written."""
     return called(node) in CALLS or is_others_function(node)
 
 
 def _takes_weights(node: Node) -> bool:
-    """Whether `node`, a `baddbmm`, has a softmax behind its first factor: it multiplies weights and values."""
+    """Whether the `baddbmm` `node` multiplies weights and values: its first factor comes from a softmax."""
     _, *given = node.all_input_nodes
     factor: Any = node.kwargs.get("batch1", given[0] if given else None)
-    while isinstance(factor, Node) and factor.op.startswith("call_") and factor.all_input_nodes:
-        if op_name(factor) in SOFTMAX:
-            return True
-        if op_name(factor) not in LAYOUT | DROPOUT and not is_elementwise(op_name(factor)):
-            return False
-        factor = factor.all_input_nodes[0]
-    return False
+    while isinstance(factor, Node) and called(factor) not in SOFTMAX:
+        passes = called(factor) in LAYOUT | DROPOUT or is_elementwise(called(factor))
+        factor = factor.all_input_nodes[0] if passes and factor.all_input_nodes else None
+    return factor is not None
 
 
 def _is_plain(stretch: Sequence[Node], modes: Mapping[Node, Mode]) -> bool:
-    """Whether `stretch` keeps one mode and takes no derivative; under autocast only calls may give floats."""
+    """Whether `stretch` keeps one mode and takes no derivative; under autocast, only calls may return floats."""
     mode = modes[stretch[0]]
     for node in stretch:
         name = called(node)
@@ -148,7 +120,7 @@ def _is_plain(stretch: Sequence[Node], modes: Mapping[Node, Mode]) -> bool:
 
 
 def _write_out(module: GraphModule, stretch: Sequence[Node], now: Mode) -> set[int]:
-    """Replace `stretch` by its trace; gives the storages that the trace writes. Raises where the trace differs.
+    """Replace `stretch` by its trace and return the storages that the trace writes. Raises where the trace differs.
 
     now: the mode that the stretch runs in.
     """
@@ -168,13 +140,16 @@ def _write_out(module: GraphModule, stretch: Sequence[Node], now: Mode) -> set[i
             raise TypeError("it writes in place")
         return [env[node] for node in results]
 
-    # A pre-dispatch trace keeps dropout and SDPA whole, but records the inside of a vmap as constants.
-    values = [value_of(n) for n in inputs]
-    if is_others_function(stretch[0]):
-        trace = _traced_with_gradients(run, values, mode, now)
-    else:
-        trace = _traced(run, values, mode, pre_dispatch=op_name(stretch[0]) in CALLS)
-    env: dict[Node, Any] = dict(zip((n for n in trace.graph.nodes if n.op == "placeholder"), inputs, strict=True))
+    values, table = [value_of(n) for n in inputs], decompositions([torch.ops.aten.baddbmm])
+    with on_fake_tensors(mode), functorch_levels_kept(), torch.set_grad_enabled(now.grad):
+        if is_others_function(stretch[0]):
+            trace = _traced_with_gradients(run, values, now)
+        else:
+            # A pre-dispatch trace keeps dropout and SDPA whole, but records the insides of a vmap as constants.
+            with torch.no_grad():
+                trace = traced(run, [*map(fresh, values)], table, pre_dispatch=called(stretch[0]) in CALLS)
+    trace.graph.eliminate_dead_code()
+    env: dict[Node, Any] = dict(zip(trace.graph.find_nodes(op="placeholder"), inputs, strict=True))
     by_name = {node.name: node for node in stretch}
     (made,) = trace.graph.output_node().args
     try:
@@ -189,21 +164,17 @@ def _write_out(module: GraphModule, stretch: Sequence[Node], now: Mode) -> set[i
         for old, value in pairs:
             _assert_as_recorded(value, old)
     except TypeError:
-        # All of the stretch or nothing: with half of it left, random numbers would be drawn twice.
+        # Replace all of the stretch or nothing: half a stretch would draw random numbers twice.
         for node in reversed([n for n in env.values() if n not in inputs]):
             module.graph.erase_node(node)
         raise
     for old, value in pairs:
         old.replace_all_uses_with(value)
-    # Each getitem of a tuple has its own replacement, so these have no users left.
-    read = [
-        user for node, value in zip(results, new, strict=True) if not isinstance(value, Node) for user in node.users
-    ]
-    for user in read:
-        module.graph.erase_node(user)
-    for node in reversed(stretch):
+    # The users left are getitems of tuples, which were replaced one by one.
+    parts = [user for node in results for user in node.users]
+    for node in dict.fromkeys((*parts, *reversed(stretch))):
         module.graph.erase_node(node)
-    # A result may have no users: often nobody reads the weights of nn.MultiheadAttention.
+    # Some results have no users, often the weights of nn.MultiheadAttention.
     written = {storage for n in env.values() for source in may_write(n) for storage in storages(source)}
     for node in reversed([n for n in env.values() if n not in inputs]):
         if not node.users and not may_write(node):
@@ -211,36 +182,19 @@ def _write_out(module: GraphModule, stretch: Sequence[Node], now: Mode) -> set[i
     return written
 
 
-def _traced(run: Any, values: Sequence[Any], mode: FakeTensorMode, pre_dispatch: bool) -> GraphModule:
-    table = decompositions([torch.ops.aten.baddbmm])
-    with on_fake_tensors(mode), torch.no_grad(), functorch_levels_kept():
-        trace = traced(run, [*map(fresh, values)], table, pre_dispatch)
-    trace.graph.eliminate_dead_code()
-    return trace
-
-
-def _traced_with_gradients(run: Any, values: Sequence[Any], mode: FakeTensorMode, now: Mode) -> GraphModule:
-    """The trace of `run` in the mode `now`. Raises TypeError where it changes the mode, or makes its own gradients."""
-    with (
-        on_fake_tensors(mode),
-        torch.set_grad_enabled(now.grad),
-        autocast_of(now),
-        functorch_levels_kept(),
-    ):
-        given = [
-            with_gradient(fresh(v)) if isinstance(v, torch.Tensor) and v.requires_grad else fresh(v) for v in values
-        ]
-        with plain_gradients() as all_plain:
-            trace = traced(lambda *args: all_plain(run(*args)), given, pre_dispatch=True)
+def _traced_with_gradients(run: Callable[..., Any], values: Sequence[Any], now: Mode) -> GraphModule:
+    """The trace of `run` in the mode `now`. Raises TypeError where it changes the mode or defines its own gradients."""
+    given = [with_gradient(fresh(v)) if getattr(v, "requires_grad", False) else fresh(v) for v in values]
+    with autocast_of(now), plain_gradients() as all_plain:
+        trace = traced(lambda *args: all_plain(run(*args)), given, pre_dispatch=True)
     for node in trace.graph.nodes:
         if node.op == "call_function" and _is_mode_or_opaque(node):
             raise TypeError(f"it calls {op_name(node)}")
     for node in trace.graph.find_nodes(op="call_function", target=torch.ops.aten.detach_.default):
-        # `torch.tensor` detaches the copy that it makes.
+        # `torch.tensor` detaches its copy.
         if node.args[0].target == torch.ops.aten.lift_fresh_copy.default:
             node.replace_all_uses_with(node.args[0])
             trace.graph.erase_node(node)
-    trace.graph.eliminate_dead_code()
     return trace
 
 
@@ -250,7 +204,7 @@ def _is_mode_or_opaque(node: Node) -> bool:
 
 
 def _pairs(node: Node, new: Any) -> Iterator[tuple[Node, Node]]:
-    """Pairs of an old node and its replacement: `node` itself, or where `new` is a tuple the getitems of `node`."""
+    """(Old node, replacement) pairs: `node` itself, or its getitems where `new` is a tuple."""
     if isinstance(new, Node):
         yield node, new
         return
@@ -264,7 +218,7 @@ def _pairs(node: Node, new: Any) -> Iterator[tuple[Node, Node]]:
 
 
 def _assert_as_recorded(new: Node, old: Node) -> None:
-    """Raise TypeError where `new` has another shape, dtype or requires_grad than Dynamo recorded for `old`."""
+    """Raise TypeError where shape, dtype or requires_grad of `new` differ from Dynamo's record of `old`."""
 
     def facts(node: Node) -> Any:
         return [(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors_of(value_of(node))]

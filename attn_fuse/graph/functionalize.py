@@ -1,11 +1,11 @@
-"""Functionalize: turn writes in place into values; a written input gets its final value by one copy at the end.
+"""Functionalize: turn in-place writes into values, and give each written input its final value by one copy at the end.
 
-Torch's own functionalization, run before autograd, traces the views of written memory and the writes into it to pure
-operations. Every other node stays as Dynamo made it and reads the value that the memory holds at that point. So source
-lines, checkpoints, autocast and gradient-mode blocks, random numbers and custom operations are kept.
+torch's own functionalization, run before autograd, traces the views and writes of written memory to pure operations.
+All other nodes stay as Dynamo made them and read the memory's current value, which keeps source lines, checkpoints,
+autocast and gradient-mode blocks, random numbers and custom operations.
 
-Memory that is near no attention keeps its writes. A graph stays as written, with the reason, where autograd would treat
-a value otherwise than the write: a write under no_grad, or through a detached alias, into a tensor that requires a
+Memory near no attention keeps its writes. A graph stays as written, with the reason, where autograd would treat a value
+differently from the write, such as a write under no_grad, or through a detached alias, into a tensor that requires a
 gradient.
 """
 
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,42 +22,39 @@ from torch.utils import _pytree as pytree
 from attn_fuse.attention.attention import Refusal
 from attn_fuse.errors import named
 from attn_fuse.graph.in_place_views import pure_views
-from attn_fuse.graph.memory import (
-    Memory,
-    NotFunctional,
-    relevant,
-    requiring,
-    written_memory,
-)
+from attn_fuse.graph.memory import Memory, NotFunctional, relevant, written_memory
 from attn_fuse.graph.modes import uncast
-from attn_fuse.graph.names import is_tensor, value_of
+from attn_fuse.graph.names import is_tensor, requires_grad, value_of
 from attn_fuse.graph.scopes import Scope, StillWritten, scopes
 from attn_fuse.graph.trace import added, call, constant, fresh, made_for, origin_of, put_back, traced
 from attn_fuse.report import log
 from attn_fuse.torch_internals import current_value, functionalized
 
 aten = torch.ops.aten
+# Writing out a call may later bring memory near an attention.
+_BESIDE = Refusal("memory that is written in place, and was near no attention before a call was written out")
 
 
 def functionalize(module: GraphModule) -> dict[str, StillWritten]:
     """Turn the writes of `module` and its subgraphs into values, where possible.
 
-    Gives the memory that a subgraph still writes in place, and why, by the path of the subgraph.
+    Returns what is still written in place, by the path of the subgraph.
     """
     return {s.path: found for s in list(scopes(module)) if (found := make_functional(s)) is not None}
 
 
 def make_functional(scope: Scope, only: Set[int] | None = None) -> StillWritten | None:
-    """Turn the writes of the graph of `scope`, without its subgraphs, into values, or leave the graph as it was.
+    """Turn the writes in the graph of `scope`, not in its subgraphs, into values, or leave the graph unchanged.
 
-    Gives the memory that the graph still writes; None where it writes no more.
+    Returns what is still written in place, or None.
     only: the storages to consider; None for all.
     """
     module = scope.module
     every = written_memory(module.graph)
     every = every if only is None else every & only
     written = relevant(module.graph, every)
-    rest = _beside(every - written)
+    beside = frozenset(every - written)
+    rest = StillWritten(_BESIDE, beside, functional=True) if beside else None
     if not written:
         return rest
     kept = Graph()
@@ -71,43 +67,27 @@ def make_functional(scope: Scope, only: Set[int] | None = None) -> StillWritten 
             return rest
         memory = Memory(module, written, scope.modes)
         memory.assert_private()
-        _splice(memory, _values(memory))
+        _splice(memory, *_values(memory))
         return rest
     except NotFunctional as problem:
         reason, blocker = f"memory that is written in place: {problem}", problem.node
     except Exception as problem:  # rule 5: torch could not make it functional
         log.debug("a graph stays as written", exc_info=True)
         reason, blocker = f"memory that is written in place, and cannot be made values: {named(problem)}", None
-    where = None if blocker is None else blocker.name
     module.graph = kept
-    blocking = next((node for node in module.graph.nodes if node.name == where), None)
+    blocking = next((node for node in kept.nodes if blocker is not None and node.name == blocker.name), None)
     return StillWritten(Refusal(reason, blocking), frozenset(every))
 
 
-def _beside(memory: set[int]) -> StillWritten | None:
-    # A call that is written out later may bring this memory near an attention.
-    reason = Refusal("memory that is written in place, and was near no attention before a call was written out")
-    return StillWritten(reason, frozenset(memory), functional=True) if memory else None
+# By (reader, node read), the traced value at that point; several values for a tuple.
+_Reads = dict[tuple[Node, Node], Any]
 
 
-# ---- values in place of writes
+def _values(memory: Memory) -> tuple[GraphModule, tuple[Node, ...], _Reads]:
+    """(The trace of `memory.inside`, the nodes that its placeholders stand for, its values).
 
-
-@dataclass(frozen=True, eq=False)
-class _Values:
-    """The trace of `Memory.inside`.
-
-    graph: the trace; its placeholders stand for `inputs`.
-    inputs: the nodes outside that it reads, then the in-place dropouts, each for its result.
-    reads: by (reader, node read) the traced value at that point; for a tuple its values.
+    The nodes are those read from outside, then the in-place dropouts, which stand for their results.
     """
-
-    graph: GraphModule
-    inputs: tuple[Node, ...]
-    reads: dict[tuple[Node, Node], Any]
-
-
-def _values(memory: Memory) -> _Values:
     graph = memory.module.graph
     end = graph.output_node()
     bases = list(dict.fromkeys(memory.bases.values()))
@@ -115,8 +95,7 @@ def _values(memory: Memory) -> _Values:
     for node in memory.inside:
         inputs |= dict.fromkeys(source for source in node.all_input_nodes if source not in memory.inside)
     dropouts = memory.dropouts
-    order = {node: place for place, node in enumerate(graph.nodes)}
-    events = sorted((*memory.inside, *memory.reads), key=order.__getitem__)
+    events = sorted((*memory.inside, *memory.reads))
     wanted: list[tuple[Node, Node]] = []
 
     def run(*values: Any) -> list[Any]:
@@ -131,7 +110,7 @@ def _values(memory: Memory) -> _Values:
         for node in events:
             with made_for(node):
                 if node in dropouts:
-                    source = _dropped(node)
+                    source = _arguments(node)["input"]
                     take(node, source)
                     env[node] = env[source].copy_(given[node])
                 elif node in memory.inside:
@@ -155,11 +134,11 @@ def _values(memory: Memory) -> _Values:
             (reader, source): _as_it_was(made, source, reader) if isinstance(made, Node) and is_tensor(source) else made
             for (reader, source), made in zip(wanted, results, strict=True)
         }
-    return _Values(trace, (*inputs, *dropouts), reads)
+    return trace, (*inputs, *dropouts), reads
 
 
 def _as_it_was(made: Node, source: Node, reader: Node) -> Node:
-    """The value `made` with the strides of `source`, the node it stands for: `reader` may depend on them."""
+    """`made` in the strides of `source`, the node it replaces, since `reader` may depend on them."""
     like = value_of(source)
     assert isinstance(like, torch.Tensor)
     if _lie_alike(made.meta["val"], like):
@@ -167,12 +146,12 @@ def _as_it_was(made: Node, source: Node, reader: Node) -> Node:
     with made.graph.inserting_before(made.graph.output_node()):
         made = _laid(made, like, reader.name)
     if not _lie_alike(made.meta["val"], like):
-        raise TypeError(f"the value of {source.name} would lie in memory otherwise")
+        raise TypeError(f"the value of {source.name} would have other strides")
     return made
 
 
 def _laid(made: Node, like: Any, origin: str) -> Node:
-    """A copy of `made` with its dimensions in the memory order of `like`."""
+    """A copy of `made` in the memory order of `like`."""
     strides = like.stride()
     order = sorted(range(len(strides)), key=lambda d: strides[d], reverse=True)
     made = added(made.graph, origin, aten.permute.default, made, order)
@@ -181,7 +160,7 @@ def _laid(made: Node, like: Any, origin: str) -> Node:
 
 
 def _make_differentiable(graph: Graph) -> None:
-    """Write each `aten.copy` in operations that have a derivative: `aten.copy` itself has none."""
+    """Replace each `aten.copy`, which has no derivative, by operations that have one."""
     for node in graph.find_nodes(op="call_function", target=aten.copy.default):
         written, source = node.args[:2]
         assert isinstance(written, Node) and isinstance(source, Node)
@@ -197,23 +176,20 @@ def _make_differentiable(graph: Graph) -> None:
         graph.erase_node(node)
 
 
-def _dropped(dropout: Node) -> Node:
-    source = dropout.args[0] if dropout.args else dropout.kwargs["input"]
-    assert isinstance(source, Node)
-    return source
+def _arguments(dropout: Node) -> dict[str, Any]:
+    return dict(zip(("input", "p", "training"), dropout.args, strict=False)) | dict(dropout.kwargs)
 
 
-def _splice(memory: Memory, values: _Values) -> None:
-    """Replace the views and writes of the graph by `values`."""
+def _splice(memory: Memory, trace: GraphModule, inputs: Sequence[Node], reads: _Reads) -> None:
+    """Replace the views and writes of the graph by the values of the trace."""
     graph, modes = memory.module.graph, memory.modes
-    by_name = {node.name: node for node in graph.nodes}
-    holders = [node for node in values.graph.graph.nodes if node.op == "placeholder"]
-    given = [part for node in values.inputs for part in _parts(node)]
+    holders = trace.graph.find_nodes(op="placeholder")
+    given = [part for node in inputs for part in _parts(node)]
     env: dict[Node, Any] = dict(zip(holders, given, strict=True))
     dropouts = {holder: node for holder, node in env.items() if node in memory.inside}
     pieces: dict[Node, list[Node]] = {}
-    for made, origin in _origins(values.graph.graph, [node.name for node in graph.nodes]).items():
-        pieces.setdefault(by_name[origin], []).append(made)
+    for made, origin in _origins(trace.graph, graph).items():
+        pieces.setdefault(origin, []).append(made)
 
     def value(of: Any) -> Any:
         return map_arg(of, env.__getitem__)
@@ -221,31 +197,31 @@ def _splice(memory: Memory, values: _Values) -> None:
     def put(made: Node, origin: Node) -> None:
         for source in made.all_input_nodes:
             if dropouts.get(source) is origin:
-                env[source] = _drop(graph, origin, value(values.reads[origin, _dropped(origin)]))
+                env[source] = _drop(graph, origin, value(reads[origin, _arguments(origin)["input"]]))
             elif source.op == "get_attr" and source not in env:
-                env[source] = constant(memory.module, values.graph, source, memory.mode)
+                env[source] = constant(memory.module, trace, source, memory.mode)
         put_back(graph, made, env, origin, modes[origin].grad)
-        if _is_random(made) and any(requiring(source) for source in env[made].all_input_nodes):
-            raise NotFunctional("random numbers are drawn into what requires a gradient", origin)
+        draws = torch.Tag.nondeterministic_seeded in getattr(made.target, "tags", ())
+        if draws and any(map(requires_grad, env[made].all_input_nodes)):
+            raise NotFunctional("random numbers are drawn into a tensor that requires a gradient", origin)
 
     for node in list(graph.nodes):
         if node in pieces:
-            # Autocast leaves operations in place alone, so it must leave their replacements alone.
+            # Autocast does not cast in-place operations, so it must not cast their replacements.
             with graph.inserting_before(node), uncast(graph, modes[node]):
                 for made in pieces[node]:
                     put(made, node)
         if node.op == "output":
-            _write_back(memory, values, value)
+            _write_back(memory, reads, value)
         elif node in memory.reads:
-            now = {source: value(values.reads[node, source]) for source in memory.reads[node]}
-            _replace_inputs(node, now)
-    unused = [part for part in given if part not in values.inputs and not part.users]
+            _replace_inputs(node, {source: value(reads[node, source]) for source in memory.reads[node]})
+    unused = [part for part in given if part not in inputs and not part.users]
     for node in (*unused, *reversed(memory.inside)):
         graph.erase_node(node)
 
 
 def _parts(node: Node) -> list[Node]:
-    """`node`, or for a torch.Size a node for each size: a trace has a placeholder for each."""
+    """`node`, or a node for each size of a torch.Size, since a trace has a placeholder for each."""
     sizes = value_of(node)
     if not isinstance(sizes, torch.Size):
         return [node]
@@ -256,43 +232,36 @@ def _parts(node: Node) -> list[Node]:
     return parts
 
 
-def _origins(trace: Graph, names: Sequence[str]) -> dict[Node, str]:
-    """By operation of `trace`, the name of the node that it comes from. names: the graph's nodes, in order."""
-    place = {name: number for number, name in enumerate(names)}
-    origins: dict[Node, str] = {}
-    operations = [node for node in trace.nodes if node.op == "call_function"]
-    for made in reversed(operations):
-        # torch annotates no computation of a size: we place it at the first node that needs the size.
-        noted = origin_of(made)
-        origins[made] = noted or min((origins[user] for user in made.users if user in origins), key=place.__getitem__)
-    return {made: origins[made] for made in operations}
+def _origins(trace: Graph, graph: Graph) -> dict[Node, Node]:
+    """The node of `graph` behind each operation of `trace`, in order."""
+    by_name = {node.name: node for node in graph.nodes}
+    origins: dict[Node, Node] = {}
+    for made in reversed(trace.nodes):
+        if made.op == "call_function":
+            # torch does not annotate computations of sizes: they go to the first node that needs the size.
+            noted = by_name.get(origin_of(made))
+            origins[made] = noted or min(origins[user] for user in made.users if user in origins)
+    return dict(reversed(origins.items()))
 
 
 def _replace_inputs(node: Node, now: Mapping[Node, Any]) -> None:
     node.args, node.kwargs = map_arg((node.args, node.kwargs), lambda n: now.get(n, n))
 
 
-def _is_random(made: Node) -> bool:
-    return isinstance(made.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in made.target.tags
-
-
 def _drop(graph: Graph, node: Node, source: Node) -> Node:
-    """A dropout of the value `source`, with the arguments of the in-place dropout `node`."""
-    named = dict(zip(("input", "p", "training"), node.args, strict=False)) | dict(node.kwargs)
-    training = named.get("training", named.get("train", True))
-    made = graph.call_function(torch.nn.functional.dropout, (source, named.get("p", 0.5), training))
+    """A dropout of `source` with the arguments of the in-place dropout `node`."""
+    given = _arguments(node)
+    training = given.get("training", given.get("train", True))
+    made = graph.call_function(torch.nn.functional.dropout, (source, given.get("p", 0.5), training))
     made.meta = dict(node.meta)
     return made
 
 
-# ---- written memory at the end of the graph
-
-
-def _write_back(memory: Memory, values: _Values, value: Callable[[Any], Any]) -> None:
-    """Copy final values into written inputs, and let returned tensors share memory as they did."""
+def _write_back(memory: Memory, reads: _Reads, value: Callable[[Any], Any]) -> None:
+    """Copy final values into written inputs, and let returned tensors share memory as before."""
     graph = memory.module.graph
     end = graph.output_node()
-    last = {base: value(values.reads[end, base]) for base in memory.bases.values()}
+    last = {base: value(reads[end, base]) for base in memory.bases.values()}
     given = {base for base in last if base.op in ("placeholder", "get_attr")}
     returned: dict[Node, Any] = {}
     for source in memory.reads.get(end, ()):
@@ -303,7 +272,7 @@ def _write_back(memory: Memory, values: _Values, value: Callable[[Any], Any]) ->
         elif (base in given and last[base] is not base) or (len(siblings) > 1 and source in siblings):
             returned[source] = base
         else:
-            returned[source] = value(values.reads[end, source])
+            returned[source] = value(reads[end, source])
     with graph.inserting_before(end):
         for base in given:
             if last[base] is not base:
@@ -315,7 +284,7 @@ def _write_back(memory: Memory, values: _Values, value: Callable[[Any], Any]) ->
 
 
 def _as_it_lay(graph: Graph, node: Node, memory: Node, base: Node) -> Node:
-    """The view of `memory` that `node` was of `base`. memory: `base`, or its final value."""
+    """The view of `memory`, which is `base` or its final value, that `node` was of `base`."""
     like, whole = value_of(node), value_of(base)
     assert isinstance(like, torch.Tensor) and isinstance(whole, torch.Tensor)
     if like.dtype != whole.dtype or like.is_conj() or like.is_neg():
@@ -324,7 +293,7 @@ def _as_it_lay(graph: Graph, node: Node, memory: Node, base: Node) -> Node:
     offset = like.storage_offset() - (0 if memory is base else whole.storage_offset())
     if not isinstance(offset, int):
         raise TypeError(f"{node.name} is returned as a view from an unknown position")
-    if requiring(memory) and not like.requires_grad:
+    if requires_grad(memory) and not like.requires_grad:
         detached = graph.call_method("detach", (memory,))
         detached.meta = dict(node.meta)
         memory = detached
@@ -334,7 +303,7 @@ def _as_it_lay(graph: Graph, node: Node, memory: Node, base: Node) -> Node:
 
 
 def _size_node(graph: Graph, base: Node, size: torch.SymInt) -> Node:
-    """A node for the symbolic `size`, made from a tensor that has it if need be. Raises TypeError without one."""
+    """A node with the symbolic `size`, else read off a tensor that has it. Raises TypeError without one."""
     for node in graph.nodes:
         value = value_of(node)
         if isinstance(value, torch.SymInt) and value.node.expr == size.node.expr:
@@ -346,11 +315,11 @@ def _size_node(graph: Graph, base: Node, size: torch.SymInt) -> Node:
                 if isinstance(number, torch.SymInt) and number.node.expr == size.node.expr:
                     method = "size" if place < value.dim() else "stride"
                     return graph.call_method(method, (node, place % value.dim()))
-    raise TypeError(f"a returned view of {base.name} has a size that nothing else has")
+    raise TypeError(f"a returned view of {base.name} has a size that no tensor has")
 
 
 def _lie_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether dtypes, sizes and strides agree; the stride of a dimension of size 1 does not count."""
+    """Whether dtypes, sizes and strides agree, except strides of dimensions of size 1."""
     if one.dtype != other.dtype or not _equal(one.size(), other.size()):
         return False
     strides = ((n, m) for size, n, m in zip(one.size(), one.stride(), other.stride(), strict=True) if size != 1)
@@ -358,5 +327,5 @@ def _lie_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _equal(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether all sizes agree. torch compares differing symbolic sizes by their values on this call, under a guard."""
+    """Whether all sizes agree; torch compares different symbols by their values on this call, and adds a guard."""
     return len(some) == len(others) and all(str(n) == str(m) or bool(n == m) for n, m in zip(some, others, strict=True))

@@ -1,11 +1,11 @@
-"""Hidden attentions: softmaxes between two products of which a call that nobody can look into hides a part.
+"""Hidden attentions: softmaxes between two products, partly hidden in a call that nobody can look into.
 
 Such a call is a user's operator, an `autograd.Function` in training, a tensor hook, or a checkpoint around one half. No
 walk goes through it, so without this search the report would say that there is no attention.
 
-A softmax that is seen is enough, with a product on either side. Where the call may hold the softmax itself, the
-products must be those of an attention: of two activations each, and the second over the last axis of what the call
-gives. Then an activation, a norm or a product of a model's own stands between two layers unreported.
+A visible softmax with a product on either side is enough. Where the call may hold the softmax itself, both products
+must multiply two activations, and the second must sum over the last axis of the call's result. So activations, norms
+and a model's own products between two layers are not reported.
 """
 
 from __future__ import annotations
@@ -49,59 +49,54 @@ _WHY = {
 
 
 def is_opaque(node: Node) -> bool:
-    """Whether `node` calls what is neither an operation of torch nor looked into: see above."""
-    if node.op == "call_module":
-        return True
-    if node.op != "call_function":
+    """Whether `node` is a call that is neither torch's operation nor looked into."""
+    if node.op != "call_function" or is_attention(node):
         return False
-    target = node.target
-    if isinstance(target, torch._ops.HigherOrderOperator):
-        return not is_attention(node)
-    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
-        return "::" in op_name(node) and not op_name(node).startswith("attn_fuse::") and not is_attention(node)
-    return is_others_function(node) and not is_attention(node)
+    is_users = "::" in op_name(node) and not op_name(node).startswith("attn_fuse::")
+    return is_users or is_others_function(node) or isinstance(node.target, torch._ops.HigherOrderOperator)
 
 
 def hidden(scope: Scope, followed: Iterable[Node]) -> Iterator[tuple[Node, Refusal]]:
-    """The softmaxes, or the calls that may hold one, of attentions that no walk can follow, each with the reason.
+    """The softmax, or the call that may hold it, of each attention that no walk can follow, with the reason.
 
-    followed: the softmaxes whose attention is found.
+    followed: the nodes of attentions that were found.
     """
     flat = _Flat(scope)
     if not any(map(is_opaque, flat.nodes)):
         return
     known = {*followed}
-    # What is seen to be a softmax comes first: the call beside it is then not a second one.
+    # Visible softmaxes come first, so the call beside one does not count as a second.
     for certain in (True, False):
         for anchor in flat.nodes:
             if flat.shown(anchor) in known or not (flat.is_softmax(anchor) if certain else flat.may_hold_one(anchor)):
                 continue
             found = flat.around(anchor, certain)
             if found is not None:
-                blocking, part_of_it = found
-                known |= part_of_it
+                blocking, between = found
+                known |= between
                 yield flat.shown(anchor), Refusal(why_hidden(blocking), blocking)
 
 
 def why_hidden(node: Node) -> str:
-    """Why an attention stays as written whose scores or weights pass through the call of `node`."""
+    """The reason to refuse an attention whose scores or weights pass through `node`."""
     return _WHY.get(called(node), f"the scores pass through {called(node)}")
 
 
 def cut_off(scope: Scope) -> Iterator[Node]:
-    """The softmaxes and products of two activations that leave the graph and may be half of an attention.
+    """The softmaxes and products of two activations that leave the graph as half of an attention.
 
-    Neither a softmax nor a product reads them here, and no product takes them from a softmax.
+    No softmax or product in the graph reads them, and the products do not take weights.
     """
     flat = _Flat(scope)
     returned = [n for n in scope.module.graph.output_node().all_input_nodes if isinstance(value_of(n), torch.Tensor)]
-    for node in scope.module.graph.nodes:
-        above = flat.way(node, flat.sources)[1:] if called(node) in SOFTMAX or is_product(node) else []
+
+    def is_half(node: Node) -> bool:
         if called(node) in SOFTMAX:
-            if not any(is_product(n) and flat.of_activations(n) for n in above):
-                continue
-        elif not is_product(node) or not flat.of_activations(node) or any(map(_is_of_weights, above)):
-            continue
+            return any(is_product(n) and flat.of_activations(n) for n in flat.way(node, flat.sources))
+        multiplies = is_product(node) and flat.of_activations(node)
+        return multiplies and not any(map(_is_of_weights, flat.way(node, flat.sources)))
+
+    for node in filter(is_half, scope.module.graph.nodes):
         below = flat.way(node, flat.users)
         leaves = any(n in below and _as_large(n, node) for n in returned)
         if leaves and not any(is_product(n) or called(n) in SOFTMAX for n in below[1:]):
@@ -113,44 +108,37 @@ def _is_of_weights(node: Node) -> bool:
 
 
 def may_hold_attention(module: GraphModule) -> bool:
-    """Whether some call in `module` or in a graph within is a softmax, an exponential or attention, or may hold one.
+    """Whether a call in `module` or its subgraphs is, or may hold, a softmax, an exponential or an attention.
 
-    Where none is, there is nothing to fuse and nothing to report.
+    Without one there is nothing to fuse or report.
     """
     seen: set[object] = set()
     for graph in module.modules():
         for node in graph.graph.nodes if isinstance(graph, GraphModule) else ():
-            # Calls of one operation are alike, but for powers: what they raise says whether they are exponentials.
-            if node.op.startswith("call_") and (node.target not in seen or node.op == "call_module"):
-                name = op_name(node)
-                if name in SOFTMAX | FUSED | CALLS or is_exponential(node) or NAME.search(name):
-                    return True
-                if is_opaque(node) and not _runs_a_graph(node):
-                    return True
-                if name != "pow":
-                    seen.add(node.target)
+            if not node.op.startswith("call_") or node.target in seen:
+                continue
+            name, is_hidden = op_name(node), is_opaque(node) and not bodies(node, graph)
+            if is_hidden or name in SOFTMAX | FUSED | CALLS or is_exponential(node) or NAME.search(name):
+                return True
+            # One call of each operation is enough, except for powers, whose base decides.
+            if name != "pow":
+                seen.add(node.target)
     return False
 
 
-def _runs_a_graph(node: Node) -> bool:
-    """Whether `node` runs a graph of the module, in which all that it computes is seen."""
-    of_torch = isinstance(node.target, torch._ops.HigherOrderOperator)
-    return of_torch and any(isinstance(a, Node) and a.op == "get_attr" for a in node.args)
-
-
 class _Flat:
-    """A graph with the bodies of its opaque calls in their place: a call is read as what its bodies give.
+    """A graph with the bodies of its opaque calls inlined: a call reads the outputs of its bodies.
 
-    nodes: the calls, each behind those in its bodies. A product in a body counts like any other.
+    nodes: the calls, each after those in its bodies.
+    sources, users: the nodes that each node is computed from, in graph order, and the nodes computed from it.
     """
 
     def __init__(self, scope: Scope) -> None:
         self.scope = scope
         self.nodes: list[Node] = []
-        # What each node is computed from, in graph order, and what is computed from it.
         self.sources: dict[Node, list[Node]] = {}
         self.users: dict[Node, list[Node]] = defaultdict(list)
-        # The call of the scope's own graph in whose body a node lies, and the calls that show no body.
+        # By node in a body, the call in the scope's own graph; and the calls without a visible body.
         self._call: dict[Node, Node] = {}
         self._unseen: set[Node] = set()
         for node in scope.module.graph.nodes:
@@ -162,10 +150,10 @@ class _Flat:
     def _add(self, node: Node, module: GraphModule, call: Node | None) -> None:
         sources = list(node.all_input_nodes)
         run = bodies(node, module) if is_opaque(node) else []
-        run = run[:1] if called(node) == _FUNCTION else run  # the second is its backward
+        run = run[:1] if called(node) == _FUNCTION else run  # the second body is the backward
         for body, part in [(one, part) for one in run for part in one.graph.nodes]:
             self._call[part] = call or node
-            if part.op == "placeholder":  # it may be any operand
+            if part.op == "placeholder":  # any operand
                 self.sources[part] = sources
             elif part.op != "output":
                 self._add(part, body, call or node)
@@ -187,7 +175,7 @@ class _Flat:
         return node in self._unseen and called(node) != _HOOK
 
     def around(self, anchor: Node, certain: bool) -> tuple[Node, set[Node]] | None:
-        """The call that hides a part of the attention around `anchor`, and all between its products; None without."""
+        """The call that hides part of the attention around `anchor`, and the nodes between its products, or None."""
         above, below = self.way(anchor, self.sources), self.way(anchor, self.users)
         before, after = ([n for n in way[1:] if is_product(n)] for way in (above, below))
         if not certain:
@@ -197,24 +185,22 @@ class _Flat:
         call = self._call.get(anchor)
         is_whole = all(any(self._call.get(n) is call for n in side) for side in (before, after))
         if call is not None and is_whole and called(call) != _FUNCTION:
-            return None  # a graph with attentions of its own
+            return None  # the body holds the whole attention
         parts = {*before, *between, *after}
-        calls = {self._call[n] for n in parts if n in self._call} | {
-            n for n in parts if is_opaque(n)
-        } - self._call.keys()
+        calls = {self.shown(n) for n in parts if n in self._call or is_opaque(n)}
         if not before or not after or not calls:
             return None
         return min(calls), {*map(self.shown, between)}
 
     def way(self, anchor: Node, following: Mapping[Node, Sequence[Node]]) -> list[Node]:
-        """The nodes met from `anchor` up to products, through what may stand between two of them."""
+        """The nodes from `anchor` to the nearest products, through all that may stand between two products."""
 
         def passes(node: Node) -> bool:
             between = is_between(called(node)) and called(node) not in SIZE_QUERIES
             return between or is_opaque(node) or (node.op == "placeholder" and node in self._call)
 
         def goes_on(first: Node, second: Node) -> bool:
-            # What nobody sees into keeps the shape of the scores that it is given.
+            # A call without a visible body is followed only if it keeps the shape of the scores.
             return second not in self._unseen or bool(_shapes(first) & _shapes(second))
 
         def more(node: Node) -> Iterable[Node]:
@@ -226,7 +212,7 @@ class _Flat:
         return [n for n in reach([anchor], more) if n is anchor or is_product(n) or passes(n)]
 
     def of_activations(self, product: Node) -> bool:
-        """Whether every factor of `product` depends on what the program is called with, and none has fewer axes."""
+        """Whether all factors of `product` depend on the program's inputs and have the same number of axes."""
         factors = [n for n in product.all_input_nodes if isinstance(value_of(n), torch.Tensor)]
         axes = {len(shape) for n in factors for shape in _shapes(n)}
         return len(factors) > 1 and len(axes) == 1 and all(n in self.activations for n in factors)
@@ -245,7 +231,7 @@ class _Flat:
 
 
 def _shapes(node: Node) -> set[tuple[str, ...]]:
-    # As text: a comparison of symbols would become a guard.
+    # As text, because comparing symbols would add a guard.
     return {tuple(map(str, tensor.shape)) for tensor in tensors_of(value_of(node))}
 
 

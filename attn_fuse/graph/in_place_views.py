@@ -1,8 +1,8 @@
-"""In-place views: write `mask.unsqueeze_(1)` as the view `mask.unsqueeze(1)`, which later uses of the tensor read.
+"""In-place views: replace `mask.unsqueeze_(1)` by the view `mask.unsqueeze(1)`, which later uses of the tensor read.
 
-Such a call changes the shape of one tensor object and writes no memory. Dynamo records every tensor as the program
-leaves it, so a tensor whose shape changes is recorded with its last shape everywhere; here it gets its shape at each
-place. Dynamo breaks the graph where the tensor is an input: the caller would see its shape change.
+Such a call changes the shape of one tensor object and writes no memory. Dynamo records the object once, in its last
+shape; here each place gets the shape that the tensor has there. Where the tensor is an input, Dynamo breaks the graph,
+since the caller would see the shape change.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node, map_arg
 
-from attn_fuse.graph.memory import NotFunctional, changes_shape, overloads_named
+from attn_fuse.graph.memory import NotFunctional, changes_shape
 from attn_fuse.graph.modes import Mode
-from attn_fuse.graph.names import tensors_of, value_of
+from attn_fuse.graph.names import overloads_of, tensors_of, value_of
 from attn_fuse.graph.trace import call, fake_mode, with_gradient
 from attn_fuse.torch_internals import on_fake_tensors, storage_of
 
 
 def pure_views(graph: Graph, modes: dict[Node, Mode]) -> None:
-    """Replace the in-place views of `graph`. Raises NotFunctional where one has no view that does the same."""
+    """Replace the in-place views of `graph`. Raises NotFunctional where no view does the same."""
     changes = [node for node in graph.nodes if changes_shape(node)]
     if not changes:
         return
     for node in changes:
         _assert_replaceable(node, modes)
-    # By the object that Dynamo recorded: the nodes that give this object, and the node that gives it in its shape now.
+    # given: by recorded object, the nodes that return it. now: the node that has its current shape.
     changed = {id(value_of(node)): value_of(node) for node in changes}
     given: dict[int, list[Node]] = {key: [] for key in changed}
     now: dict[Node, Node] = {}
@@ -35,9 +35,9 @@ def pure_views(graph: Graph, modes: dict[Node, Mode]) -> None:
         for node in list(graph.nodes):
             node.args, node.kwargs = map_arg((node.args, node.kwargs), lambda n: now.get(n, n))
             key = id(value_of(node))
-            if node.op == "output" or not (tensors_of(value_of(node)) and _gives(node, changed)):
+            if node.op == "output" or not any(id(tensor) in changed for tensor in tensors_of(value_of(node))):
                 continue
-            if key not in given:  # a tuple, of which a part changes
+            if key not in given:  # a part of this tuple changes
                 parts = call(node, *map_arg((node.args, node.kwargs), value_of))
                 if [*map(storage_of, tensors_of(parts))] != [*map(storage_of, tensors_of(value_of(node)))]:
                     raise NotFunctional("the shape of one of several results is changed in place", node)
@@ -57,7 +57,7 @@ def pure_views(graph: Graph, modes: dict[Node, Mode]) -> None:
                 now.update(dict.fromkeys((*members, node), made))
                 members.append(node)
                 continue
-            else:  # it writes, and returns the tensor itself
+            else:  # a write that returns the tensor itself
                 source = now.get(members[-1], members[-1])
                 node.meta["example_value"] = value_of(source)
             members.append(node)
@@ -66,10 +66,10 @@ def pure_views(graph: Graph, modes: dict[Node, Mode]) -> None:
 
 
 def _assert_replaceable(node: Node, modes: Mapping[Node, Mode]) -> None:
-    overloads = overloads_named(str(node.target)[:-1])
+    overloads = overloads_of(str(node.target)[:-1])
     returns = overloads[0]._schema.returns if overloads else []
     if not (len(returns) == 1 and returns[0].alias_info is not None):
-        raise NotFunctional(f"{node.target!s} gives a tensor other memory or another size in place", node)
+        raise NotFunctional(f"{node.target!s} changes a tensor's memory or size in place", node)
     if modes[node].levels > 0:
         raise NotFunctional("a vmap or a derivative of torch.func is open", node)
     target = node.args[0]
@@ -77,12 +77,8 @@ def _assert_replaceable(node: Node, modes: Mapping[Node, Mode]) -> None:
         raise NotFunctional(f"{node.target!s} changes a tensor that Dynamo does not record", node)
 
 
-def _gives(node: Node, changed: Mapping[int, object]) -> bool:
-    return any(id(tensor) in changed for tensor in tensors_of(value_of(node)))
-
-
 def _as_made(node: Node, last: Any) -> torch.Tensor:
-    """The value of `node` before its shape changed, in the memory of `last`, its value in the end."""
+    """The value of `node` before its shape changed, in the memory of `last`, its final value."""
     made: torch.Tensor = call(node, *map_arg((node.args, node.kwargs), value_of))
     if storage_of(made) == storage_of(last):
         return made

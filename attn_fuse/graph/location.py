@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -14,32 +15,45 @@ from attn_fuse.report import Location
 
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parents[1])
-_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]*(?:\n(?P<code>(?!  File)[^\n]*))?')
+# A traceback marks the expression with ^ and ~ from its column on; it has no marks where the expression is the line.
+_FRAME = re.compile(
+    r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>[^\n]*)'
+    r"(?:\n {4}(?P<code>(?!  File)[^\n]*)(?:\n {4}(?P<marks>[ ~]*\^[ ^~]*)(?=\n|$))?)?"
+)
 
 
 def locate(node: Node) -> Location:
     """The innermost line of user code that made `node`, and the module whose forward holds the line.
 
-    Where no user code called it, as in a module of torch compiled by itself: the forward of the innermost module.
+    Without user code, such as in a torch module compiled by itself, the forward of the innermost module.
     """
     found = in_stack(node.stack_trace or "", str(node), _module_path(node))
     return found if found.line else _in_forward(node) or found
 
 
 def in_stack(stack: str, otherwise: str, module: str = "") -> Location:
-    """The innermost line in `stack`, a traceback's text, outside torch if one is. otherwise: in place of no code."""
-    # attn_fuse.explain calls the model from a frame of its own.
-    frames = [f for f in _FRAME.finditer(stack) if not f["file"].startswith(_OURS)]
-    own = [f for f in frames if not f["file"].startswith(_TORCH)] or frames
+    """The innermost line in the traceback `stack`, outside torch if possible. otherwise: stands in for missing code."""
+    frames = [*_frames(stack)]
+    own = user_frames(stack) or frames
     if not own:
         return Location("<unknown>", 0, otherwise, module)
     frame = own[-1]
     return Location(frame["file"], int(frame["line"]), (frame["code"] or otherwise).strip(), module)
 
 
+def user_frames(stack: str) -> list[re.Match[str]]:
+    """The levels of the traceback `stack` outside torch, outermost first: file, line, function, code and marks."""
+    return [frame for frame in _frames(stack) if not frame["file"].startswith(_TORCH)]
+
+
+def _frames(stack: str) -> Iterator[re.Match[str]]:
+    # attn_fuse.explain calls the model from its own frame.
+    return (frame for frame in _FRAME.finditer(stack) if not frame["file"].startswith(_OURS))
+
+
 def _in_forward(node: Node) -> Location | None:
     for _, kind in reversed((node.meta.get("nn_module_stack") or {}).values()):
-        # torch.export records the name of a class alone.
+        # torch.export records only the name of a class.
         forward = getattr(kind, "forward", None)
         if forward is None:
             continue
@@ -50,7 +64,7 @@ def _in_forward(node: Node) -> Location | None:
 
 
 def _module_path(node: Node) -> str:
-    """The dotted path of the innermost module outside `torch.nn`, or else inside it; "" without a module."""
+    """The dotted path of the innermost module, outside `torch.nn` if possible; "" without a module."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     own = [(path, kind) for path, kind in stack if not _is_torchs(kind)] or stack
     if not own:
@@ -58,8 +72,9 @@ def _module_path(node: Node) -> str:
     path = re.sub(r"^[LG](?=\[)", "", str(own[-1][0]))
     path = re.sub(r"\._modules(?=\[)|\.__dict__\['_modules'\]", "", path)
     path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path)
-    names = [name for name in path.split(".") if name]
-    return ".".join(names[1:] if names[:1] == ["self"] else names)
+    path = ".".join(name for name in path.split(".") if name)
+    # A decorator often passes the model on as args[0].
+    return re.sub(r"^(self|args\.0)(\.|$)", "", path)
 
 
 def _is_torchs(kind: object) -> bool:

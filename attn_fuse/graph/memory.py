@@ -1,12 +1,13 @@
-"""Memory: the views, writes and readers of the memory that a graph writes in place.
+"""Memory: the views, writes and readers of memory that a graph writes in place.
 
-A storage identifies memory, and torch's version counter shows a write. A schema or a trailing underscore tells of the
-writes that torch does not count.
+Memory is identified by its storage, and torch's version counter shows writes. Schemas and trailing underscores reveal
+the writes that torch does not count.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import operator
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -27,16 +28,18 @@ from attn_fuse.graph.names import (
     is_others_function,
     is_tensor,
     op_name,
+    overloads_of,
     storages,
     tensors_of,
     value_of,
 )
+from attn_fuse.graph.reach import reach
 from attn_fuse.graph.trace import call, fake_mode, fresh
 from attn_fuse.torch_internals import innermost, on_fake_tensors, storage_of
 
 
 class NotFunctional(Exception):
-    """The graph cannot be made functional: the message says why. node: the operation that prevents it."""
+    """The graph cannot be made functional; the message says why. node: the operation that prevents it."""
 
     def __init__(self, reason: str, node: Node) -> None:
         super().__init__(reason)
@@ -44,52 +47,42 @@ class NotFunctional(Exception):
 
 
 def written_memory(graph: Graph) -> set[int]:
-    """The storages that `graph` or a subgraph of it may write: no written one is missing.
+    """All storages that `graph` or its subgraphs may write.
 
-    A tensor shares its version counter with its views, and in Dynamo's records it starts at 0; `.data` has a counter
-    of its own. `may_write` finds the writes that no counter shows.
+    A tensor and its views share a version counter, which starts at 0 in Dynamo's records. `.data` has its own counter,
+    and `may_write` finds the writes that no counter shows.
     """
     found = set()
     for node in graph.nodes:
         found |= {storage_of(t) for t in tensors_of(value_of(node)) if innermost(t)._version > 0}
         found |= {storage for source in may_write(node) for storage in storages(source)}
-        # torch counts `unsqueeze_` as a write, and `resize_` not.
+        # torch counts `unsqueeze_` as a write, but not `resize_`.
         found |= storages(node) if changes_shape(node) else set()
     return found
 
 
 def changes_shape(node: Node) -> bool:
-    """Whether `node` is a method that gives its tensor another shape or memory, such as `unsqueeze_` and `resize_`."""
+    """Whether `node` is a method that changes its tensor's shape or memory, such as `unsqueeze_` and `resize_`."""
     name = str(node.target)
-    # Two underscores end a method of Python's, such as `__eq__`.
+    # Python's own methods, such as `__eq__`, end in two underscores.
     if node.op != "call_method" or not name.endswith("_") or name.endswith("__") or name == "detach_":
         return False
-    return any(torch.Tag.inplace_view in overload.tags for overload in overloads_named(name))
-
-
-def overloads_named(name: str) -> list[torch._ops.OpOverload]:
-    """The overloads of the operator `name` in `torch.ops.aten`, which has Python's attributes beside its operators."""
-    packet = getattr(torch.ops.aten, name, None)
-    return _overloads(packet) if isinstance(packet, torch._ops.OpOverloadPacket) else []
+    return any(torch.Tag.inplace_view in overload.tags for overload in overloads_of(name))
 
 
 def may_write(node: Node) -> list[Node]:
-    """The inputs that `node` writes by its schema; without a schema all inputs, if its name or use says so."""
+    """The inputs that `node` writes by its schema; without a schema, all inputs if its name or use suggests a write."""
     target: Any = node.target
     if node.op != "call_function":
         return []
     if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
-        overloads = [target] if isinstance(target, torch._ops.OpOverload) else _overloads(target)
+        overloads = [target] if isinstance(target, torch._ops.OpOverload) else overloads_of(target)
         return [source for overload in overloads for source in _written_arguments(node, overload._schema)]
     if _writes_unseen(node):
         return list(node.all_input_nodes)
-    # A trailing underscore means in place for torch's functions, but not for Python's operators, such as `and_`.
+    # A trailing underscore means in place, except in Python's operators, such as `and_`.
     name = "" if getattr(target, "__module__", None) == operator.and_.__module__ else getattr(target, "__name__", "")
     return list(node.all_input_nodes) if name.endswith("_") and not name.endswith("__") else []
-
-
-def _overloads(packet: torch._ops.OpOverloadPacket) -> list[torch._ops.OpOverload]:
-    return [getattr(packet, name) for name in packet.overloads()]
 
 
 def _written_arguments(node: Node, schema: Any) -> list[Node]:
@@ -102,12 +95,12 @@ def _written_arguments(node: Node, schema: Any) -> list[Node]:
 
 
 def _writes_unseen(node: Node) -> bool:
-    """Whether `node` is a higher-order operator without a result, such as a user's kernel: it is there to write."""
+    """Whether `node` is a higher-order operator without a result, such as a user's kernel, which exists to write."""
     return isinstance(node.target, torch._ops.HigherOrderOperator) and value_of(node) is None and not node.users
 
 
 def relevant(graph: Graph, written: set[int]) -> set[int]:
-    """The storages of `written` near an attention: all that lead to a softmax, or to anything computed from one."""
+    """The storages of `written` near an attention: those that lead to a softmax, or to anything computed from one."""
     if not written:
         return written
     touching: dict[int, list[Node]] = defaultdict(list)
@@ -120,24 +113,20 @@ def relevant(graph: Graph, written: set[int]) -> set[int]:
         anchor = node.op.startswith("call_") and (op_name(node) in SOFTMAX | FUSED | CALLS or is_exponential(node))
         if anchor or any(source in near for source in node.all_input_nodes):
             near.add(node)
-    found: set[int] = set()
-    waiting = list(near)
-    while waiting:
-        node = waiting.pop()
-        new = storages(node) & written - found
-        found |= new
-        reached = {*node.all_input_nodes, *(other for storage in new for other in touching[storage])} - near
-        near |= reached
-        waiting += reached
-    return found
+
+    def behind(node: Node) -> list[Node]:
+        alike = [touching.pop(storage, []) for storage in storages(node) & written]
+        return [*node.all_input_nodes, *itertools.chain(*alike)]
+
+    return set().union(*map(storages, reach(near, behind))) & written
 
 
 class Memory:
-    """The nodes of a graph that live in written memory, and those that read it.
+    """The nodes of a graph that live in written memory, and the nodes that read it.
 
-    inside: the views and writes, in graph order. reads: for each other node, and for the output, its arguments that
-    live in written memory. bases: by storage, the node outside that allocates the memory or brings it in.
-    writes: for each writing node, the storages that it writes. mode: the fake mode of the graph's tensors.
+    inside: the views and writes, in graph order. reads: for each other node, output included, its arguments in written
+    memory. bases: by storage, the outside node that allocates the memory or brings it in.
+    writes: the storages that each writing node writes. mode: the fake mode of the graph's tensors.
     """
 
     def __init__(self, module: GraphModule, written: set[int], modes: dict[Node, Mode]) -> None:
@@ -157,30 +146,28 @@ class Memory:
 
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
-        """A block whose operations run on fake tensors, without gradients and, as writes in place are, uncast."""
+        """A block whose operations run on fake tensors, without gradients or autocast, which skips in-place writes."""
         uncast = tuple(replace(cast, enabled=False) for cast in mode_now().autocast)
         with on_fake_tensors(self.mode), torch.no_grad(), autocast_of(Mode(False, uncast)):
             yield
 
     @property
     def dropouts(self) -> list[Node]:
-        """The in-place dropouts: each stays a dropout in the graph and draws as before; its result is then written."""
+        """The in-place dropouts, which stay dropouts and draw as before; their results are then written."""
         return [node for node in self.writes if op_name(node) in DROPOUT]
 
     def base_of(self, node: Node) -> Node:
-        """The base of the one storage that `node` lives in."""
+        """The base of the only storage of `node`."""
         (storage,) = storages(node)
         return self.bases[storage]
 
     def _look_at(self, node: Node) -> None:
         own = storages(node) & self._written
-        # A tuple from outside is read by its parts, each of which is a base.
-        sources = [
-            n for n in node.all_input_nodes if storages(n) & self._written and (n in self.inside or is_tensor(n))
-        ]
-        together = [n for n in node.all_input_nodes if storages(n) & self._written and n not in sources]
-        if together and op_name(node) != "getitem":
-            raise NotFunctional("several tensors are read at once of which one is written", node)
+        # A tuple from outside is read part by part, and each part is a base.
+        reading = [n for n in node.all_input_nodes if storages(n) & self._written]
+        sources = [n for n in reading if n in self.inside or is_tensor(n)]
+        if len(sources) < len(reading) and op_name(node) != "getitem":
+            raise NotFunctional("several tensors are read at once, and one of them is written", node)
         if node.op == "output":
             self.reads[node] = sources
             return
@@ -189,18 +176,17 @@ class Memory:
         if self.modes[node].levels > 0:
             raise NotFunctional("a vmap or a derivative of torch.func is open", node)
         if _writes_unseen(node):
-            raise NotFunctional(f"{op_name(node)} writes into what it is given", node)
+            raise NotFunctional(f"{op_name(node)} writes into its arguments", node)
         if is_others_function(node) and any(requiring(n) for n in (node, *sources)):
-            raise NotFunctional(f"{op_name(node)} may write it, and make a gradient of its own", node)
-        # An operation that gives a number, as `.item()` does, writes nothing.
+            raise NotFunctional(f"{op_name(node)} may write it, and define its own gradient", node)
+        # An operation that returns a number, such as `.item()`, writes nothing.
         gives_number = isinstance(value_of(node), (bool, int, float, torch.SymInt, torch.SymFloat, torch.SymBool))
         writes = self._run(node, sources) if sources and not gives_number else set()
         if not writes and any(storages(source) & self._written for source in may_write(node)):
-            raise NotFunctional(f"{op_name(node)} writes, and torch does not count it", node)
-        aliases = {s for source in sources if source in self.inside or is_tensor(source) for s in storages(source)}
-        if writes or own & aliases:
+            raise NotFunctional(f"{op_name(node)} writes without torch counting it", node)
+        if writes or own & set().union(*map(storages, sources)):
             if isinstance(node.target, torch._ops.HigherOrderOperator):
-                raise NotFunctional(f"{op_name(node)} gives or writes memory that is written", node)
+                raise NotFunctional(f"{op_name(node)} returns or writes memory that is written", node)
             self.inside[node] = None
             self.writes |= {node: writes} if writes else {}
             return
@@ -212,7 +198,7 @@ class Memory:
                     self._sharing = node
 
     def _run(self, node: Node, sources: Sequence[Node]) -> set[int]:
-        """The storages of written memory that `node` writes, found by running it on fake tensors."""
+        """The written storages that `node` itself writes, found by running it on fake tensors."""
         args, kwargs = map_arg((node.args, node.kwargs), self._fake)
         before = {id(t): t._version for source in sources for t in tensors_of(self._fakes[source])}
         result = call(node, args, kwargs)
@@ -227,11 +213,12 @@ class Memory:
 
     def _fake(self, node: Node) -> Any:
         if node not in self._fakes:
-            self._fakes[node] = _attribute(self.module, node) or fresh(value_of(node))
+            body = getattr(self.module, str(node.target), None) if node.op == "get_attr" else None
+            self._fakes[node] = body if isinstance(body, GraphModule) else fresh(value_of(node))
         return self._fakes[node]
 
     def assert_private(self) -> None:
-        """Raise NotFunctional where a value differs from the write, for autograd or an input in the same memory."""
+        """Raise NotFunctional where a value would differ from the write, to autograd or to an input in this memory."""
         if self._sharing is not None:
             raise NotFunctional("two inputs share memory that is written", self._sharing)
         wanting = {s for n in (*self.inside, *self.bases.values()) for s in requiring(n)}
@@ -249,10 +236,5 @@ class Memory:
 
 
 def requiring(node: Node) -> set[int]:
-    """The storages of the tensors of `node` that require a gradient."""
+    """The storages of those tensors of `node` that require a gradient."""
     return {storage_of(t) for t in tensors_of(value_of(node)) if t.requires_grad}
-
-
-def _attribute(module: GraphModule, node: Node) -> GraphModule | None:
-    value = getattr(module, str(node.target), None) if node.op == "get_attr" else None
-    return value if isinstance(value, GraphModule) else None

@@ -1,9 +1,9 @@
-"""Modes: the grad mode and the autocast under which each node of a graph runs."""
+"""Modes: the grad mode and the autocast in which each node of a graph runs."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ _CLOSES_LEVEL = ("_decrement_nesting", "_exit_dual_level")
 
 @dataclass(frozen=True)
 class Autocast:
-    """The autocast of one device type. dtype: what it casts to while it is enabled."""
+    """The autocast of one device type. dtype: the target of its casts while enabled."""
 
     device: str
     dtype: torch.dtype
@@ -31,8 +31,8 @@ class Autocast:
 class Mode:
     """The mode that a node runs in.
 
-    grad: whether operations record a backward. autocast: one entry for each device type.
-    levels: how many levels of torch.func (vmap, grad, jvp) are open.
+    grad: whether gradients are on. autocast: one entry for each device type.
+    levels: the number of open levels of torch.func (vmap, grad, jvp).
     """
 
     grad: bool
@@ -56,7 +56,7 @@ def _autocast_now(device: str) -> Autocast:
 
 
 def modes_of(graph: Graph, start: Mode) -> dict[Node, Mode]:
-    """The mode of each node of `graph`. start: the mode in which the graph starts."""
+    """The mode of each node of `graph`, which starts in the mode `start`."""
     found: dict[Node, Mode] = {}
     mode = start
     before: dict[Node, Mode] = {}
@@ -64,7 +64,7 @@ def modes_of(graph: Graph, start: Mode) -> dict[Node, Mode]:
         found[node] = mode
         name = op_name(node) if node.op == "call_function" else ""
         if name.endswith(_OPENS_LEVEL):
-            # A level includes the nodes that open and close it.
+            # A level includes its opening and closing nodes.
             mode = found[node] = replace(mode, levels=mode.levels + 1)
         elif name.endswith(_CLOSES_LEVEL):
             mode = replace(mode, levels=mode.levels - 1)
@@ -85,13 +85,9 @@ def modes_of(graph: Graph, start: Mode) -> dict[Node, Mode]:
 
 
 @contextlib.contextmanager
-def uncast(graph: Graph, mode: Mode) -> Iterator[None]:
-    """A block whose new nodes run uncast: the graph switches the autocasts of `mode` off before them and on after."""
-    entered = [
-        graph.call_function(_enter_autocast, (cast.device, cast.dtype, False, None))
-        for cast in mode.autocast
-        if cast.enabled
-    ]
+def cast_as(graph: Graph, casts: Iterable[Autocast]) -> Iterator[None]:
+    """A block whose new nodes run under `casts`: the graph enters them before and exits them after."""
+    entered = [graph.call_function(_enter_autocast, (cast.device, cast.dtype, cast.enabled, None)) for cast in casts]
     try:
         yield
     except BaseException:
@@ -102,20 +98,14 @@ def uncast(graph: Graph, mode: Mode) -> Iterator[None]:
         graph.call_function(_exit_autocast, (node,))
 
 
-def switched(graph: Graph, opened: Sequence[Node], mode: Mode) -> list[Node]:
-    """Write nodes that exit the autocasts `opened` and enter those of `mode` that do not hold now; gives the latter."""
-    for node in reversed(opened):
-        graph.call_function(_exit_autocast, (node,))
-    return [
-        graph.call_function(_enter_autocast, (cast.device, cast.dtype, cast.enabled, None))
-        for cast in mode.autocast
-        if cast not in mode_now().autocast
-    ]
+def uncast(graph: Graph, mode: Mode) -> contextlib.AbstractContextManager[None]:
+    """A block whose new nodes run without autocast: the graph disables that of `mode` around them."""
+    return cast_as(graph, [replace(cast, enabled=False) for cast in mode.autocast if cast.enabled])
 
 
 @contextlib.contextmanager
 def autocast_of(mode: Mode) -> Iterator[None]:
-    """A block whose operations are cast as in `mode`."""
+    """A block under the autocast of `mode`."""
     with contextlib.ExitStack() as stack:
         for cast in mode.autocast:
             if cast != _autocast_now(cast.device):

@@ -1,13 +1,14 @@
-"""Names: the operations of Dynamo's graph by kind, which decides how far a walk goes through each.
+"""Names: kinds of operations in Dynamo's graph, which decide how far a walk goes through each.
 
-A kind says nothing about what an operation means. torch's own tags say which operations are element-wise, so one that
-the lift learns to read needs no name here; another operation that stands in no table is a leaf.
+A kind says nothing about what an operation means. torch's tags say which operations are element-wise, so those need no
+name here. Any other operation outside the tables is a leaf.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -18,7 +19,7 @@ from attn_fuse.torch_internals import storage_of
 
 SOFTMAX = frozenset({"softmax", "softmin", "_softmax", "log_softmax", "_log_softmax", "_safe_softmax"})
 FUSED = frozenset({"scaled_dot_product_attention"})
-# Calls that compute attention among other things: `expand` writes them out before sites are sought.
+# Calls that contain an attention: `expand` writes them out before the search for sites.
 CALLS = frozenset({"multi_head_attention_forward", "_transformer_encoder_layer_fwd"})
 PRODUCTS = frozenset(
     "matmul bmm mm einsum baddbmm addbmm addmm linear tensordot inner dot mv vecdot chain_matmul".split()
@@ -30,14 +31,14 @@ LAYOUT = frozenset(
     "select slice narrow getitem view_as reshape_as broadcast_to adjoint tile ravel alias detach diagonal "
     "lift_fresh_copy _unsafe_view".split()
 )
-# Tensors joined, padded or rolled: leaves on the way to query, key and value, walked through on the mask side.
+# Joins, pads and rolls: leaves on the way to query, key and value, walked through on the mask side.
 JOINS = frozenset("cat concat concatenate stack hstack vstack dstack pad constant_pad_nd roll flip".split())
-# Partial writes, made functional: a tensor with some of its elements replaced.
+# Partial writes in functional form.
 SCATTERS = frozenset("slice_scatter select_scatter diagonal_scatter index_copy as_strided_scatter".split())
-# Elements at positions that a tensor holds.
+# Lookups at positions from a tensor.
 LOOKUPS = frozenset("embedding index_select gather take_along_dim index".split())
 CASTS = frozenset("to float half bfloat16 double type type_as _to_copy".split())
-# Element-wise functions that torch does not tag as such, Python's operators, and second names of others.
+# Element-wise functions without torch's tag, Python's operators, and aliases.
 _ELEMENTWISE = frozenset(CASTS | FUNCTIONS.keys() - LAYOUT) | frozenset(
     "absolute and arccos arccosh arcsin arcsinh arctan arctan2 arctanh bool copy divide expit fill fix floordiv "
     "greater greater_equal hardswish index_fill index_put int invert less less_equal log_sigmoid logsigmoid long "
@@ -49,14 +50,14 @@ CREATION = frozenset(
     "new_zeros new_full new_tensor new_empty eye as_tensor tril_indices triu_indices meshgrid".split()
 )
 _BETWEEN = LAYOUT | CREATION | DROPOUT | REDUCTIONS | JOINS | SCATTERS | LOOKUPS | SOFTMAX
-# These read sizes, not values.
+# These read sizes only.
 SIZE_QUERIES = frozenset({"size", "dim", "numel", "stride", "shape", "sym_size", "getattr"})
-# These make a tensor in the shape or dtype of another, without reading its values.
+# These read only shape and dtype.
 IN_THE_SHAPE_OF = frozenset(
     "ones_like zeros_like full_like empty_like rand_like randn_like randint_like new_ones new_zeros new_full new_empty "
     "new_tensor".split()
 )
-# These run their subgraph once, on the operands given.
+# These run their subgraph once, on their own arguments.
 INLINE_SUBGRAPHS = frozenset({"tag_activation_checkpoint", "invoke_subgraph", "wrap"})
 # These run their subgraph any number of times, on operands that the graph does not name.
 LOOPED_SUBGRAPHS = frozenset({"while_loop", "cond", "scan", "map_impl", "map"})
@@ -67,35 +68,36 @@ _TORCH_AND_PYTHON = ("torch", "_operator", "builtins", "math")
 
 @functools.cache
 def is_elementwise(name: str) -> bool:
-    """Whether the operation of this name computes each element from those at its place: by torch's tag or the table."""
+    """Whether the operation `name` is element-wise, by torch's tag or the table."""
     if name in _ELEMENTWISE:
         return True
-    packets = [getattr(torch.ops.aten, spelled, None) for spelled in (name, f"special_{name}")]
-    tags = [
-        getattr(packet, kind).tags
-        for packet in packets
-        if isinstance(packet, torch._ops.OpOverloadPacket)
-        for kind in packet.overloads()
-    ]
+    tags = [overload.tags for overload in (*overloads_of(name), *overloads_of(f"special_{name}"))]
     return any(torch.Tag.pointwise in t and torch.Tag.nondeterministic_seeded not in t for t in tags)
+
+
+def overloads_of(operator: str | torch._ops.OpOverloadPacket) -> list[torch._ops.OpOverload]:
+    """The overloads of an ATen operator; none for other attributes of `torch.ops.aten`."""
+    packet: Any = getattr(torch.ops.aten, operator, None) if isinstance(operator, str) else operator
+    named = packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else []
+    return [getattr(packet, name) for name in named]
 
 
 @functools.cache
 def is_between(name: str) -> bool:
-    """Whether the operation of this name may stand between the scores, the weights and the product with the value."""
+    """Whether the operation `name` may stand between scores, weights and the product with the value."""
     return name in _BETWEEN or is_elementwise(name)
 
 
 def elements(tensor: torch.Tensor) -> int:
-    """The number of elements on the first call; a symbolic size without a known value counts as 1."""
+    """The number of elements on the first call; symbolic sizes without a known value count as 1."""
     sizes = [n.node.hint if isinstance(n, torch.SymInt) else n for n in tensor.shape]
     return math.prod(1 if n is None else n for n in sizes)
 
 
 def op_name(node: Node) -> str:
-    """The operation's name, the same for the function, the method, the operator and the in-place form.
+    """The operation's name, shared by function, method, operator and in-place form.
 
-    Outside torch and Python the name keeps its module or namespace: another library's `softmax` may mean anything.
+    Outside torch and Python the name keeps its module or namespace, as another library's `softmax` may mean anything.
     """
     target = node.target
     if node.op == "call_method":
@@ -111,7 +113,7 @@ def op_name(node: Node) -> str:
             return f"{module}.{name}"
     if name == "getattr" and len(node.args) > 1:
         return str(node.args[1])
-    # `torch.special` has second names for functions of torch's own.
+    # `torch.special` has aliases for torch's own functions.
     name = name.removeprefix("special_")
     if name in _REFLECTED:
         return _REFLECTED[name]
@@ -120,7 +122,7 @@ def op_name(node: Node) -> str:
 
 
 def is_others_function(node: Node) -> bool:
-    """Whether `node` calls a Python function that is neither torch's nor Python's, as `allow_in_graph` leaves it."""
+    """Whether `node` calls a Python function from outside torch and Python, kept whole by `allow_in_graph`."""
     if node.op != "call_function" or isinstance(node.target, torch._ops.OperatorBase):
         return False
     return _module_of(node.target).partition(".")[0] not in _TORCH_AND_PYTHON
@@ -131,7 +133,7 @@ def _module_of(target: object) -> str:
 
 
 def called(node: Node) -> str:
-    """The name of the operation that a call calls, "" for any other node."""
+    """The name of the operation that `node` calls; "" unless it is a call."""
     return op_name(node) if node.op.startswith("call_") else ""
 
 
@@ -142,18 +144,18 @@ _OPERATORS = {
 }  # fmt: skip
 
 
-# Of operators for which the order does not matter. Bare, `__rand__` would be `torch.rand`.
+# Commutative operators. Without underscores, `__rand__` would be `torch.rand`.
 _REFLECTED = {"__rand__": "and", "__ror__": "or", "__rxor__": "xor"}
 
 
 def is_exponential(node: Node) -> bool:
-    """Whether `node` is `exp`, `exp2` or a power with a positive number as its base."""
+    """Whether `node` is `exp`, `exp2` or a power of a positive number."""
     base = node.args[0] if op_name(node) == "pow" and node.args else None
     return op_name(node) in ("exp", "exp2") or (isinstance(base, int | float) and base > 0)
 
 
 def value_of(node: Node) -> object:
-    """The fake tensor, number, symbol or container of them that is recorded for `node`; None without a record."""
+    """The fake tensor, number, symbol or container recorded for `node`; None without a record."""
     return node.meta.get("example_value", node.meta.get("val"))
 
 
@@ -173,5 +175,5 @@ def requires_grad(node: Node) -> bool:
 
 
 def storages(node: Node) -> set[int]:
-    """The ids of the storages that the tensors of `node` live in; a view has the storage of its base."""
+    """The ids of the storages of the tensors of `node`; a view has the storage of its base."""
     return {storage_of(tensor) for tensor in tensors_of(value_of(node))}

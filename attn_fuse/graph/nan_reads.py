@@ -1,8 +1,8 @@
-"""NaN reads: the operations that tell a NaN from a number, behind an attention.
+"""NaN reads: the operations behind an attention that tell a NaN from a number.
 
-A fully masked row is NaN under minus infinity, and 0 on torch's kernels. Most operations carry a NaN on to what they
-give, so that it shows in the program's outputs. Those that do not: an operation with a result that holds no fractions,
-as a comparison, `isnan` or `argmax`, and the few that give a fraction for NaN. An operation that is not torch's may.
+A fully masked row is NaN under minus infinity, and 0 in torch's kernels. Most operations pass a NaN on to the program's
+outputs. The exceptions are operations without fractions in their result, such as comparisons, `isnan` and `argmax`, a
+few that return a fraction for NaN, and possibly any operation outside torch.
 """
 
 from __future__ import annotations
@@ -13,19 +13,10 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from attn_fuse.graph.location import locate
-from attn_fuse.graph.names import (
-    CASTS,
-    IN_THE_SHAPE_OF,
-    INLINE_SUBGRAPHS,
-    LAYOUT,
-    SIZE_QUERIES,
-    op_name,
-    tensors_of,
-    value_of,
-)  # fmt: skip
-from attn_fuse.graph.scopes import bodies
+from attn_fuse.graph.names import CASTS, IN_THE_SHAPE_OF, LAYOUT, SIZE_QUERIES, op_name, tensors_of, value_of
+from attn_fuse.graph.scopes import bodies, operands_of
 
-# The result is a fraction, and none for NaN, or not for every NaN.
+# These return fractions, but no NaN for some or all NaNs.
 _TAKES_NAN = frozenset(
     "nan_to_num nanmean nansum nanmedian nanquantile fmax fmin sign sgn softshrink heaviside item tolist".split()
 )
@@ -33,24 +24,21 @@ _SHAPES = SIZE_QUERIES | IN_THE_SHAPE_OF | {"is_floating_point", "is_complex", "
 
 
 def nan_reads(graph: GraphModule) -> dict[Node, str]:
-    """For each node, what could tell a NaN among its elements from 0, in words; a node without such is left out.
-
-    Nodes of subgraphs are among them.
-    """
+    """By node, subgraphs included, an operation that could tell a NaN in its result from 0, in words."""
     reads = _Reads()
     reads.collect(graph, {})
     return reads.of_zero
 
 
 class _Reads:
-    """What tells a NaN from any other number, `of_any`, and what tells it from 0, `of_zero`, by node."""
+    """By node, an operation that tells a NaN from any number, `of_any`, or from 0, `of_zero`."""
 
     def __init__(self) -> None:
         self.of_any: dict[Node, str] = {}
         self.of_zero: dict[Node, str] = {}
 
     def collect(self, graph: GraphModule, outside: Mapping[int, str]) -> None:
-        """Read `graph`, a subgraph after the graph around it. outside: what reads each output, by its place."""
+        """Read `graph` backward, each subgraph after its readers. outside: the reader of each output, by its place."""
         outputs = _outputs(graph)
         for node in reversed(graph.graph.nodes):
             if node.op == "output":
@@ -72,17 +60,13 @@ class _Reads:
         return self.of_zero.get(user, "") if moves and _is_fractions(user) else said
 
     def _said(self, user: Node, node: Node, graph: GraphModule) -> str:
-        # What the graph writes into its inputs at its end is an output, too.
+        # A value that the graph writes into an input at its end is an output too.
         is_written = op_name(user) == "copy" and user.args[0] is not node and _is_fractions(node)
         if user.op == "output" or is_written or op_name(user) in _SHAPES:
             return ""
         run = bodies(user, graph)
-        if len(run) == 1 and op_name(user) in INLINE_SUBGRAPHS:
-            holders = [n for n in run[0].graph.nodes if n.op == "placeholder"]
-            operands = [a for a in user.args if not (isinstance(a, str) or getattr(a, "op", "") == "get_attr")]
-            if len(holders) == len(operands):
-                said = (self.of_any.get(h, "") for h, a in zip(holders, operands, strict=True) if a is node)
-                return next(filter(None, said), "")
+        if len(run) == 1 and (given := operands_of(user, run[0], graph)):
+            return next(filter(None, (self.of_any.get(h, "") for h, a in given.items() if a is node)), "")
         is_foreign = "." in op_name(user) or "::" in op_name(user)
         if run or is_foreign or op_name(user) in _TAKES_NAN or not _is_fractions(user):
             return f"{op_name(user)} (line {locate(user).line})"

@@ -1,7 +1,7 @@
-"""Replay: run a graph once on copies of its inputs, for its outputs, its writes and its gradients.
+"""Replay: run a graph once on copies of its inputs, for its outputs, writes and gradients.
 
-Dropout is off, so that two graphs that draw it differently can be compared; every other draw starts from the caller's
-random state. The user's tensors, gradients, random state and modes stay as they are.
+Dropout is off, because two graphs that draw it differently are compared. All other random numbers start from the
+caller's random state. The user's tensors, gradients, random state and modes stay unchanged.
 """
 
 from __future__ import annotations
@@ -9,18 +9,21 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Interpreter, Node
+from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.node import Argument, Target
 from torch.utils import _pytree as pytree
 
-from attn_fuse.graph.names import INLINE_SUBGRAPHS
+from attn_fuse.graph.names import INLINE_SUBGRAPHS, value_of
+from attn_fuse.graph.region import Region, number_of
+from attn_fuse.report import log
 from attn_fuse.torch_internals import (
     FakeTensor,
     apart_from_dynamo,
@@ -29,46 +32,45 @@ from attn_fuse.torch_internals import (
     storage_of,
 )
 
-# By the path of an operation in the graph: which of its results share memory with its inputs.
-Aliases = dict[str, list[bool]]
-
 
 class NotWide(Exception):
-    """In float64 the program would be another: it reads bits, or would copy where it shares memory, say."""
+    """In float64 the program would mean something else, because it reads bits, for example."""
 
 
 @dataclass(frozen=True)
 class Played:
     """The results of one run.
 
-    tensors: by name, the outputs, then each input and constant as it is afterwards.
-    facts: what must agree exactly: outputs that are no tensors; the dtype, device, shape, strides, requires_grad and
-        shared memory of tensors.
+    tensors: by name, the outputs, then each input and constant after the run.
     gradients: of each input and constant that requires one, for a fixed weighting of outputs and written inputs; None
         where the backward raises.
-    constants: by name, the tensors that the graph holds itself, and whether it writes each.
+    facts: results to compare exactly: outputs other than tensors, and the dtype, device, shape, strides, requires_grad
+        and shared memory of tensors.
+    constants: the graph's own tensors by name, and whether it writes each.
+    aliases: by the path of an operation, which of its results share memory with its inputs.
     """
 
     tensors: dict[str, Tensor]
-    facts: dict[str, Any]
     gradients: dict[str, Tensor] | None
-    constants: dict[str, bool]
+    facts: dict[str, Any] = field(default_factory=dict)
+    constants: dict[str, bool] = field(default_factory=dict)
+    aliases: dict[str, list[bool]] = field(default_factory=dict)
 
 
-def replay(graph: GraphModule, inputs: Sequence[Any], aliases: Aliases, wide: bool = False) -> Played:
+def replay(graph: GraphModule, inputs: Sequence[Any], in_float64: Played | None = None) -> Played:
     """The results of `graph` on copies of `inputs`, in the caller's grad mode and autocast.
 
-    aliases: filled in by a run in the program's own dtypes, read by a `wide` run.
-    wide: run in float64 throughout, casts included. Raises NotWide, and whatever the graph raises.
+    in_float64: a run in the program's own dtypes, to repeat in float64 throughout, casts included. Raises NotWide where
+    that is impossible, and whatever the graph raises.
     """
     try:
-        return _replay(graph, inputs, aliases, wide, contextlib.nullcontext())
+        return _replay(graph, inputs, in_float64, contextlib.nullcontext())
     except _NoBackward:
-        # A write after the save breaks eager's backward; a compiled graph keeps the saved values, so we copy them.
+        # A write after the save breaks eager's backward. A compiled graph keeps the saved values, so copy them.
         kept = torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t)
         with contextlib.suppress(Exception):  # torch.func takes no such hooks
-            return _replay(graph, inputs, aliases, wide, kept)
-    return _replay(graph, inputs, aliases, wide, contextlib.nullcontext(), backward=False)
+            return _replay(graph, inputs, in_float64, kept)
+    return _replay(graph, inputs, in_float64, contextlib.nullcontext(), backward=False)
 
 
 class _NoBackward(Exception):
@@ -78,36 +80,58 @@ class _NoBackward(Exception):
 def _replay(
     graph: GraphModule,
     inputs: Sequence[Any],
-    aliases: Aliases,
-    wide: bool,
+    narrow: Played | None,
     saving: contextlib.AbstractContextManager[Any],
     backward: bool = True,
 ) -> Played:
     attributes = list(_attributes(graph))
     names = [*(f"input {n}" for n in range(len(inputs))), *(f"constant {name}" for name, _ in attributes)]
     originals = [*map(_plain, inputs), *(t for _, t in attributes)]
-    with _as_it_was(wide, originals):
-        copies, leaves = _copied(originals, wide)
+    with _as_it_was(originals, narrow is not None):
+        copies, leaves = _copied(originals, narrow is not None)
         before = [c._version if _counts(c) else 0 for c in copies]
         given = {id(old): new for old, new in zip(originals, copies, strict=True) if isinstance(old, Tensor)}
+        aliases: dict[str, list[bool]] = {} if narrow is None else narrow.aliases
         with saving:
-            found = _Replay(graph, given, aliases, wide).run(*copies[: len(inputs)])
+            found = _Replay(graph, given, aliases, narrow is not None).run(*copies[: len(inputs)])
         outputs = {f"output {n}": out for n, out in enumerate(pytree.tree_leaves(found))}
-        afterwards = {n: c for n, c in zip(names, copies, strict=True) if isinstance(c, Tensor)}
-        written = [c for c, v in zip(copies, before, strict=True) if _counts(c) and c._version != v and not c.is_leaf]
-        held = {n: _counts(c) and c._version != v for n, c, v in zip(names, copies, before, strict=True)}
+        changed = [_counts(c) and c._version != v for c, v in zip(copies, before, strict=True)]
+        written = [c for c, is_written in zip(copies, changed, strict=True) if is_written and not c.is_leaf]
         wanted = {n: leaf for n, leaf in zip(names, leaves, strict=True) if leaf is not None}
         gradients = gradients_of([*outputs.values(), *written], wanted) if backward else None
-    tensors = {n: t for n, t in outputs.items() if isinstance(t, Tensor)} | {
-        f"{n} afterwards": t for n, t in afterwards.items()
-    }
+    everything = outputs | {f"{n} afterwards": c for n, c in zip(names, copies, strict=True)}
+    tensors = {n: t for n, t in everything.items() if isinstance(t, Tensor)}
     facts = {n: o for n, o in outputs.items() if not isinstance(o, Tensor)} | _facts(tensors)
-    constants = {n: held[n] for n in names[len(inputs) :]}
-    return Played({n: t.detach() for n, t in tensors.items()}, facts, gradients, constants)
+    constants = dict(zip(names[len(inputs) :], changed[len(inputs) :], strict=True))
+    return Played({n: t.detach() for n, t in tensors.items()}, gradients, facts, constants, aliases)
+
+
+def observed(
+    region: Region, known: Mapping[Node, Any], graph: GraphModule, inputs: Sequence[Any]
+) -> Mapping[Node, Tensor]:
+    """The tensors that `graph` computes for the leaves of `region` that are not `known`; {} if it cannot run.
+
+    Runs only the operations that they need, on copies of `inputs`, without gradients and autocast.
+    """
+    lacking = [leaf for leaf in region.leaves if leaf not in known and isinstance(value_of(leaf), Tensor)]
+    tops = {leaf: top for leaf in lacking if (top := region.scope.top(leaf)) is not None and top.graph is graph.graph}
+    if not tops:
+        return {}
+    try:
+        part, copies = Graph(), dict[Node, Node]()
+        part.graph_copy(graph.graph, copies)
+        part.output(tuple(copies[top] for top in tops.values()))
+        part.eliminate_dead_code()
+        with torch.no_grad():
+            found = replay(GraphModule(graph, part), inputs).tensors
+    except Exception:  # the caller can do without
+        log.info("the inputs of an attention could not be observed", exc_info=True)
+        return {}
+    return {leaf: value for n, leaf in enumerate(tops) if (value := found.get(f"output {n}")) is not None}
 
 
 def gradients_of(results: Sequence[Any], wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The gradients of `wanted` by name, for a fixed weighting of `results`: zeros where a result depends on none.
+    """The gradients of `wanted` by name, for a fixed weighting of `results`; zeros where no result depends on one.
 
     Raises an exception where the results have no backward.
     """
@@ -135,7 +159,7 @@ def _facts(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     owner: dict[int, tuple[str, Tensor]] = {}
     for name, t in reversed(list(tensors.items())):
         if name.startswith("constant"):
-            # A graph may hold any constants: they count only where a result shares their memory.
+            # Graphs may differ in constants, unless a result shares their memory.
             if _counts(t):
                 owner.setdefault(storage_of(t), (name, t))
             continue
@@ -151,11 +175,10 @@ def _facts(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     return facts
 
 
-# ---- the run
-
-
 class _Replay(Interpreter):
-    def __init__(self, module: Any, given: Mapping[int, Tensor], aliases: Aliases, wide: bool, path: str = "") -> None:
+    def __init__(
+        self, module: Any, given: Mapping[int, Tensor], aliases: dict[str, list[bool]], wide: bool, path: str = ""
+    ) -> None:
         super().__init__(module)
         self._given, self._aliases, self._wide, self._path = given, aliases, wide, path
         self._entered: list[tuple[Any, Any]] = []
@@ -193,13 +216,6 @@ class _Replay(Interpreter):
             return _Body(value, functools.partial(self._inside, value, str(target)))
         return self._given.get(id(value), value)
 
-    def call_module(self, target: Target, args: tuple[Argument, ...], kwargs: dict[str, Any]) -> Any:
-        module: Any = self.fetch_attr(str(target))
-        if isinstance(module, torch.nn.modules.dropout._DropoutNd):
-            return args[0] if module.inplace or not module.training else _another(args[0])
-        held = {n: self._given[id(t)] for n, t in _held(module)}
-        return torch.func.functional_call(module, held, args, kwargs)
-
     def call_method(self, target: Target, args: tuple[Argument, ...], kwargs: dict[str, Any]) -> Any:
         if self._wide:
             target = "double" if target in ("float", "half", "bfloat16") else target
@@ -229,7 +245,7 @@ class _Replay(Interpreter):
 
 
 class _Body(torch.nn.Module):
-    """The body of a higher-order operator, run as the graph around it is."""
+    """The body of a higher-order operator, replayed like the graph around it."""
 
     def __init__(self, body: GraphModule, run: Callable[..., Any]) -> None:
         super().__init__()
@@ -240,7 +256,7 @@ class _Body(torch.nn.Module):
 
 
 def _undropped(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | None:
-    """A list of the result of a dropout call with dropout off; None where the call drops nothing as written."""
+    """The result of a dropout call with dropout off, in a list; None where the call as written drops nothing."""
     named = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | dict(kwargs)
     drops = named.get("training", named.get("train", "alpha" not in name))
     if not drops or float(named.get("p", 0.5)) == 0:
@@ -252,7 +268,7 @@ def _undropped(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> l
 
 
 def _another(x: Tensor) -> Tensor:
-    """`x` in new memory, as dropout gives it."""
+    """`x` in new memory, as from dropout."""
     return x * 1
 
 
@@ -278,7 +294,7 @@ def _parameters(target: Any) -> tuple[str, ...]:
 
 
 def _is_seed(args: tuple[Any, ...]) -> bool:
-    """Whether the call draws a kernel's seed, below 2**62: the program's later draws must not depend on it."""
+    """Whether the call draws a kernel's seed, below 2**62, which must not change the program's later draws."""
     return bool(args) and isinstance(args[0], int) and args[0] == 2**62
 
 
@@ -297,11 +313,8 @@ def _wide_arguments(name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
     return widened
 
 
-# ---- the state around it
-
-
 @contextlib.contextmanager
-def _as_it_was(wide: bool, values: Sequence[Any]) -> Iterator[None]:
+def _as_it_was(values: Sequence[Any], wide: bool) -> Iterator[None]:
     dtype = torch.get_default_dtype()
     with (
         torch.random.fork_rng(_cuda(values)),
@@ -320,59 +333,49 @@ def _as_it_was(wide: bool, values: Sequence[Any]) -> Iterator[None]:
 
 def _cuda(values: Sequence[Any]) -> list[int]:
     found = {t.device for t in _tensors(values) if t.device.type == "cuda"}
-    # Saving the random state must not be what initialises CUDA.
+    # Saving the random state must not initialise CUDA.
     return sorted(d.index for d in found) or (
         [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
     )
 
 
 def _attributes(module: GraphModule, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The tensors that the graph and its subgraphs hold themselves, each under its path."""
-    seen: set[str] = set()
-    for node in module.graph.nodes:
-        if node.op not in ("get_attr", "call_module") or node.target in seen:
-            continue
-        seen.add(node.target)
-        value = functools.reduce(getattr, str(node.target).split("."), module)
+    """The paths and tensors of the constants in the graph and its subgraphs."""
+    for name in dict.fromkeys(str(node.target) for node in module.graph.find_nodes(op="get_attr")):
+        value = operator.attrgetter(name)(module)
         if isinstance(value, Tensor):
-            yield f"{path}{node.target}", value
-        elif isinstance(value, GraphModule) and node.op == "get_attr":
-            yield from _attributes(value, f"{path}{node.target}.")
-        elif isinstance(value, torch.nn.Module):
-            yield from ((f"{path}{node.target}.{n}", t) for n, t in _held(value))
-
-
-def _held(module: torch.nn.Module) -> list[tuple[str, Tensor]]:
-    return [*module.named_parameters(), *module.named_buffers()]
+            yield f"{path}{name}", value
+        elif isinstance(value, GraphModule):
+            yield from _attributes(value, f"{path}{name}.")
 
 
 def _copied(values: Sequence[Any], wide: bool) -> tuple[list[Any], list[Tensor | None]]:
-    """Copies with the strides and shared memory of `values`, and the leaf that gets each copy's gradient, if any."""
-    memory: dict[int, list[Tensor]] = {}
+    """Copies in the strides and shared memory of `values`, and the leaf that gets each copy's gradient, if any."""
+    kinds = {(storage_of(t), t.dtype) for t in values if _counts(t)}
+    if wide and len({storage for storage, _ in kinds}) < len(kinds):
+        raise NotWide("the bits of a number are read")
+    memory: dict[int, Tensor] = {}
+    made: dict[int, tuple[Any, Tensor | None]] = {}
     for value in values:
-        if _counts(value):
-            memory.setdefault(storage_of(value), []).append(value)
-    copies: list[Any] = []
-    leaves: list[Tensor | None] = []
-    made: dict[int, Tensor] = {}
-    parts = {key: _Memory(group, wide) for key, group in memory.items()}
-    for value in values:
-        if not isinstance(value, Tensor):
-            copies.append(value)
-            leaves.append(None)
-            continue
-        if wide and not _counts(value):
-            raise NotWide(f"a {type(value).__name__} stays as it is")
-        first = id(value) not in made
-        copy, leaf = made.get(id(value)), None
-        if copy is None:
-            copy = parts[storage_of(value)].like(value) if _counts(value) else value.detach().clone()
-            if value.requires_grad:
-                copy, leaf = _requiring(copy, value.is_leaf)
-            made[id(value)] = copy
-        copies.append(copy)
-        leaves.append(leaf if first else None)
-    return copies, leaves
+        if isinstance(value, Tensor) and id(value) not in made:
+            if wide and not _counts(value):
+                raise NotWide(f"a {type(value).__name__} stays as it is")
+            copy = _copy_of(value, memory, wide) if _counts(value) else value.detach().clone()
+            made[id(value)] = _requiring(copy, value.is_leaf) if value.requires_grad else (copy, None)
+    pairs = [made.get(id(value), (value, None)) for value in values]
+    return [copy for copy, _ in pairs], [leaf for _, leaf in pairs]
+
+
+def _copy_of(value: Tensor, memory: dict[int, Tensor], wide: bool) -> Tensor:
+    """A copy of `value` in `memory`: the copy of each storage, so that writes reach all copies that share it."""
+    dtype = _WIDER.get(value.dtype, value.dtype) if wide else value.dtype
+    with torch.no_grad():
+        if (whole := memory.get(storage_of(value))) is None:
+            whole = torch.empty(0, dtype=value.dtype, device=value.device).set_(value.untyped_storage())
+            whole = memory[storage_of(value)] = whole.to(dtype, copy=True)
+        if whole.dtype != dtype:
+            whole = torch.empty(0, dtype=dtype, device=value.device).set_(whole.untyped_storage())
+        return whole.as_strided(value.shape, value.stride(), value.storage_offset()).detach()
 
 
 def _requiring(copy: Tensor, is_leaf: bool) -> tuple[Tensor, Tensor]:
@@ -383,35 +386,8 @@ def _requiring(copy: Tensor, is_leaf: bool) -> tuple[Tensor, Tensor]:
         return copy.copy_(leaf), leaf
 
 
-class _Memory:
-    """A copy of the memory that some tensors share."""
-
-    def __init__(self, group: Sequence[Tensor], wide: bool) -> None:
-        self._one_dtype = len({t.dtype for t in group}) == 1
-        if wide and not self._one_dtype:
-            raise NotWide("the bits of a number are read")
-        last = [t.storage_offset() + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) for t in group]
-        self._start = min(t.storage_offset() for t in group) if self._one_dtype else 0
-        whole = torch.empty(0, dtype=group[0].dtype, device=group[0].device)
-        with torch.no_grad():
-            if self._one_dtype:
-                whole.set_(group[0].untyped_storage(), self._start, (max(last) + 1 - self._start,), (1,))
-                self._copy = whole.to(_WIDER.get(whole.dtype, whole.dtype)) if wide else whole.clone()
-                self._copy = self._copy.clone() if self._copy is whole else self._copy
-            else:
-                self._copy = whole.set_(group[0].untyped_storage().clone())
-
-    def like(self, value: Tensor) -> Tensor:
-        with torch.no_grad():
-            if self._one_dtype:
-                # Detached, so that each is a leaf, though a write into one is a write into all.
-                return self._copy.as_strided(value.shape, value.stride(), value.storage_offset() - self._start).detach()
-            separate = torch.empty(0, dtype=value.dtype, device=value.device)
-            return separate.set_(self._copy.untyped_storage(), value.storage_offset(), value.shape, value.stride())
-
-
 def _counts(value: Any) -> bool:
-    """Whether `value` is a plain strided tensor, which a copy of its memory gives back."""
+    """Whether `value` is a plain strided tensor, which can be rebuilt from a copy of its memory."""
     return (
         type(value) in (Tensor, torch.nn.Parameter)
         and value.layout == torch.strided
@@ -424,9 +400,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _plain(value: Any) -> Any:
-    """`value`; for a symbol its number on this call."""
-    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return value.node.hint
+    """`value`, or the number of a symbol on this call."""
     if isinstance(value, FakeTensor):
         raise TypeError("the inputs hold no numbers")
-    return value
+    return number_of(value)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -16,9 +17,9 @@ from attn_fuse.torch_internals import name_sources
 
 @dataclass(frozen=True, eq=False)
 class Scope:
-    """A graph, or a subgraph of one.
+    """A graph or subgraph.
 
-    outer: for each placeholder of a subgraph the node of the top graph that it stands for; None for no single node.
+    outer: the node of the top graph behind each placeholder of a subgraph; None where there is not exactly one.
     modes: the mode of each node. path: the names of the subgraphs that lead here, joined by dots; "" for the top graph.
     """
 
@@ -28,25 +29,21 @@ class Scope:
     path: str = ""
 
     def top(self, node: Node) -> Node | None:
-        """The node of the top graph that `node` stands for; None without one."""
+        """The node of the top graph behind `node`; None without one."""
         return self.outer.get(node, node if not self.outer else None)
 
 
 @dataclass(frozen=True)
 class StillWritten:
-    """Memory that a graph still writes in place: a region that reads or makes some of it is refused.
+    """Memory that a graph still writes in place. Regions that read or make some of it are refused.
 
-    refusal: why. memory: its storages.
-    functional: whether all other writes are values, and this memory was left out as it is near no attention.
+    refusal: the reason. memory: the storages.
+    functional: whether all other writes are values, and this memory is near no attention.
     """
 
     refusal: Refusal
     memory: frozenset[int]
     functional: bool = False
-
-    def and_also(self, other: StillWritten | None) -> StillWritten:
-        """This memory joined with that of `other`, under this refusal."""
-        return self if other is None else replace(self, memory=self.memory | other.memory)
 
     def holds(self, nodes: Iterable[Node]) -> bool:
         """Whether any of `nodes` lives in this memory."""
@@ -54,7 +51,7 @@ class StillWritten:
 
 
 def scopes(module: GraphModule) -> Iterator[Scope]:
-    """`module` and the subgraphs of its activation checkpoints and loops, outermost first, from the caller's mode."""
+    """`module`, in the caller's mode, and the subgraphs of its checkpoints and loops, outermost first."""
     yield from _scopes(Scope(module, {}, modes_of(module.graph, mode_now())))
 
 
@@ -70,34 +67,43 @@ def _scopes(scope: Scope) -> Iterator[Scope]:
         body = getattr(scope.module, target, None)
         if not isinstance(body, GraphModule):
             continue
-        holders = [n for n in body.graph.nodes if n.op == "placeholder"]
-        operands = [a for a in users[0].args if not (isinstance(a, Node) and a.op == "get_attr" and a.target == target)]
-        operands = [a for a in operands if not isinstance(a, str)]
-        single = len(users) == 1 and len(operands) == len(holders) and op_name(users[0]) in INLINE_SUBGRAPHS
+        given = operands_of(users[0], body, scope.module) if len(users) == 1 else {}
         outer = {
-            h: scope.top(o) if single and isinstance(o, Node) else None
-            for h, o in zip(holders, operands if single else holders, strict=True)
+            holder: scope.top(operand) if isinstance(operand := given.get(holder), Node) else None
+            for holder in body.graph.find_nodes(op="placeholder")
         }
         modes = modes_of(body.graph, scope.modes[users[0]])
         yield from _scopes(Scope(body, outer, modes, f"{scope.path}.{target}".lstrip(".")))
 
 
-def bodies(node: Node, module: GraphModule) -> list[GraphModule]:
-    """The subgraphs of `module` that `node`, a call in its graph, is given to run."""
+def bodies(node: Node, module: torch.nn.Module) -> list[GraphModule]:
+    """The subgraphs of `module` that the call `node` runs."""
     given = [a for a in node.args if isinstance(a, Node) and a.op == "get_attr"] if node.op == "call_function" else []
     found = [getattr(module, str(a.target), None) for a in given]
     return [body for body in found if isinstance(body, GraphModule)]
 
 
+def operands_of(call: Node, body: GraphModule, module: GraphModule) -> dict[Node, Any]:
+    """The argument of `call` for each placeholder of `body`; {} unless `call` runs `body` once on its arguments."""
+
+    def is_body(given: Any) -> bool:
+        return isinstance(given, Node) and given.op == "get_attr" and getattr(module, str(given.target), None) is body
+
+    holders = body.graph.find_nodes(op="placeholder")
+    operands = [given for given in call.args if not isinstance(given, str) and not is_body(given)]
+    is_plain = op_name(call) in INLINE_SUBGRAPHS and len(operands) == len(holders)
+    return dict(zip(holders, operands, strict=True)) if is_plain else {}
+
+
 def is_frozen(graph: GraphModule) -> bool:
-    """Whether torch makes no backward for `graph` in grad mode: no new tensor that it gives requires a gradient."""
+    """Whether `graph` gets no backward in grad mode: no new tensor among its outputs requires a gradient."""
     given = set().union(*(storages(node) for node in graph.graph.nodes if node.op == "placeholder"))
     made = (node for node in graph.graph.output_node().all_input_nodes if not storages(node) & given)
     return torch.is_grad_enabled() and not any(getattr(value_of(node), "requires_grad", False) for node in made)
 
 
 def copied(module: GraphModule) -> GraphModule:
-    """A copy of `module` and its subgraphs, to be rewritten: it shares the module's tensors and refers to no input."""
+    """A copy of `module` and its subgraphs to rewrite, which shares its tensors and refers to no input."""
     graph = Graph()
     result = graph.graph_copy(module.graph, {})
     graph.output(result)

@@ -1,6 +1,6 @@
-"""Trace: run a stretch of a graph on fake tensors, recorded as ATen operations, and put the record back into a graph.
+"""Trace: record a stretch of a graph on fake tensors as ATen operations, and put the record back into a graph.
 
-Each operation of a trace knows the node that it was made for: what is put back has that node's place in the program.
+Each traced operation names the node that it was made for, whose place in the program it takes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PLACE = ("stack_trace", "nn_module_stack", "source_fn_stack")
 
 
 def fake_mode(nodes: Iterable[Node]) -> FakeTensorMode:
-    """The mode of the fake tensors that `nodes` record. Raises TypeError without one."""
+    """The fake mode of the tensors recorded for `nodes`. Raises TypeError without one."""
     for node in nodes:
         for tensor in tensors_of(value_of(node)):
             if isinstance(tensor, FakeTensor):
@@ -33,7 +33,7 @@ def fake_mode(nodes: Iterable[Node]) -> FakeTensorMode:
 def fresh(value: Any) -> Any:
     """`value` with empty tensors of the same sizes, strides, dtypes and devices.
 
-    Raises TypeError for other than a strided FakeTensor or Parameter.
+    Raises TypeError unless each tensor is a strided FakeTensor or Parameter.
     """
     return pytree.tree_map_only(torch.Tensor, _fresh, value)
 
@@ -45,7 +45,7 @@ def _fresh(value: torch.Tensor) -> torch.Tensor:
 
 
 def with_gradient(value: torch.Tensor) -> torch.Tensor:
-    """`value` as a leaf that requires a gradient; `value` itself unless it is floating-point."""
+    """`value` as a leaf that requires a gradient, or `value` itself unless it is floating-point."""
     return value.detach().requires_grad_() if value.is_floating_point() else value
 
 
@@ -61,13 +61,13 @@ def made_for(node: Node) -> contextlib.AbstractContextManager[Any]:
 
 
 def origin_of(made: Node) -> str:
-    """The name of the node that `made`, an operation of a trace, was made for; "" where torch did not note it."""
+    """The name of the node that the traced operation `made` was made for; "" where torch did not note it."""
     name: str = made.meta.get("custom", {}).get(_ORIGIN, "")
     return name
 
 
 def added(trace: Graph, origin: str, target: Any, *args: Any, **kwargs: Any) -> Node:
-    """A further operation of a trace, made for the node of the name `origin`."""
+    """One more operation in a trace, made for the node named `origin`."""
     made = trace.call_function(target, args, kwargs)
     made.meta = {"custom": {_ORIGIN: origin}, "val": target(*map_arg(args, lambda n: n.meta["val"]), **kwargs)}
     return made
@@ -76,20 +76,20 @@ def added(trace: Graph, origin: str, target: Any, *args: Any, **kwargs: Any) -> 
 def traced(
     run: Callable[..., Any], inputs: Sequence[Any], table: Mapping[Any, Any] | None = None, pre_dispatch: bool = False
 ) -> GraphModule:
-    """The operations of `run` on `inputs`, taken apart by the decompositions of `table`."""
+    """The operations of `run` on `inputs`, decomposed by `table`."""
     with torch.fx.traceback.preserve_node_meta():
         return make_fx(run, table, pre_dispatch=pre_dispatch)(*inputs)
 
 
 def locate_at(made: Node, origin: Node) -> None:
-    """Record on `made` that it stands in the program where `origin` does."""
+    """Give `made` the source line and module of `origin`."""
     made.meta |= {name: origin.meta[name] for name in _PLACE if name in origin.meta}
 
 
 def put_back(graph: Graph, made: Node, env: dict[Node, Any], origin: Node, grad: bool) -> Node:
-    """A copy of `made`, an operation of a trace, in `graph`, with what Dynamo would have recorded of it.
+    """A copy in `graph` of the traced operation `made`, with the records that Dynamo would have made.
 
-    env: the nodes of `graph` by those of the trace; it gets the copy. grad: whether operations record a backward there.
+    env: the nodes of `graph` by those of the trace, to which the copy is added. grad: whether gradients are on there.
     """
     copy = env[made] = graph.node_copy(made, env.__getitem__)
     value = made.meta["val"]
@@ -102,7 +102,7 @@ def put_back(graph: Graph, made: Node, env: dict[Node, Any], origin: Node, grad:
 
 
 def constant(module: GraphModule, trace: GraphModule, node: Node, mode: FakeTensorMode) -> Node:
-    """A node of `module` for the constant `node` of a trace. Raises TypeError where its contents are unknown."""
+    """A node of `module` for the traced constant `node`. Raises TypeError where its contents are unknown."""
     value = getattr(trace, str(node.target))
     value = getattr(value, "constant", None) if isinstance(value, FakeTensor) else value
     if not isinstance(value, torch.Tensor):

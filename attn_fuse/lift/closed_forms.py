@@ -1,6 +1,6 @@
-"""Closed forms: the contents of a buffer as a function of the indices, where they equal one exactly.
+"""Closed forms: buffers whose contents equal a function of the indices exactly.
 
-A model's mask buffer is read when compiling, and the lift uses its form instead. `guard` checks it at each call.
+They are read when compiling; the lift uses the form instead, and `guard` checks the buffer at each call.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from attn_fuse.expression import simplify as al
 from attn_fuse.expression.index import Space
 from attn_fuse.expression.nodes import Expr
 
-# A tensor with more steps than this is cheaper and clearer as it is.
+# A tensor with more steps is cheaper and clearer as it is.
 _MOST_STEPS = 3
 
 
 @dataclass(frozen=True)
 class ClosedForm:
-    """A tensor whose element is a step function of column - row, its last index less the one before.
+    """A tensor whose element is a step function of column - row; leading dimensions do not matter.
 
-    steps: (min column - row, value) in rising order; the first starts at minus infinity (None).
-    A uniform tensor is one step. Leading dimensions do not matter.
+    steps: (min column - row, value) in rising order; the first starts at minus infinity (None). Integers stay integers,
+        because a float does not hold those beyond 2**53 exactly.
     """
 
     dtype: torch.dtype
@@ -33,15 +33,11 @@ class ClosedForm:
 
     def element(self, index: tuple[sympy.Expr, ...], space: Space) -> Expr:
         """The element expression at `index`."""
-        result: Expr = self._number(self.steps[0][1])
-        for start, value in self.steps[1:]:
-            reached = al.nonnegative(index[-1] - index[-2] - start, space)
-            result = al.select(reached, self._number(value), result)
+        (_, first), *others = ((start, ex.Const(precision.rounded(value, self.dtype))) for start, value in self.steps)
+        result: Expr = first
+        for start, value in others:
+            result = al.select(al.nonnegative(index[-1] - index[-2] - start, space), value, result)
         return result
-
-    def equals(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` has exactly this closed form. Reads the whole tensor."""
-        return closed_form(tensor) == self
 
     def __str__(self) -> str:
         if len(self.steps) == 1:
@@ -50,49 +46,38 @@ class ClosedForm:
             return "a lower triangle"
         return "a band"
 
-    def _number(self, value: float) -> Expr:
-        return ex.Const(precision.rounded(value, self.dtype))
-
 
 @dataclass(frozen=True)
 class Diagonals:
-    """A matrix of whole numbers that depend on column - row alone, in more steps than are written out.
+    """A matrix of integers that depend on column - row alone, in too many steps to write out.
 
-    Such is the index buffer by which a table of distances, or of buckets of them, is read. The first row and column
-    hold all of its numbers.
+    An example is an index buffer into a table of relative positions. The first row and column hold all numbers.
     """
 
     dtype: torch.dtype
 
     def places(self, index: tuple[sympy.Expr, ...]) -> tuple[Expr, ...]:
-        """The position in the first row or column that holds the same number as `index`."""
+        """The position in the first row or column with the same number as at `index`."""
         apart = sympy.expand(index[-1] - index[-2])
         below, above = (ex.Binary("maximum", ex.Index(x), ex.Const(0)) for x in (-apart, apart))
         return (*map(ex.Index, index[:-2]), below, above)
-
-    def equals(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` is such a matrix of this dtype. Reads the whole tensor."""
-        return closed_form(tensor) == self
 
     def __str__(self) -> str:
         return "a function of the distance"
 
 
-_PLACES = (torch.int32, torch.int64)
-
-
 def closed_form(tensor: torch.Tensor) -> ClosedForm | Diagonals | None:
     """The closed form that `tensor`'s contents equal exactly, or None. Reads the whole tensor.
 
-    It finds one value everywhere, and a matrix (leading dimensions 1) whose element depends on column - row alone: in
-    at most three steps (triangles and bands, Boolean, 0/1 or additive), or in any number of steps for int32 and int64.
+    Found are one value everywhere, and matrices (leading dimensions 1) that depend on column - row alone, in at most
+    three steps (triangles and bands) or, for int32 and int64, in any number.
     """
     if tensor.numel() == 0 or tensor.is_complex() or tensor.layout != torch.strided:
         return None
     tensor = tensor.detach()
     first = tensor.flatten()[0]
     if bool((tensor == first).all()):
-        return ClosedForm(tensor.dtype, ((None, float(first)),))
+        return ClosedForm(tensor.dtype, ((None, first.item()),))
     if tensor.dim() < 2 or tensor.numel() != tensor.shape[-1] * tensor.shape[-2]:
         return None
     matrix = tensor.reshape(tensor.shape[-2:])
@@ -102,10 +87,10 @@ def closed_form(tensor: torch.Tensor) -> ClosedForm | Diagonals | None:
     # values of column - row = 1 - rows, ..., columns - 1
     diagonals = torch.cat([matrix[:, 0].flip(0), matrix[0, 1:]])
     changes = (diagonals[1:] != diagonals[:-1]).nonzero().flatten() + 1
-    if changes.numel() + 1 > _MOST_STEPS and tensor.dtype in _PLACES:
-        return Diagonals(tensor.dtype)
-    if changes.numel() + 1 > _MOST_STEPS or not bool((diagonals == diagonals).all()):
+    if changes.numel() >= _MOST_STEPS:
+        return Diagonals(tensor.dtype) if tensor.dtype in (torch.int32, torch.int64) else None
+    if not bool((diagonals == diagonals).all()):
         return None
-    steps: list[tuple[int | None, float]] = [(None, float(diagonals[0]))]
-    steps += [(int(c) - rows + 1, float(diagonals[c])) for c in changes]
+    steps: list[tuple[int | None, float]] = [(None, diagonals[0].item())]
+    steps += [(int(c) - rows + 1, diagonals[c].item()) for c in changes]
     return ClosedForm(tensor.dtype, tuple(steps))

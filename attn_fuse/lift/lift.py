@@ -1,8 +1,8 @@
 """Lift: each tensor of a normal form becomes an expression over indices.
 
-A tensor is a shape, a dtype and a function from indices to an element expression. A layout operation only rewrites the
-indices; an arithmetic one builds a tree. The element of the region's output at fresh index symbols is then the whole
-attention as one expression.
+A lifted tensor is a shape, a dtype and a function from indices to an element expression. Layout operations only rewrite
+the indices, arithmetic builds a tree. The region's output at fresh index symbols is then the whole attention as one
+expression.
 """
 
 from __future__ import annotations
@@ -25,24 +25,30 @@ from attn_fuse.expression.nodes import Expr
 from attn_fuse.graph.names import value_of
 from attn_fuse.graph.walk import batch_dimensions, is_product
 from attn_fuse.lift.closed_forms import ClosedForm, Diagonals
+from attn_fuse.lift.creation import CREATION
+from attn_fuse.lift.elementwise import ELEMENTWISE
+from attn_fuse.lift.layout import LAYOUT
 from attn_fuse.lift.normalize import Normal
-from attn_fuse.lift.operations import OPERATIONS
+from attn_fuse.lift.reductions import ACROSS
 from attn_fuse.lift.tensor import Indices, LiftedTensor, NoClosedForm, Operation, shape_of
+from attn_fuse.lift.written import WRITTEN
 from attn_fuse.torch_internals import FakeTensor, limit_integer, number_ranges
 
-# A longer tensor of constants is not written out.
+# The handler of each core ATen operation, which says what it does to element expressions.
+OPERATIONS = {**LAYOUT, **WRITTEN, **CREATION, **ELEMENTWISE, **ACROSS}
+# The max size of a tensor of constants that is written out.
 _MOST_WRITTEN_OUT = 16
 
 
 @dataclass(frozen=True, eq=False)
 class Lifted:
-    """One element of a region's output.
+    """One element of a region's output. Leaves are named by number.
 
-    element: over `indices`, which has one symbol (or 0, for size 1) for each dimension.
-    leaf_dtypes: of each leaf that is a tensor, by its number.
-    learned: the numbers of the leaves that are parameters in training, assumed to lie in [-100, 100].
-    batch_of: of each leaf that is a matrix product, by its number, the dimensions along which it multiplies others.
-    numbers: the leaves that are floats known only when the program runs, by their numbers.
+    element: over `indices`, which has a symbol (or 0, for size 1) for each dimension.
+    leaf_dtypes: of the leaves that are tensors.
+    learned: the leaves that are parameters in training, assumed to lie in [-100, 100].
+    batch_of: for each leaf that is a matrix product, its batch dimensions.
+    numbers: the leaves that are floats known only at run time.
     """
 
     element: Expr
@@ -57,7 +63,7 @@ class Lifted:
 
 
 class NotLifted(Exception):
-    """An operation has no element expression. node: the operation in Dynamo's graph, None where that is not known."""
+    """An operation has no element expression. node: the operation in Dynamo's graph, if known."""
 
     def __init__(self, reason: str, node: Node | None) -> None:
         super().__init__(reason)
@@ -67,9 +73,8 @@ class NotLifted(Exception):
 def lift(normal: Normal, closed_forms: Mapping[int, ClosedForm | Diagonals]) -> Lifted:
     """The region's output as an element expression. Raises NotLifted.
 
-    closed_forms: by leaf number, the form to use instead of a load, for leaves whose contents are known and proved.
-        `Diagonals` are used only where a parameter in training is read by them: its gradient is then summed along the
-        diagonals.
+    closed_forms: for leaves with known contents, the form to use instead of a load. `Diagonals` serve only lookups in a
+        parameter in training, whose gradient is then summed along the diagonals.
     """
     _limit_integers(normal)
     values = list(map(value_of, normal.region.leaves))
@@ -85,13 +90,12 @@ def lift(normal: Normal, closed_forms: Mapping[int, ClosedForm | Diagonals]) -> 
     learned = frozenset(n for n, x in enumerate(values) if is_learned(x))
     along = {n: form for n, form in closed_forms.items() if isinstance(form, Diagonals)}
     element = lifter.read_along(element, along, learned) if along else element
-    leaves = enumerate(normal.region.leaves)
-    batch_of = {n: batch_dimensions(leaf) for n, leaf in leaves if is_product(leaf)}
+    batch_of = {n: batch_dimensions(leaf) for n, leaf in enumerate(normal.region.leaves) if is_product(leaf)}
     return Lifted(element, indices, output.shape, output.dtype, space, lifter.leaf_dtypes, learned, batch_of, numbers)
 
 
 def _limit_integers(normal: Normal) -> None:
-    """Guard that integers of the program stay so far from the ends of int64 that no sum of positions wraps around."""
+    """Guard that integers of the program stay far enough from the ends of int64 for sums of positions not to wrap."""
     for leaf in normal.region.leaves:
         value = value_of(leaf)
         for symbol in value.node.expr.free_symbols if isinstance(value, torch.SymInt) else ():
@@ -108,20 +112,16 @@ class _Lifter:
         self.leaf_dtypes: dict[int, torch.dtype] = {}
 
     def output(self) -> LiftedTensor:
-        leaf = 0
-        for node in self.normal.graph.graph.nodes:
+        graph = self.normal.graph.graph
+        for n, node in enumerate(graph.nodes):
             if node.op == "placeholder":
-                self.values[node] = self.leaf(node, leaf)
-                leaf += 1
+                self.values[node] = self.leaf(node, n)
             elif node.op == "call_function":
                 self.values[node] = self.operation(node)
             elif node.op == "get_attr":
                 self.values[node] = self.constant(node)
-            elif node.op == "output":
-                (result,) = node.all_input_nodes
-                lifted: LiftedTensor = self.values[result]
-                return lifted
-        raise AssertionError("a graph ends with its output")
+        lifted: LiftedTensor = self.values[graph.output_node().all_input_nodes[0]]
+        return lifted
 
     def leaf(self, node: Node, number: int) -> Any:
         value = node.meta.get("val", None)
@@ -134,7 +134,7 @@ class _Lifter:
         return LiftedTensor(shape_of(value), value.dtype, lambda index: ex.Load(number, index), leaf=number)
 
     def read_along(self, x: Expr, along: Mapping[int, Diagonals], learned: frozenset[int]) -> Expr:
-        """`x`, in which lookups in `learned` leaves read an index in `along` from its first row or column."""
+        """`x` with lookups in `learned` leaves reading an index in `along` from its first row or column."""
 
         def changed(x: Expr) -> Expr:
             if isinstance(x, ex.Gather) and x.leaf in learned:
@@ -149,13 +149,10 @@ class _Lifter:
         return changed(x)
 
     def _is_within(self, load: ex.Load) -> bool:
-        """Whether `load` stays within its tensor; in a concatenation, the loads that are not chosen may not."""
+        """Whether `load` stays within its tensor; in a concatenation, loads that are not chosen may not."""
         tensor = value_of(self.normal.region.leaves[load.leaf])
         assert isinstance(tensor, torch.Tensor)
-        return all(
-            self.space.is_nonnegative(i) and self.space.is_nonnegative(length - 1 - i)
-            for i, length in zip(load.index, shape_of(tensor), strict=True)
-        )
+        return all(map(self.space.is_within, load.index, shape_of(tensor)))
 
     def constant(self, node: Node) -> LiftedTensor:
         value = getattr(self.normal.graph, str(node.target))

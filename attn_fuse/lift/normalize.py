@@ -1,18 +1,20 @@
-"""Normalise: a region becomes a graph of few ATen operations, however it was spelled.
+"""Normalise: a region becomes a graph of few ATen operations, however it was written.
 
-The region's operations run once under make_fx, on fresh fake tensors of Dynamo's own fake mode: methods, functions,
-operators, in-place forms, einsum and baddbmm become one small set. Symbolic sizes stay symbolic. Dropout stays whole,
-as a marker, because its decomposition would hide it.
+make_fx traces the region once on fresh fake tensors of Dynamo's own fake mode, which turns methods, operators, in-place
+forms, einsum and baddbmm into one small set of operations. Symbolic sizes stay symbolic. Dropout becomes a marker,
+since its decomposition would hide it.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, GraphModule, Node, map_arg
 
 from attn_fuse.graph.modes import autocast_of
@@ -28,15 +30,16 @@ from attn_fuse.torch_internals import (
     on_fake_tensors,
 )
 
+aten = torch.ops.aten
+
 
 @dataclass(frozen=True, eq=False)
 class Normal:
     """A region in core ATen operations.
 
-    graph: its placeholders are the region's leaves, in order; its one output is the region's.
-    dropout: the probability of each marker, a number or one of the leaves.
-    origin: each operation's node in Dynamo's graph.
-    mode: the fake mode of the graph's tensors. trains: whether a leaf needs a gradient.
+    graph: from the region's leaves, in order, to its output. dropout: the probability of each marker, a number or leaf.
+    origin: each operation's node in Dynamo's graph. mode: the fake mode of the graph's tensors.
+    trains: whether a leaf needs a gradient.
     """
 
     region: Region
@@ -48,7 +51,7 @@ class Normal:
 
 
 class NotNormal(Exception):
-    """The region has no normal form; the message says why. node: the operation that has none."""
+    """Why the region has no normal form. node: the operation without one."""
 
     def __init__(self, reason: str, node: Node) -> None:
         super().__init__(reason)
@@ -56,7 +59,7 @@ class NotNormal(Exception):
 
 
 def normalize(region: Region) -> Normal:
-    """The region's normal form. Raises NotNormal without one; torch's errors in its operations pass through."""
+    """The normal form of `region`. Raises NotNormal, or any error of torch's operations."""
     _require_plain_tensors(region)
     try:
         mode = fake_mode((*region.leaves, *region.nodes))
@@ -70,7 +73,7 @@ def normalize(region: Region) -> Normal:
         env: dict[Node, Any] = dict(zip(region.leaves, values, strict=True))
         for node in region.nodes:
             with autocast_of(region.scope.modes[node]), made_for(node):
-                # Without gradients, a detach has none to stop.
+                # Without gradients a detach does nothing.
                 stops = trains or op_name(node) != "detach"
                 env[node] = _run(node, env, probabilities) if stops else env[node.all_input_nodes[0]]
         return env[region.output]
@@ -79,7 +82,7 @@ def normalize(region: Region) -> Normal:
         inputs = [fresh(value_of(leaf)) for leaf in region.leaves]
         trace = traced(run, inputs, _decompositions(trains))
         if any(isinstance(n.target, torch._ops.OpOverload) and n.target._schema.is_mutable for n in trace.graph.nodes):
-            # Some of torch's decompositions write into tensors that they make, such as that of a vector times matrices.
+            # Some decompositions write into tensors that they create, such as that of a vector times matrices.
             probabilities.clear()
             trace = traced(functionalized(run), inputs, _decompositions(trains))
     trace.graph.eliminate_dead_code()
@@ -91,11 +94,11 @@ def normalize(region: Region) -> Normal:
 
 
 def _merge_equal(graph: Graph) -> None:
-    """Let each operation that stands in `graph` a second time, as in scores written twice, be the first one."""
+    """Replace each repeated operation in `graph`, as in scores written twice, by the first one."""
     made: dict[tuple[Any, str], Node] = {}
     for node in list(graph.nodes):
         if node.op == "call_function" and torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
-            # In words, since True, 1 and 1.0 are equal and give other dtypes.
+            # By `repr`, since True, 1 and 1.0 are equal but give different dtypes.
             first = made.setdefault((node.target, repr((node.args, node.kwargs))), node)
             if first is not node:
                 node.replace_all_uses_with(first)
@@ -103,15 +106,15 @@ def _merge_equal(graph: Graph) -> None:
 
 
 def _require_plain_tensors(region: Region) -> None:
-    """Raise NotNormal for a tensor made of tensors, such as a DTensor: it says itself what an operation means."""
+    """Raise NotNormal for a tensor made of tensors, such as a DTensor, which redefines operations."""
     for leaf in region.leaves:
         for tensor in tensors_of(value_of(leaf)):
             if hasattr(tensor, "__tensor_flatten__"):
                 kind = type(tensor).__name__
                 advice = (
-                    ": attend to local tensors, by to_local() or by use_local_output=True" if kind == "DTensor" else ""
+                    ": attend to local tensors, by to_local() or use_local_output=True" if kind == "DTensor" else ""
                 )
-                raise NotNormal(f"it reads a {kind}, a tensor with operations of its own{advice}", leaf)
+                raise NotNormal(f"it reads a {kind}, which defines its own operations{advice}", leaf)
 
 
 def _run(node: Node, env: dict[Node, Any], probabilities: list[float | Node]) -> Any:
@@ -123,15 +126,15 @@ def _run(node: Node, env: dict[Node, Any], probabilities: list[float | Node]) ->
     try:
         return call(node, args, kwargs)
     except DataDependentOutputException:
-        # Torch reads the number in a tensor, as `x.reshape(n, torch.div(32, 4, rounding_mode="floor"))` asks it to.
+        # Torch needs the number in a tensor, as in `x.reshape(n, torch.div(32, 4, rounding_mode="floor"))`.
         args, kwargs = (map_arg(given, lambda one: _number_in(one, env)) for given in (node.args, node.kwargs))
         return call(node, args, kwargs)
 
 
 def _number_in(node: Node, env: dict[Node, Any]) -> Any:
-    """The whole number that `node` holds, where the graph was captured with one and no input; else its value in `env`.
+    """The integer in `node` if it was constant when the graph was captured; else its value in `env`.
 
-    Other numbers stay tensors, whose dtypes decide in what precision is computed.
+    Other numbers stay tensors, because their dtypes decide the precision.
     """
     constant = getattr(value_of(node), "constant", None)
     if constant is None or constant.dim() or constant.is_floating_point() or constant.is_complex():
@@ -151,7 +154,7 @@ def _as_written_out(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """`F.scaled_dot_product_attention` in the operations that torch documents for it."""
+    """`F.scaled_dot_product_attention` as torch documents it."""
     if enable_gqa:
         groups = query.size(-3) // key.size(-3)
         key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
@@ -161,7 +164,7 @@ def _as_written_out(
         scores = scores.masked_fill(~seen, -math.inf)
     if attn_mask is not None:
         scores = scores.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
-    weights = torch.ops.aten._safe_softmax(scores, -1)
+    weights = aten._safe_softmax(scores, -1)
     if dropout_p != 0:
         probabilities.append(dropout_p)
         weights = dropout_marker(weights, len(probabilities) - 1)
@@ -170,11 +173,10 @@ def _as_written_out(
 
 def _run_dropout(node: Node, env: dict[Node, Any], probabilities: list[float | Node]) -> Any:
     named = dict(zip(("input", "p", "training", "inplace"), node.args, strict=False)) | dict(node.kwargs)
-    named["p"] = named.get("p", 0.5)
-    training = named.get("training", named.get("train", True))
-    x, p = env[named["input"]], named["p"]
+    training, p = named.get("training", named.get("train", True)), named.get("p", 0.5)
+    x = env[named["input"]]
     if not isinstance(training, bool):
-        raise NotNormal("whether dropout is active is only known when the program runs", node)
+        raise NotNormal("whether dropout is active is known only at run time", node)
     if not training or p == 0:
         return x
     if isinstance(p, (int, float)) and not 0 < p < 1:
@@ -183,20 +185,52 @@ def _run_dropout(node: Node, env: dict[Node, Any], probabilities: list[float | N
     return dropout_marker(x, len(probabilities) - 1)
 
 
+def _hardtanh(x: Tensor, low: float = -1.0, high: float = 1.0) -> Tensor:
+    return x.masked_fill(x >= high, high).masked_fill(x <= low, low)
+
+
+def _elu(x: Tensor, alpha: float = 1.0, scale: float = 1.0, input_scale: float = 1.0) -> Tensor:
+    # The exponential of a positive number may be infinite, which would make the gradient NaN.
+    below = torch.expm1(x.masked_fill(x > 0, 0.0) * input_scale) * (alpha * scale)
+    return torch.where(x > 0, x * scale, below)
+
+
+def _mean(x: Tensor, dims: list[int] | None, keepdim: bool = False, dtype: torch.dtype | None = None) -> Tensor:
+    count = math.prod(x.shape[d] for d in dims or range(x.dim()))
+    return x.sum(dims, keepdim, dtype=dtype) / count
+
+
+# Klambauer et al., arXiv 1706.02515
+_SELU_ALPHA, _SELU_SCALE = 1.6732632423543772, 1.0507009873554805
+# Decompositions that read better than torch's, or have torch's gradients where those do not.
+_OURS: dict[Any, Callable[..., Tensor]] = {
+    aten.hardtanh.default: _hardtanh,
+    aten.relu6.default: lambda x: _hardtanh(x, 0.0, 6.0),
+    aten.hardsigmoid.default: lambda x: _hardtanh(x + 3.0, 0.0, 6.0) / 6.0,
+    aten.hardswish.default: lambda x: x * (_hardtanh(x + 3.0, 0.0, 6.0) / 6.0),
+    aten.elu.default: _elu,
+    aten.celu.default: lambda x, alpha=1.0: _elu(x, alpha, 1.0, 1 / alpha),
+    aten.selu.default: lambda x: _elu(x, _SELU_ALPHA, _SELU_SCALE),
+    aten.mean.dim: _mean,
+    aten._log_softmax.default: lambda x, dim, half: aten._softmax(x, dim, half).log(),
+    aten.logsumexp.default: lambda x, dims, keepdim=False: x.exp().sum(dims, keepdim).log(),
+}
+
+
 @functools.cache
 def _decompositions(trains: bool = False) -> dict[Any, Any]:
-    # What make_fx does not decompose by itself, and the lift does not read as it is.
-    aten = torch.ops.aten
+    """torch's decompositions of operations that make_fx leaves whole and the lift does not read."""
     taken_apart = decompositions(
         [
-            aten._prelu_kernel, aten.addmm, aten.baddbmm, aten.clamp_max, aten.clamp_min, aten.deg2rad, aten.eye,
-            aten.floor_divide, aten.frac, aten.hardshrink, aten.heaviside, aten.ldexp, aten.leaky_relu,
-            aten.log_sigmoid_forward, aten.logaddexp, aten.logaddexp2, aten.logit, aten.mish, aten.mv,
-            aten.nan_to_num, aten.native_layer_norm, aten.rad2deg, aten.rsub, aten.sgn, aten.softshrink,
-            aten.squeeze.default, aten.t, aten.threshold, aten.where.Scalar, aten.where.ScalarOther,
+            aten._prelu_kernel, aten._safe_softmax, aten.addmm, aten.baddbmm, aten.clamp_max, aten.clamp_min,
+            aten.deg2rad, aten.eye, aten.floor_divide, aten.frac, aten.hardshrink, aten.heaviside, aten.index_select,
+            aten.isneginf, aten.isposinf, aten.ldexp, aten.leaky_relu, aten.log_sigmoid_forward, aten.logaddexp,
+            aten.logaddexp2, aten.logit, aten.mish, aten.mv, aten.nan_to_num, aten.native_layer_norm, aten.rad2deg,
+            aten.rsub, aten.sgn, aten.softshrink, aten.squeeze.default, aten.stack, aten.t, aten.threshold,
+            aten.transpose, aten.tril, aten.triu, aten.unbind, aten.where.Scalar, aten.where.ScalarOther,
             aten.where.ScalarSelf, aten.xlogy, aten.zero,
         ]
     )  # fmt: skip
-    # The gradient of a decomposition differs where one branch of a choice is not a number.
+    # The gradient of the decomposition is wrong where a branch of its `where` is NaN.
     whole = {aten.xlogy.Tensor, aten.xlogy.Scalar_Self, aten.xlogy.Scalar_Other} if trains else ()
-    return {op: how for op, how in taken_apart.items() if op not in whole}
+    return {op: how for op, how in (taken_apart | _OURS).items() if op not in whole}

@@ -1,13 +1,14 @@
-"""In-place writes as functional graphs say them: a tensor with some of its elements replaced.
+"""In-place writes in their functional form: a tensor with some elements replaced.
 
-An element of such a tensor is a choice between what was written and what was there before. Where its position proves
-which one it is, the choice goes away by simplification.
+An element is a choice between the written value and the previous one, which simplifies away where its position decides.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import sympy
@@ -19,41 +20,29 @@ from attn_fuse.expression import simplify as al
 from attn_fuse.expression.index import Space
 from attn_fuse.expression.nodes import Expr
 from attn_fuse.lift.creation import TrianglePlace
-from attn_fuse.lift.tensor import (
-    Indices,
-    LiftedTensor,
-    NoClosedForm,
-    Operation,
-    aten,
-    clamped,
-    diagonal,
-    filling,
-    position,
-    size,
-    slice_start,
-)
+from attn_fuse.lift.tensor import Indices, LiftedTensor, NoClosedForm, Operation, aten, filling, size
 from attn_fuse.torch_internals import FloorDiv, Mod
 
-# Longer lists of positions have no closed form, unless they count up by one.
+# The max length of a list of positions that does not count up by one.
 _MOST_POSITIONS = 16
-_UNKNOWN = "elements written at positions that are read from a tensor"
+_UNKNOWN = "elements written at positions read from a tensor"
 
 
 def _chosen(cond: Expr, new: Callable[[], Expr], old: Callable[[], Expr], space: Space) -> Expr:
-    """`new` where `cond` holds, else `old`; one that is certain not to be chosen is not called."""
+    """`new` where `cond` holds, else `old`; a branch that is never taken is not called."""
     if cond == ex.TRUE:
         return new()
     if cond == ex.FALSE:
         return old()
     a, b = new(), old()
     if any(isinstance(part, ex.Softmax) for x in (a, b) if ex.has_product(x) for part in ex.walk(x)):
-        # Where parts of the scores are normalised in place one after the other, each reads what the others wrote.
+        # If parts of the scores are normalised in place one by one, each reads the values that the others wrote.
         a, b = al.assuming(a, cond, space), al.assuming(b, al.logical_not(cond), space)
     return al.select(cond, _with_products_of(b, a, cond, space), b, space)
 
 
 def _with_products_of(other: Expr, x: Expr, cond: Expr, space: Space) -> Expr:
-    """`x` where `cond` holds, with the products of `other` wherever they are the same there: one row of the scores."""
+    """`x` where `cond` holds, with the products of `other` that equal its own there, so both show the same scores."""
     value = _zero(cond, space)
     if value is None or not (ex.has_product(x) and ex.has_product(other)):
         return x
@@ -68,7 +57,7 @@ def _with_products_of(other: Expr, x: Expr, cond: Expr, space: Space) -> Expr:
 
 
 def _zero(cond: Expr, space: Space) -> sympy.Expr | None:
-    """What is 0 where `cond` holds: the last row is also that from which on all are."""
+    """The expression that is 0 where `cond` holds: `value` >= 0 means this, too, if `value` is never positive."""
     match cond:
         case ex.IsZero(value):
             return value
@@ -78,13 +67,13 @@ def _zero(cond: Expr, space: Space) -> sympy.Expr | None:
 
 
 def _slice_scatter(call: Operation) -> LiftedTensor:
-    x, dim, step, space = call.operand, call.dim(), call["step"], call.space
+    x, dim, step, space = call.operand, call.dim(), size(call["step"]), call.space
     src: LiftedTensor = call["src"]
     count = src.shape[dim]
-    start = slice_start(call, x.shape[dim], count)
-    if step != 1 and not (isinstance(step, int) and start.is_Integer):
+    start = call.slice_start(x.shape[dim], count)
+    if step != 1 and not (step.is_Integer and start.is_Integer):
         raise NoClosedForm("a slice written in steps from an unknown position")
-    # With `shift` added no position is negative, and `start` is a multiple of `step`.
+    # Adding `shift` makes `start` a multiple of `step` and keeps positions non-negative.
     shift = (-start) % step
 
     if count == 0:
@@ -95,28 +84,27 @@ def _slice_scatter(call: Operation) -> LiftedTensor:
         def written(at: sympy.Expr) -> Expr:
             return src.at((*index[:dim], at, *index[dim + 1 :]))
 
-        # A written position divides evenly by `step`, so that an element read from there and written back is itself
-        # again, whatever digits of its position the layout reads.
+        # A written position is divisible by `step`, so an element read there and written back is itself, whatever
+        # digits of its position the layout reads.
         here = _stand_in(index, dim, x.shape[dim], own, space)
         itself = written(sympy.expand((here - start) / step))
         if here != index[dim]:
             itself = al.substitute(itself, {here: index[dim]}, space)
         if _is_whole(itself) and (not _has_digits(itself) or set() < _products(itself) <= _products(before())):
             return itself
-        # Floor divisions simplify at a symbol that has the range of the slice.
+        # Floor divisions simplify at a symbol with the range of the slice.
         return al.substitute(written(nth), {nth: place}, space)
 
     def at(index: Indices) -> Expr:
         along = sympy.expand(index[dim] + shift)
-        place = space.floordiv(along, sympy.Integer(step)) - (start + shift) / step if step != 1 else along - start
-        place = sympy.expand(place)
+        place = sympy.expand(space.floordiv(along, step) - (start + shift) / step)
         cond = _is_within(place, count, space)
-        # Of the first or the last row an end is enough, which whoever writes the others asks for, too.
+        # One bound is enough for the first or last row, and the writes to the other rows use it, too.
         if count == 1 and (step != 1 or isinstance(cond, ex.And)):
             cond = al.is_zero(index[dim] - start, space)
-        elif step != 1:
-            cond = al.logical_and(cond, al.is_zero(space.mod(along, sympy.Integer(step)), space))
-        before = functools.cache(functools.partial(x.at, index))
+        else:
+            cond = al.logical_and(cond, al.is_zero(space.mod(along, step), space))
+        before = partial(x.at, index)
 
         def after() -> Expr:
             return precision.cast(x.dtype, element(index, place, before), src.dtype, space)
@@ -129,8 +117,7 @@ def _slice_scatter(call: Operation) -> LiftedTensor:
 def _stand_in(index: Indices, dim: int, length: sympy.Expr, own: sympy.Symbol, space: Space) -> sympy.Symbol:
     """A symbol over [0, length) for index[dim] that occurs nowhere else in `index`.
 
-    The same one for all writes where that can be: a write after others is read at the same indices as they, and each
-    element is worked out once.
+    All writes share it if possible: successive writes are then read at equal indices, and each element is lifted once.
     """
     if index[dim] in space.sizes and space.sizes[index[dim]] == length:
         shared = index[dim]
@@ -149,7 +136,7 @@ def _products(x: Expr) -> set[Expr]:
 
 
 def _is_whole(x: Expr) -> bool:
-    """Whether all numbers in the positions of `x` are integers."""
+    """Whether the positions in `x` contain only integers."""
     return all(number.is_Integer for part in ex.walk(x) for p in ex.positions(part) for number in p.atoms(sympy.Number))
 
 
@@ -159,12 +146,12 @@ def _overwritten(
     is_written: Callable[[Indices], Expr],
     inside: Callable[[Indices], Indices],
 ) -> LiftedTensor:
-    """`self` with the element of `src` at the indices `inside` wherever `is_written` holds."""
+    """`self` with the element of `src` at `inside(index)` where `is_written(index)` holds."""
     x, space = call.operand, call.space
 
     def at(index: Indices) -> Expr:
         def new() -> Expr:
-            return precision.cast(x.dtype, src.at(inside(index)), src.dtype, space)
+            return call.converted(src, x.dtype)(inside(index))
 
         return _chosen(is_written(index), new, lambda: x.at(index), space)
 
@@ -173,7 +160,7 @@ def _overwritten(
 
 def _select_scatter(call: Operation) -> LiftedTensor:
     dim = call.dim()
-    place = position(call, size(call["index"]), call.operand.shape[dim])
+    place = call.position(size(call["index"]), call.operand.shape[dim])
     return _overwritten(
         call,
         call["src"],
@@ -183,7 +170,7 @@ def _select_scatter(call: Operation) -> LiftedTensor:
 
 
 def _diagonal_scatter(call: Operation) -> LiftedTensor:
-    space, (first, second, offset, above) = call.space, diagonal(call)
+    space, (first, second, offset, above) = call.space, call.diagonal()
     return _overwritten(
         call,
         call["src"],
@@ -194,105 +181,79 @@ def _diagonal_scatter(call: Operation) -> LiftedTensor:
     )  # fmt: skip
 
 
-# ---- at positions from a tensor
-
-
 def _index_copy(call: Operation) -> LiftedTensor:
-    x, src, dim, space = call.operand, call["source"], call.dim(), call.space
+    """index_copy of `source`, or index_fill with one value."""
+    x, dim, space, fills = call.operand, call.dim(), call.space, "value" in call.named
     if not x.shape:
-        raise NoClosedForm("a number written into a number")
-    places = _Places(call, call["index"], x.shape[dim])
+        raise NoClosedForm("a write into a tensor without dimensions")
+    chosen = _by_place(call, call["index"], x.shape[dim], may_repeat=fills)
+    value, held = filling(call["value"]) if fills else (None, call["source"].dtype)
 
     def at(index: Indices) -> Expr:
         def element(place: sympy.Expr) -> Expr:
-            return precision.cast(x.dtype, src.at((*index[:dim], place, *index[dim + 1 :])), src.dtype, space)
+            new = call["source"].at((*index[:dim], place, *index[dim + 1 :])) if value is None else value
+            return precision.cast(x.dtype, new, held, space)
 
-        return places.chosen(index[dim], element, lambda: x.at(index))
-
-    return call.tensor(at)
-
-
-def _index_fill(call: Operation) -> LiftedTensor:
-    x, dim, space = call.operand, call.dim(), call.space
-    if not x.shape:
-        raise NoClosedForm("a number written into a number")
-    places = _Places(call, call["index"], x.shape[dim], may_repeat=True)
-    value, held = filling(call["value"])
-
-    def at(index: Indices) -> Expr:
-        return places.chosen(index[dim], lambda _: precision.cast(x.dtype, value, held, space), lambda: x.at(index))
+        return chosen(index[dim], element, lambda: x.at(index))
 
     return call.tensor(at)
 
 
 def _index_put(call: Operation) -> LiftedTensor:
-    positions, value = call["indices"], call["values"]
-    given = [d for d, p in enumerate(positions) if p is not None]
+    value, lists = call["values"], {d: p for d, p in enumerate(call["indices"]) if p is not None}
     if call["accumulate"]:
-        raise NoClosedForm("numbers added at lists of positions")
+        raise NoClosedForm("numbers added at a list of positions")
     if any(size != 1 for size in value.shape):
-        raise NoClosedForm("several numbers written at lists of positions")
-    if any(positions[d].dtype == torch.uint8 for d in given):
-        raise NoClosedForm("indexing with a mask of whole numbers")
-    is_written = _mask(positions, given) or _at_lists(call, positions, given)
+        raise NoClosedForm("several numbers written at a list of positions")
+    if any(p.dtype == torch.uint8 for p in lists.values()):
+        raise NoClosedForm("indexing with an integer mask")
+    is_written = _mask(lists) or _triangle(call, lists) or _diagonal(call, lists) or _at_lists(call, lists)
     return _overwritten(call, value, is_written, lambda index: (sympy.Integer(0),) * len(value.shape))
 
 
-def _mask(positions: Sequence[LiftedTensor | None], given: Sequence[int]) -> Callable[[Indices], Expr] | None:
-    """Whether an element is written, by the Boolean mask in `positions`; None without a mask."""
-    masks = [d for d in given if positions[d].dtype == torch.bool]  # type: ignore[union-attr]
-    if not masks:
+# Whether an element is written, as a function of its index.
+IsWritten = Callable[[Indices], Expr]
+# By dimension.
+Lists = Mapping[int, LiftedTensor]
+
+
+def _mask(lists: Lists) -> IsWritten | None:
+    """By a Boolean mask; None if there is none."""
+    if all(p.dtype != torch.bool for p in lists.values()):
         return None
-    if len(given) != 1:
+    if len(lists) != 1:
         raise NoClosedForm("a mask beside lists of positions")
-    (dim,) = given
-    mask = positions[dim]
-    assert mask is not None
+    ((dim, mask),) = lists.items()
     return lambda index: mask.at(index[dim : dim + len(mask.shape)])
 
 
-def _at_lists(
-    call: Operation, positions: Sequence[LiftedTensor | None], given: Sequence[int]
-) -> Callable[[Indices], Expr]:
-    """Whether an element is at a position that the lists name together, as a function of its index."""
-    lists = [p for p in positions if p is not None]
-    together = _triangle(call, lists, given) or _diagonal(call, lists, given)
-    if together is not None:
-        return together
-    rank = max(len(p.shape) for p in lists)
-    runs = [{rank - len(p.shape) + d for d, n in enumerate(p.shape) if n != 1} for p in lists]
-    if any(a & b for n, a in enumerate(runs) for b in runs[n + 1 :]) or any(len(run) > 1 for run in runs):
+def _at_lists(call: Operation, lists: Lists) -> IsWritten:
+    """At each combination of positions from the lists, which must run along different dimensions."""
+    rank = max(len(p.shape) for p in lists.values())
+    runs = [{rank - len(p.shape) + d for d, n in enumerate(p.shape) if n != 1} for p in lists.values()]
+    if any(a & b for a, b in itertools.combinations(runs, 2)) or any(len(run) > 1 for run in runs):
         raise NoClosedForm("elements written at several lists of positions")
 
     def flat(p: LiftedTensor) -> LiftedTensor:
-        place = next((d for d, n in enumerate(p.shape) if n != 1), None)
-        count = sympy.Integer(1) if place is None else p.shape[place]
-
         def at(index: Indices) -> Expr:
-            return p.at(tuple(index[0] if d == place else sympy.Integer(0) for d in range(len(p.shape))))
+            return p.at(tuple(sympy.Integer(0) if n == 1 else index[0] for n in p.shape))
 
-        return LiftedTensor((count,), p.dtype, at)
+        return LiftedTensor((sympy.Mul(*p.shape),), p.dtype, at)
 
-    lengths = call.operand.shape
-    places = [_Places(call, flat(p), lengths[d], may_repeat=True) for d, p in zip(given, lists, strict=True)]
-    return lambda index: _all(
-        along.chosen(index[d], lambda _: ex.TRUE, lambda: ex.FALSE) for d, along in zip(given, places, strict=True)
-    )
+    chosen = {d: _by_place(call, flat(p), call.operand.shape[d], may_repeat=True) for d, p in lists.items()}
+    return lambda index: _all(among(index[d], lambda _: ex.TRUE, lambda: ex.FALSE) for d, among in chosen.items())
 
 
 def _all(conditions: Iterable[Expr]) -> Expr:
-    hit: Expr = ex.TRUE
-    for condition in conditions:
-        hit = al.logical_and(hit, condition)
-    return hit
+    return functools.reduce(al.logical_and, conditions)
 
 
-def _triangle(call: Operation, lists: Sequence[LiftedTensor], given: Sequence[int]) -> Callable[[Indices], Expr] | None:
-    """Whether an element is in a triangle, if the two lists are the rows and columns of one; None if they are not."""
-    if len(lists) != 2 or any(len(p.shape) != 1 for p in lists):
+def _triangle(call: Operation, lists: Lists) -> IsWritten | None:
+    """In the triangle whose rows and columns are the two lists; None if they are no triangle."""
+    if len(lists) != 2 or any(len(p.shape) != 1 for p in lists.values()):
         return None
-    space, n = call.space, call.space.fresh("w", lists[0].shape[0])
-    match [p.at((n,)) for p in lists]:
+    space, n = call.space, call.space.fresh("w", next(iter(lists.values())).shape[0])
+    match [p.at((n,)) for p in lists.values()]:
         case [ex.Index(TrianglePlace() as row), ex.Index(TrianglePlace() as column)] if (
             row.args[0] == 0 and column.args[0] == 1 and row.args[1:] == column.args[1:] and row.args[1] == n
         ):
@@ -301,38 +262,38 @@ def _triangle(call: Operation, lists: Sequence[LiftedTensor], given: Sequence[in
             return None
 
     def is_written(index: Indices) -> Expr:
-        i, j = (index[d] for d in given)
+        i, j = (index[d] for d in lists)
         inside = j - i - offset if upper else i + offset - j
         return _all(al.nonnegative(value, space) for value in (rows - 1 - i, columns - 1 - j, inside))
 
     return is_written
 
 
-def _diagonal(call: Operation, lists: Sequence[LiftedTensor], given: Sequence[int]) -> Callable[[Indices], Expr] | None:
-    """Whether an element is on a diagonal, if each list counts up by one from its start; None if one does not."""
-    space, count = call.space, lists[0].shape[0] if lists[0].shape else sympy.Integer(1)
-    if len(lists) < 2 or any(len(p.shape) != 1 or p.shape[0] != count for p in lists):
+def _diagonal(call: Operation, lists: Lists) -> IsWritten | None:
+    """On the diagonal along which the lists count; None if one does not count up by one."""
+    space, (shape, *others) = call.space, [p.shape for p in lists.values()]
+    if not others or len(shape) != 1 or any(other != shape for other in others):
         return None
-    n = space.fresh("w", count)
-    starts = [_start(call, p.at((n,)), n, call.operand.shape[d]) for d, p in zip(given, lists, strict=True)]
-    if None in starts:
+    n = space.fresh("w", shape[0])
+    starts = {d: _start(call, p.at((n,)), n, call.operand.shape[d]) for d, p in lists.items()}
+    if None in starts.values():
         return None
 
     def is_written(index: Indices) -> Expr:
-        first, *others = (sympy.expand(index[d] - start) for d, start in zip(given, starts, strict=True))
-        return _all((_is_within(first, count, space), *(al.is_zero(other - first, space) for other in others)))
+        first, *others = (sympy.expand(index[d] - start) for d, start in starts.items())
+        return _all((_is_within(first, shape[0], space), *(al.is_zero(other - first, space) for other in others)))
 
     return is_written
 
 
 def _start(call: Operation, place: Expr, n: sympy.Symbol, length: sympy.Expr) -> sympy.Expr | None:
-    """The first position of a list that counts up by one, along a dimension of `length`; None of any other list.
+    """The first position of a list that counts up by one, along a dimension of `length`; None for any other list.
 
-    place: the position at the symbol `n`.
+    place: the list's element at the symbol `n`.
     """
     match place:
         case ex.Index(value) if n not in sympy.expand(value - n).free_symbols:
-            return sympy.expand(position(call, value, length) - n)
+            return sympy.expand(call.position(value, length) - n)
     return None
 
 
@@ -341,66 +302,52 @@ def _is_within(place: sympy.Expr, count: sympy.Expr, space: Space) -> Expr:
     return al.logical_and(al.nonnegative(place, space), al.nonnegative(count - 1 - place, space))
 
 
-class _Places:
-    """A list of positions along a dimension of `length`: written out one by one, or counting up by one."""
+def _by_place(
+    call: Operation, where: LiftedTensor, length: sympy.Expr, may_repeat: bool = False
+) -> Callable[[sympy.Expr, Callable[[sympy.Expr], Expr], Callable[[], Expr]], Expr]:
+    """(i, new, old) -> `new(n)` if position `i` is number n in the list `where`, else `old()`.
 
-    def __init__(self, call: Operation, where: LiftedTensor, length: sympy.Expr, may_repeat: bool = False) -> None:
-        self.space = call.space
-        self.count = where.shape[0] if where.shape else sympy.Integer(1)
-        axis = call.space.fresh("w", self.count)
-        self.listed: list[sympy.Expr] = []
-        self.start = _start(call, where.at((axis,) if where.shape else ()), axis, length)
-        if self.start is not None:
-            return
-        if not self.count.is_Integer or self.count > _MOST_POSITIONS:
-            raise NoClosedForm(_UNKNOWN)
-        for n in range(int(self.count)):
-            match where.at((sympy.Integer(n),) if where.shape else ()):
-                case ex.Const(value):
-                    self.listed.append(position(call, sympy.Integer(int(value)), length))
-                case ex.Index(value):
-                    self.listed.append(position(call, value, length))
-                case _:
-                    raise NoClosedForm(_UNKNOWN)
-        if not may_repeat and not all(self._differ(a, b) for n, a in enumerate(self.listed) for b in self.listed[:n]):
-            raise NoClosedForm("elements that may be written twice")
+    The positions, along a dimension of `length`, must count up by one or be few enough to write out.
+    """
+    space, count = call.space, where.shape[0] if where.shape else sympy.Integer(1)
 
-    def _differ(self, a: sympy.Expr, b: sympy.Expr) -> bool:
-        return self.space.is_negative(a - b) or self.space.is_negative(b - a)
+    def listed(n: sympy.Expr) -> Expr:
+        return where.at((n,) if where.shape else ())
 
-    def chosen(self, i: sympy.Expr, new: Callable[[sympy.Expr], Expr], old: Callable[[], Expr]) -> Expr:
-        """`new` of the place that position `i` has in the list, else `old`."""
-        space = self.space
-        if self.start is not None:
-            place = sympy.expand(i - self.start)
-            return _chosen(_is_within(place, self.count, space), lambda: new(place), old, space)
-        for n, where in enumerate(self.listed):
-            old = self._or(al.is_zero(i - where, space), sympy.Integer(n), new, old)
+    axis = space.fresh("w", count)
+    start = _start(call, listed(axis), axis, length)
+    if start is not None:
+
+        def counted(i: sympy.Expr, new: Callable[[sympy.Expr], Expr], old: Callable[[], Expr]) -> Expr:
+            place = sympy.expand(i - start)
+            return _chosen(_is_within(place, count, space), partial(new, place), old, space)
+
+        return counted
+    if not count.is_Integer or count > _MOST_POSITIONS:
+        raise NoClosedForm(_UNKNOWN)
+    places: list[sympy.Expr] = []
+    for n in range(int(count)):
+        match listed(sympy.Integer(n)):
+            case ex.Const(value) | ex.Index(value):
+                places.append(call.position(sympy.sympify(value), length))
+            case _:
+                raise NoClosedForm(_UNKNOWN)
+    pairs = itertools.combinations(places, 2)
+    if not may_repeat and not all(space.is_negative(a - b) or space.is_negative(b - a) for a, b in pairs):
+        raise NoClosedForm("elements that may be written twice")
+
+    def among(i: sympy.Expr, new: Callable[[sympy.Expr], Expr], old: Callable[[], Expr]) -> Expr:
+        for n, place in enumerate(places):
+            old = partial(_chosen, al.is_zero(i - place, space), partial(new, sympy.Integer(n)), old, space)
         return old()
 
-    def _or(
-        self, cond: Expr, place: sympy.Expr, new: Callable[[sympy.Expr], Expr], old: Callable[[], Expr]
-    ) -> Callable[[], Expr]:
-        return lambda: _chosen(cond, lambda: new(place), old, self.space)
-
-
-def _copy(call: Operation) -> LiftedTensor:
-    x, src = call.operand, call["src"]
-    extra = len(x.shape) - len(src.shape)
-
-    def at(index: Indices) -> Expr:
-        return precision.cast(x.dtype, src.at(clamped(index[extra:], src.shape)), src.dtype, call.space)
-
-    return call.tensor(at)
+    return among
 
 
 WRITTEN: dict[Any, Callable[[Operation], Any]] = {
     aten.slice_scatter.default: _slice_scatter,
     aten.select_scatter.default: _select_scatter,
     aten.diagonal_scatter.default: _diagonal_scatter,
-    aten.index_copy.default: _index_copy,
-    aten.index_fill.int_Scalar: _index_fill,
-    aten.index_fill.int_Tensor: _index_fill,
+    **dict.fromkeys((aten.index_copy.default, aten.index_fill.int_Scalar, aten.index_fill.int_Tensor), _index_copy),
     aten.index_put.default: _index_put,
-    aten.copy.default: _copy,
 }

@@ -1,4 +1,4 @@
-"""Bias: a term added to the scores. Taken: any that is not computed from them. Declined: a sum of two products."""
+"""Bias: a term added to the scores. Takes any term not computed from them; declines a sum of two products."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from attn_fuse.patterns.layer import Answer, Bias, Layered
 
 
 def bias(scores: Expr) -> Answer:
-    """The bias of `scores` + term; a Refusal where both summands hold a matrix product."""
+    """The bias of `scores` + term; a Refusal if both summands hold a matrix product."""
     match scores:
         case Add(_, term) if has_product(term):
             return Refusal("the scores are a sum of several products")

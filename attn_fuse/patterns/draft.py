@@ -1,14 +1,14 @@
 """Draft: an element expression taken apart into query, key, value, score and weights, before its axes have roles.
 
 The product with the value comes off first, then the layers of the weights, the softmax, and the product of query and
-key. Everything between the softmax and that product is kept whole, as an expression over `Score`.
+key. The part between the softmax and that product stays whole, as an expression over `Score`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -22,21 +22,21 @@ from attn_fuse.expression.nodes import Const, Contract, Expr, Score, index_symbo
 from attn_fuse.expression.ranges import infinities, may_be_no_number
 from attn_fuse.lift.lift import Lifted
 from attn_fuse.patterns import WEIGHT_LAYERS
-from attn_fuse.patterns.layer import DropoutLayer, EmptyIsZero, Factor, Layer, peel
+from attn_fuse.patterns.layer import DropoutLayer, EmptyIsZero, Factor, Layer, bare, peel
 from attn_fuse.patterns.softmax import LONGER, Normalised, softmax
 from attn_fuse.torch_internals import FloorDiv, Mod
 
-# The max number of axes to split: more than any layout merges. With symbolic sizes, a digit may survive its split.
+# Max axes to split: more than any layout merges. With symbolic sizes, a split may leave its digit behind.
 _MOST_SPLITS = 8
 
 
 @dataclass(frozen=True)
 class Draft:
-    """An attention over index symbols that have no roles yet. Fields are those of `Attention`, except for these.
+    """An attention over index symbols without roles. These fields differ from those of `Attention`:
 
     factors: the factors of the weights. empty_is_zero: whether the program sets the weights of a fully masked row to 0.
-    fills: the conditions outside which it does so; none where it sets all of them.
-    key_axes, inner_axes: the axes that the product with the value, and that of query and key, sum over.
+    fills: the conditions outside which it does so; none if it sets all of them.
+    key_axes, inner_axes: the axes summed by the product with the value, and by that of query and key.
     """
 
     query: Expr
@@ -57,31 +57,35 @@ class Draft:
 
     @property
     def symbols(self) -> set[sympy.Symbol]:
-        """The index symbols of the output and of the sums of both products."""
+        """The index symbols of the output and of both sums."""
         return {s for dim in self.output for s in dim} | {*self.key_axes, *self.inner_axes}
 
 
 def draft(lifted: Lifted) -> Draft | Refusal:
-    """The draft of the attention that `lifted` is an element of, with merged axes split; a Refusal where it is none."""
+    """The draft of the attention that `lifted` is an element of, with merged axes split, or a Refusal."""
     space = lifted.space
     product, divided_by = _output_product(_joined_output(lifted.element, space))
     if product is None:
         return Refusal("the output is not a matrix product, or there is a single key", lifted.element)
-    weights, value = _weights_and_value(product)
-    if weights is None or value is None:
-        return Refusal("the output is not a product of weights and a value", product)
+    match ex.has_product(product.a), ex.has_product(product.b):
+        case True, False:
+            weights, value = product.a, product.b
+        case False, True:
+            weights, value = product.b, product.a
+        case _:
+            return Refusal("the output is not a product of weights and a value", product)
     if len(product.axes) != 1:
         return Refusal("the output sums over several axes at once", product)
     (key,) = product.axes
     if divided_by is not None:
         weights = ex.Div(weights, divided_by)
-    peeled = peel(weights, WEIGHT_LAYERS)
-    if peeled.refusal is not None:
-        return peeled.refusal
-    layers = [layer for layer, _ in peeled.found]
-    normalised = softmax(peeled.rest, key, space, lifted.numbers)
+    found, rest, refusal = peel(weights, WEIGHT_LAYERS)
+    if refusal is not None:
+        return refusal
+    layers = [layer for layer, _ in found]
+    normalised = softmax(rest, key, space, lifted.numbers)
     if isinstance(normalised, Refusal):
-        return normalised.at(peeled.rest)
+        return normalised.at(rest)
     unsure = _wrong_guard(layers, normalised.body, key, space)
     if unsure is not None:
         return unsure
@@ -90,13 +94,13 @@ def draft(lifted: Lifted) -> Draft | Refusal:
         return parts
     score_product, query, operand, score = parts
     if 1 in infinities(score):
-        return Refusal("some scores are plus infinity, whose weight is no number", normalised.body)
+        return Refusal("some scores are plus infinity, which makes their row NaN", normalised.body)
     query, operand, query_dtype = _without_widening(query, operand, score_product.dtype, lifted.leaf_dtypes)
     drops = [layer.p for layer in layers if isinstance(layer, DropoutLayer)]
     if len(drops) > 1:
         return Refusal("the weights pass through dropout twice", weights)
-    if (dropped := next((part for part in ex.walk(score) if isinstance(part, ex.Dropout)), None)) is not None:
-        return Refusal("the scores pass through dropout before the softmax", dropped)
+    if dropped := ex.parts(score, ex.Dropout):
+        return Refusal("the scores pass through dropout before the softmax", dropped[0])
     if space.sizes[key] == 1:
         return Refusal("there is a single key", value, LONGER)
     return _split_axes(
@@ -122,22 +126,16 @@ def draft(lifted: Lifted) -> Draft | Refusal:
 
 
 def _output_product(element: Expr) -> tuple[Contract | None, Expr | None]:
-    """(the product with the value, the divisor after it that is computed from the scores), each None without one."""
+    """(the product with the value, a divisor after it computed from the scores), each None without one"""
     divided_by = None
-    while True:
-        match element:
-            case ex.Cast(dtype, inner) if dtype.is_floating_point:
-                element = inner
-            case ex.Div(inner, total) if divided_by is None and ex.has_product(total):
-                element, divided_by = inner, total
-            case Contract():
-                return element, divided_by
-            case _:
-                return None, None
+    match product := bare(element):
+        case ex.Div(inner, total) if ex.has_product(total):
+            product, divided_by = bare(inner), total
+    return (product, divided_by) if isinstance(product, Contract) else (None, None)
 
 
 def _joined_output(element: Expr, space: Space) -> Expr:
-    """`element` with a sum of two products, each over a part of the keys, as one product over all keys."""
+    """`element` with a sum of two products over different keys, such as a cache, as one product over all keys."""
     match element:
         case ex.Add(Contract((first,), a, b, dtype), Contract((second,), c, d, _)):
             pass
@@ -145,10 +143,10 @@ def _joined_output(element: Expr, space: Space) -> Expr:
             return element
     parts = []
     for axis, sides in ((first, (a, b)), (second, (c, d))):
-        weights = next((x for side in sides for x in ex.walk(side) if isinstance(x, ex.Softmax)), None)
-        if weights is None or axis not in weights.at.free_symbols:
+        weights = [x for side in sides for x in ex.parts(side, ex.Softmax)]
+        if not weights or axis not in weights[0].at.free_symbols:
             return element
-        parts.append((axis, sides, sympy.expand(weights.at - axis)))
+        parts.append((axis, sides, sympy.expand(weights[0].at - axis)))
     parts.sort(key=lambda part: part[2] != 0)
     (head, one, start), (tail, other, middle) = parts
     if start != 0 or not space.is_zero(middle - space.sizes[head]):
@@ -162,7 +160,7 @@ def _joined_output(element: Expr, space: Space) -> Expr:
 
 
 def _joined_products(x: Expr, space: Space) -> Expr:
-    """`x` with each choice between two products that share an operand (a query, cached or new keys) as one product."""
+    """`x` with each choice between two products as one product if they share an operand, such as the query."""
     match x:
         case ex.Select(cond, Contract(axes, a, b, dtype), Contract(others, c, d, _)) if _fit(axes, others, space):
             by = dict(zip(others, axes, strict=True))
@@ -179,39 +177,27 @@ def _fit(axes: Sequence[sympy.Symbol], others: Sequence[sympy.Symbol], space: Sp
     return len(axes) == len(others) and all(space.same_size(a, b) for a, b in zip(*sizes, strict=True))
 
 
-def _weights_and_value(product: Contract) -> tuple[Expr | None, Expr | None]:
-    sides = [product.a, product.b]
-    match [ex.has_product(side) for side in sides]:
-        case [True, False]:
-            return product.a, product.b
-        case [False, True]:
-            return product.b, product.a
-    return None, None
-
-
 def _wrong_guard(layers: Iterable[Layer], body: Expr, key: sympy.Symbol, space: Space) -> Refusal | None:
-    """A Refusal where a guard asks about other scores than those of the softmax, or hides a NaN; else None.
+    """A Refusal if a guard tests other scores than the softmax has, or hides a NaN; else None.
 
-    A fill of the weights guards them, too: as written it replaces NaN, where multiplying by a factor does not.
+    A fill of the weights is a guard, too, because it replaces NaN; multiplying by a factor does not.
     """
     for layer in layers:
         match layer:
-            case EmptyIsZero(None, _):
-                continue
             case EmptyIsZero(scores, axis) if scores is not None:
                 asked = scores if axis is None else al.substitute(scores, {axis: key}, space)
                 if asked != body:
-                    return Refusal("the weights are set to zero by what other scores are", asked)
+                    return Refusal("the weights are zeroed by a condition on other scores", asked)
     if any(map(_makes_zero, layers)) and may_be_no_number(body):
         return Refusal(
-            "the weights are guarded or filled where a score may be infinity times zero, which makes its row no number",
+            "the weights are guarded or filled where a score may be infinity times zero, which is NaN",
             body,
         )
     return None
 
 
 def _makes_zero(layer: Layer) -> bool:
-    """Whether `layer` puts 0 in the place of a weight that is NaN."""
+    """Whether `layer` turns a NaN weight into 0."""
     return isinstance(layer, EmptyIsZero) or (isinstance(layer, Factor) and layer.filled)
 
 
@@ -229,7 +215,7 @@ def _query_and_key(
 ) -> tuple[Contract, Expr, Expr, Expr] | Refusal:
     """(the product of query and key, query, key, the score over the product)"""
     body = _joined_products(normalised.body, space)
-    products = list(dict.fromkeys(part for part in ex.walk(body) if isinstance(part, Contract)))
+    products = list(dict.fromkeys(ex.parts(body, Contract)))
     product = next((p for p in products if not any(p is not o and p in ex.walk(o) for o in products)), None)
     if product is None:
         return Refusal("the scores are not made from a matrix product", body)
@@ -251,34 +237,28 @@ def _query_and_key(
         return Refusal("not exactly one side of the score product runs over the keys", product)
     if not all(set(product.axes) <= index_symbols(side) for side in (query, key)):
         if all(space.sizes[axis] == 1 for axis in product.axes):
-            advice = "leave it as it is: fused kernels sum over a head_dim of 2 and more"
+            advice = "leave it: fused kernels need a head_dim of at least 2"
             return Refusal("head_dim is 1: each score is a product of two numbers", product, advice)
         return Refusal("the score product does not sum over an axis of query and key", product)
-    query, key, number = _without_numbers(query, key)
-    if number != 1.0:
+    (query, of_query), (key, of_key) = _without_number(query), _without_number(key)
+    if (number := of_query * of_key) != 1.0:
         score = al.replaced(score, Score(product.dtype), al.mul(Const(number), Score(product.dtype)))
     return product, query, key, score
 
 
-def _without_numbers(query: Expr, key: Expr) -> tuple[Expr, Expr, float]:
-    """(query, key, the product of the constant factors taken off both)"""
-    number = 1.0
-
-    def pulled(side: Expr) -> Expr:
-        nonlocal number
-        match side:
-            case ex.Mul(inner, Const(value)) if math.isfinite(value):
-                number *= value
-                return pulled(inner)
-        return side
-
-    return pulled(query), pulled(key), number
+def _without_number(side: Expr) -> tuple[Expr, float]:
+    """(a query or key without constant factors, the product of the factors)"""
+    match side:
+        case ex.Mul(inner, Const(value)) if math.isfinite(value):
+            rest, number = _without_number(inner)
+            return rest, value * number
+    return side, 1.0
 
 
 def _without_widening(
     query: Expr, key: Expr, dtype: torch.dtype, leaf_dtypes: Mapping[int, torch.dtype]
 ) -> tuple[Expr, Expr, torch.dtype]:
-    """(query, key, dtype of their product) without casts that only widen both: kernels sum in at least float32."""
+    """(query, key, dtype of their product) without casts that widen both; kernels sum in at least float32 anyway."""
     match query, key:
         case ex.Cast(_, ex.Load(q) as narrow_query), ex.Cast(_, ex.Load(k) as narrow_key):
             narrow = leaf_dtypes[q]
@@ -307,40 +287,24 @@ def _split_axes(whole: Draft, space: Space) -> Draft:
 
 def _digits(whole: Draft) -> Iterator[sympy.Expr]:
     symbols = whole.symbols
-    for expr in _expressions(whole):
-        for part in ex.walk(expr):
-            for value in part.index if isinstance(part, ex.Load) else ():
-                for digit in sorted(value.atoms(FloorDiv, Mod), key=str):
-                    if digit.args[0] in symbols:
-                        yield digit
-
-
-def _expressions(whole: Draft) -> Iterator[Expr]:
-    yield from (whole.query, whole.key, whole.value, whole.score)
-    if whole.sink is not None:
-        yield whole.sink
-    yield from whole.factors
+    sink = () if whole.sink is None else (whole.sink,)
+    for expr in (whole.query, whole.key, whole.value, whole.score, *sink, *whole.factors):
+        for value in (value for load in ex.parts(expr, ex.Load) for value in load.index):
+            for digit in sorted(value.atoms(FloorDiv, Mod), key=str):
+                if digit.args[0] in symbols:
+                    yield digit
 
 
 def _substituted(
     whole: Draft, axis: sympy.Symbol, parts: tuple[sympy.Symbol, sympy.Symbol], base: sympy.Expr, space: Space
 ) -> Draft:
-    by = {axis: parts[0] * base + parts[1]}
+    by, split = {axis: parts[0] * base + parts[1]}, {axis: parts}
 
-    def split(symbols: tuple[sympy.Symbol, ...]) -> tuple[sympy.Symbol, ...]:
-        return tuple(p for s in symbols for p in (parts if s == axis else (s,)))
+    def substituted(value: Any) -> Any:
+        if isinstance(value, Expr):
+            return al.substitute(value, by, space)
+        if isinstance(value, tuple):
+            return tuple(new for x in value for new in split.get(x, (substituted(x),)))
+        return value
 
-    changed: dict[str, Any] = {}
-    for f in fields(whole):
-        value = getattr(whole, f.name)
-        if isinstance(value, Expr) and f.name != "dropout_p":
-            changed[f.name] = al.substitute(value, by, space)
-    return replace(
-        whole,
-        **changed,
-        factors=tuple(al.substitute(x, by, space) for x in whole.factors),
-        fills=tuple(al.substitute(x, by, space) for x in whole.fills),
-        output=tuple(map(split, whole.output)),
-        key_axes=split(whole.key_axes),
-        inner_axes=split(whole.inner_axes),
-    )
+    return replace(whole, **{name: substituted(value) for name, value in vars(whole).items()})

@@ -1,7 +1,7 @@
 """Floor: scores raised to at least the min of their dtype, as OPT and M2M100 do after masking.
 
-Taken: a floor out of reach of ordinary scores, which turns minus infinity into a finite fill and changes nothing else.
-Declined: any other bound, which is a function of the scores.
+Takes a floor out of reach of ordinary scores: it only turns minus infinity into a finite fill. Declines any other
+bound, which is a function of the scores.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Fold: the layers of the scores become one scale, a softcap, a mask as structure, and biases.
 
-The hard case is a fully masked row. A fill of minus infinity gives NaN there, and a kernel may give 0. A finite fill
-gives a mean of the values, and a kernel that skips masked keys does not. So a finite fill is dropped only where every
-query is proved to see a key, and keeps its exact meaning elsewhere.
+The hard case is a fully masked row. A fill of minus infinity gives NaN there; a kernel may give 0. A finite fill gives
+a mean of the values; a kernel that skips masked keys does not. So a finite fill is dropped only if every query is
+proved to see a key, and otherwise keeps its exact meaning.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from attn_fuse.expression.index import Space
 from attn_fuse.expression.nodes import Const, Expr, index_symbols
 from attn_fuse.expression.ranges import largest_factor, smallest_divisor, stays_within
 from attn_fuse.lift.lift import Lifted
-from attn_fuse.patterns.layer import Bias, Floor, Layer, MaskFill, Scale, Softcap, dtype_of
+from attn_fuse.patterns.layer import Bias, Floor, Layer, MaskFill, Scale, Softcap, dtype_of, sum_of
 from attn_fuse.patterns.masks import MASK_FILL_THRESHOLD
 
 _ONE = Const(1.0)
@@ -43,8 +43,8 @@ class Term:
 class Scores:
     """The layers of the scores: softcap(scale * product), plus `terms`, filled by `fills`, both outermost first.
 
-    magnitude: the max of `scale`, infinity where nothing is known of it. scaled_fill: whether the scores are scaled
-    after a fill. floored: whether a bias is raised to a floor. bounded: whether a floor lies over the product.
+    magnitude: the max of `scale`, infinity if unknown. scaled_fill: whether a scale follows a fill.
+    floored: whether a bias is raised to a floor. bounded: whether a floor lies over the product.
     """
 
     scale: Expr = _ONE
@@ -61,12 +61,12 @@ def fold(
     layers: Sequence[tuple[Layer, Expr]],
     key_axes: tuple[sympy.Symbol, ...],
     space: Space,
-    learned: Container[int] = (),
+    learned: Container[int],
 ) -> Scores | Refusal:
-    """The layers of the scores, folded; a Refusal where they have no such form.
+    """The layers of the scores, folded, or a Refusal.
 
-    layers: outermost first, each with the part that it was taken off. key_axes: the axes of the key position.
-    space, learned: as `Lifted` has them.
+    layers: outermost first, each with the expression that it was taken off. key_axes: the axes of the key position.
+    space, learned: those of `Lifted`.
     """
     scores = Scores()
     for layer, part in reversed(layers):
@@ -83,7 +83,7 @@ def over(
     dtype: torch.dtype,
     key_axes: tuple[sympy.Symbol, ...],
     space: Space,
-    learned: Container[int] = (),
+    learned: Container[int],
 ) -> Scores | Refusal:
     """`scores` with `layer` laid over them, held in `dtype`."""
     match layer:
@@ -98,7 +98,7 @@ def over(
             return _filled(scores, layer)
         case Floor(value):
             return _floored(scores, value)
-    return scores
+    raise TypeError(f"{layer} is no layer of the scores")
 
 
 def _with_bias(scores: Scores, term: Expr) -> Scores:
@@ -106,9 +106,9 @@ def _with_bias(scores: Scores, term: Expr) -> Scores:
 
 
 def without_shift(scores: Scores, key_axes: tuple[sympy.Symbol, ...], lifted: Lifted) -> Scores:
-    """`scores` without terms of positions and numbers alone that are the same for every key of a query: these cancel.
+    """`scores` without the terms of positions and numbers that are the same for every key of a query, which cancel.
 
-    Kernels that compute the weights again, from the logarithm of their sum, lose digits to a term that is large.
+    Kernels that recompute the weights from the logarithm of their sum would lose digits to a large term.
     """
     limit = _held(_ORDINARY, lifted)
     if scores.bounded or any(math.isfinite(fill.value) for fill in scores.fills):
@@ -147,7 +147,7 @@ def _scaled(scores: Scores, factor: Expr, key_axes: tuple[sympy.Symbol, ...], ma
 
 
 def _overflowed(scores: Scores, dtype: torch.dtype) -> Scores:
-    """`scores` held in `dtype`: a scaled fill beyond its lowest number is minus infinity."""
+    """`scores` rounded to `dtype`, in which a fill beyond the lowest number is minus infinity."""
     fills = tuple(
         replace(fill, value=-math.inf) if math.isinf(precision.rounded(fill.value, dtype)) else fill
         for fill in scores.fills
@@ -164,7 +164,7 @@ def _capped(scores: Scores, value: float) -> Scores | Refusal:
 
 
 def _filled(scores: Scores, fill: MaskFill) -> Scores | Refusal:
-    # A fill above the threshold is the min of the scores' dtype, out of reach of any score in it.
+    # A fill above the threshold is the min of the scores' dtype, which no score in it can pass.
     is_near = -math.inf < fill.value <= MASK_FILL_THRESHOLD and scores.magnitude * _ORDINARY > -fill.value
     if is_near and scores.magnitude > 1 and not _absorbs(fill.value):
         if fill.added:
@@ -176,10 +176,10 @@ def _filled(scores: Scores, fill: MaskFill) -> Scores | Refusal:
 
 
 def _floored(scores: Scores, least: float) -> Scores | Refusal:
-    """max(where(k, x, f), L) = where(k, x, max(f, L)) for scores x that stay above L."""
+    """max(where(k, x, f), L) = where(k, x, max(f, L)) for scores x above L."""
     if scores.softcap is not None:
         return Refusal("capped scores are scaled or bounded")
-    # Where a floor lifts the fill, the score is no longer lowered but replaced by the floor.
+    # A floor above the fill replaces the score, which is then no longer lowered.
     fills = tuple(
         replace(fill, value=max(fill.value, least), added=fill.added and fill.value > least) for fill in scores.fills
     )
@@ -190,15 +190,12 @@ def _floored(scores: Scores, least: float) -> Scores | Refusal:
 def mask_and_biases(
     scores: Scores, beneath: Expr, axes: Axes, lifted: Lifted
 ) -> tuple[Mask, tuple[Expr, ...]] | Refusal:
-    """(the mask as structure, the biases, with the fills that are no mask among them), or a Refusal.
-
-    beneath: the score beneath the layers.
-    """
+    """(the mask as structure, the biases and the fills that act as biases), or a Refusal. beneath: the inner score."""
     space, leaf_dtypes = lifted.space, lifted.leaf_dtypes
     terms = tuple(term.value for term in scores.terms)
     finite = [fill for fill in scores.fills if math.isfinite(fill.value)]
-    # A bias read from memory may hide keys by itself. So may a function of the scores, such as log, or of positions,
-    # such as exp: only minus infinity is out of their reach.
+    # A bias from memory may hide keys by itself. So may a function of the scores, such as log, or of positions, such as
+    # exp: only minus infinity is out of their reach.
     unknown = bool(finite) and not (_is_ordinary(beneath, lifted) and _hides_nothing(terms, finite, lifted))
     parts = mask_parts((fill.keep for fill in scores.fills), axes, space)
     seen = every_query_sees_a_key(parts, axes, space, leaf_dtypes)
@@ -209,9 +206,9 @@ def mask_and_biases(
     hard = [fill for fill in scores.fills if fill not in soft]
     biases = terms + tuple(_as_bias(fill) for fill in soft)
     values = {fill.value for fill in hard}
-    # In a row that sees some key, the keys under a finite fill have no weight, whatever the other rows see.
+    # In a row that sees a key, keys under a finite fill have no weight, even if other rows are fully masked.
     parts_if_others_seen = parts if finite and not unknown else ()
-    # A floor that replaces all scores of a row also stops their gradient, as "mean" tells the kernels.
+    # A floor that replaces all scores of a row also stops their gradient; "mean" tells the kernels to do so.
     softly: EmptyRows = "mean" if scores.floored else "none"
     if not hard:
         return Mask(empty_rows=softly, parts_if_others_seen=parts_if_others_seen), biases
@@ -225,7 +222,7 @@ def mask_and_biases(
         return Mask(mask_parts([hard[0].keep], axes, space), "mean", parts_if_others_seen), ()
     if soft or not _absorbs(hard[0].value):
         return Refusal("a query that sees no key would get another mean of the values", hard[0].keep)
-    # A dtype's lowest number swallows the score that it is added to: adding is replacing, and the fill becomes a bias.
+    # A dtype's lowest number absorbs the score that it is added to. So adding is replacing: the fill becomes a bias.
     place = scores.fills.index(hard[0])
     kept = tuple(
         al.select(hard[0].keep, term.value, Const(0.0)) if term.below > place else term.value for term in scores.terms
@@ -234,21 +231,18 @@ def mask_and_biases(
 
 
 def _hides_nothing(terms: Iterable[Expr], fills: Iterable[MaskFill], lifted: Lifted) -> bool:
-    """Whether the sum of `terms` stays far above each of the finite `fills`, for every query and key."""
+    """Whether the sum of `terms` stays far above each of the finite `fills` for every query and key."""
     limit = _held(min(abs(fill.value) for fill in fills) / 4, lifted)
-    added: Expr = Const(0.0)
-    for term in terms:
-        added = al.add(added, term)
-    return stays_within(added, limit, lifted.space, lifted.learned, lifted.leaf_dtypes.values())
+    return stays_within(sum_of(terms), limit, lifted.space, lifted.learned, lifted.leaf_dtypes.values())
 
 
 def _held(limit: float, lifted: Lifted) -> float:
-    """`limit`, or less where a sum of scores and a number near it may overflow float16."""
+    """`limit`, lowered if a sum of scores and a number near it may overflow float16."""
     return min(limit, torch.finfo(torch.float16).max / 4) if torch.float16 in lifted.leaf_dtypes.values() else limit
 
 
 def _is_ordinary(score: Expr, lifted: Lifted) -> bool:
-    """Whether `score` stays far above every fill where the product of query and key is an ordinary number."""
+    """Whether `score` stays far above every fill if the product of query and key is an ordinary number."""
     if not ex.has_product(score):
         return stays_within(score, _ORDINARY, lifted.space, lifted.learned, lifted.leaf_dtypes.values())
     match score:
@@ -270,7 +264,7 @@ def _is_ordinary(score: Expr, lifted: Lifted) -> bool:
     return False
 
 
-# The max of a scaled fill. Scores are assumed to stay above half of it, and exp(-104) is 0 in float32.
+# Max of a scaled fill. Scores are assumed to stay above half of it, and exp(-104) is 0 in float32.
 WEAKEST_FILL = -208.0
 _ORDINARY = 1e6
 

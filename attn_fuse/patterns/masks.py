@@ -1,18 +1,18 @@
 """Masks: scores replaced by a fill value, or lowered by one, where a condition does not hold.
 
-A fill masks if no ordinary score comes near it: minus infinity, the min of the scores' dtype, or -1e9 and below. A fill
-nearer to zero is a number like any other: added to the scores it is a bias, in their place it is refused.
+A fill masks if no ordinary score comes near it: minus infinity, the min of the scores' dtype, or -1e9 and below. Other
+fills are a bias if added to the scores, and are refused in their place.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator
 
 import torch
 
 from attn_fuse.attention.attention import Refusal
-from attn_fuse.expression.nodes import FALSE, TRUE, Add, Cast, Const, Expr, Select, has_product
+from attn_fuse.expression.nodes import FALSE, TRUE, Add, Cast, Const, Expr, Select, has_product, terms
 from attn_fuse.expression.simplify import select
 from attn_fuse.patterns.layer import Answer, Layered, MaskFill, dtype_of
 
@@ -25,7 +25,7 @@ def is_masking(fill: float, dtype: torch.dtype) -> bool:
 
 
 def mask(scores: Expr) -> Answer:
-    """The mask that replaces scores by a fill; a Refusal where it depends on the scores, or the fill does not mask."""
+    """The mask that replaces scores by a fill; a Refusal if it depends on the scores or the fill does not mask."""
     match scores:
         case Select(cond, inner, fill):
             if has_product(cond):
@@ -41,24 +41,18 @@ def mask(scores: Expr) -> Answer:
 
 
 def additive_mask(scores: Expr) -> Answer:
-    """The mask that is added to the scores, as a choice of 0 and of fills that mask."""
+    """The mask added to the scores: a choice between 0 and fills that mask."""
     match scores:
         case Add(inner, term) if not has_product(term):
-            for summand, rest in _summands(term):
+            summands = list(terms(term))
+            for n, summand in enumerate(summands):
                 choice = _zero_or_fill(summand, dtype_of(inner))
                 if choice is not None:
                     keep, fill = choice
-                    return Layered(inner if rest is None else Add(inner, rest), MaskFill(keep, fill, added=True))
+                    others = summands[:n] + summands[n + 1 :]
+                    beneath = Add(inner, functools.reduce(Add, others)) if others else inner
+                    return Layered(beneath, MaskFill(keep, fill, added=True))
     return None
-
-
-def _summands(term: Expr) -> Iterator[tuple[Expr, Expr | None]]:
-    """`term` with None, then each of its summands with the sum of the others."""
-    yield term, None
-    if isinstance(term, Add):
-        for one, other in ((term.a, term.b), (term.b, term.a)):
-            for summand, rest in _summands(one):
-                yield summand, other if rest is None else Add(rest, other)
 
 
 def _zero_or_fill(term: Expr, dtype: torch.dtype) -> tuple[Expr, float] | None:

@@ -1,6 +1,6 @@
-"""Scale: the scores times or divided by a factor. Taken: any that is not computed from them, and not infinite or NaN.
+"""Scale: the scores times or divided by a factor. Takes any finite factor not computed from the scores.
 
-Declined: a product with something computed from the scores, and a quotient by the scores.
+Declines products with something computed from the scores, and quotients by the scores.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from attn_fuse.patterns.layer import Answer, Layered, Scale
 
 
 def scale(scores: Expr) -> Answer:
-    """The scale of scores * factor; a Refusal where both operands hold a matrix product."""
+    """The scale of scores * factor; a Refusal if both operands hold a matrix product."""
     match scores:
         case Mul(_, factor) if has_product(factor):
             return Refusal("the scores are multiplied with something computed from them")
@@ -24,7 +24,7 @@ def scale(scores: Expr) -> Answer:
 
 
 def quotient(scores: Expr) -> Answer:
-    """The scale of scores / divisor; a Refusal where the divisor holds a matrix product."""
+    """The scale of scores / divisor; a Refusal if the divisor holds a matrix product."""
     match scores:
         case Div(_, divisor) if has_product(divisor):
             return Refusal("something is divided by the scores")

@@ -1,4 +1,4 @@
-"""Private torch APIs, each under a name that says what it is for; a public name is used elsewhere where one exists.
+"""Private torch APIs under names that say their purpose. Elsewhere only public names are used.
 
 Tried on torch 2.11.0, 2.13.0 and 2.15.0, on CPU.
 """
@@ -17,5 +17,4 @@ from attn_fuse.torch_internals.dynamo import *  # noqa: F403
 from attn_fuse.torch_internals.inductor import *  # noqa: F403
 from attn_fuse.torch_internals.kernels import *  # noqa: F403
 from attn_fuse.torch_internals.modules import *  # noqa: F403
-from attn_fuse.torch_internals.symbols import *  # noqa: F403
 from attn_fuse.torch_internals.tensors import *  # noqa: F403

@@ -1,4 +1,4 @@
-"""What is private of Dynamo: its records of a graph, its errors, its backends."""
+"""Private parts of Dynamo: its records of a graph, its errors and its backends."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from torch._dynamo.exc import RestartAnalysis, ShortenTraceback
 from torch._dynamo.utils import get_compilation_metrics
 from torch._logging import trace_structured
 
-# Dynamo wraps an exception of a backend in BackendCompilerFailed, except for this family.
+# Dynamo wraps exceptions of a backend in BackendCompilerFailed, except this family.
 PassesThroughDynamo = ShortenTraceback
-# No failure of a backend: Dynamo traces the frame once more.
+# Not a failure: Dynamo traces the frame again.
 RestartsDynamo = RestartAnalysis
 
 
 def trace_artifact(name: str, text: Callable[[], str]) -> None:
-    """Add an artifact to the structured trace of the compilation that runs now, for tlparse.
+    """Add an artifact to the structured trace of the current compilation, for tlparse.
 
-    text: makes the contents; called only where torch writes a trace, as with TORCH_TRACE=FOLDER.
+    text: makes the contents; called only where torch writes a trace, as under TORCH_TRACE=FOLDER.
     """
     trace_structured("artifact", lambda: {"name": name, "encoding": "string"}, payload_fn=text, expect_trace_id=False)
 
 
-# Where the record of a graph input has the name of its source, in a graph of ours.
+# The key in a graph input's records under which our graphs keep the name of its source.
 SOURCE = "attn_fuse_source"
 
 
 def name_sources(graph: torch.fx.Graph) -> None:
     """Replace Dynamo's records of the inputs of `graph` by their names.
 
-    Dynamo's record of an input refers to the tensor, weakly, and `torch.utils.swap_tensors` refuses such a tensor.
+    Dynamo's record has a weak reference to the tensor, for which `torch.utils.swap_tensors` would refuse it.
     """
     for placeholder in graph.find_nodes(op="placeholder"):
         name = source_name(placeholder)
@@ -46,7 +46,7 @@ def name_sources(graph: torch.fx.Graph) -> None:
 
 
 def source_name(placeholder: torch.fx.Node) -> str:
-    """Dynamo's name of the source of a graph input, as in ``L['self']._buffers['bias']``; "" without one."""
+    """Dynamo's name for the source of a graph input, such as ``L['self']._buffers['bias']``; "" without one."""
     if (kept := placeholder.meta.get(SOURCE)) is not None:
         return str(kept)
     argument = placeholder.meta.get("grapharg")
@@ -58,7 +58,7 @@ def source_name(placeholder: torch.fx.Node) -> str:
 
 
 def graph_break(graph: torch.fx.GraphModule) -> tuple[str, str] | None:
-    """(Dynamo's reason, the stack as a traceback prints it) of the graph break that ends `graph`; None without one."""
+    """(Dynamo's reason, the formatted stack) of the graph break that ends `graph`; None without one."""
     ended: Any = getattr(graph, "compile_subgraph_reason", None)
     if not getattr(ended, "graph_break", False):
         return None
@@ -66,9 +66,9 @@ def graph_break(graph: torch.fx.GraphModule) -> tuple[str, str] | None:
 
 
 def frames_of_break(graph: torch.fx.GraphModule) -> tuple[traceback.FrameSummary, ...]:
-    """The frames of the graph break that ends `graph`, the innermost last.
+    """The frames of the graph break that ends `graph`, innermost last.
 
-    Empty without a break, and where Dynamo goes on within the innermost frame, so that no code is left as written.
+    Empty without a break, and where Dynamo resumes in the innermost frame, which leaves no code as written.
     """
     if graph_break(graph) is None or getattr(torch._dynamo.config, "nested_graph_breaks", False):
         return ()
@@ -78,9 +78,9 @@ def frames_of_break(graph: torch.fx.GraphModule) -> tuple[traceback.FrameSummary
 
 @dataclass(frozen=True)
 class LeftFunction:
-    """A function that Dynamo runs as written, since it cannot go on after a break in it, as in a loop or a generator.
+    """A function that Dynamo runs as written, since it cannot resume after a break, as in a loop or a generator.
 
-    name, file, line: where it is defined. reason: what Dynamo says of the break, whole; at_file, at_line: its place.
+    name, file, line: its definition. reason: Dynamo's full reason for the break, which lies at at_file, at_line.
     """
 
     name: str
@@ -92,10 +92,7 @@ class LeftFunction:
 
 
 def left_by_dynamo(since: float) -> tuple[LeftFunction, ...]:
-    """The functions that Dynamo left as written since a time, in seconds of `time.time`.
-
-    Dynamo keeps its records of the last 64 compilations.
-    """
+    """The functions that Dynamo left as written since a `time.time`, among its last 64 compilations."""
     left = [
         LeftFunction(
             record.co_name or "",
@@ -113,10 +110,10 @@ def left_by_dynamo(since: float) -> tuple[LeftFunction, ...]:
 
 @contextlib.contextmanager
 def apart_from_dynamo() -> Iterator[None]:
-    """A block in a backend that compiles and runs other graphs as if Dynamo were not compiling one.
+    """A block in a backend that compiles and runs other graphs as if Dynamo were not compiling.
 
-    Without it AOTAutograd takes up the fake tensors of Dynamo's graph, and a backward that is compiled on its first run
-    finds its metrics set already.
+    Without it AOTAutograd would use the fake tensors of Dynamo's graph, and a backward compiled on its first run would
+    find its metrics already set.
     """
     from torch._dynamo import utils
     from torch._guards import compile_context, tracing
@@ -132,16 +129,16 @@ def apart_from_dynamo() -> Iterator[None]:
 
 
 def known_backends() -> frozenset[str]:
-    """The names of every registered Dynamo backend."""
+    """The names of all registered Dynamo backends."""
     return frozenset(torch.compiler.list_backends(exclude_tags=None))
 
 
 def is_known_everywhere(backend: str) -> bool:
-    """Whether another process knows a Dynamo backend by that name: torch's own, or that of an installed package."""
+    """Whether other processes know this Dynamo backend, because it is torch's or an installed package's."""
     installed = {entry.name for entry in entry_points(group="torch_dynamo_backends")}
     return backend in installed or lookup_backend(backend).__module__.startswith("torch.")
 
 
 def calling_convention_of(graph: torch.fx.Graph) -> Any:
-    """What makes the forward of a module from `graph`: the names and the pytrees of its arguments and results."""
+    """The code generator of `graph`, with the names and pytrees of its arguments and results."""
     return graph._codegen

@@ -1,9 +1,10 @@
-"""What is private of Inductor: compiling with it, its options, its attention patterns, the door to it."""
+"""Private parts of Inductor: compiling with it, its options, its attention patterns, the door to it."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -15,23 +16,23 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from attn_fuse.torch_internals.tensors import sizes_apart
 
 # Part of the key of AOTAutograd's cache for graphs that call our functions: raise it when such a function changes.
-_VERSION = "2"
+_VERSION = "3"
 
 
 def _called(graph: torch.fx.GraphModule) -> list[str]:
-    """The names of attn_fuse's functions that `graph` calls: AOTAutograd's cache must be told that they are safe."""
+    """The names of attn_fuse's functions that `graph` calls, to declare safe for AOTAutograd's cache."""
     targets = [node.target for node in graph.graph.nodes if node.op == "call_function"]
     names = [f"{getattr(t, '__module__', '')}.{getattr(t, '__name__', '')}" for t in targets]
     return sorted({name for name in names if name.startswith("attn_fuse.")})
 
 
 def inductor_modes() -> frozenset[str]:
-    """The values of torch.compile's `mode` that Inductor knows."""
+    """The values of torch.compile's `mode` for Inductor."""
     return frozenset(torch._inductor.list_mode_options())
 
 
 def inductor_options() -> dict[str, type | None]:
-    """Inductor's options by name, with the type that a value must have; None where it may have several or any."""
+    """Inductor's options by name, with the type of their values; None for several or any."""
     from torch._inductor import config
 
     types: dict[str, Any] = {name: config.get_type(name) for name in config.get_config_copy()}  # type: ignore[attr-defined]
@@ -51,8 +52,8 @@ def compile_with(
 ) -> Callable[..., Any]:
     """`graph` compiled for `inputs`. backend: a registered name or a callable. mode: torch.compile's `mode`.
 
-    inductor: options of Inductor, which go before those of the mode; other backends get none.
-    backward_now: whether Inductor compiles the backward now, and fails now if it does, and not in the first backward.
+    inductor: options of Inductor, which override those of the mode; other backends get none.
+    backward_now: whether Inductor compiles the backward now, with any failure, and not in the first backward.
     """
     if backend == "inductor":
         from torch._inductor import config
@@ -62,7 +63,7 @@ def compile_with(
         if hasattr(config, "unsafe_marked_cacheable_functions"):
             known = config.unsafe_marked_cacheable_functions
             patches["unsafe_marked_cacheable_functions"] = {**known, **dict.fromkeys(_called(graph), _VERSION)}
-        # Else its first call compiles it, and gets what goes wrong. A caller's own setting stands.
+        # Otherwise the first backward compiles it, and raises its errors. The caller's own setting stays.
         now = {"force_non_lazy_backward_lowering": True} if backward_now else {}
         with torch._functorch.config.patch(now):
             return cast("Callable[..., Any]", compile_fx(graph, list(inputs), config_patches=patches))
@@ -72,9 +73,9 @@ def compile_with(
 
 
 class _ThroughTheDoor(torch._TorchCompileInductorWrapper):
-    """What torch.compile makes for the backend "inductor" while a door stands open: it compiles graphs through it.
+    """torch.compile's backend "inductor" while a door is open, which compiles graphs through the door.
 
-    Dynamo takes up code that it compiled for an equal backend, so none of these equals a plain one.
+    It equals no plain one, because Dynamo reuses code compiled for an equal backend.
     """
 
     door: Any = None
@@ -95,7 +96,7 @@ class _ThroughTheDoor(torch._TorchCompileInductorWrapper):
 
 
 def _is_stored() -> bool:
-    """Whether the result of this compilation will be written to a file: our guards around it cannot be."""
+    """Whether the result of this compilation will be written to a file, which our guards around it cannot be."""
     from torch._dynamo import config as dynamo
     from torch._functorch import config as functorch
 
@@ -103,24 +104,19 @@ def _is_stored() -> bool:
 
 
 _plain: Any = torch._TorchCompileInductorWrapper
-
-
 _plain_init = _plain.__init__
-
-
 _door: Any = None
 
 
 def inductor_door() -> Any:
-    """What `open_inductor_door` was called with last; None where no door is open."""
+    """The open door, or None."""
     return _door
 
 
 def open_inductor_door(door: Callable[..., Callable[..., Any]] | None) -> None:
-    """From now on torch.compile's backend "inductor" compiles by `door(graph, inputs, options of Inductor)`.
+    """Let torch.compile's backend "inductor" compile by `door(graph, inputs, options of Inductor)`; None closes it.
 
-    None closes it. This is the one place of torch that attn_fuse changes for longer than a block. Backends that
-    torch.compile has already made stay as they are, and so do the subclasses of Inductor's.
+    Only this changes torch for longer than a block. Existing backends, and subclasses of Inductor's, are unaffected.
     """
     global _door
     _door = door
@@ -138,24 +134,24 @@ def compiled_for_any_size(
 ) -> tuple[Callable[..., Any], Callable[[Sequence[torch.Tensor]], bool]]:
     """`function` compiled by Inductor for symbolic sizes, and a test of whether the result takes given tensors.
 
-    The result checks nothing when it is called: the checks of torch.compile take 0.1 ms. Ask the test first, which
-    compares sizes and strides. The caller sees to the rest: the dtypes and devices of `examples`, and the number of
-    threads and other global state of now. threads: how many the result has; it then lets go of the interpreter's lock
-    while it runs. With None it has torch's number, and keeps the lock.
+    The result checks nothing, since the checks of torch.compile take 0.1 ms. Ask the test first, which compares sizes
+    and strides. The caller ensures the dtypes and devices of `examples`, the number of threads and other global state.
+    threads: the threads of the result, which releases the interpreter's lock while it runs; None for torch's number,
+    under the lock.
     """
-    # What Inductor calls from Python keeps the lock, a wrapper in C++ does not; that takes a second more to compile.
+    # A C++ wrapper releases the lock, unlike one in Python, and takes a second more to compile.
     options = None if threads is None else {"cpp_wrapper": True, "cpp.threads": threads}
     with torch.no_grad(), sizes_apart():
         graph = make_fx(function, tracing_mode="symbolic")(*examples)
         inputs = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
         compiled = compile_with("inductor", None, graph, inputs, options)
     shapes = inputs[0].fake_mode.shape_env
-    # Each in brackets, which torch's own `produce_guards_expression` leaves out: one with an `or` let all others go.
+    # torch's own `produce_guards_expression` omits these brackets, so one guard with an `or` would disable all others.
     sources = [LocalSource(f"t{n}") for n in range(len(inputs))]
     guards = " and ".join(f"({guard})" for guard in shapes.produce_guards(inputs, sources, ignore_static=False))
 
     def takes(tensors: Sequence[torch.Tensor]) -> bool:
-        # The compiled code does not depend on storage offsets, but the guards would compare them.
+        # The guards would compare storage offsets, which do not matter to the compiled code.
         alike = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in tensors]
         return not guards or bool(shapes.evaluate_guards_expression(guards, alike))
 
@@ -166,11 +162,11 @@ def compiled_for_any_size(
 def without_inductor_attention(users_pass: Any = None) -> Iterator[None]:
     """Keep Inductor's own attention patterns off the graphs compiled within the block.
 
-    users_pass: Inductor's `joint_custom_post_pass` for the block; None takes that of its config.
+    users_pass: Inductor's `joint_custom_post_pass` for the block; None for its config's.
 
     The patterns ignore integers, so they rewrite look-alikes (a softmax over another axis, a permuted key) into wrong
-    answers. Each joint-graph pass loses their entries while it runs, and gets them back. A marker in the config keeps
-    our graphs apart, in Inductor's caches, from the same graphs compiled outside the block.
+    answers. Each joint-graph pass loses their entries while it runs. A marker in the config separates our graphs, in
+    Inductor's caches, from the same graphs compiled outside the block.
     """
     from torch._inductor import config
     from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -188,14 +184,13 @@ def without_inductor_attention(users_pass: Any = None) -> Iterator[None]:
             self.passes = passes
 
         def apply(self, graph: Any) -> int:
-            before = {key: list(entries) for key, entries in self.passes.patterns.items()}
-            for key, entries in before.items():
-                self.passes.patterns[key][:] = [entry for entry in entries if not is_attention(entry)]
+            patterns = self.passes.patterns
+            others = {key: [entry for entry in entries if not is_attention(entry)] for key, entries in patterns.items()}
+            self.passes.patterns = defaultdict(list, others)
             try:
                 return int(self.passes.apply(graph) or 0)
             finally:
-                for key, entries in before.items():
-                    self.passes.patterns[key][:] = entries
+                self.passes.patterns = patterns
 
     given: Any = config.joint_custom_post_pass if users_pass is None else users_pass
     runs = [run for run in (given if isinstance(given, (list, tuple)) else [given]) if run is not None]
@@ -208,7 +203,7 @@ def without_inductor_attention(users_pass: Any = None) -> Iterator[None]:
         def uuid(self) -> Any:
             return ("attn_fuse: attention patterns off", *(str(run.uuid()) for run in runs))
 
-    # Inductor keeps a graph out of its caches where a pass is a plain callable, which has no key.
+    # Inductor does not cache graphs with a plain callable as a pass, which has no key.
     cacheable = all(isinstance(run, CustomGraphPass) and run.uuid() for run in runs)
     marker: Any = Marker() if cacheable else Marker().__call__
 

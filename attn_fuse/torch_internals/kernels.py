@@ -1,4 +1,4 @@
-"""What is private of torch's attention kernels and their devices."""
+"""Private parts of torch's attention kernels and devices."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 def cuda_driver() -> str:
-    """The system's line on NVIDIA's driver and its version, or else the CUDA version of the driver; "" without one."""
+    """The system's line on NVIDIA's driver, or else the driver's CUDA version; "" without one."""
     try:
         return Path("/proc/driver/nvidia/version").read_text().partition("\n")[0]
     except OSError:
@@ -19,7 +19,7 @@ def cuda_driver() -> str:
 
 
 def cuda_sleep(cycles: int) -> None:
-    """Have the current GPU do nothing for `cycles` of its clock, on the current stream."""
+    """Idle the current GPU for `cycles` of its clock, on the current stream."""
     torch.cuda._sleep(cycles)
 
 
@@ -32,7 +32,7 @@ def sdpa_choice(
     is_causal: bool,
     enable_gqa: bool,
 ) -> int:
-    """The `torch.nn.attention.SDPBackend` that `scaled_dot_product_attention` would run on these real tensors."""
+    """The `torch.nn.attention.SDPBackend` that SDPA would run on these real tensors."""
     return int(torch._fused_sdp_choice(query, key, value, mask, dropout_p, is_causal, enable_gqa=enable_gqa))
 
 
@@ -47,15 +47,14 @@ def flex_attention(
     mask_read: Sequence[torch.Tensor],
     lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """FlexAttention's (out, lse), traceable: its public function, `torch.nn.attention.flex_attention`, compiles itself.
+    """FlexAttention's (out, lse), traceable, unlike `torch.nn.attention.flex_attention`, which compiles itself.
 
-    out: [batch, heads, q_len, value_dim]. lse: [batch, heads, q_len], natural, and valid only where `lse` asks for it.
-    block_mask: a `BlockMask`. score_read, mask_read: the tensors that `score_mod` and the mask_mod of `block_mask` are
-    given besides the score and its place.
+    out: [batch, heads, q_len, value_dim]. lse: [batch, heads, q_len], natural logarithm, valid only if `lse`.
+    block_mask: a `BlockMask`. score_read, mask_read: further tensors for `score_mod` and the mask_mod of `block_mask`.
     """
     on_cpu = query.device.type == "cpu"
     queries = query.shape[2] * (query.shape[1] // key.shape[1])
-    # Its kernel for few queries takes all those of a key head in one tile, which has to fit into a block of the mask
+    # Its kernel for few queries has one tile for all queries of a key head, which must fit into a block of the mask
     # (torch 2.11 to 2.15: NoValidChoicesError).
     fits = on_cpu or (isinstance(queries, int) and queries <= block_mask.BLOCK_SIZE[0])
     options = {
@@ -67,7 +66,7 @@ def flex_attention(
         "OUTPUT_LOGSUMEXP": not on_cpu and (lse or torch.is_grad_enabled()),
         "OUTPUT_MAX": False,
     }
-    # Autocast reaches into the operator and would round query, key and value.
+    # Autocast would round query, key and value inside the operator.
     with torch.autocast(query.device.type, enabled=False):
         out, log2_sum, *_ = torch.ops.higher_order.flex_attention(
             query, key, value, score_mod, block_mask.as_tuple(), scale, options, tuple(score_read), tuple(mask_read)
@@ -76,7 +75,7 @@ def flex_attention(
 
 
 def flex_differentiates_what_it_reads() -> bool:
-    """Whether FlexAttention, traced, gives a gradient to tensors that its score function reads: since torch 2.15."""
+    """Whether traced FlexAttention gives gradients to tensors read by its score function (since torch 2.15)."""
     return bool(torch.__version__ >= "2.15")
 
 
@@ -88,7 +87,7 @@ def flex_runs_on_cpu() -> bool:
 
 
 def sdpa_switches() -> tuple[bool, bool, bool, bool]:
-    """Whether SDPA may run flash, efficient, math, cuDNN. We ask on every call; the public names are 4 times slower."""
+    """Whether SDPA may run flash, efficient, math, cuDNN; the public names are 4 times as slow on every call."""
     c = torch._C
     return (
         c._get_flash_sdp_enabled(),

@@ -1,4 +1,4 @@
-"""What is private of calls of modules: a look at each before it is made, and what is compiled of a module."""
+"""Private parts of module calls: a look at each call before it is made, and what was compiled of a module."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch._dynamo.eval_frame import OptimizedModule, skip_code
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch.fx import GraphModule
 
-# torch asks a module that is called for this attribute, and calls what it finds. `Module.compile` sets it.
+# A call of a module runs the value of this attribute instead, which `Module.compile` sets.
 _NAME = "_compiled_call_impl"
 _ASKING = nn.Module._wrapped_call_impl.__code__
 
@@ -24,7 +24,7 @@ Look = Callable[[nn.Module, Run | None], Run | None]
 
 
 class _Looked:
-    """The attribute of all modules while their calls are looked at; a module's own value stays in the module."""
+    """The attribute of all modules while their calls are watched; a module keeps its own value."""
 
     def __init__(self, look: Look) -> None:
         self._look = look
@@ -33,7 +33,7 @@ class _Looked:
         own: Run | None = None if module is None else module.__dict__.get(_NAME)
         if module is None or torch.compiler.is_compiling() or sys._getframe(1).f_code is not _ASKING:
             return own
-        if get_eval_frame_callback() is not None:  # within what the author compiles
+        if get_eval_frame_callback() is not None:  # within code that the author compiles
             return own
         run = self._look(module, own)
         return own if run is None or _is_recorded_or_transformed() else run
@@ -45,17 +45,17 @@ class _Looked:
         del module.__dict__[_NAME]
 
 
-# Dynamo would compile it where a part of a compiled program runs as written.
+# Otherwise Dynamo would compile it where part of a compiled program runs as written.
 skip_code(_Looked.__get__.__code__)
 
 
 @contextlib.contextmanager
 def looking_at_module_calls(look: Look) -> Iterator[None]:
-    """A block in which `look(module, own)` is asked before each call of a module, in any thread.
+    """A block in which `look(module, own)` runs before each call of a module, in any thread.
 
-    own: what the author compiled of the module in place, or None. `look` gives what is called with the arguments
-    instead, or None for the call as it is. What it gives is not called under a dispatch mode, nor while torch traces,
-    exports or transforms the program; within compiled code `look` is not asked.
+    own: the module as the author compiled it in place, or None. `look` returns a replacement for the call, or None. The
+    replacement is not used under a dispatch mode, nor while torch traces, exports or transforms the program. `look`
+    does not run within compiled code.
     """
     before = vars(nn.Module)[_NAME]
     setattr(nn.Module, _NAME, _Looked(look))
@@ -66,27 +66,27 @@ def looking_at_module_calls(look: Look) -> Iterator[None]:
 
 
 def in_backward() -> bool:
-    """Whether this thread runs a backward pass, in which checkpoints run their modules once more."""
+    """Whether this thread runs a backward pass, in which checkpoints rerun their modules."""
     return torch._C._current_graph_task_id() != -1
 
 
 def backward_keeps_graph() -> bool:
-    """Whether the backward pass that this thread runs was asked for with ``retain_graph`` or ``create_graph``."""
+    """Whether this thread's backward pass has ``retain_graph`` or ``create_graph``."""
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def as_written(module: nn.Module) -> Run:
-    """The call of `module` with its hooks, and without what was compiled of it in place."""
+    """The call of `module` with its hooks, but not as compiled in place."""
     return module._call_impl
 
 
 def compiled_by_author(module: nn.Module) -> bool:
-    """Whether `module` was given to torch.compile, or compiled in place."""
+    """Whether `module` comes from torch.compile or was compiled in place."""
     return isinstance(module, OptimizedModule) or module.__dict__.get(_NAME) is not None
 
 
 def given_to_compile(module: nn.Module) -> nn.Module:
-    """The module of which torch.compile made `module`; `module` itself where torch.compile did not."""
+    """The module behind torch.compile's `module`, or `module` itself."""
     return module._orig_mod if isinstance(module, OptimizedModule) else module
 
 
@@ -100,9 +100,9 @@ def _is_recorded_or_transformed() -> bool:
 
 
 def eagerly(graph: GraphModule, inputs: object = None) -> Run:
-    """`graph`, to run operation by operation as Python would run what Dynamo captured; changes its checkpoints.
+    """`graph`, changed to run operation by operation like the Python code that Dynamo captured.
 
-    Dynamo's form of a checkpoint leaves random numbers to a compiler: run as it is, its backward would draw others.
+    Dynamo's form of a checkpoint leaves random numbers to a compiler, so uncompiled, its backward would draw others.
     """
     for part in graph.modules():
         if isinstance(part, GraphModule):
@@ -122,9 +122,9 @@ def _checkpoint(body: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def going_on_where_compiling_fails() -> contextlib.AbstractContextManager[None]:
-    """A block in which Dynamo runs what it fails to compile as written.
+    """A block in which Dynamo runs frames that fail to compile as written.
 
-    NumPy's random numbers stay NumPy's, and weak references to inputs are dropped as for the backends of torch.
+    NumPy's random numbers stay NumPy's, and weak references to inputs are dropped, as for torch's backends.
     """
     config: Any = torch._dynamo.config
     wanted = {"suppress_errors": True, "use_numpy_random_stream": True, "invalidate_compile_context_weakrefs": True}
