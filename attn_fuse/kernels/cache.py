@@ -8,9 +8,9 @@ from pathlib import Path
 
 
 def cache_dir() -> Path:
-    """The directory of what was measured on the user's devices, and of the code that kernels are generated as.
+    """The directory of measurements on the user's devices.
 
-    $ATTN_FUSE_CACHE where it is set; else attn_fuse in the platform's cache directory: $XDG_CACHE_HOME or ~/.cache, on
+    $ATTN_FUSE_CACHE if it is set, else attn_fuse in the platform's cache directory: $XDG_CACHE_HOME or ~/.cache, on
     macOS ~/Library/Caches, on Windows %LOCALAPPDATA%.
     """
     chosen = os.environ.get("ATTN_FUSE_CACHE")

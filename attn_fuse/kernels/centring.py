@@ -1,11 +1,11 @@
-"""Centring: attention over values minus their mean, so that no gradient is the small difference of two large numbers.
+"""Attention over values minus their mean, which keeps gradients accurate.
 
-The gradient of a score is weight * (grad_out . value - grad_out . out). A part that all values share cancels in this
-difference, but its rounding errors do not: unlike those of softmax's own backward, they are the same for all keys of a
-query, and add up where the keys share a part, too. A part subtracted beforehand leaves no rounding errors.
+The gradient of a score is weight * (grad_out . value - grad_out . out). A component common to all values cancels in
+this difference, but its rounding errors do not. They are the same for all keys of a query, unlike those of softmax's
+own backward, and add up if the keys also have a common component. Subtracting the component first avoids them.
 
 Weights with a sink, a factor or dropout do not sum to 1. An output then contains the centre times the sum of its
-weights, its share, and a gradient flows through the share.
+weights, called its share, and a gradient flows through the share.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def gains(call: Call) -> bool:
-    """Whether to centre the values of an attention: where some gradient is wanted."""
+    """Whether to centre the values of an attention, namely if any gradient is wanted."""
     facts = call.facts
     return facts.training or facts.bias_needs_grad
 
@@ -35,8 +35,8 @@ def sums_to_one(attention: Attention) -> bool:
 def centre_of(query: Tensor, value: Tensor) -> Tensor:
     """The mean of value [B, Hkv, Lk, Dv] over the keys, for each head of query: [B, H, 1, Dv].
 
-    0 instead where a head's mean is not finite, or much larger than the value of some key, hidden or not: such a value
-    would take on the rounding errors of the others.
+    It is 0 for a head whose mean is not finite, or much larger than the value of some key, hidden or not, because that
+    value would take on the rounding errors of the others.
     """
     if value.numel() == 0:
         return value.new_zeros(*query.shape[:2], 1, value.shape[-1])
@@ -53,14 +53,14 @@ def less_centre(value: Tensor, centre: Tensor, dtype: torch.dtype) -> Tensor:
     if centre.dim() < 4:
         return value
     groups = centre.shape[1] // max(value.shape[1], 1)
-    # Contiguous, as the products take it: torch.sub by itself would keep the strides of value.
+    # The products need it contiguous; torch.sub alone would keep the strides of value.
     return torch.sub(value.to(dtype), centre[:, :: max(groups, 1)], out=value.new_empty(value.shape, dtype=dtype))
 
 
 def restored(out: Any, share: Any, centre: Any, made: Callable[..., Any] = lambda f, *args: f(*args)) -> Any:
-    """The output of an attention, from `out` over centred values: out + share * centre.
+    """The output of an attention from its `out` over centred values: out + share * centre.
 
     share [B, H, Lq]: how much of the centre each output contains, a number or a Boolean; 0 for a fully masked row.
-    made: applies an operation. No gradient flows through `centre`: the operators give the gradient of the whole.
+    made: applies an operation. `centre` needs no gradient, since the operators give the gradient of the whole output.
     """
     return made(torch.add, out, made(torch.mul, made(torch.unsqueeze, share, -1), centre))

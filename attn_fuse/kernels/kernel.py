@@ -1,7 +1,4 @@
-"""Kernel: one way to run an attention, as a value whose fields hold every fact about it.
-
-They say what the kernel takes and why not, which of torch's settings rule it out, and how to build its call.
-"""
+"""Kernel: one way to run an attention, as a value whose fields say what it takes and how to build its call."""
 
 from __future__ import annotations
 
@@ -24,18 +21,17 @@ class Kernel:
     """One way to run an attention.
 
     name: the kernel's name for users. devices: the types of device that it runs on. dtypes: of query, key and value.
-    limits: yields the reasons why not that devices and dtypes cannot say, one sentence each; asked on `devices` only.
-    emit: builds the call; returns the node of [batch, heads, q_len, value_dim].
-    needs_evidence: whether the kernel has to pass a self-check before it is used on a device where it was not measured,
-        unless a user asks for it.
-    skips_hidden: whether it does not compute what positions hide, whatever the mask.
-    block: the queries and keys of a block, where each head's are multiplied apart by a library that settings choose.
+    limits: yields its other reasons against an attention, one sentence each; called on its devices only.
+    emit: builds the call and returns the node of [batch, heads, q_len, value_dim].
+    needs_evidence: whether it must pass a self-check on devices where it was not measured, unless a user asks for it.
+    skips_hidden: whether it skips the blocks that positions hide, whatever the mask.
+    block: queries and keys in a block, for a kernel that multiplies each head's by a library that settings choose.
     plan_seconds: seconds to build a plan for each new shape, forward and backward; empty for a kernel without plans.
     switch: the backend of SDPA that torch's switches turn on and off, as in `torch.backends.cuda.enable_flash_sdp`.
-    nondeterministic: why its gradients are not deterministic, "" where they are; given the facts, and whether
-        `torch.use_deterministic_algorithms` only warns.
-    keeps_nan: whether a fully masked row is NaN where it is as written; else it is 0.
-    templated: whether Inductor makes its code from a template, which it may fail to do.
+    nondeterministic: (facts, whether `torch.use_deterministic_algorithms` only warns) -> why its gradients are not
+        deterministic; "" if they are.
+    keeps_nan: whether a fully masked row stays NaN if it is NaN as written; else it is 0.
+    templated: whether Inductor makes its code from a template, which can fail.
     """
 
     name: str
@@ -53,12 +49,12 @@ class Kernel:
     templated: bool = False
 
     def why_not(self, attention: Attention, facts: Facts) -> tuple[str, ...]:
-        """Every reason why this kernel cannot run `attention`; none means that it can."""
+        """Every reason why this kernel cannot run `attention`; none if it can."""
         reasons = []
         if facts.device.type not in self.devices:
             return (f"runs on {' and '.join(sorted(self.devices))}, not on {facts.device.type}",)
         if facts.dtype not in self.dtypes:
-            reasons.append(f"does not take {_short(facts.dtype)}")
+            reasons.append(f"does not take {str(facts.dtype).removeprefix('torch.')}")
         if facts.nan_read and (attention.zero_for_nan or (may_be_nan(attention, facts) and not self.keeps_nan)):
             reasons.append(f"a query that sees no key would get 0 for NaN, which {facts.nan_read} tells apart")
         return (*reasons, *self.limits(attention, facts))
@@ -74,7 +70,3 @@ def beyond_masks_and_biases(attention: Attention) -> Iterator[str]:
         yield "takes no sink"
     if attention.factor is not None:
         yield "takes no factor on the weights that differs from key to key"
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""once: raise on double backward, where torch would only warn and give wrong gradients."""
+"""once: raise on a double backward, for which torch only warns and gives wrong gradients."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 
 
 def once(gradient: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
-    """`gradient` in the form that `register_autograd` takes, with results that raise RuntimeError on a double backward.
+    """`gradient` in the form that `register_autograd` takes; its results raise RuntimeError on a double backward.
 
     gradient: (ctx, saved tensors, grad_out, gradients of further results) -> tensors, or lists of tensors.
     """
 
     def found(ctx: Any, grad_out: Tensor, *rest: Any) -> tuple[Any, ...]:
-        # Read once: activation checkpointing unpacks saved tensors only once.
+        # Activation checkpointing unpacks saved tensors only once.
         saved = ctx.saved_tensors
         results = gradient(ctx, saved, grad_out, *rest)
         anchor = next((x for x in (grad_out, *saved) if x is not None and x.requires_grad), None)

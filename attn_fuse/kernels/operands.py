@@ -1,4 +1,4 @@
-"""Operands: what our attentions are computed from, with checks that raise a ValueError of one line."""
+"""Operands: the arguments of our attentions, with checks that raise ValueError."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def strides_inside(shape: Sequence[Any]) -> tuple[Any, ...]:
-    """The strides of a [batch, heads, length, dim] that lies in memory as [batch, length, heads, dim]."""
+    """The strides of a [batch, heads, length, dim] stored as [batch, length, heads, dim]."""
     _, heads, length, dim = shape
     return length * heads * dim, dim, heads * dim, 1
 
@@ -18,9 +18,9 @@ def strides_inside(shape: Sequence[Any]) -> tuple[Any, ...]:
 class Operands(NamedTuple):
     """The operands of an attention with a score program.
 
-    query [B, H, Lq, D], key [B, Hkv, Lk, D], value [B, Hkv, Lk, Dv], H a multiple of Hkv: in any strides.
-    inputs, numbers: what the program reads. program: the text of a `ScoreProgram`.
-    seed: int64, one element, where dropout_p is not 0; the same seed drops the same weights.
+    query [B, H, Lq, D], key [B, Hkv, Lk, D], value [B, Hkv, Lk, Dv], in any strides; H is a multiple of Hkv.
+    inputs, numbers: the tensors and ints that the program reads. program: the text of a `ScoreProgram`.
+    seed: int64, one element, unless dropout_p is 0; the same seed drops the same weights.
     """
 
     query: Tensor
@@ -57,11 +57,11 @@ class Operands(NamedTuple):
 
 
 def within_exp2(x: Tensor) -> Tensor:
-    """`x`, floating-point, with what lies below a quarter of the min of its dtype four times nearer to that quarter.
+    """`x`, with numbers below a quarter of the min of its floating-point dtype moved four times closer to it.
 
-    Kernels that take exp(x) as exp2(x * log2(e)) make -inf of the min of float32, by which programs hide keys, and then
-    a query that sees no key does not get the mean of the values. The order stays, with -inf as it is; and numbers that
-    differ there differ by more than 1e30, so that a softmax knows no other of them than the max.
+    Kernels that compute exp(x) as exp2(x * log2(e)) turn the min of float32, with which programs hide keys, into -inf,
+    so a fully masked row would not get the mean of the values. Order and -inf are kept. Different numbers that low
+    still differ by more than 1e30, so only the max counts in a softmax.
     """
     quarter = torch.finfo(x.dtype).min / 4
     return torch.maximum(x, x * 0.25 + 0.75 * quarter)

@@ -1,8 +1,8 @@
 """torch's own fused kernels behind `F.scaled_dot_product_attention`: flash on CPU; cuDNN, flash and efficient on CUDA.
 
-Taken: what torch says that a kernel can run, asked with tensors of the same shapes. Declined: what torch would run
-unfused, and masks whose fully masked rows would get another value. Flash on CPU needs head_dim equal to value_dim: we
-pad the smaller with zeros, which add nothing to a product.
+Taken: what torch itself says a kernel can run, asked with tensors of the same shapes. Declined: what torch would run
+unfused, and masks whose fully masked rows would get another value. Flash on CPU needs head_dim equal to value_dim, so
+the smaller is padded with zeros, which add nothing to a product.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from attn_fuse.attention.attention import Attention
 from attn_fuse.attention.facts import Facts
 from attn_fuse.emit.builder import size_expr, tensor
 from attn_fuse.errors import first_line
+from attn_fuse.kernels.elsewhere import rule_of
 from attn_fuse.kernels.kernel import Kernel, beyond_masks_and_biases
 from attn_fuse.kernels.operands import within_exp2
 from attn_fuse.torch_internals import FakeTensorMode, sdpa_choice
@@ -31,30 +32,30 @@ from attn_fuse.torch_internals import FakeTensorMode, sdpa_choice
 if TYPE_CHECKING:
     from attn_fuse.emit.call import Call
 
-# Without a mask to add, torch's flash attention on the CPU finds a NaN among the scores of a query only in whole
-# vectors of them: AVX-512 has 16 floats in one (torch 2.13).
+# Unless a mask is added, torch's flash attention on the CPU finds NaN scores of a query only in whole vectors, of 16
+# floats with AVX-512 (torch 2.13).
 _A_VECTOR = 16
 _HALF = frozenset({torch.float16, torch.bfloat16})
 
 
 def cpu_limits(attention: Attention, facts: Facts) -> Iterator[str]:
-    """The reasons against flash attention on CPU beside device type and dtype."""
-    # Our reasons come first: torch's answer covers every case, but gives no reason.
+    """The reasons against flash attention on CPU besides device type and dtype."""
+    # torch's answer covers every case but gives no reason, so it comes last.
     reasons = [*_common_limits(attention, facts)]
     if attention.dropout_p is not None:
         reasons.append("torch has no fused attention with dropout on CPU")
     if facts.bias_needs_grad:
         reasons.append("a bias needs a gradient, which this kernel does not give")
-    if facts.nan_read and facts.kv_len < _A_VECTOR and "kv_len" not in facts.symbolic and _is_plain(attention):
+    if facts.nan_read and facts.kv_len < _A_VECTOR and "kv_len" not in facts.symbolic and is_plain(attention):
         reasons.append(f"a query that is NaN would get 0 of so few keys, which {facts.nan_read} tells apart")
     if facts.value_dim != facts.head_dim and facts.symbolic & {"head_dim", "value_dim"}:
         reasons.append("value_dim differs from head_dim, and they may change from call to call")
     yield from reasons
     if not reasons and facts.device.type == "cpu":
         width = max(facts.head_dim, facts.value_dim)
-        query, key, value, mask = _stand_ins(attention, replace(facts, head_dim=width, value_dim=width), facts.device)
+        query, key, value, mask = _stand_ins(attention, replace(facts, head_dim=width, value_dim=width))
         chosen = sdpa_choice(
-            query, key, value, mask, 0.0, attention.mask.is_causal and mask is None, _is_grouped(attention, facts)
+            query, key, value, mask, 0.0, attention.mask.is_causal and mask is None, is_grouped(attention, facts)
         )
         if chosen != SDPBackend.FLASH_ATTENTION.value:
             yield "torch would not run flash attention here (is it switched off?)"
@@ -63,32 +64,32 @@ def cpu_limits(attention: Attention, facts: Facts) -> Iterator[str]:
 def cuda_limits(
     can_use: Callable[[Any, bool], bool], takes_gqa: bool, keeps_mean: bool, attention: Attention, facts: Facts
 ) -> Iterator[str]:
-    """The reasons against one of torch's kernels on CUDA beside device type and dtype.
+    """The reasons against one of torch's kernels on CUDA besides device type and dtype.
 
     can_use: torch's test, given `SDPAParams` and whether to warn of reasons. takes_gqa: whether heads may be grouped.
-    keeps_mean: whether a query whose keys are all hidden by a large finite number gets the mean of the values.
+    keeps_mean: whether a row fully masked by a large finite number gets the mean of the values.
     """
     yield from _common_limits(attention, facts)
     if not keeps_mean and (attention.mask.empty_rows == "mean" or facts.bias_may_hide):
         yield "a query that sees no key would not get the mean of the values on CUDA"
     if attention.biases and (facts.bias_dtype or torch.float32) != facts.dtype:
         yield f"a bias in {facts.bias_dtype or torch.float32} would be rounded to {facts.dtype}"
-    if _is_grouped(attention, facts) and not takes_gqa:
+    if is_grouped(attention, facts) and not takes_gqa:
         yield "takes no grouped queries"
     if attention.mask.is_causal and not attention.biases and not _is_square(attention, facts):
         yield "takes a causal mask only where q_len equals kv_len"
     if facts.device.type != "cuda":
         return
     with FakeTensorMode():
-        query, key, value, mask = _stand_ins(attention, facts, facts.device)
+        query, key, value, mask = _stand_ins(attention, facts)
         parameters = torch.backends.cuda.SDPAParams(
             query, key, value, mask, _probability(attention), attention.mask.is_causal and mask is None,
-            _is_grouped(attention, facts),
+            is_grouped(attention, facts),
         )  # fmt: skip
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             try:
-                able = can_use(parameters, True)
+                able = rule_of(can_use)(parameters, True)
             except RuntimeError as problem:  # a CUDA build without a driver, since torch 2.14
                 yield first_line(problem)
                 return
@@ -103,7 +104,7 @@ def _common_limits(attention: Attention, facts: Facts) -> Iterator[str]:
     if attention.mask.empty_rows == "mean" and facts.training:
         yield "a query that sees no key would get a gradient, which the program's fill value stops"
     if facts.bias_may_hide and facts.training:
-        # The backward takes exp(score - lse): at scores like -1e9, rounding has lost the number of keys from the lse.
+        # The backward takes exp(score - lse). At scores like -1e9, rounding loses the number of keys from the lse.
         yield "a bias that may hide every key of a query, as padding does, would get a wrong gradient"
     tags = torch.ops.aten.scaled_dot_product_attention.default.tags
     if facts.checkpointed and torch.Tag.nondeterministic_seeded in tags:
@@ -113,34 +114,32 @@ def _common_limits(attention: Attention, facts: Facts) -> Iterator[str]:
 
 
 def _stand_ins(
-    attention: Attention, facts: Facts, device: torch.device
+    attention: Attention, facts: Facts
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Query, key, value and mask with the shapes and dtypes of the call's, in memory that is never touched."""
+    """Stand-ins for query, key, value and mask with their shapes and dtypes, without contents."""
 
-    def empty(*shape: int, dtype: torch.dtype = facts.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=device, requires_grad=facts.training)
+    def empty(*shape: int, dtype: torch.dtype = facts.dtype, requires_grad: bool = facts.training) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=facts.device, requires_grad=requires_grad)
 
     query = empty(facts.batch, facts.heads, facts.q_len, facts.head_dim)
     key = empty(facts.batch, facts.kv_heads, facts.kv_len, facts.head_dim)
     value = empty(facts.batch, facts.kv_heads, facts.kv_len, facts.value_dim)
-    if _is_plain(attention):
+    if is_plain(attention):
         return query, key, value, None
-    mask = torch.empty(
-        (facts.batch, facts.heads, facts.q_len, facts.kv_len),
-        dtype=torch.bool if _is_boolean(attention) else facts.dtype,
-        device=device,
-        requires_grad=facts.bias_needs_grad,
-    )
+    dtype = torch.bool if _is_boolean(attention) else facts.dtype
+    shape = (facts.batch, facts.heads, facts.q_len, facts.kv_len)
+    mask = empty(*shape, dtype=dtype, requires_grad=facts.bias_needs_grad)
     return query, key, value, mask
 
 
-def _is_plain(attention: Attention) -> bool:
+def is_plain(attention: Attention) -> bool:
+    """Whether SDPA needs no mask argument: there is no bias, and no mask other than the causal one."""
     return not attention.biases and (attention.mask.is_causal or not attention.mask.parts)
 
 
-def _is_grouped(attention: Attention, facts: Facts) -> bool:
-    """Whether query heads may share a head of key and value, on this call or another."""
-    return facts.heads != facts.kv_heads or not attention.same_length(attention.head_axes, attention.kv_head_axes)
+def is_grouped(attention: Attention, facts: Facts) -> bool:
+    """Whether query heads may share a head of key and value on any call."""
+    return facts.heads != facts.kv_heads or not attention.same_length(attention.head_axes, attention.axes.kv_heads)
 
 
 def _is_square(attention: Attention, facts: Facts) -> bool:
@@ -158,7 +157,7 @@ def _probability(attention: Attention) -> float:
 
 
 def emit(backend: SDPBackend, call: Call) -> Node:
-    """Build the call of SDPA, on CUDA of `backend` alone, and return the node of [batch, heads, q_len, value_dim]."""
+    """Build the call of SDPA, limited to `backend` on CUDA; return the node of [batch, heads, q_len, value_dim]."""
     facts, (query, key, value) = call.facts, (call.query(), call.key(), call.value())
     wider = facts.value_dim - facts.head_dim if facts.device.type == "cpu" else 0
     if wider > 0:
@@ -167,7 +166,7 @@ def emit(backend: SDPBackend, call: Call) -> Node:
         value = call.node(F.pad, value, (0, -wider))
     mask = _mask(call) if backend != SDPBackend.CUDNN_ATTENTION else _mask_of_rows(call)
     if mask is not None and tensor(mask).is_floating_point() and not facts.bias_needs_grad:
-        # Without gradients, a view of a parameter still says that it requires one: torch then takes no fused kernel.
+        # A view of a parameter requires a gradient even under no_grad, which rules out torch's fused kernels.
         mask = call.node("detach", mask)
     function = F.scaled_dot_product_attention if facts.device.type == "cpu" else PINNED[backend]
     out = call.node(
@@ -179,16 +178,16 @@ def emit(backend: SDPBackend, call: Call) -> Node:
         dropout_p=call.dropout_p(),
         is_causal=call.attention.mask.is_causal and not call.attention.biases,
         scale=call.scale(),
-        enable_gqa=_is_grouped(call.attention, facts),
+        enable_gqa=is_grouped(call.attention, facts),
     )
     return out if wider >= 0 else call.node(torch.narrow, out, -1, 0, facts.value_dim)
 
 
 def _mask_of_rows(call: Call) -> Node | None:
-    """The mask as cuDNN computes rightly with it: floating-point, with rows as long as there are keys.
+    """The mask in the form with which cuDNN is correct: floating-point, with one element for each key.
 
-    Of a Boolean mask cuDNN 9.19 makes finite numbers, so that a query that sees no key gets the mean of the values and
-    sends gradients; a row of one element for all keys stops it at a misaligned address (torch 2.11, H100).
+    cuDNN 9.19 turns a Boolean mask into finite numbers, so a fully masked row gets the mean of the values and sends
+    gradients. One element for all keys gives a misaligned address (torch 2.11, H100).
     """
     mask = _mask(call, boolean=False)
     if mask is None or size_expr(tensor(mask).shape[-1]) != 1:
@@ -200,7 +199,7 @@ def _mask_of_rows(call: Call) -> Node | None:
 def _mask(call: Call, boolean: bool = True) -> Node | None:
     """boolean: whether a mask without biases may stay Boolean."""
     attention, facts = call.attention, call.facts
-    if _is_plain(attention):
+    if is_plain(attention):
         return None
     keep = call.keep()
     if boolean and _is_boolean(attention):
@@ -214,31 +213,31 @@ def _mask(call: Call, boolean: bool = True) -> Node | None:
         bias = call.node(within_exp2, bias)
     if keep is None:
         return bias
-    # The min of the dtype absorbs the score that it is added to, as if it replaced the score; -inf hides the key.
+    # The min of the dtype absorbs the score it is added to, in effect replacing it; -inf hides the key.
     least = torch.finfo(dtype).min
     fill = -math.inf if attention.mask.empty_rows != "mean" else least / 4 if on_cuda else least
     none = call.node(torch.zeros, [], dtype=dtype, device=facts.device) if bias is None else bias
     return call.node(torch.where, keep, none, fill)
 
 
-# `F.scaled_dot_product_attention` held to one backend while it is traced: functions at the top of a module, because
-# torch's caches write and read a graph's functions by name.
+# `F.scaled_dot_product_attention` pinned to one backend while it is traced. torch's caches store functions by name, so
+# these are top-level functions.
 
 
 def cudnn_attention(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """`F.scaled_dot_product_attention` on cuDNN alone."""
+    """`F.scaled_dot_product_attention` on cuDNN only."""
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         return F.scaled_dot_product_attention(*args, **kwargs)
 
 
 def flash_attention(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """`F.scaled_dot_product_attention` on flash attention alone."""
+    """`F.scaled_dot_product_attention` on flash attention only."""
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         return F.scaled_dot_product_attention(*args, **kwargs)
 
 
 def efficient_attention(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """`F.scaled_dot_product_attention` on memory-efficient attention alone."""
+    """`F.scaled_dot_product_attention` on memory-efficient attention only."""
     with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
         return F.scaled_dot_product_attention(*args, **kwargs)
 
@@ -272,7 +271,7 @@ CUDNN = _cuda(
     SDPBackend.CUDNN_ATTENTION,
     torch.backends.cuda.can_use_cudnn_attention,
     takes_gqa=True,
-    # Seen to give something else on an H100, by cuDNN 9.19 and the min of bfloat16.
+    # cuDNN 9.19 gave another value with the min of bfloat16 on an H100.
     keeps_mean=False,
     name="cudnn",
     dtypes=_HALF,
@@ -287,7 +286,7 @@ CUDA_FLASH = _cuda(
     takes_gqa=True,
     name="cuda_flash",
     dtypes=_HALF,
-    # Where determinism is asked for, it takes a deterministic backward by itself.
+    # It chooses a deterministic backward by itself when torch asks for determinism.
     switch="flash",
 )
 CUDA_EFFICIENT = _cuda(

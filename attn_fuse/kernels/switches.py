@@ -1,12 +1,12 @@
-"""Switches: torch's own settings that a choice of kernel has to honour, and their reasons against a kernel.
+"""Switches: torch's settings that rule out kernels.
 
 `torch.nn.attention.sdpa_kernel` and `torch.backends.cuda.enable_*_sdp` rule out kernels behind
 `scaled_dot_product_attention`, never ours. `torch.use_deterministic_algorithms` rules out kernels whose gradients
-depend on the order in which threads finish. The float32 matmul precision rules nothing out: no kernel here goes below
-it. `float32_precision` reads it by the newer of torch's two ways, which also sees what the older has set; the older
-raises once the newer was used.
+depend on the order in which threads finish. The float32 matmul precision rules none out, since every kernel here keeps
+it. `float32_precision` reads it through torch's newer interface, which also sees settings of the older one; the older
+one raises once the newer was used.
 
-Dynamo compiles again when determinism or matmul precision changes, but not for the SDPA switches (tried on 2.11, 2.13,
+Dynamo recompiles when determinism or matmul precision changes, but not for the SDPA switches (tried on 2.11, 2.13,
 2.15), so `guard` compares the SDPA switches on every call.
 """
 
@@ -25,7 +25,7 @@ from attn_fuse.torch_internals import sdpa_switches
 class Switches(NamedTuple):
     """torch's settings. flash, efficient, math, cudnn: whether SDPA may run that backend.
 
-    deterministic: whether algorithms have to be deterministic. warns_only: whether torch only warns of others.
+    deterministic: whether algorithms must be deterministic. warns_only: whether torch only warns otherwise.
     """
 
     flash: bool = True
@@ -37,7 +37,7 @@ class Switches(NamedTuple):
 
 
 def current() -> Switches:
-    """torch's settings as they are now."""
+    """torch's settings now."""
     return Switches(
         *sdpa_switches(),
         torch.are_deterministic_algorithms_enabled(),
@@ -46,14 +46,14 @@ def current() -> Switches:
 
 
 def float32_precision(device: torch.device) -> str:
-    """The precision of torch's float32 products: "ieee" (all of float32), "tf32" or, on a CPU alone, "bf16"."""
+    """The precision of torch's float32 products: "ieee" (full float32), "tf32" or, on a CPU only, "bf16"."""
     backend = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
     said = backend.matmul.fp32_precision
     return "ieee" if said == "none" else said
 
 
 def switch(switches: Switches, precision: str, device: torch.device) -> None:
-    """Set torch's settings to what `current` and `float32_precision` gave, for a process of ours."""
+    """Restore settings that `current` and `float32_precision` read, in a process of ours."""
     cuda = torch.backends.cuda
     sdpa = (cuda.enable_flash_sdp, cuda.enable_mem_efficient_sdp, cuda.enable_math_sdp, cuda.enable_cudnn_sdp)
     for enable, on in zip(sdpa, switches[:4], strict=True):
@@ -66,7 +66,7 @@ _OFF_BY = {"flash": "enable_flash_sdp", "efficient": "enable_mem_efficient_sdp",
 
 
 def forbidden(kernel: Kernel, facts: Facts, switches: Switches) -> Iterator[str]:
-    """Every reason why torch's settings keep `kernel` from running."""
+    """Every reason for which torch's settings rule out `kernel`."""
     if kernel.switch and not getattr(switches, kernel.switch):
         yield (
             f"{kernel.switch} attention is switched off (torch.nn.attention.sdpa_kernel or "

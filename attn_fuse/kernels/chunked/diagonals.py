@@ -1,4 +1,4 @@
-"""DiagonalBuffer: sums of a block along its diagonals, as sums of rows of memory shifted against each other."""
+"""DiagonalBuffer: memory in which sums along the diagonals of a block are sums of columns."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 class DiagonalBuffer:
     """Memory for a block that is summed along its diagonals.
 
-    Zeros lie between the block's rows, as many as a strip has rows. A view with rows longer by one shifts each row of a
-    strip against the row before, so that a sum over the strip's rows is a sum along diagonals. The sums of the strips
-    are shifted against each other in the same way, and added up.
+    The block is cut into strips of rows. Between two rows lie as many zeros as a strip has rows. `strips` views the
+    same memory with rows longer by one, which shifts each row of a strip against the one before, so the sum over its
+    rows is a sum along diagonals. The sums of the strips are shifted against each other in the same way and added up.
 
     block: [.., rows, columns], to be written. strips: [.., count, rows of a strip, width], the same memory.
-    total: [.., count, length], where the last rows + columns - 1 of length are used. shifted: [.., count, width], the
-        view of `total` that takes the sum of each strip.
+    total: [.., count, length], whose last rows + columns - 1 columns are used. shifted: [.., count, width], the view
+        of `total` to which the sums of the strips are written.
     """
 
     block: Tensor
@@ -27,13 +27,13 @@ class DiagonalBuffer:
     total: Tensor
 
     def sums(self) -> Tensor:
-        """The sums over equal column - row, in ascending order of it: [.., 1, rows + columns - 1]."""
+        """The sum for each column - row, in ascending order: [.., 1, rows + columns - 1]."""
         torch.sum(self.strips, -2, out=self.shifted)
         return self.total.sum(-2, keepdim=True)[..., 1 - sum(self.block.shape[-2:]) :]
 
 
 def diagonal_buffer(like: Tensor) -> DiagonalBuffer:
-    """A buffer, all zeros, for a block of the shape, dtype and device of `like`."""
+    """A zeroed buffer for a block with the shape, dtype and device of `like`."""
     (*planes, rows, columns), n = like.shape, _ROWS_OF_A_STRIP
     count = -(-rows // n)
     width, step, length = n + columns - 1, n + columns, count * n + columns - 1

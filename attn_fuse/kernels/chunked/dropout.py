@@ -1,8 +1,6 @@
-"""Dropout: a hash of seed, head, query and key says which weights to keep, so that blocks of any size drop the same."""
+"""Dropout: a hash of seed, head, query and key decides which weights to keep, whatever the size of the blocks."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,25 +10,15 @@ from attn_fuse.kernels.operands import Operands
 _WORD = (1 << 31) - 1
 
 
-@dataclass(frozen=True)
-class Dropout:
-    """The dropout of one call.
+def dropout(given: Operands, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """(rows, keys, threshold, scale) of a call, the arguments of `kept`; nothing without dropout.
 
-    rows, keys: the random words of queries, int32 [B, H, Lq, 1], and of keys, int32 [1, 1, 1, Lk].
-    threshold: a weight whose hash is below it is dropped. scale: 1 / (1 - p), what kept weights are multiplied by.
+    rows, keys: random words of the queries, int32 [B, H, Lq, 1], and of the keys, int32 [1, 1, 1, Lk], by four rounds
+    of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014). threshold: weights with a smaller hash are dropped.
+    scale: 1 / (1 - p) in `dtype`, the factor of kept weights.
     """
-
-    rows: Tensor
-    keys: Tensor
-    threshold: Tensor
-    scale: Tensor
-
-
-def dropout(given: Operands, dtype: torch.dtype) -> Dropout:
-    """The dropout of a call. dtype: of the scale.
-
-    Four rounds of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) give rows and keys.
-    """
+    if not given.drops:
+        return ()
     seed, p, (batch, heads, q_len, kv_len) = given.seed, given.dropout_p, given.sizes
     assert seed is not None
     device = seed.device
@@ -38,20 +26,20 @@ def dropout(given: Operands, dtype: torch.dtype) -> Dropout:
     planes = _hashed(start + (torch.arange(batch * heads, device=device) + 1) * _GOLDEN).view(batch, heads, 1, 1)
     rows = _hashed(planes + (torch.arange(q_len, device=device).view(-1, 1) + 1) * _GOLDEN)
     keys = _hashed(~start - (torch.arange(kv_len, device=device).view(1, 1, 1, -1) + 1) * _GOLDEN)
-    return Dropout(
+    return (
         _low(rows),
         _low(keys),
-        # Filled on the device: a tensor made from a number is copied there, and the CPU waits for the copy.
+        # torch.tensor would make the host wait for a copy to the device.
         torch.full((1, 1, 1, 1), min(round(p * 2**31), _WORD), dtype=torch.int32, device=device),
-        # At p = 1 the largest hash is not below the threshold: a scale of 0 drops its weight, too.
+        # At p = 1 the largest hash is not below the threshold, so a scale of 0 drops its weight.
         torch.full((1, 1, 1, 1), 0.0 if p == 1.0 else 1.0 / (1.0 - p), dtype=dtype, device=device),
     )
 
 
 def kept(rows: Tensor, keys: Tensor, threshold: Tensor, scale: Tensor) -> Tensor:
-    """What to multiply the weights of a block by, 0 or 1 / (1 - p). rows, keys: the block's parts of a `Dropout`'s.
+    """The factors of the weights of a block, 0 or 1 / (1 - p). rows, keys: the block's parts.
 
-    lowbias32 (Wellons, 2018) does the mixing: its 32-bit words fill vector registers.
+    The hash is lowbias32 (Wellons, 2018), whose 32-bit words fill vector registers.
     """
     word = rows ^ keys
     word = (word ^ _shifted(word, 16)) * 0x7FEB352D
@@ -78,5 +66,5 @@ def _low(x: Tensor) -> Tensor:
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    # torch's shift fills with copies of the sign; a logical shift fills with zeros.
+    # A logical shift; torch's own fills with copies of the sign.
     return (x >> bits) & ((1 << (x.dtype.itemsize * 8 - bits)) - 1)

@@ -1,20 +1,16 @@
-"""chunked: our memory-efficient attention in plain torch operations, for every attention on a CPU or a CUDA device.
+"""chunked: our memory-efficient attention in plain torch operations, on CPU and CUDA.
 
-Taken: every attention that is recognised. The call carries the score function as a score program (`score.program`), so
-nothing about it has to be known in advance. Declined: nothing.
+Taken: every recognised attention; the call carries its score function as a score program. Declined: nothing.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
 from torch.fx import Node
 
-from attn_fuse.attention.attention import Attention
-from attn_fuse.attention.facts import Facts
 from attn_fuse.kernels.centring import gains, restored
 from attn_fuse.kernels.chunked import op as chunked_op
 from attn_fuse.kernels.kernel import Kernel
@@ -22,11 +18,6 @@ from attn_fuse.kernels.score.write import score_call
 
 if TYPE_CHECKING:
     from attn_fuse.emit.call import Call
-
-
-def limits(attention: Attention, facts: Facts) -> Iterator[str]:
-    """No reasons: `chunked` runs every attention."""
-    yield from ()
 
 
 def emit(call: Call) -> Node:
@@ -49,7 +40,7 @@ def emit(call: Call) -> Node:
     out = call.node(operator.getitem, results, 0)
     if not gains(call):
         return out
-    # By torch's own operations: a function of ours would keep the graph out of torch's caches.
+    # A function of ours instead of torch's operations would keep the graph out of torch's caches.
     centre, share = (call.node(operator.getitem, results, n) for n in (3, 4))
     whole: Node = restored(out, share, centre, call.node)
     return whole
@@ -59,7 +50,7 @@ CHUNKED = Kernel(
     name="chunked",
     devices=frozenset({"cpu", "cuda"}),
     dtypes=frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64}),
-    limits=limits,
+    limits=lambda attention, facts: iter(()),
     emit=emit,
     keeps_nan=True,
     skips_hidden=True,

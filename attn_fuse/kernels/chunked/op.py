@@ -1,11 +1,11 @@
-"""`chunked.attend` as operators, which torch.compile, autograd and torch's caches take as they are.
+"""`chunked.attend` as operators for torch.compile, autograd and torch's caches.
 
     chunked(query, key, value, inputs, numbers, seed, dropout_p, program, centred)
         -> out, row_max, row_sum, centre, share
     chunked_backward(grad_out, grad_share, ..., out, row_max, row_sum, centre, share, program, wanted)
         -> dquery, dkey, dvalue, dinputs
 
-Gradients flow through out and, where the weights do not sum to 1, through share. The log-sum-exp of a query's scores is
+Gradients flow through out and, if the weights may not sum to 1, through share. The log-sum-exp of a query's scores is
 row_max + log(row_sum).
 """
 
@@ -25,8 +25,8 @@ from attn_fuse.kernels.once import once
 from attn_fuse.kernels.operands import Operands
 from attn_fuse.kernels.score.program import ScoreProgram
 
-# torch's caches on disk know an operator by its name only: raise this with every change in what it computes, or in
-# the text of a score program.
+# Part of the operator's name, by which torch's caches on disk know it. Raise it when its results or the text of score
+# programs change.
 VERSION = 12
 
 
@@ -74,7 +74,7 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], grad_out: Tensor, *rest: Tenso
         out, row_max, row_sum, centre, share, ctx.program, wanted,
     )  # fmt: skip
     dinputs = [d if need else None for d, need in zip(dinputs, wanted, strict=True)]
-    # torch takes [] for the gradient of an empty list, and None where anything else has no gradient.
+    # torch wants [] as the gradient of an empty list, and None for anything else without a gradient.
     return (dquery, dkey, dvalue, dinputs, None if ctx.numbers else [], None, None, None, None)
 
 

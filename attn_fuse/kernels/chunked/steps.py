@@ -1,14 +1,13 @@
-"""Steps: the work on one block, its products and one pass over the scores each way between them, fused by Inductor.
+"""Steps: the forward and the backward of one block, each fused by Inductor into products and a pass over the scores.
 
-A step is traced with stand-in sizes, and compiled once for a score program and the dtypes that it reads; blocks of all
-sizes and places share it. Small attentions run the steps uncompiled; where no compiler works, all attentions do.
+A step is traced with stand-in sizes and compiled once for a score program and the dtypes that it reads; blocks of all
+sizes and places share it. Small attentions run the steps uncompiled, and so do all attentions without a compiler.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import logging
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -23,14 +22,13 @@ from attn_fuse.expression.nodes import Diagonal, Expr, Gather, Input, Score, dis
 from attn_fuse.kernels.chunked.dropout import kept
 from attn_fuse.kernels.score.gradient import differentiable, gradients, needed
 from attn_fuse.kernels.score.program import Block, Memo, ScoreProgram, evaluate, gathered, widened
+from attn_fuse.report import log
 from attn_fuse.torch_internals import compiled_for_any_size
 
-log = logging.getLogger("attn_fuse")
-
-# Batch, key heads, and the larger and the smaller of rows and columns while a step is traced. No two are equal, so that
-# none is taken for another; Inductor may compile for whether rows or columns are more.
+# Batch, key heads, and the larger and smaller of rows and columns while a step is traced. They all differ, or tracing
+# would take one for another. Inductor may compile for more rows than columns or the opposite.
 _STAND_INS = (3, 7, 440, 120)
-# What the operands of the steps, tensors of three dimensions, have rows of: the block's queries or its keys.
+# Whether the operands of the steps, which have three dimensions, lie along the block's queries or its keys.
 _OPERANDS = ("rows", "columns", "columns", "rows", "rows", "columns", "columns")
 
 
@@ -38,11 +36,11 @@ _OPERANDS = ("rows", "columns", "columns", "rows", "rows", "columns", "columns")
 class Steps:
     """The steps of a score program.
 
-    leaves: the nodes whose tensors are handed in, block by block; that of a `Diagonal` has its rows in reverse.
-    sources: the inputs, handed in whole, in which a step looks up each `Gather` that is no leaf.
-    wanted: the leaves and lookups whose gradient a step gives. into: those whose gradient goes into memory handed in.
-    drops: whether there is dropout. shares: whether values are centred and weights do not sum to 1.
-    dtype: of the scores and all that is computed. multiplied: of the results that products take.
+    leaves: the nodes whose tensors each block passes in; those of a `Diagonal` have their rows in reverse.
+    sources: the inputs, passed in whole, in which a step looks up each `Gather` that is no leaf.
+    wanted: the leaves and lookups whose gradient a step returns. into: those whose gradient it writes to given memory.
+    drops: whether there is dropout. shares: whether values are centred and weights may not sum to 1.
+    dtype: the compute dtype. multiplied: the dtype of the operands of products, except query and key.
     """
 
     program: ScoreProgram
@@ -56,14 +54,14 @@ class Steps:
     multiplied: torch.dtype
 
     @functools.cached_property
-    def exprs(self) -> tuple[Expr, ...]:
-        """The score, and the factor where there is one."""
-        return (self.program.score,) if self.program.factor is None else (self.program.score, self.program.factor)
+    def raw(self) -> list[Expr]:
+        """The raw score, unless the program reads none."""
+        return [node for node in distinct(self.program.score) if isinstance(node, Score)]
 
     @functools.cached_property
     def path(self) -> list[Expr]:
-        """The nodes through which gradients flow; see `differentiable`."""
-        return differentiable(self.exprs, [*_raw_scores(self.exprs), *self.wanted, *self.into])
+        """The nodes through which gradients flow, by `differentiable`."""
+        return differentiable(self.program.weighing, [*self.raw, *self.wanted, *self.into])
 
     @functools.cached_property
     def _looked_up(self) -> set[int]:
@@ -72,23 +70,23 @@ class Steps:
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, row_max: Tensor, row_sum: Tensor, *rest: Tensor
     ) -> None:
-        """Add what one block gives to the sums of its queries, which are rescaled to their new max.
+        """Add one block to the sums of its queries, which are rescaled to their new max.
 
         query [planes, groups * rows, D]; key and value [planes, columns, D or Dv], a plane for each key head of each
         batch entry. out [planes, groups * rows, Dv]: the sum of exp(score - max) times factor, dropout and value.
-        row_max, row_sum [B, H, rows, 1]: the max score, and the sum of exp(score - max). rest: where there are shares,
-        the sum of what multiplies the values, [B, H, rows, 1]; then what `Plan.read` gives.
+        row_max, row_sum [B, H, rows, 1]: the max score and the sum of exp(score - max). rest: with shares, the sum of
+        the weights of the values, [B, H, rows, 1]; then what the block reads (`Worker`).
         """
         met, tensors = (rest[:1], rest[1:]) if self.shares else ((), rest)
         raw = self._raw(query, key, row_max)
         block, memo = self._read(raw, tensors, set(self.program.shared))
-        scores = self._final(self.exprs[0], raw, tensors, block, memo)
+        scores = self._final(self.program.weighing[0], raw, tensors, block, memo)
         new_max = torch.maximum(row_max, scores.amax(-1, keepdim=True))
         shift = shift_of(new_max)
         shrink = (row_max - shift).exp()
         weights = (scores - shift).exp()
         total = weights.sum(-1, keepdim=True)
-        for expr in self.exprs[1:]:
+        for expr in self.program.weighing[1:]:
             weights = weights * self._final(expr, None, tensors, block, memo)
         if self.drops:
             weights = weights * kept(*tensors[-4:])
@@ -99,49 +97,37 @@ class Steps:
         row_max.copy_(new_max)
 
     def backward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        grad: Tensor,
-        dquery: Tensor,
-        dkey: Tensor,
-        dvalue: Tensor,
-        shift: Tensor,
-        over_sum: Tensor,
-        delta: Tensor,
-        *rest: Tensor,
-    ) -> list[Tensor]:
-        """Add what one block gives to the gradients dquery, dkey and dvalue of its queries, keys and values.
+        self, query: Tensor, key: Tensor, value: Tensor, grad: Tensor, dquery: Tensor, dkey: Tensor, dvalue: Tensor,
+        shift: Tensor, over_sum: Tensor, delta: Tensor, *rest: Tensor,
+    ) -> list[Tensor]:  # fmt: skip
+        """Add one block to the gradients dquery, dkey and dvalue of its queries, keys and values.
 
         query, key, value and their gradients as in `forward`; grad [planes, groups * rows, Dv]: that of out. shift,
-        over_sum, delta [B, H, rows, 1]: `shift_of` the max, 1 / sum, grad . out. rest: the shares and their gradient,
-        [B, H, rows, 1], where there are any; memory for the gradients of `into`; then what `Plan.read` gives. Gives for
-        each of `wanted`, in order, its gradient, as large as what it reads, and after that of a `Gather` the indices at
-        which it read.
+        over_sum, delta [B, H, rows, 1]: `shift_of` the max, 1 / sum, grad . out. rest: with shares, the shares and
+        their gradient, [B, H, rows, 1]; memory for the gradients of `into`; then what the block reads. Returns the
+        gradient of each of `wanted`, in the shape of what it reads, each `Gather`'s followed by its indices.
         """
         share, grad_share = rest[:2] if self.shares else (None, None)
         tensors = rest[2:] if self.shares else rest
         memory, tensors = tensors[: len(self.into)], tensors[len(self.into) :]
         raw = self._raw(query, key, shift)
         block, memo = self._read(raw, tensors, set(self.program.shared) | needed(self.path) | self._looked_up)
-        scores, *factors = (self._final(expr, raw, tensors, block, memo) for expr in self.exprs)
+        scores, *factors = (self._final(expr, raw, tensors, block, memo) for expr in self.program.weighing)
         weights = (scores - shift).exp() * over_sum
         used, flowing, given = weights, torch.bmm(grad, value.mT).view(raw.shape).to(self.dtype), []
         passes = torch.ones_like(shift)
         if self.drops:
             keep = kept(*tensors[-4:])
             used, flowing, passes = used * keep, flowing * keep, passes * keep
-        for expr, factor in zip(self.exprs[1:], factors, strict=True):
+        for expr, factor in zip(self.program.weighing[1:], factors, strict=True):
             given.append((expr, weights * (flowing if grad_share is None else flowing + passes * grad_share)))
             used, flowing, passes = used * factor, flowing * factor, passes * factor
         flowing = flowing - delta
         if share is not None and grad_share is not None:
-            # In this order, the second term is exactly 0 for a row of a single weight.
+            # In this order, the second term is exactly 0 for a row with a single weight.
             flowing = flowing + (passes - share) * grad_share
-        given.append((self.exprs[0], flowing * weights))
-        score = _raw_scores(self.exprs)
-        found = gradients(self.path, [*score, *self.wanted, *self.into], given, (), block, memo)
+        given.append((self.program.weighing[0], flowing * weights))
+        found = gradients(self.path, [*self.raw, *self.wanted, *self.into], given, (), block, memo)
         nothing = raw.new_zeros(1, 1, 1, 1)
         results = []
         for node in self.wanted:
@@ -152,8 +138,8 @@ class Steps:
             place.copy_(found.get(id(leaf), nothing))
         used = used.to(self.multiplied).reshape(*query.shape[:2], -1)
         dvalue.add_(torch.bmm(used.mT, grad))
-        if score and id(score[0]) in found:
-            draw = found[id(score[0])].to(self.multiplied).expand(raw.shape).reshape(used.shape)
+        if self.raw and id(self.raw[0]) in found:
+            draw = found[id(self.raw[0])].to(self.multiplied).expand(raw.shape).reshape(used.shape)
             dkey.add_(torch.bmm(draw.mT, query.to(self.multiplied)))
             dquery.add_(torch.bmm(draw, key))
         return results
@@ -178,24 +164,20 @@ class Steps:
 
 
 def shift_of(row_max: Tensor) -> Tensor:
-    """`row_max`, or 0 where it is -inf: there -inf - -inf is NaN, and a fully masked row has weights exp(-inf)."""
+    """`row_max`, or 0 where it is -inf: a fully masked row then has the weights exp(-inf) = 0 instead of NaN."""
     return torch.where(row_max == -torch.inf, 0.0, row_max)
-
-
-def _raw_scores(exprs: Sequence[Expr]) -> list[Expr]:
-    return list({id(node): node for expr in exprs for node in distinct(expr) if isinstance(node, Score)}.values())
 
 
 def run(steps: Steps, name: str, tensors: Sequence[Tensor], compiles: bool, threads: int | None = None) -> Any:
     """The result of the step `name`, "forward" or "backward".
 
-    compiles: whether to compile the step for all sizes of its tensors except 1; where that fails, it runs uncompiled.
-    threads: how many threads the step has while others run it at once, without the interpreter's lock; None where none
-    does, and it has all threads of torch.
+    compiles: whether to compile the step for all sizes of its tensors except 1; if that fails, it runs uncompiled.
+    threads: the number of threads of the step, which then runs in several workers at once, without the interpreter's
+    lock; None for a single worker, with all threads of torch.
     """
     if not compiles:
         return getattr(steps, name)(*tensors)
-    # Besides the tensors, Inductor compiles for the number of threads and for determinism.
+    # Inductor's code also depends on the number of threads and on determinism.
     step = (steps, name, threads, torch.get_num_threads(), torch.are_deterministic_algorithms_enabled())
     known = (*step, *((t.dtype, t.device, t.shape, t.stride()) for t in tensors))
     chosen = _chosen.get(known)
@@ -211,49 +193,37 @@ def run(steps: Steps, name: str, tensors: Sequence[Tensor], compiles: bool, thre
     return chosen(*tensors)
 
 
-@dataclass(frozen=True)
-class _Compiled:
-    """A step. takes: whether `function` takes tensors of given sizes and strides."""
-
-    function: Callable[..., Any]
-    takes: Callable[[Sequence[Tensor]], bool]
-
-
-# The steps, by what they were compiled for; and the one to run, also by the sizes and strides of its tensors.
-_compiled: dict[Any, list[_Compiled]] = {}
-_chosen: dict[Any, Callable[..., Any]] = {}
+# The steps by what they were compiled for, with tests of whether they take given tensors; and the step to run, by the
+# sizes and strides of its tensors, too.
+_Step = Callable[..., Any]
+_Takes = Callable[[Sequence[Tensor]], bool]
+_compiled: dict[Any, list[tuple[_Step, _Takes]]] = {}
+_chosen: dict[Any, _Step] = {}
 _MOST_CHOSEN = 1 << 12
-# Threads that run a step for the first time at once compile it once, and tracing is not made for several.
+# Several threads may run a step for the first time at once, and tracing is not thread-safe.
 _one_at_a_time = threading.RLock()
 
 
-def _choose(
-    step: Callable[..., Any], tensors: Sequence[Tensor], threads: int | None, made: list[_Compiled]
-) -> Callable[..., Any]:
+def _choose(step: _Step, tensors: Sequence[Tensor], threads: int | None, made: list[tuple[_Step, _Takes]]) -> _Step:
     try:
-        return _compiled_for(step, tensors, threads, made)
+        for compiled, takes in made:
+            if takes(tensors):
+                return compiled
+        # Stand-ins make the fewest assumptions about sizes. If the result does not take the tensors, compile for them.
+        for examples in (_stand_ins(tensors), [_laid_out(t, t.shape) for t in tensors]):
+            compiled, takes = compiled_for_any_size(step, examples, threads)
+            made.append((compiled, takes))
+            if takes(tensors):
+                return compiled
+        raise RuntimeError(f"the compiled step does not take blocks of {list(tensors[0].shape)}")
     except Exception as problem:
         log.warning("chunked attention runs uncompiled: %s", first_line(problem))
-        made.append(_Compiled(step, lambda tensors: True))
+        made.append((step, lambda tensors: True))
         return step
 
 
-def _compiled_for(
-    step: Callable[..., Any], tensors: Sequence[Tensor], threads: int | None, made: list[_Compiled]
-) -> Callable[..., Any]:
-    for known in made:
-        if known.takes(tensors):
-            return known.function
-    # Sizes that all differ assume the least. Where the result does not take the tensors, we compile for these.
-    for examples in (_stand_ins(tensors), [_laid_out(t, t.shape) for t in tensors]):
-        made.append(_Compiled(*compiled_for_any_size(step, examples, threads)))
-        if made[-1].takes(tensors):
-            return made[-1].function
-    raise RuntimeError(f"what was compiled does not take blocks of {list(tensors[0].shape)}")
-
-
 def _stand_ins(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Stand-ins, laid out alike, for tensors that span a block or some of its dimensions; the others themselves."""
+    """`tensors`, with stand-ins in the same layout for those that span a block or some of its dimensions."""
     query, key, column = tensors[0], tensors[1], next(t for t in tensors if t.ndim == 4)
     taken = {n for t in tensors for n in t.shape}
     batch, kv_heads, more, fewer = (next(n for n in itertools.count(at) if n not in taken) for at in _STAND_INS)
@@ -276,7 +246,7 @@ def _stand_ins(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _laid_out(like: Tensor, shape: Sequence[int]) -> Tensor:
-    """Zeros of this shape, with gaps between the dimensions, and repetitions along them, as `like` has them."""
+    """Zeros of this shape, with the gaps between dimensions and the repetitions along them that `like` has."""
     steps, dense, dense_here = [0] * like.ndim, 1, 1
     for dim in reversed(range(like.ndim)):
         steps[dim] = like.stride(dim) if like.stride(dim) < dense_here else dense + like.stride(dim) - dense_here

@@ -1,8 +1,8 @@
-"""Workers: threads that each go through their own portion of an attention, from its beginning to its end.
+"""Workers: threads that each compute a portion of an attention from start to end.
 
-A parallel operation ends with its slowest thread, and beside other processes one thread mostly waits for a core. So
-thousands of small parallel operations, one after the other, take many times as long as their work; a single join at the
-end costs what the busy cores take away, and no more.
+A parallel operation ends with its slowest thread, and next to other processes some thread is usually waiting for a
+core. Thousands of small parallel operations then take many times as long as their work. One join at the end costs only
+the time that busy cores take away.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ import torch
 Portion = TypeVar("Portion")
 Result = TypeVar("Result")
 
-# More workers than this would wait for the interpreter's lock, since Python chooses the operations; on a machine of
-# more cores, each worker gets several threads for the operations themselves.
+# More workers would wait for the interpreter's lock, which Python needs between operations. On a machine with more
+# cores, each worker has several threads for its operations.
 MOST_WORKERS = 16
 
 
 def workers_and_threads() -> tuple[int, int]:
-    """How many workers torch's threads make here, and how many threads each has for its operations."""
+    """The number of workers that share torch's threads here, and the number of threads of each."""
     total = torch.get_num_threads()
     if _alone.get():
         return 1, total
@@ -38,7 +38,7 @@ def workers_and_threads() -> tuple[int, int]:
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """While the block runs, this thread works alone, for a profiler or a mode that sees no other."""
+    """Work in this thread alone within the block, for a profiler or a mode that sees no other threads."""
     token = _alone.set(True)
     try:
         yield
@@ -50,10 +50,10 @@ _alone = contextvars.ContextVar("alone", default=False)
 
 
 def together(work: Callable[[Portion], Result], portions: Sequence[Portion]) -> list[Result]:
-    """The results of `work` on each portion, in order: by a worker each, or by the caller where there is but one.
+    """The results of `work` on each portion, in order, computed by a worker each; by the caller if there is only one.
 
-    No more portions than `workers_and_threads` has workers. `work` runs without gradients and autocast, in inference
-    mode where the caller is, and raises here what it raises there.
+    There are at most as many portions as `workers_and_threads` has workers. `work` runs without gradients and autocast,
+    and in the caller's inference mode. What it raises is raised here.
     """
     if len(portions) <= 1:
         return list(map(work, portions))
@@ -63,7 +63,7 @@ def together(work: Callable[[Portion], Result], portions: Sequence[Portion]) -> 
         with torch.inference_mode(inference), torch.no_grad():
             return work(portion)
 
-    # A fork has none of the threads of its parent, and their library waits for them.
+    # A fork lacks its parent's threads, and the library would wait for them.
     forked = os.getpid() != _process
     team = None if forked or workers_and_threads()[1] > 1 else _team_of_torch()
     return _in_a_pool(run, portions) if team is None else _in_the_team(team, run, portions)
@@ -76,10 +76,9 @@ _process = os.getpid()
 
 @functools.cache
 def _team_of_torch() -> Any:
-    """The library of OpenMP whose threads torch's operations use, where it is GNU's or looks like it; else None.
+    """The OpenMP library whose threads torch's operations use, if it has GNU's interface; else None.
 
-    Its threads wait for the next parallel region at full speed for some milliseconds. So others beside them would have
-    to share the cores with them.
+    Its threads spin for some milliseconds after each parallel region, and would take the cores from other threads.
     """
     for name in ("libgomp.so.1", *_loaded("libgomp", "libiomp5", "libomp")):
         with contextlib.suppress(OSError, AttributeError):
@@ -110,7 +109,7 @@ def _in_the_team(library: Any, run: Callable[[Portion], Result], portions: Seque
     left = iter(range(len(portions)))
 
     def member(_: Any) -> None:
-        # The runtime may give fewer threads than asked for: each takes portions until none is left.
+        # The runtime may start fewer threads than portions, so each takes portions until none is left.
         try:
             for n in left:
                 results[n] = run(portions[n])
@@ -128,7 +127,7 @@ _MEMBER = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 # ---- threads of ours
 
-# The workers of this process, by its number (a fork has none of its parent's threads) and what they were made for.
+# The pool, and the process, workers and threads it was made for; a fork has none of its parent's threads.
 _pool: tuple[tuple[int, int, int], ThreadPoolExecutor] | None = None
 _lock = threading.Lock()
 if hasattr(os, "register_at_fork"):
@@ -141,7 +140,7 @@ def _in_a_pool(run: Callable[[Portion], Result], portions: Sequence[Portion]) ->
     with _lock:
         if _pool is None or _pool[0] != kind:
             if _pool is not None and _pool[0][0] == kind[0]:
-                # What it has begun it ends.
+                # It still ends what it has begun.
                 _pool[1].shutdown(wait=False)
             _pool = kind, _started(*kind[1:])
         futures = [_pool[1].submit(run, portion) for portion in portions]
@@ -152,12 +151,12 @@ def _started(workers: int, threads: int) -> ThreadPoolExecutor:
     before, ready = torch.get_num_threads(), threading.Barrier(workers)
 
     def begin() -> None:
-        # A thread that asks for the first time takes the number that was set last, in place of its own.
+        # A thread's first question resets its number to the one that was set last, so ask before setting.
         torch.get_num_threads()
         torch.set_num_threads(threads)
 
     pool = ThreadPoolExecutor(workers, "attn_fuse", initializer=begin)
-    # torch takes the number for the thread that sets it, and for those that begin later: the latter shall have ours.
+    # Setting the number also sets it for threads that start later. Those shall have the caller's number again.
     for begun in [pool.submit(ready.wait) for _ in range(workers)]:
         begun.result()
     torch.set_num_threads(before)

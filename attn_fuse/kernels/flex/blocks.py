@@ -1,13 +1,13 @@
-"""Operators for what FlexAttention's C++ and Triton templates take: block tables, and copies of operands.
+"""Operators for the arguments of FlexAttention's templates: block tables, and copies of operands.
 
     flex_blocks(inputs, numbers, sizes, blocks, transposed, device, program) -> tables
     flex_operands(tensors, numbers) -> copies, tensors of one number
 
 The block tables are those of a `torch.nn.attention.flex_attention.BlockMask`, made from the structure of the mask (see
-`visibility`). Layers with the same mask make the same call, of which torch.compile keeps only one.
+`visibility`). Layers with the same mask share one call.
 
-The copies are for the CPU, whose template takes operands by their buffer: it ignores the storage offset of a view, and
-takes two views of one buffer for the same (tried on torch 2.11, 2.13 and 2.15).
+The copies are for the CPU, whose template identifies operands by their buffer: it ignores the storage offsets of views,
+and takes two views of one buffer for the same (tried on torch 2.11, 2.13 and 2.15).
 """
 
 from __future__ import annotations
@@ -24,32 +24,27 @@ from attn_fuse.kernels.score.dependence import planes
 from attn_fuse.kernels.score.program import ScoreProgram
 from attn_fuse.kernels.score.visibility import visibility
 
-# torch's caches on disk know an operator by its name only: raise this with every change in what it computes, or in
-# the text of a score program.
+# Part of the operator's name, by which torch's caches on disk know it. Raise it when its results or the text of score
+# programs change.
 VERSION = 2
 
 
 def block_tables(
-    inputs: Sequence[Tensor],
-    numbers: Sequence[int],
-    sizes: Sequence[int],
-    blocks: Sequence[int],
-    transposed: bool,
-    device: torch.device,
-    program: str,
-) -> list[Tensor]:
-    """For each block of queries, how many blocks of keys are partly visible, and which; then of those wholly visible.
+    inputs: Sequence[Tensor], numbers: Sequence[int], sizes: Sequence[int], blocks: Sequence[int], transposed: bool,
+    device: torch.device, program: str,
+) -> list[Tensor]:  # fmt: skip
+    """For each block of queries, the number and the list of partly visible key blocks, then of wholly visible ones.
 
     sizes: batch, heads, q_len, kv_len. blocks: queries and keys in a block; one that reaches beyond the end is partly
     visible. program: the text of a score program, of which `visible`, `upper` and `lower` count.
 
-    Twice int32 [B|1, H|1, query blocks] and [B|1, H|1, query blocks, key blocks]; where `transposed` is set, the same
-    four for each block of keys follow. A dimension is 1 where the mask does not depend on it.
+    Returns int32 [B|1, H|1, query blocks] and [B|1, H|1, query blocks, key blocks], twice. If `transposed`, the same
+    four tables for each block of keys follow. Dimensions on which the mask does not depend are 1.
     """
     how = tuple(numbers), tuple(sizes), tuple(blocks), transposed, device, program
     if inputs:
         return _tables(inputs, *how)
-    # Copies, because a caller may write into the outputs of an operator.
+    # A caller may write into the outputs of an operator.
     return [table.clone() for table in _known_tables(*how)]
 
 
@@ -66,7 +61,7 @@ def _tables(
     seen = visibility(read, inputs, numbers, sizes, blocks, device)
     shape = (*planes(read.visible, [x.shape for x in inputs], *sizes[:2]), *seen.some.shape[2:])
     some = seen.some.expand(shape)
-    # Where hidden keys may count, the score says how much, so that no block needs a mask_mod.
+    # The scores of hidden keys that may count are right as they are, so no block needs a mask_mod.
     every = (some if read.hides_only_if_others_seen else seen.every.expand(shape)).clone()
     every[:, :, q_len // rows :] = False
     every[..., kv_len // columns :] = False
@@ -75,21 +70,16 @@ def _tables(
 
 
 def _ordered(table: Tensor) -> tuple[Tensor, Tensor]:
-    """For each row of a Boolean table, how many entries are True, and the index of each entry, True ones first."""
+    """The number of True entries in each row of a Boolean table, and the indices of all entries, True ones first."""
     table = table.contiguous()
     places = torch.argsort(table.to(torch.int8), dim=-1, descending=True, stable=True)
     return table.sum(-1, dtype=torch.int32), places.to(torch.int32)
 
 
 def _fake_tables(
-    inputs: Sequence[Tensor],
-    numbers: Sequence[Any],
-    sizes: Sequence[Any],
-    blocks: Sequence[int],
-    transposed: bool,
-    device: torch.device,
-    program: str,
-) -> list[Tensor]:
+    inputs: Sequence[Tensor], numbers: Sequence[Any], sizes: Sequence[Any], blocks: Sequence[int], transposed: bool,
+    device: torch.device, program: str,
+) -> list[Tensor]:  # fmt: skip
     leading = planes(ScoreProgram.loads(program).visible, [x.shape for x in inputs], *sizes[:2])
     rows, columns = (-(-n // block) for n, block in zip(sizes[2:], blocks, strict=True))
     pairs = [(rows, columns)] * 2 + [(columns, rows)] * (2 * transposed)

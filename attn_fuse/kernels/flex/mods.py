@@ -1,7 +1,7 @@
-"""Score programs as FlexAttention takes them (arXiv 2412.05496): a `score_mod` and a `mask_mod` over single elements.
+"""Score programs for FlexAttention (arXiv 2412.05496): a `score_mod` and a `mask_mod` over single elements.
 
-Tracing runs the expressions on tensors without dimensions, so that their code is generated into the kernel. The score
-applies the mask, too; `score_part` takes out of the score what `mask_mod` decides.
+Tracing runs the expressions on tensors without dimensions, which inlines them into the kernel. A score includes its
+mask; `inlined` removes what `mask_mod` decides.
 """
 
 from __future__ import annotations
@@ -15,50 +15,34 @@ from torch import Tensor
 
 from attn_fuse.expression.nodes import Const, Div, Expr, Input, Mul, Number, Position, Score, Select, distinct
 from attn_fuse.kernels.score.dependence import POSITIONS
-from attn_fuse.kernels.score.part import Part, part_of
 from attn_fuse.kernels.score.program import Block, Memo, ScoreProgram, evaluate
 from attn_fuse.kernels.score.simplify import assuming
 
-# Beyond it, float32 rounds multiples by log2(e) to steps that exp2 shows.
+# Beyond it, float32 rounds multiples by log2(e) so coarsely that exp2 shows it.
 _ORDINARY = 1e6
 
 
-def score_part(program: ScoreProgram) -> Part:
-    """The part for the score of a key that `mask_part` shows."""
+def inlined(program: ScoreProgram) -> ScoreProgram:
+    """What FlexAttention inlines: the sink, the condition that shows a key, and the score of a key that it shows."""
     seen = None if program.hides_only_if_others_seen else program.visible
-    return part_of(program.score if seen is None else assuming(seen, program.score))
+    score = program.score if seen is None else assuming(seen, program.score)
+    return ScoreProgram(score, sink=program.sink, visible=seen)
 
 
-def blocks_part(program: ScoreProgram) -> Part:
-    """The part that says which blocks to compute: `visible` and the bounds; its score is the raw one."""
-    parts = {"visible": program.visible, "upper": program.upper, "lower": program.lower}
-    return part_of(Score(), program.hides_only_if_others_seen, **parts)
-
-
-def mask_part(program: ScoreProgram) -> Part:
-    """The part whose `visible` says where a key counts within the computed blocks; its score is the raw one."""
-    return part_of(Score()) if program.hides_only_if_others_seen else blocks_part(program)
-
-
-def sink_part(program: ScoreProgram) -> Part:
-    """The part for the sink, if there is one; its score is the raw one."""
-    return part_of(Score(), sink=program.sink)
-
-
-def scaled(program: ScoreProgram) -> tuple[float, Expr]:
+def scaled(score: Expr) -> tuple[float, Expr]:
     """(factor, expression), where the expression gives the score from the raw score multiplied by the factor."""
-    match program.score:
-        case Mul(Score() as score, Const(factor)) if _is_ordinary(factor):
-            return float(factor), score
-        case Div(Score() as score, Const(by)) if _is_ordinary(by):
-            return 1.0 / float(by), score
-    return 1.0, program.score
+    match score:
+        case Mul(Score() as raw, Const(factor)) if _is_ordinary(factor):
+            return float(factor), raw
+        case Div(Score() as raw, Const(by)) if _is_ordinary(by):
+            return 1.0 / float(by), raw
+    return 1.0, score
 
 
 def score_mod(expr: Expr, count: int) -> Callable[..., Tensor]:
-    """(score, b, h, i, j, *inputs, *numbers) -> the final score by `expr`, in float32, or float64 where the score is.
+    """(score, b, h, i, j, *inputs, *numbers) -> the final score by `expr`, in float32, or float64 if the score is.
 
-    count: the number of inputs. numbers are int64 tensors without dimensions.
+    count: the number of inputs. numbers: int64 tensors without dimensions.
     """
 
     def function(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, *read: Tensor) -> Tensor:
@@ -69,11 +53,11 @@ def score_mod(expr: Expr, count: int) -> Callable[..., Tensor]:
 
 
 def with_exact_fills(expr: Expr) -> Expr | None:
-    """`expr`, a score, with powers of two for the numbers far below 0 that a mask puts in its place; None if it cannot.
+    """`expr`, a score, with powers of two in place of a mask's fills far below 0; None if that is impossible.
 
-    The Triton template takes exp2(x * log2(e) - max), which the compiler makes one multiplication and addition, rounded
-    once, while the max was rounded before. Of scores like -1e10 this difference alone is thousands, and a query that
-    sees no key gets 0 or NaN in place of the mean of the values. Powers of two are multiplied without rounding.
+    The Triton template takes exp2(x * log2(e) - max), which the compiler fuses into one operation that rounds once,
+    while the max was rounded before. For scores like -1e10 the difference is thousands, and a fully masked row gets 0
+    or NaN instead of the mean of the values. Powers of two are multiplied without rounding.
     """
     fills, others = set[float](), list[Expr]()
     for branch in _branches(expr):
@@ -111,12 +95,12 @@ def _is_far(value: float) -> bool:
 
 
 def _power(value: float) -> float:
-    """The power of two next to `value`, away from 0, as far as its multiple by log2(e) is a float32."""
+    """The power of two next to `value`, away from 0, whose multiple by log2(e) is still a float32."""
     return math.copysign(2.0 ** min(126, math.ceil(math.log2(abs(value)))), value)
 
 
 def mask_mod(expr: Expr | None, count: int) -> Callable[..., Tensor]:
-    """(b, h, i, j, *inputs, *numbers) -> whether query i may see key j by `expr`, a bool; always where `expr` is None.
+    """(b, h, i, j, *inputs, *numbers) -> whether query i may see key j by `expr`; always if `expr` is None.
 
     count: as for `score_mod`.
     """
@@ -130,7 +114,7 @@ def mask_mod(expr: Expr | None, count: int) -> Callable[..., Tensor]:
 
 
 def over_queries(expr: Expr, inputs: Sequence[Tensor], numbers: Sequence[Tensor], query: Tensor) -> Tensor:
-    """The value of `expr`, which does not depend on the key, such as a sink: [B, H, Lq] of at least float32."""
+    """The value of `expr`, which does not depend on the key, such as a sink: [B, H, Lq] in at least float32."""
     places = [
         torch.arange(n, device=query.device).view([-1 if d == place else 1 for d in range(3)])
         for place, n in enumerate(query.shape[:3])
@@ -157,7 +141,7 @@ def _on_element(
     numbers: Sequence[Tensor],
     dtype: torch.dtype,
 ) -> Tensor:
-    # FlexAttention's positions are int32, which a flat index into a large tensor overflows.
+    # FlexAttention's positions are int32, which flat indices into large tensors overflow.
     places = dict(zip(POSITIONS, (p.to(torch.int64) for p in positions), strict=True))
     element = _Element(1, 1, (0, 1), (0, 1), positions[0].device, dtype)
     memo: Memo = {}

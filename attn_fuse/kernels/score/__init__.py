@@ -1,1 +1,1 @@
-"""Score programs: the function from a raw score to the final score, its gradient, and the blocks that it hides."""
+"""Score programs: functions from a raw score to the final score, their gradients, and the blocks that they hide."""

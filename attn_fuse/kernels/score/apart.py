@@ -1,8 +1,8 @@
-"""Apart: tables that a score looks up for each query and key, looked up once before the attention.
+"""Apart: lookups for each query and key, done once before the attention.
 
-Within a kernel a lookup is a slow read for each element, in each of the four passes of a training step over the scores;
-a bias that is stored is read sixteen bytes at a time. As written, the program stores the same bias. An operator of its
-own looks it up, so that layers with the same table share one call, and adds the gradient of all of them up at once.
+Within a kernel, a lookup is a slow read of each element in each of the four passes of a training step over the scores,
+while a stored bias is read sixteen bytes at a time. The program as written stores the same bias. The lookup is an
+operator of its own, so layers with the same table share one call, and their gradients are added up at once.
 """
 
 from __future__ import annotations
@@ -20,26 +20,25 @@ from attn_fuse.emit.operators import operator
 from attn_fuse.expression.nodes import Expr, Gather, Input, children, remade
 from attn_fuse.kernels.once import once
 from attn_fuse.kernels.score.dependence import dependences, planes, varying
-from attn_fuse.kernels.score.part import part_of
 from attn_fuse.kernels.score.program import Block, ScoreProgram, evaluate, of_table
 from attn_fuse.kernels.score.write import ScoreCall
 
 if TYPE_CHECKING:
     from attn_fuse.emit.call import Call
 
-# torch's caches on disk know an operator by its name only: raise this with every change in what it computes, or in
-# the text of a score program.
+# Part of the operator's name, by which torch's caches on disk know it. Raise it when its results or the text of score
+# programs change.
 VERSION = 1
-# Bytes of a bias that is stored.
+# The max bytes of a stored bias.
 _MOST = 256 << 20
-# Elements to a multiple of which rows are padded: a kernel then reads a row by vectors.
+# Rows are padded to a multiple of this number of elements, so kernels read them by vectors.
 _ROW = 16
 
 
 def lookups_apart(call: Call, score: ScoreCall) -> ScoreCall:
-    """`score`, in which biases of at most 256 MiB on this call stand for what it looks up for each query and key."""
+    """`score` with stored biases, of at most 256 MiB on this call, in place of lookups for each query and key."""
     a, facts = call.attention, call.facts
-    sizes = [call.size(a.length(axes)) for axes in (a.batch_axes, a.head_axes, a.axes.query, a.axes.key)]
+    sizes = [call.size(a.length(axes)) for axes in (a.axes.batch, a.head_axes, a.axes.query, a.axes.key)]
     shapes = [tensor(x).shape for x in score.inputs]
     depends = dependences(score.program.score, [*map(varying, shapes)])
     inputs = list(score.inputs)
@@ -59,24 +58,20 @@ def lookups_apart(call: Call, score: ScoreCall) -> ScoreCall:
         elements = math.prod(planes(expr, shapes, facts.batch, facts.heads)) * facts.q_len * facts.kv_len
         if facts.q_len == 1 or elements * tensor(score.inputs[expr.leaf]).dtype.itemsize > _MOST:
             return None
-        part = part_of(expr)
-        read, numbers = [score.inputs[n] for n in part.inputs], [score.numbers[n] for n in part.numbers]
-        inputs.append(call.node_once(look_up, read, numbers, *sizes, part.program.dumps()))
+        part = score.part(ScoreProgram(expr))
+        inputs.append(call.node_once(look_up, part.inputs, part.numbers, *sizes, part.program.dumps()))
         return Input(len(inputs) - 1)
 
     looked_up = replace(score.program, score=apart(score.program.score))
     if len(inputs) == len(score.inputs):
         return score
-    fields = {name: getattr(looked_up, name) for name in ("factor", "sink", "visible", "upper", "lower")}
-    part = part_of(looked_up.score, looked_up.hides_only_if_others_seen, **fields)
-    program = replace(part.program, empty_is_nan=looked_up.empty_is_nan)
-    return ScoreCall(program, [inputs[n] for n in part.inputs], [score.numbers[n] for n in part.numbers])
+    return ScoreCall(looked_up, inputs, score.numbers).part(looked_up)
 
 
 def _look_up(
     inputs: Sequence[Tensor], numbers: Sequence[int], batch: int, heads: int, q_len: int, kv_len: int, program: str
 ) -> Tensor:
-    """What the program's score, a `Gather`, reads: [B|1, H|1, Lq, Lk] in the dtype of its table, with padded rows."""
+    """The result of the program's score, a `Gather`: [B|1, H|1, Lq, Lk] in the table's dtype, with padded rows."""
     node = _gather(program)
     block = Block(batch, heads, (0, q_len), (0, kv_len), inputs[node.leaf].device, torch.float32)
     found = evaluate(node, None, inputs, numbers, block, {})
@@ -97,7 +92,7 @@ def _fake(
 def _add_up(
     gradient: Tensor, inputs: Sequence[Tensor], numbers: Sequence[int], batch: int, heads: int, program: str
 ) -> Tensor:
-    """The gradient of the table, in its dtype: of each entry a sum over all that read it, in float32, in one order."""
+    """The gradient of the table, in its dtype; each entry sums all its readers in float32, in one order."""
     node, (*leading, q_len, kv_len) = _gather(program), gradient.shape
 
     def of_rows(first: int, last: int, dtype: torch.dtype) -> Tensor:
@@ -129,7 +124,7 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], gradient: Tensor, *_: Any) -> 
     found: list[Tensor | None] = [None] * len(saved)
     if ctx.needs_input_grad[0][leaf]:
         found[leaf] = add_up(gradient, saved, ctx.numbers, ctx.batch, ctx.heads, ctx.program)
-    # torch takes [] for the gradient of an empty list.
+    # torch wants [] as the gradient of an empty list.
     return found, None if ctx.numbers else [], None, None, None, None, None
 
 

@@ -1,4 +1,4 @@
-"""Dependence: the positions that each node of a score program depends on, and whether through j - i alone."""
+"""Dependence: the positions that each node of a score program depends on, and whether only through j - i."""
 
 from __future__ import annotations
 
@@ -12,51 +12,48 @@ POSITIONS = ("b", "h", "i", "j")
 
 
 def varying(shape: Sequence[int]) -> frozenset[str]:
-    """The positions that an input of `shape` [B|1, H|1, Lq|1, Lk|1] varies along; meaningless for a table."""
+    """The positions along which an input of `shape` [B|1, H|1, Lq|1, Lk|1] varies; meaningless for a table."""
     return frozenset(name for name, length in zip(POSITIONS, shape, strict=False) if length != 1)
 
 
-def own_dependence(node: Expr, varies: Sequence[frozenset[str]]) -> frozenset[str]:
-    """The positions, and "score", that `node` reads without its children. varies: as for `dependences`."""
-    match node:
-        case Position(name):
-            return frozenset({name})
-        case Score():
-            return frozenset({"score"})
-        case Input(n):
-            return varies[n]
-        case Diagonal(n):
-            return varies[n] | {"i", "j"}
-    return frozenset()
-
-
 def dependences(expr: Expr, varies: Sequence[frozenset[str]]) -> dict[int, frozenset[str]]:
-    """For each node of `expr`, by identity: the positions, and "score", that its value depends on.
+    """The positions, and "score", that each node of `expr` depends on, by the node's identity.
 
-    varies: for each input, the positions that it varies along.
+    varies: the positions along which each input varies.
     """
     found: dict[int, frozenset[str]] = {}
     for node in distinct(expr):
-        found[id(node)] = own_dependence(node, varies).union(*(found[id(part)] for part in children(node)))
+        own = frozenset[str]()
+        match node:
+            case Position(name):
+                own = frozenset({name})
+            case Score():
+                own = frozenset({"score"})
+            case Input(n):
+                own = varies[n]
+            case Diagonal(n):
+                own = varies[n] | {"i", "j"}
+        found[id(node)] = own.union(*(found[id(part)] for part in children(node)))
     return found
 
 
 def planes(expr: Expr | None, shapes: Sequence[Sequence[int]], batch: Any, heads: Any) -> tuple[Any, Any]:
-    """`batch` and `heads`, but 1 for one along which the value of `expr` is the same. shapes: of the inputs."""
+    """`batch` and `heads`, or 1 where `expr` does not depend on them. shapes: those of the inputs."""
     names = frozenset[str]() if expr is None else dependences(expr, [*map(varying, shapes)])[id(expr)]
     return batch if "b" in names else 1, heads if "h" in names else 1
 
 
 def of_difference(expr: Expr, varies: Sequence[frozenset[str]]) -> frozenset[int]:
-    """The nodes of `expr`, by identity, whose value depends on i and j through j - i alone, or on neither.
+    """The nodes of `expr`, by identity, that depend on i and j only through j - i, or on neither.
 
     varies: as for `dependences`.
     """
     found: set[int] = set()
+    i, j = linear(Position("i")), linear(Position("j"))
     for node in distinct(expr):
         form = linear(node)
-        if form.is_whole:
-            alone = form.slope("i") == -form.slope("j")
+        if form.is_integer:
+            alone = form.coeff(i) == -form.coeff(j)
         elif isinstance(node, Input):
             alone = not varies[node.leaf] & {"i", "j"}
         else:

@@ -1,48 +1,39 @@
-"""Gradient: reverse mode for a score program, with the rules of `expression.functions`.
+"""Reverse mode for score programs, with the gradient rules of `expression.functions`, which are autograd's at ties too.
 
-Autograd would silently give 0: it records nothing in an operator that is called from below it, as compiled graphs with
-a backward call ours. The rules are autograd's, also at ties.
-
-One walk has two uses: `gradients` computes on a block, `gradient_exprs` gives expressions to generate code from.
+Autograd itself records nothing within our operators, since compiled graphs call them below it; its gradients would
+silently be 0. `gradients` computes on a block, and `gradient_exprs` gives expressions to generate code from.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from torch import Tensor
 
+from attn_fuse.expression import nodes as ex
 from attn_fuse.expression.functions import FUNCTIONS, Rule
-from attn_fuse.expression.nodes import (
-    Cast,
-    Const,
-    Expr,
-    Gather,
-    Given,
-    Input,
-    Number,
-    Select,
-    children,
-    distinct,
-    name_of,
-)
+from attn_fuse.expression.nodes import Expr, children, distinct
 from attn_fuse.kernels.score.program import Block, Memo, accumulate, as_tensors, evaluate, gathered
 
-T = TypeVar("T")
+T = TypeVar("T", Tensor, Expr)
 
 
 def differentiable(exprs: Iterable[Expr], sources: Iterable[Expr]) -> list[Expr]:
     """The nodes of `exprs` that are among `sources` or depend differentiably on one, children first."""
-    found = {id(node): node for node in sources}
-    starts = set(found)
+    starts = {id(node) for node in sources}
     order: dict[int, Expr] = {}
     for node in (node for expr in exprs for node in distinct(expr)):
-        if id(node) in starts or any(id(child) in found for child, _ in _paths(node)):
-            found[id(node)] = order[id(node)] = node
+        if id(node) in starts or any(id(child) in starts or id(child) in order for child, _ in _paths(node)):
+            order[id(node)] = node
     return list(order.values())
+
+
+def reads(expr: Expr, wanted: Container[int]) -> list[ex.Input | ex.Gather]:
+    """The nodes of `expr` that read an input whose number is in `wanted`."""
+    return [node for node in distinct(expr) if isinstance(node, (ex.Input, ex.Gather)) and node.leaf in wanted]
 
 
 def needed(path: Iterable[Expr]) -> set[int]:
@@ -58,9 +49,9 @@ def gradients(
     block: Block,
     memo: Memo,
 ) -> dict[int, Tensor]:
-    """The gradients of `sources`, by identity, in the shape and dtype of their values; a source out of reach has none.
+    """The gradients of `sources`, by identity, in the shape and dtype of their values; unreachable sources have none.
 
-    path: what `differentiable` gave. given: expressions, each with its gradient. memo: the values of `needed` nodes.
+    path: the result of `differentiable`. given: expressions and their gradients. memo: the values of `needed` nodes.
     """
 
     def fitted(node: Expr, gradient: Tensor) -> Tensor | None:
@@ -73,7 +64,7 @@ def gradients(
         values = dict(zip(map(id, holders), (gradient, memo[id(node)], *operands), strict=True))
         return evaluate(expr, None, (), (), block, values)
 
-    return _backwards(path, sources, given, fitted, through, lambda a, b: a + b)
+    return _backwards(path, sources, given, fitted, through)
 
 
 def pull_back(
@@ -84,11 +75,11 @@ def pull_back(
     block: Block,
     sums: Mapping[int, Tensor],
 ) -> None:
-    """Add the gradients of the inputs that `expr`, which reads no score, reads on a block to `sums`, by their indices.
+    """Add to `sums` the gradients of the inputs that `expr` reads on a block, given its own. `expr` reads no score.
 
-    gradient: that of `expr`.
+    sums: for each input that needs a gradient, by its number, the gradient of the whole input.
     """
-    sources = [node for node in distinct(expr) if isinstance(node, (Input, Gather)) and node.leaf in sums]
+    sources = reads(expr, sums)
     path = differentiable([expr], sources)
     memo: Memo = dict.fromkeys(needed(path))
     evaluate(expr, None, inputs, numbers, block, memo)
@@ -100,16 +91,18 @@ def pull_back(
 
 
 def gradient_exprs(given: Sequence[tuple[Expr, Expr]], sources: Iterable[Expr]) -> dict[int, Expr]:
-    """The gradients of `sources`, by identity, as expressions for one score; a source out of reach has none.
+    """The gradients of `sources`, by identity, as expressions for one score; unreachable sources have none.
 
-    given: expressions, each with its gradient. The caller sums over the scores that share an element of a source.
+    given: expressions and their gradients. The caller sums over the scores that share an element of a source.
     """
 
     def through(node: Expr, rule: Rule, gradient: Expr) -> Expr:
-        return gradient if _hides(node) else rule(gradient, node, *children(node))
+        # The weight of a score that is -inf is 0, and so is the gradient that comes in.
+        hides = isinstance(node, ex.Select) and ex.Const(-math.inf) in (node.a, node.b)
+        return gradient if hides else rule(gradient, node, *children(node))
 
     path = differentiable([expr for expr, _ in given], sources)
-    return _backwards(path, sources, given, lambda node, gradient: gradient, through, lambda a, b: a + b)
+    return _backwards(path, sources, given, lambda node, gradient: gradient, through)
 
 
 def _backwards(
@@ -118,7 +111,6 @@ def _backwards(
     given: Iterable[tuple[Expr, T]],
     fitted: Callable[[Expr, T], T | None],
     through: Callable[[Expr, Rule, T], T],
-    added: Callable[[T, T], T],
 ) -> dict[int, T]:
     """The gradients of `sources` by identity, carried from `given` back along `path`.
 
@@ -129,56 +121,42 @@ def _backwards(
 
     def add(node: Expr, gradient: T) -> None:
         if id(node) in on_path and (fits := fitted(node, gradient)) is not None:
-            found[id(node)] = added(found[id(node)], fits) if id(node) in found else fits
+            found[id(node)] = found[id(node)] + fits if id(node) in found else fits
 
     for expr, gradient in given:
         add(expr, gradient)
     for node in reversed(path):
-        if id(node) in leaves or id(node) not in found:
-            continue
-        gradient = found.pop(id(node))
-        for child, rule in _paths(node):
-            if id(child) in on_path:
-                add(child, through(node, rule, gradient))
+        if id(node) not in leaves and id(node) in found:
+            gradient = found.pop(id(node))
+            for child, rule in _paths(node):
+                if id(child) in on_path:
+                    add(child, through(node, rule, gradient))
     return {leaf: gradient for leaf, gradient in found.items() if leaf in leaves}
 
 
 def _paths(node: Expr) -> list[tuple[Expr, Rule]]:
     """The operands that have a gradient, each with its rule."""
-    match node:
-        case Cast(dtype, x):
-            return [(x, _pass_on)] if dtype.is_floating_point else []
-        case Select(_, a, b):
-            return [(a, _where_held), (b, _where_not)]
-    row = FUNCTIONS.get(name_of(node))
-    rules = () if row is None else row.gradients
-    return (
-        [(child, rule) for child, rule in zip(children(node), rules, strict=True) if rule is not None] if rules else []
-    )
+    if isinstance(node, ex.Cast) and not node.dtype.is_floating_point:
+        return []
+    rules = _RULES.get(ex.name_of(node), ())
+    return [(child, rule) for child, rule in zip(children(node), rules, strict=False) if rule is not None]
 
 
-def _pass_on(g: Expr, y: Expr, x: Expr) -> Expr:
-    return g
-
-
-def _where_held(g: Expr, y: Expr, condition: Expr, a: Expr, b: Expr) -> Expr:
-    return Select(condition, g, Const(0.0))
-
-
-def _where_not(g: Expr, y: Expr, condition: Expr, a: Expr, b: Expr) -> Expr:
-    return Select(condition, Const(0.0), g)
+_RULES: dict[str, tuple[Rule | None, ...]] = {name: row.gradients for name, row in FUNCTIONS.items()} | {
+    "cast": (lambda g, y, x: g,),
+    "where": (
+        None,
+        lambda g, y, condition, a, b: ex.Select(condition, g, ex.Const(0.0)),
+        lambda g, y, condition, a, b: ex.Select(condition, ex.Const(0.0), g),
+    ),
+}
 
 
 @functools.cache
-def _rule_of(rule: Rule, operands: int) -> tuple[tuple[Given, ...], Expr]:
-    """Placeholders for gradient, result and operands, and what `rule` gives for them."""
-    holders = tuple(map(Given, range(2 + operands)))
+def _rule_of(rule: Rule, operands: int) -> tuple[tuple[ex.Given, ...], Expr]:
+    """Placeholders for gradient, result and operands, and the result of `rule` for them."""
+    holders = tuple(map(ex.Given, range(2 + operands)))
     return holders, rule(*holders)
-
-
-def _hides(node: Expr) -> bool:
-    """Whether `node` selects between a part and -inf, which makes the weight, and so the incoming gradient, 0."""
-    return isinstance(node, Select) and any(part == Const(-math.inf) for part in (node.a, node.b))
 
 
 def _value(node: Expr, numbers: Sequence[int], memo: Memo) -> object:
@@ -186,8 +164,8 @@ def _value(node: Expr, numbers: Sequence[int], memo: Memo) -> object:
     if known is not None:
         return known
     match node:
-        case Const(value):
+        case ex.Const(value):
             return value
-        case Number(n):
+        case ex.Number(n):
             return int(numbers[n])
     raise AssertionError("the values of all other operands are kept")

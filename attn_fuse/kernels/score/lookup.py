@@ -1,7 +1,7 @@
-"""Lookups: read what a `Gather` reads of a table, and add its gradient up in the table.
+"""Lookups: read a table as a `Gather` does, and add up the gradient of the table.
 
-A relative position bias is a table with an entry for each head, and all heads read it at the same places: we find the
-places once for all heads, and sum the gradient of each place. Every sum has one order: no atomics.
+All heads read a relative position bias at the same places of their own columns, so the places are found once. Every sum
+has one order; there are no atomics.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ _HEAD = Position("h")
 
 @functools.cache
 def head_dimension(node: Gather) -> int | None:
-    """The only dimension indexed by the head alone, where others exist and do not depend on the head; else None."""
+    """The only dimension indexed by the head alone, if others exist and the head is in none of these; else None."""
     found = [dim for dim, place in enumerate(node.index) if place == _HEAD]
     others = [part for place in node.index if place != _HEAD for part in distinct(place)]
     return found[0] if len(found) == 1 and others and _HEAD not in others else None
 
 
 def rows_of(head: int | None, table: Tensor) -> Tensor:
-    """The table as contiguous [heads, places]; as [1, places] where `head`, the heads' dimension, is None."""
+    """The table as contiguous [heads, places], or [1, places] without a dimension `head` of the heads."""
     return (table.unsqueeze(0) if head is None else table.movedim(head, 0)).flatten(1).contiguous()
 
 
 def rest(head: int | None, of_dimensions: Sequence[T]) -> list[T]:
-    """`of_dimensions`, one for each dimension of a table, without that of dimension `head`."""
+    """`of_dimensions`, one for each dimension of a table, without the one of dimension `head`."""
     return [x for dim, x in enumerate(of_dimensions) if dim != head]
 
 
 def places(sizes: Sequence[int], indices: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
     """The places that a block of this shape reads in contiguous memory of these sizes, [B|1, reads], int64.
 
-    indices: int64, one for each dimension, broadcasting to `shape`, [B|1, ...]; negative ones count from the end. We
-    look at their values, so on a GPU the host would wait. Raises IndexError for an index out of range.
+    indices: int64, one for each dimension, broadcasting to `shape`, [B|1, ...]; negative ones count from the end. For
+    a CPU only, since the host looks at their values. Raises IndexError for an index out of range.
     """
     found = None
     for size, index in zip(sizes, indices, strict=True):
@@ -61,10 +61,10 @@ def look_up(rows: Tensor, at: Tensor, out: Tensor) -> None:
 
 
 def add_up(head: int | None, gradient: Tensor, into: Tensor, at: Tensor, first_head: int) -> None:
-    """Add `gradient` [B|1, H|1, rows|1, columns|1] to `into`, that of the whole table, at the places `at` [B|1, reads].
+    """Add `gradient` [B|1, H|1, rows|1, columns|1] to that of the whole table, `into`, at the places `at` [B|1, reads].
 
-    On a CPU; both of one dtype. head: the heads' dimension of the table, in which the gradient's heads are the entries
-    from `first_head` on; None without one.
+    On a CPU; both have one dtype. head: the heads' dimension of the table, in which the gradient's heads begin at
+    `first_head`; None without one.
     """
     if head is None:
         rows, of_rows = into.unsqueeze(0), gradient.reshape(1, -1)
@@ -77,10 +77,10 @@ def add_up(head: int | None, gradient: Tensor, into: Tensor, at: Tensor, first_h
 
 
 def accumulate(node: Gather, gradient: Tensor, into: Tensor, indices: Sequence[Tensor], first_head: int) -> None:
-    """Add `gradient`, of what `node` has read of a table, to `into`, the gradient of the whole table.
+    """Add `gradient`, that of the elements `node` has read, to `into`, the gradient of the whole table.
 
-    gradient: [B|1, H|1, rows|1, columns|1] in the dtype of `into`, as large as `indices` broadcast to. indices: int64,
-    one for each dimension. first_head: the first head of the block. On a CPU, raises IndexError for one out of range.
+    gradient: [B|1, H|1, rows|1, columns|1] in the dtype of `into`, in the shape to which `indices` broadcast. indices:
+    int64, one for each dimension. first_head: that of the block. On a CPU, raises IndexError for an index out of range.
     """
     if min(gradient.shape[2:]) > 1 and _is_of_difference(node):
         gradient, indices = _along_diagonals(gradient, indices)
@@ -97,7 +97,7 @@ def accumulate(node: Gather, gradient: Tensor, into: Tensor, indices: Sequence[T
 
 
 def add_sorted(head: int | None, gradient: Tensor, into: Tensor, indices: Sequence[Tensor], first_head: int) -> None:
-    """As `add_up`, on a GPU. torch sorts `indices`, one for each dimension but the heads', and adds in that order."""
+    """`add_up` on a GPU: torch sorts `indices`, one for each dimension but the heads', and adds in that order."""
     if head is not None:
         into, gradient = into.movedim(head, -1).narrow(-1, first_head, gradient.shape[1]), gradient.movedim(1, -1)
         indices = [index.squeeze(1) for index in indices]
@@ -112,7 +112,7 @@ def _is_of_difference(node: Gather) -> bool:
 
 
 def _along_diagonals(gradient: Tensor, indices: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """The sums of `gradient` over equal j - i, [B|1, H|1, 1, rows + columns - 1], and the indices of each sum."""
+    """The sum of `gradient` for each j - i, [B|1, H|1, 1, rows + columns - 1], and the indices of each sum."""
     memory = diagonal_buffer(gradient)
     memory.block.copy_(gradient)
 

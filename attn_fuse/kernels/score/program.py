@@ -1,6 +1,6 @@
-"""Score programs: the function from a raw score to the final score, as expressions that an operator takes as a string.
+"""Score programs: functions from a raw score to the final score, as expressions that operators take as a string.
 
-An expression of a score program consists of these nodes of `expression.nodes`, in JSON lists that begin with a name:
+A score program consists of these nodes of `expression.nodes`, in JSON lists that begin with a name:
 
     Score()              ["score"]                the raw product of query and key, unscaled
     Position(name)       ["b"] ["h"] ["i"] ["j"]  positions, int64: batch, query head, query, key
@@ -15,9 +15,9 @@ An expression of a score program consists of these nodes of `expression.nodes`, 
     Compare              ["ge", x, y] and its like
     Add, Mul, Div, Binary, Unary                  ["tanh", x]: a function by its name in `expression.functions`
 
-Arithmetic follows torch's promotion, with three exceptions: a half-precision tensor is read in float32, a fractional
-constant has the widest floating dtype of its fellow operands, at least float32 and by default the compute dtype, and an
-integer that a function makes a fraction of is converted to the compute dtype first.
+Dtypes are promoted as in torch, with three exceptions. A half-precision tensor is read in float32. A fractional
+constant has the widest floating-point dtype of the other operands, at least float32, or the compute dtype if there is
+none. A function that makes a fraction of an integer takes it in the compute dtype.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import functools
 import json
 import math
 import operator
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,45 +34,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_fuse.expression import nodes as ex
 from attn_fuse.expression.functions import BINARY, COMPARISONS, FUNCTIONS, UNARY, bounds_of, gives_fraction
-from attn_fuse.expression.nodes import (
-    And,
-    Binary,
-    Cast,
-    Compare,
-    Const,
-    Diagonal,
-    Div,
-    Expr,
-    Gather,
-    Given,
-    Input,
-    Not,
-    Number,
-    Or,
-    Position,
-    Score,
-    Select,
-    Unary,
-    children,
-    distinct,
-    interned,
-    name_of,
-)
+from attn_fuse.expression.nodes import Expr, children, distinct
 from attn_fuse.expression.text import as_text
 from attn_fuse.kernels.score import lookup
 from attn_fuse.kernels.score.dependence import POSITIONS
 from attn_fuse.torch_internals import CLAMP_BY_A_TENSOR_SPLITS
 
-# Values by the identity of their nodes. None: the value is to be kept once it is computed.
+# Values by the identity of their nodes; None for a value to keep once it is computed.
 Memo = dict[int, Tensor | None]
 
 
 def _clamped_to(
     clamp: Callable[..., Tensor], other: Callable[..., Tensor], leads: Callable[..., Tensor]
 ) -> Callable[..., Tensor]:
-    # The same numbers, but at a tie autograd splits the gradient of a maximum, and leaves that of a clamp whole. Where
-    # a clamp splits it, too, the choice is written out; a NaN of the operand that is not chosen is added.
+    # A clamp gives the same numbers as a maximum, but autograd splits a maximum's gradient at a tie. If this torch also
+    # splits a clamp's, the choice is written out, and a NaN of the other operand is added.
     def clamped(a: Tensor, b: Tensor) -> Tensor:
         if not torch.promote_types(a.dtype, b.dtype).is_floating_point:
             return other(a, b)
@@ -94,7 +73,7 @@ _OPERATIONS: Mapping[str, Callable[..., Any]] = {
 class Block:
     """A rectangle of the scores: queries [i0, i1) and keys [j0, j1) of some heads, computed in `dtype`.
 
-    batch, heads: the numbers of batch entries and of heads. origin: the first batch entry and the first head.
+    batch, heads: the numbers of batch entries and heads. origin: the first batch entry and the first head.
     """
 
     batch: int
@@ -121,21 +100,26 @@ class Block:
         b, h = self.origin
         return (b, b + self.batch), (h, h + self.heads), self.queries, self.keys
 
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """The index of its queries into tensors [B, H, Lq, ..]."""
+        return tuple(slice(*span) for span in self.spans[:3])
+
 
 @dataclass(frozen=True)
 class ScoreProgram:
-    """The score function of one attention. Expressions may be given as JSON has them; equal parts become one object.
+    """The score function of one attention. Expressions may be given as JSON lists; equal parts become one object.
 
     score: the final score of a query and a key, mask included. factor: multiplies the weight after the softmax.
     sink: the logit of one more key that has no value, [B|1, H|1, Lq|1, 1].
-    visible: a Boolean; where it does not hold, the weight is 0 (of a fully masked row the original gives NaN or 0).
-    upper, lower: integers; no key is visible unless lower <= j - i <= upper. They consist of constants, numbers and
-        integer arithmetic. Kernels skip blocks of keys by these two guarantees.
-    hides_only_if_others_seen: the guarantee of `visible` is only for a query that sees some key; a fully masked row
+    visible: a Boolean; where it is False, the weight is 0 (in a fully masked row, the original gives NaN or 0).
+    upper, lower: no key is visible unless lower <= j - i <= upper. Integers made of constants, numbers and integer
+        arithmetic. Kernels skip blocks of keys by `visible` and these bounds.
+    hides_only_if_others_seen: whether `visible` holds only for a query that sees some key, while a fully masked row
         weighs all keys. Then there are no bounds.
     empty_is_nan: whether a fully masked row gives NaN, as its softmax does; else 0.
 
-    Raises ValueError for an expression with a node that has no place there, and names the node.
+    Raises ValueError, with the node's name, for a node that has no place in an expression.
     """
 
     score: Expr
@@ -153,7 +137,7 @@ class ScoreProgram:
             given = getattr(self, part)
             if given is None:
                 continue
-            expr = interned(given if isinstance(given, Expr) else _parsed(given), known)
+            expr = ex.interned(given if isinstance(given, Expr) else _parsed(given), known)
             for node in distinct(expr):
                 if (name := _written_name(node)) in forbidden:
                     raise ValueError(f"{name!r} has no place in {part!r} of a score program")
@@ -163,33 +147,38 @@ class ScoreProgram:
         ):
             raise ValueError("'hides_only_if_others_seen' of a score program is said of 'visible' without bounds")
 
+    @property
+    def weighing(self) -> tuple[Expr, ...]:
+        """The expressions that make the weights: the score, and the factor if there is one."""
+        return (self.score,) if self.factor is None else (self.score, self.factor)
+
     @functools.cached_property
     def shared(self) -> frozenset[int]:
-        """The nodes that `score` and `factor` use more than once, by identity."""
-        return _shared(self.score, self.factor)
+        """The nodes that `weighing` uses more than once, by identity."""
+        return _shared(*self.weighing)
+
+    @property
+    def exprs(self) -> dict[str, Expr]:
+        """The expressions, by the names of their fields."""
+        return {name: expr for name in _FORBIDDEN if (expr := getattr(self, name)) is not None}
 
     def dumps(self) -> str:
         """The program as one line of JSON."""
-        parts: dict[str, Any] = {
-            part: _as_json(getattr(self, part)) for part in _FORBIDDEN if getattr(self, part) is not None
-        }
+        parts: dict[str, Any] = {name: _as_json(expr) for name, expr in self.exprs.items()}
         parts |= {name: True for name in _FLAGS if getattr(self, name)}
         return json.dumps(parts, separators=(",", ":"), allow_nan=False)
 
     @staticmethod
     @functools.cache
     def loads(text: str) -> ScoreProgram:
-        """The program that `dumps` has written; the same object for the same text.
-
-        Raises ValueError for a text that `dumps` cannot have written.
-        """
+        """The program that `dumps` has written, the same object for the same text. Raises ValueError for other text."""
         parts = json.loads(text)
         if not isinstance(parts, dict) or "score" not in parts or not parts.keys() <= {*_FORBIDDEN, *_FLAGS}:
             raise ValueError(f"not a score program: {text[:100]}")
         return ScoreProgram(**parts)
 
 
-# What bounds on j - i may not use: all but constants, numbers and functions of integers.
+# Bounds of j - i have only constants, numbers and functions of integers.
 _NO_BOUND = frozenset(
     {*COMPARISONS, *POSITIONS, *(name for name, row in FUNCTIONS.items() if not row.whole)}
     | {"score", "input", "diagonal", "gather", "cast", "where", "and", "or", "not"}
@@ -211,8 +200,8 @@ def evaluate(
 ) -> Tensor:
     """The value of `expr` on one block: a tensor of four dimensions that broadcasts to `block.shape`, in any dtype.
 
-    score: the raw scores of the block, in its compute dtype; None where `expr` reads none. memo: the values known so
-    far, and None for those to keep. Raises ValueError for a node that has no place in a score program.
+    score: the raw scores of the block, in its compute dtype; None if `expr` reads none. memo: known values, and None
+    for those to keep. Raises ValueError for a node that has no place in a score program.
     """
     memo = dict.fromkeys(_shared(expr)) if memo is None else memo
 
@@ -226,29 +215,29 @@ def evaluate(
 
     def compute(node: Expr) -> Any:
         match node:
-            case Const(number):
+            case ex.Const(number):
                 return number
-            case Score():
+            case ex.Score():
                 if score is None:
                     raise ValueError("there is no 'score' in this expression's place")
                 return score
-            case Number(n):
+            case ex.Number(n):
                 return int(numbers[n])
-            case Position(name):
+            case ex.Position(name):
                 return _position(POSITIONS.index(name), block)
-            case Input() | Gather():
+            case ex.Input() | ex.Gather():
                 return read(node, inputs, numbers, block, memo)
-            case Cast(dtype, x):
+            case ex.Cast(dtype, x):
                 return tensor(x).to(dtype)
-            case Select(condition, x, y):
+            case ex.Select(condition, x, y):
                 return torch.where(tensor(condition).bool(), *tensors((x, y)))
-            case And(x, y):
+            case ex.And(x, y):
                 return torch.logical_and(*tensors((x, y)))
-            case Or(x, y):
+            case ex.Or(x, y):
                 return torch.logical_or(*tensors((x, y)))
-            case Not(x):
+            case ex.Not(x):
                 return torch.logical_not(tensor(x))
-        name = name_of(node)
+        name = ex.name_of(node)
         if name not in _OPERATIONS:
             raise ValueError(f"a score program has no node {type(node).__name__}")
         operands = tensors(children(node))
@@ -265,12 +254,13 @@ def evaluate(
     return tensor(expr)
 
 
-def read(node: Input | Gather, inputs: Sequence[Tensor], numbers: Sequence[int], block: Block, memo: Memo) -> Tensor:
+def read(
+    node: ex.Input | ex.Gather, inputs: Sequence[Tensor], numbers: Sequence[int], block: Block, memo: Memo
+) -> Tensor:
     """The elements that `node` reads on this block, floating-point ones in at least float32."""
     source = inputs[node.leaf]
-    if isinstance(node, Input):
+    if isinstance(node, ex.Input):
         return widened(narrowed(source, block), block)
-    # A tensor without dimensions takes no index.
     found = source[gathered(node, inputs, numbers, block, memo)] if source.ndim else source.reshape(block.one)
     return widened(found, block)
 
@@ -278,17 +268,19 @@ def read(node: Input | Gather, inputs: Sequence[Tensor], numbers: Sequence[int],
 def gathered(
     node: Expr, inputs: Sequence[Tensor], numbers: Sequence[int], block: Block, memo: Memo
 ) -> tuple[Tensor, ...]:
-    """The indices of a `Gather`: int64, one for each dimension, of shapes that broadcast; of an `Input` none.
+    """The indices of a `Gather`: int64, one for each dimension, of shapes that broadcast; none for an `Input`.
 
-    memo: that of the node's value, so that the elements that were read get the gradient.
+    memo: the one used for the node's value, so gradients go to the elements that were read.
     """
-    places = node.index if isinstance(node, Gather) else ()
+    places = node.index if isinstance(node, ex.Gather) else ()
     return tuple(evaluate(x, None, inputs, numbers, block, memo).long() for x in places)
 
 
-def accumulate(node: Input | Gather, gradient: Tensor, into: Tensor, indices: tuple[Tensor, ...], block: Block) -> None:
-    """Add `gradient`, of what `node` read on this block at `indices`, to `into`, the gradient of the whole input."""
-    if isinstance(node, Input):
+def accumulate(
+    node: ex.Input | ex.Gather, gradient: Tensor, into: Tensor, indices: tuple[Tensor, ...], block: Block
+) -> None:
+    """Add `gradient`, that of what `node` read on a block at `indices`, to `into`, the gradient of the whole input."""
+    if isinstance(node, ex.Input):
         narrowed(into, block).add_(gradient)
     elif into.ndim:
         lookup.accumulate(node, gradient.to(into.dtype), into, indices, block.origin[1])
@@ -297,17 +289,17 @@ def accumulate(node: Input | Gather, gradient: Tensor, into: Tensor, indices: tu
 
 
 def of_table(
-    node: Gather,
+    node: ex.Gather,
     of_rows: Callable[[int, int, torch.dtype], Tensor],
     in_row: int,
     inputs: Sequence[Tensor],
     numbers: Sequence[int],
     sizes: tuple[int, int, int, int],
 ) -> Tensor:
-    """The gradient of the table that `node` reads, in at least float32: of each entry a sum in one order.
+    """The gradient of the table that `node` reads, in at least float32; each entry is a sum in one order.
 
-    of_rows: the gradient of what the node reads for queries [first, last), in a dtype. in_row: its elements for each
-    query, which say how many queries are added up at a time. sizes: batch, heads, q_len, kv_len.
+    of_rows: (first, last, dtype) -> the gradient of what the node reads for these queries. in_row: its elements for
+    each query, which limit the queries added up at a time. sizes: batch, heads, q_len, kv_len.
     """
     table, (batch, heads, q_len, kv_len) = inputs[node.leaf], sizes
     into = torch.zeros(table.shape, dtype=torch.promote_types(table.dtype, torch.float32), device=table.device)
@@ -320,7 +312,7 @@ def of_table(
     return into
 
 
-# Elements whose gradient is added to a table at a time.
+# Elements of a gradient that are added to a table at a time.
 _STRIP = 1 << 25
 
 
@@ -329,13 +321,13 @@ def bound(expr: Expr | None, numbers: Sequence[int]) -> int | None:
     match expr:
         case None:
             return None
-        case Const(value):
+        case ex.Const(value):
             return int(value)
-        case Number(n):
+        case ex.Number(n):
             return int(numbers[n])
-    if (name := name_of(expr)) not in FUNCTIONS or not FUNCTIONS[name].whole:
+    if (name := ex.name_of(expr)) not in FUNCTIONS or not FUNCTIONS[name].whole:
         raise ValueError(f"not a bound: {as_text(expr)}")
-    # Of numbers that are known, the interval of a function of integers is one number.
+    # A function of known integers has an interval of one number.
     parts = [bound(part, numbers) for part in children(expr)]
     low, high = bounds_of(name, *((part, part) for part in parts))
     if low != high:
@@ -343,15 +335,11 @@ def bound(expr: Expr | None, numbers: Sequence[int]) -> int | None:
     return int(low)
 
 
-def _shared(*exprs: Expr | None) -> frozenset[int]:
-    once: set[int] = set()
-    twice: set[int] = set()
-    every = {id(node): node for expr in exprs for node in distinct(expr)}
-    needed = [expr for expr in exprs if expr is not None]
-    needed += [child for node in every.values() for child in children(node)]
-    for node in needed:
-        (twice if id(node) in once else once).add(id(node))
-    return frozenset(twice)
+def _shared(*exprs: Expr) -> frozenset[int]:
+    nodes = {id(node): node for expr in exprs for node in distinct(expr)}
+    uses = Counter(id(child) for node in nodes.values() for child in children(node))
+    uses.update(id(expr) for expr in exprs)
+    return frozenset(node for node, count in uses.items() if count > 1)
 
 
 # ---- the string
@@ -359,37 +347,39 @@ def _shared(*exprs: Expr | None) -> frozenset[int]:
 
 def _written_name(node: Expr) -> str:
     match node:
-        case Position(name):
+        case ex.Position(name):
             return name
-        case Score() | Const() | Number() | Input() | Diagonal() | Given():
+        case ex.Score() | ex.Const() | ex.Number() | ex.Input() | ex.Diagonal() | ex.Given():
             return type(node).__name__.lower()
-    return name_of(node)
+    return ex.name_of(node)
 
 
 def _as_json(node: Expr) -> list[Any]:
     own: list[Any] = []
     match node:
-        case Const(value):
+        case ex.Const(value):
             own = [str(value) if isinstance(value, float) and not math.isfinite(value) else value]
-        case Number(n) | Input(n) | Diagonal(n) | Gather(n):
+        case ex.Number(n) | ex.Input(n) | ex.Diagonal(n) | ex.Gather(n):
             own = [n]
-        case Cast(dtype):
+        case ex.Cast(dtype):
             own = [str(dtype).removeprefix("torch.")]
     return [_written_name(node), *own, *map(_as_json, children(node))]
 
 
-_CLASSES: dict[str, Callable[..., Expr]] = {
-    "add": operator.add, "mul": operator.mul, "div": Div, "where": Select, "not": Not, "and": And, "or": Or,
-    "score": Score,
-    **{name: functools.partial(Position, name) for name in POSITIONS},
+# How to make the nodes with a fixed number of operands, and this number.
+_MADE: dict[str, tuple[Callable[..., Expr], int]] = {
+    **{name: (functools.partial(ex.Position, name), 0) for name in POSITIONS},
+    **{name: (functools.partial(ex.Unary, name), 1) for name in UNARY},
+    **{name: (functools.partial(ex.Binary, name), 2) for name in BINARY},
+    **{name: (functools.partial(ex.Compare, name), 2) for name in COMPARISONS},
+    "add": (operator.add, 2), "mul": (operator.mul, 2), "div": (ex.Div, 2), "where": (ex.Select, 3),
+    "not": (ex.Not, 1), "and": (ex.And, 2), "or": (ex.Or, 2), "score": (ex.Score, 0),
 }  # fmt: skip
-_ARITY = {**dict.fromkeys(("score", *POSITIONS), 0), **dict.fromkeys(UNARY, 1), **dict.fromkeys(BINARY, 2),
-          **dict.fromkeys(COMPARISONS, 2), "not": 1, "and": 2, "or": 2, "where": 3}  # fmt: skip
-_NUMBERED: dict[str, Callable[[int], Expr]] = {"number": Number, "input": Input, "diagonal": Diagonal}
+_NUMBERED: dict[str, Callable[[int], Expr]] = {"number": ex.Number, "input": ex.Input, "diagonal": ex.Diagonal}
 
 
 def _parsed(tree: Any) -> Expr:
-    """The expression that a JSON list stands for."""
+    """The expression of a JSON list."""
     if isinstance(tree, Expr):
         return tree
     if not isinstance(tree, (tuple, list)) or not tree:
@@ -397,28 +387,25 @@ def _parsed(tree: Any) -> Expr:
     name, *rest = tree
     match name, rest:
         case "const", [str(text)] if text in ("inf", "-inf", "nan"):
-            return Const(float(text))
+            return ex.Const(float(text))
         case "const", [bool() | int() | float() as number]:
-            return Const(number)
+            return ex.Const(number)
         case "number" | "input" | "diagonal", [int(n)] if n >= 0:
             return _NUMBERED[name](n)
         case "gather", [int(n), *places] if n >= 0:
-            return Gather(n, tuple(map(_parsed, places)))
+            return ex.Gather(n, tuple(map(_parsed, places)))
         case "cast", [str(dtype), x] if isinstance(getattr(torch, dtype, None), torch.dtype):
-            return Cast(getattr(torch, dtype), _parsed(x))
+            return ex.Cast(getattr(torch, dtype), _parsed(x))
         case "const" | "number" | "input" | "diagonal" | "gather" | "cast", _:
             raise ValueError(f"{name!r} of a score program cannot take {rest!r}")
-        case str(), _ if name in _ARITY:
+        case str(), _ if name in _MADE:
+            make, count = _MADE[name]
             if name in ("and", "or") and rest:
-                return functools.reduce(_CLASSES[name], map(_parsed, rest))
-            if len(rest) != _ARITY[name]:
-                raise ValueError(f"{name!r} of a score program takes {_ARITY[name]} operands, not {len(rest)}")
-        case _:
-            raise ValueError(f"a score program has no node {name!r}")
-    operands = map(_parsed, rest)
-    if name in _CLASSES:
-        return _CLASSES[name](*operands)
-    return (Compare if name in COMPARISONS else Unary if name in UNARY else Binary)(name, *operands)
+                return functools.reduce(make, map(_parsed, rest))
+            if len(rest) != count:
+                raise ValueError(f"{name!r} of a score program takes {count} operands, not {len(rest)}")
+            return make(*map(_parsed, rest))
+    raise ValueError(f"a score program has no node {name!r}")
 
 
 # ---- on a block
@@ -440,12 +427,12 @@ def narrowed(source: Tensor, block: Block) -> Tensor:
 
 
 def widened(x: Tensor, block: Block) -> Tensor:
-    """`x` in at least float32 where it is floating-point, so that arithmetic on it is never in half precision."""
+    """`x` in at least float32 if it is floating-point: arithmetic is never in half precision."""
     return x.to(torch.promote_types(x.dtype, torch.float32)) if x.is_floating_point() else x
 
 
 def as_tensors(values: Sequence[Any], block: Block) -> list[Tensor]:
-    """`values` with constants as tensors of one element: of four dimensions, so that promotion heeds their dtypes."""
+    """`values` with constants as tensors of one element, whose four dimensions make promotion heed their dtypes."""
     dtypes = [x.dtype for x in values if isinstance(x, Tensor) and x.is_floating_point()]
     widest = functools.reduce(torch.promote_types, dtypes, torch.float32) if dtypes else block.dtype
 

@@ -1,38 +1,39 @@
-"""Visibility: which blocks of the scores a mask hides, from the mask's structure rather than from the mask.
+"""Visibility: the blocks of the scores that a mask hides, found without making the mask.
 
-Interval arithmetic evaluates `visible` of a score program: we track [min, max] of each node over a block. Comparisons
-of positions, lengths and document numbers come out exact or nearly so, at a cost linear in q_len + kv_len. Where a
-table or a tensor depends on both positions, we read each element.
+Interval arithmetic evaluates `visible` of a score program, as [min, max] of each node over a block. Comparisons of
+positions, lengths and document numbers come out exact or nearly so, at a cost linear in q_len + kv_len. Tables and
+tensors that depend on both positions are read element by element.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from attn_fuse.expression.functions import FUNCTIONS, Order
-from attn_fuse.expression.nodes import And, Cast, Compare, Expr, Input, Not, Or, Position, Select, children, name_of
-from attn_fuse.kernels.score.program import Block, ScoreProgram, bound, evaluate
+from attn_fuse.expression.functions import COMPARISONS, FUNCTIONS, Order
+from attn_fuse.expression.nodes import TRUE, And, Cast, Compare, Expr, Not, Or, Position, Select, children, name_of
+from attn_fuse.kernels.score.dependence import dependences, varying
+from attn_fuse.kernels.score.program import Block, ScoreProgram, evaluate
 
 _Interval = tuple[Tensor, Tensor]
-# Keys that are checked one by one at the start, or together further on.
+# Keys that are checked one by one at the start, and together further on.
 _STRETCH = 32
-# Far below where int64 wraps around, so that the rounding of a float64 does not matter.
+# So far below the max of int64 that the rounding of float64 does not matter.
 _LARGE = 2.0**62
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
 class Visibility:
-    """The blocks that a mask leaves visible, each field Bool [B|1, H|1, query blocks, key blocks].
+    """The blocks that a mask leaves visible, Bool [B|1, H|1, query blocks, key blocks].
 
-    some: whether some query of a block may see some key; if not, every weight of the block is 0. If the program's
-        `hides_only_if_others_seen` is set, it holds for every block that has a query which may be fully masked.
+    some: whether some query of a block may see some key; if not, every weight of the block is 0. Under
+        `hides_only_if_others_seen`, also True for the blocks of queries that may be fully masked.
     every: whether every query of a block certainly sees every key.
     """
 
@@ -49,61 +50,34 @@ def visibility(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
 ) -> Visibility:
-    """The visibility of each block. Keys and queries beyond the end of a last block count neither for nor against.
+    """The visibility of each block.
 
     sizes: batch, heads, q_len, kv_len. blocks: queries and keys in a block; the last of each may be shorter.
     dtype: the kernel's compute dtype, in which functions make fractions of integers.
     """
     batch, heads, q_len, kv_len = sizes
     whole = Block(batch, heads, (0, q_len), (0, kv_len), device, dtype)
-    every, some = _within_bounds(program, numbers, whole, blocks)
-    if program.visible is not None:
-        must, can = _as_bool(_Intervals(inputs, numbers, whole, blocks).of(program.visible))
-        every, some = every & must, some & can
-    if program.hides_only_if_others_seen and program.visible is not None:
-        some = some | ~_each_sees_a_key(program.visible, inputs, numbers, whole, blocks[0])
+    distance = Position("j") - Position("i")
+    conditions = [] if program.visible is None else [program.visible]
+    if program.upper is not None:
+        conditions.append(Compare("le", distance, program.upper))
+    if program.lower is not None:
+        conditions.append(Compare("ge", distance, program.lower))
+    shown = functools.reduce(And, conditions) if conditions else TRUE
+    depends = dependences(shown, [varying(x.shape) for x in inputs])
+    every, some = _as_bool(_Intervals(inputs, numbers, whole, blocks, depends).of(shown))
+    if program.hides_only_if_others_seen:
+        # A query sees a key if one of the first is visible, or a whole stretch anywhere.
+        first = dataclasses.replace(whole, keys=(0, min(_STRETCH, kv_len)))
+        near = evaluate(shown, None, inputs, numbers, first).bool().any(-1, keepdim=True)
+        stretches = _Intervals(inputs, numbers, whole, (1, _STRETCH), depends).of(shown)
+        sees = near | _as_bool(stretches)[0].any(-1, keepdim=True)
+        some = some | ~(sees if sees.shape[2] == 1 else _reduced_along(sees, 2, blocks[0], torch.amin))
     shape = (
         *torch.broadcast_shapes(every.shape, some.shape)[:2],
         *(-(-n // b) for n, b in zip(sizes[2:], blocks, strict=True)),
     )
     return Visibility(some.expand(shape), every.expand(shape))
-
-
-def _within_bounds(program: ScoreProgram, numbers: Sequence[int], whole: Block, blocks: tuple[int, int]) -> _Interval:
-    """Whether lower <= j - i <= upper: for all of a block, and for any of it."""
-    (first_i, last_i), (first_j, last_j) = (
-        _ends(length, size, dim, whole.device)
-        for length, size, dim in zip(whole.shape[2:], blocks, (2, 3), strict=True)
-    )
-    least, greatest = first_j - last_i, last_j - first_i
-    every = some = torch.ones_like(least, dtype=torch.bool)
-    upper, lower = bound(program.upper, numbers), bound(program.lower, numbers)
-    if upper is not None:
-        every, some = every & (greatest <= upper), some & (least <= upper)
-    if lower is not None:
-        every, some = every & (least >= lower), some & (greatest >= lower)
-    return every, some
-
-
-def _each_sees_a_key(
-    visible: Expr, inputs: Sequence[Tensor], numbers: Sequence[int], whole: Block, rows: int
-) -> Tensor:
-    """Whether each query of a block of `rows` certainly sees a key: [B|1, H|1, query blocks|1, 1].
-
-    We look for one visible key among the first, or for a whole stretch of them anywhere.
-    """
-    first = dataclasses.replace(whole, keys=(0, min(_STRETCH, whole.keys[1])))
-    near = evaluate(visible, None, inputs, numbers, first).bool().any(-1, keepdim=True)
-    certain, _ = _as_bool(_Intervals(inputs, numbers, whole, (1, _STRETCH)).of(visible))
-    sees = near | certain.any(-1, keepdim=True)
-    return sees if sees.shape[2] == 1 else _reduced_along(sees, 2, rows, torch.amin)
-
-
-def _ends(length: int, size: int, dim: int, device: torch.device) -> _Interval:
-    """The first and the last position of each block, along dimension `dim` of four."""
-    first = torch.arange(0, length, size, device=device)
-    shape = [-1 if d == dim else 1 for d in range(4)]
-    return first.view(shape), (first + size - 1).clamp(max=length - 1).view(shape)
 
 
 @dataclass
@@ -117,8 +91,8 @@ class _Intervals:
     numbers: Sequence[int]
     whole: Block
     blocks: tuple[int, int]
+    depends: Mapping[int, frozenset[str]]
     known: dict[int, _Interval] = field(default_factory=dict)
-    dependence: dict[int, frozenset[str]] = field(default_factory=dict)
 
     def of(self, expr: Expr) -> _Interval:
         if id(expr) not in self.known:
@@ -126,16 +100,16 @@ class _Intervals:
         return self.known[id(expr)]
 
     def _found(self, expr: Expr) -> _Interval:
-        if len(self._depends_on(expr)) < 2:
-            exact = _ordered(evaluate(expr, None, self.inputs, self.numbers, self.whole))
-            return self._reduced(exact, torch.amin), self._reduced(exact, torch.amax)
+        if not {"i", "j"} <= self.depends[id(expr)]:
+            return self._reduced(evaluate(expr, None, self.inputs, self.numbers, self.whole))
         match expr:
             case And(a, b) | Or(a, b):
                 joined = torch.logical_and if isinstance(expr, And) else torch.logical_or
                 (a_low, a_high), (b_low, b_high) = (_as_bool(self.of(part)) for part in (a, b))
                 return joined(a_low, b_low), joined(a_high, b_high)
             case Not(part):
-                return _negated(_as_bool(self.of(part)))
+                must, can = _as_bool(self.of(part))
+                return ~can, ~must
             case Select(condition, a, b):
                 return _either(_as_bool(self.of(condition)), self.of(a), self.of(b))
             case Compare(name, a, b):
@@ -148,43 +122,28 @@ class _Intervals:
         if row is not None and row.interval is not None:
             operands = [self.of(part) for part in children(expr)]
             dtype = functools.reduce(torch.promote_types, [low.dtype for low, _ in operands])
-            # torch's sum of two Booleans is their disjunction.
+            # The sum of two Booleans is their disjunction, no arithmetic.
             if dtype != torch.bool:
                 return _arithmetic(functools.partial(row.interval, _ENDS), operands, dtype)
         return self._by_strips(expr)
 
-    def _depends_on(self, expr: Expr) -> frozenset[str]:
-        """Those of i and j that the value of `expr` depends on."""
-        if id(expr) not in self.dependence:
-            found = frozenset[str]().union(*map(self._depends_on, children(expr)))
-            if isinstance(expr, Input):
-                along = zip("ij", self.inputs[expr.leaf].shape[2:], strict=True)
-                found = frozenset(name for name, length in along if length != 1)
-            elif isinstance(expr, Position) and expr.name in "ij":
-                found = frozenset({expr.name})
-            self.dependence[id(expr)] = found
-        return self.dependence[id(expr)]
-
-    def _reduced(self, x: Tensor, by: Callable[..., Tensor]) -> Tensor:
+    def _reduced(self, x: Tensor) -> _Interval:
+        low = high = _ordered(x)
         for dim, size in zip((2, 3), self.blocks, strict=True):
             if x.shape[dim] != 1 or self.whole.shape[dim] == 1:
-                x = _reduced_along(x, dim, size, by)
-        return x
+                low, high = _reduced_along(low, dim, size, torch.amin), _reduced_along(high, dim, size, torch.amax)
+        return low, high
 
     def _by_strips(self, expr: Expr) -> _Interval:
-        """The interval of `expr` from each of its elements, one block of queries at a time."""
-        lows, highs = [], []
+        """The interval of `expr`, from all its elements, one block of queries at a time."""
         q_len, size = self.whole.shape[2], self.blocks[0]
-        for start in range(0, q_len, size):
-            queries = (start, min(start + size, q_len))
-            strip = Block(
-                self.whole.batch, self.whole.heads, queries, self.whole.keys, self.whole.device, self.whole.dtype
-            )
-            exact = _ordered(evaluate(expr, None, self.inputs, self.numbers, strip))
-            exact = exact.expand(*exact.shape[:2], *strip.shape[2:])
-            lows.append(_reduced_along(exact.amin(2, keepdim=True), 3, self.blocks[1], torch.amin))
-            highs.append(_reduced_along(exact.amax(2, keepdim=True), 3, self.blocks[1], torch.amax))
-        return torch.cat(lows, 2), torch.cat(highs, 2)
+        found = []
+        for start in range(0, max(q_len, 1), size):
+            strip = dataclasses.replace(self.whole, queries=(start, min(start + size, q_len)))
+            exact = evaluate(expr, None, self.inputs, self.numbers, strip)
+            found.append(self._reduced(exact.expand(*exact.shape[:2], *strip.shape[2:])))
+        low, high = (torch.cat(ends, 2) for ends in zip(*found, strict=True))
+        return low, high
 
 
 def _reduced_along(x: Tensor, dim: int, size: int, by: Callable[..., Tensor]) -> Tensor:
@@ -204,43 +163,32 @@ def _as_bool(x: _Interval) -> _Interval:
     return nonzero, (low != 0) | (high != 0)
 
 
-def _negated(x: _Interval) -> _Interval:
-    return ~x[1], ~x[0]
-
-
 def _either(condition: _Interval, a: _Interval, b: _Interval) -> _Interval:
     must, can = condition
     (a_low, a_high), (b_low, b_high) = a, b
-    if a_low.dtype == b_low.dtype == torch.bool:
-        low, high = a_low & b_low, a_high | b_high
-    else:
-        low, high = torch.minimum(*_promoted(a_low, b_low)), torch.maximum(*_promoted(a_high, b_high))
+    low, high = torch.minimum(a_low, b_low), torch.maximum(a_high, b_high)
     low = torch.where(must, a_low, torch.where(can, low, b_low))
     return low, torch.where(must, a_high, torch.where(can, high, b_high))
 
 
 def _compared(name: str, a: _Interval, b: _Interval) -> _Interval:
     (a_low, a_high), (b_low, b_high) = a, b
+    if name in ("eq", "ne"):
+        must = (a_low == a_high) & (b_low == b_high) & (a_low == b_low)
+        can = (a_low <= b_high) & (b_low <= a_high)
+        if name == "ne":
+            must, can = ~can, ~must
+    else:
+        worst, best = (a_low, b_high), (a_high, b_low)
+        if name in ("le", "lt"):
+            worst, best = best, worst
+        must, can = COMPARISONS[name](*worst), COMPARISONS[name](*best)
     unknown = functools.reduce(torch.logical_or, [x.isnan() for x in (a_low, a_high, b_low, b_high)])
-    match name:
-        case "ge":
-            must, can = a_low >= b_high, a_high >= b_low
-        case "gt":
-            must, can = a_low > b_high, a_high > b_low
-        case "le":
-            must, can = a_high <= b_low, a_low <= b_high
-        case "lt":
-            must, can = a_high < b_low, a_low < b_high
-        case _:
-            must = (a_low == a_high) & (b_low == b_high) & (a_low == b_low)
-            can = (a_low <= b_high) & (b_low <= a_high)
-            if name == "ne":
-                must, can = ~can, ~must
     return must & ~unknown, can | unknown
 
 
 def _ordered(x: Tensor) -> Tensor:
-    """`x` in a dtype whose min and max torch can find; for uint64 NaN, which means unknown."""
+    """`x` in a dtype of which torch has min and max; NaN, which means unknown, for uint64."""
     match x.dtype:
         case torch.uint16 | torch.uint32:
             return x.long()
@@ -254,27 +202,22 @@ def _converted(x: _Interval, dtype: torch.dtype) -> _Interval:
     low, high = x
     if not low.is_floating_point() or dtype.is_floating_point:
         return low.to(dtype), high.to(dtype)
-    # NaN and numbers that are too large may become any integer.
+    # NaN and huge numbers may become any integer.
     known, limits = (low >= -_LARGE) & (high <= _LARGE), torch.iinfo(dtype)
     low, high = (torch.where(known, end, 0.0).to(dtype) for end in x)
     return torch.where(known, low, limits.min), torch.where(known, high, limits.max)
 
 
 def _arithmetic(operation: Callable[..., _Interval], operands: Sequence[_Interval], dtype: torch.dtype) -> _Interval:
-    """The interval that `operation` gives for the ends of `operands`, computed in `dtype`."""
+    """The interval of `operation` on the ends of `operands`, computed in `dtype`."""
     if dtype.is_floating_point:
         return operation(*((low.to(dtype), high.to(dtype)) for low, high in operands))
-    # Integers wrap around beyond their limits; we treat them as unknown.
+    # Integers that may wrap around are unknown.
     limits = torch.iinfo(dtype)
     roughly = operation(*((low.double(), high.double()) for low, high in operands))
     fits = (roughly[0] >= max(limits.min, -_LARGE)) & (roughly[1] <= min(limits.max, _LARGE))
     low, high = operation(*((low.long(), high.long()) for low, high in operands))
     return torch.where(fits, low, limits.min).to(dtype), torch.where(fits, high, limits.max).to(dtype)
-
-
-def _promoted(*several: Tensor) -> list[Tensor]:
-    dtype = functools.reduce(torch.promote_types, [x.dtype for x in several])
-    return [x.to(dtype) for x in several]
 
 
 _ENDS = Order(torch.minimum, torch.maximum)

@@ -1,15 +1,14 @@
-"""Write: the score function of an attention as a score program, with the tensors and numbers that it reads.
+"""Write the score function of an attention as a score program, with the tensors and numbers that it reads.
 
-All kernels but torch's SDPA take the program: `chunked` evaluates it, the Triton kernels and FlexAttention have it
-generated into them.
+`chunked` evaluates the program; the Triton kernels and FlexAttention inline it.
 """
 
 from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import sympy
@@ -29,35 +28,59 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ScoreCall:
-    """A score program and what it reads. inputs, numbers: the graph's nodes (or ints) for these, by position."""
+    """A score program with its inputs and numbers: nodes of a graph, tensors, or ints."""
 
     program: ScoreProgram
-    inputs: list[Node]
-    numbers: list[Any]
+    inputs: Sequence[Any]
+    numbers: Sequence[Any]
+
+    def part(self, program: ScoreProgram) -> ScoreCall:
+        """The call of `program`, which reads some inputs and numbers of this call, with these alone."""
+        read = [node for expr in program.exprs.values() for node in ex.distinct(expr)]
+        inputs = sorted({node.leaf for node in read if isinstance(node, (ex.Input, ex.Gather))})
+        numbers = sorted({node.number for node in read if isinstance(node, ex.Number)})
+
+        def renumbered(expr: Expr) -> Expr:
+            match expr:
+                case ex.Input(n):
+                    return ex.Input(inputs.index(n))
+                case ex.Number(n):
+                    return ex.Number(numbers.index(n))
+                case ex.Gather(n, index):
+                    return ex.Gather(inputs.index(n), tuple(map(renumbered, index)))
+            return ex.remade(expr, list(map(renumbered, ex.children(expr))))
+
+        exprs: dict[str, Any] = {name: renumbered(expr) for name, expr in program.exprs.items()}
+        own = replace(program, **exprs)
+        return ScoreCall(own, [self.inputs[n] for n in inputs], [self.numbers[n] for n in numbers])
 
 
 def score_call(call: Call) -> ScoreCall:
-    """The score function of the attention of `call`, over the product of query and key without any scale.
+    """The score function of the attention of `call`, over the unscaled product of query and key.
 
-    Raises NotEmitted where a part of the function has no place in a score program.
+    Raises NotEmitted for a part of the function that has no place in a score program.
     """
-    attention, writer = call.attention, _Writer(call)
-    upper, lower = writer.bounds()
+    attention, mask, writer = call.attention, call.attention.mask, _Writer(call)
+    is_mean = mask.empty_rows == "mean"
+    # A fully masked row may weigh all keys; `visible` then counts only for other rows.
+    only_if_others_seen = bool(mask.parts_if_others_seen) and (is_mean or not mask.parts)
+    lower, upper = (None, None) if is_mean else mask.bounds
+    hiding = mask.parts_if_others_seen if only_if_others_seen else () if is_mean else mask.parts
     program = ScoreProgram(
+        upper=None if upper is None else writer.number(upper),
+        lower=None if lower is None else writer.number(lower),
         score=writer.lowered(attention.score),
         factor=None if attention.factor is None else writer.lowered(attention.factor),
         sink=None if attention.sink is None else writer.lowered(attention.sink),
-        visible=writer.visible(),
-        upper=upper,
-        lower=lower,
-        hides_only_if_others_seen=writer.hides_only_if_others_seen,
+        visible=functools.reduce(ex.And, [writer.lowered(part.keep) for part in hiding]) if hiding else None,
+        hides_only_if_others_seen=only_if_others_seen,
         empty_is_nan=call.empty_is_nan,
     )
     return ScoreCall(program, writer.inputs, writer.numbers)
 
 
 class _Writer:
-    """Lowers element expressions to expressions of a score program. inputs, numbers: what these read, by position."""
+    """Lowers element expressions to expressions of a score program, which read `inputs` and `numbers`."""
 
     def __init__(self, call: Call) -> None:
         self.inputs: list[Node] = []
@@ -67,56 +90,18 @@ class _Writer:
         self._known: dict[int, tuple[Expr, Expr]] = {}
         self._read: dict[Expr, Expr] = {}
         self._dtypes_known: dict[Expr, frozenset[torch.dtype]] = {}
+        self._digits: dict[sympy.Symbol, Expr] = {}
         axes = call.attention.axes
-        self._digits = {
-            symbol: expr
-            for name, symbols in (
-                ("b", axes.batch), ("h", call.attention.head_axes), ("i", axes.query), ("j", axes.key),
-            )
-            for symbol, expr in self._digits_of(name, symbols)
-        }  # fmt: skip
-
-    def _digits_of(self, name: str, symbols: tuple[sympy.Symbol, ...]) -> Iterator[tuple[sympy.Symbol, Expr]]:
-        """Each of `symbols`, with its expression over the position `name` along all of them together."""
-        stride = sympy.Integer(1)
-        for number, symbol in reversed(list(enumerate(symbols))):
-            expr: Expr = ex.Position(name)
-            if stride != 1:
-                expr = ex.Binary("floor_divide", expr, self._number(stride))
-            if number > 0:
-                expr = ex.Binary("remainder", expr, self._number(self._space.sizes[symbol]))
-            yield symbol, expr
-            stride = stride * self._space.sizes[symbol]
-
-    def bounds(self) -> tuple[Expr | None, Expr | None]:
-        """(upper, lower): the bounds of j - i beyond which the mask hides the key; None for no bound."""
-        mask = self._call.attention.mask
-        if mask.empty_rows == "mean":
-            return None, None
-        lower, upper = mask.bounds
-        return (
-            None if upper is None else self._number(upper),
-            None if lower is None else self._number(lower),
-        )
-
-    @property
-    def hides_only_if_others_seen(self) -> bool:
-        """Whether a fully masked row weighs all keys, so that `visible` counts only for the others."""
-        mask = self._call.attention.mask
-        return bool(mask.parts_if_others_seen) and (mask.empty_rows == "mean" or not mask.parts)
-
-    def visible(self) -> Expr | None:
-        """The condition under which the mask shows a key; None where it hides none, or hidden keys may still count."""
-        mask = self._call.attention.mask
-        hiding = (
-            mask.parts_if_others_seen
-            if self.hides_only_if_others_seen
-            else ()
-            if mask.empty_rows == "mean"
-            else mask.parts
-        )
-        parts = [self.lowered(part.keep) for part in hiding]
-        return functools.reduce(ex.And, parts) if parts else None
+        for name, symbols in zip("bhij", (axes.batch, call.attention.head_axes, axes.query, axes.key), strict=True):
+            stride = sympy.Integer(1)
+            for number, symbol in reversed(list(enumerate(symbols))):
+                digit: Expr = ex.Position(name)
+                if stride != 1:
+                    digit = ex.Binary("floor_divide", digit, self.number(stride))
+                if number > 0:
+                    digit = ex.Binary("remainder", digit, self.number(self._space.sizes[symbol]))
+                self._digits[symbol] = digit
+                stride = stride * self._space.sizes[symbol]
 
     def lowered(self, x: Expr) -> Expr:
         """`x` with positions, numbers and inputs in place of index symbols, sizes and leaves."""
@@ -132,7 +117,7 @@ class _Writer:
                 return x
             case ex.Scalar():
                 return self._input(x)
-            case ex.Load() if self._is_one_element(x):
+            case ex.Load() if self._call.has_view(x, self._call.score_axes):
                 return self._input(x)
             case ex.Load(leaf, index):
                 return self._gather(leaf, [self._within(leaf, d, i) for d, i in enumerate(index)])
@@ -145,7 +130,7 @@ class _Writer:
             case ex.IsZero(value):
                 return ex.Compare("eq", self._position(value), ex.Const(0))
             case ex.Cast(dtype, inner):
-                # A score stays at least as precise as written; positions and integers round as the program rounds them.
+                # A score may be more precise than written; positions and integers are rounded as written.
                 narrow = dtype in (torch.float16, torch.bfloat16) and ex.has_product(inner)
                 return ex.Cast(torch.float32 if narrow else dtype, self.lowered(inner))
             case ex.Unary("detach", inner) if not ex.has_product(inner):
@@ -158,11 +143,11 @@ class _Writer:
 
     @property
     def _may_hide(self) -> bool:
-        """Whether a finite number may hide every key of a query: added to the scores, or in their place."""
+        """Whether a finite number, added to the scores or in their place, may fully mask a row."""
         return self._call.facts.bias_may_hide or self._call.attention.mask.empty_rows == "mean"
 
     def _dtypes(self, x: Expr) -> frozenset[torch.dtype]:
-        """The floating-point dtypes of the tensors that `x` is computed from; constants have none."""
+        """The floating-point dtypes of the tensors from which `x` is computed; constants have none."""
         if x not in self._dtypes_known:
             self._dtypes_known[x] = self._dtypes_of(x)
         return self._dtypes_known[x]
@@ -182,9 +167,9 @@ class _Writer:
         return frozenset()
 
     def _sum_in_float16(self, a: Expr, b: Expr) -> Expr:
-        """a + b, where float16's min absorbs a term that is less than half the step to the number next to it.
+        """a + b, in which float16's min absorbs terms smaller than half the step to the next number.
 
-        So a fully masked row that is filled with the min gets the mean of the values.
+        A row fully masked with the min then gets the mean of the values.
         """
         one, other = self.lowered(a), self.lowered(b)
 
@@ -194,10 +179,6 @@ class _Writer:
             return ex.Select(ex.And(is_lowest, is_small), x - ex.Unary("detach", x), x)
 
         return unless_taken_up(one, other) + unless_taken_up(other, one)
-
-    def _is_one_element(self, load: ex.Load) -> bool:
-        """Whether a view of the leaf holds, at each score, the element that is read."""
-        return self._call.has_view(load, self._call.score_axes)
 
     def _input(self, x: Expr) -> Expr:
         if x not in self._read:
@@ -212,12 +193,12 @@ class _Writer:
         return ex.Gather(self.inputs.index(node), tuple(positions))
 
     def _within(self, leaf: int, dim: int, index: sympy.Expr) -> Expr:
-        """A position clamped to the leaf: of tensors laid end to end, those not chosen would be read out of range."""
+        """A position clamped to the leaf; a choice between concatenated tensors reads all of them at it."""
         place, length = self._position(index), self._call.lengths(leaf)[dim]
         if not self._space.is_nonnegative(index):
             place = ex.Binary("maximum", place, ex.Const(0))
         if not self._space.is_nonnegative(length - 1 - index):
-            place = ex.Binary("minimum", place, self._number(length - 1))
+            place = ex.Binary("minimum", place, self.number(length - 1))
         return place
 
     def _position(self, value: sympy.Expr) -> Expr:
@@ -229,9 +210,9 @@ class _Writer:
         return position
 
     def _digit(self, value: sympy.Expr) -> Expr | None:
-        return self._digits.get(value) if value.free_symbols & self._digits.keys() else self._number(value)
+        return self._digits.get(value) if value.free_symbols & self._digits.keys() else self.number(value)
 
-    def _number(self, value: sympy.Expr) -> Expr:
+    def number(self, value: sympy.Expr) -> Expr:
         value = sympy.sympify(value)
         if value.is_Integer:
             return ex.Const(int(value))

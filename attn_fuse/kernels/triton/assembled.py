@@ -1,8 +1,8 @@
-"""Assembled: whether ptxas made of a kernel what its program says, as far as one known mistake goes.
+"""A check of machine code for one known error of ptxas.
 
-ptxas 12.8, Triton 3.6's for sm_90, takes one uniform register for both words of a descriptor, the address of a tile in
-shared memory by which a group of warps multiplies, in some kernels that put registers away. The high word of such an
-address is 0: the product reads anywhere, seen on an H100 as "an illegal memory access". ptxas 12.9 does not.
+When ptxas 12.8, which Triton 3.6 uses for sm_90, spills registers, it sometimes uses one uniform register for both
+words of the descriptor by which a warp group addresses a tile in shared memory. The product then reads anywhere,
+because the high word should be 0. An H100 reported "an illegal memory access". ptxas 12.9 does not have the error.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ _HIGH = re.compile(r"UIADD3\.X UR\d+, UR(\d+), -?0x[0-9a-f]{7,}, URZ, (UP\d)")
 
 
 class MisassembledError(RuntimeError):
-    """The machine code of a kernel is not what its program says."""
+    """The machine code of a kernel differs from its program."""
 
 
 def is_misassembled(compiled: Any) -> bool:
-    """Whether the machine code of a kernel that Triton compiled has the mistake, or might and cannot be looked at.
+    """Whether a compiled kernel has the error, or could have it and cannot be checked.
 
-    It takes a tenth of a second, for kernels that put registers away and multiply by groups of warps; no time for
-    others. The kernel is loaded, which says what it puts away.
+    Takes a tenth of a second for kernels that spill registers and multiply by warp groups, and no time for others. The
+    kernel must be loaded, which tells how much it spills.
     """
     cubin, ptx = compiled.asm.get("cubin"), compiled.asm.get("ptx")
-    # A cache may have been packed without the PTX; a device that is not NVIDIA's has neither.
+    # A packed cache may lack the PTX, and a device that is not from NVIDIA has neither.
     if cubin is None or (ptx is not None and "wgmma" not in ptx):
         return False
     if getattr(compiled, "n_spills", None) == 0:
@@ -39,7 +39,7 @@ def is_misassembled(compiled: Any) -> bool:
 
 
 def misdescribed(code: str) -> list[str]:
-    """The instructions that take one uniform register for both words of a descriptor. code: of cuobjdump -sass."""
+    """The instructions that use one uniform register for both words of a descriptor. code: from cuobjdump -sass."""
     found, low = [], {}  # type: list[str], dict[str, str]
     for _, text in instructions(code):
         high = _HIGH.match(text)
@@ -56,7 +56,7 @@ def misdescribed(code: str) -> list[str]:
 
 
 def instructions(code: str) -> list[tuple[int, str]]:
-    """Each instruction in what cuobjdump -sass prints, with its address, without its predicate."""
+    """The addresses and instructions, without predicates, in the output of cuobjdump -sass."""
     return [(int(found[1], 16), found[2]) for found in map(_LINE.match, code.splitlines()) if found]
 
 

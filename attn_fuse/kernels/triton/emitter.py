@@ -1,7 +1,7 @@
-"""Emitter: expressions of a score program as lines of Triton that compute what `score.program.evaluate` does.
+"""Emitter: writes expressions of a score program as lines of Triton that compute the same as `score.program.evaluate`.
 
-Equal lines share a variable. We track the dtype that each node has in torch, which says how to compute the node, and
-[min, max] of each integer, so that an int32 carries an int64 wherever it can hold the values.
+Equal lines share a variable. The emitter tracks each node's dtype in torch, which decides how to compute the node, and
+the [min, max] of each integer, to carry an int64 in an int32 that holds all its values.
 """
 
 from __future__ import annotations
@@ -14,31 +14,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from attn_fuse.expression import nodes as ex
 from attn_fuse.expression.functions import FUNCTIONS, bounds_of, gives_fraction
-from attn_fuse.expression.nodes import (
-    And,
-    Cast,
-    Compare,
-    Const,
-    Expr,
-    Gather,
-    Given,
-    Input,
-    Not,
-    Number,
-    Or,
-    Position,
-    Score,
-    Select,
-    Unary,
-    children,
-    name_of,
-)
 from attn_fuse.kernels.score.program import Block, evaluate
 
-# Positions stay below this number; the launch of a kernel checks that.
+# All positions are below this number, as each launch checks.
 LONGEST = (1 << 30) - 1
-# Float32 holds each position below this one, and each sum or difference of two.
+# Float32 represents every position below this number, and every sum or difference of two.
 SHORT = 1 << 23
 
 _INT32 = (-(1 << 31), (1 << 31) - 1)
@@ -48,7 +30,7 @@ _LARGEST_POWER = 16
 
 @dataclass(frozen=True)
 class Described:
-    """What the code depends on of a tensor that it reads.
+    """The properties of an input on which the code depends.
 
     single: for each dimension, whether its size is 1. narrow: whether an int32 holds every offset within the tensor.
     """
@@ -57,24 +39,19 @@ class Described:
     single: tuple[bool, ...]
     narrow: bool
 
-    @property
-    def dims(self) -> int:
-        """The number of dimensions."""
-        return len(self.single)
-
 
 def described(x: Tensor) -> Described:
-    """What the code depends on of `x`."""
+    """The properties of `x` on which the code depends."""
     last = sum((n - 1) * abs(step) for n, step in zip(x.shape, x.stride(), strict=True))
     return Described(x.dtype, tuple(n == 1 for n in x.shape), last <= _INT32[1])
 
 
 @dataclass(frozen=True)
 class Granted:
-    """What the code may take for granted of a call.
+    """The properties of a call on which the code relies.
 
-    wide: whether some numbers exceed `LONGEST`. short: whether positions stay below `SHORT`, and numbers, too.
-    half: whether query and key have 16 bits, so that each product of them is rounded to 11 or 8 bits as written.
+    wide: whether a number may exceed `LONGEST`. short: whether positions and numbers are below `SHORT`.
+    half: whether query and key have 16 bits, in which case the program rounds their products to 11 or 8 bits.
     """
 
     wide: bool = False
@@ -86,10 +63,11 @@ class Granted:
 class Value:
     """A node in Triton.
 
-    code: a variable, or where `constant` is not None a literal, which may be written in any dtype.
-    dtype: of the node in torch. carrier: of `code` in Triton. depends: which of score, b, h, i, j it depends on.
-    span: [min, max] of an integer or a Boolean.
-    made_of: what a difference or sum of rows and columns, exact in float32, or its magnitude is made of, by name.
+    code: a variable, or a literal if `constant` is not None, which can be written in any dtype.
+    dtype: the dtype of the node in torch. carrier: the dtype of `code` in Triton.
+    depends: which of score, b, h, i and j the node depends on. span: [min, max] of an integer or Boolean.
+    made_of: function name and operands of a sum or difference of a row and a column that is exact in float32, or of
+        the magnitude of such a sum or difference.
     """
 
     code: str
@@ -98,11 +76,11 @@ class Value:
     depends: frozenset[str] = frozenset()
     span: tuple[int, int] = _INT64
     constant: bool | int | float | None = None
-    made_of: tuple[str, Value, Value | None] | None = None
+    made_of: tuple[str, tuple[Value, ...]] | None = None
 
 
 class Emitter:
-    """Writes the lines of one function. inputs: the tensors it reads."""
+    """Writes the lines of one function. inputs: the tensors that the function reads."""
 
     def __init__(self, inputs: Sequence[Described], granted: Granted) -> None:
         self.lines: list[str] = []
@@ -110,101 +88,96 @@ class Emitter:
         self._granted = granted
         most = SHORT if granted.short else LONGEST
         self._positions, self._number_span = (0, most), _INT64 if granted.wide else (-most, most)
-        self._known: dict[int, tuple[Expr, Value]] = {}
+        self._known: dict[int, tuple[ex.Expr, Value]] = {}
         self._variables: dict[str, str] = {}
-        self._first_size = [2 * sum(x.dims for x in inputs[:n]) for n in range(len(inputs))]
+        self._first_size = [2 * sum(len(x.single) for x in inputs[:n]) for n in range(len(inputs))]
 
-    def value(self, expr: Expr) -> Value:
+    def value(self, expr: ex.Expr) -> Value:
         """`expr` as a variable of the function, or as a literal."""
-        # The expression is kept with its value: a new expression could take the identity of one that is gone.
+        # Keeping the expression alive keeps its identity from being reused.
         if id(expr) not in self._known:
             self._known[id(expr)] = expr, self._folded(expr) or self._written(expr)
         return self._known[id(expr)][1]
 
-    def float32(self, expr: Expr, like: str, whole: frozenset[str]) -> str:
-        """`expr` as float32 in the shape of the variable `like`, which depends on the positions in `whole`."""
+    def float32(self, expr: ex.Expr, like: str) -> str:
+        """`expr` as float32 in the shape of the variable `like`: "i", or "raw" of a tile."""
         value = self.value(expr)
         code = self._as(value, torch.float32)
-        if "score" in value.depends or whole <= value.depends:
+        if "score" in value.depends or (frozenset("i") if like == "i" else _TILE) <= value.depends:
             return code
         return self._let(f"fn.spread({code}, {like})")
 
-    def boolean(self, expr: Expr) -> str:
+    def boolean(self, expr: ex.Expr) -> str:
         """`expr` as a Boolean, in any shape that broadcasts to the tile."""
         return self._as_bool(self.value(expr))
 
     # ---- one node
 
-    def _folded(self, expr: Expr) -> Value | None:
-        if isinstance(expr, Const):
+    def _folded(self, expr: ex.Expr) -> Value | None:
+        if isinstance(expr, ex.Const):
             return _literal(expr.value)
-        parts = children(expr)
-        if not parts or isinstance(expr, Gather) or any(self.value(part).constant is None for part in parts):
+        parts = ex.children(expr)
+        if not parts or isinstance(expr, ex.Gather) or any(self.value(part).constant is None for part in parts):
             return None
         found = evaluate(expr, None, (), (), Block(1, 1, (0, 1), (0, 1), torch.device("cpu"), torch.float32))
         constant = found.item()
         return Value(_as_text(constant, found.dtype), found.dtype, found.dtype, constant=constant, span=_span(constant))
 
-    def _written(self, expr: Expr) -> Value:
+    def _written(self, expr: ex.Expr) -> Value:
         match expr:
-            case Score():
+            case ex.Score():
                 return Value("raw", torch.float32, torch.float32, frozenset({"score"}))
-            case Given(n):
+            case ex.Given(n):
                 return Value(f"given{n}", torch.float32, torch.float32, frozenset({"score"}))
-            case Position(name):
+            case ex.Position(name):
                 return Value(name, torch.int64, torch.int32, frozenset({name}), self._positions)
-            case Number(n):
+            case ex.Number(n):
                 carrier = torch.int64 if self._number_span == _INT64 else torch.int32
                 code = self._let(f"tl.cast(reads[2][{n}] >> 2, tl.{_short(carrier)})")
                 return Value(code, torch.int64, carrier, span=self._number_span)
-            case Input(n):
+            case ex.Input(n):
                 return self._read(n, *self._offset_of_element(n))
-            case Gather(n, index):
+            case ex.Gather(n, index):
                 return self._read(n, *self._offset_of_gathered(n, [self.value(x) for x in index]))
-            case Cast(dtype, x):
+            case ex.Cast(dtype, x):
                 return self._cast(self.value(x), dtype)
-            case Select(condition, x, y):
+            case ex.Select(condition, x, y):
                 return self._where(self.value(condition), self.value(x), self.value(y))
-            case And(x, y) | Or(x, y):
+            case ex.And(x, y) | ex.Or(x, y):
                 values = [self.value(part) for part in (x, y)]
-                sign = " & " if isinstance(expr, And) else " | "
+                sign = " & " if isinstance(expr, ex.And) else " | "
                 return self._boolean(sign.join(map(self._as_bool, values)), *values)
-            case Not(x):
+            case ex.Not(x):
                 value = self.value(x)
                 return self._boolean(f"~{self._as_bool(value)}", value)
-            case Compare(name, x, y):
+            case ex.Compare(name, x, y):
                 return self._compared(name, self.value(x), self.value(y))
-            case Unary(name, x):
+            case ex.Unary(name, x):
                 return self._unary(name, self.value(x))
-        if name_of(expr) not in FUNCTIONS:
+        if ex.name_of(expr) not in FUNCTIONS:
             raise ValueError(f"a score program has no node {type(expr).__name__}")
-        return self._binary(name_of(expr), *map(self.value, children(expr)))
+        return self._binary(ex.name_of(expr), *map(self.value, ex.children(expr)))
 
     # ---- reading
 
     def _offset_of_element(self, n: int) -> tuple[list[str], frozenset[str]]:
         one, first = self._inputs[n].single, self._first_size[n]
         along = [(name, first + d) for d, name in enumerate("bhij") if not one[d]]
-        # Each term lies along one dimension, so that int64 costs nothing here.
+        # Each term lies along one dimension, where int64 costs nothing.
         terms = [self._let(f"tl.cast({name}, tl.int64) * reads[1][{size}]") for name, size in along]
         return terms, frozenset(name for name, _ in along)
 
     def _offset_of_gathered(self, n: int, index: list[Value]) -> tuple[list[str], frozenset[str]]:
         source, first = self._inputs[n], self._first_size[n]
-        if not source.dims:
-            return [], frozenset()
-        wide = torch.int32 if source.narrow else torch.int64
-        terms = []
-        for d, value in enumerate(index):
-            if source.single[d]:
-                continue
+        wide, dims = torch.int32 if source.narrow else torch.int64, len(source.single)
+        terms, used = [], [(d, value) for d, value in enumerate(index) if not source.single[d]]
+        for d, value in used:
             code = self._as(self._cast(value, torch.int64), wide)
             if value.span[0] < 0 or value.dtype.is_floating_point:
-                size = f"reads[1][{first + source.dims + d}]"
+                size = f"reads[1][{first + dims + d}]"
                 code = self._let(f"tl.where({code} < 0, {code} + {size}, {code})")
             terms.append(self._let(f"{code} * reads[1][{first + d}]"))
-        used = [value for d, value in enumerate(index) if not source.single[d]]
-        return terms, frozenset().union(*(value.depends for value in used))
+        return terms, _depends([value for _, value in used])
 
     def _read(self, n: int, offset: list[str], depends: frozenset[str]) -> Value:
         dtype = self._inputs[n].dtype
@@ -266,7 +239,7 @@ class Emitter:
         if (template := FUNCTIONS[name].whole) == "{0}":
             return x
         value = self._integer(template, x.dtype, bounds_of(name, x.span), x)
-        return replace(value, made_of=(name, x, None)) if name == "abs" and x.made_of else value
+        return replace(value, made_of=(name, (x,))) if name == "abs" and x.made_of else value
 
     def _binary(self, name: str, x: Value, y: Value) -> Value:
         if gives_fraction(name):
@@ -280,10 +253,10 @@ class Emitter:
             return self._boolean(f"{self._as_bool(x)} {_LOGICAL[name]} {self._as_bool(y)}", x, y)
         if dtype.is_floating_point:
             return self._binary_of_floats(name, x, y, dtype)
-        # Triton's own division and remainder round towards 0, which is the same where nothing is negative.
+        # Triton's division and remainder round towards 0, which is right if nothing is negative.
         unsigned = _OF_POSITIVE.get(name) if x.span[0] >= 0 and y.span[0] > 0 else None
         value = self._integer(unsigned or FUNCTIONS[name].whole, dtype, bounds_of(name, x.span, y.span), x, y)
-        return replace(value, made_of=(name, x, y)) if _is_exact_apart(name, x, y, value) else value
+        return replace(value, made_of=(name, (x, y))) if _is_exact_apart(name, x, y, value) else value
 
     def _binary_of_floats(self, name: str, x: Value, y: Value, dtype: torch.dtype) -> Value:
         computed, template = _computed(dtype), FUNCTIONS[name].triton
@@ -291,7 +264,7 @@ class Emitter:
             if y.constant and abs(math.frexp(y.constant)[1]) < 100:
                 y, template = _literal(1.0 / y.constant), "{0} * {1}"
         elif name == "div" and computed == torch.float32:
-            # Positions and lookups come from such quotients, so we round them as torch does.
+            # Positions and lookups may depend on such quotients, so they are rounded as in torch.
             template = "tl.div_rn({0}, {1})"
         return self._rounded(template.format(self._as(x, computed), self._as(y, computed)), dtype, x, y)
 
@@ -316,7 +289,7 @@ class Emitter:
     # ---- lines
 
     def _integer(self, template: str, dtype: torch.dtype, span: tuple[int, int], *operands: Value) -> Value:
-        """An integer: for int64, computed wide enough for operands and result; a narrower dtype wraps around."""
+        """An integer. An int64 is computed wide enough for operands and result; a narrower dtype wraps around."""
         if dtype != torch.int64:
             limits = torch.iinfo(dtype)
             code = self._let(template.format(*(self._as(x, dtype) for x in operands)))
@@ -348,16 +321,10 @@ class Emitter:
         if x.constant is not None:
             return _as_text(x.constant, dtype)
         if dtype == torch.float32 and x.made_of is not None:
-            return self._as_float(*x.made_of)
+            # A row and a column are cast separately, which saves a slow cast of each element.
+            name, operands = x.made_of
+            return self._let(FUNCTIONS[name].triton.format(*(self._as(part, dtype) for part in operands)))
         return x.code if x.carrier == dtype else self._let(f"tl.cast({x.code}, tl.{_short(dtype)})")
-
-    def _as_float(self, name: str, x: Value, y: Value | None) -> str:
-        """A row and a column of integers, cast apart: their difference is then one instruction for each element, where
-        casting it takes a slow one."""
-        if y is None:
-            return self._let(f"tl.abs({self._as(x, torch.float32)})")
-        sign = "+" if name == "add" else "-"
-        return self._let(f"{self._as(x, torch.float32)} {sign} {self._as(y, torch.float32)}")
 
     def _let(self, code: str) -> str:
         if code not in self._variables:
@@ -371,14 +338,17 @@ def _depends(values: Sequence[Value]) -> frozenset[str]:
 
 
 def _is_exact_apart(name: str, x: Value, y: Value, whole: Value) -> bool:
-    """Whether x + y or x - y is of a row and a column, all of them integers that float32 holds; a narrow one wraps."""
+    """Whether x + y or x - y has a row and a column as operands, and float32 represents operands and result.
+
+    Only int64 qualifies, because narrower integers wrap around.
+    """
     apart = not any(_TILE <= value.depends for value in (x, y)) and whole.depends >= _TILE
     held = all(-2 * SHORT <= end <= 2 * SHORT for value in (x, y, whole) for end in value.span)
     return name in ("add", "sub") and whole.dtype == torch.int64 and apart and held
 
 
 def _promoted(*values: Value) -> torch.dtype:
-    """The dtype to which torch promotes tensors of these; a fractional constant counts as at least float32."""
+    """The dtype to which torch promotes tensors of these values. A fractional constant counts as at least float32."""
     floats = [x.dtype for x in values if x.dtype.is_floating_point and x.constant is None]
     widest = functools.reduce(torch.promote_types, floats, torch.float32)
     dtypes = [widest if isinstance(x.constant, float) else x.dtype for x in values]

@@ -1,7 +1,7 @@
-"""Functions of one number that Triton's language lacks, for the score functions generated into the kernels.
+"""Functions that Triton's language lacks, for the generated score functions.
 
-They are written in the language itself, because libdevice does not run in the interpreter. In float32 they are as near
-as a few roundings of the result, or of 1 where a comment says so.
+They are written in Triton, because libdevice does not run in the interpreter. Errors in float32 are a few roundings of
+the result, or of 1 where a docstring says so.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ _APPROXIMATE_TANH = tl.constexpr("tanh.approx.f32 $0, $1;")
 
 @triton.jit
 def before(position, end):
-    """Whether a tensor may be read there. end: None where that is known."""
+    """Whether `position` is before `end`. end: None if it certainly is."""
     return tl.cast(True, tl.int1) if end is None else position < end
 
 
 @triton.jit
 def spread(x, like):
-    """`x` as float32 in the shape of `like`. Gluon makes no tile of zeros to add it to without a layout."""
+    """`x` as float32 in the shape of `like`, without a tile of zeros, for which Gluon would want a layout."""
     wide = tl.cast(x, tl.float32)
     return tl.where(like == like, wide, wide)
 
 
 @triton.jit
 def tanh(x):
-    # Moshier's Cephes: near 0 a polynomial, where 1 - 2 / (exp(2x) + 1) cancels.
+    # Cephes (Moshier): a polynomial near 0, where 1 - 2 / (exp(2x) + 1) cancels.
     y = x * x
     near = (((-5.70498872745e-3 * y + 2.06390887954e-2) * y - 5.37397155531e-2) * y + 1.33314422036e-1) * y
     near = x + x * y * (near - 3.33332819422e-1)
@@ -39,7 +39,10 @@ def tanh(x):
 
 @triton.jit
 def tanh_of_score(x, HALF: tl.constexpr):
-    """To a rounding of 1, which a cap multiplies: of float32, or where HALF, of a product in 16 bits, to 2^-11."""
+    """tanh with an error of a rounding of 1, which a cap multiplies.
+
+    HALF: whether the score is a product in 16 bits, for which an error of 2^-11 will do.
+    """
     if HALF and IN_PTX:
         y = tl.inline_asm_elementwise(_APPROXIMATE_TANH, "=f,f", [x], tl.float32, is_pure=True, pack=1)
     else:
@@ -58,25 +61,15 @@ def expm1(x):
 
 @triton.jit
 def log1p(x):
-    # Kahan: what 1 + x has lost of x, put back.
+    # Kahan's correction for the part of x that 1 + x loses.
     y = 1.0 + x
     far = tl.log(y)
     return tl.where((y == 1.0) | (tl.abs(x) == float("inf")), tl.where(y == 1.0, x, far), far - ((y - 1.0) - x) / y)
 
 
 @triton.jit
-def log10(x):
-    return tl.log(x) * 0.4342944819032518
-
-
-@triton.jit
-def tan(x):
-    return tl.sin(x) / tl.cos(x)
-
-
-@triton.jit
 def atan(x):
-    # Cephes: three ranges, one polynomial.
+    # Cephes: one polynomial for three ranges.
     y = tl.abs(x)
     far, middle = y > 2.414213562373095, y > 0.4142135623730951
     z = tl.where(far, -1.0 / tl.where(y == 0.0, 1.0, y), tl.where(middle, (y - 1.0) / (y + 1.0), y))
@@ -96,19 +89,9 @@ def atan2(y, x):
 
 
 @triton.jit
-def asin(x):
-    return atan2(x, tl.sqrt((1.0 - x) * (1.0 + x)))
-
-
-@triton.jit
-def acos(x):
-    return 2.0 * atan2(tl.sqrt(1.0 - x), tl.sqrt(1.0 + x))
-
-
-@triton.jit
 def sinh(x):
     y = expm1(tl.abs(x))
-    # Halved before the product, which overflows later so.
+    # Halving first delays overflow.
     half = 0.5 * y + 0.5 * (y / (y + 1.0))
     half = tl.where(y == float("inf"), y, half)
     return tl.where(x < 0.0, -half, half)
@@ -143,27 +126,6 @@ def atanh(x):
 
 
 @triton.jit
-def erfc(x):
-    # To a rounding of 1.
-    return 1.0 - tl.erf(x)
-
-
-@triton.jit
-def sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(-x))
-
-
-@triton.jit
-def silu(x):
-    return x / (1.0 + tl.exp(-x))
-
-
-@triton.jit
-def gelu(x):
-    return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-
-
-@triton.jit
 def sinc(x):
     y = 3.141592653589793 * tl.where(x == 0.0, 1.0, x)
     return tl.where(x == 0.0, 1.0, tl.sin(y) / y)
@@ -171,33 +133,13 @@ def sinc(x):
 
 @triton.jit
 def softplus(x):
-    # The threshold is torch's.
+    # With torch's threshold.
     return tl.where(x > 20.0, x, log1p(tl.exp(tl.minimum(x, 20.0))))
 
 
 @triton.jit
-def log_sigmoid(x):
-    return tl.where(x < 0.0, x, 0.0) - log1p(tl.exp(-tl.abs(x)))
-
-
-@triton.jit
-def mish(x):
-    return x * tanh(softplus(x))
-
-
-@triton.jit
-def trunc(x):
-    return tl.where(x < 0.0, tl.ceil(x), tl.floor(x))
-
-
-@triton.jit
-def frac(x):
-    return x - trunc(x)
-
-
-@triton.jit
 def round_(x):
-    # Halves go to the even neighbour.
+    # Halves round to even.
     below = tl.floor(x)
     apart = x - below
     odd = below - 2.0 * tl.floor(below * 0.5) != 0.0
@@ -211,7 +153,7 @@ def sign(x):
 
 @triton.jit
 def floor_divide(a, b):
-    """Of two integers; Triton's own division rounds towards 0, as its remainder does."""
+    """The quotient of two integers, rounded down; Triton's division and remainder round towards 0."""
     quotient = a // b
     left = a - quotient * b
     return tl.where((left != 0) & ((left < 0) != (b < 0)), quotient - 1, quotient)
@@ -219,7 +161,7 @@ def floor_divide(a, b):
 
 @triton.jit
 def modulo(a, b):
-    """Of two integers, with the sign of `b`."""
+    """The remainder of two integers, with the sign of `b`."""
     left = a - (a // b) * b
     return tl.where((left != 0) & ((left < 0) != (b < 0)), left + b, left)
 
@@ -232,7 +174,7 @@ def float_modulo(a, b):
 
 @triton.jit
 def float_floor_divide(a, b):
-    # As torch: by way of the remainder, which is exact.
+    # From the remainder, which is exact, as torch does.
     left = a % b
     quotient = tl.div_rn(a - left, b)
     quotient = tl.where((left != 0.0) & ((left < 0.0) != (b < 0.0)), quotient - 1.0, quotient)
@@ -242,7 +184,7 @@ def float_floor_divide(a, b):
 
 @triton.jit
 def power(a, b):
-    """To a rounding of the exponent, b * log2(a), times the result."""
+    """a ** b, with an error of a rounding of the exponent b * log2(a), times the result."""
     size = tl.exp2(b * tl.log2(tl.abs(a)))
     whole = tl.floor(b) == b
     odd = b - 2.0 * tl.floor(b * 0.5) != 0.0

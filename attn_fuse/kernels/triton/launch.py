@@ -1,7 +1,7 @@
-"""Launch: run Triton kernels with little Python in each launch.
+"""Launches of Triton kernels that take little Python time.
 
-Triton looks at every argument of every launch to find the kernel that it has compiled for such arguments. A `Launch` is
-kept by its caller for calls that are alike, and looks only at what may differ between them: where tensors lie.
+At each launch, Triton examines every argument to find the kernel compiled for such arguments. Callers keep a `Launch`
+for similar calls, and it examines only what may still differ between them: the alignment of the tensors.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from triton.runtime import driver
 from attn_fuse.kernels.triton.assembled import MisassembledError, is_misassembled
 
 ALIGNMENT = 16
-# Max entries of a table of what is kept for calls that are alike: a growing cache needs one for each length.
+# The max number of entries in a table kept for similar calls. A growing KV cache needs an entry for each length.
 KEPT = 4096
 
 
 class Launch:
-    """A kernel with its grid, its options and its last arguments, and what Triton has compiled of it.
+    """A kernel with its grid, its options, its last arguments, and its compiled forms.
 
-    Keep one only for calls whose other arguments have equal dtypes, are None in the same places, and whose numbers that
-    the kernel is specialised on are equal, or alike in being 1 or a multiple of 16.
+    Reuse it only for calls whose other arguments have equal dtypes and are None in the same places. Numbers on which
+    the kernel specialises must be equal, or agree in being 1 and in being a multiple of 16.
 
-    programs: the size of the grid, in one dimension. constants: the last arguments.
+    programs: the size of the one-dimensional grid. constants: the last arguments.
     """
 
     __slots__ = ("_compiled", "constants", "kernel", "options", "programs")
@@ -38,10 +38,10 @@ class Launch:
         self._compiled: dict[tuple[bool, ...], Any] = {}
 
     def __call__(self, stream: int, misaligned: tuple[bool, ...], *arguments: Any) -> None:
-        """Launch with `arguments`, which come before the constants. misaligned: see `misaligned`.
+        """Launch with `arguments`, followed by the constants. misaligned: the result of `misaligned`.
 
-        Raises MisassembledError for a kernel that would not do what its program says, and Triton's OutOfResources for
-        one that the device does not hold.
+        Raises MisassembledError if the machine code is known to be wrong, and Triton's OutOfResources if the kernel is
+        too large for the device.
         """
         if not self.programs:
             return
@@ -49,7 +49,7 @@ class Launch:
         compiled = self._compiled.get(misaligned)
         if compiled is None:
             compiled = self.kernel.warmup(*given, grid=(self.programs, 1, 1), **self.options)
-            if compiled is None:  # Triton's interpreter compiles nothing
+            if compiled is None:  # in Triton's interpreter
                 self.kernel[(self.programs, 1, 1)](*given, **self.options)
                 return
             _require_assembled(self.kernel, compiled)
@@ -60,16 +60,16 @@ class Launch:
         if _calls(settings.launch_enter_hook) or _calls(settings.launch_exit_hook):
             compiled[(self.programs, 1, 1)](*given, stream=stream)
         else:
-            # As the line above does, in half the time: it asks for the stream, and describes the launch for the hooks.
+            # Half the time of the line above, which also asks for the stream and describes the launch to the hooks.
             compiled.run(
                 self.programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *given
             )  # fmt: skip
 
 
 def misaligned(*tensors: Tensor | None) -> tuple[bool, ...]:
-    """Which of the tensors do not lie at a multiple of 16 bytes; empty where all do.
+    """Which tensors do not start at a multiple of 16 bytes; empty if all do.
 
-    Triton compiles apart for those that do: it reads 16 bytes at once.
+    Triton compiles separately for aligned tensors, of which it reads 16 bytes at once.
     """
     for x in tensors:
         if x is not None and x.data_ptr() % ALIGNMENT:
@@ -78,29 +78,29 @@ def misaligned(*tensors: Tensor | None) -> tuple[bool, ...]:
 
 
 def _calls(hook: Any) -> bool:
-    """Whether a hook of Triton's is set: None or an empty chain is none."""
+    """Whether a hook of Triton is set. It may be None or a chain, perhaps empty."""
     return bool(getattr(hook, "calls", hook))
 
 
-# Whether a compiled kernel is wrong: one that is comes back with every call, and to look takes a tenth of a second.
+# Whether a compiled kernel is wrong. A wrong kernel comes up at every call, and checking takes a tenth of a second.
 _wrong: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 
 def _require_assembled(kernel: Any, compiled: Any) -> None:
-    _ = compiled.run  # loads it
+    _ = compiled.run  # loads the kernel
     if compiled not in _wrong:
         _wrong[compiled] = is_misassembled(compiled)
     if _wrong[compiled]:
-        raise MisassembledError(f"{kernel.__name__} is not assembled as it is written; a newer Triton may do it")
+        raise MisassembledError(f"{kernel.__name__} was assembled wrongly by ptxas; a newer Triton may help")
 
 
 def ceil_div(a: int, b: int) -> int:
-    """a / b, rounded up. Triton's own takes 2 microseconds when Python calls it."""
+    """a / b, rounded up. Triton's own function takes 2 microseconds when called from Python."""
     return -(-a // b)
 
 
 def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """A context in which `device` is the current one, on which Triton launches."""
+    """A context that makes `device` the current one, because Triton launches on the current device."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return _HERE
     return torch.cuda.device(device)
@@ -110,6 +110,6 @@ _HERE = contextlib.nullcontext()
 
 
 def stream_of(device: torch.device) -> int:
-    """torch's current stream on `device`; a CPU, where Triton interprets, has none."""
+    """torch's current stream on `device`, or 0 on a CPU, where Triton interprets."""
     stream: int = driver.active.get_current_stream(device.index) if device.type == "cuda" else 0
     return stream

@@ -1,13 +1,13 @@
 """Flash attention backward (FlashAttention-2, arXiv 2307.08691) in three kernels without atomic additions.
 
-Each computes the scores of its blocks again: one for the gradient of query, one for those of key and value over all
-query heads that share them, and one, where it is wanted, for the gradient of a tensor that the score function reads,
-summed over the dimensions that the tensor broadcasts over. Every sum has one order: results do not change between runs.
+Each kernel computes the scores of its blocks again. One gives the gradient of query, and one those of key and value,
+over all query heads that share them. The third gives the gradient of a tensor that the score function reads, summed
+over the dimensions that the tensor broadcasts over. Every sum has a fixed order, so results do not change between runs.
 
-The arguments are those of `forward.forward`. saved: what `statistics` writes, fp32 [B, H, 4, stride]: shift, over,
-delta and the gradient of the sink's logit; delta is sum(grad_out * out), over and delta include dropout_scale.
-BACKWARD, TIMES: `score_backward` and `backward_factor` of a `ScoreCode`. BACKWARD_INSIDE: that for the whole blocks of
-SCORE_INSIDE.
+The arguments are those of `forward.forward`, and these:
+
+saved: the results of `statistics`, fp32 [B, H, 4, stride].
+BACKWARD, BACKWARD_INSIDE, TIMES: score_backward, backward_whole and backward_factor of a `ScoreCode`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,12 @@ from attn_fuse.kernels.triton.flash.tiles import (
     draws,
     dropped,
     head_base,
-    in_blocks,
     load_rows,
     odd_numbers,
     place,
     rounded,
     span,
     store_rows,
-    stretch,
 )
 
 
@@ -36,9 +34,11 @@ def statistics(
     grad_out, out, row_max, row_sum, saved, stride, reads, numbers, heads, q_len, kv_len, dropout_scale,
     SINK: tl.constexpr, TO_LOG2: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Of each query, once for all that read it: what its scores are shifted by, dropout_scale over their sum, and delta
-    over dropout_scale: so that no weight is multiplied by it. SINK: as `forward.forward` has it, or None for one that
-    needs no gradient."""
+    """Save four statistics of each query for the other kernels.
+
+    They are shift, the max score or 0; over, dropout_scale / sum; delta, sum(grad_out * out) / dropout_scale; and the
+    gradient of the sink's logit, unless SINK is None. With these no kernel has to multiply weights by dropout_scale.
+    """
     reads = (reads[0], reads[1], numbers)
     block, h, b = place(tl.cdiv(q_len, BLOCK_M), heads, False)
     start = block * BLOCK_M
@@ -66,7 +66,7 @@ def statistics(
 def load_statistic(
     saved, b, h, heads, stride, first, q_len, WHICH: tl.constexpr, ROWS: tl.constexpr, CHECKED: tl.constexpr
 ):
-    """One of the four, of ROWS queries from `first` on; 0 beyond q_len, where CHECKED."""
+    """Statistic WHICH of ROWS queries from `first` on, with 0 beyond q_len if CHECKED."""
     r = tl.arange(0, ROWS)
     at = saved + ((tl.cast(b, tl.int64) * heads + h) * 4 + WHICH) * stride + first + r
     found = tl.load(at, mask=first + r < q_len, other=0.0) if CHECKED else tl.load(at)
@@ -78,7 +78,7 @@ def load_statistics(
     saved, b, h, heads, stride, first, q_len,
     WHICH: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr, CHECKED: tl.constexpr,
 ):  # fmt: skip
-    """As `load_statistic`, COUNT of them from WHICH on in one load: 2, or 4, of which the last is not given."""
+    """Like `load_statistic`, but COUNT statistics from WHICH on in one load: 2, or 4 without the last."""
     r = tl.arange(0, ROWS)
     start = saved + ((tl.cast(b, tl.int64) * heads + h) * 4 + WHICH) * stride + first
     at = start + tl.arange(0, COUNT)[None, :] * stride + r[:, None]
@@ -93,6 +93,38 @@ def load_statistics(
     return result
 
 
+@triton.jit
+def weights_again(
+    raw, b, h, i, j, q_len, kv_len, reads, shift, over,
+    WHOLE: tl.constexpr, SCORE: tl.constexpr, SCORE_INSIDE: tl.constexpr, TO_LOG2: tl.constexpr, RESCALED: tl.constexpr,
+):  # fmt: skip
+    """The weights of a block of queries and keys. WHOLE: whether every query sees every key of the block."""
+    if WHOLE:
+        scores = SCORE_INSIDE(raw, b, h, i, j, q_len, None, reads)
+    else:
+        scores = SCORE(raw, b, h, i, j, q_len, kv_len, reads)
+        scores = tl.where(j < kv_len, scores, float("-inf"))
+    if WHOLE and RESCALED:
+        weights = tl.exp2(scores - shift * TO_LOG2) * over
+    else:
+        weights = tl.exp2((scores - shift) * TO_LOG2) * over
+    return weights
+
+
+@triton.jit
+def gradient_of_raw(
+    draw, raw, b, h, i, j, q_len, kv_len, reads,
+    WHOLE: tl.constexpr, BACKWARD: tl.constexpr, BACKWARD_INSIDE: tl.constexpr,
+):  # fmt: skip
+    """The gradient of the product of query and key, without TIMES, from that of the score."""
+    if WHOLE and BACKWARD_INSIDE is not None:
+        draw = BACKWARD_INSIDE(draw, raw, b, h, i, j, q_len, None, reads)
+    elif not WHOLE and BACKWARD is not None:
+        draw = BACKWARD(draw, raw, b, h, i, j, q_len, kv_len, reads)
+        draw = tl.where(j < kv_len, draw, 0.0)
+    return draw
+
+
 @triton.jit(do_not_specialize=CHANGING)
 def backward_query(
     grad_out, query, key, value, dquery, dinput, saved, stride, seed, spans, reads, numbers,
@@ -103,8 +135,10 @@ def backward_query(
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, GRADIENT: tl.constexpr,
 ):  # fmt: skip
-    """dinput: zeros [B, H, Lq, Lk] for the gradient of a tensor with an element for each score, which GRADIENT gives as
-    in `backward_input`; or None."""
+    """The gradient of query, and with GRADIENT also that of a tensor with an element for each score.
+
+    dinput: zeros [B, H, Lq, Lk] for the second gradient, or None.
+    """
     reads = (reads[0], reads[1], numbers)
     kv_len = rounded(kv_len, EVEN)
     blocks = tl.cdiv(q_len, BLOCK_M)
@@ -123,9 +157,9 @@ def backward_query(
         for_queries, for_keys = draws(seed, b, h, heads)
         of_queries = odd_numbers(for_queries, rows)
     found = span(spans, b, h, start, q_len, BLOCK_M, kv_len, INNER)
-    first, inner_first, inner_last, last = key_phases(found, start, lower, upper, q_len, kv_len, BLOCK_M, BLOCK_N)
+    phases = key_phases(found, start, lower, upper, q_len, kv_len, BLOCK_M, BLOCK_N)
     for phase in tl.static_range(3):
-        begin, end = stretch(phase, first, inner_first, inner_last, last)
+        begin, end = phases[phase], phases[phase + 1]
         if phase > 0 or lower is not None or INNER:
             for n in tl.range(begin * BLOCK_N, end * BLOCK_N, BLOCK_N):
                 columns = n + tl.arange(0, BLOCK_N)
@@ -133,15 +167,10 @@ def backward_query(
                 k = load_rows(key, key_start, n, kv_len, BLOCK_N, HEAD_DIM, BLOCK_D, phase != 1)
                 v = load_rows(value, value_start, n, kv_len, BLOCK_N, VALUE_DIM, BLOCK_V, phase != 1)
                 raw = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-                if phase == 1:
-                    scores = SCORE_INSIDE(raw, b, h, i, j, q_len, None, reads)
-                else:
-                    scores = SCORE(raw, b, h, i, j, q_len, kv_len, reads)
-                    scores = tl.where(j < kv_len, scores, float("-inf"))
-                if phase == 1 and RESCALED:
-                    weights = tl.exp2(scores - (row_shift * TO_LOG2)[:, None]) * row_over[:, None]
-                else:
-                    weights = tl.exp2((scores - row_shift[:, None]) * TO_LOG2) * row_over[:, None]
+                weights = weights_again(
+                    raw, b, h, i, j, q_len, kv_len, reads, row_shift[:, None], row_over[:, None],
+                    phase == 1, SCORE, SCORE_INSIDE, TO_LOG2, RESCALED,
+                )  # fmt: skip
                 dweights = tl.dot(do, tl.trans(v), input_precision=PRECISION)
                 if seed is not None:
                     dweights = dropped(dweights, of_queries, for_keys, n, dropout)
@@ -158,30 +187,11 @@ def backward_query(
                     to = to + tl.cast(i, tl.int64) * dinput[1][2] + j
                     there = i < q_len if phase == 1 else (i < q_len) & (j < kv_len)
                     tl.store(to, of_input.to(dinput[0].dtype.element_ty), mask=there)
-                if phase != 1 and BACKWARD is not None:
-                    draw = BACKWARD(draw, raw, b, h, i, j, q_len, kv_len, reads)
-                    draw = tl.where(j < kv_len, draw, 0.0)
-                elif phase == 1 and BACKWARD_INSIDE is not None:
-                    draw = BACKWARD_INSIDE(draw, raw, b, h, i, j, q_len, None, reads)
+                draw = gradient_of_raw(
+                    draw, raw, b, h, i, j, q_len, kv_len, reads, phase == 1, BACKWARD, BACKWARD_INSIDE
+                )
                 dq = tl.dot(draw.to(k.dtype), k, dq, input_precision=PRECISION)
     store_rows(dquery, head_base(dquery, b, h), rows, q_len, dq * TIMES, HEAD_DIM, BLOCK_D)
-
-
-@triton.jit
-def query_phases(
-    found, start, lower, upper, q_len, kv_len, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):  # fmt: skip
-    """As `key_phases`, of the queries that may see keys from `start` on."""
-    first, last, inner_first, inner_last = found
-    stop = tl.minimum(start + BLOCK_N, kv_len)
-    last = tl.minimum(last, q_len)
-    if lower is not None:
-        last = tl.minimum(last, stop - lower)
-        inner_last = tl.minimum(inner_last, start - lower + 1)
-    if upper is not None:
-        first = tl.maximum(first, start - upper)
-        inner_first = tl.maximum(inner_first, stop - 1 - upper)
-    return in_blocks(first, inner_first, inner_last, last, BLOCK_M)
 
 
 @triton.jit(do_not_specialize=CHANGING)
@@ -195,10 +205,11 @@ def backward_key_value(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, STATISTICS: tl.constexpr,
     GROUPED: tl.constexpr,
 ):  # fmt: skip
-    """The scores are [keys, queries] here: so they stay in registers for the products with grad_out and query.
+    """The gradients of key and value, or of one of them, because registers do not hold both sums of wide rows.
 
-    dkey, dvalue: None for the one that is not to be computed; registers do not hold both sums of wide rows. STATISTICS:
-    how many of a query's are read at once, see `configs.Config`. GROUPED: whether several query heads share a key head.
+    Scores are [keys, queries] here, and so stay in registers for the products with grad_out and query.
+    dkey, dvalue: None for a gradient that is not wanted. STATISTICS: `statistics` of a `Config`. GROUPED: whether
+    several query heads share a key head.
     """
     reads = (reads[0], reads[1], numbers)
     kv_len = rounded(kv_len, EVEN)
@@ -218,13 +229,15 @@ def backward_key_value(
         first, last = tl.minimum(first, of_head[0]), tl.maximum(last, of_head[1])
         inner_first, inner_last = tl.maximum(inner_first, of_head[2]), tl.minimum(inner_last, of_head[3])
     found = first, last, inner_first, inner_last
-    first, inner_first, inner_last, last = query_phases(found, start, lower, upper, q_len, kv_len, BLOCK_M, BLOCK_N)
+    # i - j lies between -upper and -lower.
+    least, most = None if upper is None else -upper, None if lower is None else -lower
+    phases = key_phases(found, start, least, most, kv_len, q_len, BLOCK_N, BLOCK_M)
     for phase in tl.static_range(3):
-        begin, end = stretch(phase, first, inner_first, inner_last, last)
+        begin, end = phases[phase], phases[phase + 1]
         if phase > 0 or upper is not None or INNER:
-            # One loop over the query heads and their blocks: two within each other take many more registers.
+            # One loop covers the query heads and their blocks, because two nested loops take many more registers. It
+            # counts blocks, because with queries ptxas waits for each product before the next (C7515).
             count = end - begin
-            # By blocks, not by queries: else ptxas waits for each product before the next (C7515).
             for step in tl.range(0 if GROUPED else begin, groups * count if GROUPED else end):
                 h = kv_head * groups + step // count if GROUPED else kv_head
                 m = (begin + step % count if GROUPED else step) * BLOCK_M
@@ -272,7 +285,7 @@ def backward_key_value(
                         dweights = dweights * keep
                     if FACTOR is not None:
                         dweights = dweights * factor
-                    # Late, since it takes as many registers as a row of scores.
+                    # Loaded late, because it takes as many registers as a row of scores.
                     if STATISTICS == 2:
                         row_delta, _ = load_statistics(saved, b, h, heads, stride, m, q_len, 2, 2, BLOCK_M, phase != 1)
                     elif STATISTICS == 1:
@@ -292,7 +305,7 @@ def backward_key_value(
 
 @triton.jit
 def in_reach(row, column, lower, upper, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Whether some query of the tile that begins there may see a key of it, as far as the bounds go."""
+    """Whether the bounds let any query of the tile at (row, column) see any key of it."""
     reach = True
     if upper is not None:
         reach = reach & (column - (row + BLOCK_M - 1) <= upper)
@@ -301,67 +314,47 @@ def in_reach(row, column, lower, upper, BLOCK_M: tl.constexpr, BLOCK_N: tl.const
     return reach
 
 
+@triton.jit
+def digit(number, base, known, IS_KNOWN: tl.constexpr):
+    """The last digit of `number` in `base`, and the other digits. IS_KNOWN: the digit is `known`, not in `number`."""
+    return (known, number) if IS_KNOWN else (number % base, number // base)
+
+
 @triton.jit(do_not_specialize=CHANGING)
 def backward_input(
-    grad_out, query, key, value, dinput, saved, stride, seed, reads, numbers,
-    lower, upper, heads, groups, q_len, kv_len, dropout, batch, first_row, row_count, parts,
+    grad_out, query, key, value, dinput, saved, stride, seed, reads, numbers, first_row,
+    lower, upper, heads, groups, q_len, kv_len, dropout, batch, row_count, parts,
     SCORE: tl.constexpr, FACTOR: tl.constexpr, GRADIENT: tl.constexpr, TO_LOG2: tl.constexpr,
     ALONG_B: tl.constexpr, ALONG_H: tl.constexpr, ALONG_I: tl.constexpr, ALONG_J: tl.constexpr, EVEN: tl.constexpr,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of what reads one input, for queries [first_row, first_row + row_count).
+    """The gradient of a node that reads an input, for queries [first_row, first_row + row_count).
 
-    dinput: [parts, batch, heads, row_count, kv_len], contiguous, with 1 for each dimension that ALONG says the input
-    does not have; over those it is added up, in `parts` parts.
+    dinput: contiguous [parts, batch, heads, row_count, kv_len], with size 1 for each dimension whose ALONG is False.
+    The gradient is summed over these dimensions, in `parts` parts.
     """
     reads = (reads[0], reads[1], numbers)
     kv_len = rounded(kv_len, EVEN)
     row_blocks, column_blocks = tl.cdiv(row_count, BLOCK_M), tl.cdiv(kv_len, BLOCK_N)
-    # What this program writes, then what it adds up: each a number in the mixed base of the dimensions concerned.
-    number = tl.program_id(0)
-    count = 1
-    own_b, own_h, own_m, own_n = 0, 0, 0, 0
-    if ALONG_J:
-        own_n = number % column_blocks
-        number = number // column_blocks
-    else:
-        count = count * column_blocks
-    if ALONG_I:
-        own_m = number % row_blocks
-        number = number // row_blocks
-    else:
-        count = count * row_blocks
-    if ALONG_H:
-        own_h = number % heads
-        number = number // heads
-    else:
-        count = count * heads
-    if ALONG_B:
-        own_b = number % batch
-        number = number // batch
-    else:
-        count = count * batch
+    # The element this program writes and the summand are numbers whose digits are positions in tiles.
+    own_n, number = digit(tl.program_id(0), column_blocks, 0, not ALONG_J)
+    own_m, number = digit(number, row_blocks, 0, not ALONG_I)
+    own_h, number = digit(number, heads, 0, not ALONG_H)
+    own_b, number = digit(number, batch, 0, not ALONG_B)
+    count = (1 if ALONG_J else column_blocks) * (1 if ALONG_I else row_blocks)
+    count = count * (1 if ALONG_H else heads) * (1 if ALONG_B else batch)
     if ALONG_I and ALONG_J:
-        # Every summand is of this tile: a branch in the loop would keep Triton from copying ahead.
+        # All summands belong to this tile, and a branch in the loop would keep Triton from copying ahead.
         row, column = first_row + own_m * BLOCK_M, own_n * BLOCK_N
         count = count if in_reach(row, column, lower, upper, BLOCK_M, BLOCK_N) else 0
     each = tl.cdiv(count, parts)
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for summand in range(number * each, tl.minimum(number * each + each, count)):
-        left = summand
-        b, h, m, n = own_b, own_h, own_m, own_n
-        if not ALONG_J:
-            n = left % column_blocks
-            left = left // column_blocks
-        if not ALONG_I:
-            m = left % row_blocks
-            left = left // row_blocks
-        if not ALONG_H:
-            h = left % heads
-            left = left // heads
-        if not ALONG_B:
-            b = left
+        n, left = digit(summand, column_blocks, own_n, ALONG_J)
+        m, left = digit(left, row_blocks, own_m, ALONG_I)
+        h, left = digit(left, heads, own_h, ALONG_H)
+        b = own_b if ALONG_B else left
         row, column = first_row + m * BLOCK_M, n * BLOCK_N
         if (ALONG_I and ALONG_J) or in_reach(row, column, lower, upper, BLOCK_M, BLOCK_N):
             rows, columns = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
@@ -389,7 +382,7 @@ def backward_input(
             total += tl.where((i < first_row + row_count) & (j < kv_len), found, 0.0)
     own_rows = own_m * BLOCK_M + tl.arange(0, BLOCK_M)
     own_columns = own_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    # The elements of the gradient that lie before this program's.
+    # How many elements of the gradient precede this program's.
     before = tl.cast(number, tl.int64)
     if ALONG_B:
         before = before * batch + own_b

@@ -1,23 +1,29 @@
-"""Configs: the tile sizes and launch options of the flash kernels, by device, kernel and width of a row."""
+"""Configs: the tile sizes and launch options of the flash kernels, by device, kernel and row width."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-# Of the kernels with bulk copies: the queries of a group of warps, and the groups of a program.
+# In the kernels with bulk copies: the queries of a warp group, and the groups of a program.
 GROUP_ROWS, GROUPS = 64, 2
+
+
+def block_of(width: int) -> int:
+    """The number of columns, a power of 2, of a tile for rows of `width`."""
+    return max(16, 1 << (width - 1).bit_length())
 
 
 @dataclass(frozen=True)
 class Config:
-    """The tiles of a kernel, and how it is launched.
+    """The tiles of a kernel, and its launch options.
 
     block_m, block_n: queries and keys in a tile.
-    statistics: how many statistics of a query one load reads: 1, 2 or 4. Where a load has fewer elements than the
-        program has threads, Triton has each thread copy all that it needs.
+    statistics: how many statistics of a query one load reads: 1, 2 or 4. If a load has fewer elements than the program
+        has threads, Triton makes each thread copy every element it needs.
     """
 
     block_m: int
@@ -26,14 +32,18 @@ class Config:
     num_stages: int
     statistics: int = 1
 
+    @property
+    def options(self) -> dict[str, int]:
+        """Triton's launch options."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
 
 @dataclass(frozen=True)
 class Taken:
-    """What takes registers beside the tiles.
+    """Whatever takes registers besides the tiles.
 
-    element: whether a tensor is read for each element of the scores. looked_up: whether it is a table, at positions
-    that are computed. drops: whether there is dropout. again: whether the gradient needs the product of query and key,
-    or a factor, again.
+    element: a tensor read for each element of the scores. looked_up: a table read at computed positions.
+    drops: dropout. again: a gradient that needs the product of query and key, or a factor, a second time.
     """
 
     element: bool
@@ -42,9 +52,9 @@ class Taken:
     again: bool
 
 
-# By kernel, then by the max width of a row, the wider of key and value. Three stages: with two, Triton waits for each
-# copy before it computes, and only another program fills the time. A device whose shared memory does not hold them runs
-# with fewer. tests/triton/test_flash_compile.py checks what spills, and what is copied while products are computed.
+# By kernel, then by max width of a key or value row. With only two stages, Triton waits for each copy before it
+# computes, and only another program fills the wait. A device with too little shared memory for three runs with fewer.
+# tests/triton/test_flash_compile.py checks for spills, and that copies overlap with products.
 _HALF = {
     "forward": {64: Config(128, 64, 4, 3), 128: Config(128, 64, 8, 3), 256: Config(64, 32, 8, 3)},
     "query": {64: Config(64, 64, 4, 3), 128: Config(64, 64, 4, 3), 256: Config(64, 32, 8, 3)},
@@ -53,10 +63,10 @@ _HALF = {
     "value": {256: Config(32, 64, 8, 3)},
     "input": {64: Config(64, 64, 8, 3), 128: Config(32, 64, 8, 3), 256: Config(32, 64, 8, 3)},
 }
-# What differs on devices of one major capability. 9: the fastest of a sweep on an H200, or within 5% of it where the
-# fastest spills in a loop for some score. With one warp group to a program, several programs share a multiprocessor:
-# one computes while another waits. Most kernels for rows wider than 64 want two groups, whose 128 queries halve the
-# reads of keys and values.
+# Exceptions by major capability. For 9 they are the fastest of a sweep on an H200, or within 5% of the fastest if that
+# spills in a loop for some scores. With one warp group per program, several programs share a multiprocessor, and one
+# computes while another waits. For rows wider than 64 most kernels are faster with two groups, because 128 queries
+# halve the reads of keys and values.
 _HALF_ON = {
     8: {"key_value": {64: Config(32, 64, 4, 3)}},
     9: {
@@ -80,16 +90,16 @@ _FLOAT = {
 }
 
 
-# The kernels whose rows are keys; those of the others are queries.
+# The kernels that have a program for each block of keys; the others have one for each block of queries.
 OF_KEYS = ("key_value", "key", "value")
 
 
 def together_or_apart(dtype: torch.dtype, widths: tuple[int, int]) -> tuple[str, ...]:
-    """The kernels for the gradients of key and value: one, or one for each where registers do not hold both."""
+    """The kernels for the gradients of key and value: one, or two if registers do not hold both gradients."""
     return ("key", "value") if dtype.itemsize == 2 and max(widths) > max(_HALF["key_value"]) else ("key_value",)
 
 
-# Where the scores read a tensor for each element, whose tiles are copied beside those of the keys.
+# Scores that read a tensor for each element, whose tiles are copied along with those of the keys.
 _READING_ON = {
     9: {
         "forward": {64: Config(64, 64, 4, 3), 128: Config(128, 64, 8, 3), 256: Config(128, 32, 8, 3)},
@@ -100,7 +110,7 @@ _READING_ON = {
         "input": {64: Config(64, 64, 4, 3), 128: Config(64, 64, 8, 3), 256: Config(64, 32, 8, 2)},
     },
 }
-# Where they do, and there is more to keep, or it is a table that is looked up.
+# The same with dropout or a gradient that needs something again, and scores that look up a table.
 _HEAVY_ON = {
     9: {
         "forward": {64: Config(128, 64, 8, 3), 128: Config(128, 64, 8, 3), 256: Config(128, 32, 8, 3)},
@@ -111,19 +121,19 @@ _HEAVY_ON = {
         "input": {64: Config(64, 64, 8, 3), 128: Config(64, 64, 8, 3), 256: Config(64, 32, 8, 2)},
     },
 }
-# Where there is no such tensor, but dropout, or something that the gradient needs again. A kernel that is missing here
-# has its config from above; on a device that is missing, dropout counts as such a tensor.
+# No such tensor, but dropout or a gradient that needs something again. Kernels missing here use the configs above. On
+# devices missing here, dropout counts as such a tensor.
 _BUSY_ON: dict[int, dict[str, dict[int, Config]]] = {
     9: {"key_value": {64: Config(64, 64, 4, 3, 2), 128: Config(32, 128, 8, 3)}},
     10: {},
 }
 
 
+@functools.cache
 def config(kernel: str, dtype: torch.dtype, widths: tuple[int, int], capability: int, taken: Taken) -> Config:
     """The config of `kernel` for a call.
 
-    kernel: forward, query, key_value, key, value or input. widths: of a row of key and of a row of value.
-    capability: the major one of the device.
+    kernel: forward, query, key_value, key, value or input. widths: head_dim and value_dim. capability: the major one.
     """
     half = dtype.itemsize == 2
     busy = taken.drops or taken.again
@@ -145,7 +155,7 @@ def config(kernel: str, dtype: torch.dtype, widths: tuple[int, int], capability:
 
 
 def _of_width(width: int, tables: Sequence[Mapping[int, Config]]) -> Config | None:
-    """The config of the first of `tables` that has one for rows of `width`."""
+    """The config for rows of `width` in the first of `tables` that has one."""
     return next((table[most] for table in tables for most in sorted(table) if width <= most), None)
 
 
@@ -153,10 +163,10 @@ _NARROW = 16
 
 
 def _by_one_group(chosen: Config, kernel: str) -> Config:
-    """`chosen` with a single group of four warps, and as much of a tile for each warp as before.
+    """`chosen` with a single group of four warps, and the same share of a tile for each warp.
 
-    Triton 3.6 does not compile for 9.0 a product of which each of two warps has 8 columns. Half the warps on the same
-    tile put registers away by the kilobyte.
+    For 9.0, Triton 3.6 cannot compile a product that gives each of two warps 8 columns. Half the warps on the same tile
+    would spill kilobytes.
     """
     shrunk = max(1, chosen.num_warps // 4)
     if kernel in OF_KEYS:
@@ -165,7 +175,7 @@ def _by_one_group(chosen: Config, kernel: str) -> Config:
 
 
 def without_groups(chosen: Config, kernel: str) -> Config:
-    """`chosen` with so few rows that warps multiply each for itself, not by groups."""
+    """`chosen` with so few rows that each warp multiplies alone instead of in a group."""
     if kernel in OF_KEYS:
         return replace(chosen, num_warps=4, block_n=min(32, chosen.block_n))
     return replace(chosen, num_warps=4, block_m=min(32, chosen.block_m))

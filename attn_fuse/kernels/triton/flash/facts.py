@@ -1,15 +1,13 @@
-"""What shapes, strides and dtypes fix of a call of the flash kernels, worked out once for all calls that are alike."""
+"""Facts: everything about a call of the flash kernels that follows from shapes, strides and dtypes."""
 
 from __future__ import annotations
 
 import functools
-import logging
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
@@ -20,106 +18,84 @@ from attn_fuse.kernels.triton import WIDEST
 from attn_fuse.kernels.triton.assembled import MisassembledError
 from attn_fuse.kernels.triton.emitter import LONGEST
 from attn_fuse.kernels.triton.flash.bulk import Bulk, bulk
-from attn_fuse.kernels.triton.flash.configs import Config, Taken, config, together_or_apart, without_groups
+from attn_fuse.kernels.triton.flash.configs import Config, Taken, block_of, config, together_or_apart, without_groups
 from attn_fuse.kernels.triton.launch import KEPT, Launch
-from attn_fuse.kernels.triton.scores import LOG2E, ScoreCode, score_code
+from attn_fuse.kernels.triton.scores import LOG2E, score_code
+from attn_fuse.report import log
 
-log = logging.getLogger("attn_fuse")
-
-# What the operator `spans` gave, of queries and of keys.
-Spans = tuple[Tensor | None, Tensor | None]
+# The results of the operator `spans`, for queries and for keys.
+Spans = Sequence[Tensor | None]
+# The elements of the output that one program of `statistics` reads.
+_STATISTICS = 4096
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-@dataclass(frozen=True, eq=False)
 class CallFacts:
-    """The facts that calls of the same shapes, strides and dtypes share.
+    """The facts shared by calls of the same shapes, strides and dtypes.
 
-    query, key: shapes. lower, upper: bounds of j - i, or None. reads: strides and sizes of the inputs.
-    numbers: those of the score program, as kernels take them. capability: the major one of the device.
-    drops: whether there is dropout. threshold: as int32, the 32-bit number below which dropout drops a weight.
-    scale: what dropout multiplies the other weights by.
-    inner: whether spans say where every query sees every key.
-    shared: whether batch entries share what is read for each element of the scores.
-    strides: of query, key and value as the kernels read them. spans: the strides of those of queries and of keys, or
-        None.
+    query, key: shapes. widths: head_dim and value_dim. strides: of query, key and value as the kernels read them.
+    made: shape and strides of the output, and of the gradients of query, key and value.
+    spans: the strides of both spans over batch entries and heads, or None. inner: whether the spans also say where
+        every query sees every key.
+    reads, numbers: strides and sizes of the inputs, and the numbers of the score program, as the kernels take them.
+    shared: whether all batch entries read the same tensor for each element of the scores.
+    of_keys: the kernels for the gradients of key and value.
+    configs: the config of each kernel. bulk: the tiles of the kernels that use bulk copies for these calls.
+    launches: the launches kept for similar calls, by the differences of these calls, then by kernel.
+
+    Raises ValueError for invalid operands or an invalid program.
     """
 
-    dtype: torch.dtype
-    device: torch.device
-    query: torch.Size
-    key: torch.Size
-    value_dim: int
-    code: ScoreCode
-    taken: Taken
-    drops: bool
-    threshold: int
-    scale: float
-    lower: int | None
-    upper: int | None
-    numbers: tuple[int, ...]
-    reads: tuple[int, ...]
-    capability: int
-    inner: bool
-    shared: bool
-    strides: tuple[tuple[int, ...], ...]
-    spans: tuple[tuple[int, int] | None, ...]
-    _launches: dict[Hashable, dict[Hashable, Launch]] = field(default_factory=dict)
+    def __init__(self, given: Operands, spans: Spans, centred: bool) -> None:
+        given.check()
+        query, key, value, inputs, numbers = given.query, given.key, given.value, given.inputs, given.numbers
+        if not query.dtype == key.dtype == value.dtype or query.dtype not in DTYPES:
+            raise ValueError(f"not computed in {query.dtype}, {key.dtype}, {value.dtype}")
+        if max(query.shape[3], value.shape[3]) > WIDEST or max(query.shape[2], key.shape[2]) >= LONGEST:
+            raise ValueError(f"shapes are too large: {[*query.shape]}, {[*value.shape]}")
+        self.dtype, self.device, self.capability = query.dtype, query.device, _capability(query.device)
+        self.query, self.key, self.widths = query.shape, key.shape, (query.shape[3], value.shape[3])
+        self.inner = spans[0] is not None and spans[0].shape[-1] == 4
+        self.spans = [None if x is None else tuple(x.stride(d) if x.shape[d] > 1 else 0 for d in (0, 1)) for x in spans]
+        # Centred values are a contiguous copy.
+        of_value = torch.empty(value.shape, device="meta").stride() if centred else value.stride()
+        self.strides = query.stride(), key.stride(), of_value
+        shapes = (*query.shape[:3], value.shape[3]), query.shape, key.shape, value.shape
+        self.made = [(shape, strides_inside(shape)) for shape in shapes]
 
-    def launches(self, *how: Hashable) -> dict[Hashable, Launch]:
-        """The launches kept for calls of these facts that are alike in `how`, by kernel."""
-        found = self._launches.get(how)
-        if found is None:
-            if len(self._launches) >= KEPT:
-                self._launches.clear()
-            found = self._launches[how] = {}
-        return found
+        self.code = score_code(given.program, inputs, numbers, max(given.sizes), query.dtype.itemsize == 2, self.inner)
+        _, self.reads, self.numbers = self.code.kernel_args(inputs, numbers)
+        self.rescaled = self.code.unit_whole != self.code.unit
+        tiles = [x.shape for x in inputs if x.ndim == 4 and 1 not in x.shape[2:]]
+        self.shared = bool(tiles) and query.shape[0] > 1 and all(shape[0] == 1 for shape in tiles)
+        self.taken = Taken(
+            element=bool(tiles),
+            looked_up=self.code.looks_up,
+            drops=given.dropout_p > 0,
+            again=self.code.score_backward is not None or self.code.factor is not None,
+        )
+        bounds = (bound(tree, numbers) for tree in (self.code.program.lower, self.code.program.upper))
+        self._lower, self._upper = (None if n is None else max(-LONGEST, min(n, LONGEST)) for n in bounds)
+        self._dropout_p = given.dropout_p
 
-    @property
-    def lengths(self) -> tuple[int, int]:
-        """q_len and kv_len."""
-        return self.query[2], self.key[2]
+        self.of_keys = together_or_apart(self.dtype, self.widths)
+        self.configs = {kernel: self.config(kernel) for kernel in ("forward", "query", *self.of_keys, "input")}
+        self.configs["statistics"] = Config(max(1, _STATISTICS // block_of(self.widths[1])), 1, 4, 3)
+        self.bulk: dict[str, Bulk] = bulk(self)
+        self.launches: dict[Hashable, dict[Hashable, Launch]] = {}
 
-    @property
-    def heads(self) -> tuple[int, int]:
-        """Query heads, and how many of them share a key head."""
-        return self.query[1], self.query[1] // max(self.key[1], 1)
-
-    @property
-    def widths(self) -> tuple[int, int]:
-        """head_dim and value_dim."""
-        return self.query[3], self.value_dim
-
-    @functools.cached_property
-    def made(self) -> tuple[tuple[Sequence[int], Sequence[int]], ...]:
-        """Shape and strides of the output, and of the gradients of query, key and value."""
-        shapes = (*self.query[:3], self.value_dim), self.query, self.key, (*self.key[:3], self.value_dim)
-        return tuple((shape, strides_inside(shape)) for shape in shapes)
-
-    @functools.cached_property
-    def of_keys(self) -> tuple[str, ...]:
-        """The kernels for the gradients of key and value."""
-        return together_or_apart(self.dtype, self.widths)
-
-    @functools.cached_property
-    def scalars(self) -> tuple[int | None, ...]:
-        """lower, upper, heads, groups, q_len, kv_len, dropout, as the kernels take them."""
-        return self.lower, self.upper, *self.heads, *self.lengths, self.threshold
-
-    @functools.cached_property
-    def bulk(self) -> dict[str, Bulk]:
-        """How a kernel computes such calls by bulk copies, by its name; missing where it does not."""
-        return bulk(self)
+    def config(self, kernel: str) -> Config:
+        """The first config of `kernel`, before `give_up` changes it."""
+        return config(kernel, self.dtype, self.widths, self.capability, self.taken)
 
     def give_up(self, kernel: str, error: Exception) -> None:
-        """From here on `kernel` runs in another way than the one that gave `error`, which is raised if there is none.
+        """Make `kernel` run in another way, because its present way raised `error`. Raise `error` if no way is left.
 
-        First without bulk copies; then with fewer rows, of which each warp multiplies its own, where the assembler made
-        a mistake, and with one stage less where the device did not hold it.
+        The first step drops the bulk copies. After that a misassembled kernel gets few enough rows that each warp
+        multiplies alone, and a kernel too large for the device loses one stage.
         """
         if self.bulk.pop(kernel, None) is None:
-            before = self.configs[kernel]
-            after = before
+            before = after = self.configs[kernel]
             if isinstance(error, MisassembledError):
                 after = without_groups(before, kernel)
             elif isinstance(error, OutOfResources):
@@ -127,76 +103,38 @@ class CallFacts:
             if after == before:
                 raise error
             self.configs[kernel] = after
-        log.info("%s from here on in other tiles: %s", kernel, error)
-        # Another thread may keep a launch meanwhile, so there is no walk over the table itself.
-        for launches in [*self._launches.values()]:
+        log.info("%s runs in other tiles from now on: %s", kernel, error)
+        # Not a walk over the dict itself, because another thread may add to it.
+        for launches in [*self.launches.values()]:
             launches.clear()
 
-    @property
-    def rescaled(self) -> bool:
-        """Whether the scores of whole blocks are in another unit than the others."""
-        return self.code.unit_whole != self.code.unit
-
-    @property
-    def even(self) -> bool:
-        """Whether the kernels are compiled for a multiple of 16 keys, where a tensor is read for each of them."""
-        return (self.taken.element or self.taken.looked_up) and self.key[2] % 16 == 0
-
-    def config(self, kernel: str) -> Config:
-        """The config of `kernel`."""
-        return config(kernel, self.dtype, self.widths, self.capability, self.taken)
-
-    @functools.cached_property
-    def configs(self) -> dict[str, Config]:
-        """The config of each kernel, by its name."""
-        return _Configs(self.config)
-
-    @functools.cached_property
-    def precision(self) -> str:
-        """What tl.dot computes products in: "tf32", "tf32x3" or "ieee"; it matters for float32 alone."""
-        return _precision(self.device, self.dtype, max(self.widths))
-
-    def sizes(self, kernel: str) -> tuple[Any, ...]:
-        """HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_V, BLOCK_M, BLOCK_N and PRECISION of `kernel`."""
-        chosen = self.configs[kernel]
-        blocks = (max(16, triton.next_power_of_2(width)) for width in self.widths)
-        return *self.widths, *blocks, chosen.block_m, chosen.block_n, self.precision
-
-    @property
-    def forward_constants(self) -> tuple[Any, ...]:
-        """The constants of the forward kernel, from SCORE to PRECISION."""
-        code = self.code
-        functions = code.score, code.score_whole, code.slope, code.factor, code.sink, LOG2E / code.unit
-        return *functions, self.inner, self.rescaled, self.even, self.shared, *self.sizes("forward")
-
-    def backward_constants(self, kernel: str) -> tuple[Any, ...]:
-        """The constants of `kernel`, for the gradient of query, key or value, from SCORE to PRECISION."""
-        code = self.code
-        of_score = code.score, code.score_whole, code.factor
-        of_gradient = code.score_backward, code.backward_whole, code.backward_factor
-        how = LOG2E / code.unit, self.inner, self.rescaled, self.even, self.shared
-        return *of_score, *of_gradient, *how, *self.sizes(kernel)
-
-    def options(self, kernel: str) -> dict[str, int]:
-        """num_warps and num_stages of `kernel`."""
-        chosen = self.configs[kernel]
-        return {"num_warps": chosen.num_warps, "num_stages": chosen.num_stages}
-
-
-class _Configs(dict[str, Config]):
-    def __init__(self, usual: Callable[[str], Config]) -> None:
-        super().__init__()
-        self._usual = usual
-
-    def __missing__(self, kernel: str) -> Config:
-        self[kernel] = self._usual(kernel)
-        return self[kernel]
+    def constants(self, tile: Config | Bulk) -> dict[str, Any]:
+        """The arguments of the kernels other than tensors, by parameter name."""
+        code, (head_dim, value_dim), groups = self.code, self.widths, self.query[1] // max(self.key[1], 1)
+        return {
+            "lower": self._lower, "upper": self._upper, "heads": self.query[1], "groups": groups,
+            "q_len": self.query[2], "kv_len": self.key[2], "batch": self.query[0],
+            # A weight is dropped if its 32-bit random number is below this threshold, written as int32.
+            "dropout": (min(round(self._dropout_p * 2**32), 2**32 - 1) + 2**31) % 2**32 - 2**31,
+            # At p = 1 every weight counts as dropped, whatever its random number.
+            "dropout_scale": 0.0 if self._dropout_p == 1.0 else 1.0 / (1.0 - self._dropout_p),
+            "SCORE": code.score, "SCORE_INSIDE": code.score_whole, "SLOPE": code.slope, "FACTOR": code.factor,
+            "SINK": code.sink, "BACKWARD": code.score_backward, "BACKWARD_INSIDE": code.backward_whole,
+            "TIMES": code.backward_factor, "TO_LOG2": LOG2E / code.unit,
+            "INNER": self.inner, "RESCALED": self.rescaled, "SHARED": self.shared,
+            # Whether to compile for a multiple of 16 keys, which helps where a tensor is read for each key.
+            "EVEN": (self.taken.element or self.taken.looked_up) and self.key[2] % 16 == 0,
+            "HEAD_DIM": head_dim, "VALUE_DIM": value_dim, "BLOCK_D": block_of(head_dim), "BLOCK_V": block_of(value_dim),
+            "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "STAGES": tile.num_stages,
+            "STATISTICS": tile.statistics, "GROUPED": groups != 1,
+            "PRECISION": _precision(self.device, self.dtype, max(self.widths)),
+        }  # fmt: skip
 
 
 def call_facts(given: Operands, spans: Spans = (None, None), centred: bool = False) -> CallFacts:
-    """The facts of a call. centred: whether a centre is taken from the values.
+    """The facts of a call, made once for all similar calls. centred: whether the values are centred.
 
-    Raises ValueError for operands or a program that do not fit.
+    Raises ValueError like `CallFacts`.
     """
     query, key, value, inputs = given.query, given.key, given.value, given.inputs
     precision = float32_precision(query.device) if query.dtype == torch.float32 else None
@@ -208,7 +146,7 @@ def call_facts(given: Operands, spans: Spans = (None, None), centred: bool = Fal
     )  # fmt: skip
     found = _known.get(alike)
     if found is None:
-        found = _worked_out(given, spans, centred)
+        found = CallFacts(given, spans, centred)
         if len(_known) >= KEPT:
             _known.clear()
         _known[alike] = found
@@ -218,78 +156,18 @@ def call_facts(given: Operands, spans: Spans = (None, None), centred: bool = Fal
 _known: dict[Hashable, CallFacts] = {}
 
 
-def _worked_out(given: Operands, spans: Spans, centred: bool) -> CallFacts:
-    given.check()
-    query, key, value, inputs, numbers = given.query, given.key, given.value, given.inputs, given.numbers
-    if not query.dtype == key.dtype == value.dtype or query.dtype not in DTYPES:
-        raise ValueError(f"not computed in {query.dtype}, {key.dtype}, {value.dtype}")
-    if max(query.shape[3], value.shape[3]) > WIDEST or max(query.shape[2], key.shape[2]) >= LONGEST:
-        raise ValueError(f"shapes are too large: {[*query.shape]}, {[*value.shape]}")
-    inner = spans[0] is not None and spans[0].shape[-1] == 4
-    longest, half, dropout_p = max(given.sizes), query.dtype.itemsize == 2, given.dropout_p
-    code = score_code(given.program, inputs, numbers, longest, half, inner)
-    bounds = (bound(tree, numbers) for tree in (code.program.lower, code.program.upper))
-    lower, upper = (None if n is None else max(-LONGEST, min(n, LONGEST)) for n in bounds)
-    tiles = [x.shape for x in inputs if x.ndim == 4 and 1 not in x.shape[2:]]
-    _, strides, whole = code.kernel_args(inputs, numbers)
-    return CallFacts(
-        dtype=query.dtype,
-        device=query.device,
-        query=query.shape,
-        key=key.shape,
-        value_dim=value.shape[3],
-        code=code,
-        taken=Taken(
-            element=bool(tiles),
-            looked_up=code.looks_up,
-            drops=dropout_p > 0,
-            again=code.score_backward is not None or code.factor is not None,
-        ),
-        drops=dropout_p > 0,
-        threshold=_signed(min(round(dropout_p * 2**32), 2**32 - 1)),
-        # At p = 1 every weight is dropped, whatever is drawn.
-        scale=0.0 if dropout_p == 1.0 else 1.0 / (1.0 - dropout_p),
-        lower=lower,
-        upper=upper,
-        numbers=whole,
-        reads=strides,
-        capability=_capability(query.device),
-        inner=inner,
-        shared=bool(tiles) and query.shape[0] > 1 and all(shape[0] == 1 for shape in tiles),
-        # Values less their centre are a contiguous copy.
-        strides=(
-            query.stride(),
-            key.stride(),
-            torch.empty(value.shape, device="meta").stride() if centred else value.stride(),
-        ),
-        spans=tuple(map(_of_table, spans)),
-    )
-
-
-def _of_table(spans: Tensor | None) -> tuple[int, int] | None:
-    """The strides of spans over batch entries and heads, 0 where all share them."""
-    if spans is None:
-        return None
-    batch, heads = (0 if spans.shape[d] == 1 else spans.stride(d) for d in (0, 1))
-    return batch, heads
-
-
 def _precision(device: torch.device, dtype: torch.dtype, width: int) -> str:
-    """The precision of float32 products: TF32 where torch's own products may use it, else about float32."""
+    """The input precision of tl.dot: TF32 where torch's own float32 products may use it, else about float32."""
     if dtype != torch.float32 or float32_precision(device) != "ieee":
         return "tf32"
-    # Three TF32 products of the halves of each number, about as precise as float32; wider rows would not fit the
+    # tf32x3 splits each number into two TF32 halves and is about as precise as float32. Wider rows would not fit the
     # registers.
     return "tf32x3" if width <= 64 else "ieee"
 
 
 @functools.cache
 def _capability(device: torch.device) -> int:
-    """The major compute capability of `device`; 0 where it is no CUDA device."""
+    """The major compute capability of `device`, or 0 if it is not a CUDA device."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device)[0]
     return 0
-
-
-def _signed(word: int) -> int:
-    return word - 2**32 if word >= 2**31 else word

@@ -1,7 +1,7 @@
 """Flash attention forward (FlashAttention-2, arXiv 2307.08691), one program for each block of queries.
 
-The score function is a compile-time constant. Max and sum of a query are kept apart, not joined in an lse: where all
-scores are one huge number, as a finite fill makes them, out is then still the mean of the values.
+The score function is a compile-time constant. The max and the sum of a query stay separate instead of forming an lse.
+An lse would lose the sum beside a huge score, and a row in which a finite fill hides every key must give the mean.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from attn_fuse.kernels.triton.flash.tiles import (
     rounded,
     span,
     store_rows,
-    stretch,
 )
 
-# Triton compiles again for a number that is 1 or a multiple of 16. These change with the length of a sequence, and the
-# addresses of query, key and value do not depend on them.
+# Triton compiles again for a number that is 1 or a multiple of 16, except for these. They change with the length of a
+# sequence, and the addresses of query, key and value do not depend on them.
 CHANGING = (
     "numbers", "lower", "upper", "heads", "q_len", "kv_len", "dropout", "batch", "first_row", "row_count", "parts",
 )  # fmt: skip
@@ -34,11 +33,11 @@ CHANGING = (
 def key_phases(
     found, start, lower, upper, q_len, kv_len, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """The three stretches of blocks of keys for the queries from `start` on. In the middle one every query sees every
-    key, by the bounds and spans, and each block is whole. found: what `span` gave.
+    """The four ends of three stretches of key blocks for the queries from `start` on.
 
-    Gives numbers of blocks. A loop over them tells Triton that each block begins at a multiple of its size, without
-    which it reads a bias an element at a time.
+    In the middle stretch every query sees every key according to bounds and spans, and no block is cut by the end of
+    the sequence. found: the result of `span`. The ends count blocks, because a loop over blocks tells Triton that each
+    starts at a multiple of its size. Without that it would read a bias one element at a time.
     """
     first, last, inner_first, inner_last = found
     stop = tl.minimum(start + BLOCK_M, q_len)
@@ -58,17 +57,16 @@ def weighted(
     WHOLE: tl.constexpr, SCORE: tl.constexpr, SCORE_INSIDE: tl.constexpr, SLOPE: tl.constexpr, TO_LOG2: tl.constexpr,
     RESCALED: tl.constexpr,
 ):  # fmt: skip
-    """The weights of a block of scores; what those before it, and their sum, are to be multiplied by; the greatest
-    score of each query and the sum of its weights, this block among them.
+    """The weights of a block, the factor for everything summed before, and the new max and sum of each query.
 
-    WHOLE: whether every query sees every key of the block. The others as in `forward`.
+    WHOLE: whether every query sees every key of the block. The other constants are those of `forward`.
     """
     if not WHOLE:
         scores = SCORE(raw, b, h, i, j, q_len, kv_len, reads)
         scores = tl.where(j < kv_len, scores, float("-inf"))
         most = tl.max(scores, 1)
     elif SLOPE is not None:
-        # Rounding keeps the order: so the maximum is multiplied, and each score but in its difference.
+        # Rounding keeps the order, so the max can be multiplied after the reduction.
         scores = raw * SLOPE
         most = tl.max(raw, 1) * SLOPE
     else:
@@ -77,7 +75,7 @@ def weighted(
     if WHOLE and RESCALED:
         most = most / TO_LOG2
     new = tl.maximum(greatest, most)
-    # -inf less -inf is NaN, and a query that sees no key has a weight of exp(-inf) for each.
+    # -inf - -inf would be NaN, but a query that sees no key must have the weight exp(-inf) = 0 for each.
     shift = tl.where(new == float("-inf"), 0.0, new)
     if WHOLE and RESCALED:
         weights = tl.exp2(scores - (shift * TO_LOG2)[:, None])
@@ -98,19 +96,19 @@ def forward(
 ):  # fmt: skip
     """query, key, value, out: (tensor [B, H or Hkv, len, dim], its strides). row_max, row_sum: fp32 [B, H, Lq].
 
-    seed: int64 of one element, or None for no dropout. dropout: its threshold, see `dropped`. spans: see `span`. lower,
-    upper: of j - i, or None.
-    INNER: whether the spans say where every query sees every key; SCORE_INSIDE may take it that they do. RESCALED:
-    whether it gives the score times log2(e), while SCORE gives the score.
-    SHARED: see `place`. EVEN: whether kv_len is a multiple of 16, so that a bias is read by 16 bytes where a mask of
-    the keys cuts it.
-    TO_LOG2: what a difference of scores is multiplied by for a power of 2. SLOPE: where SCORE_INSIDE only multiplies by
-    a number above 0, that number.
+    seed: int64, one element, or None without dropout. dropout: the threshold of `dropped`. spans: as in `span`.
+    lower, upper: bounds of j - i, or None.
+    SCORE, SCORE_INSIDE: the score, and the score in blocks where every query sees every key. SLOPE: the number > 0 by
+        which SCORE_INSIDE multiplies, if it does nothing else. RESCALED: whether SCORE_INSIDE gives the score times
+        log2(e) while SCORE gives the score.
+    TO_LOG2: turns a difference of scores into an exponent of 2.
+    INNER: whether the spans say where every query sees every key. SHARED: as in `place`.
+    EVEN: whether kv_len is a multiple of 16. Triton then reads a bias in units of 16 bytes even where it masks keys.
     """
     reads = (reads[0], reads[1], numbers)
     kv_len = rounded(kv_len, EVEN)
     blocks = tl.cdiv(q_len, BLOCK_M)
-    # Those that see most keys come first under a causal mask.
+    # Under a causal mask the queries that see the most keys come first.
     block, h, b = place(blocks, heads, SHARED)
     start = (blocks - 1 - block) * BLOCK_M
     rows = start + tl.arange(0, BLOCK_M)
@@ -129,9 +127,9 @@ def forward(
         for_queries, for_keys = draws(seed, b, h, heads)
         of_queries = odd_numbers(for_queries, rows)
     found = span(spans, b, h, start, q_len, BLOCK_M, kv_len, INNER)
-    first, inner_first, inner_last, last = key_phases(found, start, lower, upper, q_len, kv_len, BLOCK_M, BLOCK_N)
+    phases = key_phases(found, start, lower, upper, q_len, kv_len, BLOCK_M, BLOCK_N)
     for phase in tl.static_range(3):
-        begin, end = stretch(phase, first, inner_first, inner_last, last)
+        begin, end = phases[phase], phases[phase + 1]
         if phase > 0 or lower is not None or INNER:
             for n in tl.range(begin * BLOCK_N, end * BLOCK_N, BLOCK_N):
                 columns = n + tl.arange(0, BLOCK_N)

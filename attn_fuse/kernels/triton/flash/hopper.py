@@ -1,10 +1,11 @@
-"""Flash attention forward for Hopper in the shape of FlashAttention-3 (arXiv 2407.08608), in Gluon.
+"""Flash attention forward for Hopper in Gluon, designed like FlashAttention-3 (arXiv 2407.08608).
 
-One warp copies blocks of keys and values by the bulk copy engine; two groups of four warps have 64 queries each. A
-group multiplies its queries by the next block of keys while the weights of the last one are multiplied by the values,
-and takes the softmax of one block while the other group multiplies: nobody waits for all warps of the program.
+One warp has the bulk copy engine copy blocks of keys and values, and two groups of four warps take 64 queries each. A
+group's product with the next keys overlaps with the product of the last weights and values, and its softmax with the
+products of the other group. No warp ever waits for all warps of the program.
 
-A barrier counts phases: a wait for phase 0 of a new one waits until it is complete once, a wait for phase 1 goes on.
+A barrier counts phases. On a new barrier, a wait for phase 0 lasts until the phase is complete, and a wait for phase 1
+does not block.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from attn_fuse.kernels.triton.flash import configs
 from attn_fuse.kernels.triton.flash.forward import CHANGING, key_phases, weighted
-from attn_fuse.kernels.triton.flash.tiles import head_base, place, span, stretch
+from attn_fuse.kernels.triton.flash.tiles import head_base, place, span
 
-# Queries of a group of warps, and the groups.
+# The queries of a warp group, and the number of groups.
 ROWS, GROUPS = gl.constexpr(configs.GROUP_ROWS), gl.constexpr(configs.GROUPS)
 
 
 @gluon.jit
 def begun(COUNT: gl.constexpr, BY: gl.constexpr):
-    """Barriers of COUNT places, each complete when BY have arrived."""
+    """COUNT barriers, each of which completes a phase after BY arrivals."""
     barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for n in gl.static_range(COUNT):
         mbarrier.init(barriers.index(n), count=BY)
@@ -38,28 +39,29 @@ def begun(COUNT: gl.constexpr, BY: gl.constexpr):
 
 @gluon.jit(do_not_specialize=CHANGING)
 def bulk_forward(
-    query, key, value, out, row_max, row_sum, spans, reads, numbers,
+    query, key, value, out, row_max, row_sum, seed, spans, reads, numbers,
     lower, upper, heads, groups, q_len, kv_len,
     SCORE: gl.constexpr, SCORE_INSIDE: gl.constexpr, SLOPE: gl.constexpr, SINK: gl.constexpr,
     TO_LOG2: gl.constexpr, INNER: gl.constexpr, RESCALED: gl.constexpr, VALUE_DIM: gl.constexpr,
     BLOCK_D: gl.constexpr, BLOCK_V: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """As `forward.forward`, without dropout or a factor.
+    """Like `forward.forward`, without dropout (seed is None) or a factor.
 
     query, key, value: descriptors of [B, H or Hkv, len, dim], of blocks [1, 1, ROWS, BLOCK_D], [1, 1, BLOCK_N, BLOCK_D]
-    and [1, 1, BLOCK_N, BLOCK_V]. STAGES: how many blocks of keys and of values shared memory holds."""
+    and [1, 1, BLOCK_N, BLOCK_V]. STAGES: the number of blocks of keys, and of values, in shared memory.
+    """
     reads = (reads[0], reads[1], numbers)
     blocks = gl.cdiv(q_len, GROUPS * ROWS)
     block, h, b = place(blocks, heads, False)
     start = (blocks - 1 - block) * (GROUPS * ROWS)
     found = span(spans, b, h, start, q_len, GROUPS * ROWS, kv_len, INNER)
     phases = key_phases(found, start, lower, upper, q_len, kv_len, GROUPS * ROWS, BLOCK_N)
-    # A program whose queries see nothing looks at one block, too.
+    # The loop below needs a first block even if the queries see none.
     begin, end = phases[0], gl.maximum(phases[3], phases[0] + 1)
     q = gl.allocate_shared_memory(query.dtype, [GROUPS, 1, 1, ROWS, BLOCK_D], query.layout)
     k = gl.allocate_shared_memory(key.dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], key.layout)
     v = gl.allocate_shared_memory(value.dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_V], value.layout)
-    # Whether queries are there, keys are and are free to be replaced, values are and are.
+    # Barriers for: queries have arrived; keys have arrived, and may be replaced; values have, and may be.
     barriers = begun(GROUPS, 1), begun(STAGES, 1), begun(STAGES, GROUPS), begun(STAGES, 1), begun(STAGES, GROUPS)
     fence_async_shared()
     results = out, row_max, row_sum
@@ -86,7 +88,7 @@ def bulk_forward(
 def producer(
     query, key, value, q, k, v, barriers, b, h, groups, start, begin, end, BLOCK_N: gl.constexpr, STAGES: gl.constexpr
 ):
-    """Copies the queries of both groups, then each block of keys, and of values, into the next place that is free."""
+    """Copies the queries of both groups, then each block of keys and of values into the next free place."""
     q_there, k_there, k_free, v_there, v_free = barriers
     of_keys = h // groups
     for group in gl.static_range(GROUPS):
@@ -104,8 +106,18 @@ def producer(
 
 @gluon.jit
 def rows_of(tile):
-    """A tile of a descriptor's four dimensions as a matrix."""
+    """A tile of four dimensions, as a descriptor has it, as a matrix."""
     return tile.reshape([tile.shape[2], tile.shape[3]])
+
+
+@gluon.jit
+def store_rows(tensor, b, h, first, length, sums, WIDTH: gl.constexpr, BLOCK: gl.constexpr, LAYOUT: gl.constexpr):
+    """Store ROWS rows from `first` on of a tensor [B, H, len, WIDTH]."""
+    at = first + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    d = gl.arange(0, BLOCK, gl.SliceLayout(0, LAYOUT))
+    to = at.to(gl.int64)[:, None] * tensor[1][2] + d.to(gl.int64)[None, :] * tensor[1][3]
+    there = (at < length)[:, None] & (d < WIDTH)[None, :]
+    gl.store(head_base(tensor, b, h) + to, sums.to(tensor[0].dtype.element_ty), mask=there)
 
 
 @gluon.jit
@@ -115,7 +127,7 @@ def consumer(
     TO_LOG2: gl.constexpr, BEFORE: gl.constexpr, RESCALED: gl.constexpr, VALUE_DIM: gl.constexpr,
     BLOCK_V: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Computes the rows of one group. BEFORE: whether blocks that a mask cuts may come before those that are whole."""
+    """Computes the rows of one group. BEFORE: whether blocks that the mask cuts may precede the whole blocks."""
     q_there, k_there, k_free, v_there, v_free = barriers
     out, row_max, row_sum = results
     of_scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
@@ -146,7 +158,7 @@ def consumer(
     )  # fmt: skip
     used = gl.convert_layout(weights.to(q.dtype), of_weights)
     for phase in gl.static_range(3):
-        first, last = stretch(phase, phases[0], phases[1], phases[2], phases[3])
+        first, last = phases[phase], phases[phase + 1]
         if phase > 0 or BEFORE:
             for n in range(gl.maximum(first, begin + 1), last):
                 count = n - begin
@@ -164,8 +176,8 @@ def consumer(
                     phase == 1, SCORE, SCORE_INSIDE, SLOPE, TO_LOG2, RESCALED,
                 )  # fmt: skip
                 following = gl.convert_layout(weights.to(q.dtype), of_weights)
-                # ptxas moves this wait before the exponentials. Where it is held behind them, by a wait for a barrier,
-                # an H200 takes as long: the other group multiplies meanwhile.
+                # ptxas moves this wait before the exponentials. An H200 is no faster if a barrier keeps it after them,
+                # because the other group multiplies meanwhile.
                 acc, used = warpgroup_mma_wait(0, deps=(summed, following))
                 mbarrier.arrive(v_free.index(before), count=1)
                 acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, of_sums))[:, None]
@@ -174,11 +186,7 @@ def consumer(
     acc = warpgroup_mma(used, rows_of(v.index(count % STAGES)), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     acc = acc / gl.convert_layout(gl.where(total == 0.0, 1.0, total), gl.SliceLayout(1, of_sums))[:, None]
-    at = start + GROUP * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, of_sums))
-    d = gl.arange(0, BLOCK_V, gl.SliceLayout(0, of_sums))
-    place_of = at.to(gl.int64)[:, None] * out[1][2] + d.to(gl.int64)[None, :] * out[1][3]
-    there = (at < q_len)[:, None] & (d < VALUE_DIM)[None, :]
-    gl.store(head_base(out, b, h) + place_of, acc.to(q.dtype), mask=there)
+    store_rows(out, b, h, start + GROUP * ROWS, q_len, acc, VALUE_DIM, BLOCK_V, of_sums)
     row = (b.to(gl.int64) * heads + h) * q_len + rows
     gl.store(row_max + row, greatest, mask=rows < q_len)
     gl.store(row_sum + row, total, mask=rows < q_len)

@@ -1,7 +1,8 @@
-"""The gradient of query for Hopper, in Gluon, as `hopper.bulk_forward` is built: one warp copies, two groups multiply.
+"""The gradient of query for Hopper in Gluon. One warp copies and two groups multiply, as in `hopper.bulk_forward`.
 
-Each product of a group waits for the one before, and meanwhile the other group's go on. The same for key and value is
-not here: on an H200 it took as long as `backward.backward_key_value`, since the sums of both leave too few registers.
+Each product of a group waits for the one before it, while the other group's products run. The gradients of key and
+value have no such kernel: on an H200 it was as slow as `backward.backward_key_value`, because two sums leave too few
+registers.
 """
 
 from __future__ import annotations
@@ -16,63 +17,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from attn_fuse.kernels.triton.flash.backward import gradient_of_raw, weights_again
 from attn_fuse.kernels.triton.flash.forward import CHANGING, key_phases
-from attn_fuse.kernels.triton.flash.hopper import GROUPS, ROWS, begun, rows_of
-from attn_fuse.kernels.triton.flash.tiles import head_base, place, span, stretch
-
-
-@gluon.jit
-def weights_again(
-    raw, b, h, i, j, q_len, kv_len, reads, shift, over,
-    WHOLE: gl.constexpr, SCORE: gl.constexpr, SCORE_INSIDE: gl.constexpr, TO_LOG2: gl.constexpr, RESCALED: gl.constexpr,
-):  # fmt: skip
-    """The weights of a block. WHOLE: whether every query sees every key of it."""
-    if WHOLE:
-        scores = SCORE_INSIDE(raw, b, h, i, j, q_len, None, reads)
-    else:
-        scores = SCORE(raw, b, h, i, j, q_len, kv_len, reads)
-        scores = gl.where(j < kv_len, scores, float("-inf"))
-    if WHOLE and RESCALED:
-        weights = gl.exp2(scores - shift * TO_LOG2) * over
-    else:
-        weights = gl.exp2((scores - shift) * TO_LOG2) * over
-    return weights
-
-
-@gluon.jit
-def gradient_of_raw(
-    draw, raw, b, h, i, j, q_len, kv_len, reads,
-    WHOLE: gl.constexpr, BACKWARD: gl.constexpr, BACKWARD_INSIDE: gl.constexpr,
-):  # fmt: skip
-    """Of the product of query and key, without `backward_factor`, from that of the score."""
-    if WHOLE and BACKWARD_INSIDE is not None:
-        draw = BACKWARD_INSIDE(draw, raw, b, h, i, j, q_len, None, reads)
-    elif not WHOLE and BACKWARD is not None:
-        draw = BACKWARD(draw, raw, b, h, i, j, q_len, kv_len, reads)
-        draw = gl.where(j < kv_len, draw, 0.0)
-    return draw
-
-
-@gluon.jit
-def store_sums(tensor, b, h, first, length, sums, WIDTH: gl.constexpr, BLOCK: gl.constexpr, LAYOUT: gl.constexpr):
-    """Rows from `first` on of a gradient [B, H, len, WIDTH]."""
-    at = first + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    d = gl.arange(0, BLOCK, gl.SliceLayout(0, LAYOUT))
-    to = at.to(gl.int64)[:, None] * tensor[1][2] + d.to(gl.int64)[None, :] * tensor[1][3]
-    there = (at < length)[:, None] & (d < WIDTH)[None, :]
-    gl.store(head_base(tensor, b, h) + to, sums.to(tensor[0].dtype.element_ty), mask=there)
+from attn_fuse.kernels.triton.flash.hopper import GROUPS, ROWS, begun, rows_of, store_rows
+from attn_fuse.kernels.triton.flash.tiles import place, span
 
 
 @gluon.jit(do_not_specialize=CHANGING)
 def bulk_query(
-    grad_out, query, key, value, dquery, saved, stride, spans, reads, numbers,
+    grad_out, query, key, value, dquery, dinput, saved, stride, seed, spans, reads, numbers,
     lower, upper, heads, groups, q_len, kv_len,
     SCORE: gl.constexpr, SCORE_INSIDE: gl.constexpr, BACKWARD: gl.constexpr, BACKWARD_INSIDE: gl.constexpr,
     TIMES: gl.constexpr, TO_LOG2: gl.constexpr, INNER: gl.constexpr, RESCALED: gl.constexpr,
     HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_V: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """As `backward.backward_query`, without dropout, a factor and gradients of what the scores read. grad_out, query,
-    key, value: descriptors, of blocks of ROWS queries and of BLOCK_N keys."""
+    """Like `backward.backward_query`, without dropout, a factor, or a gradient of an input: dinput and seed are None.
+
+    grad_out, query, key, value: descriptors of blocks of ROWS queries and of BLOCK_N keys.
+    """
     reads = (reads[0], reads[1], numbers)
     blocks = gl.cdiv(q_len, GROUPS * ROWS)
     block, h, b = place(blocks, heads, False)
@@ -135,7 +97,7 @@ def of_queries(
     BEFORE: gl.constexpr, RESCALED: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The gradient of one group's queries. BEFORE: as in `hopper.consumer`."""
+    """Computes the gradient of one group's queries. BEFORE: as in `hopper.consumer`."""
     q, do, k, v = tiles
     q_there, k_there, v_there, free = barriers
     dquery, saved, stride, reads, b, h, heads, start, phases, q_len, kv_len = given
@@ -154,7 +116,7 @@ def of_queries(
     mbarrier.wait(q_there.index(GROUP), 0)
     queries, pulled = rows_of(q.index(GROUP)), rows_of(do.index(GROUP))
     for phase in gl.static_range(3):
-        begin, end = stretch(phase, phases[0], phases[1], phases[2], phases[3])
+        begin, end = phases[phase], phases[phase + 1]
         if phase > 0 or BEFORE:
             for n in range(begin, end):
                 stage, turn = (n - phases[0]) % STAGES, ((n - phases[0]) // STAGES) & 1
@@ -179,4 +141,4 @@ def of_queries(
                 dq = warpgroup_mma(used, keys, dq, is_async=True)
                 dq = warpgroup_mma_wait(0, deps=(dq,))
                 mbarrier.arrive(free.index(stage), count=1)
-    store_sums(dquery, b, h, first, q_len, dq * TIMES, HEAD_DIM, BLOCK_D, of_sums)
+    store_rows(dquery, b, h, first, q_len, dq * TIMES, HEAD_DIM, BLOCK_D, of_sums)

@@ -1,8 +1,7 @@
-"""triton_flash: our flash attention in Triton, forward and backward, with the score function generated into it.
+"""triton_flash: our flash attention in Triton, forward and backward, with the score function compiled into it.
 
-Taken: every mask, bias, function of the scores, sink, factor and dropout that is recognised, with the gradients of all
-that is learned; grouped heads, any strides. Declined: rows wider than 256, float64, devices before Ampere. Blocks that
-the structure of the mask hides are not computed.
+Takes every recognised mask, bias, function of the scores, sink, factor and dropout, all gradients, grouped heads, and
+any strides. Declines rows wider than 256, float64, and GPUs before Ampere. Skips blocks hidden by the mask's structure.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,9 +20,9 @@ from attn_fuse.attention.facts import Facts
 from attn_fuse.emit.builder import tensor
 from attn_fuse.expression.nodes import TRUE, And, Expr, Gather, Input, Position, Score, distinct
 from attn_fuse.kernels.centring import gains, restored, sums_to_one
+from attn_fuse.kernels.elsewhere import capability
 from attn_fuse.kernels.kernel import Kernel
 from attn_fuse.kernels.score.apart import lookups_apart
-from attn_fuse.kernels.score.part import part_of
 from attn_fuse.kernels.score.program import ScoreProgram
 from attn_fuse.kernels.score.simplify import inside
 from attn_fuse.kernels.score.write import ScoreCall, score_call
@@ -38,7 +37,7 @@ _AMPERE = (8, 0)
 
 
 def limits(attention: Attention, facts: Facts) -> Iterator[str]:
-    """The reasons beside device type and dtype: wide rows, no Triton, a GPU before Ampere."""
+    """The reasons other than device type and dtype: wide rows, no Triton, a GPU before Ampere."""
     for name in ("head_dim", "value_dim"):
         if name in facts.symbolic:
             yield f"takes a {name} of at most {WIDEST}, and it may change from call to call"
@@ -46,19 +45,17 @@ def limits(attention: Attention, facts: Facts) -> Iterator[str]:
             yield f"takes a {name} of at most {WIDEST}, not {getattr(facts, name)}"
     if not is_installed():
         yield "Triton is not installed"
-    if facts.device.type == "cuda" and torch.cuda.is_available():
-        capability = torch.cuda.get_device_capability(facts.device)
-        if capability < _AMPERE:
-            yield f"needs compute capability 8.0, this device has {'.'.join(map(str, capability))}"
+    if facts.device.type == "cuda" and (has := capability(facts.device)) is not None and has < _AMPERE:
+        yield f"needs compute capability 8.0, this device has {'.'.join(map(str, has))}"
 
 
 def emit(call: Call) -> Node:
-    """Build the call of `triton_flash`, and return the node of [batch, heads, q_len, value_dim]."""
+    """Build the call of `triton_flash` and return its output, [batch, heads, q_len, value_dim]."""
     score = lookups_apart(call, score_call(call))
     drops = call.attention.dropout_p is not None
     seed = call.node(torch.randint, 2**62, [1], dtype=torch.int64, device=call.facts.device) if drops else None
     of_queries, of_keys = _spans(call, score)
-    # In half precision, centring gains too little for a copy of the values.
+    # In half precision, centring gains too little to be worth a copy of the values.
     centred = gains(call) and sums_to_one(call.attention) and call.facts.dtype.itemsize > 2
     results = call.node(
         triton_flash,
@@ -85,38 +82,34 @@ def emit(call: Call) -> Node:
 
 
 def _spans(call: Call, score: ScoreCall) -> tuple[Node | None, Node | None]:
-    """The spans of queries and of keys, as nodes; None where the mask's structure says no more than its bounds."""
-    program, is_whole = _structure(score)
-    if program is None:
+    """The spans of queries and of keys as nodes, or None if the mask has no structure besides its bounds."""
+    visible, is_whole = _structure(score)
+    if visible is None:
         return None, None
-    part = part_of(Score(), program.hides_only_if_others_seen, visible=program.visible)
+    only = score.program.hides_only_if_others_seen
+    part = score.part(ScoreProgram(Score(), visible=visible, hides_only_if_others_seen=only))
     a = call.attention
-    sizes = [call.size(a.length(axes)) for axes in (a.batch_axes, a.head_axes, a.axes.query, a.axes.key)]
-    tensors = [call.node_once(torch.Tensor.detach, score.inputs[n]) for n in part.inputs]
-    numbers, device = [score.numbers[n] for n in part.numbers], call.facts.device
-    found = call.node_once(spans, tensors, numbers, *sizes, part.program.dumps(), device, is_whole)
+    sizes = [call.size(a.length(axes)) for axes in (a.axes.batch, a.head_axes, a.axes.query, a.axes.key)]
+    tensors = [call.node_once(torch.Tensor.detach, x) for x in part.inputs]
+    found = call.node_once(spans, tensors, part.numbers, *sizes, part.program.dumps(), call.facts.device, is_whole)
     return call.node_once(operator.getitem, found, 0), call.node_once(operator.getitem, found, 1)
 
 
-def _structure(score: ScoreCall) -> tuple[ScoreProgram | None, bool]:
-    """The mask parts that say more than the bounds, and are the same for all heads if they are large.
+def _structure(score: ScoreCall) -> tuple[Expr | None, bool]:
+    """The conditions of the mask besides its bounds, and whether they and the bounds are the whole mask.
 
-    None without one. And whether these are, with the bounds, all of the mask. To ask a mask about each pair of
-    positions costs little beside an attention of several heads.
+    Conditions that read an element for every head, query and key are left out: to evaluate a mask for every query and
+    key is cheap only beside an attention of several heads. None if no condition is left.
     """
     program = score.program
     if program.visible is None:
         return None, False
-    if program.hides_only_if_others_seen:
-        # Some of the parts alone would not say which rows are fully masked.
-        shared = _is_shared(program.visible, score.inputs)
-        found = ScoreProgram(Score(), visible=program.visible, hides_only_if_others_seen=True)
-        return (found, True) if shared else (None, False)
-    parts = [part for part in _conjuncts(inside(program.visible, program)) if part != TRUE]
-    shared_parts = [part for part in parts if _is_shared(part, score.inputs)]
-    if not shared_parts:
-        return None, False
-    return ScoreProgram(Score(), visible=functools.reduce(And, shared_parts)), len(shared_parts) == len(parts)
+    # Which rows are fully masked depends on all conditions together.
+    only = program.hides_only_if_others_seen
+    whole = [program.visible] if only else _conjuncts(inside(program.visible, program))
+    parts = [part for part in whole if part != TRUE]
+    shared = [part for part in parts if _is_shared(part, score.inputs)]
+    return functools.reduce(And, shared) if shared else None, len(shared) == len(parts)
 
 
 def _conjuncts(expr: Expr) -> Iterator[Expr]:
@@ -127,8 +120,8 @@ def _conjuncts(expr: Expr) -> Iterator[Expr]:
         yield expr
 
 
-def _is_shared(expr: Expr, inputs: list[Node]) -> bool:
-    """Whether all heads share what is read for each query and key."""
+def _is_shared(expr: Expr, inputs: Sequence[Node]) -> bool:
+    """Whether `expr` reads no tensor that has an element for each head, query and key."""
     shapes = [tensor(x).shape for x in inputs]
     for node in distinct(expr):
         if isinstance(node, Input) and 1 not in shapes[node.leaf][1:]:

@@ -1,11 +1,11 @@
-"""The flash kernels as operators, which torch.compile, autograd and torch's caches take as they are.
+"""The flash kernels as operators, which torch.compile, autograd and torch's caches can use.
 
     triton_flash(query, key, value, inputs, numbers, seed, of_queries, of_keys, dropout_p, program, centred)
         -> out, row_max, row_sum, centre
     triton_flash_backward(grad_out, ..., dropout_p, out, row_max, row_sum, centre, program, wanted)
         -> dquery, dkey, dvalue, dinputs
 
-The first call imports Triton. Under its interpreter (TRITON_INTERPRET=1) the operators also run on a CPU.
+The first call imports Triton. In its interpreter (TRITON_INTERPRET=1) the operators also run on a CPU.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from attn_fuse.kernels.once import once
 from attn_fuse.kernels.operands import Operands, strides_inside
 from attn_fuse.kernels.triton import OPERATOR_DEVICES
 
-# torch's caches on disk know an operator by its name only: raise this with every change in what it computes, or in
-# the text of a score program.
+# Part of the operators' names, by which torch's caches on disk know them. Raise it whenever their results or the text
+# of score programs change.
 VERSION = 12
 
 
 def heads_inside(like: Tensor, shape: Sequence[Any]) -> Tensor:
-    """An empty [batch, heads, length, dim] that lies in memory as [batch, length, heads, dim]."""
+    """An empty tensor [batch, heads, length, dim], in memory [batch, length, heads, dim]."""
     return like.new_empty_strided(shape, strides_inside(shape))
 
 
@@ -77,7 +77,7 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], grad_out: Tensor, *_: Any) -> 
         out, row_max, row_sum, centre, ctx.program, wanted,
     )  # fmt: skip
     dinputs = [d if need else None for d, need in zip(dinputs, wanted, strict=True)]
-    # torch takes [] for the gradient of an empty list, and None where anything else has no gradient.
+    # torch wants [] for the gradient of an empty list, and None for every other missing gradient.
     return (dquery, dkey, dvalue, dinputs, None if ctx.numbers else [], None, None, None, None, None, None)
 
 

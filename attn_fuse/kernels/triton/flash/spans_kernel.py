@@ -1,4 +1,4 @@
-"""The kernel behind `spans`: it asks the mask about each pair of 64 positions and all others."""
+"""The kernel behind `spans`, which evaluates the mask for every query and key."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attn_fuse.kernels.score.dependence import planes
-from attn_fuse.kernels.triton import SPAN as _SPAN
 from attn_fuse.kernels.triton.flash.tiles import SPAN, place
-from attn_fuse.kernels.triton.launch import Launch, ceil_div, misaligned, on, stream_of
+from attn_fuse.kernels.triton.launch import Launch, misaligned, on, stream_of
 from attn_fuse.kernels.triton.scores import score_code
 
 _CHANGING = ("numbers", "heads", "q_len", "kv_len")
 _OPTIONS = {"num_warps": 8, "num_stages": 2}
-# Positions of the other kind that are looked at together.
+# How many positions of the other kind one step of the loop covers.
 _BLOCK = 128
 
 
@@ -26,11 +24,11 @@ def seen(
     table, empty, reads, numbers, heads, q_len, kv_len,
     VISIBLE: tl.constexpr, OF_KEYS: tl.constexpr, INNER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One entry of `table`, contiguous int32 [batch, heads, entries, 2 or 4]: of queries, or of keys.
+    """Write one entry of `table`, contiguous int32 [batch, heads, entries, 2 or 4], for queries or, if OF_KEYS, keys.
 
-    empty: None, or int32 [batch, heads, entries of queries]: whether one of the queries sees no key. Such a query has
-        weights for all keys. It is written for queries, and read for keys.
-    VISIBLE: of a `ScoreCode`, or None.
+    empty: None, or int32 [batch, heads, entries of queries], whether any query of an entry sees no key and so has
+        weights for all keys. The launch for queries writes it, and the one for keys reads it.
+    VISIBLE: the function of a `ScoreCode`, or None.
     """
     reads = (reads[0], reads[1], numbers)
     length, others = q_len, kv_len
@@ -78,34 +76,22 @@ def seen(
         tl.store(to + 3, inner_last)
 
 
-def find_spans(
-    inputs: Sequence[Tensor],
-    numbers: Sequence[int],
-    batch: int,
-    heads: int,
-    q_len: int,
-    kv_len: int,
-    program: str,
-    device: torch.device,
-    inner: bool,
-) -> tuple[Tensor, Tensor]:
-    """of_queries, of_keys: int32 [B|1, H|1, entries, 2], each [first seen, one past the last seen); [n, 0] for none.
+def fill(
+    tables: tuple[Tensor, Tensor], inputs: Sequence[Tensor], numbers: Sequence[int], batch: int, heads: int,
+    q_len: int, kv_len: int, program: str, device: torch.device, inner: bool,
+) -> None:  # fmt: skip
+    """Fill `tables` of queries and of keys, int32 [B|1, H|1, entries, 2 or 4].
 
-    inner: whether two more numbers follow: the first run of positions that all of the 64 see, or that see all of them.
+    An entry holds the first position seen and one past the last, or [n, 0] if there is none. With four numbers, the
+    last two are the first run of keys that all 64 queries see, or of queries that see all 64 keys.
     """
     code = score_code(program, inputs, numbers)
     *reads, whole = code.kernel_args(inputs, numbers)
-    leading = planes(code.program.visible, [x.shape for x in inputs], batch, heads)
-
-    def empty_table(length: int, *entry: int) -> Tensor:
-        return torch.empty((*leading, ceil_div(length, _SPAN), *entry), dtype=torch.int32, device=device)
-
-    width = 4 if inner else 2
-    of_queries, of_keys = made = empty_table(q_len, width), empty_table(kv_len, width)
-    empty = empty_table(q_len) if code.program.hides_only_if_others_seen else None
-    for table in made:
-        constants = leading[1], q_len, kv_len, code.visible, table is of_keys, inner, _BLOCK
+    of_queries, of_keys = tables
+    planes, width = of_queries.shape[1], of_queries.shape[3]
+    empty = of_queries.new_empty(of_queries.shape[:3]) if code.program.hides_only_if_others_seen else None
+    for table in tables:
+        constants = planes, q_len, kv_len, code.visible, table is of_keys, inner, _BLOCK
         launch = Launch(seen, table.numel() // width, constants, **_OPTIONS)
         with on(device):
             launch(stream_of(device), misaligned(*inputs), table, empty, tuple(reads), whole)
-    return of_queries, of_keys

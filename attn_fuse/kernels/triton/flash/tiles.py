@@ -1,6 +1,6 @@
-"""Parts of the flash kernels: rows of a matrix, the keys that a block of queries may see, and dropout.
+"""Tiles: loading and storing rows, the blocks to visit, and dropout, for all flash kernels.
 
-A tensor [batch, heads, length, width] is given as (pointer, strides).
+A tensor [batch, heads, length, width] is passed as (pointer, strides).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ SPAN = tl.constexpr(64)
 _GOLDEN = tl.constexpr(0x9E3779B1)
 _FIRST = tl.constexpr(0x7FEB352D)
 _SECOND = tl.constexpr(0x846CA68B)
-# Neighbouring positions whose random numbers have a factor in common.
+# The number of neighbouring positions whose random numbers share a factor.
 _GROUP = tl.constexpr(32)
-# For the same in Triton's language LLVM makes vectors of bits, which it packs into words and unpacks again.
+# From the same computation in Triton's language, LLVM makes vectors of bits that it packs into words and unpacks again.
 _DROPPED = tl.constexpr("""
     { .reg .pred kept; .reg .u32 drawn;
       mul.lo.u32 drawn, $2, $3; setp.hs.u32 kept, drawn, $4; selp.f32 $0, $1, 0f00000000, kept; }
@@ -33,10 +33,10 @@ def head_base(tensor, b, h):
 
 @triton.jit
 def place(blocks, heads, SHARED: tl.constexpr):
-    """The block, head and batch entry that this program is for.
+    """The block, head and batch entry of this program.
 
-    SHARED: whether batch entries share what is read for each element. They then follow each other, and all but the
-    first find it in the cache.
+    SHARED: whether batch entries read the same tensor for each element of the scores. They then run one after another,
+    and all but the first find the tensor in the cache.
     """
     number = tl.program_id(0)
     if SHARED:
@@ -48,27 +48,14 @@ def place(blocks, heads, SHARED: tl.constexpr):
 
 
 @triton.jit
-def stretch(phase: tl.constexpr, first, inner_first, inner_last, last):
-    """The first block of one of the three phases of a loop, and one past its last."""
-    if phase == 0:
-        begin, end = first, inner_first
-    elif phase == 1:
-        begin, end = inner_first, inner_last
-    else:
-        begin, end = inner_last, last
-    return begin, end
-
-
-@triton.jit
 def rounded(length, EVEN: tl.constexpr):
-    """`length`, which is a multiple of 16 where EVEN says so: Triton sees that from the product alone."""
+    """`length`; if EVEN, in a form from which Triton sees that it is a multiple of 16."""
     return length // 16 * 16 if EVEN else length
 
 
 @triton.jit
 def in_blocks(first, inner_first, inner_last, last, BLOCK: tl.constexpr):
-    """The four positions that cut a loop, as numbers of blocks: those in the middle are whole, the others may be cut
-    by the end of the sequence."""
+    """The four ends of a loop's stretches, from positions to numbers of blocks. The middle stretch has whole blocks."""
     begin = first // BLOCK
     last = tl.maximum(begin * BLOCK, last)
     end = tl.cdiv(last, BLOCK)
@@ -80,7 +67,7 @@ def in_blocks(first, inner_first, inner_last, last, BLOCK: tl.constexpr):
 def load_rows(
     tensor, start, first, length, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHECKED: tl.constexpr
 ):
-    """ROWS rows from `first` on of a matrix at `start`, [ROWS, BLOCK]: 0 beyond WIDTH and, where CHECKED, `length`."""
+    """ROWS rows of a matrix from row `first` on, [ROWS, BLOCK]; 0 beyond WIDTH and, if CHECKED, beyond `length`."""
     r, d = tl.arange(0, ROWS), tl.arange(0, BLOCK)
     pointers = (
         start + tl.cast(first + r, tl.int64)[:, None] * tensor[1][2] + tl.cast(d, tl.int64)[None, :] * tensor[1][3]
@@ -106,18 +93,18 @@ def store_rows(tensor, start, at, length, x, WIDTH: tl.constexpr, BLOCK: tl.cons
 
 @triton.jit
 def span(spans, b, h, start, length, BLOCK: tl.constexpr, other, INNER: tl.constexpr):
-    """The first of what positions [start, start + BLOCK) may see, and one past the last; then the same of a run that
-    all of them see, as far as the spans know.
+    """The first position that any of [start, start + BLOCK) may see and one past the last, then the same for a run of
+    positions that all of them see.
 
-    spans: None, or (int32 [batch, heads, entries, 4 if INNER else 2], strides of its first two dimensions). Without,
-    all is [0, other).
+    spans: (int32 [batch, heads, entries, 4 if INNER else 2], strides of the first two dimensions). With None, both
+    runs are [0, other).
     """
     first, last, inner_first, inner_last = 0, other, 0, other
     if spans is not None:
         first, last = other, 0
         entries = spans[0] + tl.cast(b, tl.int64) * spans[1][0] + tl.cast(h, tl.int64) * spans[1][1]
         for k in tl.static_range((BLOCK + SPAN - 1) // SPAN):
-            # The last position may be past the end.
+            # The block may reach beyond the end.
             n = tl.minimum(start // SPAN + k, tl.cdiv(length, SPAN) - 1)
             entry = entries + n * (4 if INNER else 2)
             first, last = tl.minimum(first, tl.load(entry)), tl.maximum(last, tl.load(entry + 1))
@@ -129,7 +116,7 @@ def span(spans, b, h, start, length, BLOCK: tl.constexpr, other, INNER: tl.const
 
 @triton.jit
 def mixed(x, word):
-    """lowbias32 of `x`, uint32, with `word` added half-way."""
+    """lowbias32 of `x`, uint32, with `word` added half-way through."""
     x = (x ^ (x >> 16)) * _FIRST + word
     x = (x ^ (x >> 15)) * _SECOND
     return x ^ (x >> 16)
@@ -137,7 +124,7 @@ def mixed(x, word):
 
 @triton.jit
 def draws(seed, b, h, heads):
-    """What the random numbers of a head's queries start from, and those of its keys: a word of 32 bits each."""
+    """The 32-bit words from which the random numbers of a head's queries and of its keys are made."""
     drawn = tl.load(seed)
     head = (b * heads + h).to(tl.uint32)
     for_queries = mixed(drawn.to(tl.uint32) + head * _GOLDEN, head)
@@ -146,30 +133,31 @@ def draws(seed, b, h, heads):
 
 @triton.jit
 def odd_numbers(start, positions):
-    """A random odd number for each of `positions`, uint32: the product of one of its group and one of its place there.
+    """A random odd number for each of `positions`, uint32: a number of its group times one of its place in the group.
 
-    start: of `draws`.
+    start: a word from `draws`.
     """
     return _of_groups(start, positions // _GROUP) * _of_places(start, positions % _GROUP)
 
 
 @triton.jit
 def dropped(x, of_rows, start, first, threshold):
-    """`x`, float32 [ROWS, COLUMNS], with 0 where dropout drops: the same elements, whatever the tile.
+    """`x`, float32 [ROWS, COLUMNS], with 0 where dropout drops. Tile sizes do not change which elements are dropped.
 
-    of_rows: `odd_numbers` of the rows. start: that of the columns, which begin at `first`, a multiple of COLUMNS.
-    threshold: as int32 the 32-bit number below which an element's is dropped.
+    of_rows: `odd_numbers` of the rows. start: the word from `draws` for the columns, which begin at `first`, a multiple
+        of COLUMNS. threshold: elements with a smaller 32-bit random number are dropped; passed as int32.
 
-    An element's number is its row's times its column's, modulo 2^32, under which odd numbers are a group: the products
-    of random ones are uniform, and any three are independent. Where two rows meet two columns the fourth follows from
-    the others, but whether it is dropped hardly does: the covariance of the four is at most the largest square of a
-    character's mean over the numbers below the threshold, less than 1e-6 (Polya and Vinogradov, 1918). Of a hundred
-    million pairs of rows one or two have numbers of so small a ratio that they are dropped alike.
+    The number of an element is that of its row times that of its column, modulo 2^32. Odd numbers are a group under
+    this product, so products of random odd numbers are uniform, and any three are independent. In a rectangle of two
+    rows and two columns, the fourth number follows from the other three, but whether it is dropped hardly does. The
+    covariance of the four is at most the largest square of a character's mean over the numbers below the threshold,
+    less than 1e-6 (Polya and Vinogradov, 1918). In one or two of a hundred million pairs of rows, the ratio of the
+    numbers is so small that the rows are dropped alike.
     """
     COLUMNS: tl.constexpr = x.shape[1]
-    # A loop over columns leaves the places as they are, and draws for the groups only.
+    # In a loop over columns, only the numbers of the groups change.
     if COLUMNS < _GROUP:
-        # Where Triton interprets, a loop may count in Python's numbers.
+        # In Triton's interpreter a loop may count in Python's integers.
         at = tl.cast(first, tl.int32)
         places = at % _GROUP + tl.arange(0, COLUMNS)
         of_columns = _of_groups(start, at // _GROUP) * _of_places(start, places)
