@@ -8,28 +8,28 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-# The profiler that measures memory on the CPU warns of every tensor older than itself. torch reads this when imported.
+# The profiler that measures memory on the CPU warns of every tensor older than itself. torch reads this at import.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 from attn_fuse.errors import BenchError, ExplainError, OptionError, nearest
 
-# By name: the module whose `main` runs the command, and what the command does.
+# By name: the module whose `main` runs the command, and a description.
 COMMANDS = {
     "model": ("attn_fuse.bench.model_command", "the model in a file: eager, Inductor, attn_fuse, each kernel forced"),
     "sweep": ("sweep", "attentions over lengths, head_dims, batches, masks and dtypes; in a clone"),
     "nanogpt": ("nanogpt", "a GPT's training step on each kernel, and with a padded vocabulary; in a clone"),
     "calibrate": ("attn_fuse.bench.calibrate", "measure this device for the picker; show or forget that"),
 }
-# Where `sweep` and `nanogpt` are, which a wheel does not have.
+# The folder of `sweep` and `nanogpt`, which a wheel does not have.
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command that `arguments` name, or list the commands; gives the exit code: 2 after one line on stderr.
+    """Run the command that `arguments` name, or list the commands; gives the exit code.
 
-    130 where the user interrupts it.
+    It is 2 after an error, which is one line on stderr, and 130 after ^C.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     if not arguments or arguments[0] in ("-h", "--help"):

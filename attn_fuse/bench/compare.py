@@ -1,8 +1,9 @@
-"""Compare: whether a way to run a model computes what eager does, up to rounding."""
+"""Compare: whether a way to run a model computes the same as eager, up to rounding."""
 
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -17,21 +18,21 @@ from attn_fuse.explain.inputs import Inputs
 from attn_fuse.explain.subject import Subject
 from attn_fuse.graph.names import tensors_of
 
-# Root mean square of a difference, over that of the expected values. A tensor that is small beside the others, such as
-# the gradient of a key's bias, which is 0 but for rounding, is held against a share of the largest of its kind.
+# Max root mean square of a difference, over that of the expected values. A small tensor, such as the gradient of a
+# key's bias, which is 0 up to rounding, is compared with a share of the largest of its kind.
 _TOLERANCE, _TOLERANCE_16, _SHARE = 1e-3, 6e-2, 1e-3
-# How much farther from the exact values than eager a way may be, and than two draws of eager's are from each other.
+# A way may be this many times as far from the exact values as eager, and as two draws of eager's from each other.
 _ALLOWED = 4.0
 
-# What a call gave: the floating-point outputs, then the gradients, each by name.
+# The floating-point outputs of a call, then the gradients, by name.
 Results = tuple[Mapping[str, Tensor], Mapping[str, Tensor]]
 
 
 class Reference:
-    """Eager's results, and what they are compared by.
+    """Eager's results, to compare others with.
 
-    results: of a call. random: whether another call of eager differs, as with dropout. No result is then the right one,
-    and a way may differ from eager several times as much as two such calls do.
+    random: whether another call of eager differs, as with dropout. Then no result is the right one, and a way may
+    differ from eager several times as much as two such calls do.
     """
 
     def __init__(self, subject: Subject) -> None:
@@ -40,7 +41,6 @@ class Reference:
         self.results = self.of(subject.model)
         self._again = self.of(subject.model, seed=1)
         self.random = not _near(self._again, self.results)
-        self._exact: Results | bool | None = None
 
     def of(self, model: Callable[..., Any], seed: int = 0) -> Results:
         """The results of one call of `model`, the subject's or one compiled from it, in the first state."""
@@ -57,10 +57,9 @@ class Reference:
         drop_gradients(self._subject)
 
     def difference(self, found: Results) -> float:
-        """The max difference of `found` from eager's results, each over the max absolute value of its tensor.
+        """The max difference of `found` from eager's results, over the max absolute value of the tensor.
 
-        A tensor that is small beside the others is held against a share of the largest. Infinite where one of the two
-        has a NaN or lacks a tensor.
+        A small tensor is compared with a share of the largest. Infinite if one of the two has a NaN or lacks a tensor.
         """
         most = 0.0
         for ours, theirs, largest in _kinds(found, self.results, _largest):
@@ -79,18 +78,20 @@ class Reference:
             return True
         if self.random:
             return _near(found, self.results, self._again, self.results)
-        if self._exact is None:
-            try:
-                self._exact = _results(_in_float64(self._subject), None, 0)
-            except Exception:  # not every model runs in float64
-                self._exact = False
-        return not isinstance(self._exact, bool) and _near(found, self.results, self.results, self._exact)
+        return self._exact is not None and _near(found, self.results, self.results, self._exact)
+
+    @functools.cached_property
+    def _exact(self) -> Results | None:
+        try:
+            return _results(_in_float64(self._subject), None, 0)
+        except Exception:  # not every model runs in float64
+            return None
 
 
 def _kinds(
     found: Results, expected: Results, size: Callable[[Tensor], float]
 ) -> Iterator[tuple[Mapping[str, Tensor], Mapping[str, Tensor], float]]:
-    """Both outputs, then both gradients, each with the size of the largest that is expected."""
+    """Both outputs, then both gradients, each with the size of the largest expected tensor."""
     for ours, theirs in zip(found, expected, strict=True):
         yield ours, theirs, max(map(size, theirs.values()), default=0.0)
 
@@ -100,12 +101,12 @@ def _near(found: Results, expected: Results, apart: Results | None = None, cente
     for kind, (ours, theirs, largest) in enumerate(_kinds(found, expected, _size)):
         for name, right in theirs.items():
             tolerance = _TOLERANCE if right.dtype.itemsize > 2 else _TOLERANCE_16
-            if _apart(ours[name], right) <= tolerance * (_size(right) + _SHARE * largest):
+            if _size(_difference(ours[name], right), False) <= tolerance * (_size(right) + _SHARE * largest):
                 continue
             if apart is None or center is None:
                 return False
-            middle = center[kind][name]
-            if not _apart(ours[name], middle) <= _ALLOWED * _apart(apart[kind][name], middle):
+            off, allowed = (_size(_difference(x[name], center[kind][name]), False) for x in (ours, apart[kind]))
+            if not off <= _ALLOWED * allowed:
                 return False
     return True
 
@@ -139,17 +140,23 @@ def _buffers(model: Callable[..., Any]) -> list[tuple[str, Tensor]]:
 
 
 def _in_float64(subject: Subject) -> Subject:
-    def wider(x: Any) -> Any:
-        if not isinstance(x, Tensor) or not x.is_floating_point():
-            return x
-        return x.detach().double().requires_grad_(x.requires_grad)
-
     model = subject.model
     if isinstance(model, nn.Module):
         model = copy.deepcopy(model).double()
         model.zero_grad(set_to_none=True)
-    inputs = Inputs(pytree.tree_map(wider, subject.inputs.args), pytree.tree_map(wider, subject.inputs.kwargs))
+    inputs = Inputs(in_dtype(subject.inputs.args, torch.float64), in_dtype(subject.inputs.kwargs, torch.float64))
     return replace(subject, model=model, inputs=inputs)
+
+
+def in_dtype(values: Any, dtype: torch.dtype) -> Any:
+    """`values` with each floating-point tensor as a new leaf in `dtype`."""
+
+    def cast(x: Any) -> Any:
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            return x
+        return x.detach().to(dtype).requires_grad_(x.requires_grad)
+
+    return pytree.tree_map(cast, values)
 
 
 def _difference(found: Tensor, expected: Tensor) -> Tensor:
@@ -165,11 +172,7 @@ def _largest(x: Tensor) -> float:
     return float(x.detach().double().abs().nan_to_num(nan=math.inf).max()) if x.numel() else 0.0
 
 
-def _apart(found: Tensor, expected: Tensor) -> float:
-    return _size(_difference(found, expected), finite=False)
-
-
 def _size(x: Tensor, finite: bool = True) -> float:
-    """The root mean square, of the finite elements alone where `finite`."""
+    """The root mean square; of the finite elements alone if `finite`."""
     x = x.double()[x.isfinite()] if finite else x
     return float(x.square().mean().sqrt()) if x.numel() else 0.0

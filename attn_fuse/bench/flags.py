@@ -1,4 +1,4 @@
-"""Flags: how the commands of `python -m attn_fuse.bench` are called, what they say on stderr, and what they write."""
+"""Flags: the flags that commands of `python -m attn_fuse.bench` share, their messages on stderr, and their files."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 
 from attn_fuse.errors import BenchError
+from attn_fuse.explain.subject import count as count
 from attn_fuse.files import unwritable
 from attn_fuse.options import kernel_names
 
@@ -30,7 +31,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def check_files(args: argparse.Namespace) -> None:
-    """Raise BenchError where the file of --json or --html cannot be written, before anything is measured."""
+    """Raise BenchError if the file of --json or --html cannot be written."""
     for flag in ("json", "html"):
         path: Path | None = getattr(args, flag, None)
         if path is not None and (problem := unwritable(f"--{flag}", path)):
@@ -38,43 +39,36 @@ def check_files(args: argparse.Namespace) -> None:
 
 
 def tell(doing: str) -> None:
-    """Say on stderr what begins now, such as "compiling Inductor"."""
+    """Print on stderr what begins now, such as "compiling Inductor"."""
     print(doing, file=sys.stderr, flush=True)
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
-    """Write `data` to `path`. Raises BenchError where that fails."""
+    """Write `data` to `path`. Raises BenchError if that fails."""
     write_text(path, json.dumps(data, indent=1) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write `text` to `path`. Raises BenchError where that fails."""
+    """Write `text` to `path`. Raises BenchError if that fails."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as problem:
         raise BenchError(f"cannot write {path}: {problem.strerror or problem}") from problem
 
 
-def count(text: str) -> int:
-    """A whole number above 0, for `type=` of a flag."""
-    if text.isdecimal() and int(text) > 0:
-        return int(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-
-
-def duration(text: str) -> float:
-    """A number of seconds above 0, for `type=` of a flag."""
+def positive(text: str) -> float:
+    """A number above 0, for `type=` of a flag."""
     try:
-        seconds = float(text)
+        number = float(text)
     except ValueError:
-        seconds = math.nan
-    if 0 < seconds < math.inf:
-        return seconds
-    raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+        number = math.nan
+    if 0 < number < math.inf:
+        return number
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
 
 
 def device_of(name: str | None) -> torch.device:
-    """The device of this name; CUDA where there is one for None. Raises BenchError for one that cannot be used."""
+    """The device of this name; for None, CUDA if there is one. Raises BenchError for a device that cannot be used."""
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError:
@@ -87,9 +81,9 @@ def device_of(name: str | None) -> torch.device:
 
 
 def kernels_of(names: Sequence[str] | None, known: Sequence[str]) -> list[str]:
-    """`names`, or all `known` ones. known: the names of the kernels for the device.
+    """`names`, or all of `known`, the names of the device's kernels.
 
-    Raises OptionError for a name that no kernel has, BenchError for one that is not known.
+    Raises OptionError for a name that no kernel has, BenchError for a kernel of other devices.
     """
     if names is None:
         return list(known)

@@ -1,6 +1,6 @@
 """Measure: the times of an attention as written and on each kernel, compiled, compared and interleaved.
 
-Another process measures, and is replaced where a kernel kills it, hangs or breaks the device.
+Another process measures. It is replaced if a kernel kills it, hangs or breaks the device.
 """
 
 from __future__ import annotations
@@ -14,23 +14,22 @@ import torch
 from torch.utils import _pytree as pytree
 
 from attn_fuse.backend import attn_fuse
+from attn_fuse.bench.compare import in_dtype
 from attn_fuse.bench.memory import peak_memory
 from attn_fuse.bench.workloads import program, runner, tensors
-from attn_fuse.errors import NotFusedError, named
 from attn_fuse.kernels import KERNELS
-from attn_fuse.picker.case import Case
+from attn_fuse.picker.case import SCORES_ALIVE, Case
 from attn_fuse.picker.evidence import AS_WRITTEN, Row
-from attn_fuse.picker.timing import OtherLoad, Timing, free_memory, interleaved, synchronize
-from attn_fuse.picker.workers import Worker, note, spared
+from attn_fuse.picker.site_run import forced, runs_on
+from attn_fuse.picker.timing import OtherLoad, Timing, free_memory, interleaved
+from attn_fuse.picker.workers import Worker, spared
+from attn_fuse.report import bytes_in_words
 
 _TOLERANCE = {"float64": 1e-6, "float32": 1e-3}
-# Tensors of the size of the scores that the program as written keeps, by whether it trains: a training step keeps the
-# scores, the weights, their gradients and what dropout kept.
-_SCORES_ALIVE = {False: 3, True: 6}
 # Max measurements beside other load, and seconds between them.
 _TRIES, _WAIT = 3, 2.0
-# Max share of the cores for other programs. On a GPU, whose other load the system does not report, the max ratio of the
-# upper quartile of a kernel's times to the lower.
+# Max share of the cores for other programs. The system does not report the other load of a GPU: there, the max ratio of
+# the upper quartile of a kernel's times to the lower.
 _QUIET, _STEADY = 0.1, 1.5
 # Max seconds of a case, most of them for compiling.
 DEADLINE = 120.0
@@ -40,7 +39,7 @@ DEADLINE = 120.0
 class Effort:
     """How long a case is measured. rounds, seconds: max of a case. shortest: min seconds of one measurement.
 
-    whole: measure memory, too; once, at no other size, and beside any load, which the observation then tells.
+    whole: measure memory, too, and the case once: at no smaller size, and not again beside other load.
     """
 
     rounds: int = 15
@@ -56,9 +55,10 @@ QUICK = Effort(rounds=5, seconds=0.5)
 class Observation:
     """The outcome of measuring a case.
 
-    row: None where the case was not measured. problem: why it was not. why_not: why a kernel has no time.
-    busy: the other load meanwhile, in words; unless it is "", the row is not kept. timings: by kernel, and as written
-    under AS_WRITTEN. peaks: bytes of a call above its operands, alike, where the effort asks for them.
+    row: None if the case was not measured. problem: why it was not. why_not: why a kernel has no time.
+    busy: the other load meanwhile, in words, beside which a row is not kept; "" for none.
+    timings: by the name of a kernel or AS_WRITTEN. peaks: bytes of a call above its operands, by the same names, if the
+        effort asks for them.
     """
 
     row: Row | None = None
@@ -74,16 +74,13 @@ Observe = Callable[[Sequence[str], Case, torch.device, Effort], Observation]
 
 def row_of(case: Case, timings: Mapping[str, Timing]) -> Row:
     """`timings` of `case` as evidence, in microseconds."""
-    host = {name: round(t.host * 1e6, 2) for name, t in timings.items() if t.host is not None}
-    return Row(case, {name: round(timing.median * 1e6, 2) for name, timing in timings.items()}, host)
+    return Row(case, {name: round(timing.median * 1e6, 2) for name, timing in timings.items()})
 
 
-def timed(
-    case: Case, device: torch.device, effort: Effort, kernels: Sequence[str] | None = None
-) -> tuple[dict[str, Timing], dict[str, str]]:
-    """The timings of `case` as written and on `kernels` (None: all that can run it), and why a kernel has none."""
-    runs, why_not = prepared(case, device, kernels)
-    return interleaved(runs, device, effort.rounds, effort.seconds, effort.shortest), why_not
+def timed(case: Case, device: torch.device, effort: Effort, kernels: Sequence[str] | None = None) -> dict[str, Timing]:
+    """The timings of `case` as written and on each of `kernels` (None: all) that can run it."""
+    runs, _ = prepared(case, device, kernels)
+    return interleaved(runs, device, effort.rounds, effort.seconds, effort.shortest)
 
 
 def prepared(
@@ -96,49 +93,31 @@ def prepared(
     torch.compiler.reset()
     torch.manual_seed(0)
     written, values = program(case), tensors(case, device)
+    wide = torch.float32 if case.itemsize < 4 else torch.float64
 
-    def compiled(*names: str) -> Any:
-        options: dict[str, Any] = {"kernels": list(names), "strict": bool(names)}
-        return runner(torch.compile(written, backend=attn_fuse, dynamic=False, options=options), case, values)
+    def on(name: str) -> Callable[[], Any]:
+        compiled = torch.compile(written, backend=attn_fuse, dynamic=False, options=forced(name))
+        return runner(compiled, case, values)
 
-    note(AS_WRITTEN)
-    runs = {AS_WRITTEN: compiled()}
-    expected = runs[AS_WRITTEN]()
-    synchronize(device)
-    why_not = {}
-    for name in kernels_on(device) if kernels is None else kernels:
-        note(name)
-        run = compiled(name)
-        try:
-            found = run()
-            synchronize(device)
-            agrees = case.dropout or _agree(found, expected, case, lambda: _in_wider_dtype(written, case, values))
-        except NotFusedError as problem:
-            why_not[name] = str(problem).rpartition(f"{name}: ")[2]
-            continue
-        except Exception as problem:
-            synchronize(device)  # raises where the kernel broke the device, so that nothing else runs on it
-            why_not[name] = named(problem)
-            continue
-        if agrees:
-            runs[name] = run
-        else:
-            why_not[name] = "its result differs from that as written"
-    note("")
-    return runs, why_not
+    def wrong(found: Any, expected: Any) -> str:
+        agrees = case.dropout or _agree(found, expected, case, lambda: runner(written, case, in_dtype(values, wide))())
+        return "" if agrees else "its result differs from that as written"
+
+    names = kernels_on(device) if kernels is None else kernels
+    return runs_on(AS_WRITTEN, names, on, device, wrong=wrong)
 
 
 def observed(kernels: Sequence[str], case: Case, device: torch.device, effort: Effort) -> Observation:
-    """The outcome of measuring `case`, in this process; `effort.whole` says what else it depends on.
+    """The outcome of measuring `case`, in this process.
 
-    Where memory is short, it is measured at a smaller batch or with fewer heads; beside other load again, up to three
-    times in all.
+    Unless `effort.whole`, a case that does not fit the memory is measured at a smaller batch or with fewer heads, and
+    beside other load it is measured again, up to three times in all.
     """
     smaller = fitting(case, free_memory(device))
     if smaller is None or (effort.whole and smaller != case):
-        return Observation(problem=f"as written it takes {in_gib(bytes_as_written(case))} and more; too little is free")
+        needed = bytes_in_words(bytes_as_written(case))
+        return Observation(problem=f"as written it takes {needed} and more; too little is free")
     runs, why_not = prepared(smaller, device, kernels)
-    busy = ""
     for left in reversed(range(1 if effort.whole else _TRIES)):
         load = OtherLoad()
         timings = interleaved(runs, device, effort.rounds, effort.seconds, effort.shortest)
@@ -152,16 +131,16 @@ def observed(kernels: Sequence[str], case: Case, device: torch.device, effort: E
 
 
 class Measuring:
-    """A worker that measures cases one after another, without the kernels that broke it twice.
+    """A worker that measures cases one after another, without kernels that broke it twice.
 
-    seconds: max of a case. broken: those kernels, with what happened.
+    seconds: max of a case. broken: what happened to such kernels, by name.
     """
 
     def __init__(
         self, device: torch.device, effort: Effort, observe: Observe = observed, seconds: float = DEADLINE
     ) -> None:
         self._device, self._effort, self._observe, self._seconds = device, effort, observe, seconds
-        self._worker, self._once = Worker(imports=["attn_fuse.bench.measure"]), set[str]()
+        self._worker, self._once = Worker(), set[str]()
         self.broken: dict[str, str] = {}
 
     def observation(self, case: Case, end: float, kernels: Sequence[str] | None = None) -> Observation:
@@ -216,15 +195,10 @@ def fitting(case: Case, free: int | None) -> Case | None:
 
 
 def bytes_as_written(case: Case) -> int:
-    """About as many bytes as the program as written holds at once."""
-    alive = _SCORES_ALIVE[case.training] + 2 * (case.bias != "none")
+    """Roughly the bytes that the program as written holds at once."""
+    alive = SCORES_ALIVE[case.training] + 2 * (case.bias != "none")
     lengths = case.q_len * case.heads * case.head_dim, 2 * case.kv_len * case.heads * case.head_dim
     return case.itemsize * (alive * case.scores + 2 * case.batch * sum(lengths))
-
-
-def in_gib(count: float) -> str:
-    """`count` bytes as text, in GiB."""
-    return f"{count / 2**30:.1f} GiB"
 
 
 def kernels_on(device: torch.device) -> list[str]:
@@ -233,9 +207,9 @@ def kernels_on(device: torch.device) -> list[str]:
 
 
 def _agree(found: Any, expected: Any, case: Case, exact: Callable[[], Any]) -> bool:
-    """Whether each result is near that as written or at least as near to the exact one: wrong answers get no time.
+    """Whether each result is near that as written, or at least as near to the exact one.
 
-    As written, the gradient of a broadcast tensor is summed up in 16 bits; a kernel that is more exact is right.
+    As written, the gradient of a broadcast tensor is summed in 16 bits, and a more exact kernel is right, too.
     """
     tolerance = _TOLERANCE.get(case.dtype, 6e-2)
     pairs = list(zip(pytree.tree_leaves(found), pytree.tree_leaves(expected), strict=True))
@@ -244,12 +218,3 @@ def _agree(found: Any, expected: Any, case: Case, exact: Callable[[], Any]) -> b
         is_near or bool((a - c).norm() <= (b - c).norm())
         for is_near, (a, b), c in zip(near, pairs, pytree.tree_leaves(exact()), strict=True)
     )
-
-
-def _in_wider_dtype(written: Callable[..., Any], case: Case, values: tuple[Any, ...]) -> Any:
-    def wider(x: Any) -> Any:
-        if not isinstance(x, torch.Tensor) or not x.is_floating_point():
-            return x
-        return x.detach().to(torch.float32 if x.dtype.itemsize < 4 else torch.float64).requires_grad_(x.requires_grad)
-
-    return runner(written, case, pytree.tree_map(wider, values))()

@@ -1,7 +1,8 @@
-"""Memory: the most bytes of tensors that a call holds at once, on CUDA and on the CPU."""
+"""Memory: the peak bytes of tensors during a call, on CUDA and on the CPU."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import tempfile
@@ -16,11 +17,11 @@ from attn_fuse.picker.timing import synchronize
 
 
 def peak_memory(call: Callable[[], object], device: torch.device) -> int:
-    """The most bytes of tensors alive at once during `call`, above what was alive before it.
+    """The peak bytes of tensors during `call`, above the bytes before it.
 
-    On CUDA it is `max_memory_allocated`; on the CPU the same figure, summed up from the profiler's record of every
-    allocation and release by torch. Memory that libraries take behind torch's back is in neither. The profiler sees one
-    thread: `chunked` works in that alone, on blocks as large as those of all its workers. `call` runs twice on the CPU.
+    On CUDA it is `max_memory_allocated`, on the CPU the same figure from the profiler's record of torch's allocations.
+    Neither has the memory that libraries take behind torch's back. The profiler sees one thread, so `chunked` works in
+    that thread alone, on blocks as large as those of all its workers. On the CPU `call` runs twice.
     """
     synchronize(device)
     if device.type == "cuda":
@@ -38,14 +39,5 @@ def peak_memory(call: Callable[[], object], device: torch.device) -> int:
         path = Path(folder, "trace.json")
         record.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
-    changes = sorted((e["ts"], e["args"]["Bytes"]) for e in events if e.get("name") == "[memory]")
-    alive = peak = 0
-    for _, change in changes:
-        alive += change
-        peak = max(peak, alive)
-    return peak
-
-
-def bytes_in_words(count: int) -> str:
-    """`count` bytes in MiB."""
-    return f"{count / 2**20:.1f} MiB"
+    changes = sorted((e["ts"], int(e["args"]["Bytes"])) for e in events if e.get("name") == "[memory]")
+    return max(itertools.accumulate((change for _, change in changes), initial=0))

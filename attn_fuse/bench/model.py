@@ -1,4 +1,4 @@
-"""Model: one model measured in every way to run it: time, memory, first call, what is fused, whether it is right."""
+"""Model: one model measured in every way to run it: time, memory, first call, fused attentions, differences."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from attn_fuse.explain.steps import TimeUp, limited
 from attn_fuse.explain.subject import Subject
 from attn_fuse.picker.timing import OtherLoad, synchronize
 
-# How many times the limit of another step compiling may take.
+# Compiling may take this many times the limit of another step.
 _COMPILING = 5
 DIFFERS = "WRONG: it differs from eager by more than rounding allows"
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A model in one mode, "inference" or "training". device: where it runs, as "cpu".
+    """A model in one mode, "inference" or "training". device: such as "cpu".
 
     subject: the model and its inputs in words. said: what was made up to run it. left_out: why a way is no row.
     random: whether the model draws random numbers. load: the share of the cores that other programs took meanwhile.
-    explanation: what the picker makes of the model.
+    explanation: the picker's choices for the model.
     """
 
     mode: str
@@ -61,10 +61,10 @@ def device_of(subject: Subject) -> torch.device:
 
 
 def measure(subject: Subject, kernels: Sequence[str], seconds: float) -> Measured:
-    """Measure `subject` in every way, the ways in turn.
+    """Measure `subject` in every way, in turn.
 
-    kernels: names of those that may be forced. seconds: of measuring, max, for each row.
-    Raises BenchError where the model does not run under eager twice.
+    kernels: the names of kernels to force. seconds: of measuring, max, for each row.
+    Raises BenchError if the model does not run under eager twice.
     """
     device, load = device_of(subject), OtherLoad()
     with _kept(subject):
@@ -93,7 +93,7 @@ def measure(subject: Subject, kernels: Sequence[str], seconds: float) -> Measure
 
 
 def _plans(subject: Subject, ways: Sequence[Way]) -> tuple[list[tuple[Row, Way]], dict[str, str], Explanation]:
-    """The programs that the ways come down to, why a way is none, and what the picker makes of the model."""
+    """The programs that result from the ways, why a way gives none, and the picker's choices for the model."""
     plans: dict[Any, tuple[Row, Way]] = {}
     left_out: dict[str, str] = {}
     picked = None
@@ -111,7 +111,7 @@ def _plans(subject: Subject, ways: Sequence[Way]) -> tuple[list[tuple[Row, Way]]
         if way.name != PICKED and not others and not is_held:
             left_out[way.name] = _why_none(explanation, way)
             continue
-        # A kernel holds its own calls to its backend: only those of the program itself are left to hold.
+        # A kernel holds its own calls to its backend, which leaves the program's own calls to hold.
         if way.held_to is not None and not is_held and way.held_to.name != "MATH":
             way = replace(way, held_to=None)
         key = (way.held_to, tuple((str(site.location), site.kernel) for site in explanation.sites))
@@ -140,7 +140,7 @@ def _why_none(explanation: Explanation, way: Way) -> str:
 def _prepared(
     subject: Subject, row: Row, way: Way, reference: Reference, device: torch.device
 ) -> tuple[Row, Callable[[], Any] | None]:
-    """The row with all but time and memory, and a call of the program; None where the row gets no time."""
+    """The row without time and memory, and a call of the program; None if the row gets no time."""
     run = way.compiled(subject.model)
 
     def call() -> None:
@@ -169,7 +169,7 @@ def _prepared(
 
 @contextlib.contextmanager
 def _kept(subject: Subject) -> Iterator[None]:
-    """Put the random state back after the block, and drop what it compiled and its gradients."""
+    """Put the random state back after the block, and drop its compiled programs and gradients."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     try:
         with torch.random.fork_rng(devices):

@@ -1,4 +1,4 @@
-"""Rows: what a program is measured to take, and how that becomes a table."""
+"""Rows: the time and memory of programs, and the cells of a table of them."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from typing import Any, TypeVar
 import torch
 
 from attn_fuse.bench.flags import tell
-from attn_fuse.bench.memory import bytes_in_words, peak_memory
+from attn_fuse.bench.memory import peak_memory
 from attn_fuse.bench.ways import EAGER, INDUCTOR
 from attn_fuse.picker.timing import Timing, interleaved, seconds_in_words
+from attn_fuse.report import bytes_in_words
 
 ROUNDS, _SHORTEST = 30, 2e-3
-# From this share of the cores on, other programs are mentioned.
+# From this share of the cores on, the load of other programs is reported.
 _BUSY = 0.1
 
 
 @dataclass(frozen=True)
 class Row:
-    """One program. names: the ways to run the model that come down to it.
+    """One program. names: the ways to run the model that result in this program.
 
-    fused, sites: how many attentions run on a fused kernel, of how many; the program's own fused calls count.
-    by_kernel: how many each kernel has. first_call: seconds of the first call, with compiling.
+    sites, fused: the number of attentions, and of those on a fused kernel, the program's own fused calls included.
+    by_kernel: the number on each kernel. first_call: seconds of the first call, with compiling.
     difference: the max from eager's outputs and gradients, over the max of the tensor.
-    peak: bytes of a call above what was there before. problem: why there is no time.
+    peak: bytes of a call above the bytes before it. problem: why there is no time.
     """
 
     names: tuple[str, ...]
@@ -45,19 +46,16 @@ class Row:
         return " = ".join(self.names)
 
     def as_json(self) -> dict[str, Any]:
-        """Everything as a plain dictionary; a difference that is infinite is None, as JSON has none."""
-        return {
-            **asdict(self),
-            "name": self.name,
-            "difference": None if self.difference == math.inf else self.difference,
-        }
+        """Everything as a plain dictionary; an infinite difference is None, since JSON has no infinity."""
+        difference = None if self.difference == math.inf else self.difference
+        return {**asdict(self), "name": self.name, "difference": difference}
 
 
 _Row = TypeVar("_Row", bound=Row)
 
 
 def named(rows: Sequence[_Row], way: str) -> _Row | None:
-    """The row that the way of this name came down to."""
+    """The row of the way of this name."""
     return next((row for row in rows if way in row.names), None)
 
 
@@ -70,7 +68,7 @@ def measured(
 ) -> list[_Row]:
     """`rows` with the time and the peak memory of those that have a call in `runs`, by name.
 
-    seconds: of timing, max, for all. before: called before the memory of each is measured.
+    seconds: of timing all rows, max. before: called before the memory of each is measured.
     """
     tell(f"timing {len(runs)} programs in turn, for {seconds:.0f} s at most")
     timings = interleaved(runs, device, ROUNDS, seconds, _SHORTEST, whole_programs=True)
@@ -85,7 +83,7 @@ def measured(
 
 
 def over(row: Row, rows: Sequence[Row], base: str) -> float | None:
-    """The time of `row` over that of the way `base`; None where one of them has none."""
+    """The time of `row` over that of the way `base`; None if one of them has none."""
     other = named(rows, base)
     if row.timing is None or other is None or other.timing is None:
         return None
@@ -93,7 +91,7 @@ def over(row: Row, rows: Sequence[Row], base: str) -> float | None:
 
 
 def cells(row: Row, rows: Sequence[Row]) -> dict[str, str]:
-    """The cells of `row` in a table, by the head of the column; "-" for what is lacking."""
+    """The cells of `row` in a table, by the head of the column; "-" for missing figures."""
     ratios = {f"/ {base}": over(row, rows, base) for base in (EAGER, INDUCTOR)}
     return {
         "median (quartiles)": str(row.timing or "-"),
@@ -106,7 +104,7 @@ def cells(row: Row, rows: Sequence[Row]) -> dict[str, str]:
 
 
 def notes_of(rows: Sequence[Row], load: float) -> list[str]:
-    """Why rows have no time, and the other load meanwhile. load: the share of the cores that other programs took."""
+    """Why rows have no time, and the other load. load: the share of the cores that other programs took."""
     notes = [f"{row.name}: {row.problem}" for row in rows if row.problem]
     if load > _BUSY:
         notes.append(f"other programs took {load:.0%} of the cores meanwhile; measure on a quiet machine")
@@ -114,5 +112,5 @@ def notes_of(rows: Sequence[Row], load: float) -> list[str]:
 
 
 def rounds(rows: Sequence[Row]) -> int:
-    """How many rounds were measured."""
+    """The number of rounds that were measured."""
     return next((row.timing.runs for row in rows if row.timing), 0)

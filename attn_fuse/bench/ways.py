@@ -18,24 +18,20 @@ from attn_fuse.kernels.sdpa import CPU_FLASH, CUDA_EFFICIENT, CUDA_FLASH, CUDNN,
 from attn_fuse.torch_internals import compile_with, without_inductor_attention
 
 EAGER, INDUCTOR, PICKED, FUSED = "eager", "Inductor", "attn_fuse", 'pick="fused"'
-# The kernels of ours that call SDPA, by the backend that each calls.
+# The kernels that call SDPA on CUDA, by the backend that each calls, and the backends in words.
 SDPA_KERNELS = {
     SDPBackend.CUDNN_ATTENTION: CUDNN.name,
     SDPBackend.FLASH_ATTENTION: CUDA_FLASH.name,
     SDPBackend.EFFICIENT_ATTENTION: CUDA_EFFICIENT.name,
 }
-_IN_WORDS = {
-    SDPBackend.CUDNN_ATTENTION: "cuDNN",
-    SDPBackend.FLASH_ATTENTION: "flash",
-    SDPBackend.EFFICIENT_ATTENTION: "efficient",
-}
+_IN_WORDS = dict(zip(SDPA_KERNELS, ("cuDNN", "flash", "efficient"), strict=True))
 
 
 @dataclass(frozen=True)
 class Way:
     """One way to run a model. options: those of attn_fuse; None for a way without it.
 
-    held_to: the backend that every call of SDPA is held to, those of the program itself too; None for torch's choice.
+    held_to: the backend for every call of SDPA, the program's own calls included; None for torch's choice.
     """
 
     name: str
@@ -43,7 +39,7 @@ class Way:
     held_to: SDPBackend | None = None
 
     def compiled(self, model: Callable[..., Any]) -> Callable[..., Any]:
-        """`model` in this way, which compiles when it is first called."""
+        """`model` in this way, compiled when it is first called."""
         if self.name == EAGER:
             return model
         if self.options is None:
@@ -53,12 +49,12 @@ class Way:
 
 
 def ways_on(device: torch.device, kernels: Sequence[str]) -> list[Way]:
-    """The ways to run a model on `device`, where of all kernels only `kernels` take part."""
+    """The ways to run a model on `device`, with only these `kernels` forced."""
     return [Way(EAGER), Way(INDUCTOR), Way(PICKED, {}), Way(FUSED, {"pick": "fused"}), *forced(device, kernels)]
 
 
 def forced(device: torch.device, kernels: Sequence[str]) -> list[Way]:
-    """The ways that force a kernel: each of `kernels`, and torch's math where one of them is a call of SDPA."""
+    """The ways that force a kernel: each of `kernels`, and torch's math if one of them is a call of SDPA."""
     backends = {name: backend for backend, name in sdpa_kernels(device).items()}
     ways = []
     for kernel in KERNELS:
@@ -80,8 +76,8 @@ def sdpa_kernels(device: torch.device) -> dict[SDPBackend, str]:
 class Held:
     """Inductor, with every call of SDPA in the graph held to one backend: an inner backend for attn_fuse.
 
-    attn_fuse has proved that the call computes the attention, and all backends compute the same; so torch's formula,
-    its backend MATH, can be measured on the very calls that a fused kernel takes.
+    attn_fuse has proved that the call computes the attention, and all backends compute the same. So torch's formula,
+    the backend MATH, can be measured on the very calls that a fused kernel takes.
     """
 
     backend: SDPBackend
@@ -95,12 +91,12 @@ class Held:
                 if node.op == "call_function" and node.target in calls:
                     node.target = math_attention if self.backend == SDPBackend.MATH else PINNED[self.backend]
             module.recompile()
-        # Else Inductor would find torch's formula and put it on a fused kernel again.
+        # Otherwise Inductor would find torch's formula and put it on a fused kernel again.
         with without_inductor_attention(None):
             return compile_with("inductor", None, graph, inputs)
 
 
 def math_attention(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """`F.scaled_dot_product_attention` on torch's formula alone; at the top of a module, as those of PINNED are."""
+    """`F.scaled_dot_product_attention` on torch's formula; at the top of a module, like the functions of PINNED."""
     with sdpa_kernel(SDPBackend.MATH):
         return F.scaled_dot_product_attention(*args, **kwargs)

@@ -1,10 +1,11 @@
-"""Workloads: every case of the evidence as a program written out by hand, and tensors to run it on.
+"""Workloads: every case of the evidence as a hand-written program, and tensors to run it on.
 
-Each is spelled as people spell it: a mask is computed from positions, or comes in as a tensor where it has to.
+The spelling is a usual one: a mask is computed from positions, or is an input if it has to be.
 """
 
 from __future__ import annotations
 
+import bisect
 import functools
 import math
 from collections.abc import Callable
@@ -19,14 +20,14 @@ from attn_fuse.picker.case import DTYPES, Case, visible_share
 Program = Callable[..., Tensor]
 
 _SOFTCAP, _DROPOUT, _SEEN_OF_DENSE = 30.0, 0.1, 0.8
-# T5's buckets of relative positions, and the distance from which on all are one (arXiv 1910.10683).
+# T5's buckets of relative positions, and the distance from which on all share a bucket (arXiv 1910.10683).
 _BUCKETS, _FAR = 32, 128
-# Where documents begin, as shares of the length: the borders of documents are not those of blocks.
+# The beginnings of documents as shares of the length, off the borders of blocks.
 _DOCUMENTS = (0.21, 0.34, 0.71)
 
 
 def program(case: Case) -> Program:
-    """The attention of `case`: softmax(query key^T / sqrt(head_dim) ...) value, of what `tensors` gives."""
+    """The attention of `case`, softmax(query key^T / sqrt(head_dim) ...) value, on the result of `tensors`."""
     scale, groups, seen = case.head_dim**-0.5, case.heads // case.kv_heads, seen_by_position(case)
 
     def written(query: Tensor, key: Tensor, value: Tensor, others: dict[str, Tensor]) -> Tensor:
@@ -68,7 +69,7 @@ def program(case: Case) -> Program:
 
 
 def bucket(distance: Tensor) -> Tensor:
-    """T5's bucket of a key's position less a query's: one for each near distance, then ever wider ones."""
+    """T5's bucket of key position minus query position: one for each near distance, then wider and wider ones."""
     half, far = _BUCKETS // 2, distance.abs()
     exact = half // 2
     wide = exact + (torch.log(far.float() / exact) / math.log(_FAR / exact) * (half - exact)).long()
@@ -77,10 +78,9 @@ def bucket(distance: Tensor) -> Tensor:
 
 
 def seen_by_position(case: Case) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """Whether a query sees a key, as a function of their positions; None where positions do not decide.
+    """Whether a query sees a key, as a function of their positions; None if positions do not decide.
 
-    Beside padding or documents there is a causal mask where `visible` is below 1, as in the training of Hugging Face's
-    models.
+    Padding and documents come with a causal mask if `visible` is below 1, as in the training of Hugging Face's models.
     """
     if case.mask == "causal" or (case.mask in ("padding", "documents") and case.visible < 1):
         return lambda i, j: j <= i
@@ -96,21 +96,17 @@ def seen_by_position(case: Case) -> Callable[[Tensor, Tensor], Tensor] | None:
 
 @functools.cache
 def reach_of(case: Case) -> int:
-    """How far back a window reaches that leaves the share `visible`; its near end is the causal diagonal."""
-    offset, low, high = case.kv_len - case.q_len, -(case.kv_len - case.q_len), case.kv_len
-    while low < high:
-        middle = (low + high) // 2
-        if visible_share(case.q_len, case.kv_len, offset, middle) < case.visible:
-            low = middle + 1
-        else:
-            high = middle
-    return low
+    """How far back the window from the causal diagonal reaches that leaves the share `visible`."""
+    offset = case.kv_len - case.q_len
+    reaches = range(-offset, case.kv_len)
+    share = functools.partial(visible_share, case.q_len, case.kv_len, offset)
+    return -offset + bisect.bisect_left(reaches, case.visible, key=share)
 
 
 def tensors(case: Case, device: torch.device) -> tuple[Any, ...]:
-    """query, key, value [batch, heads | kv_heads, len, dim], and a dict of the other tensors that the program reads.
+    """query, key, value [batch, heads | kv_heads, len, dim], and the other tensors that the program reads, by name.
 
-    Floating-point tensors need gradients in training, a stored bias only where `case.bias` is "gradient".
+    Floating-point tensors need gradients in training, a stored bias only if `case.bias` is "gradient".
     """
 
     def random(*shape: int, grad: bool = case.training) -> Tensor:
@@ -145,7 +141,7 @@ def tensors(case: Case, device: torch.device) -> tuple[Any, ...]:
 
 
 def window_index(q_len: int, kv_len: int, device: torch.device) -> Tensor:
-    """Swin's index (arXiv 2103.14030), int64 [q_len, kv_len]: an entry for each distance in rows and columns."""
+    """Swin's index (arXiv 2103.14030), int64 [q_len, kv_len]: one number for each distance in rows and columns."""
     width = max(1, math.isqrt(kv_len))
     i, j = torch.arange(q_len, device=device)[:, None], torch.arange(kv_len, device=device)
     rows, columns = i // width - j // width, i % width - j % width
@@ -154,7 +150,7 @@ def window_index(q_len: int, kv_len: int, device: torch.device) -> Tensor:
 
 
 def runner(compiled: Callable[..., Any], case: Case, values: tuple[Any, ...]) -> Callable[[], Any]:
-    """A call of `compiled` on `values`: it gives the output, or in training the gradients."""
+    """A call of `compiled` on `values` that returns the output, or in training the gradients."""
     if not case.training:
 
         def forward() -> Any:
@@ -164,7 +160,5 @@ def runner(compiled: Callable[..., Any], case: Case, values: tuple[Any, ...]) ->
         return forward
     *operands, others = values
     wanted = [t for t in (*operands, *others.values()) if t.requires_grad]
-    gradient = torch.ones(
-        case.batch, case.heads, case.q_len, case.value_dim, dtype=operands[0].dtype, device=operands[0].device
-    )
+    gradient = operands[0].new_ones(case.batch, case.heads, case.q_len, case.value_dim)
     return lambda: torch.autograd.grad(compiled(*values), wanted, gradient)

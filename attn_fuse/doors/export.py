@@ -1,19 +1,16 @@
 """Export: an ExportedProgram with its attention on torch's own fused kernels, for AOTInductor and for files.
 
-torch.export ignores backends, so the program is exported, rewritten as `backend` rewrites a graph, and exported again
-with the sizes that the first export found to be free. Only kernels of torch itself are used, unless the caller names
-others: a saved program then runs where attn_fuse is not installed.
+torch.export ignores backends, so the program is exported, rewritten by `backend`, and exported again with the dynamic
+sizes of the first export. By default only torch's own kernels are used: a saved program runs without attn_fuse.
 """
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import logging
 import operator
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,21 +21,18 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from attn_fuse.backend import Attempt, require_all_fused
-from attn_fuse.emit.check import Rewritten, without_disagreements
-from attn_fuse.errors import AttnFuseError, OptionError, named
+from attn_fuse.errors import AttnFuseError, NotFusedError, OptionError, named
 from attn_fuse.graph.names import value_of
 from attn_fuse.graph.scopes import code_of
 from attn_fuse.kernels.sdpa import CPU_FLASH, CUDA_EFFICIENT, CUDA_FLASH, CUDNN, PINNED
 from attn_fuse.options import Fuel, parse_options
-from attn_fuse.report import Failure, GraphReport, record
+from attn_fuse.report import GraphReport, log, record
 from attn_fuse.torch_internals import SOURCE, calling_convention_of, storage_of
-
-log = logging.getLogger("attn_fuse")
 
 _TORCHS_OWN = tuple(kernel.name for kernel in (CUDNN, CUDA_FLASH, CUDA_EFFICIENT, CPU_FLASH))
 _SDPA = (F.scaled_dot_product_attention, *PINNED.values())
-_SELF = "L['self']."  # as Dynamo begins the name of what a module holds
-_BAKED = "what is proved of %s is part of the program now, and not checked when the program runs"
+_SELF = "L['self']."  # the start of Dynamo's names of a module's attributes
+_BAKED = "the program relies on the contents of %s at the export, and does not check them when it runs"
 
 
 def export(
@@ -49,24 +43,23 @@ def export(
     dynamic_shapes: Any = None,
     options: Mapping[str, Any] | None = None,
 ) -> ExportedProgram:
-    """`model` as torch.export gives it, with its attention on fused kernels of torch; `torch.export.save` takes it.
+    """`model` exported by torch.export, with its attention on torch's fused kernels; `torch.export.save` takes it.
 
     model: a module, exported by ``torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes)``, or a
-        program that was exported before, whose free sizes stay free. For a program args and kwargs are example inputs,
-        by default its own, and dynamic_shapes must be None.
-    options: as for the backend; `inner_backend`, `mode` and `inductor` say nothing here. `kernels` are torch's own by
-        default; a program with one of ours runs only where attn_fuse is imported.
+        program exported before, whose dynamic sizes stay dynamic. For a program, args and kwargs are example inputs, by
+        default its own, and dynamic_shapes must be None.
+    options: those of the backend; `inner_backend`, `mode` and `inductor` have no effect. `kernels` are torch's own by
+        default; a program with one of ours runs only after ``import attn_fuse``.
 
-    The program computes what `model` computes, for inference. Export under ``torch.no_grad()``, so that kernels are
-    picked for inference; a program exported with gradients on may still be trained. A proof that rests on the contents
-    of a buffer, such as a lower triangle, is baked into the program: nothing checks the buffer when the program runs,
-    and another state dict loaded into the program does not change the mask. A buffer that the program itself writes
-    proves nothing and is read as the tensor it is. What could not be rewritten or exported again comes back as torch
-    exported it, with a warning. What was rewritten has lost the tree of its modules, as `torch.export.unflatten` would
-    rebuild it. `attn_fuse.reports()` tells of every attention.
+    Export under ``torch.no_grad()`` to pick kernels for inference; a program exported with gradients on can be trained.
+    A proof from the contents of a buffer, such as a lower triangle, is baked into the program: nothing checks the
+    buffer at run time, and another state dict does not change the mask. A buffer that the program writes proves
+    nothing, and is read as a tensor. A program that cannot be rewritten or exported again is returned as torch exported
+    it, with a warning. A rewritten program has no tree of modules for `torch.export.unflatten`. `attn_fuse.reports()`
+    has a report on every attention.
 
-    Raises OptionError for a bad option, NotFusedError under `strict`, what torch.export raises for `model`, and
-    AttnFuseError where args are missing.
+    Raises OptionError for a bad option, NotFusedError under `strict`, torch.export's errors for `model`, and
+    AttnFuseError if args are missing.
     """
     chosen = parse_options(options)
     if chosen.kernels is None:
@@ -76,22 +69,20 @@ def export(
         args, kwargs = program.example_inputs or (None, None)
     if args is None:
         raise AttnFuseError("attn_fuse.export: the program holds no example inputs; give them as args and kwargs.")
-    with _as_the_program_runs():
+    # The exported program already holds the casts of any autocast.
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
         try:
-            module, found, seconds = _rewritten(program, args, kwargs or {}, replace(chosen, try_unmeasured=False))
-        except Exception as problem:  # rule 5: whatever goes wrong in here must not break the export
+            module, report = _rewritten(program, args, kwargs or {}, replace(chosen, try_unmeasured=False))
+            record(report)
+            if chosen.strict:
+                require_all_fused(report.sites)
+            if any(site.fused for site in report.sites):
+                return _again(program, module, args, kwargs or {})
+        except NotFusedError:
+            raise
+        except Exception as problem:  # rule 5: nothing that fails here may break the export
             log.warning("the program stays as torch exported it: %s", named(problem), exc_info=True)
-            return program
-        record(GraphReport(tuple(found.sites), seconds, _notes(found), module.before, module.after))
-        if chosen.strict:
-            require_all_fused(found.sites)
-        if not any(site.fused for site in found.sites):
-            return program
-        try:
-            return _again(program, module.module, args, kwargs or {})
-        except Exception as problem:
-            log.warning("the program stays as torch exported it: %s", named(problem), exc_info=True)
-            return program
+    return program
 
 
 def _exported(
@@ -99,9 +90,7 @@ def _exported(
 ) -> ExportedProgram:
     if isinstance(model, ExportedProgram):
         if dynamic_shapes is not None:
-            raise OptionError(
-                "attn_fuse.export: dynamic_shapes are those of the program; give the module to choose others."
-            )
+            raise OptionError("attn_fuse.export: a program keeps its dynamic_shapes; pass the module to choose others.")
         return model
     if args is None:
         raise AttnFuseError("attn_fuse.export: a module needs example inputs; give them as a tuple, args.")
@@ -109,49 +98,22 @@ def _exported(
     return torch.export.export(model, args, given, dynamic_shapes=dynamic_shapes)
 
 
-@contextlib.contextmanager
-def _as_the_program_runs() -> Iterator[None]:
-    """A block without autocast: an exported program holds its casts, whatever autocast it is exported under."""
-    with contextlib.ExitStack() as stack:
-        for device in ("cpu", "cuda"):
-            stack.enter_context(torch.autocast(device, enabled=False))
-        yield
-
-
-def _notes(found: Rewritten) -> tuple[str, ...]:
-    return (*(_BAKED % proof.source.removeprefix(_SELF) for proof in found.proofs), *found.notes)
-
-
 # ---- the program as a graph whose parameters and buffers are inputs, and back
-
-
-@dataclass(frozen=True)
-class _Module:
-    """The program's module, rewritten. before, after: its code."""
-
-    module: GraphModule
-    before: str
-    after: str
 
 
 def _rewritten(
     program: ExportedProgram, args: Sequence[Any], kwargs: Mapping[str, Any], options: Any
-) -> tuple[_Module, Rewritten, float]:
+) -> tuple[GraphModule, GraphReport]:
+    """(the program's module, rewritten; the report)"""
     started = time.perf_counter()
     module: Any = program.module()
     lifted, names, tensors = _lifted(module, _written(program, module))
     inputs = [*tensors, *pytree.tree_leaves((tuple(args), _in_order(dict(kwargs), program)))]
-    attempt = Attempt(options, Fuel(options.fuel))
-
-    def rewrite(left: Mapping[int, Failure | None]) -> Rewritten:
-        return attempt.rewritten(lifted, inputs, left)
-
-    found, before = rewrite({}), code_of(lifted)
-    if options.check:
-        found = without_disagreements(lifted, inputs, rewrite, found)
-    after = code_of(found.graph)
+    found = Attempt(options, Fuel(options.fuel)).checked(lifted, inputs)
+    before, after = code_of(lifted), code_of(found.graph)
     _lower(module, found.graph, names)
-    return _Module(module, before, after), found, time.perf_counter() - started
+    notes = (*(_BAKED % proof.source.removeprefix(_SELF) for proof in found.proofs), *found.notes)
+    return module, GraphReport(tuple(found.sites), time.perf_counter() - started, notes, before, after)
 
 
 def _in_order(kwargs: dict[str, Any], program: ExportedProgram) -> dict[str, Any]:
@@ -161,18 +123,18 @@ def _in_order(kwargs: dict[str, Any], program: ExportedProgram) -> dict[str, Any
 
 
 def _written(program: ExportedProgram, module: nn.Module) -> frozenset[int]:
-    """The storages that a run of the program writes: their contents prove nothing of the next run."""
+    """The storages that the program writes: their contents prove nothing about the next run."""
     names = program.run_decompositions({}).graph_signature.buffers_to_mutate.values()
-    return frozenset(storage_of(_attribute(module, name)) for name in names)
+    return frozenset(storage_of(operator.attrgetter(name)(module)) for name in names)
 
 
 def _lifted(module: GraphModule, written: frozenset[int]) -> tuple[GraphModule, list[str], list[torch.Tensor]]:
-    """`module` with its tensors as inputs before its own; their names and contents. written: storages."""
+    """(`module` with its tensors as inputs before its own, their names, their contents). written: storages."""
     graph, copies = Graph(), dict[Node, Node]()
     holders, tensors = dict[str, Node](), list[torch.Tensor]()
     for node in module.graph.find_nodes(op="get_attr"):
         name = str(node.target)
-        value = _attribute(module, name)
+        value = operator.attrgetter(name)(module)
         if not isinstance(value, torch.Tensor):
             continue
         if name not in holders:
@@ -183,13 +145,13 @@ def _lifted(module: GraphModule, written: frozenset[int]) -> tuple[GraphModule, 
             tensors.append(value)
         copies[node] = holders[name]
     graph.output(graph.graph_copy(module.graph, copies))
-    # torch.export keeps what nobody reads, such as the weights that nn.MultiheadAttention averages.
+    # torch.export keeps unread results, such as the weights that nn.MultiheadAttention averages.
     graph.eliminate_dead_code(lambda node: not _is_pure(node))
     return GraphModule(module, graph), [*holders], tensors
 
 
 def _is_pure(node: Node) -> bool:
-    """Whether `node` does nothing but give a result: an assertion gives none, and a draw moves the random state."""
+    """Whether `node` only gives a result; an assertion gives none, and a draw changes the random state."""
     target = node.target
     if target is operator.getitem:
         return True
@@ -209,7 +171,7 @@ def _lower(module: GraphModule, rewritten: GraphModule, names: Sequence[str]) ->
     graph = module.graph
     for placeholder, name in zip(list(graph.find_nodes(op="placeholder")), names, strict=False):
         with graph.inserting_before(placeholder):
-            attribute = graph.create_node("get_attr", name)  # Graph.get_attr warns of a tensor that is no buffer
+            attribute = graph.create_node("get_attr", name)  # Graph.get_attr warns of tensors that are no buffers
         attribute.meta = {k: v for k, v in placeholder.meta.items() if k != SOURCE}
         placeholder.replace_all_uses_with(attribute)
         graph.erase_node(placeholder)
@@ -219,9 +181,9 @@ def _lower(module: GraphModule, rewritten: GraphModule, names: Sequence[str]) ->
 
 
 def _widen_masks(graph: Graph) -> None:
-    """Give the mask of every kernel's call a row for each query, by a view that takes no memory.
+    """Expand the mask of every kernel's call to a row for each query.
 
-    torch takes one row for all queries, and so does ONNX's Attention; onnxruntime refuses it.
+    torch and ONNX's Attention accept one row for all queries; onnxruntime does not.
     """
     calls = [c for kernel in _SDPA for c in graph.find_nodes(op="call_function", target=kernel)]
     for call in calls:
@@ -242,20 +204,13 @@ def _is_one(size: int | torch.SymInt) -> bool:
     return isinstance(size, int) and size == 1
 
 
-def _attribute(module: nn.Module, path: str) -> Any:
-    value: Any = module
-    for part in path.split("."):
-        value = getattr(value, part)
-    return value
-
-
 # ---- the second export
 
 
 def _again(
     program: ExportedProgram, module: GraphModule, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> ExportedProgram:
-    """`module` exported with the free sizes of `program`. Raises RuntimeError where other sizes would be free."""
+    """`module` exported with the dynamic sizes of `program`. Raises RuntimeError if others become dynamic."""
     fused = torch.export.export(module, tuple(args), dict(kwargs), dynamic_shapes=_free_sizes(program, module))
     before, after = _shapes(program), _shapes(fused)
     if _which_are_free(before) != _which_are_free(after):
@@ -264,23 +219,23 @@ def _again(
 
 
 def _shapes(program: ExportedProgram) -> list[Any]:
-    """The shape of each input of the user's, or the input itself where it is no tensor."""
+    """The shape of each user input; an input that is no tensor stands for itself."""
     holders = {node.name: value_of(node) for node in program.graph.find_nodes(op="placeholder")}
     values = [holders.get(name) if isinstance(name, str) else name for name in program.graph_signature.user_inputs]
     return [tuple(value.shape) if isinstance(value, torch.Tensor) else value for value in values]
 
 
 def _which_are_free(shapes: Sequence[Any]) -> list[int | None]:
-    """By size, the number of the first size that is always equal to it; None for a number."""
+    """For each size, the number of the first size that always equals it; None for a number."""
     sizes = [size for shape in shapes for size in (shape if isinstance(shape, tuple) else (shape,))]
     symbols = [size.node.expr if isinstance(size, torch.SymInt) else None for size in sizes]
     return [None if symbol is None else symbols.index(symbol) for symbol in symbols]
 
 
 def _free_sizes(program: ExportedProgram, module: GraphModule) -> Any:
-    """The `dynamic_shapes` with which an export finds the sizes of `program` free again, within the same bounds.
+    """The `dynamic_shapes` for the dynamic sizes of `program`, within the same bounds.
 
-    Which sizes are equal is not said: the module checks its inputs, so the export finds that by itself.
+    Equal sizes are not marked: the module checks its inputs, which shows them to the export.
     """
     bounds = program.range_constraints
 

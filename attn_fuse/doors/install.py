@@ -17,40 +17,41 @@ from attn_fuse.torch_internals import inductor_door, open_inductor_door
 
 @dataclasses.dataclass(frozen=True)
 class Door:
-    """Compiles graphs in Inductor's stead.
+    """Compiles graphs in place of Inductor.
 
-    picks: whether `options` came with a pick of the user's. draws: whether reports have pictures of the masks.
+    picks: whether the user chose a pick. draws, codes: whether reports have pictures of the masks, and code.
     """
 
     options: Options
     fuel: Fuel
     picks: bool
     draws: bool = False
+    codes: bool = False
 
     def __call__(self, graph: GraphModule, inputs: Sequence[Any], inductor: Mapping[str, Any]) -> Callable[..., Any]:
-        """`graph` with its attention on fused kernels, compiled by Inductor. inductor: the options of this compile."""
+        """`graph` with its attention on fused kernels, compiled by Inductor with the options `inductor`."""
         options = dataclasses.replace(self.options, inductor={**self.options.inductor, **inductor})
         if inductor.get("max_autotune") and not self.picks:
             options = dataclasses.replace(options, pick="measured")
-        return Attempt(options, self.fuel, draws=self.draws).compiled(graph, inputs)
+        return Attempt(options, self.fuel, draws=self.draws, codes=self.codes).compiled(graph, inputs)
 
 
 def install(options: Mapping[str, Any] | None = None) -> contextlib.AbstractContextManager[object]:
-    """From now on every ``torch.compile`` with backend "inductor", the default, fuses attention as attn_fuse does.
+    """Make every ``torch.compile`` with the default backend "inductor" fuse attention from now on.
 
-    This is the way in for what calls torch.compile itself and knows no other backend: Trainer, accelerate, Lightning,
-    diffusers. `mode` and Inductor's options stay in force; other backends, torch.export and AOTInductor stay as they
-    are, and so does what must be stored, as by ``aot_compile``. What torch.compile was called on before `install` stays
-    plain, and what it was called on until `uninstall` stays fused.
+    For tools that call torch.compile themselves and know no other backend: Trainer, accelerate, Lightning, diffusers.
+    `mode` and Inductor's options stay in force. Other backends, torch.export, AOTInductor and ``aot_compile`` are not
+    affected. Models given to torch.compile before `install` stay plain; models given to it until `uninstall` stay
+    fused.
 
-    options: as in ``torch.compile(model, backend="attn_fuse", options=...)``, but for `inner_backend`. Another
-    `install` replaces them. `with attn_fuse.install():` undoes itself at the end of the block.
-    Raises OptionError for an option that does not exist or has an impossible value.
+    options: as in ``torch.compile(model, backend="attn_fuse", options=...)``, except `inner_backend`. Another `install`
+    replaces them. `with attn_fuse.install():` undoes it at the end of the block.
+    Raises OptionError for an unknown option or an impossible value.
     """
     parsed = parse_options(options)
     if parsed.inner_backend != "inductor":
         raise OptionError(
-            f"attn_fuse.install: inner_backend={parsed.inner_backend!r}: installed, attn_fuse goes before Inductor; "
+            f"attn_fuse.install: inner_backend={parsed.inner_backend!r}: an installed attn_fuse runs before Inductor; "
             'for another inner backend call torch.compile(model, backend="attn_fuse", options=...).'
         )
     picks = "pick" in (options or {}) or parsed.pick != "fastest"
@@ -62,5 +63,5 @@ def install(options: Mapping[str, Any] | None = None) -> contextlib.AbstractCont
 
 
 def uninstall() -> None:
-    """Undo `install`, however often it was called; without one it does nothing."""
+    """Undo `install`, however often it was called."""
     open_inductor_door(None)

@@ -1,9 +1,8 @@
 """Evidence: measured times of attentions as written and on kernels, from which the picker estimates.
 
-A table holds the rows measured on one device with one version of torch. Shipped tables lie beside this file
-(benchmarks/crossover.py writes them); the user's own, from ``python -m attn_fuse.bench calibrate``, lie in the
-directory that `cache_dir` gives. Only the ratios of a row's times are used, never the times. On a GPU these are its
-own times; rows measured before the host's times were kept hold what the GPU waited for the host as well.
+A table holds rows measured on one device with one version of torch. Shipped tables lie beside this file, written by
+benchmarks/crossover.py; the user's own, from ``python -m attn_fuse.bench calibrate``, lie in `cache_dir`. Only the
+ratios of a row's times are used. On a GPU these are the GPU's own times, without waiting for the host.
 """
 
 from __future__ import annotations
@@ -15,74 +14,61 @@ import os
 import re
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from attn_fuse.kernels.cache import cache_dir
+from attn_fuse.kernels.elsewhere import Elsewhere
 from attn_fuse.picker.case import Case
-from attn_fuse.picker.regression import distance, expected, point_of
+from attn_fuse.picker.regression import apart, expected, point_of
 from attn_fuse.picker.timing import Device
 from attn_fuse.report import log
 
 AS_WRITTEN = "as_written"
-_TIME, _HOST = "_us", "_host_us"
+_TIME = "_us"
 
 
 @dataclass(frozen=True)
 class Row:
-    """The times of one case, by the name of a kernel or "as_written".
-
-    times: microseconds of a call on the device, by which the picker goes. host: microseconds in which the host issues
-    the call to a GPU; empty on a CPU, and where they were not measured.
-    """
+    """The times of one case, microseconds of a call on the device, by the name of a kernel or "as_written"."""
 
     case: Case
     times: Mapping[str, float]
-    host: Mapping[str, float] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        """The fields of the case, and each time under its name with "_us" or "_host_us" behind it."""
-        times = {f"{name}{_TIME}": time for name, time in self.times.items()}
-        return self.case.as_json() | times | {f"{name}{_HOST}": time for name, time in self.host.items()}
+        """The fields of the case, and each time under its name with "_us" behind it."""
+        return self.case.as_json() | {f"{name}{_TIME}": time for name, time in self.times.items()}
 
     @staticmethod
-    def from_json(data: object) -> Row:
-        """The row that `as_json` wrote as `data`. Raises ValueError for data that it cannot write."""
-        if not isinstance(data, dict):
-            raise ValueError(f"not a row: {data!r}")
-        host = {name.removesuffix(_HOST): time for name, time in data.items() if name.endswith(_HOST)}
-        others = {name: value for name, value in data.items() if not name.endswith(_HOST)}
-        times = {name.removesuffix(_TIME): time for name, time in others.items() if name.endswith(_TIME)}
-        if not all(isinstance(time, (int, float)) and time > 0 for time in (*times.values(), *host.values())):
+    def from_json(data: Mapping[str, Any]) -> Row:
+        """The row that `as_json` wrote as `data`. Raises ValueError or TypeError for data that it cannot write."""
+        times = {name.removesuffix(_TIME): time for name, time in data.items() if name.endswith(_TIME)}
+        if not all(isinstance(time, (int, float)) and time > 0 for time in times.values()):
             raise ValueError("a time is a number above 0")
-        case = Case.from_json({name: value for name, value in others.items() if not name.endswith(_TIME)})
-        return Row(case, times, host)
+        return Row(Case(**{name: value for name, value in data.items() if not name.endswith(_TIME)}), times)
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows measured on one device. torch: its version. own: whether the user measured them."""
+    """Rows measured on one device. torch: its version. own: whether the user measured them.
+
+    capability: the compute capability of a GPU; () for a CPU.
+    """
 
     device: Device
     torch: str
     rows: tuple[Row, ...]
     own: bool = False
-
-    @property
-    def figures(self) -> str:
-        """What the times are, in words."""
-        if self.device.type == "cpu":
-            return "wall time"
-        return "GPU time" if any(row.host for row in self.rows) else "GPU time, its waits for the host included"
+    capability: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Comparison:
     """A kernel's time over the time as written.
 
-    how: its source, in words. seconds: about what a call of the program as written takes. is_estimate: whether all
-        measured rows are beyond REACH.
+    how: its source, in words. seconds: roughly the time of a call as written.
+    is_estimate: whether all measured rows are beyond REACH.
     """
 
     ratio: float
@@ -90,62 +76,56 @@ class Comparison:
     seconds: float
     is_estimate: bool = False
 
+    def slower_by(self, seconds: float, what: str) -> Comparison:
+        """The comparison if the kernel takes `seconds` more, for `what`."""
+        return replace(self, ratio=self.ratio + seconds / self.seconds, how=f"{self.how}, with {what}")
+
+
+# Beyond this distance a row's ratio is an estimate. With fewer than _ENOUGH rows nearer, all rows show the trend.
+REACH = 3.0
+_ENOUGH = 8
+# How far rows of another device and of another minor version of torch are moved away.
+_OTHER_DEVICE, _OTHER_TORCH = 0.3, 0.1
+
 
 def compare(
     kernel: str, case: Case, device: Device, torch: str, known: Iterable[Table], beside: Iterable[str] = ()
 ) -> Comparison | None:
-    """The ratio of `kernel` on `case`, interpolated between measured rows; None where no row is comparable.
+    """The ratio of `kernel` on `case`, interpolated between measured rows; None if no row is comparable.
 
-    Where rows within REACH are the user's own, of this device and minor version of torch, no others are used.
-    beside: kernels that it is compared with. Rows that have the times of all of them are used alone where there are
-        any: a kernel that was also measured on other masks and biases would else seem as fast as it is on those.
+    If the user measured rows within REACH on this device and minor version of torch, no others are used.
+    beside: the other candidates. If some rows have the times of all candidates, only those rows are used: a kernel that
+        was also measured on other masks and biases would otherwise seem as fast as it is on those.
     """
-    rows = [
-        (distance(row.case, case, device.type) + sum(away), (*point_of(row.case, device.type), *away), row, table)
-        for table in known
-        if table.device.type == device.type
-        for away in [_elsewhere(table, device, torch)]
-        for row in table.rows
-        if AS_WRITTEN in row.times and _same_units(row.case, case, device)
-    ]
-    of_kernel = sorted((row for row in rows if kernel in row[2].times), key=lambda row: row[0])
+    here = (*point_of(case, device.type), 0.0, 0.0)
+    rows = []
+    for table in known:
+        away = _OTHER_DEVICE * (table.device != device), _OTHER_TORCH * (_minor(table.torch) != _minor(torch))
+        for row in table.rows:
+            # On a GPU other units multiply 16 bits than 32, and our kernels have other tiles.
+            alike = device.type != "cuda" or row.case.itemsize == case.itemsize
+            if table.device.type == device.type and AS_WRITTEN in row.times and alike:
+                point = (*point_of(row.case, device.type), *away)
+                rows.append((apart(here, point), point, row, table))
+    of_kernel = sorted((one for one in rows if kernel in one[2].times), key=lambda one: one[0])
     if not of_kernel:
         return None
-    own = [row for row in of_kernel if row[0] <= REACH and _is_own(row[3], device, torch)]
+    own = [(d, p, row, of) for d, p, row, of in of_kernel if d <= REACH and of.own and not any(p[-2:])]
     wanted = {*beside} & {name for _, _, row, _ in own or rows for name in row.times}
-    found = [row for row in own or of_kernel if wanted <= row[2].times.keys()] or own or of_kernel
-    near = [row for row in found if row[0] <= REACH]
-    found = near if own or len(near) >= _ENOUGH else found
-    ratios = [math.log(row.times[kernel] / row.times[AS_WRITTEN]) for _, _, row, _ in found]
-    here = (*point_of(case, device.type), 0.0, 0.0)
-    ratio = math.exp(expected(here, [point for _, point, _, _ in found], ratios))
-    _, _, row, table = found[0]
-    how = f"{'by' if near else 'estimated from'} measurements {_where(table, device, torch)}"
-    seconds = row.times[AS_WRITTEN] * 1e-6 * case.scores / row.case.scores
-    return Comparison(ratio, f"{how}, the nearest at {row.case}", seconds, not near)
-
-
-def _same_units(a: Case, b: Case, device: Device) -> bool:
-    # On a GPU other units multiply 16 bits than 32, and our kernels have other tiles.
-    return device.type != "cuda" or a.itemsize == b.itemsize
-
-
-# Beyond this distance what a row says is an estimate. Where fewer rows are nearer, all show the trend.
-REACH = 3.0
-_ENOUGH = 8
-_OTHER_DEVICE, _OTHER_TORCH = 0.3, 0.1
-
-
-def _elsewhere(table: Table, device: Device, torch: str) -> tuple[float, float]:
-    return _OTHER_DEVICE * (table.device != device), _OTHER_TORCH * (_minor(table.torch) != _minor(torch))
-
-
-def _is_own(table: Table, device: Device, torch: str) -> bool:
-    return table.own and table.device == device and _minor(table.torch) == _minor(torch)
+    found = [one for one in own or of_kernel if wanted <= one[2].times.keys()] or own or of_kernel
+    near = [one for one in found if one[0] <= REACH]
+    if own or len(near) >= _ENOUGH:
+        found = near
+    _, points, measured, tables = zip(*found, strict=True)
+    ratio = math.exp(expected(here, points, [math.log(row.times[kernel] / row.times[AS_WRITTEN]) for row in measured]))
+    nearest = measured[0]
+    how = f"{'by' if near else 'estimated from'} measurements {_where(tables[0], device, torch)}"
+    seconds = nearest.times[AS_WRITTEN] * 1e-6 * case.scores / nearest.case.scores
+    return Comparison(ratio, f"{how}, the nearest at {nearest.case}", seconds, not near)
 
 
 def _where(table: Table, device: Device, torch: str) -> str:
-    where = "here" if table.own and table.device == device else "" if table.device == device else f"on {table.device}"
+    where = f"on {table.device}" if table.device != device else "here" if table.own else ""
     version = "" if _minor(table.torch) == _minor(torch) else f"with torch {_minor(table.torch)}"
     return " ".join(word for word in (where, version) if word) or "on a device of this name"
 
@@ -159,7 +139,7 @@ def _minor(version: str) -> str:
 
 @functools.cache
 def tables() -> tuple[Table, ...]:
-    """The shipped tables and the user's own. A calibration that cannot be read is left out, with one warning."""
+    """The shipped tables and the user's own, without unreadable calibrations, of which a warning tells once."""
     found = [read_table(path) for path in sorted(Path(__file__).parent.glob("evidence_*.json"))]
     for path in own_paths():
         try:
@@ -179,15 +159,17 @@ def read_table(path: Path, own: bool = False) -> Table:
         data = json.loads(path.read_text())
         head = data["machine"]
         rows = tuple(map(Row.from_json, data["rows"]))
-        return Table(Device.of_machine(head), str(head["torch"]), rows, own)
-    except (KeyError, TypeError) as problem:
+        # "sm_90" is 9.0.
+        digits = str(head.get("capability", "")).removeprefix("sm_")
+        capability = (int(digits[:-1]), int(digits[-1])) if digits.isdecimal() else ()
+        return Table(Device.of_machine(head), str(head["torch"]), rows, own, capability)
+    except (AttributeError, KeyError, TypeError) as problem:
         raise ValueError(f"it is no table of measurements ({type(problem).__name__}: {problem})") from problem
 
 
 def merged(old: Sequence[Row], new: Sequence[Row]) -> list[Row]:
-    """`new`, and the rows of `old` for other cases whose times are of the same kind."""
-    apart = any(row.host for row in new)
-    return list({row.case: row for row in (*(row for row in old if row.host or not apart), *new)}.values())
+    """`new`, and the rows of `old` for other cases."""
+    return list({row.case: row for row in (*old, *new)}.values())
 
 
 def write_table(path: Path, machine: Mapping[str, Any], rows: Sequence[Row]) -> None:
@@ -220,3 +202,8 @@ def own_path(device: Device, torch: str) -> Path:
     """The file of the calibrations of `device` with this minor version of torch."""
     name = re.sub(r"[^a-z0-9]+", "-", str(device).lower()).strip("-")
     return cache_dir() / f"calibration_{device.type}_{name}_torch{_minor(torch)}.json"
+
+
+def gpus() -> list[Elsewhere]:
+    """The GPUs with evidence, which `explain --on` can stand in for."""
+    return list(dict.fromkeys(Elsewhere(t.device.name, t.capability[:2]) for t in tables() if len(t.capability) == 2))

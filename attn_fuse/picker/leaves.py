@@ -1,4 +1,4 @@
-"""Leaves: a region and what it reads, such that another process can make and run it."""
+"""Leaves: a region and what it reads, in a form from which another process can make and run it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from torch.fx import Node
 from torch.fx.graph import PythonCode
 
-from attn_fuse.graph.alone import alone, number_of
 from attn_fuse.graph.modes import autocast_of
 from attn_fuse.graph.names import value_of
-from attn_fuse.graph.region import Region
+from attn_fuse.graph.region import Region, alone, number_of
 
 _CPU = torch.device("cpu")
 
@@ -23,11 +22,12 @@ _CPU = torch.device("cpu")
 class Leaf:
     """One leaf of a region, from which a tensor or a number is made.
 
-    number: the value of a leaf that is no tensor; a tensor has a size, stride and dtype instead.
-    held: whether the program has it as an attribute: only then is a parameter, or a proof of contents, known again.
+    number: the value of a leaf that is no tensor. A tensor has a size, stride and dtype instead.
+    held: whether the program has it as an attribute, by which a parameter, or a proof of contents, is known again.
     learned: whether it is a parameter. proved: what the program relies on about the contents, "" for nothing.
-    contents: the elements, where they matter and are at hand. spread: of random ones instead: the mean and the standard
-    deviation, for integers the min and the max, for booleans the share of True; () for those that suit any program.
+    contents: the elements, if they matter and are at hand.
+    spread: of random elements, the mean and standard deviation; for integers the min and max, for booleans the share of
+        True; () for elements that suit any program.
     """
 
     number: Any = None
@@ -43,22 +43,20 @@ class Leaf:
     spread: tuple[float, ...] = ()
 
 
-def leaf_of(
-    node: Node, region: Region, number: Callable[[Any], Any] = number_of, held: bool = False, learned: bool = False
-) -> Leaf:
-    """The leaf that `node` is to `region`, without contents. number: gives a size as a number."""
+def leaf_of(node: Node, region: Region, held: bool, number: Callable[[Any], Any] = number_of) -> Leaf:
+    """The leaf `node` of `region`, without contents. number: turns a size into a number."""
     like = value_of(node)
     if not isinstance(like, Tensor):
         return Leaf(number(like))
     size, stride = (tuple(map(number, ns)) for ns in (like.size(), like.stride()))
     learns = region.mode.grad and like.requires_grad and node not in region.detached
-    return Leaf(None, size, stride, like.dtype, like.device, learns, held, learned)
+    return Leaf(None, size, stride, like.dtype, like.device, learns, held, held and isinstance(like, nn.Parameter))
 
 
 def program_of(region: Region, leaves: Sequence[Leaf]) -> PythonCode:
-    """The text of a method `forward` that takes `leaves` in order, without those held, and gives a tuple of one tensor.
+    """The text of a method `forward` that returns a tuple of one tensor.
 
-    A leaf that is held is the attribute `leaf_<number>`.
+    It takes the `leaves` in order, except those held, which are attributes named `leaf_<number>`.
     """
     with autocast_of(region.mode):
         module, _ = alone(region)
@@ -72,7 +70,7 @@ def program_of(region: Region, leaves: Sequence[Leaf]) -> PythonCode:
 
 
 def with_leaves(module: nn.Module, leaves: Sequence[Leaf], values: Sequence[Any]) -> tuple[nn.Module, list[Any]]:
-    """`module` with the `values` of those leaves that are held, and the values of the others, its arguments."""
+    """`module` with the `values` of the leaves held as attributes, and the other values, which are its arguments."""
     for n, (leaf, value) in enumerate(zip(leaves, values, strict=True)):
         if leaf.held:
             register = module.register_parameter if leaf.learned else module.register_buffer
@@ -81,7 +79,7 @@ def with_leaves(module: nn.Module, leaves: Sequence[Leaf], values: Sequence[Any]
 
 
 def made(leaf: Leaf) -> Any:
-    """A tensor or number for `leaf`: its contents, or others that an operand, a mask or a position may have."""
+    """A tensor or number for `leaf`: its contents, or what an operand, a mask or a position may contain."""
     if leaf.dtype is None:
         return leaf.number
     tensor = torch.empty_strided(leaf.size, leaf.stride, dtype=leaf.dtype, device=leaf.device)

@@ -1,7 +1,7 @@
-"""Timing: interleaved medians, the load of other programs, and the device that a time was measured on.
+"""Timing: interleaved medians, the load of other programs, and the device that a time belongs to.
 
-A kernel's time on a GPU is the GPU's own. The GPU sleeps while the host issues the calls, so that it never waits for
-the host between them; how long the host takes to issue a call is measured apart.
+A kernel's time on a GPU is the GPU's own. The GPU sleeps while the host issues the calls, and then runs them without
+waiting for the host. The host's time to issue a call is measured separately.
 """
 
 from __future__ import annotations
@@ -13,27 +13,28 @@ import platform
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 
+from attn_fuse.kernels.elsewhere import elsewhere
 from attn_fuse.torch_internals import cuda_sleep
 
-# Max seconds for which the host issues calls to a sleeping GPU. The driver's queue takes about 1,000 launches, each of
-# 4 µs or more on the host, and makes the host wait beyond that.
+# Max seconds in which the host issues calls to a sleeping GPU. The driver's queue holds about 1,000 launches, each of
+# 4 µs or more on the host; then the host has to wait.
 _ISSUING = 4e-3
-# A GPU sleeps for so many times the seconds that the host needs, and for no longer than this.
-_AHEAD, _LONGEST_SLEEP = 2.0, 0.2
+# The GPU sleeps about this many times as long as the host needs, up to a max in seconds: cycles of a clock of 2 GHz.
+_AHEAD, _LONGEST_SLEEP, _CLOCK = 2.0, 0.2, 2e9
 
 
 @dataclass(frozen=True)
 class Timing:
     """Seconds of one call: the median and the quartiles of `runs` measurements.
 
-    host: the median of the seconds in which the host issues a call to a GPU; None where they are not measured apart.
+    host: the median seconds in which the host issues a call to a GPU; None if not measured separately.
     """
 
     median: float
@@ -59,7 +60,7 @@ class Device:
 
     @staticmethod
     def of_machine(facts: Mapping[str, Any]) -> Device:
-        """The device of a table of times. facts: the table's head, as `machine` gave it."""
+        """The device in the head of a table of times, which `machine` made."""
         if "gpu" in facts:
             return Device("cuda", str(facts["gpu"]))
         return Device("cpu", str(facts["cpu"]), int(facts["threads"]))
@@ -68,7 +69,8 @@ class Device:
 def this_device(device: torch.device) -> Device:
     """The device behind `device`, with the threads that torch uses now."""
     if device.type == "cuda":
-        return Device("cuda", torch.cuda.get_device_name(device))
+        other = elsewhere()
+        return Device("cuda", torch.cuda.get_device_name(device) if other is None else other.name)
     return Device(device.type, cpu_name(), torch.get_num_threads())
 
 
@@ -80,43 +82,37 @@ def interleaved(
     shortest: float = 0.0,
     whole_programs: bool = False,
 ) -> dict[str, Timing]:
-    """The time of each callable. Each round measures all of them in a new order, so that drift hits all alike.
+    """The time of each callable. Each round measures all of them in a new order, to spread drift evenly.
 
-    The first call of each does not count. Rounds stop once `seconds` have passed, but not before the third. A round of
-    0.3 s or more during which other programs took a tenth of the cores is run again, at most `rounds` times in all and
-    while there is time.
-    shortest: min seconds of a measurement, about: a faster callable is repeated, and its time divided.
-    whole_programs: on a GPU, count what it waits for the host as well, as users of a whole program do.
+    The first call of each does not count. Rounds stop after `seconds`, but not before the third.
+    shortest: roughly the min seconds of a measurement, for which a fast callable is repeated.
+    whole_programs: on a GPU, include its waits for the host, which users of a whole program see.
     """
     apart = device.type == "cuda" and not whole_programs
     repeats = {}
     for name, call in callables.items():
         call()
-        time_once, host = _measured(call, 1, device, apart)
-        repeats[name] = max(1, round(shortest / max(time_once, 1e-9)))
+        once, host = _measured(call, 1, device, apart)
+        repeats[name] = max(1, round(shortest / max(once, 1e-9)))
         if host is not None:
             repeats[name] = max(1, min(repeats[name], int(_ISSUING / max(host, 1e-9))))
-    order, kept, again = list(callables), [], rounds  # type: tuple[list[str], list[dict[str, _Measured]], int]
-    shuffle = random.Random(0).shuffle
-    end = time.perf_counter() + seconds
-    while len(kept) < rounds and (time.perf_counter() < end or len(kept) < 3):
+    measured: dict[str, list[_Measured]] = {name: [] for name in callables}
+    order, shuffle, end = list(callables), random.Random(0).shuffle, time.perf_counter() + seconds
+    for number in range(rounds):
+        if number >= 3 and time.perf_counter() >= end:
+            break
         shuffle(order)
-        started, load = time.perf_counter(), OtherLoad()
-        times = {name: _measured(callables[name], repeats[name], device, apart) for name in order}
-        now = time.perf_counter()
-        if again and now < end and now - started > 0.3 and load.share() > 0.1:
-            again -= 1
-        else:
-            kept.append(times)
+        for name in order:
+            measured[name].append(_measured(callables[name], repeats[name], device, apart))
     found = {}
-    for name in callables:
-        hosts = [host for times in kept if (host := times[name][1]) is not None]
-        timing = summary([times[name][0] for times in kept])
-        found[name] = replace(timing, host=statistics.median(hosts)) if hosts else timing
+    for name, times in measured.items():
+        of_device, of_host = zip(*times, strict=True)
+        host = None if None in of_host else statistics.median(of_host)
+        found[name] = replace(summary(of_device), host=host)
     return found
 
 
-def summary(times: list[float]) -> Timing:
+def summary(times: Sequence[float]) -> Timing:
     """The median and quartiles of `times`."""
     if len(times) < 2:
         return Timing(times[0], times[0], times[0], len(times))
@@ -130,12 +126,12 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-# Seconds of a call, and of the host to issue it where that is measured apart.
+# Seconds of a call, and of the host to issue it if that is measured separately.
 _Measured: TypeAlias = tuple[float, float | None]
 
 
 def _measured(call: Callable[[], object], repeats: int, device: torch.device, apart: bool) -> _Measured:
-    """The time of `call`, the mean of `repeats`. apart: measure the host's time apart from the GPU's."""
+    """The time of `call`, the mean of `repeats`. apart: measure the host's time separately from the GPU's."""
     synchronize(device)
     if device.type != "cuda":
         started = time.perf_counter()
@@ -148,7 +144,7 @@ def _measured(call: Callable[[], object], repeats: int, device: torch.device, ap
         call()
         host = time.perf_counter() - started
         synchronize(device)
-        cuda_sleep(round(min(_AHEAD * host * repeats, _LONGEST_SLEEP) * _cycles_in_a_second(device)))
+        cuda_sleep(round(min(_AHEAD * host * repeats, _LONGEST_SLEEP) * _CLOCK))
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
     for _ in range(repeats):
@@ -158,32 +154,16 @@ def _measured(call: Callable[[], object], repeats: int, device: torch.device, ap
     return begin.elapsed_time(end) / 1e3 / repeats, host
 
 
-@functools.cache
-def _cycles_in_a_second(device: torch.device) -> float:
-    """The clock of a GPU, the fastest of three measurements: an idle GPU speeds up during the first."""
-    rates: list[float] = []
-    cycles = 10_000_000
-    for _ in range(3):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        cuda_sleep(cycles)
-        end.record()
-        synchronize(device)
-        rates.append(cycles / begin.elapsed_time(end) * 1e3)
-    return max(rates)
-
-
 class OtherLoad:
-    """The load of other programs on the machine, from the creation of this object on."""
+    """The load of other programs on the machine since this object was made."""
 
     def __init__(self) -> None:
         self._others, self._wall = _cpu_seconds_of_others(), time.perf_counter()
 
     def share(self) -> float:
-        """The share of the machine's cores that other programs took; 0 where the system does not say."""
-        cores = os.cpu_count() or 1
+        """The share of the machine's cores that other programs took; 0 if the system does not say."""
         taken = _cpu_seconds_of_others() - self._others
-        return max(0.0, taken / (cores * (time.perf_counter() - self._wall)))
+        return max(0.0, taken / ((os.cpu_count() or 1) * (time.perf_counter() - self._wall)))
 
 
 def _cpu_seconds_of_others() -> float:
@@ -196,7 +176,7 @@ def _cpu_seconds_of_others() -> float:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """What times depend on in the machine and its software, as the head of a table of times."""
+    """The head of a table of times: what they depend on in the machine and its software."""
     facts = {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "torch": torch.__version__,
@@ -221,7 +201,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 @functools.cache
 def cpu_name() -> str:
-    """The model of the CPU, as the system names it."""
+    """The system's name for the model of the CPU."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -230,7 +210,7 @@ def cpu_name() -> str:
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that can still be allocated on `device`; None where the system does not say."""
+    """Bytes that can still be allocated on `device`; None if the system does not say."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     try:
@@ -241,7 +221,7 @@ def free_memory(device: torch.device) -> int | None:
 
 
 def seconds_in_words(seconds: float) -> str:
-    """`seconds` as text, in µs or ms with three digits or in s with two decimals."""
+    """`seconds` as text: in µs or ms with three digits, or in s with two decimals."""
     for unit, factor in (("µs", 1e6), ("ms", 1e3)):
         if seconds * factor < 1000:
             return f"{seconds * factor:.3g} {unit}"
@@ -249,13 +229,8 @@ def seconds_in_words(seconds: float) -> str:
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
-    """`rows` under `head` in aligned columns; the first column to the left, the others to the right."""
-    widths = [max(len(line[column]) for line in [head, *rows]) for column in range(len(head))]
-    lines = [
-        "  ".join(
-            cell.rjust(width) if column else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in [head, *rows]
-    ]
-    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
+    """`rows` under `head` in aligned columns, the first to the left and the others to the right."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    form = "  ".join(f"{{:{'>' if n else '<'}{width}}}" for n, width in enumerate(widths))
+    lines = [head, ["-" * width for width in widths], *rows]
+    return "\n".join(form.format(*line).rstrip() for line in lines)

@@ -1,1 +1,1 @@
-"""Repro: one script for each attention on which attn_fuse fails, which shows the failure by itself."""
+"""Repro: a script that shows the failure, for each attention on which attn_fuse fails."""

@@ -1,4 +1,4 @@
-"""Rerun: what the script of a failure calls: the site as written held against the site under attn_fuse."""
+"""Rerun: compare a site as written with the site under attn_fuse. Scripts of failures call it."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def main(
     precision: str,
     dynamic: bool,
 ) -> int:
-    """Print what fails for `site` under `backend` and give 1, or 0 where nothing does.
+    """Print the failure of `site` under `backend` and return 1, or return 0 without one.
 
-    leaves: what `site` reads. mode: what it runs in. switches, precision: torch's settings. dynamic: whether sizes are
-    symbols.
+    leaves: the inputs of `site`. mode: its grad mode and autocast. switches, precision: torch's settings.
+    dynamic: whether sizes are symbols.
     """
     graphs: list[tuple[GraphModule, list[Any]]] = []
 
@@ -50,12 +50,12 @@ def main(
             outputs = pytree.tree_leaves(torch.compile(site, backend=spied, dynamic=dynamic)(*inputs))
             found = {f"output {n}": out.detach() for n, out in enumerate(outputs) if isinstance(out, Tensor)}
             problem = None
-            # The check within attn_fuse leaves dropout out, and what is compiled cannot.
+            # Compiled dropout cannot be compared; the check within attn_fuse leaves it out.
             if len(graphs) == 1 and not _draws(site, inputs):
                 graph, given = graphs[0]
                 named_inputs = {f"input {n}": x for n, x in enumerate(given) if isinstance(x, Tensor)}
                 wanted = {name: x for name, x in named_inputs.items() if mode.grad and x.requires_grad}
-                played = Played(found, {}, gradients_of(outputs, wanted), {})
+                played = Played(found, gradients_of(outputs, wanted))
                 problem = difference(graph, played, given, numbers=True)
         except Exception as error:
             traceback.print_exc()
@@ -67,14 +67,14 @@ def main(
 
 
 def _said(reports: Sequence[GraphReport]) -> str | None:
-    """The first failure that the reports name, None without one."""
+    """The first failure in the reports, or None."""
     failed = [failure.what for report in reports for found in report.sites for failure in found.failures]
     failed += [note for report in reports for note in report.notes if note.startswith(GRAPH_FAILED)]
     return failed[0] if failed else None
 
 
 def _draws(site: nn.Module, inputs: Sequence[Any]) -> bool:
-    """Whether two runs as written differ, since the program draws random numbers."""
+    """Whether the program draws random numbers: two runs as written differ."""
     with torch.no_grad():
         first, second = (pytree.tree_leaves(site(*inputs)) for _ in range(2))
     pairs = zip(first, second, strict=True)

@@ -1,8 +1,8 @@
 """Write: the script of one failure, for ``options={"repro": DIR}``.
 
-The script holds the region as a module, stand-ins for what the region reads, and the options. `rerun` is what it calls.
-Query, key, value, weights and ordinary floats get random numbers of the same mean and spread; masks, positions and
-other integers, constants and a few single numbers are kept, since what is computed depends on them.
+The script holds the region as a module, its inputs and the options, and calls `rerun`. Query, key, value, weights and
+ordinary floats become random numbers of the same mean and spread. Masks, positions and other integers, constants and
+single numbers are kept, because the result depends on them.
 """
 
 from __future__ import annotations
@@ -21,30 +21,28 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 from torch.fx.graph import PythonCode
 
-from attn_fuse.graph.alone import number_of
 from attn_fuse.graph.location import locate
 from attn_fuse.graph.names import value_of
-from attn_fuse.graph.region import Region
-from attn_fuse.graph.replay import replay
+from attn_fuse.graph.region import Region, number_of
+from attn_fuse.graph.replay import observed
 from attn_fuse.kernels import switches
 from attn_fuse.options import Options, chosen_kernels
 from attn_fuse.picker.evidence import write_whole
 from attn_fuse.picker.leaves import Leaf, leaf_of, program_of
 from attn_fuse.picker.timing import this_device
-from attn_fuse.report import Failure, log, version
+from attn_fuse.report import Failure, version
 
-# Max elements of a tensor that is written into the script; a file beside it holds what is larger.
+# Max elements of a tensor in the script; a file beside it holds larger ones.
 _INLINE = 32
-# Max bytes of integers and masks whose contents are kept.
+# Max bytes of an integer tensor or mask whose contents are kept.
 _LARGEST = 1 << 24
-# Numbers beyond this hide keys: a mask, and no bias.
+# A floating-point tensor with larger numbers is a mask, not a bias.
 _HIDES = 1e3
-_USUAL = Leaf()
 _OPTIONS = ("inner_backend", "kernels", "pick", "try_unmeasured", "mode", "inductor")
-_IMPORTS = {"inf": "from math import inf", "nan": "from math import nan"}
+_IMPORTED = {"device", "inf", "nan", "torch"}
 _SCRIPT = '''"""{what}
 
 {where}
@@ -57,6 +55,7 @@ Written by {versions}.
 """
 
 import sys
+from math import inf, nan
 from pathlib import Path
 
 import torch
@@ -86,16 +85,16 @@ _written: set[Path] = set()
 
 
 class NotWritten(Exception):
-    """No script can hold the region."""
+    """A script cannot hold the region."""
 
 
 def writer(
     options: Options, graph: GraphModule, inputs: Sequence[Any]
 ) -> Callable[[Region, Mapping[Node, Any], frozenset[Node], Failure], str]:
-    """A function that writes the script of a failure on a region of `graph`, and gives its path.
+    """A function that writes the script of a failure on a region of `graph`, and returns its path.
 
-    inputs: those of the graph. The function's further arguments are the values of leaves at hand, and the leaves that
-    the program holds itself. It raises NotWritten, and OSError.
+    inputs: those of the graph. The function takes the region, the known values of its leaves, the leaves that the
+    program holds itself, and the failure. It raises NotWritten and OSError.
     """
     assert options.repro is not None
     folder = Path(options.repro)
@@ -103,7 +102,7 @@ def writer(
     def write(region: Region, values: Mapping[Node, Any], held: frozenset[Node], failure: Failure) -> str:
         bare = [_bare(leaf, region, leaf in held) for leaf in region.leaves]
         code, kept = program_of(region, bare), _kept(options, failure.kernel)
-        # Layers that fail alike share a script; the numbers in which a result is wrong differ from one to the next.
+        # Layers that fail alike share a script, even with other wrong numbers.
         said = re.sub(r"[\d.]+(e[+-]\d+)?", "", failure.what)
         key = repr((code.src, bare, region.mode, said, kept))
         where = locate(region.softmax)
@@ -111,10 +110,10 @@ def writer(
         path = folder / f"{name}_{hashlib.sha256(key.encode()).hexdigest()[:8]}.py"
         if path in _written and path.exists():
             return str(path)
-        values = {**values, **_observed(region, values, graph, inputs)}
-        pairs = zip(region.leaves, bare, strict=True)
+        values = {**values, **observed(region, values, graph, inputs)}
         leaves = {
-            f"leaf_{n}": _filled(x, values.get(node), node in region.operands) for n, (node, x) in enumerate(pairs)
+            f"leaf_{n}": _filled(leaf, values.get(node), node in region.operands)
+            for n, (node, leaf) in enumerate(zip(region.leaves, bare, strict=True))
         }
         folder.mkdir(parents=True, exist_ok=True)
         if saved := {name: leaf.contents for name, leaf in leaves.items() if _is_saved(leaf.contents)}:
@@ -131,7 +130,7 @@ def _script(
 ) -> str:
     texts = [f"{_text(name, leaf)},  # {name}" for name, leaf in leaves.items()]
     used = f"{code.src} {texts}"
-    imports = {_import(name, x) for name, x in code.globals.items() if re.search(rf"\b{re.escape(name)}\b", used)}
+    imports = {_import(n, x) for n, x in code.globals.items() if n not in _IMPORTED and re.search(rf"\b{n}\b", used)}
     place = next((leaf.device for leaf in leaves.values() if leaf.dtype is not None), torch.device("cpu"))
     sizes = [n for leaf in map(value_of, region.leaves) for n in (leaf, *getattr(leaf, "shape", ()))]
     versions = f"attn_fuse {version()}, torch {torch.__version__}, Python {platform.python_version()}"
@@ -140,7 +139,7 @@ def _script(
         where=_quoted(str(locate(region.softmax))),
         kept=", ".join(name for name, x in leaves.items() if x.dtype is None or x.contents is not None) or "nothing",
         versions=_quoted(f"{versions}, on {this_device(place)}"),
-        imports=_lines(sorted(imports - {"import torch", "from torch import device"})),
+        imports=_lines(sorted(imports)),
         options=kept,
         mode=region.mode,
         load='SAVED = torch.load(Path(__file__).with_suffix(".pt"), weights_only=True)\n' if "SAVED[" in used else "",
@@ -158,9 +157,7 @@ def _lines(lines: Iterable[str], indent: int = 0) -> str:
 
 
 def _import(name: str, value: Any) -> str:
-    """The line that imports `value` as `name`. Raises NotWritten where no module has it."""
-    if name in _IMPORTS:
-        return _IMPORTS[name]
+    """The line that imports `value` as `name`. Raises NotWritten if no module has it."""
     if isinstance(value, types.ModuleType):
         return f"import {name}" if value.__name__ == name else f"import {value.__name__} as {name}"
     if value is type(None):
@@ -176,9 +173,8 @@ def _import(name: str, value: Any) -> str:
 
 
 def _bare(node: Node, region: Region, held: bool) -> Leaf:
-    """The leaf without any numbers of the program's tensors. Raises NotWritten for one that a script cannot hold."""
-    learned = held and isinstance(value_of(node), torch.nn.Parameter)
-    leaf = leaf_of(node, region, held=held, learned=learned)
+    """The leaf without the contents of tensors. Raises NotWritten if a script cannot hold it."""
+    leaf = leaf_of(node, region, held)
     if not isinstance(leaf.number, (int, float, bool, complex, str, type(None))):
         raise NotWritten(f"{node.name} is a {type(leaf.number).__name__}")
     if None in (*leaf.size, *leaf.stride):
@@ -187,7 +183,7 @@ def _bare(node: Node, region: Region, held: bool) -> Leaf:
 
 
 def _filled(leaf: Leaf, value: Any, operand: bool) -> Leaf:
-    """`leaf` with the elements of `value` where they matter, else with their spread."""
+    """`leaf` with the elements of `value` if they matter, else with their spread."""
     if leaf.dtype is None:
         return leaf if value is None else replace(leaf, number=number_of(value))
     if type(value) not in (Tensor, torch.nn.Parameter):
@@ -195,29 +191,30 @@ def _filled(leaf: Leaf, value: Any, operand: bool) -> Leaf:
     value = value.detach()
     if not _matters(value, operand, leaf.held and not leaf.learned):
         return replace(leaf, spread=_spread(value))
-    # Without the rest of a larger memory that it is a view of.
+    # Clone a view, to leave out the rest of its memory.
     return replace(leaf, contents=(value if value.untyped_storage().nbytes() <= value.nbytes else value.clone()).cpu())
 
 
 def _text(name: str, leaf: Leaf) -> str:
-    """The expression that makes `leaf`."""
-    fields = {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf) if field.name != "contents"}
-    words = [f"{field}={value!r}" for field, value in fields.items() if value != getattr(_USUAL, field)]
-    if leaf.contents is not None:
-        inline = f"torch.tensor({leaf.contents.tolist()!r}, dtype={leaf.dtype})" if not _is_saved(leaf.contents) else ""
-        words.append(f"contents={inline or f'SAVED[{name!r}]'}")
+    """The code that makes `leaf`."""
+    fields = [field for field in dataclasses.fields(leaf) if field.repr]
+    words = [f"{f.name}={value!r}" for f in fields if (value := getattr(leaf, f.name)) != f.default]
+    if _is_saved(leaf.contents):
+        words.append(f"contents=SAVED[{name!r}]")
+    elif leaf.contents is not None:
+        words.append(f"contents=torch.tensor({leaf.contents.tolist()!r}, dtype={leaf.dtype})")
     return f"Leaf({', '.join(words)})"
 
 
 def _is_saved(contents: Tensor | None) -> bool:
-    """Whether these elements go into the file beside the script."""
+    """Whether the elements go into the file beside the script."""
     return contents is not None and (
         contents.numel() > _INLINE or not contents.is_contiguous() or contents.is_complex()
     )
 
 
 def _matters(value: Tensor, operand: bool, constant: bool) -> bool:
-    """Whether what is computed depends on the numbers in `value`, and not on their size alone."""
+    """Whether the result depends on the very numbers in `value`, not on their magnitude alone."""
     if constant or value.numel() == 1:
         return True
     if value.nbytes > _LARGEST or value.is_complex():
@@ -226,7 +223,7 @@ def _matters(value: Tensor, operand: bool, constant: bool) -> bool:
 
 
 def _spread(value: Tensor) -> tuple[float, ...]:
-    """The numbers by which `made` fills a tensor with random ones like those of `value`."""
+    """The `Leaf.spread` of random numbers like those in `value`."""
     if value.numel() == 0 or value.is_complex():
         return ()
     if value.dtype == torch.bool:
@@ -235,42 +232,14 @@ def _spread(value: Tensor) -> tuple[float, ...]:
         return int(value.min()), int(value.max())
     known = value.double()
     known = known[known.isfinite()]
-    mean, std = (known.mean(), known.std(correction=0)) if known.numel() else (torch.tensor(0.0), torch.tensor(1.0))
-    return float(f"{mean:.4g}"), float(f"{std:.4g}")
-
-
-def _observed(
-    region: Region, known: Mapping[Node, Any], graph: GraphModule, inputs: Sequence[Any]
-) -> Mapping[Node, Tensor]:
-    """The tensors that `graph` computes from `inputs` for the leaves that are not `known`; {} where it cannot run.
-
-    Only what they depend on is run, on copies of the inputs, without gradients and autocast.
-    """
-    lacking = [leaf for leaf in region.leaves if leaf not in known and isinstance(value_of(leaf), Tensor)]
-    tops = {leaf: top for leaf in lacking if (top := region.scope.top(leaf)) is not None and top.graph is graph.graph}
-    if not tops:
-        return {}
-    try:
-        part, copies = Graph(), dict[Node, Node]()
-        part.graph_copy(graph.graph, copies)
-        part.output(tuple(copies[top] for top in tops.values()))
-        part.eliminate_dead_code()
-        with torch.no_grad():
-            found = replay(GraphModule(graph, part), inputs, {}).tensors
-    except Exception:  # the script can do without
-        log.info("what an attention reads could not be observed", exc_info=True)
-        return {}
-    return {leaf: value for n, leaf in enumerate(tops) if (value := found.get(f"output {n}")) is not None}
+    return (float(f"{known.mean():.4g}"), float(f"{known.std(correction=0):.4g}")) if known.numel() else (0.0, 1.0)
 
 
 # ---- the rest
 
 
 def _kept(options: Options, kernel: str | None) -> dict[str, Any]:
-    """The options of the script: those that bear on how a site is read and on which kernel it runs.
-
-    kernel: the one that failed, which the script asks for.
-    """
+    """The options that decide how a site is read and which kernel runs it. kernel: the kernel that failed, if any."""
     chosen = options.kernels if chosen_kernels() is None else chosen_kernels()
     kernels = chosen if kernel is None else (kernel,)
     known = options if isinstance(options.inner_backend, str) else replace(options, inner_backend="eager")
@@ -288,5 +257,5 @@ def _is_literal(value: object) -> bool:
 
 
 def _quoted(text: str) -> str:
-    """`text` within a triple-quoted string."""
+    """`text`, escaped for a triple-quoted string."""
     return text.replace("\\", "\\\\").replace('"', '\\"')

@@ -1,7 +1,7 @@
-"""First runs: a graph of a program that trains runs as written until it is known how its gradients are used.
+"""First runs: a graph that trains runs as written until its first backward shows whether another one follows.
 
-What torch.compile makes of a graph allows one backward pass. A program that asks for another, as for a penalty on
-gradients, for forces or for two losses, must not fail under `run`, so the graph as written serves its first backward.
+A compiled graph allows one backward pass. Programs with a gradient penalty, forces or two losses need more, and must
+not fail under `run`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from attn_fuse.report import Blocker, GraphReport, SiteReport
 from attn_fuse.torch_internals import backward_keeps_graph, in_backward
 
-# Calls without a backward pass after which the compiled graph runs all the same: the program infers with gradients on.
+# After this many calls without a backward pass the compiled graph runs: the program infers with gradients on.
 _MOST_IN_TRAINING, _MOST_IN_EVALUATION = 8, 1
 _KEPT = (
     "the program keeps the graph for another backward pass (create_graph, retain_graph), and torch.compile allows one"
@@ -23,10 +23,10 @@ _KEPT = (
 
 
 class FirstRuns:
-    """Runs `plain` until a backward pass has gone through it, and then `compiled`.
+    """Runs `plain` up to its first backward pass, then `compiled`.
 
-    Where that pass keeps the graph for another one, `plain` runs on, and `kept` is told. trains: whether the module
-    of the graph is in training mode.
+    If that pass keeps the graph for another one, `plain` goes on and `kept` is called. trains: whether the graph's
+    module is in training mode.
     """
 
     def __init__(
@@ -34,12 +34,12 @@ class FirstRuns:
     ) -> None:
         self._plain, self._compiled, self._kept = plain, compiled, kept
         self._left = _MOST_IN_TRAINING if trains else _MOST_IN_EVALUATION
-        # A reentrant checkpoint has its graphs made in a backward pass, and allows no other pass itself.
+        # A graph made in a backward pass belongs to a reentrant checkpoint, which itself allows no other pass.
         self._compiles = in_backward()
         self._keeps = False
 
     def __call__(self, *values: Any) -> Any:
-        if not in_backward():  # else a checkpoint runs again what ran before, and that has to be the same
+        if not in_backward():  # in a backward, a checkpoint must repeat the way it ran before
             self._compiles = self._left <= 0 and not self._keeps
             self._left -= 1
         if self._compiles:
@@ -60,7 +60,7 @@ class FirstRuns:
 
 
 def uncompiled_after_all(report: GraphReport) -> GraphReport:
-    """The report of a graph that was compiled and runs as written, for what the program does with its gradients."""
+    """The report of a compiled graph that runs as written because the program keeps it for another backward."""
     return replace(report, sites=tuple(_uncompiled(site) if site.fused else site for site in report.sites))
 
 

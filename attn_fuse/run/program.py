@@ -1,4 +1,4 @@
-"""Program: a script or a module of the user's, run as `python SCRIPT ARGS` or `python -m MODULE ARGS` would run it."""
+"""Program: a user's script or module, run as by `python SCRIPT ARGS` or `python -m MODULE ARGS`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _HERE = os.path.dirname(__file__) + os.sep
-# `python -m` and `python FOLDER` find their code by functions in it that have no public name.
+# The functions by which `python -m` and `python FOLDER` find code are private.
 _runpy: Any = runpy
 
 
@@ -24,7 +24,7 @@ class CannotRun(Exception):
 
 @dataclass(frozen=True)
 class Program:
-    """A program. argv: the path of a script, a folder or an archive, or a module's name; then its arguments."""
+    """A program. argv: the path of a script, folder or archive, or a module's name, then its arguments."""
 
     argv: tuple[str, ...]
     is_module: bool
@@ -33,23 +33,23 @@ class Program:
         return ("-m " if self.is_module else "") + shlex.join(self.argv)
 
     def run(self) -> None:
-        """Run the program as the main module, which it stays. Raises what the program raises, and CannotRun."""
+        """Run the program as the main module, for good. Raises CannotRun, and what the program raises."""
         main = types.ModuleType("__main__")
         vars(main)["__builtins__"] = builtins
         if sys.version_info < (3, 14):
             main.__annotations__ = {}
         sys.argv[:] = self.argv
         code = self._code(main)
-        # Spawned workers import it, and pickles name its classes.
+        # Spawned workers import the main module, and pickles name its classes.
         sys.modules["__main__"] = main
         exec(code, vars(main))
 
     def _code(self, main: types.ModuleType) -> types.CodeType:
-        """The code of the program; `main` then has the names that Python gives a main module."""
+        """The code of the program; sets the names that Python gives a main module."""
         path, whole = self.argv[0], os.path.abspath(self.argv[0])
         code: types.CodeType
         if self.is_module:
-            sys.argv[0] = "-m"  # as it is while the packages around the module are imported
+            sys.argv[0] = "-m"  # Python's value while it imports the packages around the module
             _, spec, code = _runpy._get_module_details(path, CannotRun)
             sys.argv[0] = spec.origin
         elif pkgutil.get_importer(whole) is not None:
@@ -63,7 +63,7 @@ class Program:
                 raise CannotRun(f"{path}: {(error.strerror or str(error)).lower()}") from error
             _put_on_path(os.path.dirname(os.path.realpath(path)))
             vars(main).update(__file__=whole, __loader__=loader, __cached__=None)
-            # `get_code` would write a file beside the script.
+            # `get_code` would write bytecode beside the script.
             code = loader.source_to_code(source, whole)  # type: ignore[no-untyped-call, unused-ignore]
             return code
         vars(main).update(
@@ -73,13 +73,13 @@ class Program:
 
 
 def _put_on_path(folder: str) -> None:
-    # The first entry is the working directory, which -m put there.
+    # Replaces the working directory, which -m put first.
     if not sys.flags.safe_path:
         sys.path[0] = folder
 
 
 def show_program_frames_alone() -> None:
-    """Let the traceback of the exception that now ends the program begin in the program."""
+    """Start the traceback of the exception that ends the program in the program's own code."""
     shown = sys.excepthook
 
     def show(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:

@@ -1,8 +1,7 @@
-"""Steps: when a program that is only looked at has shown enough, and how it is stopped.
+"""Steps: when to stop a program that is only analysed, and how.
 
-A training step is over where an optimizer has stepped, or where a module is called whose weights have got gradients
-since its last call. A program without an optimizer infers: it is stopped after a call, but waits for other models in
-its memory that were not called yet.
+A training step ends when an optimizer steps, or when a module is called again and its weights have new gradients. A
+program without an optimizer infers, and stops after a call, unless other models in its memory are still to be called.
 """
 
 from __future__ import annotations
@@ -21,29 +20,29 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from attn_fuse.run.outermost import optimizer_exists, others_wait
 
-# The calls of one module for which the first call of another is waited for.
+# Max calls of one module while others are still to be called.
 _PATIENCE = 3
 Gradients = list[tuple[int, int] | None]
 
 
 class Stopped(BaseException):
-    """Ends the program. No Exception: the `except Exception` of a training loop must not catch it."""
+    """Ends the program. Not an Exception, because a training loop may catch those."""
 
 
 class Steps:
-    """Counts the steps of a program, and stops it after `most`. ended: when that was, in words; "" before."""
+    """Counts the steps of a program and stops it after `most`. ended: after what, in words; "" before."""
 
     def __init__(self, most: int) -> None:
         self.most = most
         self.ended = ""
         self._counts = self._optimizes = False
         self._steps = 0
-        # What was called in training since the last step, None for a function, and its gradients at that time.
+        # The module called in training since the last step (None for a function), and its gradients at that call.
         self._training: tuple[weakref.ref[nn.Module] | None, Gradients] | None = None
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        """A block in which steps count; outside of it nothing is stopped."""
+        """A block in which steps count; outside it nothing is stopped."""
         hook = register_optimizer_step_post_hook(self._optimized)
         self._counts = True
         try:
@@ -53,8 +52,8 @@ class Steps:
             hook.remove()
 
     def before_call(self) -> None:
-        """Look, before an outermost module is called, whether a step is over. Raises Stopped after the last."""
-        if self._counts and self.ended and _in_main_thread():  # the program has caught it
+        """Before a call of an outermost module, see whether a step is over. Raises Stopped after the last step."""
+        if self._counts and self.ended and _in_main_thread():  # the program caught the first one
             raise Stopped
         if self._training is not None:
             module, before = self._training
@@ -65,10 +64,9 @@ class Steps:
     def after_call(
         self, module: nn.Module | None, calls: int, recording: bool, called: Container[nn.Module] = ()
     ) -> None:
-        """Note a call of an outermost module that attends; None: of a function. Raises Stopped where it only infers.
+        """Note a call of an outermost module with attention, or of a function (None). Raises Stopped in inference.
 
-        calls: how many of it there were. recording: whether gradients were recorded. called: all outermost
-        modules that were called.
+        calls: its calls so far. recording: whether gradients were recorded. called: all outermost modules called.
         """
         trains = recording and (module is None or any(weight.requires_grad for weight in module.parameters()))
         if trains and self._training is None:
@@ -95,10 +93,10 @@ class Steps:
         if not self._counts:
             return
         self.ended = when
-        # A background job of a shell ignores the signal, so this thread ends, and the main one at its next call.
+        # A background job ignores SIGINT: then this thread ends now, and the main thread at its next call.
         if _in_main_thread() or signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
             raise Stopped
-        # As Ctrl-C ends what waits for this thread.
+        # Like Ctrl-C, this interrupts a main thread that waits for this one.
         if hasattr(signal, "pthread_kill"):
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         else:

@@ -1,8 +1,8 @@
-"""Watch: every call of an outermost module. What attends in it is fused, or only looked at.
+"""Watch: capture every outermost module of a program, and fuse its attention or only analyse it.
 
-A module is outermost where no other one is running. Dynamo captures each at its first call; a graph without attention
-runs as written, and a module without attention is not captured again in the same mode. What the author compiles runs
-as it would, and its attention goes through the door of `install`.
+A module is outermost if no other module is running when it is called. Dynamo captures it at its first call in each
+mode; without attention it runs as written from then on. Code that the author compiles goes through the door of
+`install`.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ from attn_fuse.torch_internals import (
 )
 
 Run = Callable[..., Any]
-# How many inputs are named for which the same became of the same code.
+# Max inputs to name with the same outcome for the same code.
 _MOST_NAMED = 3
-_FUSES, _LOOKS = "compiled at its first call", "not compiled by the program; run would do it"
+_FUSES, _LOOKS = "compiled at its first call", "not compiled by the program; run without --explain compiles it"
 
 
 @dataclass
 class _Known:
     """A module that was called.
 
-    is_left: whether it is none to look into. may_attend: whether it attends, or Dynamo cannot tell. modes: those in
-    which it was called. calls: how many of them may have attended.
+    is_left: whether it is not to be captured. may_attend: whether it attends or Dynamo cannot tell. modes: (training,
+    recording) of its calls. calls: the number of calls with possible attention.
     """
 
     is_left: bool
@@ -75,9 +75,10 @@ class _Known:
 
 @dataclass
 class _Call:
-    """A call of an outermost module, and what was compiled in it. said: lines for the report.
+    """A call of an outermost module, and the graphs compiled in it.
 
-    by: what is called. module: that, or the module of which torch.compile made it.
+    by: the module called. module: the same, or the module that the author gave to torch.compile. said: lines for the
+    report. left: sentences on functions that are not compiled.
     """
 
     by: nn.Module
@@ -95,37 +96,44 @@ class _Here(threading.local):
 
 
 class Watch:
-    """Watches a program. steps: stops it after some, and only looks until then; None to fuse what attends.
+    """A watch over a program. steps: analyse only, and stop after some steps; None fuses attention.
 
-    only_compiled: leave what the program does not compile itself. options: those of the backend. draws: draw masks.
-    Raises OptionError for a bad option.
+    only_compiled: leave modules alone that the program does not compile. options: those of the backend. draws: draw
+    masks. codes: write the code for each attention. Raises OptionError for a bad option.
     """
 
     def __init__(
-        self, steps: Steps | None, only_compiled: bool, options: Mapping[str, Any], draws: bool = False
+        self,
+        steps: Steps | None,
+        only_compiled: bool,
+        options: Mapping[str, Any],
+        draws: bool = False,
+        codes: bool = False,
     ) -> None:
         self.steps = steps
         self.only_compiled = only_compiled
-        self._options, self._draws = options, draws
+        self._options, self._draws, self._codes = options, draws, codes
         parsed = replace(parse_options(options), compiles=steps is None)
-        self._attempt = Attempt(parsed, Fuel(None), draws=draws, plain=eagerly, only_looks=steps is not None)
+        self._attempt = Attempt(
+            parsed, Fuel(None), draws=draws, codes=codes, plain=eagerly, only_looks=steps is not None
+        )
         self._installed = contextlib.ExitStack()
         self._here = _Here()
         self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        # The explanations that are alike, with the ids of their modules.
+        # Groups of similar explanations, each with the id of its module.
         self._found: dict[Any, list[tuple[Explanation, int]]] = {}
         self._outside: list[GraphReport] = []
         self._function_calls = 0
         self._uncompiled: list[GraphReport] = []
 
     def begin(self) -> None:
-        """Watch all modules that are called from now on, and every torch.compile."""
+        """Watch all calls of modules and every torch.compile from now on."""
         with contextlib.ExitStack() as installed:
             installed.enter_context(listening(self._record))
             installed.enter_context(looking_at_module_calls(self._look))
             if self.steps is None:
                 installed.enter_context(install(self._options))
-                open_inductor_door(replace(inductor_door(), draws=self._draws))
+                open_inductor_door(replace(inductor_door(), draws=self._draws, codes=self._codes))
             else:
                 installed.callback(open_inductor_door, inductor_door())
                 open_inductor_door(self._look_and_compile)
@@ -135,12 +143,12 @@ class Watch:
             os.register_at_fork(after_in_child=self._installed.close)
 
     def end(self) -> None:
-        """Take away all that `begin` has installed, in whichever thread; a second time it does nothing."""
+        """Undo `begin`, in any thread; a second call does nothing."""
         self._installed.close()
 
     @property
     def explanations(self) -> tuple[Explanation, ...]:
-        """What became of the attention of each module, in each mode, and of functions that the program compiles."""
+        """The explanation of each module in each mode, and of the functions that the program compiles."""
         found = [_in_one(told) for told in self._found.values()]
         if outside := tuple(report for report in self._outside if report.sites):
             found.append(Explanation("functions that the program compiles", outside))
@@ -159,12 +167,12 @@ class Watch:
         if known is None:
             try:
                 is_left = cannot_attend(module) or is_wrapper(module)
-            except Exception:  # a module that is not what nn.Module promises runs as it is
+            except Exception:  # a module that breaks nn.Module's promises runs as it is
                 is_left = True
             known = self._known[module] = _Known(is_left)
         if known.is_left and not compiled_by_author(module):
             return None
-        # What a checkpoint runs again has to be what it ran before.
+        # In the backward, a checkpoint must repeat the way it ran before.
         if in_backward() and (self.steps is not None or not known.attends):
             return None
         return functools.partial(self._called, module, own, known)
@@ -180,7 +188,8 @@ class Watch:
             run = own or run
             call.said.append("compiled by the program")
         elif not self.only_compiled and (is_new or (self.steps is None and known.attends)):
-            run = functools.partial(_captured(self._attn_fuse, module, known), module)
+            known.compiled = known.compiled or _captured(self._attn_fuse, is_sharded(module))
+            run = functools.partial(known.compiled, module)
             call.said.append(_FUSES if self.steps is None else _LOOKS)
         self._here.call = call
         try:
@@ -200,7 +209,7 @@ class Watch:
             left = (*functions_left_alone(left_by_dynamo(call.started)), *dict.fromkeys(call.left))
             attends = any(report.sites for report in call.reports)
             known.attends |= attends
-            # Another backend than ours and Inductor tells nothing.
+            # Backends other than ours and Inductor report nothing.
             tells_nothing = compiled_by_author(call.by) and not call.reports
             known.may_attend = known.attends or bool(left) or len(call.said) > 1 or tells_nothing
             if attends or left or len(call.said) > 1:
@@ -209,13 +218,13 @@ class Watch:
                 outcome = ((site.location, site.status, site.kernel) for site in told.sites)
                 key = (type(call.module), mode, told.said, *outcome)
                 self._found.setdefault(key, []).append((told, id(call.module)))
-        except Exception:  # what a report says must not break a program
-            log.warning("a call is missing in the report", exc_info=True)
+        except Exception:  # a report must not break a program
+            log.warning("a call is missing from the report", exc_info=True)
 
     # ---- what is compiled
 
     def _attn_fuse(self, graph: GraphModule, inputs: Sequence[Any]) -> Run:
-        """The backend of what the program does not compile. A failure leaves the graph as written."""
+        """The backend for modules that the program does not compile. On a failure the graph runs as written."""
         call = self._here.call
         if call is None:
             return eagerly(graph)
@@ -232,12 +241,12 @@ class Watch:
         except RestartsDynamo:
             raise
         except Exception as problem:
-            log.warning("a graph runs as written, since compiling it failed", exc_info=True)
+            log.warning("a graph runs as written because compiling it failed", exc_info=True)
             call.said.append(f"compiling it failed, and a part of it runs as written: {named(problem)}")
             return eagerly(graph)
 
     def _look_and_compile(self, graph: GraphModule, inputs: Sequence[Any], inductor: Mapping[str, Any]) -> Run:
-        """What Inductor makes of a graph of what the program compiles, once it was looked at."""
+        """Analyse a graph that the program compiles, and let Inductor compile it unchanged."""
         plain = functools.partial(compile_with, "inductor", None, inductor=inductor)
         before = len(self._outside)
         compiled = replace(self._attempt, plain=plain).compiled(graph, inputs)
@@ -258,39 +267,35 @@ class Watch:
         (self._outside if call is None else call.reports).append(report)
 
 
-def _captured(backend: Run, module: nn.Module, known: _Known) -> Run:
-    """The compiled call of `module`, which is the first argument: what is kept must not keep the module alive."""
-    if known.compiled is None:
-        hooked = is_sharded(module)
-        compiled = compiled_call(backend, None, calls_forward=hooked)
-        known.compiled = functools.partial(_within_its_hooks, compiled) if hooked else compiled
-    run = known.compiled
+def _captured(backend: Run, calls_within_hooks: bool) -> Run:
+    """The compiled call of a module, which is an argument because a stored function must not keep the module alive.
 
-    def going_on(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    calls_within_hooks: compile only the module's `forward`, because Dynamo must not trace FSDP's hooks.
+    """
+    compiled = compiled_call(backend, None, calls_forward=calls_within_hooks)
+
+    def run(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         with going_on_where_compiling_fails():
-            return run(module, *args, **kwargs)
+            if not calls_within_hooks:
+                return compiled(module, *args, **kwargs)
+            module.__dict__["forward"] = functools.partial(compiled, module)
+            try:
+                return as_written(module)(*args, **kwargs)
+            finally:
+                del module.__dict__["forward"]
 
-    return going_on
-
-
-def _within_its_hooks(compiled: Run, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-    """The call of `module` with `compiled` as its forward: Dynamo must not trace the hooks that gather its weights."""
-    module.__dict__["forward"] = functools.partial(compiled, module)
-    try:
-        return as_written(module)(*args, **kwargs)
-    finally:
-        del module.__dict__["forward"]
+    return run
 
 
 def _in_one(told: Sequence[tuple[Explanation, int]]) -> Explanation:
-    """The first of explanations that differ in their inputs at most, with a line for the others.
+    """Explanations that differ only in their inputs as the first of them, with lines on the others.
 
-    told: each with the id of its module.
+    told: explanations, each with the id of its module.
     """
     first, others = told[0][0], [*dict.fromkeys(one.subject for one, _ in told)][1:]
-    said = [f"the same of {subject}" for subject in others[:_MOST_NAMED]]
+    said = [f"the same for {subject}" for subject in others[:_MOST_NAMED]]
     if len(others) > _MOST_NAMED:
-        said.append(f"the same of {len(others) - _MOST_NAMED} other inputs")
+        said.append(f"the same for {len(others) - _MOST_NAMED} other inputs")
     if (modules := len({module for _, module in told})) > 1:
-        said.append(f"the same of {modules - 1} more modules of this class")
+        said.append(f"the same for {modules - 1} more modules of this class")
     return replace(first, said=(*first.said, *said))
