@@ -1,6 +1,6 @@
 """attn_fuse: ``torch.compile(model, backend="attn_fuse")`` runs hand-written attention on fused kernels.
 
-The names below are loaded when they are first used, so that importing attn_fuse brings in nothing heavy.
+Names load on first use, which keeps ``import attn_fuse`` light.
 """
 
 from __future__ import annotations
@@ -35,19 +35,12 @@ __all__ = [
     "use_kernels",
 ]
 
-_HOME = {
-    "AttnFuseError": "errors",
-    "GraphReport": "report",
-    "NotFusedError": "errors",
-    "OptionError": "errors",
-    "Options": "options",
-    "SiteReport": "report",
-    "export": "doors.export",
-    "install": "doors.install",
-    "last_report": "report",
-    "reports": "report",
-    "uninstall": "doors.install",
-    "use_kernels": "options",
+_NAMES = {
+    "doors.export": ["export"],
+    "doors.install": ["install", "uninstall"],
+    "errors": ["AttnFuseError", "NotFusedError", "OptionError"],
+    "options": ["Options", "use_kernels"],
+    "report": ["GraphReport", "SiteReport", "last_report", "reports"],
 }
 
 
@@ -58,8 +51,9 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return importlib.import_module("attn_fuse.report").version()
-    if name == "explain":  # the module, which can be called like the function in it
+    if name == "explain":  # the module can be called like the function in it
         return importlib.import_module("attn_fuse.explain")
-    if name in _HOME:
-        return getattr(importlib.import_module(f"attn_fuse.{_HOME[name]}"), name)
+    for module, names in _NAMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"attn_fuse.{module}"), name)
     raise AttributeError(f"module 'attn_fuse' has no attribute {name!r}")

@@ -6,7 +6,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-# By name: the module whose `main` runs the command, and what the command does.
+# Command: (the module whose `main` runs it, a description)
 COMMANDS = {
     "explain": ("attn_fuse.explain.command", "say what becomes of every attention of the model in a Python file"),
     "run": ("attn_fuse.run.command", "run a program with its attention fused, and say what became of each attention"),
@@ -19,13 +19,13 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command that `argv` names, or list the commands; gives the exit code, 2 for an unknown command."""
+    """Run the command that `argv` names, or list the commands; return the exit code, 2 for an unknown command."""
     if not argv or argv[0] in ("-h", "--help"):
         print("usage: python -m attn_fuse COMMAND [--help]\n")
         print("\n".join(f"  {name:<10}{what}" for name, (_, what) in COMMANDS.items()))
         return 0
     if argv[0] not in COMMANDS:
-        from attn_fuse.errors import nearest  # imports torch, which a command may prepare for
+        from attn_fuse.errors import nearest  # imports torch; a command may set its environment first
 
         print(f"attn_fuse: there is no command {argv[0]!r}.{nearest(argv[0], COMMANDS)}", file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""The options of the backend, parsed and validated, and the context manager that chooses kernels."""
+"""The options of the backend, and the context manager that chooses kernels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from attn_fuse.kernels import KERNELS
 from attn_fuse.report import SiteReport
 from attn_fuse.torch_internals import inductor_modes, inductor_options, known_backends
 
-PICKS = ("fastest", "measured", "fused")
+PICKS = ("fastest", "measured", "memory", "fused")
 _MEASURING_MODES = ("max-autotune", "max-autotune-no-cudagraphs")
 
 _chosen: contextvars.ContextVar[tuple[str, ...] | None] = contextvars.ContextVar("attn_fuse_kernels", default=None)
@@ -22,34 +22,35 @@ _chosen: contextvars.ContextVar[tuple[str, ...] | None] = contextvars.ContextVar
 
 @dataclass(frozen=True)
 class Options:
-    """What ``torch.compile(model, backend="attn_fuse", options={...})`` takes.
+    """The options of ``torch.compile(model, backend="attn_fuse", options={...})``.
 
-    inner_backend: the compiler of the rewritten graph: the name of a registered Dynamo backend, or a callable
+    inner_backend: the compiler of the rewritten graph, as the name of a Dynamo backend or a callable
         ``(graph_module, example_inputs) -> callable``.
-    kernels: the names of the kernels allowed, in order of preference; None allows every kernel.
-    pick: "fastest" leaves a site as written where no kernel is faster by the evidence (`python -m attn_fuse.bench`
-        shows it, and measures this device); "measured" measures each site while compiling, on stand-ins of its sizes,
-        and keeps the result; "fused" fuses every site that some kernel can run.
-    strict: raise `NotFusedError` where a site stays unfused.
-    fuel: the max number of sites to rewrite, for bisecting; further sites stay as written. None sets no limit.
-    check: run every graph as written and rewritten on its first inputs, compare outputs, gradients and what is written
-        in place, and refuse the rewrites that make them disagree.
-    seconds: the max time to look for attention in one graph; the sites after that stay as written.
-    try_unmeasured: use a kernel of ours that was never measured on this device where there is much to gain, once
-        it has passed a self-check and was faster by the clock (`picker.site_run`).
-    mode: torch.compile's `mode`, handed to the inner backend; torch.compile itself takes a mode or options, not both.
-        "max-autotune" and "max-autotune-no-cudagraphs" mean pick="measured", too, where no pick is given.
-    inductor: options of Inductor by name, as plain torch.compile takes them; they go before those of the mode. The
-        measurements of pick="measured" run without them.
-    repro: a folder, made where it is missing. For each attention on which attn_fuse fails, by an exception or a wrong
-        result that `check` or a self-check finds, a script is written there that shows the failure by itself.
-    compiles: False leaves the rewritten graph uncompiled, with the kernels picked as for the inner backend, for a graph
-        that is only reported on. Users cannot set it.
+    kernels: the names of the kernels allowed, in order of preference; None allows all.
+    pick: "fastest" fuses a site if stored measurements promise a gain (`python -m attn_fuse.bench` shows them, and
+        measures this device); "measured" times each site while compiling, on stand-ins of its sizes, and keeps the
+        result; "memory" is "fastest", and also fuses sites that are up to 1.25 times as slow on a kernel, if attention
+        takes an estimated tenth or more of the step's peak memory (`picker.peak`); "fused" fuses every site that some
+        kernel can run.
+    strict: raise `NotFusedError` if a site stays unfused.
+    fuel: the max number of sites to rewrite, for bisecting; None sets no limit.
+    check: run every graph as written and rewritten on its first inputs, compare outputs, gradients and written inputs,
+        and undo rewrites that make them differ.
+    seconds: the max time to find attention in one graph; later sites stay as written.
+    try_unmeasured: allow our kernels without measurements on this device if much could be gained. They must pass a
+        self-check and be faster in it (`picker.site_run`).
+    mode: torch.compile's `mode`, for the inner backend; torch.compile itself takes a mode or options, not both.
+        Without a pick, "max-autotune" and "max-autotune-no-cudagraphs" also set pick="measured".
+    inductor: Inductor's options by name, as in plain torch.compile; they override those of the mode. The measurements
+        of pick="measured" run without them.
+    repro: a folder for scripts, made if missing. Each attention on which attn_fuse fails, by an exception or by a wrong
+        result in `check` or a self-check, gets a script that shows the failure.
+    compiles: False leaves the rewritten graph uncompiled, to report on it. Not for users.
     """
 
     inner_backend: str | Callable[..., Any] = "inductor"
     kernels: tuple[str, ...] | None = None
-    pick: Literal["fastest", "measured", "fused"] = "fastest"
+    pick: Literal["fastest", "measured", "memory", "fused"] = "fastest"
     strict: bool = False
     fuel: int | None = None
     check: bool = False
@@ -62,7 +63,7 @@ class Options:
 
 
 def parse_options(options: Mapping[str, Any] | None, mode: str | None = None) -> Options:
-    """The `Options` of the mapping that a user passed. mode: torch.compile's `mode`, if it was given outside of them.
+    """The `Options` of a user's mapping. mode: torch.compile's `mode`, given beside them.
 
     Raises OptionError for an unknown name or an impossible value.
     """
@@ -71,17 +72,15 @@ def parse_options(options: Mapping[str, Any] | None, mode: str | None = None) ->
     for name in options:
         if name not in known:
             raise OptionError(f"attn_fuse has no option {name!r}.{_inductors(name) or nearest(name, known)}")
-    _require(options, "strict", "True or False", lambda v: isinstance(v, bool))
-    _require(options, "check", "True or False", lambda v: isinstance(v, bool))
-    _require(options, "try_unmeasured", "True or False", lambda v: isinstance(v, bool))
+    for flag in ("strict", "check", "try_unmeasured"):
+        _require(options, flag, "True or False", lambda v: isinstance(v, bool))
     _require(options, "repro", "the path of a folder, or None", _is_path)
     if options.get("repro") is not None:
         options["repro"] = os.fspath(options["repro"])
     _require(options, "seconds", "a number of seconds, more than 0", _is_duration)
     _require(options, "fuel", "a whole number of rewrites, 0 or more", _is_count)
     _require(options, "pick", " or ".join(map(repr, PICKS)), lambda v: v in PICKS)
-    options.setdefault("inner_backend", "inductor")
-    _require_inner_backend(options["inner_backend"])
+    _require_inner_backend(options.setdefault("inner_backend", "inductor"))
     _require(options, "mode", "a name or None", lambda v: v is None or isinstance(v, str))
     _require(options, "inductor", "a dictionary of Inductor's options", lambda v: isinstance(v, Mapping))
     if mode is not None and options.setdefault("mode", mode) != mode:
@@ -109,7 +108,7 @@ def _require_inner_backend(backend: object) -> None:
         raise OptionError(f"attn_fuse option inner_backend={backend!r}: it must be a backend's name or a callable.")
     if backend == "attn_fuse" or getattr(backend, "__module__", None) == "attn_fuse.backend":
         raise OptionError(
-            "inner_backend='attn_fuse': the inner backend compiles what attn_fuse has rewritten; name another one, or "
+            "inner_backend='attn_fuse': the inner backend compiles the graphs that attn_fuse rewrote; name another, or "
             "leave the option out for 'inductor'."
         )
     if isinstance(backend, str) and backend not in known_backends():
@@ -119,9 +118,9 @@ def _require_inner_backend(backend: object) -> None:
 
 
 def _known_to_inductor(options: Mapping[str, Any]) -> dict[str, Any]:
-    """`options` by the names that Inductor's config has; torch.compile, too, takes a dash for an underscore.
+    """`options` by their names in Inductor's config. Dashes count as underscores, as in torch.compile.
 
-    Raises OptionError for a name that the config lacks, and for a value of another type.
+    Raises OptionError for an unknown name or a value of another type.
     """
     if not options:
         return {}
@@ -140,28 +139,29 @@ def _known_to_inductor(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _inductors(name: object) -> str:
-    """A hint for an option of Inductor that stands among ours; "" where Inductor has none of this name."""
+    """A hint for an option of Inductor given among ours; "" for any other name."""
     known = isinstance(name, str) and name.replace("-", "_") in inductor_options()
     return f" Inductor's options go into options={{'inductor': {{{name!r}: ...}}}}." if known else ""
 
 
 def kernel_names(names: object) -> tuple[str, ...]:
-    """`names` as a tuple of known kernel names, in the order given. Raises OptionError for an unknown one."""
-    listed = [names] if isinstance(names, str) else list(names) if isinstance(names, (list, tuple)) else None
-    if listed is None:
-        raise OptionError(f"kernels={names!r} is not a list of kernel names. Known: {', '.join(_known_kernels())}.")
+    """`names` as a tuple of known kernel names. Raises OptionError for an unknown name."""
+    known = [kernel.name for kernel in KERNELS]
+    if not isinstance(names, (str, list, tuple)):
+        raise OptionError(f"kernels={names!r} is not a list of kernel names. Known: {', '.join(known)}.")
+    listed = (names,) if isinstance(names, str) else tuple(names)
     for name in listed:
-        if name not in _known_kernels():
-            raise OptionError(f"attn_fuse has no kernel {name!r}.{nearest(name, _known_kernels())}")
-    return tuple(listed)
+        if name not in known:
+            raise OptionError(f"attn_fuse has no kernel {name!r}.{nearest(name, known)}")
+    return listed
 
 
 @contextlib.contextmanager
 def use_kernels(*names: str) -> Iterator[None]:
     """Within the block, compiled models run attention on these kernels only, preferred in this order.
 
-    Like `torch.nn.attention.sdpa_kernel`, the block also holds for models compiled before it: their first call inside
-    compiles them once more. Without a name every attention runs as written. The block takes precedence over
+    Like `torch.nn.attention.sdpa_kernel`, the block also affects models compiled before it; their first call inside
+    compiles them again. Without a name, every attention runs as written. The block overrides
     ``options={"kernels": ...}``. Raises OptionError for an unknown kernel name.
     """
     token = _chosen.set(kernel_names(names))
@@ -172,12 +172,8 @@ def use_kernels(*names: str) -> Iterator[None]:
 
 
 def chosen_kernels() -> tuple[str, ...] | None:
-    """The kernels of the innermost `use_kernels` block, or None outside any."""
+    """The kernels of the innermost `use_kernels` block; None outside."""
     return _chosen.get()
-
-
-def _known_kernels() -> tuple[str, ...]:
-    return tuple(kernel.name for kernel in KERNELS)
 
 
 def _is_count(value: object) -> bool:
@@ -199,14 +195,14 @@ def _require(options: Mapping[str, Any], name: str, wanted: str, holds: Callable
 
 
 class Fuel:
-    """A limit on the sites to rewrite; a site that was allowed stays allowed when its graph is recompiled."""
+    """A limit on the number of sites to rewrite. An allowed site stays allowed when its graph is recompiled."""
 
     def __init__(self, limit: int | None) -> None:
         self._limit = limit
         self._spent: set[str] = set()
 
     def allows(self, site: SiteReport) -> bool:
-        """Whether `site` may be rewritten; if so, it counts against the limit from then on."""
+        """Whether `site` may be rewritten; an allowed site counts against the limit from then on."""
         key = str(site.location)
         if self._limit is not None and key not in self._spent and len(self._spent) >= self._limit:
             return False
@@ -219,7 +215,7 @@ _tanks: dict[int, tuple[object, Fuel]] = {}
 
 
 def fuel_of(options: Mapping[str, Any] | None) -> Fuel:
-    """The fuel shared by every graph compiled with this very mapping."""
+    """The fuel shared by all graphs compiled with this mapping object."""
     if not options or options.get("fuel") is None:
         return Fuel(None)
     return _tanks.setdefault(id(options), (options, Fuel(options["fuel"])))[1]

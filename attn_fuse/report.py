@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
+import torch
+
 from attn_fuse.errors import AttnFuseError
 from attn_fuse.torch_internals import trace_artifact
 
@@ -26,7 +28,7 @@ log = logging.getLogger("attn_fuse")
 class Location:
     """A place in the user's program.
 
-    code: the text of the line. module: the dotted path of the module that runs it; "" outside a module.
+    code: the text of the line. module: the dotted path of the module that runs the line; "" outside modules.
     """
 
     file: str
@@ -35,30 +37,67 @@ class Location:
     module: str
 
     def __str__(self) -> str:
-        near = os.path.relpath(self.file) if os.path.isabs(self.file) else self.file
-        where = f"{self.file if near.startswith('..') else near}:{self.line}"
+        where = f"{near(self.file)}:{self.line}"
         return f"{where} ({self.module})" if self.module else where
+
+
+def near(file: str) -> str:
+    """The path of a file, relative to the current folder if it lies in there."""
+    path = os.path.relpath(file) if os.path.isabs(file) else file
+    return file if path.startswith("..") else path
+
+
+@dataclass(frozen=True)
+class Code:
+    """Code to write by hand in place of an attention.
+
+    file, function: its place. lines: the first and last lines of the statements that it replaces; it stands in place
+        of the last.
+    imports, text: lines of Python. notes: sentences on the code.
+    """
+
+    file: str
+    lines: tuple[tuple[int, int], ...]
+    function: str
+    imports: tuple[str, ...]
+    text: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def place(self) -> str:
+        """The lines that it replaces, such as "lines 42-46 of model.py, in forward"."""
+        spans: list[list[int]] = []
+        for first, last in self.lines:
+            if spans and first <= spans[-1][1] + 1:
+                spans[-1][1] = max(last, spans[-1][1])
+            else:
+                spans.append([first, last])
+        lines = ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in spans)
+        return f"line{'s' if '-' in lines or ',' in lines else ''} {lines} of {near(self.file)}, in {self.function}"
 
 
 @dataclass(frozen=True)
 class Blocker:
     """Why a site stayed as written.
 
-    op: the name of the operation that blocks. location: its place in the source. advice: what to do next.
+    op: the blocking operation. location: its place in the source. advice: what to do next.
+    change: the statement to write otherwise, with which the attention is fused; None outside explain, or if none is
+        known.
     """
 
     reason: str
     op: str
     location: Location | None
     advice: str = ""
+    change: Code | None = None
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A failure of attn_fuse itself on one attention. The program runs on as written, or on another kernel.
+    """A failure of attn_fuse on one attention, which then runs as written or on another kernel.
 
-    what: the failure in words. kernel: the kernel that raised or was wrong; None where no kernel is to blame.
-    file: the script that shows the failure by itself, for ``options={"repro": DIR}``; "" where none was written.
+    what: the failure in words. kernel: the kernel that raised or was wrong; None if no kernel is to blame.
+    file: the script that shows the failure, with ``options={"repro": DIR}``; "" without one.
     """
 
     what: str
@@ -66,28 +105,29 @@ class Failure:
     file: str = ""
 
 
-# How the note of a graph begins that stays as written as a whole.
-GRAPH_FAILED = "this graph stays as written, since analysing it failed"
+# The start of the note on a graph that stays as written as a whole.
+GRAPH_FAILED = "this graph stays as written because analysing it failed"
 SDPA = "F.scaled_dot_product_attention"
 
 
 @dataclass(frozen=True, repr=False)
 class SiteReport:
-    """One attention: what was recognised and what was done with it.
+    """One attention: what was recognised, and what became of it.
 
-    location: where its softmax stands.
+    location: the place of its softmax.
     status: "fused", "as written" (recognised, but no kernel took it), "refused" (not proved to be an attention that
         can be fused), or "already fused" (the program calls a fused attention itself).
     attention: the recognised facts in words, by name: heads, head_dim, mask, scale, dropout, ...; empty if refused.
     kernel: the kernel chosen, or None.
-    why_not: for every other kernel the reasons why it was not chosen.
-    blocker: for a site that is not fused, the one cause; None where the program fuses it itself.
+    why_not: the reasons against each of the other kernels.
+    ratios: the times of kernels over the time as written, by name, if they are known.
+    blocker: the cause, for a site that is not fused; None if the program fuses it itself.
     score_bytes: the bytes of the score matrix that is no longer stored; 0 unless fused.
-    expression: what each element of the scores and of the output is, as mathematics; of a refused site what was read of
-        the output, "" where nothing was.
-    picture: the mask, as `emit.picture` draws it; empty where it draws none, and outside explain.
-    fused_by: of a site that is fused already, what the program calls, where that is not torch's SDPA.
-    failures: what failed in attn_fuse on this site.
+    expression: one element of the scores and of the output, as mathematics; for a refused site the part that was read.
+    picture, bias: the mask and the sum of the biases, drawn by `emit.picture`; empty outside explain.
+    fused_by: the function that the program calls for a fused attention, other than torch's SDPA.
+    failures: the failures of attn_fuse on this site.
+    code: the code to write by hand; None unless it was asked for. no_code: why there is none.
     """
 
     location: Location
@@ -95,12 +135,16 @@ class SiteReport:
     attention: dict[str, str] = field(default_factory=dict)
     kernel: str | None = None
     why_not: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    ratios: dict[str, float] = field(default_factory=dict)
     blocker: Blocker | None = None
     score_bytes: int = 0
     expression: str = ""
     picture: tuple[str, ...] = ()
+    bias: tuple[tuple[float | None, ...], ...] = ()
     fused_by: str = ""
     failures: tuple[Failure, ...] = ()
+    code: Code | None = None
+    no_code: str = ""
 
     @property
     def fused(self) -> bool:
@@ -108,7 +152,7 @@ class SiteReport:
         return self.status == "fused"
 
     def __repr__(self) -> str:
-        """One line: the place, and what became of the attention."""
+        """One line with the place and the outcome."""
         return f"<SiteReport {self.location}: {headline(self)}>"
 
 
@@ -116,9 +160,9 @@ class SiteReport:
 class GraphReport:
     """One graph that the backend compiled.
 
-    seconds: the time until the graph went to the inner backend. notes: sentences for the user about the whole graph.
-    before, after: the code of the graph as Dynamo made it, and as handed to the inner backend; "" for a graph that can
-        hold no attention, except in explain.
+    seconds: the time until the graph went to the inner backend. notes: sentences on the whole graph.
+    before, after: the graph's code from Dynamo, and for the inner backend; outside explain "" for a graph that can hold
+        no attention.
     """
 
     sites: tuple[SiteReport, ...]
@@ -128,14 +172,14 @@ class GraphReport:
     after: str = ""
 
     def __str__(self) -> str:
-        """The report in words, as `explain` prints it."""
+        """The report in words, like that of `explain`."""
         return as_text(self).strip() if self.sites or self.notes else "no attention found"
 
 
 def relocated(sites: Sequence[SiteReport], locations: Sequence[Location]) -> tuple[SiteReport, ...]:
-    """`sites` at `locations`, those of the first capture: a graph captured anew has lost its source lines.
+    """`sites` at `locations`, which come from the first capture: a graph captured again has lost its source lines.
 
-    The sites of both captures match in order; where their numbers differ, `sites` stay as they are.
+    Both captures have the sites in the same order; if the numbers differ, `sites` stay as they are.
     """
     if len(sites) != len(locations):
         return tuple(sites)
@@ -157,7 +201,7 @@ def listening(listener: Callable[[GraphReport], None]) -> Iterator[None]:
 
 
 def record(report: GraphReport) -> None:
-    """Keep `report` for `reports()`, hand it to the listeners, log each site, and add the text to torch's trace."""
+    """Keep `report` for `reports()`, tell the listeners, log each site, and add the text to torch's trace."""
     _recent.append(report)
     for listener in tuple(_listeners):
         listener(report)
@@ -173,38 +217,28 @@ def reports() -> tuple[GraphReport, ...]:
 
 
 def last_report() -> GraphReport:
-    """The report of the graph that was compiled last in this process.
+    """The report of the last graph compiled in this process.
 
-    Raises AttnFuseError where none was compiled: torch.compile compiles a model when the model first runs.
+    Raises AttnFuseError without one: torch.compile compiles a model at its first call.
     """
     if not _recent:
         raise AttnFuseError(
-            "attn_fuse has compiled no graph in this process yet: torch.compile compiles a model when it first runs, "
-            'so run what torch.compile(..., backend="attn_fuse") gave, and ask again.'
+            "attn_fuse has compiled no graph in this process yet: torch.compile compiles a model when it first runs. "
+            'Call the model from torch.compile(..., backend="attn_fuse") before you ask for the report.'
         )
     return _recent[-1]
 
 
 @contextlib.contextmanager
-def collecting(keep: bool = True) -> Iterator[list[GraphReport]]:
-    """A block with a list, which receives the reports of the graphs compiled within when the block ends.
-
-    keep: whether `reports` has them, too.
-    """
-    global _recent
-    kept = _recent
+def collecting() -> Iterator[list[GraphReport]]:
+    """A block whose list receives the reports of the graphs compiled within."""
     collected: list[GraphReport] = []
-    _recent = collections.deque(maxlen=None)
-    try:
+    with listening(collected.append):
         yield collected
-    finally:
-        collected.extend(_recent)
-        kept.extend(_recent if keep else ())
-        _recent = kept
 
 
 def version() -> str:
-    """The version of attn_fuse; "unknown" where it runs from a checkout that is not installed."""
+    """The version of attn_fuse; "unknown" in a checkout that is not installed."""
     try:
         return importlib.metadata.version("attn_fuse")
     except importlib.metadata.PackageNotFoundError:
@@ -212,7 +246,7 @@ def version() -> str:
 
 
 def headline(site: SiteReport) -> str:
-    """The one line on a site: its status, and the kernel or the cause."""
+    """One line on a site: its status, and the kernel or the cause."""
     if site.fused:
         return f"fused on {site.kernel}"
     if site.blocker is None:
@@ -221,16 +255,18 @@ def headline(site: SiteReport) -> str:
 
 
 def as_text(report: GraphReport, expressions: bool = False, plain: bool = False) -> str:
-    """The report of one graph, as `python -m attn_fuse.explain` prints it: layers that differ in nothing as one entry.
+    """The report of one graph, as `python -m attn_fuse.explain` prints it; identical layers share an entry.
 
-    expressions: as with --expression. On a terminal the text is as wide as it and coloured, unless NO_COLOR is set or
-    the text is to be `plain`.
+    expressions: as with --expression. The text has the width of the terminal and colours, unless it is `plain`;
+    NO_COLOR turns colours off.
     """
-    wide = _on_terminal() and not plain
+    wide = not plain and getattr(sys.stdout, "isatty", bool)()
     styled = functools.partial(_styled, on=wide and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb")
     wrapped = functools.partial(_wrapped, width=max(40, shutil.get_terminal_size().columns) if wide else None)
     lines: list[str] = []
-    for number, site in enumerate(grouped(report.sites), 1):
+    # A site's expression tells apart entries with the same text.
+    sites = report.sites if expressions else [replace(site, expression="") for site in report.sites]
+    for number, (site, _) in enumerate(grouped(sites), 1):
         lines += [styled(f"[{number}] {site.location}", _BOLD), *wrapped(site.location.code, 4)]
         heading, colour = _HEADINGS[site.status]
         heading += f" on {site.kernel}" if site.kernel else ""
@@ -238,7 +274,6 @@ def as_text(report: GraphReport, expressions: bool = False, plain: bool = False)
             heading += f" ({site.fused_by or SDPA})"
         lines += [styled(line, colour) for line in wrapped(heading, 4)]
         for name, value in site.attention.items():
-            # How long the kernel takes stands apart from where that was measured.
             fact, _, measured = value.partition(", by measurements ")
             lines += wrapped(f"{name + ':':<12}{fact}", 6)
             lines += wrapped(f"{'':<12}by measurements {measured}", 6) if measured else []
@@ -256,8 +291,18 @@ def as_text(report: GraphReport, expressions: bool = False, plain: bool = False)
             kernels.setdefault(reasons, []).append(kernel)
         for reasons, names in kernels.items():
             lines += wrapped(f"not {', '.join(names)}: {'; '.join(reasons)}", 6)
-        if site.blocker is not None and site.blocker.advice:
+        if site.blocker is not None and (change := site.blocker.change) is not None:
+            lines += wrapped(f"{'next:':<12}write in place of {change.place}:", 6)
+            lines += [f"          {line}" for line in change.text]
+            lines += [line for note in change.notes for line in wrapped(f"# {note}", 10)]
+        elif site.blocker is not None and site.blocker.advice:
             lines += wrapped(f"{'next:':<12}{site.blocker.advice}", 6)
+        if site.code is not None:
+            lines += wrapped(f"by hand, in place of {site.code.place}:", 6)
+            lines += [f"          {line}".rstrip() for line in (*site.code.imports, *site.code.text)]
+            lines += [line for note in site.code.notes for line in wrapped(f"# {note}", 10)]
+        elif site.no_code:
+            lines += wrapped(f"by hand: no code, since {site.no_code}", 6)
         for file in dict.fromkeys(failure.file for failure in site.failures if failure.file):
             lines += wrapped(f"{'repro:':<12}{file}", 6)
         lines.append("")
@@ -268,33 +313,32 @@ def as_text(report: GraphReport, expressions: bool = False, plain: bool = False)
 _BOLD, _GREEN, _YELLOW = "1", "32", "33"
 
 
-def _on_terminal() -> bool:
-    return bool(getattr(sys.stdout, "isatty", bool)())
-
-
 def _styled(text: str, style: str, on: bool) -> str:
     return f"\033[{style}m{text}\033[0m" if on else text
 
 
 def _wrapped(text: str, indent: int, width: int | None) -> list[str]:
-    """`text` in lines of at most `width` characters, the first behind `indent` spaces; without a width in one line."""
+    """`text`, indented, in lines of at most `width` characters; in one line without a width."""
     if width is None:
         return [" " * indent + text]
-    # Names, paths and numbers stay whole.
     return textwrap.wrap(
         text, width, initial_indent=" " * indent, subsequent_indent=" " * (indent + 2), replace_whitespace=False,
         break_long_words=False, break_on_hyphens=False,
     )  # fmt: skip
 
 
+def json_head() -> dict[str, Any]:
+    """The first keys of a report as JSON: the version of report.schema.json, and those that made the report."""
+    return {"schema": 1, "attn_fuse": version(), "torch": torch.__version__}
+
+
 def as_json(report: GraphReport) -> dict[str, Any]:
-    """The report as plain dictionaries and lists, for ``json.dump``; the graphs' code is left out."""
+    """The report as plain dictionaries and lists for ``json.dump``, without the graphs' code."""
     data = asdict(report)
     del data["before"], data["after"]
     return data
 
 
-# By status: the words, and the colour on a terminal.
 _HEADINGS = {
     "fused": ("FUSED", _GREEN),
     "as written": ("LEFT AS WRITTEN", _YELLOW),
@@ -313,29 +357,25 @@ def bytes_in_words(count: int) -> str:
     return f"{size:.1f} GiB"
 
 
-def grouped(sites: Iterable[SiteReport]) -> Iterator[SiteReport]:
-    """`sites` with those that differ only in their module merged: modules are listed, and bytes added up."""
-    groups: list[tuple[SiteReport, list[SiteReport]]] = []
+def grouped(sites: Iterable[SiteReport]) -> Iterator[tuple[SiteReport, Sequence[SiteReport]]]:
+    """`sites`, merged if they differ only in their module, times and biases, each with its members.
+
+    A merged site lists the modules, has the sum of the bytes, and the times and biases of the first member.
+    """
+    groups: dict[str, list[SiteReport]] = {}
     for site in sites:
-        anywhere = _anywhere(site)
-        for known, members in groups:
-            if known == anywhere:
-                members.append(site)
-                break
-        else:
-            groups.append((anywhere, [site]))
-    for anywhere, members in groups:
-        shown = anywhere if len(members) > 1 else members[0]
-        modules = _modules_in_words([site.location.module for site in members])
-        yield replace(
-            shown,
-            location=replace(shown.location, module=modules),
-            score_bytes=sum(site.score_bytes for site in members),
-        )
+        alike = _anywhere(site)
+        # Names of nodes, such as linear_3, are numbered through the graph.
+        expression = re.sub(r"\b([a-z]\w*?)_\d+\b", r"\1", alike.expression)
+        groups.setdefault(str(asdict(replace(alike, expression=expression, ratios={}, bias=()))), []).append(site)
+    for members in groups.values():
+        shown = _anywhere(members[0]) if len(members) > 1 else members[0]
+        location = replace(shown.location, module=_modules_in_words([site.location.module for site in members]))
+        yield replace(shown, location=location, score_bytes=sum(site.score_bytes for site in members)), members
 
 
 def _anywhere(site: SiteReport) -> SiteReport:
-    """`site` without its module, so that equal layers compare equal: "self.bias" for "h.3.attn.bias"."""
+    """`site` without its module, to compare layers: "self.bias" for "h.3.attn.bias"."""
     module, blocker = site.location.module, site.blocker
     layer = re.match(r"(.*\.)?\d+(?=\.|$)", module)
 

@@ -1,39 +1,40 @@
-"""Sites: take each region of a graph through the stages, from its normal form to the call that replaces it."""
+"""Sites: take each region of a graph through the stages, from its normal form to the kernel's call."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
+from attn_fuse.analysis import Analysis, analyse
 from attn_fuse.attention.attention import Attention, Refusal
-from attn_fuse.attention.describe import in_words, plain, printed
+from attn_fuse.attention.describe import in_words, plain
 from attn_fuse.attention.facts import Facts, facts_of
 from attn_fuse.emit.builder import NotEmitted
-from attn_fuse.emit.picture import picture
+from attn_fuse.emit.check import Rewritten
+from attn_fuse.emit.picture import Picture, picture
 from attn_fuse.emit.splice import emit
 from attn_fuse.errors import named
 from attn_fuse.expression import nodes as ex
-from attn_fuse.graph.fingerprint import fingerprint
 from attn_fuse.graph.location import locate
 from attn_fuse.graph.names import op_name, value_of
 from attn_fuse.graph.nan_reads import nan_reads
-from attn_fuse.graph.region import RefusedRegion, Region, Site, cut_at, find_sites
-from attn_fuse.graph.scopes import StillWritten, is_frozen, scopes
-from attn_fuse.guard import Proof, can_be_guarded
+from attn_fuse.graph.region import Region, Site, find_sites, fingerprint
+from attn_fuse.graph.replay import observed
+from attn_fuse.graph.scopes import Scope, StillWritten, is_frozen, scopes
+from attn_fuse.guard import Proof
+from attn_fuse.kernels.elsewhere import elsewhere
 from attn_fuse.lift.closed_forms import ClosedForm, Diagonals, closed_form
-from attn_fuse.lift.lift import Lifted, NotLifted, lift
-from attn_fuse.lift.normalize import Normal, NotNormal, normalize
-from attn_fuse.patterns.recognize import recognize
-from attn_fuse.picker.pick import FAILURES, Choice
-from attn_fuse.report import Blocker, Failure, SiteReport, log
+from attn_fuse.picker.pick import FAILURES, WEIGHTS_USED, Choice
+from attn_fuse.report import Blocker, Code, Failure, Location, SiteReport, bytes_in_words, log
 from attn_fuse.torch_internals import FakeTensorMode, source_name
 
 
@@ -41,9 +42,9 @@ from attn_fuse.torch_internals import FakeTensorMode, source_name
 class Recognised:
     """A region that is proved to be an attention.
 
-    mode: the fake mode of its normal form. values: the example inputs by the leaves that stand for them.
-    proofs: the proved contents of leaves. used: those that the attention rests on.
-    words: the attention in words, by name. expression: the attention as mathematics.
+    mode: the fake mode of its normal form. values: example inputs by leaf. proofs: the proved contents of leaves.
+    used: the proofs that the attention rests on. words: facts about the attention, by name. expression: the attention
+    as mathematics.
     """
 
     region: Region
@@ -57,12 +58,16 @@ class Recognised:
     expression: str
 
 
-# The arguments: a region, the contents of its leaves at hand, the leaves that the program holds itself, what failed.
+# Arguments: a region, the known contents of its leaves, the leaves that the program holds itself, the failure.
 Repro = Callable[[Region, Mapping[Node, Any], frozenset[Node], Failure], str]
-# The source of a tensor that the caller passes in, alone or in a container: the next call passes another tensor.
+# The source of an argument, alone or in a container: its contents change from call to call.
 _ARGUMENT = re.compile(r"L\['[^']+'\](\[[^\]]+\])*")
-_MOST_CUTS = 8
-# The roundings by which an ordinary score differs when a kernel's backward computes it again, in another order.
+# Arguments: an attention, a function that reads a region, a function that gives the tensors of a region's leaves.
+# The result is the code, or why there is none.
+Coder = Callable[
+    [Recognised, Callable[[Region], Refusal | Recognised], Callable[[Region], Mapping[Node, Any]]], Code | str
+]
+# Rounding errors of an ordinary score that a kernel's backward recomputes in another order.
 _ROUNDINGS_OF_A_SCORE = 64
 
 
@@ -70,56 +75,75 @@ _ROUNDINGS_OF_A_SCORE = 64
 class Rewriter:
     """Rewrites the sites of one graph.
 
-    inputs: the graph's example inputs. pick: chooses the kernel of a site, given why kernels cannot be called there.
-    may_rewrite: asked with the report of each site about to be rewritten. emit: writes the kernel's call. written: by
-    the path of a subgraph, the memory that it still writes. left: the sites that stay as written, each with what failed
-    there, or None. constants: arguments to treat as constants. repro: writes a script that shows a failure, and gives
-    its path. notes: sentences for the user.
-    compiled: whether Inductor compiles the graph. draws: whether reports get a picture of the mask. proofs: what the
-    rewrites rest on, by the number of the input, for the guard. keeps_nan: whether rows of the rewritten attentions are
-    NaN wherever they are as written.
+    inputs: the graph's example inputs.
+    pick: chooses the kernel of a site; its second argument says why kernels cannot be called there.
+    may_rewrite: asked with the report of each site before it is rewritten.
+    written: the memory that each subgraph still writes, by path.
+    left: the numbers of sites to leave as written, each with its failure if it is known.
+    constants: source names of arguments to treat as constants.
+    compiled: whether Inductor compiles the graph. draws: whether to draw masks and biases.
+    repro: writes the script that shows a failure, and gives its path.
+    coder: writes the code for an attention; its functions read a region that is cut elsewhere, and give the example
+        tensors of its leaves.
+    changer: finds the statement to change for an attention that is left; see `advice.change`.
     """
 
     graph: GraphModule
     inputs: Sequence[Any]
     pick: Callable[[Recognised, Mapping[str, str]], Choice]
     may_rewrite: Callable[[SiteReport], bool]
-    emit: Callable[..., Node] = emit
     written: Mapping[str, StillWritten] = field(default_factory=dict)
     left: Mapping[int, Failure | None] = field(default_factory=dict)
     constants: frozenset[str] = frozenset()
     compiled: bool = True
     draws: bool = False
     repro: Repro | None = None
-    proofs: dict[int, Proof] = field(default_factory=dict)
-    keeps_nan: bool = True
-    notes: list[str] = field(default_factory=list)
-    _known: dict[Any, _Analysis] = field(default_factory=dict)
+    coder: Coder | None = None
+    changer: Callable[[Node, Location | None, Callable[[], str]], Code | None] | None = None
 
-    def rewrite(self, seconds: float, started: float) -> list[SiteReport]:
-        """The reports of all sites; the graph then has those fused that can be.
+    def __post_init__(self) -> None:
+        self._placeholders = {n: i for i, n in enumerate(self.graph.graph.find_nodes(op="placeholder"))}
+        self._is_frozen = is_frozen(self.graph)
+        self._forms: dict[int, ClosedForm | Diagonals | None] = {}
+        self._known: dict[Any, Analysis] = {}
+        self._codes: dict[Any, Code | str] = {}
+        self._changes: dict[Any, Code | None] = {}
+        # By the number of the input, for the guard.
+        self._proofs: dict[int, Proof] = {}
+        self._keeps_nan = True
+        self._notes: list[str] = []
+        # On the current site.
+        self._failures: list[Failure] = []
+        self._seconds_apart = 0.0
+        # The output of each fused region -> the node that replaced it, which a later region may read.
+        self._replaced: dict[Node, Node] = {}
 
-        seconds: the max time since `started`, by `time.perf_counter`, without the picking, which may compile and
-            measure. The sites after that stay as written.
+    def rewrite(self, seconds: float, started: float) -> Rewritten:
+        """The graph with its sites fused where possible, and a report on each.
+
+        seconds: the max time since `started`, by `time.perf_counter`. Later sites stay as written. Picking does not
+            count, because it may compile and measure, nor does what only a report needs.
         """
         reports: list[SiteReport] = []
         for scope in scopes(self.graph):
-            # Rewriting changes the graph, so find all sites before.
+            # Find all sites first, because rewriting changes the graph.
             for site in list(find_sites(scope, self.written.get(scope.path))):
                 if all(isinstance(region, Region) and not region.output.users for region in site.candidates):
-                    continue  # it was a part of a fused site, and was erased with it
-                late = time.perf_counter() - self._picking > started + seconds
+                    continue  # erased as a part of a fused site
+                late = time.perf_counter() - self._seconds_apart > started + seconds
                 self._failures.clear()
                 why = self._left(site, len(reports), seconds if late else None)
                 report = self._site(site) if why is None else None if site.unsure else _refused(why, site.softmax)
                 if report is not None:
+                    with self._apart():
+                        report = report if why is not None else self._with_change(report, site, scope)
                     reports.append(replace(report, failures=tuple(self._failures)))
         for scope in scopes(self.graph):
             scope.module.recompile()
-        return reports
+        return Rewritten(self.graph, reports, tuple(self._proofs.values()), self._keeps_nan, tuple(self._notes))
 
     def _left(self, site: Site, number: int, spent: float | None) -> Refusal | None:
-        """Why the site `number` is not looked at; None where it is. spent: the seconds that are over."""
+        """Why site `number` stays as written without analysis, or None. spent: the seconds if they are over."""
         if spent is not None:
             return Refusal(f"not looked at: {spent:g} seconds had passed", advice="raise the option seconds")
         if number not in self.left:
@@ -130,7 +154,7 @@ class Rewriter:
         return Refusal(failure.what, advice=self._failed(self._attention_of(site), failure))
 
     def _attention_of(self, site: Site) -> Region | None:
-        """The candidate of the site that is an attention, None without one."""
+        """The candidate of the site that is an attention, or None."""
         for region in site.candidates:
             if isinstance(region, Region):
                 with torch.set_grad_enabled(region.mode.grad):
@@ -140,37 +164,37 @@ class Rewriter:
         return None
 
     def _failed(self, region: Region | None, failure: Failure) -> str:
-        """Advice on the failure, which is kept for the report, and shown by a script where one is asked for."""
+        """Advice on a failure. Keeps the failure for the report, and writes a script if one is asked for."""
         advice = "report this failure of attn_fuse; options={'repro': 'DIR'} writes a script that shows it"
         if self.repro is not None and region is not None:
             where = locate(region.softmax)
             try:
                 file = self.repro(region, self._values(region), self._held(region), failure)
-                log.warning("%s: %s shows by itself: %s", where, file, failure.what)
+                log.warning("%s: %s reproduces the failure: %s", where, file, failure.what)
                 failure, advice = replace(failure, file=file), f"report this failure of attn_fuse with {file}"
             except Exception as problem:  # a script must not cost a model
-                log.warning("%s: no script shows the failure", where, exc_info=True)
-                self.notes.append(f"no script shows the failure at {where}: {named(problem)}")
+                log.warning("%s: no script could be written for the failure", where, exc_info=True)
+                self._notes.append(f"no script could be written for the failure at {where}: {named(problem)}")
         self._failures.append(failure)
         return advice
 
     # ---- one site
 
     def _site(self, site: Site) -> SiteReport | None:
-        """The report on the first candidate that is an attention, else on the first; None if unsure and none is."""
+        """The report on the first candidate that is an attention, else on the first; for an unsure site, else None."""
         reports = []
         for candidate in site.candidates:
             reports.append(self._candidate(candidate, site))
             if reports[-1].attention:
                 break
-        report = next((r for r in reports if r.attention), reports[0])
+        report = reports[-1] if reports[-1].attention else reports[0]
         if site.is_fused_already and not report.fused:
             return SiteReport(locate(site.softmax), "already fused")
         return None if site.unsure and not report.attention else report
 
-    def _candidate(self, region: Region | RefusedRegion, site: Site) -> SiteReport:
-        if isinstance(region, RefusedRegion):
-            return _refused(region.refusal, region.softmax)
+    def _candidate(self, region: Region | Refusal, site: Site) -> SiteReport:
+        if isinstance(region, Refusal):
+            return _refused(region, site.softmax)
         try:
             with torch.set_grad_enabled(region.mode.grad):
                 found = self.judged(region)
@@ -179,15 +203,15 @@ class Rewriter:
                 if site.is_fused_already and not _gains(found.region.output, found.attention, found.facts):
                     return SiteReport(locate(region.softmax), "already fused")
                 return self.placed(found)
-        except Exception as problem:  # rule 5: whatever goes wrong in here must not break the model
+        except Exception as problem:  # rule 5: nothing that fails here may break the model
             where = locate(region.softmax)
-            log.warning("%s: the attention stays as written, since analysing it failed", where, exc_info=True)
+            log.warning("%s: the attention stays as written because analysing it failed", where, exc_info=True)
             failure = Failure(f"analysing it failed: {named(problem)}")
             advice = self._failed(region.reading(self._replaced), failure)
             return _refused(Refusal(failure.what, advice=advice), region.softmax)
 
     def judged(self, region: Region) -> Refusal | Recognised:
-        """What `region` is proved to compute, or why it is not to be fused."""
+        """The attention that `region` is proved to compute, or a Refusal."""
         if self._replaced.keys() & set(region.nodes):
             return Refusal("the scores are made from another attention", region.softmax)
         region = region.reading(self._replaced)
@@ -197,21 +221,20 @@ class Rewriter:
         if isinstance(attention, Refusal):
             return replace(attention, expression=analysis.expression)
         operands = (attention.query, attention.key, attention.value)
-        if not region.whole and any(isinstance(x, ex.Select) for side in operands for x in ex.walk(side)):
+        if not region.whole and any(ex.parts(side, ex.Select) for side in operands):
             return Refusal("an operand is written in part", region.output)
         if attention.dropout_p is not None and (used := region.dropped_weights_used) is not None:
             return Refusal("the weights after dropout are also used outside the attention", used)
-        facts = facts_of(
-            attention,
-            [_as_read(leaf, region) for leaf in region.leaves],
-            region.weights_used is not None,
-            self.compiled,
-            bool(region.scope.path) and self._is_frozen,
+        facts = replace(
+            facts_of(attention, [_as_read(leaf, region) for leaf in region.leaves]),
+            weights_used=region.weights_used is not None,
+            compiled=self.compiled,
+            checkpointed=bool(region.scope.path) and self._is_frozen,
+            nan_read=self._nan_reads.get(region.output, ""),
         )
-        facts = replace(facts, nan_read=self._nan_reads.get(region.output, ""))
         if facts.training and (factor := _lost_in_rounding(attention, facts)) is not None:
-            return Refusal(f"the scores are scaled by {factor:g}: computed again for the backward they are others")
-        read_along = {region.leaves[x.leaf] for x in ex.walk(attention.score) if isinstance(x, ex.Gather)}
+            return Refusal(f"the scores are scaled by {factor:g}, and lose precision when the backward recomputes them")
+        read_along = {region.leaves[gather.leaf] for gather in ex.parts(attention.score, ex.Gather)}
         proofs = {leaf: proof for leaf, proof in proofs.items() if leaf in region.leaves}
         used = tuple(p for leaf, p in proofs.items() if leaf in read_along or not isinstance(p.form, Diagonals))
         words = in_words(attention, facts, tuple(f"the contents of {plain(p.source)}, {p.form}" for p in used))
@@ -219,96 +242,161 @@ class Rewriter:
         return Recognised(region, attention, facts, analysis.mode, values, proofs, used, words, expression)
 
     def placed(self, found: Recognised) -> SiteReport:
-        """The report on an attention that is now on the kernel picked for it, or left as written."""
+        """Put an attention on the kernel picked for it, or leave it as written; the report on it."""
         attention, unfit = found.attention, dict[str, str]()
         choice = self._picked(found, unfit)
-        where, drawn, advice = locate(found.region.softmax), self._drawn(found), ""
+        where, (drawn, biases), advice = locate(found.region.softmax), self._drawn(found), ""
         for name, why in ((None, choice.because), *((name, reasons[0]) for name, reasons in choice.why_not.items())):
             if why.startswith(FAILURES):
                 advice = self._failed(found.region, Failure(why if name is None else f"{name}: {why}", name))
-        left = SiteReport(where, "as written", found.words, expression=found.expression, picture=drawn)
+        left = SiteReport(where, "as written", found.words, expression=found.expression, picture=drawn, bias=biases)
+        with self._apart():
+            left = self._with_code(left, found)
         while (kernel := choice.kernel) is not None:
-            left = replace(left, attention=found.words | {"picked": choice.because}, why_not=choice.why_not)
+            left = replace(left, attention=found.words | {"picked": choice.because})
+            left = replace(left, why_not=choice.why_not, ratios=dict(choice.ratios))
             report = replace(left, status="fused", kernel=kernel.name, score_bytes=found.facts.score_bytes)
             if not self.may_rewrite(report):
                 out_of_fuel = Refusal("the fuel is used up", advice="raise the option fuel")
                 return replace(left, blocker=_blocker(out_of_fuel, found.region.softmax))
+            if elsewhere() is not None:
+                return report
             try:
-                made = self.emit(found.region, attention, found.facts, kernel.emit, found.mode)
+                made = emit(found.region, attention, found.facts, kernel.emit, found.mode)
             except NotEmitted as problem:
-                if not isinstance(problem.__cause__, NotEmitted):  # no limit of the kernel, but an error in it
+                if not isinstance(problem.__cause__, NotEmitted):  # an error in the kernel, not a limit of it
                     failure = Failure(f"{kernel.name} cannot be called: {problem}", kernel.name)
                     advice = self._failed(found.region, failure)
                 unfit[kernel.name] = f"its call cannot be written into the graph: {problem}"
                 choice = self._picked(found, unfit)
-                continue
-            self._replaced[found.region.output] = made
-            self.proofs |= {proof.input: proof for proof in found.used}
-            self.keeps_nan &= kernel.keeps_nan and not attention.zero_for_nan
-            return report
-        # Where kernels decline a function of the scores, the operation that made it one is to blame.
-        declined = attention.unread is not None and attention.unread.reason in choice.because
-        culprit = attention.unread.node if declined and attention.unread else None
+            else:
+                self._replaced[found.region.output] = made
+                self._proofs |= {proof.input: proof for proof in found.used}
+                self._keeps_nan &= kernel.keeps_nan and not attention.zero_for_nan
+                return report
+        # If kernels decline a function of the scores, the operation that makes it one is to blame.
+        unread = attention.unread
+        culprit = unread.node if unread is not None and unread.reason in choice.because else None
         blocker = _blocker(Refusal(choice.because, culprit, advice or choice.advice), found.region.softmax)
-        return replace(left, attention=found.words, why_not=choice.why_not, blocker=blocker)
+        why_not, ratios = choice.why_not, dict(choice.ratios)
+        return replace(left, attention=found.words, why_not=why_not, ratios=ratios, blocker=blocker)
 
     def _picked(self, found: Recognised, unfit: Mapping[str, str]) -> Choice:
-        started = time.perf_counter()
-        choice = self.pick(found, unfit)
-        self._picking += time.perf_counter() - started
-        return choice
+        with self._apart():
+            return self.pick(found, unfit)
 
-    def _drawn(self, found: Recognised) -> tuple[str, ...]:
-        """The picture of the mask; empty where it is not asked for, or cannot be drawn."""
+    @contextlib.contextmanager
+    def _apart(self) -> Iterator[None]:
+        """A block whose time does not count."""
+        started = time.perf_counter()
+        yield
+        self._seconds_apart += time.perf_counter() - started
+
+    def _drawn(self, found: Recognised) -> Picture:
+        """The pictures of the mask and the biases; empty if nobody asked for them or they cannot be drawn."""
         if not self.draws:
-            return ()
+            return (), ()
         try:
             return picture(found.region, found.attention, found.facts, found.mode, found.values)
         except Exception:  # a report must not cost a fusion
             log.warning("%s: its mask cannot be drawn", locate(found.region.softmax), exc_info=True)
-            return ()
+            return (), ()
 
-    def _analyse(self, region: Region, proofs: Mapping[Node, Proof]) -> _Analysis:
-        """The analysis of the region; identical layers share the work."""
+    def _with_code(self, report: SiteReport, found: Recognised) -> SiteReport:
+        """`report` with the code to write by hand, if it was asked for."""
+        if self.coder is None:
+            return report
+        # Layers that are alike share their code.
+        where = replace(locate(found.region.output), module="")
+        key = where, fingerprint(found.region, {leaf: proof.form for leaf, proof in found.proofs.items()})
+        if key not in self._codes:
+            try:
+                self._codes[key] = self.coder(found, self.judged, self._observed)
+            except Exception as problem:  # a report must not cost a fusion
+                log.warning("%s: its code cannot be written", report.location, exc_info=True)
+                self._codes[key] = f"writing it failed: {named(problem)}"
+        code = self._codes[key]
+        return replace(report, no_code=code) if isinstance(code, str) else replace(report, code=code)
+
+    def _with_change(self, report: SiteReport, site: Site, scope: Scope) -> SiteReport:
+        """`report` with the lines to change, if they were asked for and the site is left for what it computes."""
+        blocker = report.blocker
+        if self.changer is None or blocker is None or (report.attention and blocker.reason != WEIGHTS_USED):
+            return report
+        # Equal layers share their change, if what reads their scores and weights is equal, too.
+        regions = [x for x in site.candidates if isinstance(x, Region)]
+        readers = [op_name(user) for x in regions for node in x.nodes for user in node.users if user not in x.nodes]
+        written = (*(fingerprint(x, {}) for x in regions), str(value_of(site.softmax)), *readers)
+        key = blocker.reason, replace(report.location, module=""), *written
+        if key not in self._changes:
+            try:
+                self._changes[key] = self.changer(site.softmax, blocker.location, lambda: self._outcome(site, scope))
+            except Exception:  # a report must not cost a fusion
+                log.warning("%s: no change can be found for it", report.location, exc_info=True)
+                self._changes[key] = None
+        return replace(report, blocker=replace(blocker, change=self._changes[key]))
+
+    def _outcome(self, site: Site, scope: Scope) -> str:
+        """What becomes of the site in the graph at the time of the call; "" if it is left."""
+        again = replace(self, coder=None, changer=None, repro=None)
+        again._forms, again._replaced = self._forms, self._replaced
+        scope = next(now for now in scopes(self.graph) if now.path == scope.path)  # knows the nodes made since
+        sites = (other for other in find_sites(scope, self.written.get(scope.path)) if other.softmax is site.softmax)
+        for region in (x for other in sites for x in other.candidates if isinstance(x, Region)):
+            with torch.set_grad_enabled(region.mode.grad):
+                found = again.judged(region)
+                choice = None if isinstance(found, Refusal) else self.pick(found, {})
+            if isinstance(found, Recognised) and choice is not None and choice.kernel is not None:
+                less = bytes_in_words(found.facts.score_bytes)
+                return f"it is then fused on {choice.kernel.name}, without {less} of scores"
+            if choice is not None and choice.is_slower:
+                return "it is then recognised, and fused at larger sizes"
+        return ""
+
+    def _analyse(self, region: Region, proofs: Mapping[Node, Proof]) -> Analysis:
+        """The analysis of the region, which identical layers share."""
         key = fingerprint(region, {leaf: proof.form for leaf, proof in proofs.items()})
         known = self._known.get(key)
         if known is None:
-            known = self._known[key] = _analyse(region, proofs)
+            known = self._known[key] = analyse(region, proofs)
         return known.moved_to(region)
 
+    def _tops(self, region: Region) -> dict[Node, Node]:
+        """The nodes of the whole graph that leaves stand for, by leaf."""
+        return {leaf: top for leaf in region.leaves if (top := region.scope.top(leaf)) is not None}
+
     def _values(self, region: Region) -> dict[Node, Any]:
-        """The example inputs by the leaves that stand for them."""
-        tops = {leaf: region.scope.top(leaf) for leaf in region.leaves}
-        return {
-            leaf: self.inputs[self._placeholders[top]]
-            for leaf, top in tops.items()
-            if top is not None and top in self._placeholders
-        }
+        """The example inputs that leaves stand for, by leaf."""
+        numbers = {leaf: self._placeholders.get(top) for leaf, top in self._tops(region).items()}
+        return {leaf: self.inputs[number] for leaf, number in numbers.items() if number is not None}
+
+    def _observed(self, region: Region) -> Mapping[Node, Any]:
+        values = self._values(region)
+        return {**observed(region, values, self.graph, self.inputs), **values}
 
     # ---- constants
 
     def _held(self, region: Region) -> frozenset[Node]:
-        """The leaves that the program holds itself, as buffers and parameters, and is not called with."""
-        tops = {leaf: region.scope.top(leaf) for leaf in region.leaves}
-        held = {leaf: top.op == "get_attr" or self._is_constant(source_name(top)) for leaf, top in tops.items() if top}
-        return frozenset(leaf for leaf, is_held in held.items() if is_held)
+        """The leaves that are buffers and parameters of the program, not arguments."""
+        tops = self._tops(region).items()
+        return frozenset(leaf for leaf, top in tops if top.op == "get_attr" or self._is_constant(source_name(top)))
 
     def _constants(self, region: Region) -> dict[Node, Proof]:
-        """The proofs of leaves that are constant, have a closed form, and can be guarded."""
+        """The proofs of constant leaves that have a closed form and can be guarded."""
         proofs = {}
-        for leaf in region.leaves:
-            top = region.scope.top(leaf)
-            if leaf in region.operands or top is None or top.op != "placeholder":
+        for leaf, top in self._tops(region).items():
+            number = self._placeholders.get(top)
+            if leaf in region.operands or number is None:
                 continue
-            number = self._placeholders[top]
-            tensor = self.inputs[number]
+            tensor, source = self.inputs[number], source_name(top)
             if type(tensor) is not torch.Tensor or tensor.requires_grad:
                 continue
-            source = source_name(top)
-            if not self._is_constant(source) or not can_be_guarded(tensor):
+            # A tensor made under inference_mode counts no versions, so later edits go unnoticed.
+            if not self._is_constant(source) or tensor.is_inference():
                 continue
-            form = self._closed_form(number, tensor)
-            if form is not None:
+            if number not in self._forms:
+                self._forms[number] = closed_form(tensor)
+            if (form := self._forms[number]) is not None:
                 proofs[leaf] = Proof(number, form, source)
         return proofs
 
@@ -320,105 +408,6 @@ class Rewriter:
     def _is_constant(self, source: str) -> bool:
         return source in self.constants or (bool(source) and _ARGUMENT.fullmatch(source) is None)
 
-    def _closed_form(self, number: int, tensor: torch.Tensor) -> ClosedForm | Diagonals | None:
-        if number not in self._forms:
-            self._forms[number] = closed_form(tensor)
-        return self._forms[number]
-
-    def __post_init__(self) -> None:
-        self._placeholders = {n: i for i, n in enumerate(self.graph.graph.find_nodes(op="placeholder"))}
-        self._is_frozen = is_frozen(self.graph)
-        self._forms: dict[int, ClosedForm | Diagonals | None] = {}
-        # What failed on the site that is looked at.
-        self._failures: list[Failure] = []
-        # The seconds that went into picking.
-        self._picking = 0.0
-        # The output of each fused region -> the node in its place, which a later region may read.
-        self._replaced: dict[Node, Node] = {}
-
-
-@dataclass(frozen=True, eq=False)
-class _Analysis:
-    """What is read of one region. cuts: operations read as leaves, by their number in the region they were cut from.
-
-    expression: the attention as mathematics, or as much as was read.
-    """
-
-    region: Region
-    result: Attention | Refusal
-    mode: FakeTensorMode
-    cuts: tuple[int, ...]
-    expression: str = ""
-
-    def moved_to(self, region: Region) -> _Analysis:
-        """The same analysis for `region`, which consists of the same operations."""
-        for number in self.cuts:
-            cut = cut_at(region, region.nodes[number])
-            assert cut is not None
-            region = cut
-        result = self.result
-        if isinstance(result, Refusal):
-            result = self._moved(result, region)
-        elif result.unread is not None:
-            result = replace(result, unread=self._moved(result.unread, region))
-        return _Analysis(region, result, self.mode, self.cuts, self.expression)
-
-    def _moved(self, refusal: Refusal, region: Region) -> Refusal:
-        if refusal.node not in self.region.nodes:
-            return refusal
-        return replace(refusal, node=region.nodes[self.region.nodes.index(refusal.node)])
-
-
-def _analyse(region: Region, proofs: Mapping[Node, Proof]) -> _Analysis:
-    cuts: list[int] = []
-    while True:
-        try:
-            normal = normalize(region)
-        except NotNormal as problem:
-            return _Analysis(region, Refusal(str(problem), problem.node), FakeTensorMode(), tuple(cuts))
-        original: Any = value_of(region.output)
-        made = normal.graph.graph.output_node().all_input_nodes[0].meta["val"]
-        if original.dtype != made.dtype or len(original.shape) != len(made.shape):
-            reason = Refusal("the dtype of its products depends on an autocast that is not visible here", region.output)
-            return _Analysis(region, reason, normal.mode, tuple(cuts))
-        forms = {n: proofs[leaf].form for n, leaf in enumerate(region.leaves) if leaf in proofs}
-        try:
-            lifted = lift(normal, forms)
-            result = recognize(lifted)
-            expression = _printed(result, lifted, region)
-            if isinstance(result, Refusal):
-                result = _at_its_operation(result, normal)
-            elif result.unread is not None:
-                result = replace(result, unread=_at_its_operation(result.unread, normal))
-            return _Analysis(region, result, normal.mode, tuple(cuts), expression)
-        except NotLifted as problem:
-            cut = cut_at(region, problem.node) if problem.node is not None and len(cuts) < _MOST_CUTS else None
-            if cut is None:
-                return _Analysis(region, Refusal(str(problem), problem.node), normal.mode, tuple(cuts))
-            cuts.append(region.nodes.index(problem.node))
-            region = cut
-
-
-def _printed(result: Attention | Refusal, lifted: Lifted, region: Region) -> str:
-    """The mathematics that was read of a site; "" where it is too large to print, or cannot be printed."""
-    try:
-        return printed(result, lifted.element, {n: _leaf_name(leaf, region) for n, leaf in enumerate(region.leaves)})
-    except Exception:  # what a report says must not cost a fusion
-        log.warning("%s: its mathematics cannot be printed", locate(region.softmax), exc_info=True)
-        return ""
-
-
-def _leaf_name(leaf: Node, region: Region) -> str:
-    top = region.scope.top(leaf)
-    source = source_name(top) if top is not None and top.op == "placeholder" else ""
-    return re.sub(r"^L\['([^']+)'\]", r"\1", plain(source)) if source else leaf.name
-
-
-def _at_its_operation(refusal: Refusal, normal: Normal) -> Refusal:
-    """`refusal` with a node of Dynamo's graph: the operation that made its node, a part of an expression."""
-    made_by = ex.origin_of(refusal.node) if isinstance(refusal.node, ex.Expr) else None
-    return replace(refusal, node=normal.origin.get(made_by))
-
 
 def _as_read(leaf: Node, region: Region) -> object:
     value = value_of(leaf)
@@ -426,7 +415,7 @@ def _as_read(leaf: Node, region: Region) -> object:
 
 
 def _lost_in_rounding(attention: Attention, facts: Facts) -> float | None:
-    """A factor of the scores so large that their rounding is more than an exponential bears; None without one."""
+    """A factor of the scores so large that their rounding errors change the exponential; None without one."""
     limit = 1 / (_ROUNDINGS_OF_A_SCORE * torch.finfo(torch.promote_types(facts.dtype, torch.float32)).eps)
     for part in ex.walk(attention.score):
         match part:
@@ -438,10 +427,10 @@ def _lost_in_rounding(attention: Attention, facts: Facts) -> float | None:
 
 
 def _gains(call: Node, attention: Attention, facts: Facts) -> bool:
-    """Whether a kernel knows more than a call of SDPA says, or torch has no kernel for it and stores every score.
+    """Whether a kernel may beat a call of SDPA.
 
-    A kernel may know that the mask is causal, by proof, and that keys are shared. torch has no kernel for operands of
-    other than four dimensions, nor, on the CPU, for dropout.
+    A proof may show that the mask is causal, or that keys are shared. And torch itself stores every score for operands
+    without four dimensions, and on the CPU for dropout.
     """
     named = dict(zip(_SDPA_ARGUMENTS, call.args, strict=False)) | dict(call.kwargs)
     if getattr(value_of(named["query"]), "ndim", 4) != 4 or (
@@ -461,7 +450,7 @@ def _refused(refusal: Refusal, softmax: Node) -> SiteReport:
 
 
 def _blocker(refusal: Refusal, softmax: Node) -> Blocker:
-    node = refusal.node if isinstance(refusal.node, Node) else softmax
-    op, location = op_name(node) if node.op.startswith("call_") else node.op, locate(node)
-    otherwise = f"write the attention without this one operation: {op}, line {location.line}"
-    return Blocker(refusal.reason, op, location, refusal.advice or otherwise)
+    # The graph's output has no place in the source.
+    node = refusal.node if isinstance(refusal.node, Node) and refusal.node.op != "output" else softmax
+    op = op_name(node) if node.op.startswith("call_") else node.op
+    return Blocker(refusal.reason, op, locate(node), refusal.advice)

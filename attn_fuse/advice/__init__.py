@@ -1,0 +1,1 @@
+"""Advice: the code to write by hand in place of an attention."""
