@@ -1,7 +1,7 @@
 """Explain a model: ``python -m attn_fuse.explain model.py``, or ``attn_fuse.explain(model, *inputs)``.
 
 The model runs once under torch.compile with the attn_fuse backend and no compiler behind it. For each attention the
-report says where it stands, what was recognised, which kernel runs it and why not the others; or what blocks it.
+report names its place, what was recognised, the kernel and why not the others, or what blocks it.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from attn_fuse.report import bytes_in_words as bytes_in_words
 from attn_fuse.report import collecting
 from attn_fuse.torch_internals import left_by_dynamo
 
-# Keeps what we compile of the model's code after graph breaks apart from what the user compiles; not in torch 2.11.
+# Separates our compilations of code after graph breaks from the user's. Not in torch 2.11.
 _ISOLATED: dict[str, Any] = {
     name: True for name in ("isolate_recompiles",) if name in inspect.signature(torch.compile).parameters
 }
 
 
 def explain(model: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation:
-    """The explanation of ``model(*args, **kwargs)``, which runs once for it.
+    """The explanation of ``model(*args, **kwargs)``, from one run.
 
-    The model runs in the training mode and grad mode that it finds, the random state is put back, and what is compiled
-    already stays compiled.
+    The model keeps its training mode, and the current grad mode applies. The random state is restored, and earlier
+    compilations stay.
     """
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with torch.random.fork_rng(devices):
@@ -59,11 +59,12 @@ def explanation_of(
     use: Callable[[Callable[..., Any]], object],
     options: Mapping[str, Any] | None = None,
     dynamic: bool = False,
+    codes: bool = False,
 ) -> Explanation:
     """The explanation of `model` from the graphs that Dynamo hands to the backend.
 
-    inputs: the inputs to name in the explanation. use: calls the compiled model that it is given.
-    options: the options of the backend. dynamic: torch.compile's `dynamic`.
+    inputs: as named in the explanation. use: calls the compiled model. options, dynamic: those of torch.compile.
+    codes: whether to write the code for each attention.
     """
     recording: list[bool] = []
     reports: list[GraphReport] = []
@@ -73,11 +74,11 @@ def explanation_of(
         recording.append(torch.is_grad_enabled())
         torchs_own.extend(torch_code_left(graph))
         with collecting() as found:
-            run = backend.analyze_only(graph, example_inputs, options=options)
+            run = backend.analyze_only(graph, example_inputs, options=options, codes=codes)
         reports.extend(found)
         return run
 
-    # A new partial each time, so that Dynamo does not reuse an earlier compilation, which would report nothing.
+    # A new partial each time: for the same backend Dynamo would reuse an earlier compilation and report nothing.
     compiled = compiled_apart(model, functools.partial(analyzed), dynamic)
     started = time.time()
     use(compiled)
@@ -93,9 +94,9 @@ def compiled_apart(
     dynamic: bool = False,
     options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """`model` under torch.compile, apart from all else that is compiled of it, before and after.
+    """`model` under torch.compile, separate from all its other compilations.
 
-    backend: a registered name or a callable. dynamic: as of torch.compile. options: those of the backend.
+    backend: a registered name or a callable. dynamic: torch.compile's. options: the backend's.
     """
     return functools.partial(compiled_call(backend, dynamic, options), model)
 
@@ -106,18 +107,18 @@ def compiled_call(
     options: Mapping[str, Any] | None = None,
     calls_forward: bool = False,
 ) -> Callable[..., Any]:
-    """The compiled call of a model, which is the first argument; see `compiled_apart`.
+    """A compiled function that calls its first argument, a model, with the others; see `compiled_apart`.
 
-    calls_forward: call the `forward` of the model's class instead, past the model's hooks.
+    calls_forward: call the `forward` of the model's class instead, bypassing the model's hooks.
     """
-    # A new code object each time: Dynamo keeps what it compiled, and what it learns of shapes, by code object.
+    # A new code object each time: Dynamo stores its compilations, and what it learns of shapes, by code object.
     call = types.FunctionType((_call_forward if calls_forward else _call).__code__.replace(), globals())
     given: dict[str, Any] = {**_ISOLATED, **({} if options is None else {"options": dict(options)})}
     return torch.compile(call, backend=backend, dynamic=dynamic, **given)
 
 
 def _call(self: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    # What Dynamo compiles instead of the model's own forward. The name `self` makes module paths start at the model.
+    # Dynamo compiles this in place of the model's forward. The name `self` makes module paths start at the model.
     return self(*args, **kwargs)
 
 
@@ -126,7 +127,7 @@ def _call_forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def in_words(model: Callable[..., Any], inputs: Inputs, recording: bool) -> str:
-    """The model, its inputs and its mode. recording: whether it ran with gradients enabled."""
+    """The model, its inputs and its mode. recording: whether gradients were enabled."""
     if not isinstance(model, nn.Module):
         return f"{name_of(model)}({inputs})"
     tensors = (*model.parameters(), *inputs.args, *inputs.kwargs.values())
@@ -145,7 +146,7 @@ def name_of(model: Callable[..., Any]) -> str:
 
 
 class _Callable(types.ModuleType):
-    """A module that can be called: once it is imported, `attn_fuse.explain` is this module, not the function."""
+    """Makes the module callable: once imported, it hides the function `attn_fuse.explain`."""
 
     def __call__(self, model: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation:
         return explain(model, *args, **kwargs)

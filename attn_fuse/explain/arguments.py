@@ -1,4 +1,4 @@
-"""The arguments of a call: those given, what the repository's settings say, and small values by name for the rest."""
+"""Arguments for a constructor: given values, and small values by name for the rest."""
 
 from __future__ import annotations
 
@@ -13,34 +13,30 @@ import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from attn_fuse.explain.names import value_for
-from attn_fuse.explain.opening.roots import is_users, repository_of
+from attn_fuse.explain.opening.roots import is_own
 from attn_fuse.explain.opening.stand_ins import StandIn
-from attn_fuse.explain.settings import settings_for
 
-# How many modules deep an argument may be a module that is built of arguments itself.
+# How deep arguments may be nested that need arguments themselves.
 _DEEPEST = 3
 _CONFIG = re.compile(
     r"^(model_?)?(config|configs|configuration|cfg|conf|args|params|hparams|hp|options?|settings|opts?)$"
     r"|_(config|cfg|args|params|hparams)$"
 )
-# What an argument may be of which nothing is known.
-GUESSES: tuple[Any, ...] = (2, 64, None, False, True, 0.1, 8, 1, 256)
+# Values for an argument of which nothing is known.
+GUESSES: tuple[Any, ...] = (64, 2, None, False, True, 0.1, 8, 1, 256)
 
 
 @dataclass
 class Making:
-    """The making of the arguments of one call.
+    """The arguments of one call in the making.
 
-    module: the file, among whose names and in whose repository values are sought. given: values by slot.
-    slots: the values of all; configs: the slots of those that have entries. made_up: those by name; guessed: those of
-    which nothing says what they are; sources: the
-    files that others are from.
+    module: the file, whose classes may be arguments. given: values by slot. slots: all values by slot.
+    configs: the slots that have entries. made_up: values chosen by name. guessed: values of which nothing is known.
     """
 
     module: types.ModuleType
@@ -49,22 +45,16 @@ class Making:
     configs: dict[str, None] = field(default_factory=dict)
     made_up: dict[str, Any] = field(default_factory=dict)
     guessed: dict[str, Any] = field(default_factory=dict)
-    sources: dict[str, None] = field(default_factory=dict)
-
-    @property
-    def path(self) -> Path:
-        """The file."""
-        return Path(self.module.__file__ or "")
 
     def below(self, slot: str) -> dict[str, Any]:
-        """The given values of the slots directly below one, by their last names."""
+        """The given values directly below a slot, by their last names."""
         prefix = f"{slot}." if slot else ""
         names = {key[len(prefix) :]: value for key, value in self.given.items() if key.startswith(prefix)}
         return {name: value for name, value in names.items() if "." not in name}
 
 
 def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """The parameters of a function or a class that have names; none of one written in C."""
+    """The named parameters of a function or class; none if it is written in C."""
     try:
         own = inspect.signature(function).parameters.values()
     except (ValueError, TypeError):
@@ -73,7 +63,7 @@ def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """The annotations of the parameters of a function or a class; none where one cannot be resolved."""
+    """The annotations of the parameters of a function or class; none if one cannot be resolved."""
     # A NamedTuple has no constructor of its own.
     is_class = isinstance(function, type) and not issubclass(function, tuple)
     made_by = getattr(function, "__init__") if is_class else function  # noqa: B009 - mypy forbids the attribute
@@ -82,13 +72,10 @@ def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
     return {}
 
 
-def arguments_of(
-    function: Callable[..., Any], making: Making, slot: str = "", depth: int = 0
-) -> inspect.BoundArguments:
-    """Arguments for a call of `function`: those given, and values for those that have no default.
+def arguments_of(function: Callable[..., Any], making: Making, slot: str = "") -> inspect.BoundArguments:
+    """Arguments for a call of `function`: given values, and values for parameters without a default.
 
-    slot: that of the argument that the call gives a value for; "" for the model itself. depth: how many such calls this
-    one is within.
+    slot: the argument that the call makes; "" for the model itself.
     """
     given = making.below(slot)
     signature, parameters, hints = inspect.signature(function), parameters_of(function), hints_of(function)
@@ -97,161 +84,82 @@ def arguments_of(
     is_open = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     if is_open:
         making.configs[slot] = None
-    needs = [p.name for p in parameters if p.name not in defaults and p.name not in given]
-    inner = {key[len(prefix) :].partition(".")[0] for key in making.given if key.startswith(prefix)} - given.keys()
     values: dict[str, Any] = {
-        name: value if isinstance(value, (type, types.ModuleType)) else copy.deepcopy(value)
-        for name, value in given.items()
-        if is_open or name in signature.parameters
+        name: copy.deepcopy(value) for name, value in given.items() if is_open or name in signature.parameters
     }
-    sized = {name for name in needs if not _CONFIG.search(name)}
-    settings = settings_for(sized, making.path) if len(sized) > 1 else None
-    known = {n: v for n, v in settings.values.items() if n in sized and not isinstance(v, dict)} if settings else {}
-    if settings is not None and known:
-        making.sources[settings.source] = None
-        values |= known
     making.slots |= {f"{prefix}{name}": value for name, value in values.items()}
-    for name in [p.name for p in parameters if (p.name in needs or p.name in inner) and p.name not in values]:
-        beside = {**defaults, **values}
-        values[name] = _argument(function, name, f"{prefix}{name}", hints.get(name), beside, making, depth)
+    for name in [p.name for p in parameters if p.name not in {**defaults, **values}]:
+        values[name] = _argument(function, f"{prefix}{name}", hints.get(name), {**defaults, **values}, making)
     return signature.bind(**values)
 
 
-def _argument(
-    function: Callable[..., Any],
-    name: str,
-    slot: str,
-    hint: Any,
-    beside: Mapping[str, Any],
-    making: Making,
-    depth: int,
-) -> Any:
-    # A value for an argument that has none: a config, a part that is a module, or a small one by its name.
+def _argument(function: Callable[..., Any], slot: str, hint: Any, beside: Mapping[str, Any], making: Making) -> Any:
+    # A config, an object of an annotated class, or a small value by name.
+    name = slot.rpartition(".")[2]
     options = [one for one in (typing.get_args(hint) or (hint,)) if isinstance(one, type)]
-    by_name = value_for(name, hint, beside)
-    reads = _reads_of(function, name)
-    is_config = _CONFIG.search(name) or len(reads) > 1
-    users = (one for one in options if not issubclass(one, enum.Enum))
-    own = next((one for one in users if is_users(_file(one), (repository_of(making.path),))), None)
+    is_config = _CONFIG.search(name)
+    own = next((one for one in options if is_own(one, making.module) and not issubclass(one, enum.Enum)), None)
     if own is None and is_config:
-        # As transformers' models say it.
-        own = getattr(function, "config_class", None) or _config_class(reads, making)
-    if own is None and by_name is None and not is_config:
-        own = _part(name, hint, making.module)
-    if own is not None and depth < _DEEPEST and own is not function:
-        made = arguments_of(own, making, slot, depth + 1)
+        # Models of transformers name it.
+        own = getattr(function, "config_class", None) or _config_class(name, making)
+    if own is not None and slot.count(".") < _DEEPEST and own is not function:
+        made = arguments_of(own, making, slot)
         value = own(*made.args, **made.kwargs)
-        # Entries that the class has of its own are slots, too, so that errors can change them.
         if not isinstance(value, nn.Module):
             making.configs[slot] = None
             _write_entries(value, slot, making)
         return value
     if is_config:
         making.configs[slot] = None
-        return _Entries(slot, making, reads)
-    if by_name is not None:
-        making.slots[slot] = making.made_up[slot] = by_name
-        return by_name
-    value = None if type(None) in typing.get_args(hint) else nn.Identity() if nn.Module in options else GUESSES[0]
-    making.slots[slot] = making.guessed[slot] = value
+        return _Entries(slot, making)
+    value = value_for(name, hint, beside)
+    if value is not None:
+        making.made_up[slot] = value
+    else:
+        value = None if type(None) in typing.get_args(hint) else nn.Identity() if nn.Module in options else GUESSES[0]
+        making.guessed[slot] = value
+    making.slots[slot] = value
     return value
 
 
 def _write_entries(config: Any, slot: str, making: Making) -> None:
-    # Note the entries of a config as slots, and write those that are given.
-    entries = config if isinstance(config, dict) else getattr(config, "__dict__", {})
+    # Writes the given entries of a config, and notes all as slots: an error may ask to change one that the class adds.
     for key, value in making.below(slot).items():
         with contextlib.suppress(AttributeError, TypeError):
-            if isinstance(config, dict):
-                config[key] = value
-            else:
-                object.__setattr__(config, key, value)
-    for key, value in [*entries.items()]:
-        if isinstance(key, str) and not key.startswith("_"):
-            making.slots[f"{slot}.{key}"] = value
+            object.__setattr__(config, key, value)
+    entries = getattr(config, "__dict__", {})
+    making.slots |= {f"{slot}.{key}": value for key, value in entries.items() if not key.startswith("_")}
 
 
-def _file(cls: type) -> str:
-    return str(getattr(sys.modules.get(cls.__module__), "__file__", None))
-
-
-def _reads_of(function: Callable[..., Any], name: str) -> set[str]:
-    # The entries that the file of a class reads of its argument `name`.
-    with contextlib.suppress(OSError, TypeError):
-        of = f"(?:self\\.)?{re.escape(name)}"
-        text = inspect.getsource(function)
-        if not re.search(rf"\b{of}(\.\w|\[['\"])", text):
-            return set()
-        if _CONFIG.search(name):
-            text = Path(inspect.getsourcefile(function) or "").read_text(encoding="utf-8", errors="replace")
-        chains = re.findall(rf"\b{of}((?:\.\w+(?!\w*\()|\[['\"]\w+['\"]\])+)", text)
-        return {name for chain in chains for name in re.findall(r"\w+", chain)}
-    return set()
-
-
-def _config_class(reads: set[str], making: Making) -> type | None:
-    # The class of the repository's, other than a module's, that has most of the entries, and at least half.
-    best: tuple[int, type] | None = None
-    root = (repository_of(making.path),)
-    for value in list(vars(making.module).values()):
-        if not isinstance(value, type) or issubclass(value, nn.Module) or not is_users(_file(value), root):
-            continue
-        has = {p.name for p in parameters_of(value)} | set(dir(value))
-        count = len(reads & has)
-        if 2 * count >= len(reads) > 0 and (best is None or count > best[0]):
-            best = count, value
-    return best[1] if best else None
-
-
-def _part(name: str, hint: Any, module: types.ModuleType) -> type[nn.Module] | None:
-    # The class of a module that an argument is called after: `encoder` takes an Encoder.
-    if hint not in (None, nn.Module):
-        return None
-    wanted = name.replace("_", "").lower()
-    classes = [v for v in vars(module).values() if isinstance(v, type) and issubclass(v, nn.Module)]
-    exact = [c for c in classes if c.__name__.lower() == wanted]
-    return next(iter(exact or [c for c in classes if len(wanted) > 5 and c.__name__.lower().endswith(wanted)]), None)
+def _config_class(name: str, making: Making) -> type | None:
+    # The file's class, no module, with most of the attributes that the file reads from `name`, and at least half.
+    reads = set(re.findall(rf"\b{name}\.(\w+)", inspect.getsource(making.module)))
+    held = [value for value in vars(making.module).values() if isinstance(value, type)]
+    own = [cls for cls in held if is_own(cls, making.module) and not issubclass(cls, nn.Module)]
+    has = {cls: len(reads & {*dir(cls), *(p.name for p in parameters_of(cls))}) for cls in own}
+    best = max(own, key=has.__getitem__, default=None)
+    return best if best is not None and 2 * has[best] >= len(reads) > 0 else None
 
 
 class _Entries(dict[str, Any]):
-    # A config without a class: an entry comes into being when it is asked for, as an attribute or by key, with the
-    # value that the repository's settings or its name give.
+    # A config without a class, or a group of its entries. Reading an entry, as an attribute or by key, creates it: with
+    # a value by its name, or as a group.
+    _slot: str
+    _making: Making
 
-    def __init__(self, slot: str, making: Making, reads: set[str]) -> None:
-        super().__init__()
-        settings = settings_for(reads, making.path)
-        known = dict(settings.values) if settings is not None else {}
-        if settings is not None:
-            making.sources[settings.source] = None
-        self.__dict__.update(_slot=slot, _making=making, _known=known, _is_unknown=False)
-        for key, value in {**{k: v for k, v in known.items() if k in reads}, **making.below(slot)}.items():
-            self._put(key, value)
-
-    def _put(self, key: str, value: Any) -> Any:
-        slot, making, known = (self.__dict__[name] for name in ("_slot", "_making", "_known"))
-        if type(value) is dict:
-            group = _Entries(f"{slot}.{key}", making, set())
-            group.__dict__["_known"] = {**known, **value}
-            for name, inner in value.items():
-                group._put(name, inner)
-            value = group
-        else:
-            making.slots[f"{slot}.{key}"] = value
-        self[key] = value
-        return value
+    def __init__(self, slot: str, making: Making) -> None:
+        super().__init__(making.below(slot))
+        making.slots |= {f"{slot}.{key}": value for key, value in self.items()}
+        vars(self).update(_slot=slot, _making=making)
 
     def __missing__(self, key: str) -> Any:
-        slot, making, known = (self.__dict__[name] for name in ("_slot", "_making", "_known"))
-        inner = any(given.startswith(f"{slot}.{key}.") for given in making.given)
-        value = known.get(key)
-        if key not in known and not inner:
-            value = value_for(key, None, self)
-            if value is not None:
-                making.made_up[f"{slot}.{key}"] = value
-        if value is not None or key in known:
-            return self._put(key, value)
-        self[key] = value = _Entries(f"{slot}.{key}", making, set())
-        value.__dict__.update(_known=known, _is_unknown=True)
+        slot, making = f"{self._slot}.{key}", self._making
+        is_group = any(given.startswith(f"{slot}.") for given in making.given)
+        value = None if is_group else value_for(key, None, self)
+        if value is None:
+            self[key] = value = _Entries(slot, making)
+        else:
+            self[key] = making.slots[slot] = making.made_up[slot] = value
         return value
 
     def __getattr__(self, name: str) -> Any:
@@ -265,21 +173,21 @@ class _Entries(dict[str, Any]):
     def __deepcopy__(self, memo: object) -> _Entries:
         return self
 
-    # An entry that nothing is known of, and that is used as what it is not: an error that names it.
+    # An entry of which nothing is known raises an error that names it when used as a number, function or sequence.
     def _used(self, *others: object) -> Any:
-        raise TypeError(f"{self.__dict__['_slot']!r} is not known")
+        raise TypeError(f"{self._slot!r} is not known")
 
     __call__ = __index__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __floordiv__ = _used
     __truediv__ = __rtruediv__ = __mod__ = __pow__ = __neg__ = __lt__ = __le__ = __gt__ = __ge__ = _used
 
     def __iter__(self) -> Iterator[str]:
-        return self._used() if self.__dict__["_is_unknown"] and not len(self) else super().__iter__()
+        return super().__iter__() if len(self) else self._used()
 
     def __bool__(self) -> bool:
-        return self._used() if self.__dict__["_is_unknown"] and not len(self) else bool(len(self))
+        return bool(len(self)) or ("." in self._slot and self._used())
 
 
 def _has_default(frame: types.FrameType) -> bool:
-    # Whether the code asks with `getattr` or `hasattr`, which may have another answer.
+    # Whether the code asks with `getattr` or `hasattr`, which allow for a missing entry.
     code = dis.opname[frame.f_code.co_code[frame.f_lasti]]
     return not code.startswith("LOAD_")

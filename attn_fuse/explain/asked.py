@@ -1,7 +1,7 @@
-"""What an error asks for: the numbers, names and choices of its message and of the comparison that failed.
+"""Read an error: the numbers, names and choices in its message and in the comparison that failed.
 
-How messages are worded is not known here: that differs between versions of torch and between libraries. Each number in
-a message may be an actual size or a wanted one.
+The wording of messages differs between versions of torch and between libraries, so every number may be the actual size
+or the wanted one.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import itertools
 import linecache
 import math
 import re
+import traceback
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ import torch
 from attn_fuse.explain.opening.roots import PACKAGE
 from attn_fuse.explain.problems import in_one_line
 
-# How large a size may be that an error asks for.
+# The largest size that an error may ask for.
 LARGEST = 1 << 16
 _LIBRARY = str(Path(torch.__file__).parent)
 _SHAPE = re.compile(r"[\[(]((?:-?\d+, )*-?\d+)[\])]")
@@ -33,10 +34,9 @@ _SHAPE = re.compile(r"[\[(]((?:-?\d+, )*-?\d+)[\])]")
 class Asked:
     """What an error asks for.
 
-    words: the error in one line. kind: its type and the line that raised it. numbers: those that its message or the
-    values that it compares have. names: what the failing lines name, and what the message quotes. choices: pairs of a
-    value and others that the code knows in its place. memory: where the tensors of the failing calls lie, those of the
-    innermost call first.
+    words: the error in one line. kind: its type and the line that raised it. numbers: in the message and the failing
+    comparison. names: in the failing lines, and quoted in the message. choices: values, each with the alternatives that
+    the code knows.
     """
 
     words: str
@@ -44,19 +44,21 @@ class Asked:
     numbers: tuple[int, ...]
     names: frozenset[str]
     choices: tuple[tuple[Any, Any], ...]
-    memory: tuple[int, ...] = ()
 
     def others_for(self, size: int) -> Iterator[int]:
-        """Sizes to put in the place of `size`: a number of the error itself, one such that what was computed of it,
-        as n times it, its square, or it and a constant, is another number of the error; the likeliest first."""
+        """Replacements for `size`, the likeliest first.
+
+        Either a number of the error, or the size that turns one number of the error into another if it was computed as
+        a multiple, a part, a square, or a sum with a small constant.
+        """
         found: dict[int, None] = {}
         pairs = [*itertools.permutations(self.numbers, 2)]
         if size in self.numbers:
-            # Beside it in the message stands what it has to fit.
+            # The number that it has to fit stands beside it in the message.
             after = self.numbers.index(size) + 1
             found |= dict.fromkeys((*self.numbers[after:], *self.numbers[:after][::-1]))
         for has, wants in pairs:
-            # size is n times what there is, or a part of it; of a square the sides.
+            # `has` was computed as a multiple or a part of `size`, or as its square.
             if wants and has and (size * wants) % has == 0 and (size % has == 0 or has % size == 0):
                 found[size * wants // has] = None
             for extra in (0, 1, 2):
@@ -71,7 +73,7 @@ class Asked:
 
 
 def _side(size: int, has: int, wants: int) -> int | None:
-    # The side of a picture of which `wants` patches come where `has` come of one of `size`.
+    # The side of a picture with `wants` patches, if one of side `size` has `has`.
     if has <= 0 or wants <= 0 or has == wants:
         return None
     side = size * math.sqrt(wants / has)
@@ -80,7 +82,7 @@ def _side(size: int, has: int, wants: int) -> int | None:
 
 
 def asked_by(error: BaseException) -> Asked:
-    """What `error`, which a constructor or a forward raised, asks for."""
+    """What an error of a constructor or a forward asks for."""
     message = "\n".join(str(error).splitlines()[:3])
     numbers = [int(number) for number in re.findall(r"(?<![\w.])\d+(?![\w.])|(?<=\d[x*])\d+|\d+(?=[x*]\d)", message)]
     for shape in _SHAPE.findall(message):
@@ -98,45 +100,20 @@ def asked_by(error: BaseException) -> Asked:
             numbers += compared
             choices += options
     kept = [number for number in dict.fromkeys(numbers) if 0 < number <= 1 << 26]
-    return Asked(
-        in_one_line(error),
-        f"{type(error).__name__} {place}",
-        tuple(kept[:8]),
-        frozenset(names),
-        tuple(choices),
-        _memory(error),
-    )
-
-
-def memory_of(tensor: torch.Tensor) -> int:
-    """Where the numbers of a tensor lie, which its views share."""
-    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else id(tensor)
-
-
-def _memory(error: BaseException) -> tuple[int, ...]:
-    calls = [frame.f_locals.values() for frame, _ in reversed(_frames(error))]
-    return tuple(dict.fromkeys(memory_of(v) for values in calls for v in values if type(v) is torch.Tensor))
+    kind = f"{type(error).__name__} {place}"
+    return Asked(in_one_line(error), kind, tuple(kept[:8]), frozenset(names), tuple(choices))
 
 
 def _frames(error: BaseException) -> list[tuple[types.FrameType, int]]:
-    # The calls of code that is neither torch's nor ours, the innermost last.
-    found: list[tuple[types.FrameType, int]] = []
-    trace = error.__traceback__
-    while trace is not None:
-        file = trace.tb_frame.f_code.co_filename
-        if not file.startswith((_LIBRARY, str(PACKAGE), "<")):
-            found.append((trace.tb_frame, trace.tb_lineno))
-        trace = trace.tb_next
-    return found
+    # The calls of the user's code, the innermost last.
+    calls = traceback.walk_tb(error.__traceback__)
+    return [one for one in calls if not one[0].f_code.co_filename.startswith((_LIBRARY, str(PACKAGE), "<"))]
 
 
 def _statement(frame: types.FrameType, line: int) -> ast.stmt | None:
-    # The statement that failed; where it raises, the `if` that it stands under.
-    around = [
-        node
-        for node in _statements(frame.f_code.co_filename)
-        if node.lineno <= line <= (node.end_lineno or node.lineno)
-    ]
+    # The statement that failed; for a `raise`, the `if` around it.
+    statements = _statements(frame.f_code.co_filename)
+    around = [node for node in statements if node.lineno <= line <= (node.end_lineno or node.lineno)]
     if not around:
         return None
     innermost = max(around, key=lambda node: (node.lineno, -(node.end_lineno or 0)))
@@ -155,7 +132,7 @@ def _statements(file: str) -> tuple[ast.stmt, ...]:
 
 
 def _compared(statement: ast.stmt, frame: types.FrameType) -> tuple[list[int], list[tuple[Any, Any]]]:
-    # The numbers that a statement compares, and its values that are to be one of several.
+    # The numbers that a statement compares, and its values that must be one of several.
     numbers: list[int] = []
     choices: list[tuple[Any, Any]] = []
     tested: ast.AST = statement.test if isinstance(statement, (ast.If, ast.Assert)) else statement
@@ -181,13 +158,11 @@ def _compared(statement: ast.stmt, frame: types.FrameType) -> tuple[list[int], l
 
 
 def _whole(value: Any) -> list[int]:
-    if isinstance(value, torch.Size) or (isinstance(value, (tuple, list)) and all(type(one) is int for one in value)):
-        return list(value)
-    return [value] if type(value) is int else []
+    return [one for one in (value if isinstance(value, (tuple, list)) else (value,)) if type(one) is int]
 
 
 def _value(node: ast.expr, frame: types.FrameType) -> Any:
-    # The value of an expression that calls nothing but `len` and `size`, where it failed.
+    # The value of an expression where it failed, if it calls only `len`, `size` and `dim`.
     for inner in ast.walk(node):
         if isinstance(inner, ast.Call):
             called = inner.func
@@ -196,10 +171,5 @@ def _value(node: ast.expr, frame: types.FrameType) -> Any:
                 return None
     try:
         return eval(compile(ast.Expression(node), "<asked>", "eval"), {**frame.f_globals, **frame.f_locals})
-    except Exception:  # a name that is not bound by now
+    except Exception:  # for example an unbound name
         return None
-
-
-def near(names: Sequence[str], asked: Asked) -> list[str]:
-    """The names, those that the failing lines name first."""
-    return sorted(names, key=lambda name: name.rpartition(".")[2] not in asked.names)

@@ -1,4 +1,4 @@
-"""Chooses the model: the file of a folder that likeliest has it, and the outermost class of a file that attends."""
+"""Choose the model: the likeliest file of a folder, and the outermost class of a file that attends."""
 
 from __future__ import annotations
 
@@ -8,23 +8,21 @@ import inspect
 import re
 import sys
 import types
-from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from attn_fuse.errors import ExplainError
-from attn_fuse.explain.opening.roots import is_users, repository_of
+from attn_fuse.explain.opening.roots import files_of, is_own
 from attn_fuse.explain.opening.sources import Say
 from attn_fuse.explain.opening.stand_ins import refuse
-from attn_fuse.explain.spelled import python_files
 
 _PASSED_OVER = {"tests", "test", "venv", "env", "build", "dist", "docs"}
 _USUAL = re.compile(r"(^|_)(models?|modeling|transformer|gpt|vit|bert|net|network|unet)(_|$)")
-_MOST_BYTES, _MOST_FILES, _COUNTED = 1_000_000, 300, 5
-# Classes around a model, or for a special use of it: taken only where there is no other.
+_MOST_BYTES = 1_000_000
+# Classes around a model, or for a special use of it, taken only if there is no other.
 _AROUND = re.compile(r"wrapper|trainer|loss|criterion|optimi|lightning|pipeline|scheduler|ema$|distill", re.I)
 _ATTENDS = re.compile(r"(?<!fl)atte?n|softmax|transformer(?!_dim)|einsum|scaled_dot", re.I)
 # Classes inside a model.
@@ -35,12 +33,12 @@ _INSIDE = re.compile(
 
 
 def file_in(folder: Path, say: Say = lambda note: None) -> Path:
-    """The file below `folder` that likeliest defines its model, by its classes and its name; `say` is told which.
+    """The file below `folder` that most likely defines its model, by its classes and its name.
 
-    Files are read, not run. Raises ExplainError where none defines an nn.Module.
+    Files are read, not run. say: is told the choice. Raises ExplainError if no file defines an nn.Module.
     """
     found: list[tuple[tuple[object, ...], Path]] = []
-    for file in python_files(folder):
+    for file in files_of(folder, ".py"):
         below = file.relative_to(folder)
         if _PASSED_OVER & set(below.parts) or file.name.startswith(("test_", "setup.py", "conftest")):
             continue
@@ -64,9 +62,8 @@ def file_in(folder: Path, say: Say = lambda note: None) -> Path:
 def candidates(module: types.ModuleType) -> list[type[nn.Module]]:
     """The nn.Module classes of the file that no other class uses, the likeliest model first.
 
-    First come those that run an attention. Of these, one named as the file is, one that more of the repository's other
-    files name, one that uses more other classes, and one with more code.
-    Raises ExplainError where the file defines none.
+    In order of weight: whether it attends, has the file's name, uses many classes, and has much code.
+    Raises ExplainError if the file defines none.
     """
     classes = _classes(module, own=True)
     if not classes:
@@ -79,12 +76,11 @@ def candidates(module: types.ModuleType) -> list[type[nn.Module]]:
             f"{module.__file__}: it defines no nn.Module class; pass --entry EXPR, which gives a model or a function"
         )
     reached = {cls: _reached(cls, module).intersection(classes) - {cls} for cls in classes}
-    # Two classes that use each other are both outermost: neither is a part of the other.
+    # Two classes that use each other are both outermost.
     outer = [c for c in classes if not any(c in reached[other] and other not in reached[c] for other in classes)]
-    # A class that only varies another is a second choice: the plain one is what the file is about.
+    # A variant of another class is only a second choice.
     bases = {base for cls in outer for base in cls.__mro__[1:] if base in classes}
     outer += [base for base in classes if base in bases and base not in outer]
-    named = _files_that_name([cls.__name__ for cls in outer], module)
     stem = re.sub(r"[^a-z0-9]", "", Path(module.__file__ or "").stem.lower())
     stem = re.sub(r"(py)?torch$|^model(ing|s)?|(?<=.)model(s|ing)?$", "", stem) or stem
 
@@ -99,14 +95,13 @@ def candidates(module: types.ModuleType) -> list[type[nn.Module]]:
             bool(_INSIDE.search(name)),
             not attends(cls),
             name.replace("_", "") != stem,
-            -named[cls.__name__],
             -len(reached[cls]),
             -len(_source(cls)),
         )
 
     ranked = sorted(outer, key=rank)
     best = ranked[0]
-    # A part in place of a model would be a report on something else: see `parts`.
+    # A report on a part must say that it is one: see `parts`.
     return [
         cls
         for cls in ranked
@@ -115,7 +110,7 @@ def candidates(module: types.ModuleType) -> list[type[nn.Module]]:
 
 
 def parts(module: types.ModuleType) -> list[type[nn.Module]]:
-    """The classes that attend and that `candidates` leaves out, for where no whole model runs: the largest first."""
+    """The attending classes that `candidates` leaves out, the largest first, for when no whole model runs."""
     whole = candidates(module)
     found = [
         cls
@@ -128,27 +123,18 @@ def parts(module: types.ModuleType) -> list[type[nn.Module]]:
 
 
 def _classes(module: types.ModuleType, own: bool) -> list[type[nn.Module]]:
-    # The module classes among the names of the file that it, or where not `own` another of the repository, defines.
-    root = (repository_of(Path(module.__file__ or "")),)
-    held = dict.fromkeys(value for value in list(vars(module).values()) if isinstance(value, type))
-    return [
-        cls
-        for cls in held
-        if issubclass(cls, nn.Module)
-        and (
-            cls.__module__ == module.__name__
-            or (not own and is_users(str(getattr(sys.modules.get(cls.__module__), "__file__", None)), root))
-        )
-    ]
+    # The module classes that the file defines or, unless `own`, imports from its repository.
+    held = dict.fromkeys(v for v in vars(module).values() if isinstance(v, type) and issubclass(v, nn.Module))
+    return [cls for cls in held if cls.__module__ == module.__name__ or (not own and is_own(cls, module))]
 
 
 def _reached(cls: type, module: types.ModuleType) -> set[type]:
-    # The classes that the code of `cls` names, and the code of what it names, of the file's own definitions.
+    # The file's classes that the code of `cls` names, directly or through others.
     found: dict[Any, None] = {}
     waiting: list[Any] = [cls]
     while waiting:
         value = waiting.pop()
-        for word in _words(value) | _handed_to(str(getattr(value, "__name__", "")), module.__file__ or ""):
+        for word in _words(value):
             named = vars(module).get(word)
             is_own = isinstance(named, (type, types.FunctionType)) and named.__module__ == module.__name__
             if is_own and named not in found:
@@ -158,20 +144,8 @@ def _reached(cls: type, module: types.ModuleType) -> set[type]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _handed_to(name: str, file: str) -> frozenset[str]:
-    # The names that calls of a name in a file pass: `ResNet(Bottleneck, [3, 4, 6, 3])`.
-    try:
-        tree = ast.parse(Path(file).read_bytes())
-    except (OSError, SyntaxError, ValueError):
-        return frozenset()
-    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
-    passed = (call.args for call in calls if isinstance(call.func, ast.Name) and call.func.id == name)
-    return frozenset(arg.id for args in passed for arg in args if isinstance(arg, ast.Name))
-
-
-@functools.lru_cache(maxsize=4096)
 def _words(value: Hashable) -> frozenset[str]:
-    # The names that the code of a class or a function loads.
+    # The names in the code of a class or function.
     try:
         tree = ast.parse(inspect.cleandoc("\n" + _source(value)))
     except SyntaxError:
@@ -184,19 +158,3 @@ def _source(value: Any) -> str:
         return inspect.getsource(value)
     except (OSError, TypeError):
         return ""
-
-
-def _files_that_name(names: list[str], module: types.ModuleType) -> Counter[str]:
-    # In how many other files of the repository each of the names stands, up to _COUNTED: more say nothing more.
-    path = Path(module.__file__ or "")
-    counts: Counter[str] = Counter()
-    for text in _texts(path) if len(names) > 1 else ():
-        counts.update(name for name in names if name in text and re.search(rf"\b{re.escape(name)}\b", text))
-    return Counter({name: min(count, _COUNTED) for name, count in counts.items()})
-
-
-def _texts(path: Path) -> Iterator[str]:
-    root = repository_of(path)
-    for file in [*python_files(root)[:_MOST_FILES], *root.glob("*.md")]:
-        if file != path and file.stat().st_size < _MOST_BYTES:
-            yield file.read_text(encoding="utf-8", errors="replace")

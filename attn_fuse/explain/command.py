@@ -8,6 +8,7 @@ import dataclasses
 import json
 import logging
 import os
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,20 +19,27 @@ from attn_fuse.explain.explanation import Explanation
 from attn_fuse.explain.problems import in_one_line
 from attn_fuse.explain.steps import TimeUp, step
 from attn_fuse.explain.subject import add_flags, subject_of
-from attn_fuse.files import unwritable
+from attn_fuse.files import not_ours, unwritable
+from attn_fuse.kernels.elsewhere import Elsewhere, on
 from attn_fuse.options import PICKS, parse_options
+from attn_fuse.picker.evidence import gpus
 
-# How many times the limit of another step compiling may take.
+_IN_THE_REPORT = Path()
+# The limit of compiling, in limits of another step.
 COMPILING = 3
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; gives the exit code: 0, or 2 after one line on stderr that says what to pass."""
+    """Run the command line, and return the exit code: 0, or 2 after one line on stderr that says what to pass."""
     args = _parser().parse_args(argv)
-    if args.html is not None and (problem := unwritable("--html", args.html)):
-        return _refused(problem)
+    command = shlex.join(["python", "-m", "attn_fuse.explain", *(sys.argv[1:] if argv is None else argv)])
+    files = {"--html": args.html, "--code": args.code if args.code != _IN_THE_REPORT else None}
+    for flag, file in files.items():
+        problem = file and (unwritable(flag, file) or (not_ours(flag, file) if flag == "--code" else ""))
+        if problem:
+            return _refused(problem)
     try:
-        # What the model's own code prints stays out of the report.
+        # The model's own prints stay out of the report.
         with contextlib.redirect_stdout(sys.stderr):
             explanation = _explain_path(args)
     except (ExplainError, OptionError) as error:
@@ -39,28 +47,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TimeUp:
         return _refused(f"{args.path}: it takes too long; give more with --time-limit")
     except (Exception, SystemExit) as error:
-        return _refused(
-            f"{args.path}: {in_one_line(error)}; name the class with --entry and its arguments with --inputs"
-        )
+        return _refused(f"{args.path}: {in_one_line(error)}; pass a model with --entry, and its --inputs")
     if args.json:
         print(json.dumps(explanation.as_json(args.graph), indent=2))
     else:
         print(explanation.text(args.expression))
         if args.graph:
             print(f"\n{explanation.graphs()}")
-    # Last: the text is not lost where the page is.
-    if args.html is not None and (problem := _written(args.html, explanation.html())):
-        return _refused(problem)
+    # Last, so that a failure does not cost the text.
+    for flag, file in files.items():
+        if file is not None:
+            try:
+                text = explanation.html(command=command) if flag == "--html" else explanation.code()
+                file.write_text(text, encoding="utf-8")
+            except OSError as error:
+                return _refused(f"{flag} {file}: it cannot be written: {error.strerror}")
     return 0
-
-
-def _written(path: Path, text: str) -> str:
-    """Write `text` to `path`; what went wrong, in words, else ""."""
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        return f"--html {path}: it cannot be written: {error.strerror}"
-    return ""
 
 
 def _refused(why: str) -> int:
@@ -71,22 +73,29 @@ def _refused(why: str) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m attn_fuse.explain",
-        description="Say what attn_fuse makes of every attention of the model in a Python file.",
+        description="Explain what attn_fuse does with each attention of the model in a Python file.",
     )
     add_flags(parser)
     parser.add_argument("--dynamic", action="store_true", help="compile with dynamic shapes")
-    parser.add_argument("--pick", help=f"{' or '.join(PICKS)}; fused: every site that some kernel can run")
-    parser.add_argument("--kernels", help="names of the only kernels to use, with commas between")
-    parser.add_argument("--json", action="store_true", help="print JSON, with every site by itself")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write the report as a page, with pictures of masks")
-    parser.add_argument("--expression", action="store_true", help="print each attention as mathematics, too")
-    parser.add_argument("--graph", action="store_true", help="print each graph's code, before and after")
+    parser.add_argument("--on", metavar="GPU", help="report as on a GPU with evidence, such as h200; `info` lists them")
+    parser.add_argument("--pick", help=f"{' or '.join(PICKS)}; fused: each site that a kernel can run")
+    parser.add_argument("--kernels", help="the only kernels to use, separated by commas")
+    parser.add_argument("--json", action="store_true", help="print JSON, with each site by itself")
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write the report as a page, with pictures of masks and biases"
+    )
+    parser.add_argument(
+        "--code", nargs="?", const=_IN_THE_REPORT, type=Path, metavar="FILE",
+        help="print the code to write by hand for each attention, or write it to FILE",
+    )  # fmt: skip
+    parser.add_argument("--expression", action="store_true", help="also print each attention as mathematics")
+    parser.add_argument("--graph", action="store_true", help="also print the code of each graph, before and after")
     return parser
 
 
 @contextlib.contextmanager
 def _without_logs() -> Iterator[None]:
-    # Dynamo logs a traceback of an operator that raises, which the one line of our error says; TORCH_LOGS asks for it.
+    # Dynamo logs a traceback for an operator that raises; our error says it in one line. TORCH_LOGS asks for it.
     before = logging.root.manager.disable
     if "TORCH_LOGS" not in os.environ:
         logging.disable(logging.ERROR)
@@ -100,12 +109,13 @@ def _explain_path(args: argparse.Namespace) -> Explanation:
     options = {"pick": args.pick, "kernels": args.kernels and [name.strip() for name in args.kernels.split(",")]}
     options = {name: value for name, value in options.items() if value is not None}
     parse_options(options)
-    with subject_of(args) as subject:
+    gpu = None if args.on is None else _gpu(args.on)
+    with subject_of(args) as subject, on(gpu):
         model, inputs = subject.model, subject.inputs
         try:
             advice = "pass a smaller model with --entry"
             with _without_logs(), step(f"compiling {name_of(model)}", COMPILING * subject.limit, advice):
-                explanation = explanation_of(model, inputs, subject.call, options, args.dynamic)
+                explanation = explanation_of(model, inputs, subject.call, options, args.dynamic, args.code is not None)
         except (ExplainError, OptionError):
             raise
         except Exception as error:
@@ -113,4 +123,15 @@ def _explain_path(args: argparse.Namespace) -> Explanation:
             raise ExplainError(
                 f"{subject} runs as written, but torch.compile fails on it: {in_one_line(error)}"
             ) from error
-        return dataclasses.replace(explanation, said=subject.said)
+        said = subject.said
+        if gpu is not None:
+            said = (f"as on an {gpu.name}, by measurements there and the rules of torch 2.11; nothing ran on it", *said)
+        return dataclasses.replace(explanation, said=said)
+
+
+def _gpu(name: str) -> Elsewhere:
+    known = {gpu.name: gpu for gpu in gpus()}
+    found = [gpu for gpu in known.values() if name.lower() in gpu.name.lower()]
+    if len(found) != 1 or not name:
+        raise OptionError(f"--on {name}: no evidence is on such a GPU, or several match; known: {', '.join(known)}")
+    return found[0]

@@ -1,4 +1,4 @@
-"""Explanation: what became of every attention of a model, as a value, as text and as JSON."""
+"""The explanation of a model: the outcome for each of its attentions, as a value, text, JSON and HTML."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from attn_fuse.explain.page import Figures, Part, page
-from attn_fuse.report import SDPA, GraphReport, SiteReport, as_json, as_text, bytes_in_words, grouped
+from attn_fuse.files import CODE
+from attn_fuse.report import SDPA, GraphReport, SiteReport, as_json, as_text, bytes_in_words, grouped, json_head
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What became of every attention of a model; as text, `str(explanation)`.
+    """The outcome for each attention of a model; `str(explanation)` is the report.
 
-    subject: the model and its inputs, mode, dtype and device, in words.
-    reports: one for each graph that torch.compile made of the model.
-    said: what was made up to build and run it, one line each.
-    not_compiled: a sentence on each function that torch.compile left as written, with no graph of it.
+    subject: the model with its inputs, mode, dtype and device, in words.
+    reports: one for each graph that torch.compile made.
+    said: lines on what was made up to build and run the model.
+    not_compiled: a sentence on each function that torch.compile left uncompiled.
     """
 
     subject: str
@@ -32,43 +33,47 @@ class Explanation:
 
     @property
     def fused(self) -> int:
-        """How many attentions run on a fused kernel."""
+        """How many attentions were fused."""
         return sum(site.fused for site in self.sites)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences on the graphs, and on what has none."""
+        """Sentences on the graphs and on uncompiled functions."""
         return tuple(dict.fromkeys((*self.not_compiled, *(note for report in self.reports for note in report.notes))))
 
     @property
     def already_fused(self) -> int:
-        """How many attentions are calls of a fused attention in the program, left alone."""
+        """How many attentions the program itself calls in fused form."""
         return sum(site.status == "already fused" for site in self.sites)
 
     @property
     def left_as_written(self) -> int:
-        """How many attentions stay as written, refused ones included."""
+        """How many attentions were left as written, refused ones included."""
         return len(self.sites) - self.fused - self.already_fused
 
     @property
     def score_bytes(self) -> int:
-        """The bytes of score matrices that are no longer stored."""
+        """The bytes of scores no longer stored."""
         return sum(site.score_bytes for site in self.sites)
 
     def __str__(self) -> str:
-        """The report in words; attentions that differ only in their module stand in one block."""
+        """The report. Attentions that differ only in their module share a block."""
         return self.text()
 
     def text(self, expressions: bool = False) -> str:
-        """The report in words. expressions: with each attention as mathematics."""
+        """The report. expressions: whether to print each attention as mathematics."""
         text = as_text(GraphReport(self.sites, 0.0, self.notes), expressions).strip()
         subject = "\n".join((self.subject, *(f"  {line}" for line in self.said)))
         return "\n\n".join(part for part in (subject, text, self._summary()) if part)
 
     def as_json(self, graphs: bool = False) -> dict[str, Any]:
-        """Everything as plain dictionaries and lists. graphs: whether to add each graph's code, before and after."""
+        """Everything as dictionaries and lists, by report.schema.json.
+
+        graphs: whether to add each graph's code, before and after.
+        """
         code = [{"before": r.before, "after": r.after} if graphs else {} for r in self.reports]
         return {
+            **json_head(),
             "subject": self.subject,
             "said": list(self.said),
             "not_compiled": list(self.not_compiled),
@@ -80,9 +85,13 @@ class Explanation:
             "graphs": [{**as_json(report), **both} for report, both in zip(self.reports, code, strict=True)],
         }
 
-    def html(self, figures: Sequence[Figures] = ()) -> str:
-        """The explanation as an HTML page that needs nothing beside itself. figures: tables to stand first on it."""
-        return page(self.subject, [part_of(self)], figures)
+    def html(self, figures: Sequence[Figures] = (), command: str = "") -> str:
+        """The explanation as a self-contained HTML page. figures: tables to put first. command: what made it."""
+        return page(self.subject, [part_of(self)], figures, command=command)
+
+    def code(self) -> str:
+        """The code to write by hand, as text for a Python file; see `code_file`."""
+        return code_file([self])
 
     def graphs(self) -> str:
         """The code of each graph, before and after the rewrites."""
@@ -113,8 +122,23 @@ class Explanation:
         return summary
 
 
+def code_file(explanations: Sequence[Explanation]) -> str:
+    """The code to write by hand for the attentions of several models, as text for a Python file.
+
+    Each part stands in place of the lines that the comment above it names.
+    """
+    codes = [
+        site.code for explanation in explanations for site, _ in grouped(explanation.sites) if site.code is not None
+    ]
+    imports = sorted({line for code in codes for line in code.imports})
+    parts = [f"{CODE}{'; '.join(explanation.subject for explanation in explanations)}", "\n".join(imports)]
+    for code in dict.fromkeys(codes):
+        comments = (f"In place of {code.place}:", *code.notes)
+        parts.append("\n".join([*(f"# {line}" for line in comments), *code.text]))
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
 def part_of(explanation: Explanation) -> Part:
-    """`explanation` as a part of a page."""
-    lines = (*explanation._summary().splitlines(), *explanation.said)
-    sites = tuple(grouped(explanation.sites))
-    return Part(explanation.subject, lines, sites, explanation.notes, explanation.reports)
+    """The explanation as a part of a page."""
+    summary, cards = tuple(explanation._summary().splitlines()), tuple(grouped(explanation.sites))
+    return Part(explanation.subject, summary, explanation.said, cards, explanation.notes, explanation.reports)

@@ -1,12 +1,10 @@
-"""A model of a file and inputs that it runs on: the outermost class that attends, else the largest part that runs."""
+"""Find the model of a file and inputs for it: the outermost class that attends, else the largest part that runs."""
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import itertools
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,29 +12,25 @@ from torch import nn
 
 from attn_fuse.errors import ExplainError
 from attn_fuse.explain import name_of
-from attn_fuse.explain.asked import near
-from attn_fuse.explain.building import Built, all_built
+from attn_fuse.explain.building import built
 from attn_fuse.explain.choose import candidates, parts
-from attn_fuse.explain.feeding import Fed, Feeder, NoInputs, Wish, fed
+from attn_fuse.explain.feeding import Wish, fed
 from attn_fuse.explain.inputs import Inputs
-from attn_fuse.explain.names import says
 from attn_fuse.explain.opening.stand_ins import MissingPackage
 from attn_fuse.explain.problems import without_frames
-from attn_fuse.explain.search import Failed
-from attn_fuse.explain.steps import TimeUp, limited, now, step
+from attn_fuse.explain.steps import now, step
 
-# How many outermost classes are tried, how many classes inside a model where none of those runs, and how many ways to
-# build one.
-_MOST_CANDIDATES, _MOST_PARTS, _MOST_WAYS = 3, 4, 3
-# Seconds for a part, and the fewest for a step.
+# The most outermost classes to try, and the most classes inside a model.
+_MOST_CANDIDATES, _MOST_PARTS = 3, 8
+# The seconds for a part, and the least for any step.
 _PART_SECONDS, _FEWEST = 15.0, 5.0
-# How the note on a part begins.
+# The beginning of the note on a part.
 OF_A_PART = "of a part only,"
 
 
 @dataclass(frozen=True)
 class Found:
-    """A model, inputs that it runs on, what was made up for them, and whether it calls what an attention calls."""
+    """A model, inputs it runs on, notes on what was made up, and whether it called a softmax or a whole attention."""
 
     model: Callable[..., Any]
     inputs: Inputs
@@ -48,8 +42,8 @@ class Found:
 class Finding:
     """Finds what to run of a file.
 
-    given: the inputs that the user gave. most: how many parameters a model may have. limit: seconds for the whole; the
-    parts of a model have half as many again.
+    given: the user's inputs. most: the most parameters of a model. limit: seconds for whole models; parts get half as
+    many more.
     """
 
     module: types.ModuleType
@@ -59,55 +53,40 @@ class Finding:
     limit: float
 
     def of_file(self) -> Found:
-        """What runs of the file's classes, the likeliest model first. Raises ExplainError where nothing does."""
-        failures: list[ExplainError] = []
-        found = self._first(candidates(self.module)[:_MOST_CANDIDATES], failures)
-        if found is None and self.given is None:
-            found = self._part(failures)
-        if found is not None:
-            return found
-        raise next((one for one in failures if isinstance(one, MissingPackage)), failures[0])
+        """A model of the file, the likeliest first, or of a part of one. Raises ExplainError if nothing runs."""
+        return self.of_classes(candidates(self.module)[:_MOST_CANDIDATES], may_be_part=self.given is None)
 
-    def of_class(self, cls: type[nn.Module]) -> Found:
-        """What runs of a class. Raises ExplainError where nothing does."""
+    def of_classes(self, classes: list[type[nn.Module]], may_be_part: bool = False) -> Found:
+        """A model of one of the classes, or of a part of the file's models. Raises ExplainError if none runs."""
         failures: list[ExplainError] = []
-        found = self._first([cls], failures)
+        found = self._first(classes, failures) or (self._part(failures) if may_be_part else None)
         if found is None:
-            raise failures[0]
+            raise next((one for one in failures if isinstance(one, MissingPackage)), failures[0])
         return found
 
-    def of_model(
-        self,
-        model: Callable[..., Any],
-        slots: Mapping[str, Any],
-        seconds: float,
-        failed: Sequence[Failed[Inputs]] | None = None,
-    ) -> Found:
-        """A model, and inputs for it.
+    def of_model(self, model: Callable[..., Any], slots: Mapping[str, Any], seconds: float) -> Found:
+        """Inputs for a model, within some seconds. slots: the values it was built from.
 
-        slots: what it was built from. failed: those inputs are changed; None to do both, make some and change them.
-        Raises ExplainError where it runs on none.
+        Raises ExplainError if it runs on none.
         """
         if self.given is not None:
             return Found(model, self.given)
         if not isinstance(model, nn.Module):
             raise ExplainError(f"no inputs can be guessed for the function {name_of(model)}; pass them with --inputs")
-        end = now() + 0.9 * seconds
+        dtypes = {weight.dtype for weight in model.parameters() if weight.is_floating_point()}
+        ways = max(len(dtypes), 1)
+        notes: tuple[str, ...] = ()
         with step(f"finding inputs for {name_of(model)}", seconds, "pass them with --inputs"):
             model.eval()
             try:
-                ran = fed(model, self.module, slots, self.wish, end, failed or ())
-            except NoInputs as error:
-                # Weights of several dtypes wait for a script that sets a default dtype.
-                dtypes = {weight.dtype for weight in model.parameters() if weight.is_floating_point()}
-                if len(dtypes) > 1:
-                    ran = fed(model.float(), self.module, slots, self.wish, end)
-                    notes = ("weights of several dtypes, all made float32", *_without_masks(model, ran.inputs))
-                    return Found(model, ran.inputs, notes, ran.attends)
-                if failed is not None:
+                ran = fed(model, slots, self.wish, now() + 0.9 * seconds / ways)
+            except ExplainError:
+                if ways == 1:
                     raise
-                ran = fed(model, self.module, slots, self.wish, end, error.failed)
-            return Found(model, ran.inputs, _without_masks(model, ran.inputs), ran.attends)
+                # The model's own script sets a default dtype.
+                ran = fed(model.float(), slots, self.wish, now() + 0.9 * seconds / ways)
+                notes = ("weights of several dtypes, all made float32",)
+        return Found(model, ran.inputs, (*notes, *_without_masks(model, ran.inputs)), ran.attends)
 
     def _first(self, classes: list[type[nn.Module]], failures: list[ExplainError]) -> Found | None:
         # The first that attends, else the first that runs.
@@ -130,55 +109,19 @@ class Finding:
         return None
 
     def _of(self, cls: type[nn.Module], end: float, failures: list[ExplainError]) -> Found | None:
-        # What runs of the models that the ways to build a class give. Where none does, with another value of an
-        # argument, as a width that the code takes for granted.
-        unrun: list[tuple[Built, NoInputs]] = []
         left = max(end - now(), _FEWEST)
-        ways = all_built(cls, self.module, self.most, now() + left / 2)
         try:
-            for _ in range(_MOST_WAYS):
-                with step(f"building {cls.__name__}", left, f"build a smaller one with --entry '{cls.__name__}(...)'"):
-                    made = next(ways, None)
-                if made is None or now() > end:
-                    break
-                try:
-                    found = self.of_model(made.model, made.slots, max(end - now(), _FEWEST), ())
-                    return replace(found, notes=(*made.notes, *found.notes))
-                except NoInputs as error:
-                    unrun.append((made, error))
-                    failures.append(error)
+            with step(f"building {cls.__name__}", left, f"build a smaller one with --entry '{cls.__name__}(...)'"):
+                made = built(cls, self.module, self.most, now() + left / 2)
+            found = self.of_model(made.model, made.slots, max(end - now(), _FEWEST))
         except ExplainError as error:
             failures.append(without_frames(error))
-        for made, problem in unrun:
-            with contextlib.suppress(ExplainError):
-                seconds = max((end - now()) / len(unrun), _FEWEST)
-                found = self.of_model(made.model, made.slots, seconds, problem.failed)
-                return replace(found, notes=(*made.notes, *found.notes))
-            if (again := self._with_other_arguments(made, problem, now() + left / 8)) is not None:
-                return again
-        return None
-
-    def _with_other_arguments(self, made: Built, problem: NoInputs, end: float) -> Found | None:
-        for failed in problem.failed[:3]:
-            slots = [slot for slot in near([*made.slots], failed.asked) if type(made.slots[slot]) is int]
-            layers = {slot: 2 for slot in slots if says(slot.rpartition(".")[2], "2") and made.slots[slot] > 2}
-            changes = [layers] if layers and failed.asked.kind.startswith(TimeUp.__name__) else []
-            for slot in slots:
-                changes += [{slot: other} for other in itertools.islice(failed.asked.others_for(made.slots[slot]), 3)]
-            for changed in changes:
-                if now() > end:
-                    return None
-                with contextlib.suppress(Exception, SystemExit, TimeUp), limited(max(end - now(), 1.0)):
-                    again = made.again(changed)
-                    feeder = Feeder(again.model.eval(), again.slots, self.wish)
-                    for inputs in (failed.tried, *itertools.islice(feeder.starts(), 2)):
-                        if isinstance(ran := feeder.run(inputs), Fed):
-                            return Found(again.model, ran.inputs, again.notes, ran.attends)
-        return None
+            return None
+        return replace(found, notes=(*made.notes, *found.notes))
 
 
 def _without_masks(model: nn.Module, inputs: Inputs) -> tuple[str, ...]:
-    # What a report says of a mask is of the model as it was called.
+    # The report describes the masks of the call that was made.
     given = inspect.signature(model.forward).bind_partial(*inputs.args, **inputs.kwargs).arguments
     names = [name for name, value in given.items() if value is None and "mask" in name.lower()]
     return (f"{', '.join(names)}: none, since explain passed none",) if names else ()

@@ -1,9 +1,8 @@
-"""Info: the versions, the device and the kernels of this machine, for ``python -m attn_fuse info``."""
+"""The versions, the device and the kernels of this machine, for ``python -m attn_fuse info``."""
 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import platform
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +13,7 @@ from torch.fx import GraphModule
 
 from attn_fuse import backend
 from attn_fuse.explain import compiled_apart
-from attn_fuse.kernels import KERNELS
+from attn_fuse.kernels import KERNELS, triton
 from attn_fuse.picker import evidence
 from attn_fuse.picker.timing import this_device
 from attn_fuse.report import collecting, version
@@ -24,7 +23,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table; gives the exit code."""
+    """Print the table, and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m attn_fuse info", description=__doc__)
     parser.parse_args(argv)
     print(table())
@@ -32,15 +31,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def table() -> str:
-    """A line for each version, the device and its evidence; then one for each kernel, with why it cannot run here."""
+    """Lines for the versions, the device and its evidence; then one for each kernel, with the dtypes or reasons."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     lines = [
         f"{'attn_fuse':<16}{version()}",
         f"{'Python':<16}{platform.python_version()}",
         f"{'torch':<16}{torch.__version__}",
-        f"{'Triton':<16}{_triton()}",
+        f"{'Triton':<16}{triton.version() or 'not installed'}",
         f"{'device':<16}{device.type}: {this_device(device)}",
         *(f"{'evidence' if not n else '':<16}{line}" for n, line in enumerate(evidence_on(device.type))),
+        f"{'explain --on':<16}{', '.join(gpu.name for gpu in evidence.gpus())}",
         "",
         f"{'kernel':<16}{'runs here':<12}in, or why not",
     ]
@@ -53,20 +53,19 @@ def table() -> str:
 
 
 def evidence_on(device_type: str) -> list[str]:
-    """What the picker goes by on such a device: a line for each table of measured times."""
+    """A line for each table of measured times that the picker uses on this type of device."""
     return [
-        f"{len(known.rows)} attentions on {known.device}, torch {known.torch}, by {known.figures}"
-        f"{', measured here' if known.own else ''}"
+        f"{len(known.rows)} attentions on {known.device}, torch {known.torch}{', measured here' if known.own else ''}"
         for known in evidence.tables()
         if known.device.type == device_type
     ] or ["none: the picker estimates"]
 
 
 def why_not(dtype: torch.dtype, device: torch.device) -> dict[str, tuple[str, ...]]:
-    """By the name of each kernel, every reason why it cannot run the plainest attention here, without gradients."""
+    """By kernel: every reason why it cannot run the plainest attention here, without gradients."""
     found: dict[str, tuple[str, ...]] = {}
 
-    # The graph itself runs: a kernel that is only asked about is not compiled.
+    # The graph runs as written, so that no kernel is compiled for the question.
     def ask(graph: GraphModule, operands: Sequence[Any]) -> GraphModule:
         for kernel in KERNELS:
             with collecting() as reports:
@@ -82,12 +81,3 @@ def why_not(dtype: torch.dtype, device: torch.device) -> dict[str, tuple[str, ..
 
 def _plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return (query @ key.transpose(-2, -1) / 8).softmax(-1) @ value
-
-
-def _triton() -> str:
-    for name in ("triton", "pytorch-triton"):
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return "not installed"

@@ -1,4 +1,4 @@
-"""The arguments of a model, and how they are written: as dtypes and shapes, and as Python."""
+"""The arguments of a model, written as dtypes and shapes, or as Python."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from attn_fuse.graph.names import tensors_of
 
 @dataclass(frozen=True)
 class Inputs:
-    """The arguments of a model, by position and by name; as text, their dtypes and shapes."""
+    """The arguments of a model, by position and by name. As text: their dtypes and shapes."""
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -23,28 +23,20 @@ class Inputs:
 
 
 def in_python(value: Any, vocabulary: int) -> str:
-    """An expression for a value of the dtypes and shapes of `value`; whole numbers are below `vocabulary`."""
+    """An expression for a value with the dtypes and shapes of `value`, and integers below `vocabulary`."""
     if isinstance(value, Tensor):
         shape = tuple(value.shape)
         if value.is_floating_point():
             return f"torch.randn({', '.join(map(str, shape))})"
         if value.dtype == torch.bool:
             return f"torch.zeros({shape}, dtype=torch.bool)"
-        return f"torch.randint({vocabulary or 2}, {shape})"
-    if _is_array(value):
-        return f"{in_python(torch.from_numpy(value), vocabulary)}.numpy()"
-    if isinstance(value, list):
-        return f"[{', '.join(in_python(item, vocabulary) for item in value)}]"
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{key!r}: {in_python(item, vocabulary)}' for key, item in value.items())}}}"
+        return f"torch.randint({vocabulary}, {shape})"
     return repr(value)
 
 
 def _in_words(value: object) -> str:
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-    if _is_array(value):
-        return f"numpy {_in_words(torch.from_numpy(value))}"
     if isinstance(value, list):
         return f"[{', '.join(map(_in_words, value))}]"
     if type(value) is tuple and tensors_of(value):
@@ -53,8 +45,3 @@ def _in_words(value: object) -> str:
         return f"{{{', '.join(f'{key}: {_in_words(item)}' for key, item in value.items())}}}"
     text = repr(value)
     return text if len(text) <= 40 else type(value).__name__
-
-
-def _is_array(value: object) -> bool:
-    # NumPy may be absent.
-    return type(value).__module__ == "numpy" and type(value).__name__ == "ndarray"

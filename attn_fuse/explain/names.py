@@ -1,4 +1,4 @@
-"""What the names of arguments say, by the table names.toml: small values that fit one another, and kinds of inputs."""
+"""Read the names of arguments by the table names.toml: small values that fit each other, and kinds of inputs."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def _table(part: str) -> list[tuple[re.Pattern[str], Any]]:
 
 
 def kinds_of(name: str) -> list[str]:
-    """The kinds of input that an argument of a forward may be by its name, the likeliest first."""
+    """The kinds of input that the name of a forward's argument suggests, the likeliest first."""
     known = (kinds for pattern, kinds in _table("forward") if pattern.search(name.lower().strip("_")))
     return list(next(known, []))
 
 
 def value_for(name: str, hint: Any = None, beside: Mapping[str, Any] | None = None) -> Any:
-    """A small value for an argument of a constructor, or None where neither its name nor its annotation says one.
+    """A small value for a constructor's argument, or None if neither its name nor its annotation suggests one.
 
-    hint: its annotation, if any. beside: the values of other arguments by name, with which it has to fit.
+    hint: the annotation, if any. beside: the other arguments, which the value has to fit.
     """
     options = typing.get_args(hint)
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
@@ -42,22 +42,21 @@ def value_for(name: str, hint: Any = None, beside: Mapping[str, Any] | None = No
     if hint is bool:
         return False
     expression = _expression(name)
-    if expression is None:
+    if expression is None or (isinstance(hint, type) and issubclass(hint, nn.Module)):
         return None
     value = eval(expression, {"torch": torch, "nn": nn, **_fitting({} if beside is None else beside)})
     if hint is str and not isinstance(value, str):
         return None
     if hint is float and isinstance(value, int):
         return float(value)
-    is_sequence = typing.get_origin(hint) in (tuple, list) and type(value) in (int, float)
-    if is_sequence:
+    if typing.get_origin(hint) in (tuple, list) and type(value) in (int, float):
         many = len(options) if typing.get_origin(hint) is tuple and ... not in options else 2
         return typing.get_origin(hint)((value,) * many)
     return value
 
 
 def says(name: str, what: str) -> bool:
-    """Whether the name of an argument says `what`: an expression of the table, as "128" for a length."""
+    """Whether the table gives the expression `what` for a name: "128" for a length."""
     return _expression(name) == what
 
 
@@ -68,7 +67,7 @@ def _expression(name: str) -> str | None:
 
 
 def _fitting(beside: Mapping[str, Any]) -> dict[str, int]:
-    # The sizes that expressions use, as the values beside the argument fix them.
+    # The sizes that expressions use, fixed by the other arguments where possible.
     def found(expression: str) -> int | None:
         values = (v for name, v in beside.items() if type(v) is int and v > 0 and _expression(name) == expression)
         return next(values, None)

@@ -1,14 +1,28 @@
-"""Page: an explanation as one HTML file that needs nothing beside itself: no script, no font, no network."""
+"""An explanation as one self-contained HTML file: no font, no network, and it reads the same without its script.
+
+Its template is page.html.jinja, its style page.css, and page.js names the positions under the pointer.
+"""
 
 from __future__ import annotations
 
+import datetime
+import functools
+import itertools
+import json
 import linecache
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from html import escape
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import torch
+from markupsafe import Markup, escape
 
 from attn_fuse.emit.picture import ALL, NONE, SOME
-from attn_fuse.report import SDPA, GraphReport, Location, SiteReport, bytes_in_words
+from attn_fuse.picker.timing import this_device
+from attn_fuse.report import SDPA, GraphReport, Location, SiteReport, bytes_in_words, version
 
 _STATUS = {
     "fused": "fused",
@@ -16,187 +30,288 @@ _STATUS = {
     "refused": "left as written",
     "already fused": "fused in the program",
 }
-# Lines of source before and after the one that is shown.
+_CELLS = {ALL: "all", SOME: "some", NONE: "none"}
+# Lines of source shown before and after the site.
 _AROUND = 3
-# Pixels of a picture's side.
-_SIDE = 224
+# Shades of a picture of biases.
+_SHADES = 16
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A cell with a bar. share: the bar's length over that of the longest."""
+
+    text: str
+    share: float
 
 
 @dataclass(frozen=True)
 class Figures:
-    """A table of what was measured. note: the sentence below it."""
+    """A table of measurements. notes: the sentences below it."""
 
     title: str
     head: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    note: str = ""
+    rows: tuple[tuple[str | Bar, ...], ...]
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Part:
-    """What a page says of one model. sites: those of all graphs, equal layers merged. graphs: for their code."""
+    """The page's part on one model.
+
+    said: what was made up to run it. cards: the sites of all graphs, equal layers merged, each with its members.
+    graphs: for their code.
+    """
 
     subject: str
     summary: tuple[str, ...]
-    sites: tuple[SiteReport, ...]
+    said: tuple[str, ...]
+    cards: tuple[tuple[SiteReport, Sequence[SiteReport]], ...]
     notes: tuple[str, ...]
     graphs: tuple[GraphReport, ...]
 
 
-def page(title: str, parts: Sequence[Part], figures: Sequence[Figures] = (), notes: Sequence[str] = ()) -> str:
-    """The page. figures: stand first, below the first part's summary. notes: stand last."""
-    body: list[str] = []
-    first = 1
-    for place, part in enumerate(parts):
-        body += _part(part, first, () if place else figures)
-        first += len(part.sites)
-    body += [f"<p class=note>{escape(note)}</p>" for note in notes]
-    head = f"<meta charset=utf-8><title>{escape(title)}</title><style>{_STYLE}</style>"
-    return f"<!doctype html>\n<html lang=en><head>{head}</head>\n<body>\n" + "\n".join(body) + "\n</body></html>\n"
+def page(
+    title: str, parts: Sequence[Part], figures: Sequence[Figures] = (), notes: Sequence[str] = (), command: str = ""
+) -> str:
+    """The page. figures: placed below the first part's summary. notes: placed last. command: what made the page."""
+    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    made = (
+        f"attn_fuse {version()}",
+        f"torch {torch.__version__}",
+        *(str(this_device(torch.device(name))) for name in devices),
+        f"{datetime.datetime.now().astimezone():%Y-%m-%d %H:%M %Z}",
+    )
+    return _template().render(title=title, parts=parts, figures=figures, notes=notes, command=command, made=made)
 
 
-def _part(part: Part, first: int, figures: Sequence[Figures]) -> Iterator[str]:
-    """The part. first: the number of its first site on the page."""
-    yield f"<h1>{escape(part.subject)}</h1>"
-    yield from (f"<p class=summary>{escape(line)}</p>" for line in part.summary)
-    yield from (line for table in figures for line in _figures(table))
-    yield from _contents(part.sites, first)
-    yield from (line for number, site in enumerate(part.sites, first) for line in _site(number, site))
-    yield from (f"<p class=note>{escape(note)}</p>" for note in part.notes)
-    yield from (line for number, graph in enumerate(part.graphs, 1) for line in _graph(number, graph))
+@functools.cache
+def _template() -> jinja2.Template:
+    loader = jinja2.PackageLoader("attn_fuse.explain", "")
+    environment = jinja2.Environment(autoescape=True, loader=loader, undefined=jinja2.StrictUndefined)
+    environment.filters["prose"] = _prose
+    environment.globals |= {
+        "style": Markup(loader.get_source(environment, "page.css")[0]),
+        "script": Markup(loader.get_source(environment, "page.js")[0]),
+        "status": _STATUS,
+        "shades": _SHADES,
+        "bytes_in_words": bytes_in_words,
+        "sources": _sources,
+        "python": _python,
+        "mask_of": _mask,
+        "bias_of": _bias,
+        "facts_of": _facts,
+        "without_evidence": _without_evidence,
+        "what_to_do": _what_to_do,
+        "kernels_of": _kernels,
+        "tree_of": _tree,
+    }
+    return environment.get_template("page.html.jinja")
 
 
-def _figures(figures: Figures) -> Iterator[str]:
-    yield f"<section><h2>{escape(figures.title)}</h2><table class=figures>"
-    yield f"<tr>{''.join(f'<th>{escape(cell)}' for cell in figures.head)}</tr>"
-    for name, *cells in figures.rows:
-        yield f"<tr><th>{escape(name)}{''.join(f'<td>{escape(cell)}' for cell in cells)}</tr>"
-    yield f"</table><p class=note>{escape(figures.note)}</p></section>"
+def _prose(text: object) -> Markup:
+    """`text` with words in backticks, and options, as code."""
+    return Markup(re.sub(r"`([^`]+)`|(options=\{[^}]+\})", r"<code>\1\2</code>", str(escape(text))))
 
 
-def _contents(sites: Sequence[SiteReport], first: int) -> Iterator[str]:
-    if not sites:
-        return
-    yield "<nav><table>"
-    for number, site in enumerate(sites, first):
-        where, kernel = site.location.module or "the program", site.kernel or ""
-        yield (
-            f"<tr><td><a href='#site{number}'>{escape(where)}</a><td>{_badge(site)}<td>{escape(kernel)}"
-            f"<td>{escape(site.attention.get('mask', '').partition(',')[0])}</tr>"
-        )
-    yield "</table></nav>"
+# ---- what a card says
 
 
-def _site(number: int, site: SiteReport) -> Iterator[str]:
-    yield f"<section id=site{number}><h2>{escape(site.location.module or f'attention {number}')} {_badge(site)}</h2>"
-    yield from _source(site.location)
-    if site.blocker is not None:
-        yield f"<p class=because>Because {escape(site.blocker.reason)}</p>"
-        if site.blocker.location is not None and site.blocker.location != site.location:
-            yield from _source(site.blocker.location)
-    if site.blocker is not None and site.blocker.advice:
-        yield f"<p>Next: {escape(site.blocker.advice)}</p>"
-    facts = dict(site.attention)
+def _facts(site: SiteReport) -> dict[str, str]:
+    facts = {name: text for name, text in site.attention.items() if name != "picked"}
     if site.status == "already fused":
         facts["calls"] = site.fused_by or SDPA
-    if site.score_bytes:
-        facts["saved"] = f"{bytes_in_words(site.score_bytes)} of scores no longer stored"
-    if facts or site.picture:
-        yield "<div class=facts>"
-        yield from _table([[name, text] for name, text in facts.items()])
-        yield from _picture(site.picture)
-        yield "</div>"
-    if site.expression:
-        yield f"<h3>What is computed</h3><pre>{escape(site.expression)}</pre>"
-    if site.kernel or site.why_not:
-        yield "<h3>Kernels</h3>"
-        chosen = [[site.kernel, f"chosen: {facts.get('picked', '')}"]] if site.kernel else []
-        yield from _table([*chosen, *([name, "; ".join(reasons)] for name, reasons in site.why_not.items())])
-    yield "</section>"
+    return facts
 
 
-def _badge(site: SiteReport) -> str:
-    return f"<span class='badge {'good' if 'fused' in site.status else 'left'}'>{_STATUS[site.status]}</span>"
+def _without_evidence(text: str) -> tuple[str, str]:
+    """(`text` without the measurements that it rests on, those measurements)"""
+    found = re.search(r", ((?:by|estimated from) measurements [^;]*)", text)
+    return (text[: found.start()] + text[found.end() :], found[1]) if found else (text, "")
 
 
-def _source(location: Location) -> Iterator[str]:
-    yield f"<p class=place>{escape(str(location).partition(' (')[0])}</p><pre class=source>"
-    first = max(1, location.line - _AROUND)
-    lines = [(n, linecache.getline(location.file, n)) for n in range(first, location.line + _AROUND + 1)]
-    if not any(text.strip() == location.code.strip() for n, text in lines if n == location.line):
-        lines = [(location.line, location.code)]
-    for n, text in lines:
-        shown = f"{n:5}  {escape(text.rstrip())}"
-        if n == location.line:
-            yield f"<mark>{shown}</mark>"
-        elif text:
-            yield shown
-    yield "</pre>"
+@dataclass(frozen=True)
+class _Kernels:
+    """The table of kernels. rows: names, why or why not, the time as a bar, whether it was chosen."""
+
+    rows: tuple[tuple[str, str, Bar | None, bool], ...]
+    evidence: tuple[str, ...]
 
 
-def _table(rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    yield "<table>"
-    for name, text in rows:
-        yield f"<tr><th>{escape(name)}<td>{escape(text)}</tr>"
-    yield "</table>"
+def _kernels(site: SiteReport) -> _Kernels:
+    reasons = {name: "; ".join(reasons) for name, reasons in site.why_not.items()}
+    if site.kernel:
+        reasons = {site.kernel: site.attention.get("picked", ""), **reasons}
+    longest = max(1.0, *site.ratios.values()) if site.ratios else 1.0
+    names: dict[tuple[str, Bar | None], list[str]] = {}
+    evidence = dict[str, None]()
+    for name, reason in reasons.items():
+        said, how = _without_evidence(reason)
+        ratio = site.ratios.get(name)
+        names.setdefault((said, None if ratio is None else Bar(f"{ratio:.2f}", ratio / longest)), []).append(name)
+        evidence |= {how: None} if how else {}
+    rows = [(", ".join(of), said, bar, site.kernel in of) for (said, bar), of in names.items()]
+    if site.ratios:
+        rows.append(("as written", "the program under Inductor", Bar("1", 1 / longest), not site.kernel))
+    return _Kernels(tuple(rows), tuple(evidence))
 
 
-def _picture(rows: Sequence[str]) -> Iterator[str]:
-    """The mask as squares: a row for each cell of queries, from the top, a column for each cell of keys."""
-    if not rows:
+@functools.cache
+def _advice() -> dict[re.Pattern[str], str]:
+    """The rows of reasons.md: a reason's pattern, and what to do."""
+    rows, text = dict[re.Pattern[str], str](), ""
+    for line in Path(__file__).with_name("reasons.md").read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.removeprefix("|").rstrip("| ").split(" | ")]
+        if line.startswith("| ") and len(cells) == 2 and cells[0] != "reason":
+            text = re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", cells[1].replace("the same", text, 1))
+            rows |= {re.compile(".*".join(map(re.escape, reason.split("…")))): text for reason in cells[0].split("; ")}
+    return rows
+
+
+def _what_to_do(reason: str) -> str:
+    """The documentation of `reason`, by the longest pattern that it begins with; "" without one."""
+    found = [pattern for pattern in _advice() if pattern.match(reason)]
+    return _advice()[max(found, key=lambda pattern: len(pattern.pattern))] if found else ""
+
+
+# ---- source
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Lines of a file: number, code, and why the line is marked."""
+
+    place: str
+    lines: tuple[tuple[int, Markup, str], ...]
+
+
+def _sources(site: SiteReport) -> Iterator[_Source]:
+    """The source of the site, and of its blocker unless the first shows it."""
+    marks, blocks = [(site.location, "here")], site.blocker and site.blocker.location
+    if blocks and (blocks.file, blocks.line) != (site.location.file, site.location.line):
+        marks.append((blocks, "blocks"))
+    known = [_is_current(location) for location, _ in marks]
+    (first, _), (last, _) = marks[0], marks[-1]
+    if first.file == last.file and all(known) and abs(first.line - last.line) <= 2 * _AROUND:
+        yield _source(marks[::-1])
         return
-    wide, high = _SIDE / len(rows[0]), _SIDE / len(rows)
-    yield f"<figure><svg width={_SIDE} height={_SIDE} role=img aria-label='the mask' shape-rendering=crispEdges>"
-    for i, row in enumerate(rows):
-        for first, last, cell in _runs(row):
-            x, width = first * wide, (last - first) * wide
-            yield f"<rect class={_CELLS[cell]} x={x:g} y={i * high:g} width={width:g} height={high:g} />"
-    yield (
-        "</svg><figcaption>keys to the right, queries downwards: "
-        "<i class=all></i> seen <i class=some></i> in part <i class=none></i> hidden</figcaption></figure>"
-    )
+    yield from (_source([mark]) for mark in marks)
 
 
-def _runs(row: str) -> Iterator[tuple[int, int, str]]:
-    """(first, one past the last, character) of each stretch of equal characters."""
-    first = 0
-    for at in range(1, len(row) + 1):
-        if at == len(row) or row[at] != row[first]:
-            yield first, at, row[first]
-            first = at
+def _source(marks: Sequence[tuple[Location, str]]) -> _Source:
+    location = marks[-1][0]
+    place = str(replace(location, module=""))
+    if not all(_is_current(location) for location, _ in marks):
+        return _Source(place, ((location.line, _python(location.code)[0], marks[-1][1]),))
+    why = {location.line: words for location, words in marks}
+    code = _python("".join(linecache.getlines(location.file)))
+    shown = range(max(1, min(why) - _AROUND), min(len(code), max(why) + _AROUND) + 1)
+    return _Source(place, tuple((n, code[n - 1], why.get(n, "")) for n in shown))
 
 
-_CELLS = {ALL: "all", SOME: "some", NONE: "none"}
+def _is_current(location: Location) -> bool:
+    """Whether the file has the line; it may have changed since the graph was made."""
+    return linecache.getline(location.file, location.line).strip() == location.code.strip() != ""
 
 
-def _graph(number: int, graph: GraphReport) -> Iterator[str]:
-    yield f"<details><summary>Graph {number}: its code, before and after</summary><div class=graphs>"
-    for name, code in (("before", graph.before), ("after", graph.after)):
-        yield f"<div><h3>{name}</h3><pre>{escape(code.strip())}</pre></div>"
-    yield "</div></details>"
+@functools.lru_cache(32)
+def _python(code: str) -> tuple[Markup, ...]:
+    """The lines of Python code, coloured if Pygments is installed."""
+    try:
+        from pygments import highlight
+        from pygments.formatters import HtmlFormatter
+        from pygments.lexers import PythonLexer
+    except ImportError:
+        return tuple(map(escape, code.rstrip().split("\n")))
+    lines = highlight(code.rstrip(), PythonLexer(stripnl=False), HtmlFormatter(nowrap=True)).rstrip("\n").split("\n")
+    return tuple(map(Markup, lines))
 
 
-_STYLE = """
-:root { color-scheme: light dark; --line: #8884; --good: #1a7f37; --left: #9a6700; --all: #1f6feb; --some: #8bb9f5; }
-body { font: 15px/1.45 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.3rem; } h2 { font-size: 1.1rem; margin: 0; } h3 { font-size: .95rem; margin: 1rem 0 .3rem; }
-pre { overflow-x: auto; padding: .6rem; border: 1px solid var(--line); border-radius: .3rem; font-size: 13px; }
-pre { margin: 0; }
-section { border: 1px solid var(--line); border-radius: .5rem; padding: 1rem; margin: 1.2rem 0; }
-table { border-collapse: collapse; } th, td { text-align: left; vertical-align: top; padding: .15rem .8rem .15rem 0; }
-th { font-weight: 600; white-space: nowrap; } mark { background: #ffd33d66; color: inherit; display: inline-block; }
-.figures { font-size: .85rem; display: block; overflow-x: auto; }
-.figures th { white-space: normal; } .figures td { white-space: nowrap; }
-.figures td, .figures tr:first-child th + th { text-align: right; font-variant-numeric: tabular-nums; }
-.summary { font-size: 1.05rem; margin: .2rem 0; } .place { margin: .6rem 0 .2rem; opacity: .75; }
-.because { color: var(--left); font-weight: 600; } .note { opacity: .75; }
-.badge { color: #fff; border-radius: 1rem; padding: .05rem .6rem; font-size: .8rem; white-space: nowrap; }
-.good { background: var(--good); } .left { background: var(--left); }
-.facts { display: flex; flex-wrap: wrap; gap: 2rem; margin-top: .8rem; } .facts table { flex: 1 1 24rem; }
-figure { margin: 0; } figcaption { font-size: .8rem; max-width: 16rem; } svg { border: 1px solid var(--line); }
-rect.all { fill: var(--all); } rect.some { fill: var(--some); } rect.none { fill: transparent; }
-i { display: inline-block; width: .8em; height: .8em; border: 1px solid var(--line); }
-i.all { background: var(--all); } i.some { background: var(--some); }
-.graphs { display: grid; grid-template-columns: 1fr 1fr; gap: 1rem; } .graphs > div { min-width: 0; }
-details { margin: .8rem 0; } summary { cursor: pointer; }
-"""
+# ---- pictures
+
+
+@dataclass(frozen=True)
+class _Picture:
+    """A picture of cells. paths: those of one shade. rows: for the script, with the lengths. cell: positions in one."""
+
+    paths: tuple[tuple[str, str], ...]
+    rows: str
+    height: int
+    width: int
+    cell: str
+    low: str = ""
+    high: str = ""
+
+
+def _mask(site: SiteReport) -> _Picture | None:
+    return _picture(site, site.picture, [[_CELLS[cell] for cell in row] for row in site.picture])
+
+
+def _bias(site: SiteReport) -> _Picture | None:
+    numbers = [number for row in site.bias for number in row if number is not None]
+    if not numbers:
+        return None
+    low, high = min(numbers), max(numbers)
+
+    def shade(number: float | None) -> str:
+        return "hidden" if number is None else f"s{(number - low) / (high - low) * (_SHADES - 1):.0f}"
+
+    drawn = _picture(site, site.bias, [[*map(shade, row)] for row in site.bias])
+    return drawn and replace(drawn, low=f"{low:g}", high=f"{high:g}")
+
+
+def _picture(site: SiteReport, rows: Sequence[Any], shades: Sequence[Sequence[str]]) -> _Picture | None:
+    if not rows:
+        return None
+    lengths = [int(site.attention[name]) for name in ("q_len", "kv_len")]
+    paths: dict[str, str] = {}
+    for y, row in enumerate(shades):
+        x = 0
+        for shade, run in itertools.groupby(row):
+            count = len([*run])
+            paths[shade] = paths.get(shade, "") + f"M{x} {y}h{count}v1h-{count}z"
+            x += count
+    paths.pop("none", None)
+    cells = len(rows), len(rows[0])
+    sizes = [f"{n / count:.3g}" for n, count in zip(lengths, cells, strict=True)]
+    cell = " x ".join(sizes) if lengths != [*cells] else ""
+    return _Picture(tuple(paths.items()), json.dumps({"lengths": lengths, "rows": rows}), *cells, cell)
+
+
+# ---- the tree of modules
+
+
+@dataclass(frozen=True)
+class _Branch:
+    """Modules below a name. cards: the status and card of each site of the module itself. counts: sites by status."""
+
+    name: str
+    cards: tuple[tuple[str, int], ...]
+    below: tuple[_Branch, ...]
+    counts: dict[str, int]
+
+
+def _tree(part: Part, before: int) -> tuple[_Branch, ...]:
+    """The modules of the part's sites. before: the number of cards of earlier parts."""
+    sites = [
+        (tuple(member.location.module.split(".")), _STATUS[site.status], number)
+        for number, (site, members) in enumerate(part.cards, before + 1)
+        for member in members
+        if member.location.module
+    ]
+    return tuple(_branches(sites))
+
+
+def _branches(sites: Sequence[tuple[tuple[str, ...], str, int]]) -> Iterator[_Branch]:
+    below: dict[str, list[tuple[tuple[str, ...], str, int]]] = {}
+    for path, status, card in sites:
+        below.setdefault(path[0], []).append((path[1:], status, card))
+    for name, found in below.items():
+        # A chain of modules with one child each is one branch.
+        while len({path[:1] for path, _, _ in found}) == 1 and found[0][0]:
+            name = f"{name}.{found[0][0][0]}"
+            found = [(path[1:], status, card) for path, status, card in found]
+        cards = tuple((status, card) for path, status, card in found if not path)
+        deeper = tuple(_branches([site for site in found if site[0]]))
+        statuses = [status for _, status, _ in found]
+        yield _Branch(name, cards, deeper, {status: statuses.count(status) for status in dict.fromkeys(statuses)})

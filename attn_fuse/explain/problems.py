@@ -27,7 +27,7 @@ def in_one_line(error: BaseException) -> str:
 
 
 def without_frames(error: E) -> E:
-    """The error without the calls that led to it, and to those that it came of: they hold models, which take memory."""
+    """The error without tracebacks, its causes' included: their frames hold models, which take memory."""
     waiting: list[BaseException | None] = [error]
     while waiting:
         one = waiting.pop()

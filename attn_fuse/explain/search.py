@@ -1,4 +1,4 @@
-"""A search from what failed to what works, best first: what came furthest is changed as its error asks."""
+"""Best-first search: the candidate that came furthest is changed as its error asks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from attn_fuse.explain.asked import Asked
 from attn_fuse.explain.steps import now
 
-# After how many changes of a candidate another that came as far gets its turn.
+# Changes of one candidate before another that came equally far gets its turn.
 _TURN = 24
 
 T = TypeVar("T")
@@ -22,17 +22,21 @@ Ran = TypeVar("Ran")
 
 @dataclass(frozen=True)
 class Failed(Generic[T]):
-    """A candidate that raised an error, what that asks for, and how many functions of torch were called before."""
+    """A candidate that raised an error.
+
+    reached: how many torch functions it called before the error. made: how the candidate was made, for its changes.
+    """
 
     tried: T
     asked: Asked
     reached: int
+    made: Any = None
 
 
 class Calls(TorchFunctionMode):
-    """Counts the calls of torch's functions within the block: how far a model came before it raised an error.
+    """Counts the torch functions called in the block: how far a model came before an error.
 
-    attends: whether one of them is a softmax, or an attention as a whole.
+    attends: whether one of them was a softmax or a whole attention.
     """
 
     count, attends = 0, False
@@ -52,55 +56,52 @@ def searched(
     most: int,
     key: Callable[[T], str] = str,
 ) -> tuple[Ran | None, list[Failed[T]]]:
-    """What `attempt` gives for the first candidate that does not fail, None where all do; and those that failed,
-    furthest first.
+    """The first success of `attempt`, or None, and the failed candidates, furthest first.
 
-    starts: tried first, all of them. changes: candidates to try after one that failed. end: by now().
-    most: how many candidates are tried after the starts. key: alike for candidates of which one is enough.
+    starts: candidates to try first, all of them. changes: candidates derived from a failed one.
+    end: when to stop, by now(). most: how many candidates to try after the starts.
+    key: equal for candidates of which one is enough.
     """
     failed: list[Failed[T]] = []
-    waiting: list[tuple[int, int, int, Iterator[T]]] = []
-    seen: set[str] = set()
-    counter = itertools.count()
+    waiting: list[tuple[int, int, int, int, Iterator[T]]] = []
+    known: set[str] = set()
+    places: set[str] = set()
+    numbers = itertools.count()
 
-    def tried(candidate: T) -> Ran | None:
-        found = attempt(candidate)
-        if not isinstance(found, Failed):
-            return found
-        # At one place one error is enough to go on from, and the same again leads to no more.
-        place = f"{found.asked.kind} {found.asked.numbers} {found.reached}"
-        failed.append(found)
-        if place not in seen:
-            seen.add(place)
-            heapq.heappush(waiting, (-found.reached, 0, next(counter), changes(found)))
+    def fresh(candidates: Iterable[T]) -> Iterator[T]:
+        for candidate in candidates:
+            if (name := key(candidate)) not in known:
+                known.add(name)
+                yield candidate
+
+    def found(candidate: T) -> Ran | None:
+        result = attempt(candidate)
+        if not isinstance(result, Failed):
+            return result
+        failed.append(result)
+        # The same error at the same place leads to the same changes.
+        place = f"{result.asked.kind} {result.asked.numbers} {result.reached}"
+        if place not in places:
+            places.add(place)
+            heapq.heappush(waiting, (-result.reached, 0, next(numbers), 0, fresh(changes(result))))
         return None
 
-    def in_order() -> list[Failed[T]]:
-        return sorted(failed, key=lambda one: -one.reached)
+    def after_starts() -> Iterator[T]:
+        for _ in range(most):
+            candidate = None
+            while waiting and candidate is None:
+                reached, _, number, count, further = heapq.heappop(waiting)
+                candidate = next(further, None)
+            if candidate is None:
+                return
+            count += 1
+            # Changes that come further overtake these at once.
+            heapq.heappush(waiting, (reached, count // _TURN, number, count, further))
+            yield candidate
 
-    known: set[str] = set()
-    for start in starts:
-        if key(start) in known:
-            continue
-        known.add(key(start))
-        if (ran := tried(start)) is not None:
-            return ran, in_order()
-        if now() > end:
-            return None, in_order()
-    tries = 0
-    while waiting and tries < most and now() < end:
-        reached, turn, number, further = heapq.heappop(waiting)
-        for count, candidate in enumerate(further, 1):
-            if key(candidate) in known:
-                continue
-            known.add(key(candidate))
-            tries += 1
-            if (ran := tried(candidate)) is not None:
-                return ran, in_order()
-            if now() > end or tries >= most:
-                break
-            is_overtaken = bool(waiting) and waiting[0][0] < reached
-            if is_overtaken or count >= _TURN:
-                heapq.heappush(waiting, (reached, turn + (count >= _TURN), number, further))
-                break
-    return None, in_order()
+    ran: Ran | None = None
+    for candidate in itertools.chain(fresh(starts), after_starts()):
+        ran = found(candidate)
+        if ran is not None or now() > end:
+            break
+    return ran, sorted(failed, key=lambda one: -one.reached)

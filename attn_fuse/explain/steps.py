@@ -1,4 +1,4 @@
-"""Steps that run a user's code: each says after a while that it still runs, and stops at a time limit."""
+"""Limits of time and memory for steps that run a user's code."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ import torch
 
 from attn_fuse.errors import ExplainError
 
-# Seconds: after how many a step says that it still runs, and how many it may take unless the user says otherwise.
+# Seconds after which a step says that it still runs, and its default limit.
 QUIET, LIMIT = 10.0, 40.0
-# Seconds that code may take to clean up when its time is up.
+# Seconds for cleaning up when the time is up.
 CLEANING_UP = 10.0
-# When the limits around what runs now end, by now(), the outermost first.
+# When the current limits end, by now(), the outermost first.
 _ends: list[float] = []
 
 
 class TimeUp(BaseException):
-    """The time limit of a step. No Exception: the `except Exception` of a training loop must not catch it."""
+    """The end of a limit. Not an Exception, which training loops catch."""
 
 
 def now() -> float:
-    """Seconds that this thread has computed, and a quarter of those in which it waited, since some moment.
+    """A clock in seconds that counts computing in full and waiting as a quarter.
 
-    What a limit lets through does so then on a busy machine, too, and what sleeps still ends.
+    A busy machine hardly changes what a limit lets through, and sleeping code still ends.
     """
     computed = time.thread_time()
     return computed + (time.monotonic() - computed) / 4
@@ -40,11 +40,10 @@ def now() -> float:
 
 @contextlib.contextmanager
 def limited(seconds: float) -> Iterator[None]:
-    """Raise TimeUp in the block after `seconds` by now(), and once more each second where its own code catches it.
+    """Raise TimeUp in the block after `seconds` by now(), and again each second where its code catches it.
 
-    Code that handles TimeUp has CLEANING_UP seconds before the next one.
-    A limit within another ends no later than that one. Outside the main thread, and on a system without alarms, there
-    is no limit.
+    Code that handles TimeUp has CLEANING_UP seconds before the next one. An inner limit ends no later than an outer
+    one. Only the main thread has limits, on systems with alarms.
     """
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield
@@ -56,13 +55,13 @@ def limited(seconds: float) -> Iterator[None]:
 
     def stop(number: int, frame: FrameType | None) -> None:
         nonlocal fired
-        # now() is never faster than the alarm's clock.
+        # The alarm may be early, since now() is slower than its clock.
         if (left := end - now()) > 0:
             signal.setitimer(signal.ITIMER_REAL, max(left, 0.01))
             return
         signal.setitimer(signal.ITIMER_REAL, 1.0)
         fired = min(fired, at := time.monotonic())
-        # While the first one is on its way up, another would break what cleans up behind it.
+        # While the first one propagates, another would interrupt the code that cleans up.
         is_on_its_way = isinstance(sys.exc_info()[1], TimeUp) and at - fired < CLEANING_UP
         if not ended and not is_on_its_way:
             raise TimeUp
@@ -71,7 +70,7 @@ def limited(seconds: float) -> Iterator[None]:
     try:
         _ends.append(end)
         try:
-            # Of a block within another the time may be up before it begins.
+            # The outer time may be up before the block begins.
             signal.signal(signal.SIGALRM, stop)
             signal.setitimer(signal.ITIMER_REAL, max(end - now(), 0.001))
             yield
@@ -85,17 +84,14 @@ def limited(seconds: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def within_memory(more: int) -> Iterator[None]:
-    """Within the block the process may take `more` bytes beyond what it has; then torch raises a RuntimeError.
-
-    Where the system does not say how much there is, as outside of Linux, there is no limit.
-    """
+    """Let the process take `more` bytes within the block; beyond them torch raises a RuntimeError. Only on Linux."""
     try:
         import resource
 
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         before, hard = resource.getrlimit(resource.RLIMIT_AS)
         most = pages * resource.getpagesize() + more
-        # A limit that the user has set stays.
+        # A lower limit of the user's stays.
         resource.setrlimit(resource.RLIMIT_AS, (most if before == resource.RLIM_INFINITY else min(most, before), hard))
     except (ImportError, OSError, ValueError):
         yield
@@ -108,13 +104,13 @@ def within_memory(more: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def trying(seconds: float, more: int) -> Iterator[None]:
-    """A run of a model that may fail, without gradients or warnings, of at most `seconds` and `more` bytes."""
+    """A block for a run that may fail, with `seconds` and `more` bytes, without gradients or warnings."""
     with contextlib.ExitStack() as changed:
         with _alarms_later():
             changed.enter_context(warnings.catch_warnings(action="ignore"))
             changed.enter_context(within_memory(more))
             changed.enter_context(torch.no_grad())
-            # A model that compiles parts of itself is not compiled for a guess.
+            # A model may compile parts of itself, which would take too long for a guess.
             changed.enter_context(torch.compiler.set_stance("force_eager"))
         try:
             with limited(seconds):
@@ -126,7 +122,7 @@ def trying(seconds: float, more: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _alarms_later() -> Iterator[None]:
-    # The time that is up within the block is so at its end: what changes torch's state must not stop halfway.
+    # Alarms wait for the end of the block: changes of torch's state must not stop halfway.
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "pthread_sigmask"):
         yield
         return
@@ -139,7 +135,7 @@ def _alarms_later() -> Iterator[None]:
 
 @contextlib.contextmanager
 def step(what: str, seconds: float, advice: str) -> Iterator[None]:
-    """A step named `what`, as in "building GPT". Raises ExplainError, which ends in `advice`, after `seconds`."""
+    """A step named `what`, such as "building GPT". Raises ExplainError, which ends in `advice`, after `seconds`."""
     words = threading.Timer(QUIET, lambda: print(f"attn_fuse.explain: still {what} ...", file=sys.stderr, flush=True))
     words.daemon = True
     words.start()

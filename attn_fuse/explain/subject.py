@@ -1,4 +1,4 @@
-"""The subject of a command: the model in a user's file and inputs that it runs on, as the flags say or as guessed."""
+"""The subject of a command: the model in a file, and inputs for it, given by flags or found."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from attn_fuse.errors import ExplainError, nearest
 from attn_fuse.explain import name_of
@@ -24,16 +25,17 @@ from attn_fuse.explain.inputs import Inputs
 from attn_fuse.explain.opening.open_file import IMPORT_LIMIT, imported
 from attn_fuse.explain.problems import in_one_line
 from attn_fuse.explain.steps import LIMIT, step
+from attn_fuse.graph.names import tensors_of
 
 DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.bfloat16, torch.float16, torch.float64)}
 
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """A model and inputs that it runs on.
+    """A model and inputs for it.
 
-    model: in the mode, dtype and on the device that it is used in. train: whether a call has a backward pass.
-    said: what was made up to build and run the model, one line each. limit: seconds of a step.
+    model: in its final mode and dtype, on its final device. train: whether a call has a backward pass.
+    said: notes on what was made up to build and run the model. limit: seconds for each step.
     """
 
     model: Callable[..., Any]
@@ -46,7 +48,7 @@ class Subject:
         return f"{name_of(self.model)}({self.inputs})"
 
     def call(self, model: Callable[..., Any]) -> Any:
-        """Run `model`, the subject's or what was compiled of it, forward and in training backward; gives the output.
+        """The output of `model`, the subject's or its compiled form, after a backward pass if the subject trains.
 
         Raises ExplainError where a training step has no output that needs a gradient.
         """
@@ -57,46 +59,28 @@ class Subject:
         return out
 
     def call_as_written(self) -> None:
-        """Run the model uncompiled, where Dynamo would log a traceback; raises ExplainError where the model raises."""
+        """Run the model uncompiled. Raises ExplainError where the model raises."""
         try:
             self.call(self.model)
         except ExplainError:
             raise
         except Exception as error:
-            raise ExplainError(
-                f"{self} raises {in_one_line(error)}; pass inputs that it takes with --inputs"
-            ) from error
+            raise ExplainError(f"{self} raises {in_one_line(error)}; pass other inputs with --inputs") from error
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that say what the subject is, and PATH, to the parser of a command."""
-    parser.add_argument(
-        "path", type=Path, help="a Python file that defines the model, or a package or directory with one"
-    )
-    parser.add_argument(
-        "--entry", metavar="EXPR", help="what to run, in the file's names: a class, a model, a function"
-    )
+    """Add PATH and the flags that choose the subject to the parser of a command."""
+    parser.add_argument("path", type=Path, help="a Python file, package or directory that defines the model")
+    parser.add_argument("--entry", metavar="EXPR", help="a class, model or function of the file to run")
     parser.add_argument("--inputs", metavar="EXPR", help="its inputs: a tensor, a tuple of arguments, a dict by name")
-    parser.add_argument(
-        "--setup",
-        metavar="FILE",
-        type=Path,
-        help="a Python file that defines `model`, `inputs`, or names for both flags",
-    )
-    parser.add_argument("--length", metavar="N", type=_count, help="length of the sequences that are guessed")
-    parser.add_argument(
-        "--batch", metavar="N", type=_count, default=1, help="batch size of the inputs that are guessed (1)"
-    )
-    parser.add_argument(
-        "--parameters",
-        metavar="N",
-        type=_count,
-        default=MOST_PARAMETERS,
-        help=f"how many a model that is built here may have ({MOST_PARAMETERS:g})",
-    )
-    parser.add_argument(
-        "--time-limit", metavar="SECONDS", type=_count, help=f"of each step ({LIMIT:g}; importing {IMPORT_LIMIT:g})"
-    )
+    setup = "a Python file that defines `model`, `inputs`, or names for both flags"
+    parser.add_argument("--setup", metavar="FILE", type=Path, help=setup)
+    parser.add_argument("--length", metavar="N", type=count, help="sequence length of made-up inputs")
+    parser.add_argument("--batch", metavar="N", type=count, default=1, help="batch size of made-up inputs (1)")
+    most = f"largest number of parameters to build ({MOST_PARAMETERS:g})"
+    parser.add_argument("--parameters", metavar="N", type=count, default=MOST_PARAMETERS, help=most)
+    limit = f"for each step ({LIMIT:g}; importing {IMPORT_LIMIT:g})"
+    parser.add_argument("--time-limit", metavar="SECONDS", type=count, help=limit)
     parser.add_argument("--train", action="store_true", help="in training mode, with a backward pass")
     parser.add_argument("--device", help="where to run (default: where the model is)")
     parser.add_argument("--dtype", help=f"of weights and inputs: {', '.join(DTYPES)}")
@@ -104,9 +88,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 @contextlib.contextmanager
 def subject_of(args: argparse.Namespace) -> Iterator[Subject]:
-    """The subject that the flags of `add_flags` ask for; its module can be imported from within the block.
+    """The subject that the flags of `add_flags` choose; its module stays importable within the block.
 
-    Raises ExplainError, in one line that says what to pass, where there is none.
+    Raises ExplainError where there is none.
     """
     device, dtype = _device(args.device), _dtype(args.dtype)
     notes: list[str] = []
@@ -120,7 +104,11 @@ def subject_of(args: argparse.Namespace) -> Iterator[Subject]:
         if isinstance(model, nn.Module):
             model.to(device=device, dtype=dtype)
             model.train(args.train)
-        inputs = Inputs(_moved(inputs.args, device, dtype), _moved(inputs.kwargs, device, dtype))
+
+        def moved(tensor: Tensor) -> Tensor:
+            return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
+
+        inputs = Inputs(*pytree.tree_map_only(Tensor, moved, (inputs.args, inputs.kwargs)))
         subject = Subject(model, inputs, args.train, tuple(notes), limit)
         if args.inputs or args.setup or device or dtype:
             with step(f"running {subject}", limit, "pass smaller --inputs"):
@@ -129,23 +117,17 @@ def subject_of(args: argparse.Namespace) -> Iterator[Subject]:
 
 
 def _with_setup(setup: Path | None, namespace: Mapping[str, Any], limit: float) -> Mapping[str, Any]:
-    # The file's names, and those that the file of --setup defines from them.
+    # The file's names, and those that the file of --setup defines with them.
     if setup is None:
         return namespace
-    try:
-        code = compile(setup.read_bytes(), str(setup), "exec")
-    except OSError as error:
-        raise ExplainError(f"--setup {setup}: it cannot be read: {error.strerror}; pass a Python file") from error
-    except (SyntaxError, ValueError) as error:
-        raise ExplainError(f"--setup {setup}: {in_one_line(error)}") from error
     scope = dict(namespace)
     try:
-        with step(f"running --setup {setup.name}", limit, "leave out what it does not need"):
-            exec(code, scope)
+        with step(f"running --setup {setup.name}", limit, "shorten it"):
+            exec(compile(setup.read_bytes(), str(setup), "exec"), scope)
+    except ExplainError:
+        raise
     except (Exception, SystemExit) as error:
-        if isinstance(error, ExplainError):
-            raise
-        raise ExplainError(f"--setup {setup}: it raises {in_one_line(error)}") from error
+        raise ExplainError(f"--setup {setup}: {in_one_line(error)}") from error
     return scope
 
 
@@ -159,7 +141,7 @@ def _found(args: argparse.Namespace, module: types.ModuleType, namespace: Mappin
     with step(f"building {expression}", limit, "pass a smaller model with --entry"):
         entry = evaluated("--entry", expression, namespace)
     if isinstance(entry, type) and issubclass(entry, nn.Module):
-        return finding.of_class(entry)
+        return finding.of_classes([entry])
     if isinstance(entry, type) or not callable(entry):
         kind = f"the class {entry.__name__}" if isinstance(entry, type) else f"a value of type {type(entry).__name__}"
         raise ExplainError(f"--entry {expression!r} gives {kind}; it must give an nn.Module, or a function")
@@ -176,13 +158,13 @@ def _given_inputs(expression: str, namespace: Mapping[str, Any]) -> Inputs:
             return Inputs((value,))
         case other:
             raise ExplainError(
-                f"--inputs {expression!r} gives a {type(other).__name__}; "
-                f"it must give a tensor, a tuple of arguments, or a dict of arguments by name"
+                f"--inputs {expression!r} gives a {type(other).__name__}; it must give a tensor, a tuple of arguments, "
+                "or a dict of arguments by name"
             )
 
 
 def evaluated(flag: str, expression: str, namespace: Mapping[str, Any]) -> Any:
-    """The value of the Python expression that `flag` was given; `namespace` and `torch` are its names.
+    """The value of the Python expression given to `flag`, in which `namespace` and `torch` are names.
 
     Raises ExplainError where it does not evaluate.
     """
@@ -195,34 +177,11 @@ def evaluated(flag: str, expression: str, namespace: Mapping[str, Any]) -> Any:
 
 
 def _backward(out: object) -> None:
-    losses = [tensor.float().sum() for tensor in _tensors(out) if tensor.requires_grad]
+    outputs = vars(out) if dataclasses.is_dataclass(out) else out
+    losses = [tensor.float().sum() for tensor in tensors_of(outputs) if tensor.requires_grad]
     if not losses:
         raise ExplainError("--train: no output needs a gradient; pass --inputs that do, or leave --train out")
     sum(losses[1:], losses[0]).backward()
-
-
-def _tensors(value: object) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)
-    elif dataclasses.is_dataclass(value):
-        yield from _tensors(vars(value))
-
-
-def _moved(value: Any, device: torch.device | None, dtype: torch.dtype | None) -> Any:
-    """`value` with its tensors on `device`, the floating-point ones in `dtype`."""
-    if isinstance(value, Tensor):
-        return value.to(device=device, dtype=dtype if value.is_floating_point() else None)
-    if type(value) in (tuple, list):
-        return type(value)(_moved(item, device, dtype) for item in value)
-    if type(value) is dict:
-        return {name: _moved(item, device, dtype) for name, item in value.items()}
-    return value
 
 
 def _device(name: str | None) -> torch.device | None:
@@ -232,9 +191,7 @@ def _device(name: str | None) -> torch.device | None:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise ExplainError(
-            f"--device {name!r} cannot be used: {in_one_line(error)}; pass one that can, as in cpu"
-        ) from error
+        raise ExplainError(f"--device {name!r} cannot be used: {in_one_line(error)}; pass another") from error
     return device
 
 
@@ -244,7 +201,8 @@ def _dtype(name: str | None) -> torch.dtype | None:
     raise ExplainError(f"--dtype {name!r} is no dtype to run a model in.{nearest(name, DTYPES)}")
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
+    """A whole number above 0, for `type=` of a flag."""
     if text.isdecimal() and int(text) > 0:
         return int(text)
     raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")

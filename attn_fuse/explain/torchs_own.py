@@ -1,9 +1,10 @@
-"""Torch's own code that Dynamo leaves as written, since a graph breaks in it."""
+"""Code of torch that torch.compile leaves as written because a graph breaks in it."""
 
 from __future__ import annotations
 
-import ast
+import linecache
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from traceback import FrameSummary
@@ -14,11 +15,11 @@ from torch.fx import GraphModule
 from attn_fuse.report import Location
 from attn_fuse.torch_internals import frames_of_break
 
-# With the separator: torchvision's files are none of torch's.
+# With the separator, so that torchvision is not torch.
 _TORCH, _OURS = (f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
-# What stands between the call of a module and its forward.
+# Frames between the call of a module and its forward.
 _CALLS = ("_wrapped_call_impl", "_call_impl")
-# The function of torch that looks into a mask, and what tells torch what it would see.
+# torch's function that reads the values of a mask, and how to avoid it.
 _LOOKS_INTO_A_MASK = "_detect_is_causal_mask"
 _SAY_IT = (
     "Pass is_causal to it (of a decoder tgt_is_causal, of nn.Transformer src_is_causal and tgt_is_causal): True where "
@@ -30,13 +31,12 @@ _MOVE_IT = "Call it without what breaks there."
 def torch_code_left(graph: GraphModule) -> Iterator[str]:
     """A sentence on the module of torch that the break at the end of `graph` leaves as written, if there is one.
 
-    Dynamo goes on after a break in the outermost function, and compiles what that calls by itself: user code, but none
-    of torch's files.
+    After a break, Dynamo compiles the functions that the outermost one calls, but none in torch's files.
     """
     frames = [frame for frame in frames_of_break(graph) if frame.name not in _CALLS]
     own = [number for number, frame in enumerate(frames) if not frame.filename.startswith(_TORCH)]
     called = frames[own[-1] + 1 :] if own else []
-    # Of torch's functions modules alone hold attention.
+    # In torch, only modules hold attention.
     if not called or called[0].name != "forward":
         return
     by, at = frames[own[-1]], called[-1]
@@ -49,15 +49,6 @@ def torch_code_left(graph: GraphModule) -> Iterator[str]:
 
 
 def _qualified(frame: FrameSummary) -> str:
-    # The name of a frame's function, with its class.
-    line = frame.lineno or 0
-    try:
-        tree = ast.parse(Path(frame.filename).read_text())
-    except (OSError, SyntaxError, ValueError):
-        return frame.name
-    classes = [
-        node.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ClassDef) and node.lineno <= line <= (node.end_lineno or 0)
-    ]
-    return ".".join((*classes, frame.name))
+    # The name of a frame's method, with its class.
+    above = "".join(linecache.getlines(frame.filename)[: frame.lineno])
+    return ".".join((*re.findall(r"^class (\w+)", above, re.M)[-1:], frame.name))

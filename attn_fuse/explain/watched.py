@@ -1,4 +1,4 @@
-"""A command in a child process, so that a model that ends it, as by a segmentation fault, ends in one line, too."""
+"""A command in a child process: a model that crashes it also ends in one line."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ import os
 import signal
 import sys
 
-# Signals that end a process whose code goes wrong, and that by which the system ends one that takes too much memory.
+# Signals of crashes, and SIGKILL, by which the system ends a process that takes too much memory.
 FATAL = ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGILL", "SIGFPE", "SIGKILL")
-# What Linux calls the signal that a child gets when its parent ends.
+# PR_SET_PDEATHSIG: the signal to a child when its parent ends.
 _ON_PARENTS_END = 1
 
 
 def watch(command: str) -> None:
-    """Go on in a child process. The parent waits, and ends as the child does.
+    """Continue in a child process, while the parent waits and takes over its exit code.
 
-    Where a signal of FATAL ended the child, the parent ends in one line and exit code 2.
-
-    command: begins that line. Where the system cannot fork, as Windows, nothing is watched.
+    After a signal in FATAL, the parent prints one line, which begins with `command`, and exits with 2. Does nothing on
+    systems without fork, such as Windows.
     """
     if not hasattr(os, "fork"):
         return

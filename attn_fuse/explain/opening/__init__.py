@@ -1,1 +1,1 @@
-"""Opening: a Python file becomes a module where packages, a GPU or a library's version are missing."""
+"""Imports a Python file on a machine that lacks its packages, its GPU, or their versions."""

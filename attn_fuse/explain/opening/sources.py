@@ -1,54 +1,54 @@
-"""Runs a repository's files statement by statement: what raises, or trains, is left out, and "cuda" means the CPU."""
+"""Runs a repository's files statement by statement, leaves out those that raise or train, and replaces "cuda"."""
 
 from __future__ import annotations
-import __future__
 
 import ast
 import contextlib
 import importlib.abc
 import importlib.machinery
-import os
 import re
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from attn_fuse.errors import ExplainError
-from attn_fuse.explain.opening.roots import is_users, repository_of
-from attn_fuse.explain.opening.stand_ins import is_caught
+from attn_fuse.explain.opening.roots import is_users
 from attn_fuse.explain.problems import in_one_line
 from attn_fuse.explain.steps import TimeUp, limited
 
 Say = Callable[[str], object]
 
-# How the note on statements that were left out begins.
-LEFT_OUT = "left out of"
 _CUDA = re.compile(r"cuda(:\d+)?")
 _DEFINES = (ast.ClassDef, ast.FunctionDef, ast.Import, ast.ImportFrom)
-# How often one statement is tried again after something was supplied.
-_MOST_SUPPLIES = 8
+# How often a statement runs again after something was supplied.
+_MOST_SUPPLIES = 40
 
 
 class Sources(importlib.abc.MetaPathFinder):
     """Loads the files below `roots`, each statement within `limit` seconds.
 
-    supplies: gives what an error lacks, and tells whether it could; the statement then runs again. say: is told what
-    was left out and made up.
+    supplies: provides what an error says is missing, if it can; the statement then runs again.
+    say: receives a note on what was left out. moved: whether a file asked for a GPU that is not there.
+    depth: how many files run. is_lenient: whether a failed import is left out of the file that makes it; otherwise it
+    is left to the files that import that one, which may catch it.
     """
 
     def __init__(
         self, roots: Sequence[Path], limit: float, supplies: Callable[[BaseException], bool], say: Say
     ) -> None:
         self.roots, self.limit, self.supplies, self.say = tuple(roots), limit, supplies, say
-        self.moved = False
+        self.moved = self.is_lenient = False
+        self.depth = 0
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """The spec of a file below the roots, or None for all others."""
+        """The spec of a file below the roots; None for other modules."""
         spec = importlib.machinery.PathFinder.find_spec(fullname, path)
         if spec is None or not isinstance(spec.loader, importlib.machinery.SourceFileLoader):
             return None
@@ -58,61 +58,71 @@ class Sources(importlib.abc.MetaPathFinder):
         return spec
 
     def run(self, module: types.ModuleType, path: Path) -> BaseException | None:
-        """Run the statements of the file at `path` in `module` without those that raise; gives what the first raised.
+        """Run the file at `path` in `module` without the statements that raise, and return the first error.
 
-        Raises ExplainError where the file is not Python of this version.
+        After a statement that is no definition has failed, only definitions run.
+        Raises ExplainError where the file is not Python of this version, and an ImportError for the importing file.
         """
         tree = parsed(path)
         if not torch.cuda.is_available():
             self.moved |= on_the_cpu(tree)
-        flags = 0
-        for node in tree.body:
-            if isinstance(node, ast.ImportFrom) and node.module == "__future__":
-                for alias in node.names:
-                    flags |= getattr(__future__, alias.name).compiler_flag
-        training = [statement for statement in tree.body if _trains(statement)]
-        left_out = [f"line {statement.lineno} (it trains)" for statement in training]
-        remaining: list[ast.stmt] = [statement for statement in tree.body if statement not in training]
-        first: BaseException | None = TimeUp() if training else None
-        supplied = 0
-        while remaining:
-            code = compile(ast.Module(remaining, []), str(path), "exec", flags, dont_inherit=True)
+        futures = [one for one in tree.body if isinstance(one, ast.ImportFrom) and one.module == "__future__"]
+        first: BaseException | None = None
+        skipped: list[str] = []
+        has_failed = False
+        self.depth += 1
+        try:
+            for statement in tree.body:
+                if statement in futures or (has_failed and not _defines(statement)):
+                    continue
+                trains = _trains(statement)
+                code = compile(ast.Module([*futures, statement], []), str(path), "exec", dont_inherit=True)
+                raised = TimeUp() if trains else self._raised_by(code, module)
+                if raised is None:
+                    continue
+                first = first or raised
+                skipped.append(f"line {statement.lineno} ({'it trains' if trains else self.in_words(raised)})")
+                has_failed = has_failed or not isinstance(statement, _DEFINES)
+        finally:
+            self.depth -= 1
+        if skipped:
+            self.say(f"skipped in {path.name}: {', '.join(skipped[:3])}" + (", ..." if len(skipped) > 3 else ""))
+        return first
+
+    def _raised_by(self, code: types.CodeType, module: types.ModuleType) -> BaseException | None:
+        self.is_lenient &= self.depth > 1
+        raised: BaseException | None = None
+        for _ in range(_MOST_SUPPLIES):
             try:
                 with limited(self.limit):
                     exec(code, vars(module))
-                break
+                return None
             except (Exception, SystemExit, TimeUp) as error:
-                line = _line_of(error, path)
-                at = next((i for i, s in enumerate(remaining) if line <= (s.end_lineno or s.lineno)), -1)
-                statement, remaining = remaining[at], remaining[at:]
-                supplied += 1
-                if supplied <= _MOST_SUPPLIES and (in_its_folder(error, path) or self.supplies(error)):
-                    continue
-                supplied, first = 0, first or error
-                left_out.append(f"line {statement.lineno} ({self._in_words(error)})")
-                remaining = remaining[1:]
-                # What follows a program that failed belongs to that program, but for what it defines.
-                if not isinstance(statement, _DEFINES):
-                    remaining = [one for one in remaining if _defines(one)]
-        if left_out:
-            self.say(f"{LEFT_OUT} {path.name}: {', '.join(left_out[:3])}" + (", ..." if len(left_out) > 3 else ""))
-        return first
+                raised = error
+            if isinstance(raised, ImportError) and self.depth > 1 and not self.is_lenient:
+                raise raised
+            if not self.supplies(raised):
+                if self.is_lenient or not isinstance(raised, ImportError):
+                    break
+                self.is_lenient = True
+        return raised
 
-    def _in_words(self, error: BaseException) -> str:
+    def in_words(self, error: BaseException) -> str:
+        """An error of the file's own code, in one line."""
         if isinstance(error, SystemExit):
             return "it exits"
         return f"it runs more than {self.limit:g} s" if isinstance(error, TimeUp) else in_one_line(error)
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
+    # Not Sources itself: packages read their data by methods of SourceFileLoader.
+
     def __init__(self, fullname: str, path: str, sources: Sources) -> None:
         super().__init__(fullname, path)
         self.sources = sources
 
     def exec_module(self, module: types.ModuleType) -> None:
-        raised = self.sources.run(module, Path(self.path))
-        if isinstance(raised, ImportError) and is_caught(lambda file: is_users(file, self.sources.roots)):
-            raise raised
+        self.sources.run(module, Path(self.path))
 
 
 def parsed(path: Path) -> ast.Module:
@@ -124,9 +134,9 @@ def parsed(path: Path) -> ast.Module:
 
 
 def on_the_cpu(tree: ast.AST) -> bool:
-    """Rewrite `tree` such that `.cuda()`, a device "cuda" and `torch.cuda.FloatTensor` mean the CPU; whether any did.
+    """Rewrite `.cuda()` and devices "cuda" in `tree` to the CPU; whether anything changed.
 
-    What only asks for the device, as `x.device.type == "cuda"`, stays.
+    Questions about the device, such as `x.device.type == "cuda"`, stay.
     """
     rewriting = _OnTheCpu()
     rewriting.visit(tree)
@@ -147,81 +157,33 @@ class _OnTheCpu(ast.NodeTransformer):
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
-        match node.func:
-            case ast.Attribute(_, "cuda"):
-                self.changed = True
-                node.func.attr, node.args, node.keywords = "cpu", [], []
-            # A number, -1 on the CPU, with which nothing can be moved.
-            case ast.Attribute(tensor, "get_device") if not node.args and not node.keywords:
-                self.changed = True
-                return ast.copy_location(ast.Attribute(tensor, "device", ast.Load()), node)
+        if isinstance(node.func, ast.Attribute) and node.func.attr == "cuda":
+            self.changed = True
+            node.func.attr, node.args, node.keywords = "cpu", [], []
         return node
-
-    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
-        self.generic_visit(node)
-        match node:
-            case ast.Attribute(ast.Attribute(ast.Name("torch") as inner, "cuda"), name) if name.endswith("Tensor"):
-                self.changed = True
-                node.value = inner
-        return node
-
-
-def in_its_folder(error: BaseException, path: Path) -> bool:
-    """Go to the folder above `path` that has the file that was not found; whether there is one.
-
-    A script is run in its own folder, or in its repository's.
-    """
-    if not isinstance(error, FileNotFoundError) or error.filename is None:
-        return False
-    wanted = Path(os.fsdecode(error.filename))
-    if wanted.is_relative_to(Path.cwd()):
-        wanted = wanted.relative_to(Path.cwd())
-    if wanted.is_absolute():
-        return False
-    for folder in (folder for folder in path.parents if folder.is_relative_to(repository_of(path))):
-        if (folder / wanted).exists() and folder != Path.cwd():
-            os.chdir(folder)
-            return True
-    return False
-
-
-@contextlib.contextmanager
-def same_folder_after() -> Iterator[None]:
-    """The folder that the program runs in is the same after the block as before it."""
-    folder = Path.cwd()
-    try:
-        yield
-    finally:
-        os.chdir(folder)
 
 
 @contextlib.contextmanager
 def without_own_compile(roots: Sequence[Path], say: Say) -> Iterator[None]:
-    """Within the block `torch.compile` gives back what a file below `roots` hands it, and `say` is told of the first.
+    """Within the block, files below `roots` that call `torch.compile` get their model back uncompiled.
 
-    Dynamo inlines a compiled part of a model that is compiled as a whole, so that the graphs are the same; of a part
-    with default arguments it makes guards that raise an error (torch 2.13).
+    The graphs stay the same, since Dynamo inlines the compiled parts of a model that is compiled as a whole. But for
+    parts with default arguments it makes guards that raise an error (torch 2.13).
     """
-    compiles = torch.compile
-    told: list[object] = []
+    compiles: Callable[..., Any] = torch.compile
 
-    def left_out(model: object = None, **options: object) -> object:
+    def skipped(model: Any = None, **options: Any) -> Any:
         if not is_users(sys._getframe(1).f_code.co_filename, roots):
-            return compiles(model, **options)  # type: ignore[call-overload]
-        if not told:
-            told.append(model)
-            say("its own calls of torch.compile are left out: the whole model is compiled")
-        return model if model is not None else lambda one: one
+            return compiles(model, **options)
+        say("its own calls of torch.compile are skipped, since the whole model is compiled")
+        return (lambda one: one) if model is None else model
 
-    torch.compile = left_out  # type: ignore[assignment]
-    try:
+    with patch.object(torch, "compile", skipped):
         yield
-    finally:
-        torch.compile = compiles
 
 
 def _trains(statement: ast.stmt) -> bool:
-    # Whether it is a loop with a backward pass, which a script runs for hours.
+    # Whether it is a loop with a backward pass, which scripts run for hours.
     return isinstance(statement, (ast.For, ast.While)) and any(
         isinstance(node, ast.Attribute) and node.attr == "backward" for node in ast.walk(statement)
     )
@@ -232,14 +194,3 @@ def _defines(statement: ast.stmt) -> bool:
     return isinstance(statement, _DEFINES) or (
         is_assigned and not any(isinstance(node, ast.Call) for node in ast.walk(statement))
     )
-
-
-def _line_of(error: BaseException, path: Path) -> int:
-    # The line of the file's own top level at which `error` came up.
-    trace, line = error.__traceback__, 0
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        if code.co_filename == str(path) and code.co_name == "<module>":
-            line = trace.tb_lineno
-        trace = trace.tb_next
-    return line

@@ -1,40 +1,36 @@
-"""Stand-ins for packages that a repository's files import and that are not installed, or whose import raises.
+"""Stand-ins for packages that are missing, or whose import raises.
 
-While files are imported a stand-in takes part in everything: it has every attribute, it can be called, subclassed and
-used as a decorator, which then gives back what it decorates. Afterwards a model may hold one, and each use is an error
-that names the package.
+While files are imported, a stand-in takes any use: it has every attribute and can be called, subclassed, and used as a
+decorator, which returns what it decorates. Afterwards a model may hold one, but using it is an error that names the
+package.
 """
 
 from __future__ import annotations
 
-import ast
-import contextlib
 import dataclasses
-import functools
 import importlib.abc
 import importlib.machinery
-import inspect
+import importlib.util
 import os
 import re
 import sys
 import traceback
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest.mock import patch
 
-import torch
+from torch import nn
 
 from attn_fuse.errors import ExplainError
-from attn_fuse.explain.opening.roots import PACKAGE, is_users
+from attn_fuse.explain.opening.roots import files_of
 from attn_fuse.explain.problems import in_one_line
 
-# How deep in a repository a module is sought that an import names.
+# How deep in a repository the module of an import is sought.
 _DEEPEST = 3
-_CAUGHT = {"ImportError", "ModuleNotFoundError", "Exception", "BaseException"}
-_LACKS = re.compile(r"cannot import name '(?P<name>\w+)' from '(?P<module>[\w.]+)'")
-_HAS_NO = re.compile(r"module '?(?P<module>[\w.]+)'? has no attribute '?(?P<name>\w+)'?")
-# Packages that nothing can stand in for.
+# Packages without a stand-in.
 _KEPT = {"torch", "attn_fuse", "numpy"}
 
 
@@ -42,169 +38,91 @@ class MissingPackage(ExplainError):
     """The model uses a package that is not installed."""
 
 
-class MissingAttribute(MissingPackage, AttributeError):
-    """An attribute that a missing package would bring; an AttributeError, so that `getattr` may have a default."""
-
-
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds a stand-in for every package that a file below `roots` imports, or has imported, and nothing else finds.
+    """Finds stand-ins for packages that the file at `path` imports, directly or through files and libraries.
 
-    names: the packages stood in for. broken: those of them that are installed, with what their import raises.
-    say: is told, once each, what stands in place of what. permissive: whether their use is still allowed.
+    roots: the folders of the user's files. names: the packages that have a stand-in. broken: those among them that are
+    installed, with the errors of their import. say: receives a note, once, on each value that is replaced.
+    permissive: whether stand-ins may be used.
     """
 
-    def __init__(self, roots: Sequence[Path], say: Callable[[str], object] = lambda note: None) -> None:
-        self.roots = tuple(roots)
-        self.say = functools.cache(say)
-        self.is_users = functools.lru_cache(maxsize=4096)(lambda place: is_users(place, roots))
+    def __init__(self, path: Path, roots: Sequence[Path], say: Callable[[str], object]) -> None:
+        self.path, self.roots, self.say = path, tuple(roots), say
         self.names: list[str] = []
         self.broken: dict[str, str] = {}
-        self.given: list[tuple[types.ModuleType, str]] = []
         self.permissive = True
-        self.importer = ""
         self.before = frozenset(sys.modules)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """The spec of a stand-in, or None where the file may want to know that the package is missing."""
-        top, _, rest = fullname.partition(".")
-        if top in self.names or fullname.rpartition(".")[0] in self.names:
-            return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
-        if fullname in _KEPT or not self._wanted():
-            return None
-        if not rest and (spec := self._in_repository(top, target)) is not None:
-            return spec
-        # A module that an installed package no longer has, or that a checkout lacks.
-        self.names.append(fullname)
-        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+        """The spec of a stand-in or of a module below one; None for other modules."""
+        is_one = any(f"{fullname}.".startswith(f"{name}.") for name in self.names)
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True) if is_one else None
 
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        return _Module(spec.name, self)
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> Any:
+        return StandIn(spec.name, self)
 
     def exec_module(self, module: types.ModuleType) -> None:
         pass
 
     def supplies(self, error: BaseException) -> bool:
-        """Give what a file's import lacks; whether it could.
+        """Provide what a file's import lacks, if possible; whether it was.
 
-        A name that an installed package no longer has is what one loaded module of that package has by it, else a
-        stand-in; a package whose import raises is stood in for.
+        The folder of the repository that holds a missing module joins the path. Other missing packages get a stand-in,
+        and so does a package whose import raises.
         """
-        found = _LACKS.search(str(error)) or _HAS_NO.search(str(error))
-        module = sys.modules.get(found["module"]) if found else None
-        if found is not None and module is not None and isinstance(error, (ImportError, AttributeError)):
-            return self._gives(module, found["name"], isinstance(error, ImportError))
-        # What a library runs at its top level; a compiled module that does not load has no frame of its own.
+        chain = (error, error.__context__)
+        absent = next((one.name for one in chain if isinstance(one, ModuleNotFoundError) and one.name), None)
+        if absent is not None:
+            return self._finds(absent)
+        # The library whose top level ran last. A compiled module that does not load has no frame, but a path.
         frames = traceback.extract_tb(error.__traceback__)
-        files = [frame.filename for frame in frames if frame.name == "<module>" and not self.is_users(frame.filename)]
+        files = [frame.filename for frame in frames if frame.name == "<module>"]
         libraries = [_package_of(file) for file in [*files, str(getattr(error, "path", None) or "")]]
         broken = next((name for name in reversed(libraries) if name is not None), None)
         if broken is None or broken in {*self.names, *self.before} or not isinstance(error, Exception):
             return False
         self.names.append(broken)
         self.broken[broken] = in_one_line(error)
-        _forget(broken)
+        for name in [name for name in sys.modules if name.partition(".")[0] == broken]:
+            del sys.modules[name]
+        spec = importlib.machinery.ModuleSpec(broken, self, is_package=True)
+        sys.modules[broken] = importlib.util.module_from_spec(spec)
         return True
 
-    def _gives(self, module: types.ModuleType, name: str, may_stand_in: bool) -> bool:
-        top = module.__name__.partition(".")[0]
-        if self.is_users(str(getattr(module, "__file__", ""))) or name in vars(module):
-            return False
-        loaded = [other for key, other in list(sys.modules.items()) if key.partition(".")[0] == top]
-        values = {id(v): v for other in loaded if callable(v := vars(other).get(name))}
-        if len(values) != 1 and (top in _KEPT and not may_stand_in):
-            return False
-        is_elsewhere = len(values) == 1
-        value = next(iter(values.values())) if is_elsewhere else StandIn(f"{module.__name__}.{name}", self)
-        setattr(module, name, value)
-        how = "it is in another module" if is_elsewhere else "stood in for"
-        self.say(f"{module.__name__} has no {name} here: {how}")
-        self.given.append((module, name))
-        return True
-
-    def _in_repository(self, name: str, target: types.ModuleType | None) -> importlib.machinery.ModuleSpec | None:
-        # The file or the folder of that name that lies least deep below the roots, which a script puts on the path; or
-        # a root itself, which is imported by the name that it was cloned as.
-        folder = _folder_with(name, self.roots, str(Path(self.importer).parent))
-        if folder is not None:
+    def _finds(self, name: str) -> bool:
+        folder = None if "." in name else _folder_with(name, self.roots, self.path)
+        if folder is not None and str(folder) not in sys.path:
             sys.path.append(str(folder))
-            finders = [finder for finder in sys.meta_path if finder is not self]
-            found = (finder.find_spec(name, [str(folder)], target) for finder in finders)
-            return next((spec for spec in found if spec is not None), None)
-        root = next((root for root in self.roots if root.name.replace("-", "_") == name), None)
-        if root is None:
-            return None
-        spec = importlib.machinery.ModuleSpec(name, None, is_package=True)
-        spec.submodule_search_locations = [str(root)]
-        return spec
-
-    def _wanted(self) -> bool:
-        # Whether a file of the user's imports it, also through a library, and nobody catches the failure. A name that
-        # `from` asks an installed package for may be no module.
-        importers: list[types.FrameType] = []
-        for frame in _frames_of_imports(sys._getframe(2)):
-            if frame.f_code.co_name == "find_spec" and frame.f_globals.get("__name__") == "importlib.util":
-                return False
-            if frame.f_code.co_name == "_handle_fromlist" and not importers:
-                return False
-            if not frame.f_code.co_filename.startswith("<frozen"):
-                importers.append(frame)
-        users = [frame for frame in importers if self.is_users(frame.f_code.co_filename)]
-        if not users or (not self.permissive and users[0] is not importers[0]):
+            return True
+        if name in _KEPT or name in self.names:
             return False
-        self.importer = users[0].f_code.co_filename
-        return not any(map(_may_fail, importers))
+        # A name with a dot is a module that an installed package no longer has, or that a checkout lacks.
+        self.names.append(name)
+        return True
 
     def leave(self) -> None:
         """Take the stand-ins, and the modules that hold one, out of `sys.modules`."""
-        for module, name in self.given:
-            delattr(module, name)
-        for name, module in [*sys.modules.items()] if self.names else ():
-            if name not in self.before:
-                if _holds_one(module):
-                    del sys.modules[name]
-                continue
-            # What was there before stays, without the parts that it never had.
-            for key, value in [*vars(module).items()]:
-                if type(value) in (StandIn, _Module):
+        modules: list[tuple[str, Any]] = [*sys.modules.items()] if self.names else []
+        for name, module in modules:
+            # No isinstance: torch.distributed.reduce_op warns when it is asked for its __class__.
+            values = [*getattr(module, "__dict__", {}).items()]
+            held = [key for key, value in values if type(value) is StandIn]
+            if name in self.before:
+                for key in held:
                     delattr(module, key)
-
-
-class Broken(importlib.abc.MetaPathFinder):
-    """Finds the stand-ins of `finder` for installed packages whose import raised, before anything finds those."""
-
-    def __init__(self, finder: Finder) -> None:
-        self.finder = finder
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        """The spec of the stand-in, or None."""
-        if fullname.partition(".")[0] not in self.finder.broken:
-            return None
-        return importlib.machinery.ModuleSpec(fullname, self.finder, is_package=True)
-
-
-class _Module(types.ModuleType):
-    # A module of a missing package, with every attribute.
-
-    def __init__(self, name: str, finder: Finder) -> None:
-        super().__init__(name)
-        self._finder = finder
-        self.__path__: list[str] = []
-        self.__all__: list[str] = []
-        # As new as any check asks for.
-        self.__version__ = "999.0.0"
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return StandIn(f"{self.__name__}.{name}", self._finder)
+            elif held or type(module) is StandIn:
+                del sys.modules[name]
 
 
 class StandIn:
-    """What stands for a value of a missing package."""
+    """Stands for a missing package, or for a value of one: it has every attribute."""
+
+    # As new as any check asks for.
+    __version__ = "999.0.0"
+    # Whether a model is being built, which may hold stand-ins.
+    _is_held = False
 
     def __init__(self, name: str, finder: Finder) -> None:
         self._name, self._finder = name, finder
@@ -215,17 +133,10 @@ class StandIn:
         return StandIn(f"{self._name}.{name}", self._finder)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not (self._finder.permissive or self._is_held):
+            raise _missing(self)
         is_decorator = len(args) == 1 and not kwargs and isinstance(args[0], (type, types.FunctionType))
-        if is_decorator and self._finder.permissive:
-            return args[0]
-        if not (self._finder.permissive or _building[0]):
-            _refuse(self)
-        layer = None if self._finder.permissive else _layer(self._name.rpartition(".")[2])
-        if layer is None:
-            return StandIn(self._name, self._finder)
-        self._finder.say(f"in place of {self._name}: nn.{layer.__name__}")
-        known = inspect.signature(layer).parameters
-        return layer(*args, **{name: value for name, value in kwargs.items() if name in known})
+        return args[0] if is_decorator and self._finder.permissive else StandIn(self._name, self._finder)
 
     def _combined(self, *others: object) -> Any:
         self._use()
@@ -238,7 +149,7 @@ class StandIn:
     def __exit__(self, *problem: object) -> None: ...
 
     def __eq__(self, other: object) -> bool:
-        # As in `type(x) == ListConfig`: a class that is there is none of a missing package.
+        # `type(x) == ListConfig` is false: no object belongs to a class of a missing package.
         if not isinstance(other, type):
             self._use()
         return self is other
@@ -247,13 +158,10 @@ class StandIn:
         return id(self)
 
     def __mro_entries__(self, bases: tuple[object, ...]) -> tuple[type, ...]:
-        # A framework's module, as LightningModule, adds to nn.Module what training needs.
         name = self._name.rpartition(".")[2]
-        if (layer := _layer(name)) is not None:
-            self._finder.say(f"in place of {self._name}: nn.{layer.__name__}")
-            return (layer,)
         if not re.fullmatch(r"\w+Module", name):
-            return (_base(name, self),)
+            return (type(name, (_Base,), {"stands_for": self}),)
+        # A framework's module, such as LightningModule, adds to nn.Module what training needs.
         self._finder.say(f"in place of {self._name}: nn.Module")
         return (_NamedModule,)
 
@@ -266,179 +174,84 @@ class StandIn:
         self._use()
         return True
 
-    def __iter__(self) -> Iterator[Any]:
-        self._use()
-        return iter(())
+    def __iter__(self) -> NoReturn:
+        raise _missing(self)
 
-    def __len__(self) -> int:
-        self._use()
-        return 0
-
-    def __index__(self) -> int:
-        self._use()
-        return 1
+    __len__ = __index__ = __iter__
 
     def __repr__(self) -> str:
         return f"<{self._name}, not installed>"
 
     def _use(self) -> None:
         if not self._finder.permissive:
-            _refuse(self)
+            raise _missing(self)
 
 
-# How many constructors run, one within another.
-_building = [0]
-
-
-@contextlib.contextmanager
-def held_by_models() -> Iterator[None]:
-    """Within the block, which builds a model, that may hold what a missing package gives, as a tokenizer."""
-    _building[0] += 1
-    try:
-        yield
-    finally:
-        _building[0] -= 1
-
-
-def refuse(cls: type) -> None:
-    """Raise MissingPackage where a class of a missing package stands in place of a base of `cls`."""
-    stand_in = getattr(cls, "stands_for", None)
-    if isinstance(stand_in, StandIn):
-        _refuse(stand_in)
-
-
-def about_stand_ins(error: BaseException) -> MissingPackage | None:
-    """The error that names the package, where `error` is about the stand-in of one."""
-    trace = error.__traceback__
-    while trace is not None:
-        for value in trace.tb_frame.f_locals.values():
-            if type(value) is StandIn and (StandIn.__name__ in str(error)):
-                return _missing(value, "", MissingPackage)
-        trace = trace.tb_next
-    return None
-
-
-def _refuse(stand_in: StandIn, attribute: str = "", kind: type[MissingPackage] = MissingPackage) -> NoReturn:
-    raise _missing(stand_in, attribute, kind)
-
-
-def _missing(stand_in: StandIn, attribute: str, kind: type[MissingPackage]) -> MissingPackage:
-    name = stand_in._name + attribute
-    package = name.partition(".")[0]
-    raised = stand_in._finder.broken.get(package)
-    if raised is not None:
-        return kind(
-            f"the model uses {name}, and importing {package} raises {raised}; install a version of {package} that "
-            f"fits torch {torch.__version__}"
-        )
-    if package in stand_in._finder.names:
-        return kind(f"the model uses {name}, and {package} is not installed; install {package}")
-    return kind(
-        f"the model uses {name}, which {package} here does not have; install a version of {package} that has it"
-    )
-
-
-def _layer(name: str) -> type[torch.nn.Module] | None:
-    # The layer of torch that a class computes which is called after it and how it is computed: FusedLayerNorm, or in
-    # one process, ColumnParallelLinear. None for attention: a report on it would be on torch's code, not the model's.
-    plain = re.sub("^(Column|Row|Vocab|Tensor|Model|Parallel|Fused|Fast|Mixed|Memory|Efficient)+", "", name)
-    layer = getattr(torch.nn, plain, None) if plain != name and "Attention" not in plain else None
-    if not (isinstance(layer, type) and issubclass(layer, torch.nn.Module)):
-        return None
-    return None if layer.forward is torch.nn.Module.forward else layer
-
-
-class _NamedModule(torch.nn.Module):
+class _NamedModule(nn.Module):
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__()
 
 
-def _base(name: str, stand_in: StandIn) -> type:
-    # The class that a class of the file inherits in place of the missing one.
-    def made(cls: type, *args: object, **kwargs: object) -> object:
-        # A dataclass has its own constructor and entries.
-        if dataclasses.is_dataclass(cls):
-            return object.__new__(cls)
-        _refuse(stand_in)
+class _Base:
+    # Stands in for a missing base class. Only a dataclass may be made without it: it has its own constructor.
+    stands_for: StandIn
 
-    def absent(self: object, attribute: str) -> NoReturn:
-        if attribute.startswith("__"):
-            raise AttributeError(attribute)
-        _refuse(stand_in, f".{attribute}", MissingAttribute)
-
-    return type(name, (), {"__new__": made, "__getattr__": absent, "stands_for": stand_in})
+    def __new__(cls, *args: object, **kwargs: object) -> _Base:
+        if not dataclasses.is_dataclass(cls):
+            raise _missing(cls.stands_for)
+        return object.__new__(cls)
 
 
-def _forget(package: str) -> None:
-    for name in [name for name in sys.modules if name == package or name.startswith(f"{package}.")]:
-        del sys.modules[name]
+def held_by_models() -> AbstractContextManager[object]:
+    """A block that builds a model, which may hold what a missing package gives, such as a tokenizer."""
+    return patch.object(StandIn, "_is_held", True)
+
+
+def refuse(cls: type) -> None:
+    """Raise MissingPackage where a base of `cls` belongs to a missing package."""
+    if issubclass(cls, _Base):
+        raise _missing(cls.stands_for)
+
+
+def about_stand_ins(error: BaseException) -> MissingPackage | None:
+    """The error that names the package, where `error` is about the type of a stand-in."""
+    frames = traceback.walk_tb(error.__traceback__) if StandIn.__name__ in str(error) else ()
+    values = (value for frame, _ in frames for value in frame.f_locals.values())
+    return next((_missing(value) for value in values if type(value) is StandIn), None)
+
+
+def _missing(stand_in: StandIn) -> MissingPackage:
+    name, finder = stand_in._name, stand_in._finder
+    package = name.partition(".")[0]
+    if package in finder.broken:
+        why = f"and importing {package} raises {finder.broken[package]}; install another version of {package}"
+    elif package in finder.names:
+        why = f"and {package} is not installed; install {package}"
+    else:
+        why = f"which the installed {package} lacks; install another version of {package}"
+    return MissingPackage(f"the model uses {name}, {why}")
 
 
 def _package_of(file: str) -> str | None:
-    # The installed package that a file belongs to; None for those that nothing can stand in for.
+    # The installed package that a file belongs to; None if it has no stand-in.
     parts = Path(file).parts
     if "site-packages" not in parts:
         return None
-    name = parts[parts.index("site-packages") + 1].removesuffix(".py")
+    name = parts[parts.index("site-packages") + 1].partition(".")[0]
     return None if name in _KEPT else name
 
 
-@functools.lru_cache(maxsize=256)
-def _folder_with(name: str, roots: tuple[Path, ...], beside: str) -> Path | None:
-    found: list[Path] = []
+def _folder_with(name: str, roots: Sequence[Path], path: Path) -> Path | None:
+    # The folder with a module of a name that is nearest to the file at `path`.
+    found = [root.parent for root in roots if root.name == name]
     for root in roots:
         for place, folders, files in os.walk(root):
             is_deep = len(Path(place).relative_to(root).parts) >= _DEEPEST
-            has_code = name in folders and next((Path(place) / name).glob("*.py"), None) is not None
-            if f"{name}.py" in files or has_code:
+            if f"{name}.py" in files or (name in folders and files_of(Path(place, name), ".py")):
                 found.append(Path(place))
             folders[:] = [] if is_deep else [f for f in folders if not f.startswith(".") and f != "site-packages"]
-    return min(found, key=lambda folder: (str(folder) != beside, len(folder.parts), str(folder)), default=None)
 
+    def rank(folder: Path) -> tuple[int, int, str]:
+        return -len(os.path.commonpath([folder, path])), len(folder.parts), str(folder)
 
-def _holds_one(module: types.ModuleType) -> bool:
-    # No isinstance: torch.distributed.reduce_op warns when it is asked for its __class__.
-    kinds = (StandIn, _Module)
-    return type(module) in kinds or any(type(v) in kinds for v in list(getattr(module, "__dict__", {}).values()))
-
-
-def _frames_of_imports(frame: types.FrameType | None) -> Iterator[types.FrameType]:
-    # The calling frames as far as files are imported, but for those of this package.
-    own = str(Path(__file__).parent)
-    opens = str(Path(__file__).with_name("open_file.py"))
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if file == opens or (file.startswith(str(PACKAGE)) and not file.startswith(own)):
-            return
-        if not file.startswith(own):
-            yield frame
-        frame = frame.f_back
-
-
-def _may_fail(frame: types.FrameType) -> bool:
-    return frame.f_lineno in _lines_that_may_fail(frame.f_code.co_filename)
-
-
-def is_caught(is_users: Callable[[str], bool]) -> bool:
-    """Whether a file of the user's, which imports what runs now, catches an import that fails."""
-    frames = _frames_of_imports(sys._getframe(1))
-    return any(is_users(frame.f_code.co_filename) and _may_fail(frame) for frame in frames)
-
-
-@functools.lru_cache(maxsize=256)
-def _lines_that_may_fail(file: str) -> frozenset[int]:
-    # The lines within a `try` that catches a failed import.
-    try:
-        tree = ast.parse(Path(file).read_text(encoding="utf-8", errors="replace"))
-    except (OSError, SyntaxError, ValueError):
-        return frozenset()
-    lines: set[int] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Try) and any(map(_catches, node.handlers)):
-            lines.update(range(node.body[0].lineno, (node.body[-1].end_lineno or node.body[-1].lineno) + 1))
-    return frozenset(lines)
-
-
-def _catches(handler: ast.ExceptHandler) -> bool:
-    names = {node.id for node in ast.walk(handler.type) if isinstance(node, ast.Name)} if handler.type else _CAUGHT
-    return bool(names & _CAUGHT) and not isinstance(handler.body[-1], ast.Raise)
+    return min(found, key=rank, default=None)
