@@ -1,8 +1,7 @@
 """An H200 as far as the picker asks for one, on a machine without: what it picks there for a program.
 
-Emulated are the device's properties, torch's own rules for its fused kernels (aten/native/transformers/cuda/
-sdp_utils.cpp of torch 2.11, with cuDNN 9.19), and that version's limit of FlexAttention. A program is captured and
-recognised as ever, on the CPU; what the picker is then told of the device is replaced, and nothing is compiled or run.
+It is the device of `explain --on h200`, under torch 2.11's limit of FlexAttention. A program is captured and recognised
+as ever, on the CPU; what the picker is then told of the device is replaced, and nothing is compiled or run.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +21,7 @@ from torch import Tensor
 from attn_fuse import backend
 from attn_fuse.attention.attention import Attention
 from attn_fuse.attention.facts import Facts
-from attn_fuse.kernels import sdpa
+from attn_fuse.kernels.elsewhere import Elsewhere, on
 from attn_fuse.kernels.flex import kernel as flex
 from attn_fuse.picker import evidence
 from attn_fuse.picker import pick as picker
@@ -31,10 +29,6 @@ from attn_fuse.picker.case import Case, case_of
 from attn_fuse.picker.pick import Choice
 
 CUDA = torch.device("cuda", 0)
-PROPERTIES = SimpleNamespace(
-    name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, clock_rate=1_980_000, memory_clock_rate=3_201_000,
-    memory_bus_width=6144, L2_cache_size=60 << 20, total_memory=150 * 10**9,
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -69,26 +63,16 @@ def h200() -> Iterator[Callable[..., list[Picked]]]:
     Its keywords: training, else without gradients; self_check, as `picker.pick` takes it.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "get_device_properties", lambda *_: PROPERTIES)
-        patch.setattr(torch.cuda, "get_device_capability", lambda *_: (PROPERTIES.major, PROPERTIES.minor))
-        patch.setattr(torch.cuda, "get_device_name", lambda *_: PROPERTIES.name)
         patch.setattr(flex, "flex_differentiates_what_it_reads", lambda: False)
         shipped = tuple(map(evidence.read_table, sorted(Path(evidence.__file__).parent.glob("evidence_cuda_*.json"))))
         patch.setattr(evidence, "tables", lambda: shipped)
-        rules = ((sdpa.CUDNN, _cudnn), (sdpa.CUDA_FLASH, _flash), (sdpa.CUDA_EFFICIENT, _efficient))
-        before = {kernel.name: kernel.limits for kernel, _ in rules}
-        for kernel, rule in rules:
-            asked: Any = kernel.limits
-            object.__setattr__(kernel, "limits", functools.partial(asked.func, rule, *asked.args[1:]))
-        try:
-            yield functools.partial(_picked, patch)
-        finally:
-            for kernel, _ in rules:
-                object.__setattr__(kernel, "limits", before[kernel.name])
+        (gpu,) = evidence.gpus()
+        yield functools.partial(_picked, patch, gpu)
 
 
 def _picked(
     patch: pytest.MonkeyPatch,
+    gpu: Elsewhere,
     program: Callable[..., Any],
     *inputs: Any,
     training: bool = False,
@@ -107,7 +91,7 @@ def _picked(
 
     patch.setattr(backend, "pick", pick)
     torch._dynamo.reset()
-    with torch.set_grad_enabled(training), contextlib.suppress(_Captured), _unwrapped():
+    with torch.set_grad_enabled(training), contextlib.suppress(_Captured), _unwrapped(), on(gpu):
         torch.compile(program, backend=looked_at)(*inputs)
     return found
 
@@ -118,37 +102,6 @@ def _unwrapped() -> Iterator[None]:
         yield
     except torch._dynamo.exc.BackendCompilerFailed as problem:
         raise problem.inner_exception from None
-
-
-# ---- torch's rules: (torch.backends.cuda.SDPAParams, debug) -> whether the kernel takes it
-
-
-def _cudnn(asked: Any, debug: bool) -> bool:
-    query, key, value, mask = asked.query, asked.key, asked.value, asked.attn_mask
-    widths = (query.shape[-1], value.shape[-1])
-    return (
-        (mask is None or not mask.requires_grad)
-        and max(widths) <= 256  # on sm_90, from cuDNN 9.10
-        and not any(width % 8 for width in widths)
-        and key.shape[2] != 1
-        and not (asked.dropout and query.shape[2] == 1)
-        and (16 * asked.dropout).is_integer()  # pytorch#174245
-    )
-
-
-def _flash(asked: Any, debug: bool) -> bool:
-    query, key, value = asked.query, asked.key, asked.value
-    return (
-        asked.attn_mask is None
-        and query.shape[-1] == value.shape[-1] <= 256
-        and (not asked.is_causal or query.shape[2] == key.shape[2])
-    )
-
-
-def _efficient(asked: Any, debug: bool) -> bool:
-    query, value = asked.query, asked.value
-    least = 4 if query.dtype == torch.float32 else 8
-    return not query.shape[-1] % least and not value.shape[-1] % least
 
 
 def dynamic(tensor: Tensor, *dims: int) -> Tensor:

@@ -49,9 +49,6 @@ class Number:
         )
 
 
-_DRAWN = "add add sub sub mul neg floordiv floordiv modulo maximum minimum ceil int round truediv abs".split()
-
-
 def drawn(rng: random.Random, depth: int) -> Number:
     """A random number of at most `depth` operations deep."""
     if depth == 0 or rng.random() < 0.15:

@@ -33,7 +33,7 @@ def recognised(program: Callable[..., Any], *args: Any, dynamic: bool | None = F
         rewritten = copied(graph)
         written = expand(rewritten, functionalize(rewritten))
         rewriter = Rewriter(rewritten, inputs, pick, lambda site: False, written=written)
-        sites = rewriter.rewrite(math.inf, time.perf_counter())
+        sites = rewriter.rewrite(math.inf, time.perf_counter()).sites
         known = iter(attentions)
         found.extend(_refusal(site) if site.status == "refused" else next(known) for site in sites if _is_ours(site))
         return graph.forward

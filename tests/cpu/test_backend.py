@@ -66,19 +66,6 @@ def last_sites() -> tuple[attn_fuse.SiteReport, ...]:
     return attn_fuse.reports()[-1].sites
 
 
-def test_registered_by_name() -> None:
-    program = (
-        "import torch\n"
-        "f = torch.compile(lambda q: (q @ q.mT).softmax(-1) @ q, backend='attn_fuse', "
-        "options={'inner_backend': 'eager', 'strict': True, 'pick': 'fused'})\n"
-        "q = torch.randn(2, 4, 8, 16)\n"
-        "assert torch.allclose(f(q), (q @ q.mT).softmax(-1) @ q, atol=1e-5)\n"
-    )
-    if "attn_fuse" not in torch.compiler.list_backends(exclude_tags=None):
-        pytest.skip("attn_fuse is not installed, only on the path")
-    subprocess.run([sys.executable, "-c", program], check=True)
-
-
 def test_importing_attn_fuse_brings_in_nothing_heavy() -> None:
     program = (
         "import sys, torch; before = set(sys.modules); import attn_fuse; "
@@ -102,7 +89,7 @@ def test_training_step(inner: str) -> None:
 
 
 def test_identical_layers_are_analysed_once(monkeypatch) -> None:
-    module = importlib.import_module("attn_fuse.site")
+    module = importlib.import_module("attn_fuse.analysis")
 
     calls = []
     monkeypatch.setattr(module, "normalize", lambda region, run=module.normalize: calls.append(region) or run(region))
@@ -123,7 +110,7 @@ def test_a_growing_sequence_takes_three_graphs_and_stays_causal() -> None:
     assert "is_causal = True" in graphs[-1].after and "attn_mask = None" in graphs[-1].after
 
 
-@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.thorough)])
 def test_activation_checkpointing(inner: str) -> None:
     model, x = Checkpointed(2), torch.randn(2, 9, 32)
     model(x).square().sum().backward()
@@ -167,18 +154,13 @@ def test_dropout_in_training_is_for_chunked_alone_on_cpu() -> None:
 
 
 def test_mode_is_passed_through() -> None:
-    q = torch.randn(1, 2, 8, 16)
-    fused = torch.compile(plain, backend=backend, mode="max-autotune-no-cudagraphs")
-    torch.testing.assert_close(fused(q, q, q), plain(q, q, q))
-
     def inner(graph: torch.fx.GraphModule, inputs: list, **settings: object) -> object:
         given.append(settings)
         return graph.forward
 
     given: list = []
-    Attempt(Options(inner, mode="reduce-overhead"), Fuel(None)).compiled(
-        torch.fx.symbolic_trace(torch.nn.Identity()), [q]
-    )
+    graph = torch.fx.symbolic_trace(torch.nn.Identity())
+    Attempt(Options(inner, mode="reduce-overhead"), Fuel(None)).compiled(graph, [torch.zeros(2)])
     assert given == [{"mode": "reduce-overhead"}]
 
 
@@ -186,7 +168,7 @@ def test_mode_is_passed_through() -> None:
     ("options", "said"),
     [
         ({"pik": "fused"}, "no option 'pik'. Did you mean 'pick'?"),
-        ({"pick": "fast"}, "pick='fast': it must be 'fastest' or 'measured' or 'fused'"),
+        ({"pick": "fast"}, "pick='fast': it must be 'fastest' or 'measured' or 'memory' or 'fused'"),
         ({"kernels": ["cpu_flush"]}, "no kernel 'cpu_flush'. Did you mean 'cpu_flash'?"),
         ({"kernels": 3}, "kernels=3 is not a list"),
         ({"strict": 1}, "strict=1"),
@@ -194,7 +176,7 @@ def test_mode_is_passed_through() -> None:
         ({"fuel": -1}, "fuel=-1"),
         ({"fuel": True}, "fuel=True"),
         ({"inner_backend": "induktor"}, "no inner backend 'induktor'. Did you mean 'inductor'?"),
-        ({"inner_backend": "attn_fuse"}, "inner_backend='attn_fuse': the inner backend compiles what attn_fuse has"),
+        ({"inner_backend": "attn_fuse"}, "inner_backend='attn_fuse': the inner backend compiles the graphs that"),
         ({"inner_backend": 7}, "inner_backend=7"),
     ],
 )
@@ -262,32 +244,11 @@ def test_fuel_counts_sites_over_all_graphs_and_recompiles() -> None:
     assert not last_sites()[0].fused
 
 
-@pytest.mark.parametrize("kind", [Stack, Checkpointed])
-def test_check_passes_what_is_right(kind) -> None:
-    model, x = kind(2), torch.randn(2, 9, 32)
-    state = torch.random.get_rng_state()
-    torch.compile(model, backend=backend, options=FUSED | {"check": True})(x)
-    assert [site.fused for site in last_sites()] == [True, True]
-    assert torch.equal(torch.random.get_rng_state(), state)
-
-
-def test_check_refuses_what_is_wrong_with_the_figures(monkeypatch) -> None:
-    from attn_fuse.emit.call import Call
-
-    monkeypatch.setattr(Call, "scale", lambda self: 0.3)
-    model, x = Stack(1), torch.randn(2, 9, 32)
-    fused = torch.compile(model, backend=backend, options=FUSED | {"check": True})
-    torch.testing.assert_close(fused(x), model(x))
-    (site,) = last_sites()
-    assert not site.fused
-    assert "the check failed: the rewritten output 0 is" in site.blocker.reason
-
-
 def test_an_expression_that_cannot_be_printed_costs_no_fusion(monkeypatch, caplog) -> None:
     def fails(*args: object) -> str:
         raise RecursionError("by design")
 
-    monkeypatch.setattr("attn_fuse.site.printed", fails)
+    monkeypatch.setattr("attn_fuse.analysis.printed", fails)
     model, x = Stack(1), torch.randn(2, 9, 32)
     torch.testing.assert_close(torch.compile(model, backend=backend, options=FUSED)(x), model(x))
     (site,) = last_sites()

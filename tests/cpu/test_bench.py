@@ -17,7 +17,7 @@ import attn_fuse
 from attn_fuse.backend import attn_fuse as backend
 from attn_fuse.bench import calibrate as calibration
 from attn_fuse.bench import measure
-from attn_fuse.bench.cases import grid
+from attn_fuse.bench.calibrate import grid
 from attn_fuse.bench.command import main
 from attn_fuse.bench.measure import Observation
 from attn_fuse.bench.workloads import program, runner, tensors
@@ -250,27 +250,6 @@ def test_a_place_that_cannot_be_written(folder: Path, capsys) -> None:
     with pytest.raises(BenchError, match="cannot write ") as raised:
         calibration.calibrate(CPU, grid("cpu")[:1], 1.0, measure.QUICK, five)
     assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
-        ("--calibrate", "there is no command '--calibrate'. Did you mean 'calibrate'?"),
-        ("calibrate --show --forget", "not allowed with"),
-        ("calibrate --show --device tpu", "--device tpu: it is cpu or cuda"),
-        ("calibrate --show --device meta", "--device meta: it is cpu or cuda"),
-        ("calibrate --minutes 0", "--minutes is above 0, not 0"),
-        ("calibrate --minutes soon", "argument --minutes: invalid float value: 'soon'"),
-        ("calibrate --lengths 16 -1", "--lengths is above 0, not 16 -1"),
-        ("calibrate --heads 0", "--heads is above 0, not 0"),
-        ("calibrate --fast", "unrecognized arguments: --fast"),
-    ],
-)
-def test_errors_are_one_line(arguments: str, words: str, capsys) -> None:
-    assert main(arguments.split()) == 2
-    captured = capsys.readouterr()
-    assert captured.out == "" and captured.err.count("\n") == 1
-    assert captured.err.startswith("attn_fuse.bench: ") and words in captured.err
 
 
 def test_no_cuda_device(monkeypatch, capsys) -> None:

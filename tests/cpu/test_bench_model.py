@@ -1,12 +1,13 @@
-"""`python -m attn_fuse.bench model`: what its tables and files hold, and which rows get no time."""
+"""`python -m attn_fuse.bench model`: the contents of its tables and files, and the rows without a time."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
-from html import escape
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ from attn_fuse.bench.measure import kernels_on
 from attn_fuse.bench.model import DIFFERS, Measured, measure
 from attn_fuse.bench.rows import Row
 from attn_fuse.bench.ways import EAGER, FUSED, INDUCTOR, PICKED, Held, Way
+from attn_fuse.explain.explanation import Explanation
 from attn_fuse.explain.inputs import Inputs
+from attn_fuse.explain.page import Bar
 from attn_fuse.explain.subject import Subject
 from attn_fuse.picker.timing import Timing
 
@@ -137,6 +140,7 @@ def test_a_wrong_row_is_marked_and_gets_no_time(monkeypatch: pytest.MonkeyPatch)
     assert f"note: chunked: {DIFFERS}" in model_command._text(found)
 
 
+@pytest.mark.thorough
 def test_a_row_that_raises_has_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     quick(monkeypatch)
     right = Way.compiled
@@ -221,6 +225,7 @@ def test_math_is_torchs_formula() -> None:
     assert not any("flash" in name for name in names)
 
 
+@pytest.mark.thorough
 def test_a_programs_own_calls_are_held_too(monkeypatch: pytest.MonkeyPatch) -> None:
     quick(monkeypatch)
     found = measured(subject(calls_sdpa=True), ("cpu_flash",))
@@ -251,6 +256,16 @@ def test_the_table_has_what_the_json_has() -> None:
     assert found["rows"][2]["peak"] == 1 << 20 and found["rows"][2]["name"] == f"{PICKED} = {FUSED}"
 
 
+def test_the_page_has_the_notes_and_a_bar_for_each_figure() -> None:
+    figures = model_command._figures(one())
+    assert "other programs took 50% of the cores meanwhile" in "".join(figures.notes)
+    shares = [[cell.share for cell in row if isinstance(cell, Bar)] for row in figures.rows]
+    assert shares == [[1.0, 1.0], [0.5, 0.6], [0.25, 0.2], []]
+    page = Explanation("M()", ()).html([figures])
+    assert "note" in page and "other programs took 50% of the cores" in page
+    assert re.findall(r"width: ([\d.]+)%", page) == ["100", "100", "50", "60", "25", "20"]
+
+
 def test_json_has_no_infinity() -> None:
     found = replace(one(), rows=(Row((EAGER,), difference=math.inf),))
     assert json.loads(json.dumps(found.as_json(), allow_nan=False))["rows"][0]["difference"] is None
@@ -274,9 +289,10 @@ def test_as_a_command(file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
             assert row["timing"], row
             line = next(line for line in captured.out.splitlines() if line.startswith(" = ".join(row["names"]) + " "))
             assert line
-    page = (folder / "out.html").read_text()
+    page = unescape((folder / "out.html").read_text())
     assert "Inference, measured" in page and "A training step, measured" in page and "<h3>What is computed</h3>" in page
-    assert all(f"<tr><th>{escape(' = '.join(row['names']))}<td>" in page for row in found[0]["rows"])
+    assert all(f"<tr><th>{' = '.join(row['names'])}<td>" in page for row in found[0]["rows"])
+    assert f"python -m attn_fuse.bench {arguments}" in page
 
 
 def test_interrupted_it_keeps_the_first_mode(
@@ -310,25 +326,3 @@ def test_a_model_without_gradients_has_inference_alone(
     assert main(["model", str(path), "--length", "16"]) == 0
     assert "note: training is left out: --train: no output needs a gradient" in capsys.readouterr().out
     assert main(["model", str(path), "--length", "16", "--train"]) == 2
-
-
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
-        ("", "the following arguments are required: path"),
-        ("nowhere.py", "nowhere.py: no such file"),
-        ("{file} --train --inference", "--train and --inference each ask for one of the two"),
-        ("{file} --seconds 0", "'0' is not a number of seconds above 0"),
-        ("{file} --length 16 --kernels flash", "attn_fuse has no kernel 'flash'."),
-        ("{file} --length 16 --kernels cudnn", "--kernels cudnn: it does not run on this device"),
-        ("{file} --json /nowhere/out.json", "--json /nowhere/out.json: it cannot be written"),
-        ("{file} --html /nowhere/out.html", "--html /nowhere/out.html: it cannot be written"),
-        ("{file} --device tpu", "--device 'tpu' cannot be used"),
-        ("{file} --fast", "unrecognized arguments: --fast"),
-    ],
-)
-def test_errors_are_one_line(arguments: str, words: str, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["model", *arguments.format(file=file).split()]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == "" and captured.err.count("\n") == 1, captured.err
-    assert captured.err.startswith("attn_fuse.bench: ") and words in captured.err

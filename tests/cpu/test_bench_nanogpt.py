@@ -145,20 +145,6 @@ def test_outside_of_a_clone_it_says_so(
     assert capsys.readouterr().err == said
 
 
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
-        ("nanogpt --width 30 --heads 4 --device cpu", "--width 30: it is a multiple of --heads, which is 4"),
-        ("nanogpt --layers few", "'few' is not a whole number above 0"),
-    ],
-)
-def test_errors_are_one_line(arguments: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments.split()) == 2
-    captured = capsys.readouterr()
-    assert captured.out == "" and captured.err.count("\n") == 1, captured.err
-    assert captured.err.startswith("attn_fuse.bench: ") and words in captured.err
-
-
 def test_on_cuda_the_efficient_kernel_has_a_row() -> None:
     programs = nanogpt.programs_of(torch.device("cuda"), Sizes())
     assert [(program.name, program.vocabulary) for program in programs][3:] == [

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import inspect
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 import attn_fuse
 from attn_fuse.errors import NotFusedError
 from attn_fuse.report import GraphReport, collecting
+from tests.harness import every_day
 
 
 def operands(length: int = 8) -> list[Tensor]:
@@ -221,7 +224,7 @@ def test_a_break_that_dynamo_does_not_resume_from_is_said_in_words() -> None:
     assert not any(report.sites for report in reports)
 
 
-@pytest.mark.parametrize("attention", [*BROKEN, *WHOLE], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("attention", every_day([*BROKEN, *WHOLE], in_place, written_out), ids=lambda f: f.__name__)
 def test_it_computes_what_it_did(attention: Callable[..., Tensor]) -> None:
     torch._dynamo.reset()
     inputs = operands()
@@ -299,7 +302,8 @@ def test_a_function_that_dynamo_leaves_alone_is_named() -> None:
         (note,) = found.notes
         assert note.startswith("torch.compile leaves the function each_head_prints (") and f".py:{line})" in note
         assert f"test_breaks.py:{line + 4}, as in a loop or a generator. " in note and "`print`" in note
-        assert note in str(found) and note in found.html().replace("&#x27;", "'") and not found.sites
+        shown = html.unescape(re.sub("</?code>", "`", found.html()))
+        assert note in str(found) and note in shown and not found.sites
     assert not attn_fuse.explain(each_head, *operands()).notes
 
 

@@ -10,15 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_fuse.kernels.chunked import attend as chunked_blocks
 from attn_fuse.kernels.chunked import plan as chunked_plan
 from attn_fuse.kernels.chunked import steps as chunked_steps
 from attn_fuse.kernels.chunked.diagonals import diagonal_buffer
 from attn_fuse.kernels.chunked.hoisted import hoisted
 from attn_fuse.kernels.operands import Operands
+from attn_fuse.kernels.score.dependence import varying
 from attn_fuse.kernels.score.program import ScoreProgram
 from attn_fuse.torch_internals import inductor
 from tests.graph.chunked_cases import CASE, Case, H, K, Q, S, Sizes, const, documents, drawn, region
+from tests.graph.chunked_cases import on_blocks as run
 
 pytestmark = pytest.mark.thorough
 
@@ -33,18 +34,6 @@ SEGMENTED = Case(
     lambda *_: None,
     lambda s: [*documents(s), torch.randn(s.heads, 12)],
 )
-
-
-def run(case: Case, s: Sizes, tensors: list[Tensor]) -> list[Tensor]:
-    query, key, value, *inputs = tensors
-    how = (query, key, value, inputs, case.numbers(s), torch.tensor([3]), 0.25)
-    program = case.program.dumps()
-    outputs = chunked_blocks.attend(Operands(*how, program))
-    grad = torch.randn(outputs[0].shape, generator=torch.Generator().manual_seed(1)).to(query.dtype)
-    *gradients, of_inputs = chunked_blocks.attend_backward(
-        Operands(*how, program), outputs, grad, None, [True] * len(inputs)
-    )
-    return [*outputs, *gradients, *of_inputs]
 
 
 @pytest.mark.parametrize(
@@ -171,8 +160,8 @@ FLOATING = ["sub", ["cast", "float32", ["j"]], ["cast", "float32", ["i"]]]
 )  # fmt: skip
 def test_what_depends_on_the_distance_alone(part: list, found: bool) -> None:
     program = ScoreProgram(["add", ["score"], part])
-    shapes = [(9, 3), (1, 3, 1, 1), (1, 1, 8, 1)]
-    assert any(part.of == "j - i" for part in hoisted(program.dumps(), shapes).parts) == found
+    varies = tuple(map(varying, [(9, 3), (1, 3, 1, 1), (1, 1, 8, 1)]))
+    assert any(part.of == "j - i" for part in hoisted(program.dumps(), varies).parts) == found
 
 
 @pytest.mark.parametrize(
@@ -188,10 +177,10 @@ def test_what_depends_on_the_distance_alone(part: list, found: bool) -> None:
 )
 def test_long_formulas_of_one_position_are_computed_once(part: list, of: str) -> None:
     program = ScoreProgram(["add", ["mul", S, K], part])
-    shapes = [(12, 4), (1, 3, 1, 1), (1, 1, 8, 1), (2, 1, 1, 8)]
-    assert [found.of for found in hoisted(program.dumps(), shapes).parts] == [of] * bool(of)
+    varies = tuple(map(varying, [(12, 4), (1, 3, 1, 1), (1, 1, 8, 1), (2, 1, 1, 8)]))
+    assert [found.of for found in hoisted(program.dumps(), varies).parts] == [of] * bool(of)
     both = ScoreProgram(["mul", ["mul", S, region(Q)], region(["add", Q, K])])
-    assert [found.of for found in hoisted(both.dumps(), shapes).parts] == ["i"]
+    assert [found.of for found in hoisted(both.dumps(), varies).parts] == ["i"]
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (5, 7), (16, 1), (17, 20), (32, 8), (64, 3), (96, 130)])

@@ -20,6 +20,8 @@ from attn_fuse.kernels.chunked.portions import MOST_SLICES, portions
 from attn_fuse.kernels.chunked.workers import MOST_WORKERS, together, workers_and_threads
 from attn_fuse.kernels.operands import Operands
 from tests.graph.chunked_cases import CASE, Case, Sizes, drawn
+from tests.graph.chunked_cases import on_blocks as run
+from tests.harness import every_day
 
 
 @pytest.fixture(params=["torch's threads", "ours"])
@@ -52,25 +54,13 @@ def test_every_block_of_queries_of_every_plane_is_in_one_portion(workers: int) -
         assert largest <= planes * -(-blocks // min(workers, MOST_SLICES))
 
 
-def run(case: Case, s: Sizes, tensors: list[Tensor], dropout_p: float = 0.25) -> list[Tensor]:
-    query, key, value, *inputs = tensors
-    how = (query, key, value, inputs, case.numbers(s), torch.tensor([3]), dropout_p)
-    program = case.program.dumps()
-    outputs = chunked_blocks.attend(Operands(*how, program))
-    grad = torch.randn(outputs[0].shape, generator=torch.Generator().manual_seed(1)).to(query.dtype)
-    *gradients, of_inputs = chunked_blocks.attend_backward(
-        Operands(*how, program), outputs, grad, None, [True] * len(inputs)
-    )
-    return [*outputs, *gradients, *of_inputs]
-
-
 # More heads than workers, a single plane, whose queries are divided, and heads that no number of workers divides.
 SEVERAL = (Sizes(2, 4, 2, 150, 130, 8, 12), Sizes(1, 1, 1, 91, 101, 16, 16), Sizes(3, 6, 6, 40, 64, 8, 8))
 
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(c, id=n, marks=pytest.mark.thorough if k % 8 else ()) for k, (n, c) in enumerate(CASE.items())],
+    [pytest.param(c, id=n, marks=pytest.mark.thorough if k % 16 else ()) for k, (n, c) in enumerate(CASE.items())],
 )
 def test_many_workers_compute_what_one_does(case: Case, threads, monkeypatch) -> None:
     for name in ("QUERY_BLOCK", "MOST_QUERIES", "KEY_BLOCK"):
@@ -98,12 +88,16 @@ def uncompiled(plan: chunked_plan.Plan, name: str, tensors: Any) -> Any:
     return getattr(plan.steps, name)(*tensors)
 
 
+@pytest.mark.parametrize(
+    "threads", ["torch's threads", pytest.param("ours", marks=pytest.mark.thorough)], indirect=True
+)
 @pytest.mark.parametrize("inference", [False, pytest.param(True, marks=pytest.mark.thorough)])
-def test_compiled_in_workers(inference: bool, threads, monkeypatch, caplog) -> None:
+@pytest.mark.parametrize("name", every_day(["plain", "everything"], "plain"))
+def test_compiled_in_workers(name: str, inference: bool, threads, monkeypatch, caplog) -> None:
     """The steps as they are compiled, in inference mode, too, from several threads at once."""
-    for name in ("WORKERS_FROM", "COMPILE_FROM"):
-        monkeypatch.setattr(chunked_plan, name, 0)
-    case, s = CASE["everything"], SEVERAL[0]
+    for setting in ("WORKERS_FROM", "COMPILE_FROM"):
+        monkeypatch.setattr(chunked_plan, setting, 0)
+    case, s = CASE[name], SEVERAL[0]
     torch.manual_seed(0)
     tensors = drawn(case, s, torch.float32)
     threads(1)
@@ -121,8 +115,7 @@ def test_compiled_in_workers(inference: bool, threads, monkeypatch, caplog) -> N
 
 
 def test_autocast_does_not_reach_into_the_workers(threads, monkeypatch) -> None:
-    for name in ("WORKERS_FROM", "COMPILE_FROM"):
-        monkeypatch.setattr(chunked_plan, name, 0)
+    monkeypatch.setattr(chunked_plan, "WORKERS_FROM", 0)
     case, s = CASE["softcap"], SEVERAL[0]
     tensors = drawn(case, s, torch.float32)
     threads(2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -51,6 +52,52 @@ def test_a_command_gets_its_arguments(capsys: pytest.CaptureFixture[str]) -> Non
     assert "nothing_here.py: no such file" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ("--calibrate", "there is no command '--calibrate'. Did you mean 'calibrate'?"),
+        ("calibrate --show --forget", "not allowed with"),
+        ("calibrate --show --device tpu", "--device tpu: it is cpu or cuda"),
+        ("calibrate --show --device meta", "--device meta: it is cpu or cuda"),
+        ("calibrate --minutes 0", "argument --minutes: '0' is not a number above 0"),
+        ("calibrate --minutes soon", "argument --minutes: 'soon' is not a number above 0"),
+        ("calibrate --lengths 16 0", "argument --lengths: '0' is not a whole number above 0"),
+        ("calibrate --heads 0", "argument --heads: '0' is not a whole number above 0"),
+        ("calibrate --fast", "unrecognized arguments: --fast"),
+        ("model", "the following arguments are required: path"),
+        ("model nowhere.py", "nowhere.py: no such file"),
+        ("model {file} --train --inference", "--train and --inference each ask for one of the two"),
+        ("model {file} --seconds 0", "'0' is not a number above 0"),
+        ("model {file} --length 16 --kernels flash", "attn_fuse has no kernel 'flash'."),
+        ("model {file} --length 16 --kernels cudnn", "--kernels cudnn: it does not run on this device"),
+        ("model {file} --json /nowhere/out.json", "--json /nowhere/out.json: it cannot be written"),
+        ("model {file} --html /nowhere/out.html", "--html /nowhere/out.html: it cannot be written"),
+        ("model {file} --device tpu", "--device 'tpu' cannot be used"),
+        ("model {file} --fast", "unrecognized arguments: --fast"),
+        ("nanogpt --width 30 --heads 4 --device cpu", "--width 30: it is a multiple of --heads, which is 4"),
+        ("nanogpt --layers few", "'few' is not a whole number above 0"),
+        ("sweep --lengths 0", "'0' is not a whole number above 0"),
+        ("sweep --masks diagonal", "invalid choice: 'diagonal'"),
+        ("sweep --dtype int8", "invalid choice: 'int8'"),
+        ("sweep --device tpu", "--device tpu: it is cpu or cuda"),
+        ("sweep --device cpu --kernels cudnn", "--kernels cudnn: it does not run on this device"),
+        ("sweep --device cpu --kernels chunk", "attn_fuse has no kernel 'chunk'. Did you mean 'chunked'?"),
+        ("sweep --json /nowhere/a.json", "--json /nowhere/a.json: it cannot be written"),
+        ("sweep --seconds nan", "'nan' is not a number above 0"),
+        ("sweeps", "there is no command 'sweeps'. Did you mean 'sweep'?"),
+    ],
+)
+def test_an_error_of_bench_is_one_line(
+    arguments: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "written.py"
+    path.write_text("from torch import nn\n\nclass Layer(nn.Module):\n    def forward(self, x):\n        return x\n")
+    assert bench.main(arguments.format(file=path).split()) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1, captured.err
+    assert captured.err.startswith("attn_fuse.bench: ") and words in captured.err
+
+
 def test_it_runs_as_a_module() -> None:
     done = subprocess.run([sys.executable, "-m", "attn_fuse"], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("usage: python -m attn_fuse COMMAND")
@@ -76,12 +123,12 @@ def test_info_has_versions_and_every_kernel_with_the_reason_why_not(monkeypatch:
 
 def test_info_says_what_the_evidence_is(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case("bfloat16", False, 1, 8, 64, 64, 64)
-    rows = (Row(case, {AS_WRITTEN: 2.0, "cudnn": 1.0}, {"cudnn": 9.0}), Row(case, {AS_WRITTEN: 2.0}))
+    rows = (Row(case, {AS_WRITTEN: 2.0, "cudnn": 1.0}), Row(case, {AS_WRITTEN: 2.0}))
     tables = (Table(Device("cuda", "A GPU"), "2.11.0", rows), Table(Device("cuda", "B"), "2.10.0", rows[1:], own=True))
     monkeypatch.setattr(info.evidence, "tables", lambda: tables)
     assert info.evidence_on("cuda") == [
-        "2 attentions on A GPU, torch 2.11.0, by GPU time",
-        "1 attentions on B, torch 2.10.0, by GPU time, its waits for the host included, measured here",
+        "2 attentions on A GPU, torch 2.11.0",
+        "1 attentions on B, torch 2.10.0, measured here",
     ]
     assert info.evidence_on("cpu") == ["none: the picker estimates"]
 

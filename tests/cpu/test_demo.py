@@ -35,6 +35,7 @@ def test_it_ends_well_when_the_minutes_are_over(tmp_path: Path) -> None:
     assert "Medians of 1 steps" in done.stdout and "</svg>" in path.read_text()
 
 
+@pytest.mark.thorough
 def test_a_plot_of_another_kind_is_refused_at_once() -> None:
     done = demo("--plot", "curves.gif")
     assert done.returncode == 2 and "--plot curves.gif: it is a .png or .svg" in done.stderr and not done.stdout

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attn_fuse.attention.attention import Attention
@@ -16,7 +15,7 @@ from attn_fuse.attention.facts import Facts
 from attn_fuse.kernels.flex import kernel as flex
 from attn_fuse.kernels.flex.blocks import VERSION
 from attn_fuse.picker import pick as picker
-from attn_fuse.report import SiteReport, collecting
+from attn_fuse.report import collecting
 from attn_fuse.torch_internals import flex_differentiates_what_it_reads
 from tests.harness import Outcome, assert_refused, check, compiled, tensors
 
@@ -250,78 +249,20 @@ class TestOperandsThatShareMemory:
         on_flex(program, *tensors(1, 2, 140, 16), torch.randn(2, 279))
 
 
-class TestEveryReason:
-    q, k, v = torch.arange(3.0 * 2 * 4 * 6 * 8).sin().view(3, 2, 4, 6, 8)
-    bias = torch.arange(4.0 * 6 * 6).cos().view(1, 4, 6, 6)
+def test_tensors_of_symbolic_sizes() -> None:
+    """torch's C++ template names sizes that it does not declare: a compiler's error when the model runs."""
+    bias = torch.randn(64, 64)
 
-    def site(self, program, *args: Tensor, **how) -> SiteReport:
-        options = {"inner": "inductor", "kernels": ["flex", "chunked"]} | how
-        with collecting() as graphs:
-            compiled(program, **options)(*(args or (self.q, self.k, self.v)))
-        return Outcome({}, tuple(graphs)).site
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (t.view(t.shape[0], t.shape[1], 3, 24).transpose(1, 2) for t in (q, k, v))
+        return (scores(q, k) + bias[: q.shape[-2], : k.shape[-2]]).softmax(-1) @ v
 
-    def declined(self, program, *args: Tensor, reason: str, **how) -> None:
-        site = self.site(program, *args, **how)
-        assert site.kernel == "chunked" and site.why_not["flex"] == (reason,), str(site.why_not)
-
-    def test_not_compiled(self) -> None:
-        self.declined(plain, reason="stores every score where the graph is not compiled by Inductor", inner="eager")
-
-    def test_gradients(self) -> None:
-        q = self.q.clone().requires_grad_()
-        self.declined(plain, q, self.k, self.v, reason="gives no gradients on CPU")
-
-    def test_dropout(self) -> None:
-        def dropped(q, k, v):
-            return F.dropout(scores(q, k).softmax(-1), 0.5) @ v
-
-        self.declined(dropped, reason="takes no dropout")
-
-    def test_a_factor(self) -> None:
-        def multiplied(q, k, v):
-            return (scores(q, k).softmax(-1) * self.bias) @ v
-
-        self.declined(multiplied, reason="takes no factor on the weights that differs from key to key")
-
-    def test_a_sink(self) -> None:
-        def with_sink(q, k, v):
-            s = torch.cat([scores(q, k), self.bias[..., :1].expand(2, 4, 6, 1)], -1)
-            return s.softmax(-1)[..., :-1] @ v
-
-        self.declined(with_sink, reason="gives no log-sum-exp on CPU, which a sink needs")
-
-    def test_float64(self) -> None:
-        self.declined(plain, *(x.double() for x in (self.q, self.k, self.v)), reason="does not take float64")
-
-    def test_no_keys(self) -> None:
-        site = self.site(plain, self.q, self.k[:, :, :0], self.v[:, :, :0], kernels=["flex"])
-        assert site.status == "refused" and "there is no key" in site.blocker.reason
-
-    def test_heads_that_change(self) -> None:
-        with collecting() as graphs:
-            compiled(plain, inner="inductor", dynamic=True, kernels=["flex"])(self.q, self.k, self.v)
-        (site,) = graphs[0].sites
-        assert site.status == "as written"
-        assert site.why_not["flex"] == ("needs numbers of heads and head_dims that stay the same",)
-
-    def test_tensors_of_symbolic_sizes(self) -> None:
-        """torch's C++ template names sizes that it does not declare: a compiler's error when the model runs."""
-        bias = torch.randn(64, 64)
-
-        def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            q, k, v = (t.view(t.shape[0], t.shape[1], 3, 24).transpose(1, 2) for t in (q, k, v))
-            return (scores(q, k) + bias[: q.shape[-2], : k.shape[-2]]).softmax(-1) @ v
-
-        args, how = tensors(2, 40, 72), ONLY | {"dynamic": True, "more": [tensors(3, 50, 72)]}
-        reason = "takes no tensor of symbolic sizes in a function of the scores or a mask on CPU"
-        blocker = check(program, *args, **how).sites[0].blocker
-        assert blocker is not None and reason in blocker.reason
-        torch._dynamo.reset()
-        assert check(program, *args, **how | {"kernels": ["flex", "chunked"]}).sites[0].kernel == "chunked"
-
-    def test_a_machine_without_it(self, monkeypatch) -> None:
-        monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
-        self.declined(plain, reason="torch has it on CPU only with AVX2, and not on macOS")
+    args, how = tensors(2, 40, 72), ONLY | {"dynamic": True, "more": [tensors(3, 50, 72)]}
+    reason = "takes no tensor of symbolic sizes in a function of the scores or a mask on CPU"
+    blocker = check(program, *args, **how).sites[0].blocker
+    assert blocker is not None and reason in blocker.reason
+    torch._dynamo.reset()
+    assert check(program, *args, **how | {"kernels": ["flex", "chunked"]}).sites[0].kernel == "chunked"
 
 
 class TestWhatFollows:

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attn_fuse.backend import Attempt
 from attn_fuse.report import collecting
+from tests.harness import every_day
 from tests.own_functions import OWN, OwnSoftmax, OwnSwish, doubled
 
 
@@ -51,7 +52,10 @@ NOT_LOOKED_INTO: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", [*LOOKED_INTO, *(f"no {name}" for name in NOT_LOOKED_INTO)])
+NAMES = [*LOOKED_INTO, *(f"no {name}" for name in NOT_LOOKED_INTO)]
+
+
+@pytest.mark.parametrize("name", every_day(NAMES, *NAMES[::3]))
 def test_what_may_hold_attention_is_looked_into(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rewritten, looked = Attempt.rewritten, []
 

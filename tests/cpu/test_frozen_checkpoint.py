@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from attn_fuse.report import collecting
+from tests.harness import every_day
 
 
 def attend(x: Tensor, w: Tensor) -> Tensor:
@@ -15,7 +16,9 @@ def attend(x: Tensor, w: Tensor) -> Tensor:
     return ((q @ k.mT / 4).softmax(-1) @ v).transpose(1, 2).flatten(2)
 
 
-@pytest.mark.parametrize("inner", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "inner", [*every_day(["eager", "aot_eager"], "aot_eager"), pytest.param("inductor", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("learned", ["nothing", "weight", "weight, detached"])
 def test_kernels(learned: str, use_reentrant: bool, inner: str) -> None:

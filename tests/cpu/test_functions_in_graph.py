@@ -109,4 +109,4 @@ def test_one_that_writes_its_argument_stays_in_training() -> None:
         return scores.softmax(-1) @ v
 
     (site,) = check(program, *tensors(2, 3, 9, 16), check=False).sites
-    assert site.blocker is not None and "may write it, and make a gradient of its own" in site.blocker.reason
+    assert site.blocker is not None and "may write it, and define its own gradient" in site.blocker.reason

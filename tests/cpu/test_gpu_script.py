@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import json
 import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,18 +18,18 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import gpu
-import gpu_attention
 import gpu_cases
 import gpu_ncu
 import gpu_sections
 import gpu_sweep
 import gpu_tasks
-from attn_fuse.bench.measure import Observation, bytes_as_written
+from attn_fuse.bench.measure import bytes_as_written
+from attn_fuse.kernels.triton.flash.configs import Config
 from attn_fuse.picker import evidence
 from attn_fuse.picker.evidence import AS_WRITTEN
-from attn_fuse.picker.workers import note
 from gpu_sections import CALLS, Run
-from nanogpt import Sizes, programs_of
+from gpu_sweep import AGAIN, SHIPPED
+from nanogpt import programs_of
 
 pytestmark = pytest.mark.thorough
 
@@ -132,32 +132,6 @@ def test_the_calls_fit_their_minutes() -> None:
     assert len({case for _, case in gpu_cases.cases()}) == len([*gpu_cases.cases()]) >= 40
 
 
-def test_the_plan_says_the_seconds_of_each_section(capsys, monkeypatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "all", "--plan"])
-    gpu.main()
-    *lines, last = capsys.readouterr().out.splitlines()
-    assert "sweep: 81 s at most: sweep 46, ncu 28, and 6 to end" in lines and len(lines) == 6
-    assert last == "in all 537 s"
-
-
-def test_what_is_trained_later_is_compiled_before(tmp_path: Path, monkeypatch) -> None:
-    """Each case and each program of the table, but eager, is one call; the largest programs do not begin together."""
-    asked = []
-    monkeypatch.setattr(gpu_sections, "_compiled", lambda run, pool, calls, end: asked.extend(calls) or iter(()))
-    run = a_run(tmp_path, 60.0, "chunked")
-    assert not [*gpu_sections.everything(run, run.end)]
-    steps = [place for place, call in enumerate(asked) if call[0] is gpu_tasks.first_step]
-    assert [asked[place][1] for place in steps] == [p.name for p in PROGRAMS if p.name != "eager"]
-    assert steps[:4] == [0, 1, 2, 4] and sum(call[0] is gpu_tasks.compiled for call in asked) == len(small())
-
-
-def test_a_table_that_is_not_made_says_why(tmp_path: Path, monkeypatch) -> None:
-    run = a_run(tmp_path, 60.0, "chunked")
-    monkeypatch.setattr(gpu_tasks, "sizes", lambda tiny: dataclasses.replace(Sizes(), heads=5))
-    (row,) = gpu_sections.nanogpt(run, run.end)
-    assert row["failed"].startswith("exit code 2") and "--width 768: it is a multiple of --heads" in row["failed"]
-
-
 def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     done = run(tmp_path, "1")
     assert done.returncode == 1 and done.stderr.startswith("torch sees no CUDA device")
@@ -191,22 +165,6 @@ def broken() -> None:
     raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
-def dies(*_: object) -> None:
-    os.abort()
-
-
-def hangs(*_: object) -> None:
-    time.sleep(60)
-
-
-def dies_on_sdpa(names: list[str], *_: object) -> list[dict[str, object]]:
-    for name in names:
-        note(name)
-        if name == "sdpa":
-            os.abort()
-    return [{"us": dict.fromkeys(names, 1.0)}]
-
-
 # Two of our own, one in plain torch.
 TWO = ("triton_flash", "another", "chunked")
 
@@ -221,7 +179,7 @@ def test_a_worker_that_is_broken_is_replaced_and_the_rest_goes_on(tmp_path: Path
     monkeypatch.setattr(gpu_tasks, "checked", meets)
     monkeypatch.setattr(gpu_sections, "ORDER", TWO)
     monkeypatch.setattr(Run, "patience", lambda self, seconds: 5.0)
-    run = a_run(tmp_path, 90.0, "chunked", "another", "triton_flash")
+    run = a_run(tmp_path, 300.0, "chunked", "another", "triton_flash")
     *wrong, last = gpu_sections.correctness(run, run.end)
     counts = {"right": 5, "wrong": 2, "lost": 3, "not run": 0}
     assert last["checked"] == {"triton_flash": counts, "another": counts}  # in this order, and chunked is left out
@@ -238,102 +196,7 @@ def test_a_worker_that_is_broken_is_replaced_and_the_rest_goes_on(tmp_path: Path
     assert run.own == ["chunked"]
 
 
-def test_a_kernel_that_breaks_everything_is_given_up(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(gpu_tasks, "grid_rows", nine_rows)
-    monkeypatch.setattr(gpu_tasks, "checked", first_dies)
-    monkeypatch.setattr(gpu_sections, "ORDER", TWO)
-    monkeypatch.setattr(gpu_sections, "MAX_LOST", 2)
-    run = a_run(tmp_path, 90.0, "another", "triton_flash")
-    last = [*gpu_sections.correctness(run, run.end)][-1]
-    assert last["checked"]["triton_flash"] == {"right": 0, "wrong": 0, "lost": 2, "not run": 7}
-    assert last["checked"]["another"] == {"right": 9, "wrong": 0, "lost": 0, "not run": 0}
-    assert run.own == ["another"]
-
-
-def nine_rows(name: str, device: torch.device, tiny: bool) -> list[str]:
-    return [str(number) for number in range(9)]
-
-
-def first_dies(name: str, what: str, device: torch.device) -> str:
-    return dies() if name == "triton_flash" else ""  # type: ignore[func-returns-value, return-value]
-
-
-@pytest.mark.slow
-def test_what_breaks_a_shape_is_left_out_of_it(tmp_path: Path, monkeypatch) -> None:
-    for name in ("plain", "features", "decoding"):
-        monkeypatch.setattr(gpu_attention, name, dies_on_sdpa)
-    monkeypatch.setattr(gpu_sections, "shapes", lambda tiny: [(64, 16, True)])
-    monkeypatch.setattr(gpu_sections, "BEYOND_PLAIN", ["window"])
-    run = a_run(tmp_path, 90.0, "chunked")
-    rows = [*gpu_sections.speed(run, run.end)]
-    died = {"sdpa": "its process died of signal SIGABRT"}
-    assert [row["broke"] for row in rows] == [died] * 3
-    assert [[*row["us"]] for row in rows] == [["chunked"], ["chunked"], ["flex", "chunked"]]
-
-
-SECTIONS = [name for call in CALLS.values() for name in call.sections if name != "tests"]
-
-
-@pytest.mark.parametrize(
-    "name", [name if name == "correctness" else pytest.param(name, marks=pytest.mark.slow) for name in SECTIONS]
-)
-def test_a_section_ends_by_its_time_whatever_hangs(name: str, tmp_path: Path, monkeypatch) -> None:
-    for module, tasks in (
-        (gpu_attention, ("ceilings", "plain", "features", "decoding")),
-        (gpu_sweep, ("swept",)),
-        (gpu_tasks, ("checked", "compiled", "picked", "first_step", "answered", "published")),
-    ):
-        for task in tasks:
-            monkeypatch.setattr(module, task, hangs)
-    monkeypatch.setattr(gpu_tasks, "grid_rows", nine_rows)
-    monkeypatch.setattr(gpu_sections, "Measuring", hanging_measuring(gpu_sections.Measuring))
-    run = a_run(tmp_path, 3.0, "chunked")
-    run.sections["evidence"] = {"rows": [{"case": str(case), "us": {AS_WRITTEN: 1.0}} for _, case in small()]}
-    (rows,) = [rows for call in CALLS.values() for known, (rows, _) in call.sections.items() if known == name]
-    started = time.perf_counter()
-    found = [*rows(run, run.end)]
-    # Processes start, and end, meanwhile.
-    assert time.perf_counter() - started < 3.0 + 25.0
-    assert not any("us" in row or "seconds" in row.get("what", "") for row in found)
-
-
-def small() -> list[tuple[str, object]]:
-    return gpu_sections._small(gpu_cases.cases())
-
-
-def hanging_measuring(kind: type) -> type:
-    class Hanging(kind):  # type: ignore[misc, valid-type]
-        def __init__(self, device, effort, seconds) -> None:
-            super().__init__(device, effort, hangs, seconds)
-
-    return Hanging
-
-
-def test_a_busy_machine_leaves_no_evidence(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(gpu_tasks, "compiled", nothing)
-    monkeypatch.setattr(Run, "tiny", False)
-    monkeypatch.setattr(Run, "workers", lambda self: 1)
-    monkeypatch.setattr(gpu_cases, "cases", lambda: iter(THREE))
-    monkeypatch.setenv("ATTN_FUSE_CACHE", str(tmp_path / "cache"))
-
-    class Busy(gpu_sections.Measuring):
-        def observation(self, case, end, kernels):
-            row = evidence.Row(case, {AS_WRITTEN: 1.0} | dict.fromkeys(kernels, 1.0))
-            return Observation(row, {}, "" if case == THREE[0][1] else "other programs took 30% of the cores")
-
-    monkeypatch.setattr(gpu_sections, "Measuring", Busy)
-    run = a_run(tmp_path, 60.0, "chunked")
-    *_, first, second, third = gpu_sections.gathered(run, run.end)
-    assert "us" in first and second["left out"] == third["left out"] == "other programs took 30% of the cores"
-    (path,) = (tmp_path / "results").glob("evidence_*.json")
-    assert [row.case for row in evidence.read_table(path).rows] == [THREE[0][1]]
-
-
 THREE = [*gpu_cases.cases()][:3]
-
-
-def nothing(*_: object) -> dict[str, str]:
-    return {}
 
 
 # ---- between calls
@@ -359,9 +222,77 @@ def test_a_later_call_knows_what_an_earlier_one_found(tmp_path: Path, monkeypatc
     assert own.device.name == "NVIDIA H200" and own.rows == tuple(rows)
 
 
-def test_a_device_is_labelled_by_its_name(tmp_path: Path) -> None:
-    run = a_run(tmp_path, 1.0)
-    run.device = torch.device("cuda")
-    for name, label in (("NVIDIA H200", "h200"), ("NVIDIA H100 80GB HBM3", "h100-80gb-hbm3")):
-        run.about["machine"]["gpu"] = name
-        assert run.label == label
+# ---- the sections `sweep` and `ncu`
+
+
+def test_about_forty_configs_are_tried_and_each_once() -> None:
+    trials = gpu_sweep.trials()
+    tried = [(trial.kernel, trial.scores, trial.head_dim, config) for trial in trials for config in trial.configs]
+    assert 36 <= len({(kernel, dim, config) for kernel, _, dim, config in tried}) <= 60
+    assert len({str(trial) for trial in trials}) == len(trials)
+    assert all(len(set(trial.configs)) == len(trial.configs) for trial in trials)
+    assert {trial.head_dim for trial in trials} == {32, 64, 128, 256}
+    assert {trial.kernel for trial in gpu_sweep.trials(tiny=True)} == {trial.kernel for trial in trials}
+    assert [(trial.kernel, trial.scores, trial.head_dim) for trial in gpu_ncu.looked_into(tiny=False)] == [
+        *gpu_ncu.LOOKED_INTO
+    ]
+
+
+def test_a_config_that_computes_something_else_is_wrong() -> None:
+    right = torch.randn(4, 8)
+    assert not gpu_sweep._wrong([right * 1.001], [right])
+    assert gpu_sweep._wrong([right, right * 1.1], [right, right]).startswith("wrong: off by 0.1")
+    assert gpu_sweep._wrong([right.clone().fill_(torch.nan)], [right]) == "wrong: not finite"
+
+
+SMALL = Config(64, 64, 4, 3)
+NAME = gpu_sweep.written(SMALL)
+
+
+@pytest.mark.parametrize(
+    "times, said",
+    [
+        ({SHIPPED: 100.0, AGAIN: 101.0, NAME: 80.0}, f"{NAME} takes 0.80 of S"),
+        ({SHIPPED: 100.0, AGAIN: 103.0, NAME: 98.0}, f"{NAME} takes 0.98 of S, within the noise"),
+        ({SHIPPED: 100.0, AGAIN: 90.0, NAME: 110.0}, "S stays"),
+        ({NAME: 110.0}, "not known"),
+    ],
+)
+def test_the_fastest_is_named_against_the_shipped(times: dict[str, float], said: str) -> None:
+    assert gpu_sweep.in_words({"shipped": "S"} | gpu_sweep.compared(times)) == said
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+def test_what_breaks_in_a_config_leaves_the_others(tmp_path: Path, monkeypatch) -> None:
+    """In Triton's interpreter, in a worker: two trials, of which one's config is no power of two."""
+    forward, backward = gpu_sweep.trials(tiny=True)[:2]
+    trials = [replace(forward, configs=(Config(48, 64, 4, 3), SMALL)), backward]
+    monkeypatch.setattr(gpu_sweep, "trials", lambda tiny: trials)
+    run = a_run(tmp_path, 120.0, "chunked")
+    first, second, last = gpu_sections.sweep(run, run.end)
+    assert [*first["us"]] == [SHIPPED, "Config(64, 64, 4, 3)", AGAIN] and [*first["failed"]] == ["Config(48, 64, 4, 3)"]
+    assert second["kernel"] == "key_value" and not second["failed"] and second["over shipped"] > 0
+    assert [*last["fastest"]] == [str(trial) for trial in trials]
+
+
+TENSOR = "sm__inst_executed_pipe_tensor_op_hmma.avg.pct_of_peak_sustained_active"
+STALLED = "smsp__average_warps_issue_stalled_wait_per_issue_active.ratio"
+WARPS = "sm__warps_active.avg.pct_of_peak_sustained_active"
+CSV = f"""==PROF== Connected to process 7
+==PROF== Profiling "forward": 0%....100% - 21 passes
+"ID","Process ID","Kernel Name","gpu__time_duration.sum","{WARPS}","{TENSOR}","{STALLED}","launch__grid_size"
+"","","","ns","%","%","inst",""
+"0","7","forward","691,234","12.50","61.4","1.25","2,048"
+"1","7","forward","1,200,000","12.50","n/a","0.5","2,048"
+"""
+NAMES = ["forward, causal, D 64, T 4096", "forward, causal, D 128, T 4096"]
+
+
+def test_the_csv_of_ncu_becomes_rows() -> None:
+    first, second = gpu_ncu.parsed(CSV, NAMES)
+    assert first == {
+        "what": NAMES[0], "kernel": "forward", "us": 691.23,
+        "metrics": {gpu_ncu.DURATION: 691234.0, WARPS: 12.5, TENSOR: 61.4, STALLED: 1.25},
+    }  # fmt: skip
+    assert second["us"] == 1200.0 and len(second["metrics"]) == 3
+    assert not [*gpu_ncu.parsed("==ERROR== no kernels were profiled", NAMES)]

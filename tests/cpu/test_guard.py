@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 
 import attn_fuse
 from attn_fuse.backend import attn_fuse as backend
+from tests.harness import every_day
 
 T = 12
 
@@ -84,7 +85,9 @@ EDITS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
+@pytest.mark.parametrize(
+    "edit", every_day(EDITS, in_place, data_replaced, state_assigned), ids=lambda edit: edit.__name__
+)
 @pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_the_answer_follows_an_edit(edit, dynamic, caplog) -> None:
     model, x = Causal(), torch.randn(2, T, 32)
@@ -148,7 +151,7 @@ class EditsItsMaskAfterwards(Causal):
 
 
 @pytest.mark.parametrize("kind", [EditsItsMask, EditsItsMaskAfterwards])
-@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@pytest.mark.parametrize("inner", every_day(["eager", "aot_eager", "inductor"], "aot_eager"))
 def test_a_buffer_changed_inside_the_graph(kind, inner) -> None:
     torch.manual_seed(0)
     model, x = kind(), torch.randn(2, T, 32)
@@ -257,7 +260,7 @@ def test_no_reference_is_kept_to_what_a_graph_with_a_break_returns() -> None:
     assert returned and weak_references(returned) == [0]
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", every_day([False, True], False))
 def test_swapping_the_mask_is_seen(dynamic) -> None:
     model, x = Causal(), torch.randn(2, T, 32)
     fused = torch.compile(model, **BY_NAME, dynamic=dynamic)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attn_fuse.errors import NotFusedError
 from attn_fuse.report import SiteReport, collecting
-from tests.harness import tensors
+from tests.harness import every_day, tensors
 from tests.own_functions import OWN, OwnSoftmax, OwnSoftplus, OwnSwish
 
 
@@ -92,7 +92,11 @@ def sites_of(model: Callable[..., Any], *inputs: Any, **options: Any) -> list[Si
     return [site for report in reports for site in report.sites]
 
 
-@pytest.mark.parametrize("attention", HIDDEN, ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "attention",
+    every_day(HIDDEN, hook_on_scores, own_softmax, operator_on_weights, checkpointed_scores),
+    ids=lambda f: f.__name__,
+)
 def test_it_is_reported_at_the_call_and_fails_strict(attention: Callable[..., Tensor]) -> None:
     inputs = [t.requires_grad_("operator" not in attention.__name__) for t in tensors(2, 3, 9, 16)]
     (site,) = sites_of(attention, *inputs)

@@ -17,6 +17,7 @@ from tests.harness import (
     assert_zeros_are_kept,
     check,
     compiled,
+    every_day,
     same,
     same_and_fused,
     tensors,
@@ -204,7 +205,7 @@ class Attention(nn.Module):
 
 
 @pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("how", ["buffer", "attribute", "moved"])
+@pytest.mark.parametrize("how", every_day(["buffer", "attribute", "moved"], "buffer"))
 def test_a_cache_written_by_slices(how: str, dynamic: bool | None) -> None:
     calls = [(torch.randn(2, S, WIDTH), 0), *((torch.randn(2, 1, WIDTH), S + n) for n in range(3))]
     same_and_fused(Attention(how), *calls, dynamic=dynamic)
@@ -235,8 +236,7 @@ class StaticCache(nn.Module):
     ("how", "inner"),
     [
         ("index_copy_", "eager"),
-        ("index", "eager"),
-        ("replaced", "eager"),
+        *(pytest.param(how, "eager", marks=pytest.mark.thorough) for how in ("index", "replaced")),
         *(pytest.param(how, "inductor", marks=pytest.mark.thorough) for how in ("index_copy_", "index", "replaced")),
     ],
 )
@@ -290,6 +290,7 @@ def test_products_with_cached_and_new_keys(program: Callable[..., Tensor]) -> No
     check(program, *tensors(2, 3, 7, 16), *tensors(2, 3, 4, 16, count=2))
 
 
+@pytest.mark.thorough
 def test_every_fourth_of_old_and_new_keys() -> None:
     """The number of new keys is a size of no tensor that the attention reads (Jukebox)."""
 

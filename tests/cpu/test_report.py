@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import io
 import re
@@ -15,8 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import attn_fuse
+from attn_fuse import report
 from attn_fuse.graph.location import locate
 from attn_fuse.report import Blocker, GraphReport, Location, SiteReport, collecting
+from tests.harness import every_day
 
 
 class Attention(nn.Module):
@@ -60,7 +63,7 @@ def site_of(model: nn.Module, *inputs: Tensor, **named: Tensor) -> SiteReport:
     return site
 
 
-@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("batch", every_day([1, 2], 2))
 @pytest.mark.parametrize("padded", [False, True])
 def test_multihead_attention_has_its_heads_and_its_padding(batch: int, padded: bool) -> None:
     x, padding = torch.randn(batch, 16, 64), torch.arange(16).repeat(batch, 1) > 9
@@ -134,55 +137,35 @@ def mixed_scores(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.einsum("hg,bgij->bhij", MIX, q @ k.mT).softmax(-1) @ v
 
 
-def mixed_scores_of_an_einsum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return over_heads(torch.einsum("bhid,bhjd->bhij", q, k)).softmax(-1) @ v
-
-
-def mixed_weights(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return torch.einsum("hg,bgij->bhij", MIX, (q @ k.mT).softmax(-1)) @ v
-
-
-def mixed_weights_in_a_layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return over_heads((q @ k.mT).softmax(-1)) @ v
-
-
-def mixed_twice(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return over_heads(over_heads(q @ k.mT).softmax(-1)) @ v
-
-
-def softmax_over_the_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return (q @ k.mT).softmax(1) @ v
-
-
-def softmax_over_the_queries(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return (q @ k.mT).softmax(-2) @ v
-
-
-def one_score_of_all_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.dropout((q @ k.mT).mean(1, keepdim=True), 0.1).softmax(-1) @ v
+MIXED: dict[str, Callable[..., Tensor]] = {
+    "scores": mixed_scores,
+    "scores of an einsum": lambda q, k, v: over_heads(torch.einsum("bhid,bhjd->bhij", q, k)).softmax(-1) @ v,
+    "weights": lambda q, k, v: torch.einsum("hg,bgij->bhij", MIX, (q @ k.mT).softmax(-1)) @ v,
+    "weights in a layer": lambda q, k, v: over_heads((q @ k.mT).softmax(-1)) @ v,
+    "twice": lambda q, k, v: over_heads(over_heads(q @ k.mT).softmax(-1)) @ v,
+}
+NOT_MIXED: dict[str, Callable[..., Tensor]] = {
+    "softmax over the heads": lambda q, k, v: (q @ k.mT).softmax(1) @ v,
+    "softmax over the queries": lambda q, k, v: (q @ k.mT).softmax(-2) @ v,
+    "one score of all heads": lambda q, k, v: F.dropout((q @ k.mT).mean(1, keepdim=True), 0.1).softmax(-1) @ v,
+}
 
 
 def operands() -> list[Tensor]:
     return [torch.randn(2, 4, 8, 16) for _ in range(3)]
 
 
-@pytest.mark.parametrize(
-    "attention",
-    [mixed_scores, mixed_scores_of_an_einsum, mixed_weights, mixed_weights_in_a_layer, mixed_twice],
-    ids=lambda f: f.__name__,
-)
-def test_mixed_heads_are_named(attention: Callable[..., Tensor]) -> None:
-    (site,) = attn_fuse.explain(attention, *operands()).sites
+@pytest.mark.parametrize("name", every_day(MIXED, "scores of an einsum", "twice"))
+def test_mixed_heads_are_named(name: str) -> None:
+    (site,) = attn_fuse.explain(MIXED[name], *operands()).sites
     assert site.status == "refused"
     assert site.blocker is not None and site.blocker.reason == "heads are mixed (talking heads)"
     assert site.blocker.location is not None and site.blocker.location.file == __file__
 
 
-@pytest.mark.parametrize(
-    "attention", [softmax_over_the_heads, softmax_over_the_queries, one_score_of_all_heads], ids=lambda f: f.__name__
-)
-def test_other_refusals_keep_their_reason(attention: Callable[..., Tensor]) -> None:
-    (site,) = attn_fuse.explain(attention, *operands()).sites
+@pytest.mark.parametrize("name", every_day(NOT_MIXED, "one score of all heads"))
+def test_other_refusals_keep_their_reason(name: str) -> None:
+    (site,) = attn_fuse.explain(NOT_MIXED[name], *operands()).sites
     assert site.blocker is not None and "mixed (talking" not in site.blocker.reason
 
 
@@ -219,7 +202,6 @@ def broken(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         (weights_kept, {}, "keep and return no weights, or "),
         (broken, {}, "move that line out of the attention, or "),
         (mixed_scores, {}, "no kernel takes mixed heads: "),
-        (convolved, {}, "write the attention without this one operation: conv2d, line "),
     ],
 )
 def test_what_is_left_as_written_ends_with_what_to_do(
@@ -233,6 +215,11 @@ def test_what_is_left_as_written_ends_with_what_to_do(
     assert ("LEFT AS WRITTEN" in text) == bool(advice)
 
 
+def test_no_operation_is_named_on_suspicion() -> None:
+    (site,) = attn_fuse.explain(convolved, *operands()).sites
+    assert site.blocker is not None and site.blocker.op == "conv2d" and site.blocker.advice == ""
+
+
 def test_a_printed_report_groups_the_layers() -> None:
     with collecting() as graphs:
         model = nn.Sequential(*(Attention() for _ in range(3)))
@@ -240,6 +227,60 @@ def test_a_printed_report_groups_the_layers() -> None:
     text = str(graphs[0])
     assert text.startswith("[1] ") and "3 times" in text.splitlines()[0] and "[2]" not in text
     assert "\033" not in text and not text.splitlines()[0].startswith("[1] /")
+
+
+class Biased(Attention):
+    """The same with a table of biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (4, 8)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        weights = (q @ k.transpose(-2, -1) * 8**-0.5 + self.table).softmax(-1)
+        return (weights @ v).transpose(1, 2).flatten(2)
+
+
+def passes_on(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`forward` behind a decorator that does not name the model, as in transformers."""
+
+    def wrapper(*args: Any, **kwargs: Any) -> Tensor:
+        return forward(*args, **kwargs)
+
+    return wrapper
+
+
+class Decorated(nn.Module):
+    """Layers with a mask in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Attention() for _ in range(2))
+        self.register_buffer("mask", torch.ones(8, 8, dtype=torch.bool).tril())
+
+    @passes_on
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            q, k, v = layer.qkv(x).chunk(3, -1)
+            x = layer(x) + (q @ k.mT / 4).masked_fill(~self.mask, -torch.inf).softmax(-1) @ v
+        return x
+
+
+def test_a_decorator_leaves_paths_as_in_the_model() -> None:
+    with collecting() as graphs:
+        torch.compile(Decorated(), backend="attn_fuse", options={"inner_backend": "eager"})(torch.randn(1, 8, 32))
+    sites = graphs[0].sites
+    assert [site.location.module for site in sites] == ["layers.0", "", "layers.1", ""]
+    assert "by the contents of mask, a lower triangle" in sites[1].attention["mask"]
+
+
+def test_layers_print_their_own_names_and_share_an_entry() -> None:
+    with collecting() as graphs:
+        model = nn.Sequential(*(Biased() for _ in range(3)))
+        torch.compile(model, backend="attn_fuse", options={"inner_backend": "eager"})(torch.randn(1, 8, 32))
+    assert [f"{site.location.module}.table[i,j]" in site.expression for site in graphs[0].sites] == [True] * 3
+    assert "3 times" in (text := str(graphs[0])) and "[2]" not in text
 
 
 def test_a_report_without_attention_says_so() -> None:
@@ -277,12 +318,12 @@ def test_any_record_of_a_module_gives_a_location(kind: object) -> None:
     assert found.module == "proj" and (found.code == "Linear.forward" if kind is nn.Linear else found.line == 0)
 
 
-def test_the_last_report_and_its_sites_in_a_line_each() -> None:
-    with collecting():
-        with pytest.raises(attn_fuse.AttnFuseError, match=r"compiled no graph in this process yet: .* first runs"):
-            attn_fuse.last_report()
-        torch.compile(Attention(), backend="attn_fuse", options={"inner_backend": "eager"})(torch.randn(1, 6, 32))
-        last = attn_fuse.last_report()
+def test_the_last_report_and_its_sites_in_a_line_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "_recent", collections.deque())
+    with pytest.raises(attn_fuse.AttnFuseError, match=r"compiled no graph in this process yet: .* first runs"):
+        attn_fuse.last_report()
+    torch.compile(Attention(), backend="attn_fuse", options={"inner_backend": "eager"})(torch.randn(1, 6, 32))
+    last = attn_fuse.last_report()
     assert last is attn_fuse.reports()[-1]
     (site,) = last.sites
     assert repr(last.sites).count("\n") == 0 and f"<SiteReport {site.location}: as written: no kernel" in repr(site)

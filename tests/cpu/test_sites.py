@@ -11,7 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.harness import assert_fused, assert_zeros_are_kept, check, compiled, tensors
+from attn_fuse import backend
+from attn_fuse.picker.pick import pick
+from attn_fuse.report import collecting
+from tests.harness import assert_fused, assert_zeros_are_kept, check, compiled, every_day, tensors
 
 SHAPE = (2, 3, 9, 16)
 
@@ -37,7 +40,7 @@ class Hiding(nn.Module):
         return self.layer(*one), self.layer(*other)
 
 
-@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("grad", every_day([False, True], True))
 @pytest.mark.parametrize("first", [False, True])
 def test_a_learned_bias_and_one_that_hides_keys(first: bool, grad: bool) -> None:
     padding = torch.zeros(3, 8, 8)
@@ -48,55 +51,37 @@ def test_a_learned_bias_and_one_that_hides_keys(first: bool, grad: bool) -> None
         check(Hiding(first), *args, backward=grad, check=False)
 
 
-def key_detached(q, k, v, b):
-    return (scores(q, k.detach()) + b).softmax(-1) @ v
+PATHS: dict[str, Callable[..., Tensor]] = {
+    "key detached": lambda q, k, v, b: (scores(q, k.detach()) + b).softmax(-1) @ v,
+    "value detached": lambda q, k, v, b: (scores(q, k) + b).softmax(-1) @ v.detach(),
+    "bias detached": lambda q, k, v, b: (scores(q, k) + b.detach()).softmax(-1) @ v,
+    "scores detached": lambda q, k, v, b: (5 * torch.tanh(scores(q, k).detach() + b)).softmax(-1) @ v,
+    "bias compared": lambda q, k, v, b: scores(q, k).masked_fill(b > 0.5, -1e9).softmax(-1) @ v,
+    "key also compared": lambda q, k, v, b: (
+        (scores(q, k).masked_fill(k[..., None, :, 0] > 1, -1e9) + b).softmax(-1) @ v
+    ),
+    "nothing detached": lambda q, k, v, b: (scores(q, k) + b).softmax(-1) @ v,
+}
 
 
-def value_detached(q, k, v, b):
-    return (scores(q, k) + b).softmax(-1) @ v.detach()
-
-
-def bias_detached(q, k, v, b):
-    return (scores(q, k) + b.detach()).softmax(-1) @ v
-
-
-def scores_detached(q, k, v, b):
-    return (5 * torch.tanh(scores(q, k).detach() + b)).softmax(-1) @ v
-
-
-def bias_compared(q, k, v, b):
-    return scores(q, k).masked_fill(b > 0.5, -1e9).softmax(-1) @ v
-
-
-def key_also_compared(q, k, v, b):
-    return (scores(q, k).masked_fill(k[..., None, :, 0] > 1, -1e9) + b).softmax(-1) @ v
-
-
-def nothing_detached(q, k, v, b):
-    return (scores(q, k) + b).softmax(-1) @ v
-
-
-PATHS = (
-    key_detached, value_detached, bias_detached, scores_detached, bias_compared, key_also_compared, nothing_detached,
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("program", PATHS, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("kernels", [["chunked"], None], ids=["chunked", "any"])
-def test_what_has_no_gradient_in_the_program_gets_none(program: Callable[..., Any], kernels: Any) -> None:
+@pytest.mark.parametrize("name", every_day(PATHS, "bias detached", "key also compared"))
+@pytest.mark.parametrize(
+    "kernels", [["chunked"], pytest.param(None, marks=pytest.mark.thorough)], ids=["chunked", "any"]
+)
+def test_what_has_no_gradient_in_the_program_gets_none(name: str, kernels: Any) -> None:
     """Whatever requires a gradient, and where the same program stands in the graph before, without one."""
     values = [torch.randn(SHAPE), torch.randn(SHAPE), torch.randn(SHAPE), torch.randn(2, 3, 9, 9)]
     options = {"pick": "fused", "inner_backend": "eager"} | ({"kernels": kernels} if kernels else {})
 
     def twice(*args: Tensor) -> tuple[Tensor, Tensor]:
-        return program(*args[:4]), program(*args[4:])
+        return PATHS[name](*args[:4]), PATHS[name](*args[4:])
 
     for wanting in ("q", "k", "v", "b", "qk", "vb", "qkvb"):
         torch._dynamo.reset()
         run = torch.compile(twice, backend="attn_fuse", options=options)
         results = []
         for by in (twice, run):
-            args = [x.clone().requires_grad_(name in wanting) for x, name in zip(values, "qkvb", strict=True)]
+            args = [x.clone().requires_grad_(letter in wanting) for x, letter in zip(values, "qkvb", strict=True)]
             before, out = by(*(x.clone() for x in values), *args)
             assert not before.requires_grad
             if out.requires_grad:
@@ -125,7 +110,7 @@ def test_what_only_some_queries_see_stays_out_of_the_others(large: float) -> Non
     torch.testing.assert_close(found[:, :, :-1], expected[:, :, :-1].float(), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", every_day([torch.float32, torch.bfloat16, torch.float16], torch.bfloat16))
 def test_a_learned_table_under_a_softmax_in_float64(dtype: torch.dtype) -> None:
     at = torch.arange(9)
 
@@ -136,23 +121,20 @@ def test_a_learned_table_under_a_softmax_in_float64(dtype: torch.dtype) -> None:
     assert_fused(program, *tensors(*SHAPE, dtype=dtype), torch.randn(9, 3, dtype=dtype))
 
 
-def times_nothing(q, k, v, b):
-    return torch.baddbmm(b, q, k.mT, beta=0, alpha=0.3).softmax(-1) @ v
+UNREAD: dict[str, Callable[..., Tensor]] = {
+    "times nothing": lambda q, k, v, b: torch.baddbmm(b, q, k.mT, beta=0, alpha=0.3).softmax(-1) @ v,
+    "never chosen": lambda q, k, v, b: torch.where(torch.ones(9, 9, dtype=torch.bool), scores(q, k), b).softmax(-1) @ v,
+    "cut off": lambda q, k, v, b: (
+        (scores(q, k) + torch.cat([torch.zeros(9, 9).expand(3, 9, 9), b], -1)[..., :9]).softmax(-1) @ v
+    ),
+}
 
 
-def never_chosen(q, k, v, b):
-    return torch.where(torch.ones(9, 9, dtype=torch.bool), scores(q, k), b).softmax(-1) @ v
-
-
-def cut_off(q, k, v, b):
-    return (scores(q, k) + torch.cat([torch.zeros(9, 9).expand(3, 9, 9), b], -1)[..., :9]).softmax(-1) @ v
-
-
-@pytest.mark.parametrize("program", [times_nothing, never_chosen, cut_off])
-def test_zeros_are_a_gradient(program: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("name", UNREAD)
+def test_zeros_are_a_gradient(name: str) -> None:
     """An optimizer with weight decay moves what has a gradient of zeros, and leaves what has none."""
     operands = [torch.randn(3, 9, n, requires_grad=True) for n in (16, 16, 16, 9)]
-    assert_zeros_are_kept(program, operands)
+    assert_zeros_are_kept(UNREAD[name], operands)
 
 
 @pytest.mark.parametrize(
@@ -237,3 +219,16 @@ def test_an_operator_named_as_one_of_torch_is_another(name: str) -> None:
     q, k, v = tensors(2, 3, 9, 16)
     with torch.no_grad():
         torch.testing.assert_close(compiled(program, check=False)(q, k, v), program(q, k, v))
+
+
+def test_layers_that_are_alike_share_one_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[Any] = []
+    monkeypatch.setattr(backend, "pick", lambda *args: chosen.append(args) or pick(*args))
+
+    def program(x: Tensor, y: Tensor) -> list[Tensor]:
+        return [scores(z, z).softmax(-1) @ z for z in (x, x.sin(), y, x.cos())]
+
+    with collecting() as reports:
+        torch.compile(program, backend=backend.analyze_only)(torch.randn(SHAPE), torch.randn(2, 3, 7, 16))
+    lengths = [site.attention["kv_len"] for site in reports[0].sites]
+    assert lengths == ["9", "9", "7", "9"] and len(chosen) == 2

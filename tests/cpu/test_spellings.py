@@ -12,7 +12,7 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 from attn_fuse.report import as_text, collecting
-from tests.harness import Outcome, assert_causal, assert_chunked, assert_fused, check, compiled, tensors
+from tests.harness import Outcome, assert_causal, assert_chunked, assert_fused, check, compiled, every_day, tensors
 from tests.models import causal, grouped, masked, modules, plain
 from tests.models.collection import LOOKALIKES, RARE, SPELLINGS, Spelling
 from tests.models.spelling import heads
@@ -49,7 +49,7 @@ def assert_computed(spelling: Spelling, training: bool) -> None:
     outcome = ran(spelling, training)
     if spelling.exception is None and spelling.group != "look-alikes":
         assert_all_fused(spelling, outcome)
-    elif spelling.exception is not None:
+    elif spelling.exception is not None and (training or spelling.group != "training"):
         assert not any(site.fused for site in outcome.sites), str(outcome)
     assert all(site.fused or site.status in DONE or site.blocker is not None for site in outcome.sites), str(outcome)
 
@@ -156,18 +156,22 @@ def test_dtypes(written, dtype: torch.dtype) -> None:
     assert_fused(written, *tensors(2, 3, 7, 16, dtype=dtype))
 
 
-@pytest.mark.parametrize("written", grouped.GROUPED, ids=name)
+@pytest.mark.parametrize("written", every_day(grouped.GROUPED, grouped.by_expand, grouped.by_einsum), ids=name)
 def test_grouped(written) -> None:
     inputs = heads(heads=6, kv_heads=2)(torch.float32)
     outcome = assert_fused(written, *inputs)
     if written is not grouped.by_stack:
         assert outcome.site.attention["kv_heads"] == "2"
-    # With the numbers of heads symbolic too, an unfused site is allowed and a wrong answer is not.
-    if written in (grouped.by_expand, grouped.by_einsum):
-        check(written, *inputs, dynamic=True)
 
 
-@pytest.mark.parametrize("written", masked.BIASED, ids=name)
+@pytest.mark.thorough
+@pytest.mark.parametrize("written", [grouped.by_expand, grouped.by_einsum], ids=name)
+def test_grouped_with_symbolic_heads(written) -> None:
+    """An unfused site is allowed, and a wrong answer is not."""
+    check(written, *heads(heads=6, kv_heads=2)(torch.float32), dynamic=True)
+
+
+@pytest.mark.parametrize("written", every_day(masked.BIASED, *masked.BIASED[::4]), ids=name)
 def test_a_bias_with_a_gradient_is_for_chunked(written) -> None:
     reason = "a bias needs a gradient, which this kernel does not give"
     assert_chunked(written, *tensors(2, 3, 7, 16), torch.randn(1, 3, 7, 7), reason=reason)

@@ -12,6 +12,7 @@ import attn_fuse
 from attn_fuse.backend import attn_fuse as backend
 from attn_fuse.kernels.chunked import attend as chunked_blocks
 from attn_fuse.kernels.chunked.plan import Plan, planned
+from tests.harness import every_day
 
 HEADS, WIDTH, SIDE = 4, 8, 6
 LENGTH = SIDE * SIDE
@@ -115,7 +116,7 @@ BY_DISTANCE = (distances, buckets, from_the_end)
 STORED = (windows, windows_and_a_class, all_but_one)
 
 
-@pytest.mark.parametrize("kind", [Biased, Embedded])
+@pytest.mark.parametrize("kind", every_day([Biased, Embedded], Biased))
 @pytest.mark.parametrize("make", [*BY_DISTANCE, *STORED])
 def test_the_same_as_eager(make: Callable[[], Tensor], kind: type[Biased], plans: list[Plan]) -> None:
     if kind is Embedded and make is from_the_end:
@@ -137,7 +138,7 @@ def test_part_of_the_buffer(make: Callable[[], Tensor], plans: list[Plan]) -> No
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-@pytest.mark.parametrize("make", [buckets, windows])
+@pytest.mark.parametrize("make", every_day([buckets, windows], buckets))
 def test_types_of_whole_numbers(make: Callable[[], Tensor], dtype: torch.dtype) -> None:
     model = Biased(make().to(dtype))
     assert_same(compiled(model), model)

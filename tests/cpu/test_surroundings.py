@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from attn_fuse.report import collecting
-from tests.harness import Outcome, assert_causal, assert_fused, check, compiled, tensors
+from tests.harness import Outcome, assert_causal, assert_fused, check, compiled, every_day, tensors
 
 S = 7
 INF = math.inf
@@ -31,98 +30,58 @@ def written(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 # ---- calls of F.scaled_dot_product_attention
 
 
-def sdpa_tril(q, k, v):
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=torch.ones(S, S, dtype=torch.bool).tril())
+SDPA = F.scaled_dot_product_attention
+BECOMES_CAUSAL: dict[str, Callable[..., Tensor]] = {
+    "a triangle": lambda q, k, v: SDPA(q, k, v, torch.ones(S, S, dtype=torch.bool).tril()),
+    "a triangle of infinities": lambda q, k, v: SDPA(q, k, v, torch.full((S, S), -INF, dtype=q.dtype).triu(1)),
+    "compared positions": lambda q, k, v: SDPA(q, k, v, torch.arange(S)[:, None] >= torch.arange(S), scale=0.3),
+    "no heads": lambda q, k, v: SDPA(q[:, 0], k[:, 0], v[:, 0], torch.ones(S, S, dtype=torch.bool).tril()),
+}
 
 
-def sdpa_triangle_of_infinities(q, k, v):
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=torch.full((S, S), -INF, dtype=q.dtype).triu(1))
+@pytest.mark.parametrize("name", BECOMES_CAUSAL)
+def test_an_sdpa_call_becomes_causal(name: str) -> None:
+    assert_causal(assert_fused(BECOMES_CAUSAL[name], *tensors(2, 3, S, 16)))
 
 
-def sdpa_compared_positions(q, k, v):
-    i = torch.arange(S)
-    return F.scaled_dot_product_attention(q, k, v, i[:, None] >= i, scale=0.3)
+def expanded(x: Tensor) -> Tensor:
+    return x[:, :, None].expand(-1, -1, 3, -1, -1).reshape(2, 6, -1, 16)
 
 
-def sdpa_tril_without_heads(q, k, v):
-    return F.scaled_dot_product_attention(q[:, 0], k[:, 0], v[:, 0], torch.ones(S, S, dtype=torch.bool).tril())
+SHARED: dict[str, Callable[..., Tensor]] = {
+    "repeated": lambda q, k, v: SDPA(q, k.repeat_interleave(3, 1), v.repeat_interleave(3, 1)),
+    "causal": lambda q, k, v: SDPA(q, k.repeat_interleave(3, 1), v.repeat_interleave(3, 1), is_causal=True),
+    "expanded": lambda q, k, v: SDPA(q, expanded(k), expanded(v)),
+    "tiled": lambda q, k, v: SDPA(q, k.repeat(1, 3, 1, 1), v.repeat(1, 3, 1, 1)),
+}
 
 
-@pytest.mark.parametrize(
-    "call", [sdpa_tril, sdpa_triangle_of_infinities, sdpa_compared_positions, sdpa_tril_without_heads]
-)
-def test_an_sdpa_call_becomes_causal(call) -> None:
-    assert_causal(assert_fused(call, *tensors(2, 3, S, 16)))
-
-
-def repeated(q, k, v):
-    return F.scaled_dot_product_attention(q, k.repeat_interleave(3, 1), v.repeat_interleave(3, 1))
-
-
-def repeated_causal(q, k, v):
-    return F.scaled_dot_product_attention(q, k.repeat_interleave(3, 1), v.repeat_interleave(3, 1), is_causal=True)
-
-
-def repeated_by_expanding(q, k, v):
-    k, v = (t[:, :, None].expand(-1, -1, 3, -1, -1).reshape(2, 6, -1, 16) for t in (k, v))
-    return F.scaled_dot_product_attention(q, k, v)
-
-
-def tiled(q, k, v):
-    return F.scaled_dot_product_attention(q, k.repeat(1, 3, 1, 1), v.repeat(1, 3, 1, 1))
-
-
-@pytest.mark.parametrize("q_len", [S, 5])
-@pytest.mark.parametrize("call", [repeated, repeated_causal, repeated_by_expanding, tiled])
-def test_an_sdpa_call_reads_shared_keys_once(call, q_len: int) -> None:
+@pytest.mark.parametrize("q_len", every_day([S, 5], 5))
+@pytest.mark.parametrize("name", SHARED)
+def test_an_sdpa_call_reads_shared_keys_once(name: str, q_len: int) -> None:
     (q,), (k, v) = tensors(2, 6, q_len, 16, count=1), tensors(2, 2, S, 16, count=2)
-    outcome = assert_fused(call, q, k, v)
+    outcome = assert_fused(SHARED[name], q, k, v)
     assert "enable_gqa = True" in outcome.after and "repeat" not in outcome.after
     assert outcome.site.attention["kv_heads"] == "2"
 
 
-def sdpa_plain(q, k, v):
-    return F.scaled_dot_product_attention(q, k, v)
+STAYS: dict[str, Callable[..., Tensor]] = {
+    "plain": lambda q, k, v: SDPA(q, k, v),
+    "causal": lambda q, k, v: SDPA(q, k, v, is_causal=True),
+    "a band": lambda q, k, v: SDPA(q, k, v, torch.ones(S, S, dtype=torch.bool).tril().triu(-2)),
+    "reversed": lambda q, k, v: SDPA(q, k, v, torch.ones(S, S, dtype=torch.bool).triu()),
+    "an offset": lambda q, k, v: SDPA(q, k, v, torch.ones(S, S, dtype=torch.bool).tril(1)),
+    "empty rows": lambda q, k, v: SDPA(q, k, v, torch.ones(S, S, dtype=torch.bool).tril(-1)),
+    "finite": lambda q, k, v: SDPA(q, k, v, torch.full((S, S), -2.0, dtype=q.dtype).triu(1)),
+    "keys and values repeated apart": lambda q, k, v: SDPA(q, k[:, :1].repeat(1, 3, 1, 1), v),
+}
 
 
-def sdpa_causal(q, k, v):
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-
-def sdpa_with_a_band(q, k, v):
-    mask = torch.ones(S, S, dtype=torch.bool).tril().triu(-2)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-
-
-def sdpa_reversed(q, k, v):
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=torch.ones(S, S, dtype=torch.bool).triu())
-
-
-def sdpa_with_offset(q, k, v):
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=torch.ones(S, S, dtype=torch.bool).tril(1))
-
-
-def sdpa_empty_rows(q, k, v):
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=torch.ones(S, S, dtype=torch.bool).tril(-1))
-
-
-def sdpa_finite(q, k, v):
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=torch.full((S, S), -2.0, dtype=q.dtype).triu(1))
-
-
-def sdpa_keys_and_values_repeated_apart(q, k, v):
-    return F.scaled_dot_product_attention(q, k[:, :1].repeat(1, 3, 1, 1), v)
-
-
-@pytest.mark.parametrize(
-    "call",
-    [sdpa_plain, sdpa_causal, sdpa_with_a_band, sdpa_reversed, sdpa_with_offset, sdpa_empty_rows, sdpa_finite,
-     sdpa_keys_and_values_repeated_apart],
-)  # fmt: skip
-def test_any_other_sdpa_call_stays(call) -> None:
-    outcome = check(call, *tensors(2, 3, S, 16))
+@pytest.mark.parametrize("name", STAYS)
+def test_any_other_sdpa_call_stays(name: str) -> None:
+    outcome = check(STAYS[name], *tensors(2, 3, S, 16))
     assert outcome.site.status == "already fused" and outcome.site.blocker is None and not outcome.site.attention
-    assert "is_causal = True" not in outcome.after or call is sdpa_causal
+    assert "is_causal = True" not in outcome.after or name == "causal"
 
 
 def test_an_sdpa_call_with_dropout_keeps_dropping() -> None:
@@ -191,9 +150,17 @@ class CausalByMask(SelfAttention):
         return self.attention(x, x, x, attn_mask=mask)[0]
 
 
-@pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
-@pytest.mark.parametrize("options", [{}, {"bias": False}, {"add_bias_kv": True}, {"add_zero_attn": True}], ids=str)
-@pytest.mark.parametrize("kind", [SelfAttention, OutputOnly, CausalByMask])
+@pytest.mark.parametrize(
+    "training", [True, pytest.param(False, marks=pytest.mark.thorough)], ids=["training", "inference"]
+)
+@pytest.mark.parametrize(
+    "options",
+    every_day([{}, {"bias": False}, {"add_bias_kv": True}, {"add_zero_attn": True}], {"add_bias_kv": True}),
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "kind", [OutputOnly, *(pytest.param(k, marks=pytest.mark.thorough) for k in (SelfAttention, CausalByMask))]
+)
 def test_multihead_attention(kind, options, training: bool) -> None:
     outcome = assert_fused(kind(**options).train(training), torch.randn(2, S, 24), backward=training)
     assert outcome.site.kernel == "cpu_flash" and outcome.site.attention["head_dim"] == "8"
@@ -224,7 +191,7 @@ def test_multihead_attention_without_weights_is_fused_already() -> None:
     assert check(WithoutWeights(), torch.randn(2, S, 24)).site.status == "already fused"
 
 
-@pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
+@pytest.mark.parametrize("training", every_day([True, False], False), ids=["training", "inference"])
 def test_transformer_layers(training: bool) -> None:
     layer = nn.TransformerEncoderLayer(24, 3, 48, dropout=0.0, batch_first=True)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).train(training)
@@ -236,24 +203,6 @@ def test_transformer_layers(training: bool) -> None:
 
 
 # ---- what is passed through
-
-
-def test_distributed_tensors_are_passed_through() -> None:
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return (q @ k.mT / 4).softmax(-1) @ v
-
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        q, k, v = (distribute_tensor(torch.randn(2, 4, S, 16), mesh, [Shard(1)]) for _ in range(3))
-        with collecting() as graphs:
-            got = compiled(attention)(q, k, v)
-        torch.testing.assert_close(got.full_tensor(), attention(q, k, v).full_tensor())
-    finally:
-        torch.distributed.destroy_process_group()
-    (site,) = graphs[0].sites
-    assert site.status == "refused" and site.blocker.reason.startswith("it reads a DTensor, a tensor with operations")
-    assert site.location.code.startswith("return (q @ k.mT")
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
@@ -331,9 +280,6 @@ def test_dynamically_quantised_linears_around_it() -> None:
     assert all(site.fused for graph in graphs for site in graph.sites)
 
 
-# ---- key-value caches
-
-
 # ---- activation checkpointing, autocast
 
 
@@ -346,7 +292,7 @@ def assert_chunked_alone(outcome: Outcome) -> None:
     assert outcome.sites and all(site.kernel == "chunked" for site in outcome.sites), str(outcome)
 
 
-@pytest.mark.parametrize("inner", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("inner", every_day(["eager", "aot_eager", "inductor"], "aot_eager"))
 def test_activation_checkpointing(inner: str) -> None:
     def layers(q, k, v):
         for _ in range(2):
@@ -357,7 +303,7 @@ def test_activation_checkpointing(inner: str) -> None:
 
 
 # torch's own eager backend draws other random numbers when it computes a checkpoint again.
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.thorough)])
 def test_activation_checkpointing_drops_the_same_weights_again(inner: str) -> None:
     def dropped(q, k, v):
         return F.dropout(scores(q, k).softmax(-1), 0.5) @ v
@@ -385,14 +331,14 @@ class Autocast(Net):
             return self.out(capped(*(layer(x)[:, None] for layer in (self.q, self.k, self.v)))[:, 0])
 
 
-@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.thorough)])
 def test_autocast_inside_the_model(inner: str) -> None:
     outcome = check(Autocast(), torch.randn(2, S, 16), inner=inner)
     assert_chunked_alone(outcome)
     assert outcome.site.attention["dtype"] == "bfloat16"
 
 
-@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.thorough)])
 def test_autocast_around_the_compiled_model(inner: str) -> None:
     class Capped(Net):
         def forward(self, x: Tensor) -> Tensor:

@@ -14,20 +14,9 @@ from torch import Tensor, nn
 from attn_fuse.backend import attn_fuse as backend
 from attn_fuse.kernels.chunked import steps
 from attn_fuse.report import collecting
+from tests.block import Block
 
 THREADS = 4
-
-
-class Causal(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(32, 96)
-        self.register_buffer("seen", torch.tril(torch.ones(64, 64)).bool())
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
-        scores = (q @ k.transpose(-2, -1) / 4).masked_fill(~self.seen[: x.shape[1], : x.shape[1]], float("-inf"))
-        return x + (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
 
 
 def at_once(call: Callable[[], Any]) -> list[Any]:
@@ -56,7 +45,7 @@ def results(run: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor) -> lis
 
 @pytest.mark.parametrize("kernel", ["cpu_flash", "chunked"])
 def test_cold_threads(kernel: str) -> None:
-    model, x = nn.Sequential(Causal(), Causal()), torch.randn(2, 24, 32)
+    model, x = nn.Sequential(Block(), Block()), torch.randn(2, 24, 32)
     wanted = results(model, model, x)
     options = {"kernels": [kernel], "inner_backend": "eager"}
     compiled = torch.compile(model, backend=backend, options=options)

@@ -21,6 +21,7 @@ from tests.harness import (
     assert_refused,
     assert_right,
     check,
+    every_day,
     tensors,
 )
 
@@ -175,7 +176,7 @@ def test_operands_written_in_every_layout(layout, backward, pick) -> None:
     assert_right(program, x, w, backward=backward, picks=(pick,))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", every_day([torch.float16, torch.bfloat16, torch.float64], torch.bfloat16))
 def test_operands_written_in_other_dtypes(dtype) -> None:
     def program(q, k, v):
         q, k = q * 1, k.contiguous() * 1
@@ -406,7 +407,9 @@ def mask_of_buckets(like: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("mask", [mask_of_ones, mask_by_slices, mask_of_buckets])
-@pytest.mark.parametrize("filled", [torch.Tensor.masked_fill_, lambda s, m, value: s.add_(m * value)])
+@pytest.mark.parametrize(
+    "filled", every_day([torch.Tensor.masked_fill_, lambda s, m, value: s.add_(m * value)], torch.Tensor.masked_fill_)
+)
 def test_scores_written_with_a_mask_that_was_written(mask, filled) -> None:
     """The mask lies in memory of its own, and what writes the scores is a statement."""
 

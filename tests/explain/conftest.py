@@ -1,4 +1,4 @@
-"""What the tests of `python -m attn_fuse.explain` share."""
+"""Fixtures of the tests of `python -m attn_fuse.explain`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,15 @@ from torch import nn
 from tests.explain.repository import HEADER, Write
 
 
+@pytest.fixture(autouse=True)
+def no_other_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget a module `model` that another test of the process imported: repositories here call their file that."""
+    monkeypatch.delitem(sys.modules, "model", raising=False)
+
+
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
-    """Writes a file of a repository: Python below the usual imports, other texts as they are."""
+    """A function that writes a file of a repository; Python files begin with the usual imports."""
 
     def _write(text: str, name: str = "model.py") -> Path:
         path = tmp_path / name
@@ -30,7 +36,7 @@ def write(tmp_path: Path) -> Write:
 
 @pytest.fixture
 def model_file(tmp_path: Path) -> Callable[[str], str]:
-    """Writes a source into model.py as it is, and gives its path."""
+    """A function that writes a source into model.py and returns its path."""
 
     def _write(source: str) -> str:
         path = tmp_path / "model.py"
@@ -44,7 +50,7 @@ State = dict[str, object]
 
 
 def state() -> State:
-    """What a file may change of the process and explain puts back."""
+    """The state of the process that files may change and explain restores."""
     return {
         "modules": {
             name
@@ -68,7 +74,7 @@ def state() -> State:
 
 @pytest.fixture
 def left_as_it_was() -> Iterator[None]:
-    """What the process has before a test it has after it."""
+    """Assert that the state of the process is the same after a test as before it."""
     before = state()
     yield
     after = state()

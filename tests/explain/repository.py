@@ -1,4 +1,4 @@
-"""Small repositories that tests write, and what explain makes of them."""
+"""Small repositories that tests write, and the models that explain builds from them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from attn_fuse.explain.building import MOST_PARAMETERS, Built, all_built
+from attn_fuse.explain import building
+from attn_fuse.explain.building import MOST_PARAMETERS, Built
 from attn_fuse.explain.choose import candidates
 from attn_fuse.explain.opening.open_file import imported
 from attn_fuse.explain.steps import now
@@ -23,19 +22,19 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 """
-# Seconds that a search may take which a test expects to succeed: many times what it does take.
+# Seconds for a search that a test expects to succeed: many times the usual.
 SECONDS = 60.0
 
-# Writes a text into model.py or the file of a name, and gives its path.
+# Writes a text into model.py or a named file, and returns its path.
 Write = Callable[..., Path]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model's file, what holds for the model that is built of it, and parts of what is said of that.
+    """A model's file, a condition on the model built from it, and parts of the notes on it.
 
-    files: the repository's other files by name. said: each in another note; none where nothing is made up.
-    most: how many parameters the model may have. not_yet: why it is not built so today.
+    said: each in another note; none where nothing is made up. files: the repository's other files by name.
+    most: how many parameters the model may have.
     """
 
     source: str
@@ -43,15 +42,6 @@ class Case:
     said: tuple[str, ...] = ()
     files: Mapping[str, str] = field(default_factory=dict)
     most: int = MOST_PARAMETERS
-    not_yet: str = ""
-
-
-def parameters(tables: Mapping[str, Case]) -> list[Any]:
-    """The cases as parameters of a test, those of a known bug as such."""
-    return [
-        pytest.param(case, id=name, marks=[pytest.mark.xfail(strict=True, reason=case.not_yet)] if case.not_yet else [])
-        for name, case in tables.items()
-    ]
 
 
 def net(signature: str, body: str = "pass", name: str = "GPT") -> str:
@@ -66,29 +56,27 @@ class {name}(nn.Module):
 
 @contextmanager
 def built_in(path: Path, most: int = MOST_PARAMETERS, seconds: float = SECONDS) -> Iterator[Built]:
-    """What is built first of the likeliest class of a file, while the file is imported."""
+    """The model built from the likeliest class of a file, while the file is imported."""
     with imported(path) as module:
-        cls = candidates(module)[0]
-        yield next(all_built(cls, module, most, now() + seconds))
+        yield building.built(candidates(module)[0], module, most, now() + seconds)
 
 
 def built(path: Path, most: int = MOST_PARAMETERS, seconds: float = SECONDS) -> Built:
-    """What is built first of the likeliest class of a file."""
+    """The model built from the likeliest class of a file."""
     with built_in(path, most, seconds) as made:
         return made
 
 
 def everything_said(made: Built) -> bool:
-    """Whether the notes tell where each argument that the constructor needs is from."""
+    """Whether the notes give the origin of each argument that the constructor needs."""
     parameters = inspect.signature(type(made.model)).parameters.values()
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     needed = [p.name for p in parameters if p.default is p.empty and p.kind not in kinds]
-    from_text = any(note.startswith("as in ") for note in made.notes)
-    return from_text or all(any(f"{name}=" in n or f"{name}." in n for n in made.notes) for name in needed)
+    return all(any(f"{name}=" in n or f"{name}." in n for n in made.notes) for name in needed)
 
 
 def check(write: Write, case: Case) -> None:
-    """What a case says holds for the model that is built, and all that is made up for it is said."""
+    """Check the condition of a case on the model that is built, and that all that is made up is noted."""
     for name, text in case.files.items():
         write(text, name)
     made = built(write(case.source), case.most)
@@ -110,7 +98,7 @@ def width(expected: int) -> Callable[[Any], bool]:
 
 
 def found_in(path: Path, *flags: str) -> Subject:
-    """The subject of a file, as the flags of a command line say."""
+    """The subject of a file for flags of the command line."""
     parser = argparse.ArgumentParser()
     add_flags(parser)
     with subject_of(parser.parse_args([str(path), *flags])) as subject:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# nanoGPT's model.py, cut down to what attention needs: classes, no instance, a config with defaults.
+# nanoGPT's model.py, reduced to its attention: classes without an instance, and a config with defaults.
 GPT = """
 import math
 from dataclasses import dataclass
@@ -63,7 +63,7 @@ class GPT(nn.Module):
         return logits, loss
 """
 
-# A softmax over the query axis: a look-alike, to be left alone.
+# A look-alike: the softmax is over the query axis.
 LOOK_ALIKE = """
 from torch import nn
 class Net(nn.Module):

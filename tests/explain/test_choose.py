@@ -61,12 +61,6 @@ def test_of_several_the_one_that_attends(write: Write) -> None:
     assert names_in(write(source)) == ["Bbb"]
 
 
-def test_of_several_the_one_that_the_repository_names(write: Write) -> None:
-    source = "".join(f"class {name}(nn.Module):\n{ATTENDS}" for name in ("Aaa", "Bbb", "Ccc"))
-    write("from model import Bbb\nBbb()\n", "train.py")
-    assert names_in(write(source))[0] == "Bbb"
-
-
 def test_an_alias_is_no_second_class(write: Write) -> None:
     assert names_in(write("class Net(nn.Module): pass\nModel = Net\n")) == ["Net"]
 

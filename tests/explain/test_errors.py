@@ -72,7 +72,11 @@ ERRORS = {
         ["--parameters", "100"],
         "parameters, more than 100; build a smaller one with --entry 'Net(...)', or allow it with --parameters",
     ),
-    "a setup that raises": (PLAIN, ["--setup", __file__ + ".none"], "it cannot be read: No such file or directory"),
+    "a setup that raises": (
+        PLAIN,
+        ["--setup", __file__ + ".none"],
+        ".none: FileNotFoundError: [Errno 2] No such file",
+    ),
     "an unknown device": (PLAIN, ["--device", "gpu"], "--device 'gpu' cannot be used: RuntimeError: "),
     "an unknown dtype": (
         PLAIN,
@@ -82,7 +86,7 @@ ERRORS = {
     "an unknown pick": (
         PLAIN,
         ["--pick", "best"],
-        "attn_fuse option pick='best': it must be 'fastest' or 'measured' or 'fused'",
+        "attn_fuse option pick='best': it must be 'fastest' or 'measured' or 'memory' or 'fused'",
     ),
     "an unknown kernel": (PLAIN, ["--kernels", "cpu_flash,flash"], "attn_fuse has no kernel 'flash'."),
 }

@@ -148,9 +148,9 @@ class TestText:
         )
 
     def test_where_a_kernel_was_measured_is_a_line_of_its_own(self) -> None:
-        picked = {"picked": "0.41 of the time as written, by measurements here, the nearest at causal"}
+        picked = {"picked": "2.4 times as fast as written, by measurements here, the nearest at causal"}
         text = str(explanation(site(attention=picked)))
-        assert "      picked:     0.41 of the time as written\n" in text
+        assert "      picked:     2.4 times as fast as written\n" in text
         assert "\n                  by measurements here, the nearest at causal\n" in text
 
     def test_a_model_with_its_own_getattr(self) -> None:
@@ -235,14 +235,10 @@ class TestCommandLine:
         assert main([path, "--json"]) == 0
         data = json.loads(capsys.readouterr().out)
         assert data["said"] == [
-            "not installed, and stood in for: no_such_plots",
+            "missing packages, replaced by stand-ins: no_such_plots",
             "small values by name: config.vocab_size=1000, config.n_layer=2, config.n_head=4, config.n_embd=256",
         ]
         assert data["attentions"] == 2
-
-    def test_length_and_batch(self, model_file: ModelFile, capsys: pytest.CaptureFixture[str]) -> None:
-        assert main([model_file(GPT), "--length", "20", "--batch", "3"]) == 0
-        assert capsys.readouterr().out.startswith("GPT(int64[3, 20])")
 
     def test_a_setup_that_defines_both(
         self, model_file: ModelFile, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -252,11 +248,6 @@ class TestCommandLine:
         assert main([model_file(GPT), "--setup", str(setup)]) == 0
         out = capsys.readouterr().out
         assert out.startswith("GPT(int64[2, 9])") and "1 attention: " in out
-
-    def test_a_directory(self, model_file: ModelFile, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        model_file(GPT)
-        assert main([str(tmp_path)]) == 0
-        assert capsys.readouterr().out.startswith("GPT(int64[1, 32])")
 
     def test_a_part_where_the_whole_cannot_be_built(
         self, model_file: ModelFile, capsys: pytest.CaptureFixture[str]
@@ -285,14 +276,6 @@ class TestCommandLine:
         assert capsys.readouterr().err.startswith(
             "attn_fuse.explain: cannot build Model: its constructor needs flavour"
         )
-
-    def test_weights_of_several_dtypes(self, model_file: ModelFile, capsys: pytest.CaptureFixture[str]) -> None:
-        model = "torch.nn.Sequential(torch.nn.Linear(8, 8).bfloat16(), torch.nn.Linear(8, 8))"
-        source = "class Mixed(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
-        source += f"        self.of = {model}\n    def forward(self, x):\n        return self.of(x)\n"
-        assert main([model_file(f"import torch\nfrom torch import nn\n{source}")]) == 0
-        subject, note, *_ = capsys.readouterr().out.splitlines()
-        assert subject.startswith("Mixed(float32[1, ") and note == "  weights of several dtypes, all made float32"
 
     def test_a_file_of_the_repository_that_holds_the_package(self, capsys: pytest.CaptureFixture[str]) -> None:
         example = Path(__file__).parents[2] / "examples" / "nanogpt" / "model.py"

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import pytest
 from hypothesis import Phase, find, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from attn_fuse.explain import names
 from attn_fuse.explain.names import kinds_of, says, value_for
@@ -47,42 +48,32 @@ def test_each_row_decides_for_a_name_and_says_something(part: str, number: int) 
     ("name", "value"),
     {
         "vocab_size": 1000,
-        "vae_codebook_size": 1000,
         "n_tokens": 1000,
         "d_model": 256,
-        "n_embd": 256,
-        "hidden_size": 256,
         "n_heads": 4,
-        "heads_count": 4,
-        "num_attention_heads": 4,
         "dim_head": 64,
         "d_ff": 1024,
         "mlp_ratio": 4,
-        "layers_num": 2,
-        "num_layers": 2,
         "depth": 2,
         "img_size": 64,
         "patch_size": 16,
         "in_chans": 3,
         "num_classes": 10,
-        "max_len": 128,
         "block_size": 128,
         "dropout": 0.0,
-        "attn_drop_rate": 0.0,
         "src_pad_idx": 0,
         "device": "cpu",
         "use_bias": False,
         "act_fn": "relu",
-        "activation": "relu",
         "mask_ratio": 0.5,
+        "output_attentions": False,
+        "output_dim": 10,
         "n_mels": 80,
         "layer_norm_eps": 1e-5,
         "patch_num": 16,
-        "num_patches": 16,
         "window_size": 8,
         "flavour": None,
         "tokenizer": None,
-        "foo": None,
     }.items(),
 )
 def test_small_values(name: str, value: Any) -> None:
@@ -136,6 +127,7 @@ class Kind(enum.Enum):
         ("mlp_ratio", float, 4.0),
         ("kind", Kind, Kind.FIRST),
         ("norm", Literal["rms", "layer"], "rms"),
+        ("embed", nn.Module, None),
         ("depths", tuple[int, int, int], (2, 2, 2)),
         ("depths", tuple[int, ...], (2, 2)),
         ("depths", list[int], [2, 2]),

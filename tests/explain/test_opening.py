@@ -1,4 +1,4 @@
-"""A model's file as a module: its paths, what it lacks, what it runs, and what is left behind: nothing."""
+"""A model's file as a module: its paths, missing parts and programs. Nothing is left behind."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from attn_fuse.errors import ExplainError
 from attn_fuse.explain.opening.open_file import imported
-from attn_fuse.explain.opening.roots import is_users, projects_around, repository_of
+from attn_fuse.explain.opening.roots import is_users, repository_of
 from attn_fuse.explain.problems import in_one_line, without_frames
 from tests.explain.repository import Write
 
@@ -35,8 +35,8 @@ class TestImported:
     def test_postponed_annotations_of_a_dataclass(self, tmp_path: Path) -> None:
         path = tmp_path / "postponed.py"
         path.write_text(
-            "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\n"
-            "class Config:\n    width: int = 3\n"
+            "from __future__ import annotations\nfrom __future__ import division\n"
+            "from dataclasses import dataclass\n@dataclass\nclass Config:\n    width: int = 3\n"
         )
         with imported(path) as module:
             assert module.Config.__annotations__ == {"width": "int"} and module.Config().width == 3
@@ -75,14 +75,20 @@ class TestImported:
             kinds = (module.double, module.triple, module.Part.forward)
             assert all(isinstance(kind, types.FunctionType) for kind in kinds)
             assert torch.compile(module.triple, backend="eager")(torch.ones(2)).tolist() == [3, 3]
-        assert notes == ["its own calls of torch.compile are left out: the whole model is compiled"]
+        assert notes == ["its own calls of torch.compile are skipped, since the whole model is compiled"]
 
 
 REFUSED = {
     "a file that raises": ("x = 1 / 0\n", r"ZeroDivisionError: division by zero \(model.py:5\)"),
     "a file that is no Python": ("class Net(:\n", r"SyntaxError: invalid syntax \(model.py:5\)"),
-    "a file that exits": ("raise SystemExit(1)\n", "it exits; keep what it runs under __main__"),
-    "a file that runs on": ("while True: pass\n", r"it runs a program of more than 0\.3 s; keep that under __main__"),
+    "a file that exits": (
+        "raise SystemExit(1)\n",
+        "it exits; keep programs under __main__, or allow more with",
+    ),
+    "a file that runs on": (
+        "while True: pass\n",
+        r"it runs more than 0\.3 s; keep programs under __main__, or allow",
+    ),
     "a name that another file of it lacks": (
         "from sizes_of_it import DEPTH\n",
         "cannot import name 'DEPTH' from 'sizes_of_it'",
@@ -95,26 +101,12 @@ REFUSED = {
 
 
 @pytest.mark.usefixtures("left_as_it_was")
-def test_a_file_whose_name_the_caller_has_imported(
-    write: Write, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """It is the file for all that import that name within the block; afterwards it is the caller's again."""
-    own = types.ModuleType("model")
-    own.__file__ = str(tmp_path.parent / "elsewhere" / "model.py")
-    monkeypatch.setitem(sys.modules, "model", own)
-    path = write("SIZE = 3\nclass Net(nn.Module): pass\n")
-    with imported(path) as module:
-        assert sys.modules["model"] is module and module.SIZE == 3
-    assert sys.modules["model"] is own
-
-
-@pytest.mark.usefixtures("left_as_it_was")
 def test_a_module_that_torch_no_longer_has_is_stood_in_for(write: Write) -> None:
     notes: list[str] = []
     path = write("from torch.no_such_part import containers\nclass Net(nn.Module): part = containers\n")
     with imported(path, notes.append) as module:
         assert module.Net.part is not None
-    assert "not installed, and stood in for: torch.no_such_part" in notes
+    assert "missing packages, replaced by stand-ins: torch.no_such_part" in notes
     assert sys.modules["torch"] is torch and not hasattr(torch, "no_such_part")
 
 
@@ -146,7 +138,7 @@ def test_another_package_of_that_name(write: Write, monkeypatch: pytest.MonkeyPa
         pass
 
 
-# Of each repository the file to open, its files beside that, and its own source, which leaves a SIZE of 3.
+# By name: the file to open, the other files, and the source of the file, after which SIZE is 3.
 README = {"README.md": ""}
 SIZES = "SIZE = 3\n"
 REPOSITORIES: dict[str, tuple[str, dict[str, str], str]] = {
@@ -251,6 +243,11 @@ REPOSITORIES: dict[str, tuple[str, dict[str, str], str]] = {
         {**README, "words.txt": "abc"},
         "SIZE = len(open('words.txt').read())\n",
     ),
+    "a package that reads its data": (
+        "data_of_it/model.py",
+        {"data_of_it/__init__.py": "", "data_of_it/words.txt": "abc"},
+        "from importlib.resources import files\nSIZE = len(files('data_of_it').joinpath('words.txt').read_text())\n",
+    ),
     "a file of whose program a part fails": (
         "model.py",
         {"tokens_of_it.py": "TOKENS = open('no such file')\nSIZE = 3\n"},
@@ -280,9 +277,7 @@ def test_the_repository_of_a_file(write: Write, tmp_path: Path) -> None:
     for name in ("clone/__init__.py", "clone/models/__init__.py", "clone/models/README.md"):
         write("", name)
     path = write("", "clone/models/net.py")
-    assert repository_of(path) == tmp_path / "clone" and projects_around(tmp_path / "clone" / "models") == [
-        tmp_path / "clone"
-    ]
+    assert repository_of(path) == tmp_path / "clone"
     assert is_users(path, (tmp_path,)) and not is_users(path, (tmp_path / "clone" / "other",))
     assert not is_users(tmp_path / "venv" / "lib" / "site-packages" / "torch.py", (tmp_path,))
 
@@ -294,21 +289,21 @@ class TestPrograms:
         source += "net = Net(data)\nSIZE = 3\ndef late(): return SIZE\n"
         with imported(write(source), notes.append) as module:
             assert module.late() == 3 and not hasattr(module, "net")
-        assert len(notes) == 1 and notes[0].startswith("left out of model.py: line 6 (FileNotFoundError")
+        assert len(notes) == 1 and notes[0].startswith("skipped in model.py: line 6 (FileNotFoundError")
 
     def test_of_a_file_that_it_imports_too(self, write: Write) -> None:
         notes: list[str] = []
         write("SIZE = 3\nwords = open('no such file')\n", "tokens_of_it.py")
         with imported(write("from tokens_of_it import SIZE\n"), notes.append) as module:
             assert module.SIZE == 3
-        assert len(notes) == 1 and notes[0].startswith("left out of tokens_of_it.py: line 6 (FileNotFoundError")
+        assert len(notes) == 1 and notes[0].startswith("skipped in tokens_of_it.py: line 6 (FileNotFoundError")
 
     def test_a_script_that_runs_on(self, write: Write) -> None:
         notes: list[str] = []
         source = "class Net(nn.Module): pass\nwhile True:\n    try: pass\n    except Exception: pass\n"
         with imported(write(source), notes.append, limit=0.3) as module:
             assert module.Net.__name__ == "Net"
-        assert notes == ["left out of model.py: line 6 (it runs more than 0.3 s)"]
+        assert notes == ["skipped in model.py: line 6 (it runs more than 0.3 s)"]
 
     def test_a_loop_with_a_backward_pass_is_not_even_begun(self, write: Write) -> None:
         notes: list[str] = []
@@ -316,7 +311,7 @@ class TestPrograms:
         source += "    loss = Net()(step)\n    loss.backward()\nsize = 3\n"
         with imported(write(source), notes.append) as module:
             assert module.size == 3 and not hasattr(module, "step")
-        assert notes == ["left out of model.py: line 6 (it trains)"]
+        assert notes == ["skipped in model.py: line 6 (it trains)"]
 
     def test_what_runs_under_main_is_not_run(self, write: Write) -> None:
         source = "class Net(nn.Module): pass\nif __name__ == '__main__':\n    raise SystemExit(3)\n"

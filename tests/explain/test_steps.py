@@ -1,4 +1,4 @@
-"""Steps of explain that take long: their limits of time, and what they say."""
+"""Time limits of the steps of explain, and their messages."""
 
 from __future__ import annotations
 

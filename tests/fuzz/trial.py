@@ -16,10 +16,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from attn_fuse.report import SiteReport
-from tests.fuzz import numbers, published
+from tests.fuzz import numbers
 from tests.fuzz.description import Program, Sizes
 from tests.fuzz.draw import fitting, oddity
-from tests.fuzz.published import Rewritten
 from tests.fuzz.write import write
 from tests.harness import Outcome, _results, _widened, _wider, assert_as_good_as_eager, check
 
@@ -28,12 +27,10 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class Failure:
-    program: Program | Rewritten
+    program: Program
     error: str
 
     def __str__(self) -> str:
-        if isinstance(self.program, Rewritten):
-            return f"{self.error}\n{self.program}"
         source = write(self.program)
         calls = _calls(self.program, loaded(source))
         return f"{self.error}\n{self.program}\n\n{source}\n{_TAIL.format(p=self.program, calls=calls)}"
@@ -60,8 +57,7 @@ def _calls(program: Program, module: types.ModuleType) -> list[dict[str, int]]:
 class Tally:
     """What was tried so far. refused: why sites were not fused, for each kind of program.
 
-    A program is "mutated", or "odd" where it may be left as written (draw.oddity), or "plain"; or one that others
-    published, "rewritten".
+    A program is "mutated", or "odd" where it may be left as written (draw.oddity), or "plain".
     """
 
     def __init__(self) -> None:
@@ -69,7 +65,7 @@ class Tally:
         self.refused: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
         self.failures: list[Failure] = []
 
-    def run(self, program: Program | Rewritten, inner: str = "eager") -> None:
+    def run(self, program: Program, inner: str = "eager") -> None:
         """Try `program`; what goes wrong is kept, not raised."""
         kind = _kind_of(program)
         self.counts["programs"] += 1
@@ -108,9 +104,7 @@ class Tally:
         return "\n".join([*lines, f"{len(self.failures):6} failures"])
 
 
-def _kind_of(program: Program | Rewritten) -> str:
-    if isinstance(program, Rewritten):
-        return "rewritten"
+def _kind_of(program: Program) -> str:
     return "mutated" if program.mutation is not None else "odd" if oddity(program) else "plain"
 
 
@@ -123,10 +117,8 @@ def _broke(site: SiteReport) -> bool:
     return site.blocker is not None and "analysing it failed" in site.blocker.reason
 
 
-def attempt(program: Program | Rewritten, inner: str = "eager") -> Outcome | None:
+def attempt(program: Program, inner: str = "eager") -> Outcome | None:
     """Compile `program` and hold it against float64; None where it does not run eagerly either."""
-    if isinstance(program, Rewritten):
-        return _attempt_rewritten(program, inner)
     module = loaded(write(program))
     written, args = module.Program(), module.inputs()
     if not _runs(written, args, program.backward):
@@ -149,19 +141,6 @@ def attempt(program: Program | Rewritten, inner: str = "eager") -> Outcome | Non
 def _is_no_number(results: Any) -> bool:
     tensors = (x for x in pytree.tree_leaves(results) if isinstance(x, torch.Tensor) and x.is_floating_point())
     return any(bool(x.isnan().any()) for x in tensors)
-
-
-def _attempt_rewritten(program: Rewritten, inner: str) -> Outcome | None:
-    sizes, args = published.inputs(program.entropy)
-    written = published.Program(program, *sizes)
-    backward = program.entropy % 2 == 0
-    if not _runs(written, args, backward):
-        return None
-    dynamic = program.entropy % 5 == 0 or None
-    if not _is_right_alone(written, args, inner, dynamic, backward):
-        inner = "eager"
-    torch._dynamo.reset()
-    return check(written, *args, inner=inner, dynamic=dynamic, backward=backward)
 
 
 def _is_right_alone(written: Any, args: Sequence[Any], inner: str, dynamic: bool | None, backward: bool) -> bool:
@@ -207,8 +186,6 @@ def _runs(program: torch.nn.Module, args: Any, backward: bool) -> bool:
 
 def smallest(failure: Failure, inner: str = "eager") -> Failure:
     """The same failure with as many choices as possible put back to the plain one."""
-    if isinstance(failure.program, Rewritten):
-        return failure
     kind = _kind(failure)
     return _failure(plainest(failure.program, lambda p: _kind(_failure(p, inner)) == kind), inner) or failure
 

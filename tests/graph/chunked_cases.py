@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_fuse.kernels.chunked.attend import attend, attend_backward
 from attn_fuse.kernels.chunked.op import chunked
+from attn_fuse.kernels.operands import Operands
 from attn_fuse.kernels.score.program import ScoreProgram
 from tests.grid.features import At, Sizes
 from tests.harness import ROUNDINGS, TIMES_EAGER
@@ -372,6 +374,16 @@ def operator(
 ) -> Tensor:
     query, key, value, *inputs = tensors
     return chunked(query, key, value, inputs, numbers, seed, p, case.program.dumps(), False)[0]
+
+
+def on_blocks(case: Case, s: Sizes, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The outputs and every gradient of chunked's own functions, with dropout."""
+    query, key, value, *inputs = tensors
+    how = Operands(query, key, value, inputs, case.numbers(s), torch.tensor([3]), 0.25, case.program.dumps())
+    outputs = attend(how)
+    grad = torch.randn(outputs[0].shape, generator=torch.Generator().manual_seed(1)).to(query.dtype)
+    *gradients, of_inputs = attend_backward(how, outputs, grad, None, [True] * len(inputs))
+    return [*outputs, *gradients, *of_inputs]
 
 
 def drawn(case: Case, s: Sizes, dtype: torch.dtype) -> list[Tensor]:

@@ -24,9 +24,8 @@ from attn_fuse.expression import nodes as ex
 from attn_fuse.expression.nodes import Expr
 from attn_fuse.kernels.score.program import Block, ScoreProgram, evaluate
 from attn_fuse.kernels.score.write import _Writer
-from attn_fuse.lift.lift import Lifted, NotLifted, lift
+from attn_fuse.lift.lift import OPERATIONS, Lifted, NotLifted, lift
 from attn_fuse.lift.normalize import Normal, _decompositions
-from attn_fuse.lift.operations import OPERATIONS
 from attn_fuse.lift.reductions import ACROSS
 from attn_fuse.torch_internals import FakeTensorMode, functionalized, make_fx, on_fake_tensors
 from tests.rounding import distance, rounding_of_float64

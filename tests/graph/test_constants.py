@@ -26,6 +26,8 @@ FOUND = {
     "bfloat16": torch.triu(torch.full((6, 6), -1e9, dtype=torch.bfloat16), 1),
     "one value": torch.full((2, 3, 4), 5.0),
     "a number": torch.tensor(0.125),
+    "an integer that no float holds": torch.full((3,), 2**53 + 1),
+    "a triangle of such integers": torch.full((6, 6), 2**62 + 1).tril(),
     "a row": (torch.arange(8) < 5).view(1, 8),
     "not contiguous": torch.tril(torch.ones(6, 6)).t(),
 }
@@ -49,7 +51,7 @@ NOT_FOUND = {
 def test_equals_the_tensor_everywhere(name: str) -> None:
     tensor = FOUND[name]
     form = closed_form(tensor)
-    assert isinstance(form, ClosedForm) and form.equals(tensor)
+    assert isinstance(form, ClosedForm)
     for index in itertools.product(*map(range, tensor.shape)):
         element = form.element(tuple(map(sympy.Integer, index)), Space())
         assert isinstance(element, ex.Const) and element.value == tensor[index].item()
@@ -66,13 +68,13 @@ def test_whole_numbers_by_distance(shape: tuple[int, ...], dtype: torch.dtype) -
     rows, columns = shape[-2:]
     tensor = (torch.arange(columns) - torch.arange(rows)[:, None]).mul(7).remainder(11).to(dtype).view(shape)
     form = closed_form(tensor)
-    assert isinstance(form, Diagonals) and form.equals(tensor)
+    assert isinstance(form, Diagonals)
     for index in itertools.product(*map(range, shape)):
         at = [_number(place) for place in form.places(tuple(map(sympy.Integer, index)))]
         assert 0 in at[-2:] and tensor[tuple(at)] == tensor[index]
     changed = tensor.clone()
     changed[..., -1, -1] += 1
-    assert closed_form(changed) is None and not form.equals(changed)
+    assert closed_form(changed) is None
     assert closed_form(tensor.double()) is None and closed_form(tensor.to(torch.uint8)) is None
 
 
@@ -88,4 +90,5 @@ def _number(place: ex.Expr) -> int:
 def test_a_form_is_of_one_tensor_only() -> None:
     form = closed_form(FOUND["tril"])
     assert form is not None
-    assert not form.equals(FOUND["window"]) and not form.equals(FOUND["tril"].double())
+    assert closed_form(torch.tensor(2**53 + 1)) != closed_form(torch.tensor(2**53))
+    assert form not in (closed_form(FOUND["window"]), closed_form(FOUND["tril"].double()))

@@ -12,6 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
 
 # Before the tests, which have a `harness`, too.
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -21,10 +22,10 @@ from attn_fuse.explain import command as explain
 from attn_fuse.kernels import KERNELS
 from attn_fuse.options import Options
 from attn_fuse.run import command as run
-from tools import api
+from tools import api, gallery
 
 ROOT = Path(__file__).parents[2]
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "README.md"]
 
 
 def anchors(page: Path) -> set[str]:
@@ -37,7 +38,7 @@ def links(page: Path) -> Iterator[str]:
     yield from re.findall(r"\]\(([^)\s]+)\)", page.read_text())
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere(page: Path) -> None:
     for link in links(page):
         if link.startswith("http"):
@@ -48,7 +49,7 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), link
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
 def test_python_is_python(page: Path) -> None:
     for block in re.findall(r"(?ms)^ *```python\n(.*?)^ *```", page.read_text()):
         ast.parse(textwrap.dedent(block))
@@ -59,12 +60,25 @@ def test_every_page_is_linked_from_the_readme() -> None:
     assert {page for page in PAGES if page.name != "README.md"} <= linked
 
 
+def test_every_stored_result_is_asked_for_its_age() -> None:
+    assert all(re.match(r"\S+\.json: measured at ", line) for line in results_page.outdated())
+
+
 def test_the_readme_takes_two_screens() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 
 
 def test_the_api_page_is_what_the_docstrings_say() -> None:
     assert api.PAGE.read_text() == api.page(), "run `make docs`"
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="the page is of torch 2.13, as `make docs` has it")
+def test_the_gallery_is_what_its_programs_give() -> None:
+    files = gallery.files()
+    assert {*(gallery.DOCS / "masks").iterdir()} < files.keys()
+    for path, text in files.items():
+        assert path.read_text() == text and (path.suffix == ".md" or len(text) < 10_000), "run `make docs`"
 
 
 def test_every_option_has_a_line() -> None:
@@ -84,7 +98,7 @@ def test_every_flag_has_a_line(command: types.ModuleType, name: str) -> None:
     assert flags - {"--help"} <= set(re.findall(r"--[a-z-]+", page))
 
 
-@pytest.mark.parametrize("page", results_page.PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", results_page.PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
 def test_figures_are_those_of_the_stored_results(page: Path) -> None:
     text = page.read_text()
     assert results_page.filled(text) == text, "run `make results`"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -11,12 +11,13 @@ from torch import Tensor
 from torch.fx import Graph
 from torch.nn.attention.flex_attention import create_block_mask
 
-from attn_fuse.emit.reuse import earlier
 from attn_fuse.expression.nodes import Add, Binary, Const, Div, Expr, Input, Mul, Number, Score, Select, distinct
+from attn_fuse.graph.reach import earlier
 from attn_fuse.kernels.flex.blocks import flex_blocks, flex_operands
 from attn_fuse.kernels.flex.kernel import BLOCKS, attend
-from attn_fuse.kernels.flex.mods import mask_mod, mask_part, scaled, score_part, sink_part, with_exact_fills
+from attn_fuse.kernels.flex.mods import inlined, mask_mod, scaled, with_exact_fills
 from attn_fuse.kernels.score.program import ScoreProgram
+from attn_fuse.kernels.score.write import ScoreCall
 from tests.graph.chunked_cases import CASES, INF, SIZES, USUAL, H, K, Q, S, Sizes, assert_near, drawn, naive, where
 from tests.graph.chunked_cases import Case as DenseCase
 from tests.graph.random_cases import random_case
@@ -38,19 +39,15 @@ def program(**parts: object) -> ScoreProgram:
 
 def on_flex(case: DenseCase, s: Sizes, query: Tensor, key: Tensor, value: Tensor, *inputs: Tensor) -> Tensor:
     """The case on `attend`, as `emit` splices it."""
-    parts = (score_part(case.program), mask_part(case.program), sink_part(case.program))
-    seen, numbers = parts[1], case.numbers(s)
-    tables = flex_blocks(
-        [inputs[n] for n in seen.inputs],
-        [numbers[n] for n in seen.numbers],
-        [s.batch, s.heads, s.q_len, s.kv_len],
-        list(BLOCKS),
-        True,
-        query.device,
-        seen.program.dumps(),
-    )
-    read = [([inputs[n] for n in part.inputs], [torch.tensor(numbers[n]) for n in part.numbers]) for part in parts]
-    return attend(query, key, value, read, tables, blocks=BLOCKS, programs=[part.program.dumps() for part in parts])
+    whole = ScoreCall(case.program, inputs, case.numbers(s))
+    seen = whole.part(ScoreProgram(Score(), visible=case.program.visible, upper=case.program.upper,
+                                   lower=case.program.lower,
+                                   hides_only_if_others_seen=case.program.hides_only_if_others_seen))  # fmt: skip
+    sizes, program = [s.batch, s.heads, s.q_len, s.kv_len], seen.program.dumps()
+    tables = flex_blocks(seen.inputs, seen.numbers, sizes, list(BLOCKS), True, query.device, program)
+    read = whole.part(inlined(case.program))
+    numbers = list(map(torch.tensor, read.numbers))
+    return attend(query, key, value, read.inputs, numbers, tables, blocks=BLOCKS, program=read.program.dumps())
 
 
 class TestFillsOnCuda:
@@ -99,7 +96,9 @@ class TestFillsOnCuda:
 
 
 class TestTheScoreFunction:
-    @pytest.mark.parametrize("s", SIZES, ids=str)
+    @pytest.mark.parametrize(
+        "s", [pytest.param(s, id=str(s), marks=() if s is USUAL else pytest.mark.thorough) for s in SIZES]
+    )
     @pytest.mark.parametrize("case", [*TAKEN, *map(random_case, range(40))], ids=lambda case: case.name)
     def test_forward(self, case: DenseCase, s: Sizes) -> None:
         torch.manual_seed(0)
@@ -146,8 +145,7 @@ class TestTheMaskIsTakenOut:
         ],
     )
     def test_taken_out(self, score: list, visible: list) -> None:
-        part = score_part(program(score=score, visible=visible))
-        assert json.loads(part.program.dumps()) == {"score": S} and part.inputs == part.numbers == ()
+        assert inlined(program(score=score, visible=visible)).score == Score()
 
     @pytest.mark.parametrize(
         ("score", "visible"),
@@ -164,20 +162,20 @@ class TestTheMaskIsTakenOut:
     )
     def test_left(self, score: list, visible: list) -> None:
         whole = program(score=score, visible=visible)
-        part = score_part(whole)
-        assert ScoreProgram(part.program.score) == ScoreProgram(whole.score)
+        assert inlined(whole).score == whole.score
 
     def test_a_truth_value_stays_one(self) -> None:
         score = ["add", S, ["add", ["where", CAUSAL, ["eq", Q, K], ["const", 0.0]], ["eq", H, K]]]
-        part = score_part(program(score=score, visible=CAUSAL))
-        assert isinstance(part.program.score.b.a, Select)
+        assert isinstance(inlined(program(score=score, visible=CAUSAL)).score.b.a, Select)
 
     def test_what_is_not_read_any_more_goes(self) -> None:
         both = program(score=where(["eq", ["input", 0], ["input", 1]], ["add", S, ["input", 2]]),
                        visible=["eq", ["input", 0], ["input", 1]], upper=["number", 1])  # fmt: skip
-        said, seen = score_part(both), mask_part(both)
-        assert (said.inputs, said.numbers) == ((2,), ()) and (seen.inputs, seen.numbers) == ((0, 1), (1,))
-        assert said.program.score == Add(Score(), Input(0)) and seen.program.upper == Number(0)
+        whole = ScoreCall(both, ("query's", "key's", "added"), (3, 5))
+        said, seen = whole.part(ScoreProgram(inlined(both).score)), whole.part(replace(both, score=Score()))
+        assert (said.inputs, said.numbers) == (["added"], []) and seen.inputs == ["query's", "key's"]
+        assert said.program.score == Add(Score(), Input(0))
+        assert seen.program.upper == Number(0) and seen.numbers == [5]
 
 
 @pytest.mark.parametrize(
@@ -191,7 +189,7 @@ class TestTheMaskIsTakenOut:
     ],
 )
 def test_a_scale(score: list, factor: float, rest: tuple) -> None:
-    assert scaled(program(score=score)) == (factor, rest)
+    assert scaled(program(score=score).score) == (factor, rest)
 
 
 # Each with the numbers that it reads.

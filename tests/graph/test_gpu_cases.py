@@ -1,8 +1,9 @@
-"""benchmarks/gpu_cases.py: each case's program has what its name says, and the picker knows it by that case."""
+"""benchmarks/gpu_cases.py: the picker knows each program, and models as people write them, by its case."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,20 +18,16 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import gpu_cases
-from attn_fuse.attention.attention import Attention
 from attn_fuse.bench.workloads import program, tensors
-from attn_fuse.expression.nodes import Gather, Load, walk
 from attn_fuse.picker import regression
 from attn_fuse.picker.case import Case
-from attn_fuse.picker.evidence import Row
+from attn_fuse.picker.evidence import AS_WRITTEN, Row
 from features import RelativeBias
 from tests.graph.h200_cases import Biased, computed_alibi
 from tests.h200 import Picked, h200
 from tests.models.vision import Swin
 
 CASES = dict(gpu_cases.cases())
-# Other cases have more queries than that.
-MOST_IN_A_GROUP = 32
 META, CPU = torch.device("meta"), torch.device("cpu")
 
 
@@ -47,104 +44,9 @@ def of(case: Case) -> Picked:
     return recognised(program(case), tensors(case, device), case.training)
 
 
-# ---- what is there, by the recognised attention alone
-
-
-def read(attention: Attention, kind: type) -> list[set[Any]]:
-    """The index symbols of each tensor that is added to the scores, read as `kind`."""
-    found = [x for term in attention.biases for x in walk(term) if isinstance(x, kind)]
-    return [{s for place in x.index for s in getattr(place, "free_symbols", ())} for x in found]
-
-
-def extent(attention: Attention) -> str:
-    """Along which of batch, head, query and key a tensor extends that is added element by element; "" for none."""
-    axes = attention.axes
-    roles = {"b": {*axes.batch}, "h": {*attention.head_axes}, "q": {*axes.query}, "k": {*axes.key}}
-    found = ["".join(role for role, of_role in roles.items() if symbols & of_role) for symbols in read(attention, Load)]
-    return max((letters for letters in found if "q" in letters and "k" in letters), key=len, default="")
-
-
-def properties(site: Picked) -> set[str]:
-    """What names may speak of, as far as `site` has it."""
-    attention, facts = site.attention, site.facts
-    kinds, extends, learns = {part.kind for part in attention.mask.parts}, extent(attention), facts.bias_needs_grad
-    looked_up = bool(read(attention, Gather))
-    added = not looked_up and bool(extends)
-    by_positions = bool(attention.biases) and not looked_up and not any(read(attention, Load))
-    found = {
-        "looked up by positions": looked_up and learns and not extends,
-        "looked up by a stored index": looked_up and learns and extends == "qk",
-        "a bias for each head, query and key, with gradient": added and learns and extends == "hqk",
-        "a bias for each batch entry, head, query and key, with gradient": added and learns and extends == "bhqk",
-        "a bias for each head, query and key, without gradient": added and not learns and extends == "hqk",
-        "a bias by positions and heads alone": by_positions,
-        "a softcap": attention.softcap is not None,
-        "a sink": attention.sink is not None,
-        "a window": "window" in kinds,
-        "documents": "documents" in kinds,
-        "padding": "padding" in kinds,
-        "a mask for each query and key": "dense" in kinds,
-        "dropout": attention.dropout_p is not None,
-        # With one query, the heads that share a key head are read as its queries.
-        "grouped heads": facts.heads > facts.kv_heads or 1 < facts.q_len <= MOST_IN_A_GROUP,
-        "one key head": facts.kv_heads == 1,
-        "one query": facts.q_len <= MOST_IN_A_GROUP,
-        "no gradient": not (facts.training or learns),
-        "float32": facts.dtype == torch.float32,
-        "D 256": facts.head_dim == 256,
-        "head_dim 80": facts.head_dim == 80,
-    }
-    return {name for name, there in found.items() if there}
-
-
-# The words in a name by which it says that a property is there; without one of them it is not.
-WORDS = {
-    "looked up by positions": ["T5's table"],
-    "looked up by a stored index": ["Swin's stored index"],
-    "a bias for each head, query and key, with gradient": ["Evoformer's pair bias", "dense bias with its gradient"],
-    "a bias for each batch entry, head, query and key, with gradient": ["Graphormer's bias"],
-    "a bias for each head, query and key, without gradient": ["constant bias"],
-    "a bias by positions and heads alone": ["ALiBi"],
-    "a softcap": ["softcap"],
-    "a sink": ["sinks"],
-    "a window": ["window"],
-    "documents": ["documents"],
-    "padding": ["padded", "padding"],
-    "a mask for each query and key": ["dense mask"],
-    "dropout": ["dropout"],
-    "grouped heads": ["grouped", "one key head"],
-    "one key head": ["one key head"],
-    "one query": ["decode"],
-    "no gradient": ["inference", "decode"],
-    "float32": ["float32"],
-    "D 256": ["D 256"],
-    "head_dim 80": ["head_dim 80"],
-}
-# What more the words mean, which other names may have as well.
-MEANING: dict[str, Callable[[Picked], bool]] = {
-    "causal": lambda site: any(part.kind == "causal" for part in site.attention.mask.parts),
-    "no mask": lambda site: not site.attention.mask.parts,
-    "without a mask": lambda site: not site.attention.mask.parts,
-    "D 128": lambda site: site.facts.head_dim == 128,
-    "one sequence": lambda site: site.facts.batch == 1,
-    "T5's table": lambda site: not site.attention.mask.parts,
-    "Swin": lambda site: site.facts.q_len == site.facts.kv_len == 49,
-    "Evoformer": lambda site: (
-        (site.facts.batch, site.facts.heads, site.facts.kv_len, site.facts.head_dim) == (128, 8, 256, 32)
-    ),
-}
-
-
-def unlike(name: str, site: Picked) -> set[str]:
-    """The properties that `name` says and `site` has not, or `site` has and `name` does not say."""
-    said = {of for of, words in WORDS.items() if any(word in name for word in words)}
-    return said ^ properties(site) | {word for word, holds in MEANING.items() if word in name and not holds(site)}
-
-
 @pytest.mark.parametrize("name", CASES)
-def test_a_program_has_what_its_name_says_and_is_known_by_its_case(name: str) -> None:
+def test_a_program_is_known_by_its_case(name: str) -> None:
     case, site = CASES[name], of(CASES[name])
-    assert not unlike(name, site), site.attention
     if case.q_len == 1 and case.heads > case.kv_heads:
         # Read with the heads that share a key head as queries, which the picker knows to be the same.
         group = case.heads // case.kv_heads
@@ -154,17 +56,23 @@ def test_a_program_has_what_its_name_says_and_is_known_by_its_case(name: str) ->
         assert site.case == case
 
 
-def test_a_name_for_something_else_is_seen() -> None:
-    """The evidence once had a softcap under the name of T5's table, and a stored bias under that of ALiBi."""
-    former = of(dataclasses.replace(CASES["T5's table"], table=False))
-    assert unlike("T5's table", former) == {"looked up by positions", "a softcap"}
-    former = of(dataclasses.replace(CASES["ALiBi"], bias="constant"))
-    assert unlike("ALiBi", former) == {
-        "a bias by positions and heads alone", "a bias for each head, query and key, without gradient",
-    }  # fmt: skip
-    shared = of(dataclasses.replace(CASES["Graphormer's bias"], bias_by_entry=False))
-    assert len(unlike("Graphormer's bias", shared)) == 2
-    assert "Swin" in unlike("Swin's stored index", of(dataclasses.replace(CASES["Swin's stored index"], kv_len=64)))
+# ---- what is picked there, by --on
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "gpu-4-evidence-h200.json"
+SECTIONS = json.loads(RESULTS.read_text())["sections"]
+CHOSEN = {row["what"]: row["picked"] for row in SECTIONS["choices"]["rows"] if "picked" in row}
+TIMES = {row["what"]: row["us"] for row in SECTIONS["evidence"]["rows"] if "us" in row and AS_WRITTEN in row["us"]}
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_the_pick_is_that_of_the_gpu_itself(name: str) -> None:
+    assert (of(CASES[name]).kernel or AS_WRITTEN) == CHOSEN[name]
+
+
+@pytest.mark.parametrize("name", TIMES)
+def test_the_pick_was_fast_there(name: str) -> None:
+    times = TIMES[name]
+    assert times[of(CASES[name]).kernel or AS_WRITTEN] <= 1.03 * min(times.values())
 
 
 # ---- models as people write them

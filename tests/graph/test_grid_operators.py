@@ -22,7 +22,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunked_plan, "KEY_BLOCK", 8)
 
 
-@pytest.mark.parametrize("strength", [2, 3])
+@pytest.mark.parametrize("strength", [2, pytest.param(3, marks=pytest.mark.thorough)])
 def test_all_values_meet(strength: int) -> None:
     rows = cover.covering(AXES, strength)
     for axes in itertools.combinations(AXES, strength):
@@ -36,9 +36,16 @@ def test_each_value_stands_alone() -> None:
     assert all(len(row.items() - PLAIN.items()) == 1 for row in rows[1:])
 
 
-@pytest.mark.parametrize("c", [Case.of(row) for row in CHUNKED.rows(strength=3)], ids=str)
+@pytest.mark.parametrize("c", [Case.of(row) for row in CHUNKED.rows()], ids=str)
 def test_chunked(c: Case) -> None:
     assert not check(CHUNKED, c, CPU)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("part", range(8))
+def test_chunked_with_every_three_together(part: int) -> None:
+    wrong = {str(c): check(CHUNKED, c, CPU) for c in map(Case.of, CHUNKED.rows(strength=3)[part::8])}
+    assert not {c: text for c, text in wrong.items() if text}
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -94,16 +93,6 @@ def test_a_version_that_is_not_ready_has_no_notes(tag: str, changelog: str, said
         release_notes.notes(tag, '[project]\nversion = "0.1.0"\n', changelog)
 
 
-def test_the_command_says_it_in_one_line() -> None:
-    done = subprocess.run(
-        [sys.executable, ROOT / "tools" / "release_notes.py", "v9.9.9"], capture_output=True, text=True
-    )
-    assert done.returncode == 2 and not done.stdout
-    assert done.stderr == f"release: the tag is v9.9.9, and pyproject.toml has version {PROJECT['version']}: " + (
-        f"the tag must be v{PROJECT['version']}\n"
-    )
-
-
 def test_the_changelog_has_a_section_of_the_version() -> None:
     assert re.findall(
         rf"(?m)^## {re.escape(PROJECT['version'])}, (?:not released yet|\d{{4}}-\d{{2}}-\d{{2}})$",
@@ -144,21 +133,3 @@ WHY = "\n\nA reader wants to know why.\n"
 def test_messages_of_commits(message: str, said: tuple[str, ...]) -> None:
     found = commit_message.objections(message)
     assert len(found) == len(said) and all(words in sentence for words, sentence in zip(said, found, strict=True))
-
-
-def test_messages_since_a_commit(tmp_path: Path) -> None:
-    def git(*arguments: str) -> None:
-        subprocess.run(("git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments), cwd=tmp_path, check=True)
-
-    def checked(since: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, ROOT / "tools" / "commit_message.py", "--since", since]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-
-    git("init", "--quiet")
-    for message in ("Start", "Say why" + WHY, "Say nothing", "y" * 80 + WHY):
-        git("commit", "--quiet", "--allow-empty", "--message", message)
-    done = checked("HEAD~3")
-    assert done.returncode == 1 and len(done.stderr.splitlines()) == 2
-    assert "no body that says why: Say nothing" in done.stderr and "80 characters" in done.stderr
-    assert checked("HEAD").returncode == 0
-    assert checked("nowhere").returncode == 2

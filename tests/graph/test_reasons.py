@@ -76,5 +76,5 @@ def test_a_test_names_it(text: str) -> None:
 
 @pytest.mark.parametrize("text", dict.fromkeys(text for _, text in CASES), ids=str)
 def test_the_documents_say_what_to_do(text: str) -> None:
-    page = (ROOT / "docs" / "reasons.md").read_text()
+    page = (ROOT / "attn_fuse/explain/reasons.md").read_text()
     assert text.strip(" ,:") in page, [case for case, _ in CASES if case.endswith(text)]

@@ -28,8 +28,8 @@ def answers(spelling: Spelling, training: bool) -> list[Attention | Refusal]:
         return recognised(program, *args, dynamic=spelling.dynamic)
 
 
-# Of each group every third; make recall and the thorough tests take all.
-EVERY_DAY = [s for group in GROUPS for s in [s for s in ATTENTIONS if s.group == group][::3]]
+# Every fifth of each group; make recall and the thorough tests take all.
+EVERY_DAY = [s for group in GROUPS for s in [s for s in ATTENTIONS if s.group == group][::5]]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Score programs by themselves: what is one, what it computes, and its gradient by our rules against autograd's."""
+"""Score programs by themselves: what is one, and what it computes. test_one_evaluator.py has the gradients."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from attn_fuse.expression.functions import BINARY, UNARY
-from attn_fuse.expression.nodes import And, Const, Expr, Input, distinct
-from attn_fuse.kernels.score.gradient import differentiable, gradients, needed
-from attn_fuse.kernels.score.program import Block, Memo, ScoreProgram, bound, evaluate
+from attn_fuse.expression.nodes import And, Const, Expr
+from attn_fuse.kernels.score.program import Block, ScoreProgram, bound, evaluate
 from tests.graph.chunked_cases import CASES, INF, Case, K, Q, S, const
 
 
@@ -75,67 +72,6 @@ def test_bounds() -> None:
 
 
 BLOCK = Block(1, 1, (3, 5), (4, 7), torch.device("cpu"), torch.float64)
-
-
-@pytest.mark.parametrize("name", UNARY)
-def test_unary(name: str) -> None:
-    scores = torch.rand(1, 1, 2, 3, dtype=torch.float64) * 0.8 + 0.1
-    scores = scores + 1 if name == "acosh" else scores
-    function = getattr(torch.ops.aten, name).default
-    assert torch.equal(evaluate(ScoreProgram([name, S]).score, scores, [], [], BLOCK), function(scores))
-    of_integers = evaluate(ScoreProgram([name, Q]).score, None, [], [], BLOCK)
-    expected = function(torch.tensor([3.0, 4.0], dtype=torch.float64)).double().view(1, 1, 2, 1)
-    torch.testing.assert_close(of_integers.double(), expected, rtol=0, atol=0, equal_nan=True)
-
-
-def check_gradient(tree: list[Any], block: Block, *inputs: Tensor) -> None:
-    """Our rules against autograd, which records `evaluate` where it is not inside an operator."""
-    root = ScoreProgram(tree).score
-    wanted = [node for node in distinct(root) if isinstance(node, Input)]
-    path = differentiable([root], wanted)
-    leaves = [x.clone().requires_grad_() for x in inputs]
-    out = evaluate(root, None, leaves, [], block)
-    given = torch.randn(out.shape, dtype=block.dtype)
-    expected = torch.autograd.grad(out, leaves, given, allow_unused=True) if out.requires_grad else [None] * len(inputs)
-    memo: Memo = dict.fromkeys(needed(path))
-    evaluate(root, None, inputs, [], block, memo)
-    found = gradients(path, wanted, [(root, given)], [], block, memo)
-    for node in wanted:
-        reference = torch.zeros_like(inputs[node.leaf]) if expected[node.leaf] is None else expected[node.leaf]
-        got = found.get(id(node), torch.zeros_like(reference))
-        torch.testing.assert_close(got, reference, rtol=1e-12, atol=1e-14)
-
-
-@pytest.mark.parametrize("name", UNARY)
-def test_gradient_of_unary(name: str) -> None:
-    x = torch.linspace(-5, 5, 41, dtype=torch.float64).view(1, 1, 1, 41)
-    if name.startswith("log") or name in ("sqrt", "rsqrt", "reciprocal"):
-        x = x.abs() + 0.1
-    x = x / 6 if name in ("asin", "acos", "atanh") else x.abs() + 1.1 if name == "acosh" else x
-    check_gradient([name, ["input", 0]], Block(1, 1, (0, 1), (0, 41), x.device, x.dtype), x)
-
-
-@pytest.mark.parametrize("name", BINARY)
-def test_gradient_of_binary(name: str) -> None:
-    """The operands broadcast, and are equal or 0 here and there."""
-    a = torch.linspace(0, 4, 17, dtype=torch.float64).view(1, 1, 17, 1)
-    b = torch.linspace(0.25, 3, 12, dtype=torch.float64).view(1, 1, 1, 12)
-    block = Block(1, 1, (0, 17), (0, 12), a.device, a.dtype)
-    if name == "floor_divide":
-        assert not differentiable([ScoreProgram([name, ["input", 0], S]).score], [Input(0)])
-        return
-    check_gradient([name, ["input", 0], ["input", 1]], block, a, b)
-    check_gradient([name, ["input", 0], const(2)], block, a)
-    check_gradient([name, const(2.0), ["input", 0]], block, b)
-
-
-def test_gradient_of_the_rest() -> None:
-    a, b = torch.randn(2, 1, 1, 7, 7, dtype=torch.float64).unbind(0)
-    block = Block(1, 1, (0, 7), (0, 7), a.device, a.dtype)
-    chosen = ["where", ["gt", ["input", 0], ["input", 1]], ["mul", ["input", 0], ["input", 0]], ["input", 1]]
-    check_gradient(chosen, block, a, b)
-    check_gradient(["mul", ["cast", "float64", ["floor", ["input", 0]]], ["cast", "float64", chosen]], block, a, b)
-    check_gradient(["add", ["cast", "int64", ["input", 0]], ["where", const(True), ["input", 1], Q]], block, a, b)
 
 
 @pytest.mark.parametrize(

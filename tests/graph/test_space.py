@@ -48,17 +48,6 @@ def test_floor_division_and_modulo(terms: list[tuple[int, int]], constant: int, 
     assert values(space, space.mod(expr, by), symbols) == [v % int(by) for v in exact]
 
 
-@settings(max_examples=80, derandomize=True, deadline=None)
-@given(st.integers(1, 6), st.integers(1, 5), st.integers(-4, 8), st.integers(-3, 6))
-def test_digits_are_bounded_soundly(size: int, base: int, a: int, constant: int) -> None:
-    space = Space()
-    n = space.fresh("n", size)
-    for digit in (FloorDiv(n, base), Mod(n, base)):
-        expr = sympy.sympify(a * digit + constant)
-        if space.is_nonnegative(expr):
-            assert min(values(space, expr, [n])) >= 0
-
-
 def test_symbolic_sizes() -> None:
     length = sympy.Symbol("s0", integer=True, positive=True)
     space = Space({length: (2, math.inf)})

@@ -72,7 +72,6 @@ F32 = torch.float32
         (NonNegative(j), "j ≥ 0"),
         (IsZero(i - j), "j = i"),
         (Compare("gt", X, Const(0)), "leaf0[i,j] > 0"),
-        (Not(Compare("eq", X, Y)), "leaf0[i,j] ≠ leaf1[j]"),
         (Not(Compare("lt", X, Y)), "not (leaf0[i,j] < leaf1[j])"),
         (And(NonNegative(i - j), Or(IsZero(i), IsZero(j))), "j ≤ i and (i = 0 or j = 0)"),
         (Select(NonNegative(i - j), X, Const(-math.inf)), "leaf0[i,j] where j ≤ i else -inf"),

@@ -73,9 +73,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Computed:
     monkeypatch.setattr(torch.cuda, "synchronize", made.synchronize)
     monkeypatch.setattr(timing, "cuda_sleep", made.sleep)
     monkeypatch.setattr(time, "perf_counter", lambda: made.now)
-    timing._cycles_in_a_second.cache_clear()
-    yield made
-    timing._cycles_in_a_second.cache_clear()
+    return made
 
 
 def test_a_time_on_a_gpu_is_its_own_and_the_hosts_stands_apart(gpu: Computed) -> None:

@@ -77,6 +77,13 @@ def test_bounds_alone() -> None:
     assert torch.equal(found.some, some) and torch.equal(found.every, every)
 
 
+@pytest.mark.parametrize("sizes", [(1, 2, 0, 45), (1, 2, 37, 0), (0, 2, 37, 45)], ids=str)
+def test_an_empty_dimension_has_no_blocks(sizes: tuple[int, int, int, int]) -> None:
+    for tree in (CAUSAL, ["lt", ["gather", 0, ["add", Q, K]], ["const", 0.5]]):
+        found = visibility(ScoreProgram(["score"], visible=tree), [torch.rand(99)], [0], sizes, (8, 8), CPU)
+        assert found.some.shape[2:] == found.every.shape[2:] == ((sizes[2] + 7) // 8, (sizes[3] + 7) // 8)
+
+
 def test_no_mask_shows_everything() -> None:
     found = visibility(ScoreProgram(["score"]), [], [], (2, 3, 40, 8), (16, 16), CPU)
     assert found.some.shape == (1, 1, 3, 1) and found.some.all() and found.every.all()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from attn_fuse.expression.nodes import Gather, Input, Or, distinct
+from attn_fuse.kernels import operands as operands_of_kernels
 from attn_fuse.kernels.chunked.op import chunked
 from attn_fuse.kernels.score.program import ScoreProgram
 from tests.grid import cover
@@ -22,18 +23,8 @@ from tests.grid.oracle import complaint, results
 SEED = 2**40 + 7
 
 
-@dataclass(frozen=True)
-class Call:
-    """What an operator is called with. program: as a string."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    inputs: Sequence[Tensor]
-    numbers: Sequence[int]
-    seed: Tensor | None
-    dropout_p: float
-    program: str
+class Call(operands_of_kernels.Operands):
+    """What an operator is called with."""
 
     @property
     def is_bounded(self) -> bool:

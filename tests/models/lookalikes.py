@@ -18,15 +18,15 @@ from tests.models import biases, causal, grouped, masks, plain
 from tests.models.spelling import Inputs, Spelling, function, given, heads, joined, noise, square
 
 S, INF = 7, math.inf
-ANOTHER_AXIS = "the product after the softmax sums over another axis: the weights are mixed, or are none"
-CHOSEN = "the weights are chosen by what they or the scores are"
+ANOTHER_AXIS = "the product after the softmax sums over another axis than the softmax"
+CHOSEN = "the weights are selected by a condition on scores or weights"
 COMPARED = "the scores are compared or joined with what is computed from them"
 NOT_NORMALISED = "the weights are not normalised by their own sum over the keys"
 NOT_ZERO = "weights are replaced by something that is not zero"
 NO_VALUE = "the softmax runs over a key that has no value"
 SEVERAL = "the scores join more than one matrix product"
 OTHER_SUM = "sum of something other than the scores"
-OTHERS_SAY = "the weights are set to zero by what other scores are"
+OTHERS_SAY = "the weights are zeroed by a condition on other scores"
 
 _FOUND: list[Spelling] = []
 
@@ -73,7 +73,7 @@ for _name, _of, _reason in (
     ("other cap outside", lambda s: 3.0 * torch.tanh(s / 2.0), ""),
     ("times zero", lambda s: s * 0.0, ""),
     ("infinities that cancel", lambda s: (lambda m: (2 * m - m).nan_to_num(nan=0.5))(s.masked_fill(above(), -INF)),
-        "some scores are plus infinity, whose weight is no number"),
+        "some scores are plus infinity, which makes their row NaN"),
 ):  # fmt: skip
     lookalike(_reason, name=_name)(lambda q, k, v, of=_of: of(scores(q, k)).softmax(-1) @ v)
 
@@ -89,6 +89,9 @@ for _name, _of, _reason in (
     ("normalised before the mask", lambda p: p.tril() / p.sum(-1, keepdim=True).square(), NOT_NORMALISED),
     ("largest only", lambda p: (p == p.amax(-1, keepdim=True)).to(p.dtype) - p.detach() + p, NOT_NORMALISED),
     ("weights above another", lambda p: torch.where(p > 0.1, p, 0.0), CHOSEN),
+    ("weights above another and filled", lambda p: torch.where(~((p > 0.1) | above()), p, 0.0), CHOSEN),
+    ("guarded or filled", lambda p: torch.where(~(p.isnan() & above()), p, 0.0), CHOSEN),
+    ("guarded and filled with values", lambda p: torch.where(~(p.isnan() | above()), p, 0.5), CHOSEN),
     ("weights filled", lambda p: p.masked_fill(above(), 0.5), NOT_ZERO),
     ("shifted weights", lambda p: p.roll(1, -1), "roll has no element expression"),
     ("weights above a quantile", lambda p: p * (p >= p.kthvalue(3, -1, keepdim=True).values), COMPARED),
@@ -107,7 +110,7 @@ for _name, _of, _reason in (
     ("sum without the last", lambda s, e, q: e[..., :-1].sum(-1, keepdim=True),
         "the weights are normalised over another number of keys"),
     ("sum kept above", lambda s, e, q: e.sum(-1, keepdim=True).clamp(min=0.5),
-        "the sum of the weights is kept above 0.5, which could be seen in them"),
+        "the sum of the weights is clamped to at least 0.5, which could change them"),
     ("sum with another term", lambda s, e, q: e.sum(-1, keepdim=True) + q[..., :1].square(),
         "the sum of the weights has another term, which is no sink"),
     ("sum over other weights", lambda s, e, q: e @ torch.linspace(0.5, 2.0, S, dtype=e.dtype).unsqueeze(-1), ""),
@@ -124,7 +127,7 @@ for _name, _of, _reason in (
 
 for _name, _sum, _reason in (
     ("one added after a shift", lambda total, top, q: 1 + total,
-        "1 is added to the sum of the weights, which could be seen in them"),
+        "1 is added to the sum of the weights, which could change them"),
     ("unshifted sink", lambda total, top, q: total + q[..., :1].exp(),
         "a sink is shifted by another number than the scores"),
 ):  # fmt: skip
@@ -140,9 +143,9 @@ for _name, _sum, _reason in (
 for _name, _power, _sum, _reason in (
     ("squares", lambda s: s**2, lambda total: total, ""),
     ("halves less the maximum and one", lambda s: 0.5 ** (s - s.amax(-1, keepdim=True)), lambda total: total + 1,
-        "1 is added to the sum of the weights, which could be seen in them"),
+        "1 is added to the sum of the weights, which could change them"),
     ("halves kept above one", lambda s: 0.5 ** (8 * (s - s.amin(-1, keepdim=True))), lambda total: total.clamp(min=2),
-        "the sum of the weights is kept above 2, which could be seen in them"),
+        "the sum of the weights is clamped to at least 2, which could change them"),
 ):  # fmt: skip
 
     @lookalike(_reason, name=_name)

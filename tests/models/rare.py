@@ -44,6 +44,9 @@ WEIGHTS: dict[str, Callable[[Tensor], Tensor]] = {
     "softmin masked from above": lambda s: F.softmin((-s).masked_fill(ABOVE, INF), -1),
     "sum of multiples": lambda s: (s + torch.linspace(0, 1, T) + s * 0.5 - s / 4).softmax(-1),
     "masked scores doubled": lambda s: (lambda m: m + m)(s.masked_fill(ABOVE, -INF)).softmax(-1),
+    "guarded and filled at once": lambda s: (lambda p: torch.where(~(p.isnan() | ABOVE), p, 0.0))(
+        s.masked_fill(ABOVE, -INF).softmax(-1)
+    ),
     "halves of the batch joined": lambda s: torch.cat([s[:1].softmax(-1), s[1:].softmax(-1)]),
 }
 
@@ -126,14 +129,18 @@ def diagonal(s: Tensor) -> None:
     s.diagonal(dim1=-2, dim2=-1).fill_(-INF)
 
 
-def in_two_parts(first: object, rest: object) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    def program(q, k, v):
-        s = scores(q, k)
-        s[first] = s[first].softmax(-1)
-        s[rest] = s[rest].softmax(-1)
-        return s @ v
+def first_and_rest_in_place(q, k, v):
+    s = scores(q, k)
+    s[:1] = s[:1].softmax(-1)
+    s[1:] = s[1:].softmax(-1)
+    return s @ v
 
-    return program
+
+def halves_of_the_queries_in_place(q, k, v):
+    s = scores(q, k)
+    s[:, :, 5:] = s[:, :, 5:].softmax(-1)
+    s[:, :, :5] = s[:, :, :5].softmax(-1)
+    return s @ v
 
 
 def written_and_returned(q, k, v):
@@ -146,7 +153,7 @@ def written_and_returned(q, k, v):
 _G = "rare"
 _FUNCTIONS = (
     quotient_of_two_products, keys_and_values_in_pairs, product_added_to_something,
-    autocast_off_inside, written_and_returned,
+    autocast_off_inside, written_and_returned, first_and_rest_in_place, halves_of_the_queries_in_place,
 )  # fmt: skip
 
 RARE: tuple[Spelling, ...] = tuple(
@@ -156,11 +163,6 @@ RARE: tuple[Spelling, ...] = tuple(
         *PROGRAMS.items(),
         *((f.__name__, f) for f in _FUNCTIONS),
         *((f.__name__, written(f)) for f in (every_second_key, diagonal_by_positions, beside_the_diagonal, diagonal)),
-        ("halves of the batch in place", in_two_parts(slice(None, 1), slice(1, None))),
-        (
-            "halves of the queries in place",
-            in_two_parts(*((slice(None),) * 2 + (s,) for s in (slice(5, None), slice(5)))),
-        ),
     )
 ) + tuple(
     function(_G, program, square(T, heads=4, head_dim=D), sites=2) for program in (second_names, scores_used_by_two)

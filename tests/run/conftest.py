@@ -11,14 +11,22 @@ import pytest
 from tests.run.watched import RUNS, installed
 
 
-@pytest.fixture(autouse=True)
-def _alone_in_memory() -> Iterator[None]:
-    """Models and optimizers that other tests have left in memory are none of the program's, which has to wait for its
-    own."""
-    gc.collect()
-    gc.freeze()
+@pytest.fixture(autouse=True, scope="module")
+def _collected_afterwards() -> Iterator[None]:
     yield
     gc.unfreeze()
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _alone_in_memory(_collected_afterwards: None) -> None:
+    """Hide the models and optimizers that other tests have left in memory: the program has to wait for its own.
+
+    They stay hidden until the module ends, so that each test collects only what the one before it has left.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

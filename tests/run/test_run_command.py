@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.explain.test_json import check
+
 ROOT = Path(__file__).parents[2]
 MODEL = """
 import sys, time
@@ -170,19 +172,21 @@ def done(folder: Path, source: str, *command: str) -> subprocess.CompletedProces
 
 
 def test_explain_stops_after_the_first_step_and_tells_what_it_saw(tmp_path: Path) -> None:
-    files = ["--html", "report.html", "--json", "report.json"]
+    files = ["--html", "report.html", "--json", "report.json", "--code", "code.py"]
     got = done(tmp_path, TRAINS, *RUN, "--explain", "--pick", "fused", *files, "script.py", "--steps", "5")
     assert (got.returncode, got.stdout) == (0, "finally\nat exit\n")
     head, model, site = got.stderr.split("\n\n")[:3]
     assert head == "attn_fuse.run: script.py --steps 5"
     assert model.splitlines()[0] == "Model(float32[2, 64, 32]), training, float32 on cpu"
     assert site.startswith("[1] script.py:14\n    return att.softmax(-1) @ v\n    FUSED on ")
-    assert got.stderr.endswith("stopped after the first training step; --steps N goes on.\n")
-    data = json.loads((tmp_path / "report.json").read_text())
+    assert got.stderr.endswith("stopped after the first training step; use --steps N for more.\n")
+    data = check(json.loads((tmp_path / "report.json").read_text()), "program")
     assert (data["program"], data["attentions"], data["fused"]) == ("script.py --steps 5", 1, 1)
     assert data["models"][0]["subject"] == model.splitlines()[0] and data["notes"]
+    assert "\nreturn F.scaled_dot_product_attention(" in (tmp_path / "code.py").read_text()
     page = (tmp_path / "report.html").read_text()
     assert all(text in page for text in ("<title>script.py --steps 5</title>", "softmax", "stopped after the first"))
+    assert "<code>python -m attn_fuse.run --explain --pick fused --html report.html" in page
 
 
 def test_explain_changes_nothing_while_it_goes_on(tmp_path: Path) -> None:
@@ -192,12 +196,14 @@ def test_explain_changes_nothing_while_it_goes_on(tmp_path: Path) -> None:
     assert "1 attention: " in got.stderr and got.stderr.endswith("the program ended by itself.\n")
 
 
+@pytest.mark.thorough
 def test_spawned_workers_of_a_loader_serve_and_end(tmp_path: Path) -> None:
     got = done(tmp_path, LOADS, *RUN, "--explain", "script.py")
     assert got.returncode == 0 and "attention: " in got.stderr, got.stderr
-    assert got.stderr.endswith("stopped after the first inference; --steps N goes on.\n")
+    assert got.stderr.endswith("stopped after the first inference; use --steps N for more.\n")
 
 
+@pytest.mark.thorough
 def test_under_torchrun_the_first_process_reports(tmp_path: Path) -> None:
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "attn_fuse.run", "--explain"]
     got = done(tmp_path, DISTRIBUTED, sys.executable, *torchrun, "script.py")
@@ -234,8 +240,8 @@ def test_a_script_may_set_the_environment_before_torch_and_attend_in_no_module(
     assert got.stdout == "1 True\n"
     assert got.stderr == (
         "attn_fuse.run: script.py\n\n"
-        "no attention was seen. A plain function is looked at where it stands under @torch.compile, and processes that "
-        "the program starts are not looked at.\n"
+        "no attention was seen. Plain functions are analysed only under @torch.compile, and processes that the program "
+        "starts are not analysed.\n"
     )
 
 

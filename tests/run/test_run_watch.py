@@ -112,8 +112,8 @@ class TestFuses:
                 for length in (24, 25, 26):
                     block(torch.randn(2, length, WIDTH))
         (found,) = watch.explanations
-        assert found.said[1] == "the same of Block(float32[2, 25, 16]), train() without gradients, float32 on cpu"
-        assert found.said[-1] == "the same of 2 more modules of this class"
+        assert found.said[1] == "the same for Block(float32[2, 25, 16]), train() without gradients, float32 on cpu"
+        assert found.said[-1] == "the same for 2 more modules of this class"
 
     @pytest.mark.parametrize("reentrant", [False, True])
     def test_blocks_under_an_eager_checkpoint_get_their_gradients(self, reentrant: bool) -> None:

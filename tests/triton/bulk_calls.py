@@ -1,4 +1,4 @@
-"""Calls of the kernels with bulk copies, emulated, and of those without, interpreted; and the calls to hold them on."""
+"""Calls that run the kernels with bulk copies in the emulator, and the other kernels in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -20,28 +20,30 @@ from tests.graph.chunked_cases import CASE, CAUSAL, SAME_DOCUMENT, Case, K, Q, S
 pytest.importorskip("triton")
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
-from attn_fuse.kernels.triton.flash import bulk as flash_bulk
 from attn_fuse.kernels.triton.flash import facts as flash_facts
 from attn_fuse.kernels.triton.flash import launch as flash
 from attn_fuse.kernels.triton.flash.bulk import Bulk
-from attn_fuse.kernels.triton.flash.configs import GROUP_ROWS, GROUPS, Config
+from attn_fuse.kernels.triton.flash.configs import Config
 from attn_fuse.kernels.triton.flash.facts import CallFacts, call_facts
 from attn_fuse.kernels.triton.flash.spans import spans
 from attn_fuse.kernels.triton.launch import Launch
 from tests.triton.gluon_emulator import emulate
 
-# Where each kernel has what it makes among its arguments.
+# The positions of each kernel's results among its arguments.
 MADE = {"bulk_forward": (3, 4, 5), "bulk_query": (4,)}
 
 
 class EmulatedLaunch(Launch):
-    """A launch that emulates a kernel in Gluon. names: those that were. seed: the order of what is done there."""
+    """A launch that emulates kernels in Gluon. names: the emulated kernels. seed: chooses the order of events."""
 
     names: ClassVar[list[str]] = []
     seed = 0
 
     def __call__(self, stream: int, misaligned: tuple[bool, ...], *arguments: Any) -> None:
         name = self.kernel.fn.__name__
+        if name not in MADE:
+            super().__call__(stream, misaligned, *arguments)
+            return
         EmulatedLaunch.names.append(name)
         for place in MADE[name]:
             made = arguments[place]
@@ -51,7 +53,7 @@ class EmulatedLaunch(Launch):
 
 @dataclass
 class Attention:
-    """One call, and what is to be known of it."""
+    """One call, and its facts and results."""
 
     query: Tensor
     key: Tensor
@@ -73,7 +75,7 @@ class Attention:
 
     @property
     def taken(self) -> Bulk | None:
-        """How the forward kernel with bulk copies computes it."""
+        """The tiles of the forward kernel with bulk copies, or None if the call does not use it."""
         return self.facts.bulk.get("forward")
 
     def results(self, backward: bool) -> dict[str, Tensor]:
@@ -86,34 +88,33 @@ class Attention:
         return found
 
     def in_bulk(self, seed: int = 0, how: Bulk | None = None, backward: bool = False) -> dict[str, Tensor]:
-        """By the kernels with bulk copies. how: other sizes than theirs."""
+        """The results of the kernels with bulk copies. how: tiles in place of the shipped ones."""
         facts = self.facts
         kernels = ["forward", *(("query",) if backward else ())]
         assert facts.bulk.keys() >= {*kernels}
         if how is not None:
             facts.bulk.update(dict.fromkeys(facts.bulk, how))
-        facts._launches.clear()
+        facts.launches.clear()
         EmulatedLaunch.seed = seed
         EmulatedLaunch.names.clear()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(flash_bulk, "Launch", EmulatedLaunch)
+            patch.setattr(flash, "Launch", EmulatedLaunch)
             found = self.results(backward)
         assert facts.bulk.keys() >= {*kernels} and EmulatedLaunch.names == [f"bulk_{x}" for x in kernels], "given up"
         return found
 
     def in_others(self, backward: bool = False) -> dict[str, Tensor]:
-        """By the kernels without, in tiles of the same sizes."""
+        """The results of the kernels without bulk copies, in tiles of the same sizes."""
         facts = self.facts
-        rows = GROUPS * GROUP_ROWS
         for kernel, how in [*facts.bulk.items()]:
-            facts.configs[kernel] = Config(rows, how.block, 8, 1)
+            facts.configs[kernel] = Config(how.block_m, how.block_n, 8, 1)
             facts.give_up(kernel, RuntimeError("the others are wanted"))
         found = self.results(backward)
         flash_facts._known.clear()
         return found
 
     def check(self, seed: int = 0, how: Bulk | None = None, backward: bool = False) -> dict[str, Tensor]:
-        """Both give the same; what that is."""
+        """The results of both kinds of kernels, which must be the same."""
         found = self.in_bulk(seed, how, backward)
         rounded = self.facts.rescaled
         same(found, self.in_others(backward), rounded)
@@ -121,8 +122,8 @@ class Attention:
 
 
 def same(found: dict[str, Tensor], wanted: dict[str, Tensor], rounded: bool = False) -> None:
-    """rounded: up to what float32 rounds otherwise. The forward kernel has its first block scored as one that a mask
-    may cut, and in another unit than whole ones are, where those are rescaled."""
+    """Assert equal results. rounded: allow for rounding in float32, because the forward kernel with bulk copies scores
+    its first block like one cut by the mask, in another unit than the whole blocks if those are rescaled."""
     assert found.keys() == wanted.keys()
     for name, got in found.items():
         relative = 2 * torch.finfo(got.dtype).eps if rounded else 0.0
@@ -142,7 +143,7 @@ def made(case: Case, s: Sizes, dtype: torch.dtype = torch.float16) -> Attention:
 
 
 def with_spans(attention: Attention, inner: bool = True) -> Attention:
-    """The same call with the spans of its mask. inner: whether they say where all is seen."""
+    """The same call with the spans of its mask. inner: whether the spans say where every key is seen."""
     program = attention.program
     only = program.hides_only_if_others_seen
     visible = program.visible if only else inside(program.visible, program)
@@ -152,7 +153,7 @@ def with_spans(attention: Attention, inner: bool = True) -> Attention:
     return replace(attention, table=spans(attention.inputs, attention.numbers, *how))
 
 
-# The programs of `chunked_cases` that the kernel takes.
+# The programs of `chunked_cases` that run with bulk copies.
 TAKEN = (
     "plain", "scaled", "causal", "window", "prefix", "documents", "documents filled with -1e+09",
     "documents filled with -3.4e+38", "added fill", "bias of the keys", "bias of the queries", "bias of the heads",
@@ -163,14 +164,14 @@ SOFTLY = ["and", CAUSAL, ["input", 0]]
 
 
 def in_order(s: Sizes) -> list[Tensor]:
-    """Documents one after another, as they are packed; the last one has no query."""
+    """Ids of packed documents, the last of which has no query."""
     ids = torch.arange(max(s.q_len, s.kv_len)) // 70
     ids = (ids + torch.arange(s.batch)[:, None]).view(s.batch, 1, -1)
     return [ids[:, :, : s.q_len, None].contiguous(), ids[:, :, None, : s.kv_len].contiguous()]
 
 
 def padded(s: Sizes) -> list[Tensor]:
-    """Keys that are there: of one batch entry all, of the next ones fewer, on the left; of the last one none."""
+    """Which keys are present: all in the first batch entry, fewer and fewer in the next, and none in the last."""
     first = torch.arange(s.batch) * s.kv_len // max(s.batch - 1, 1)
     return [(torch.arange(s.kv_len) >= first[:, None])[:, None, None, :]]
 
@@ -180,7 +181,7 @@ def seen_by(name: str, visible: list[Any]) -> Case:
 
 
 IN_ORDER = replace(seen_by("documents", SAME_DOCUMENT), inputs=in_order)
-# What Hugging Face's models add: a query that sees no key gets the mean of the values.
+# The mask of Hugging Face's models, whose fully masked queries get the mean of the values.
 SOFT = Case(
     "softly",
     ScoreProgram(where(SOFTLY, S, LOWEST), visible=SOFTLY, hides_only_if_others_seen=True),

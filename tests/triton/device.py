@@ -1,8 +1,9 @@
-"""A Hopper GPU that is not there, for Triton's own launcher: `driver.c`, built with the C compiler that Triton needs.
+"""A pretended Hopper GPU for Triton's own launcher: `driver.c`, built with the C compiler that Triton needs.
 
     environment = pretend(folder)     # for a process that imports torch and Triton anew, and then calls `use()`
 
-In it Triton compiles for sm_90 and launches on tensors of the CPU; nothing runs, and what a driver would refuse raises.
+In that process Triton compiles for sm_90 and launches on tensors of the CPU. Nothing runs, but launches that a real
+driver would refuse raise.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def build(folder: Path) -> Path:
-    """The driver as a library in `folder`, which is made."""
+    """Build the driver as a library in `folder`, which is created if needed."""
     folder.mkdir(parents=True, exist_ok=True)
     include = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
     built = folder / "libcuda.so.1"
     command = [os.environ.get("CC", "cc"), "-shared", "-fPIC", "-O1", f"-I{include}", "-Wl,-soname,libcuda.so.1"]
     subprocess.run([*command, str(SOURCE), "-o", str(built)], check=True, capture_output=True, text=True)
-    # Triton's helper links against it by this name.
+    # Triton's helper links against this name.
     (folder / "libcuda.so").unlink(missing_ok=True)
     (folder / "libcuda.so").symlink_to(built)
     return built
 
 
 def pretend(folder: Path) -> dict[str, str]:
-    """Builds the driver in `folder`; the variables of a process that is to use it. The log of launches: folder/log."""
+    """Build the driver in `folder`, and return the environment of a process that uses it. folder/log logs launches."""
     build(folder)
     found = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return found | {
@@ -44,7 +45,7 @@ def pretend(folder: Path) -> dict[str, str]:
 
 
 def use() -> None:
-    """Makes Triton, and what asks for a device's properties in this package, believe in that GPU."""
+    """Make Triton and our package believe in that GPU."""
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
     from triton.runtime import driver
@@ -64,13 +65,13 @@ def use() -> None:
 
 
 def launches(folder: Path) -> list[tuple[str, int]]:
-    """The kernels launched so far, each with the number of its programs."""
+    """The kernels launched so far, each with its number of programs."""
     words = (line.split() for line in _log(folder))
     return [(of[1], int(of[2]) * int(of[3]) * int(of[4])) for of in words]
 
 
 def threads(folder: Path) -> list[int]:
-    """Those of a program of each launch so far."""
+    """The number of threads per program of each launch so far."""
     return [int(line.split()[5]) for line in _log(folder)]
 
 

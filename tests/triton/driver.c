@@ -1,4 +1,4 @@
-// A CUDA driver for tests: it runs nothing, and refuses what one Hopper GPU would refuse.
+// A CUDA driver for tests, which runs nothing and refuses launches that a Hopper GPU would refuse.
 //
 // Triton's own launcher calls it. Each launch is a line in the file $FAKE_CUDA_LOG:
 //     launch NAME GRID_X GRID_Y GRID_Z THREADS SHARED
@@ -72,7 +72,7 @@ CUresult cuModuleGetFunction(CUfunction *function, CUmodule module, const char *
 }
 
 CUresult cuFuncGetAttribute(int *value, CUfunction_attribute attribute, CUfunction function) {
-  // Nothing is known of what a kernel puts away, so each may put away some: those are looked at.
+  // Spills are unknown here, so report some for every kernel. We then check its machine code.
   *value = attribute == CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK ? 1024 : attribute == CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES ? 4 : 0;
   return CUDA_SUCCESS;
 }
@@ -82,7 +82,7 @@ CUresult cuFuncSetAttribute(CUfunction function, CUfunction_attribute attribute,
     if (value > MOST_SHARED) return refused("more shared memory than a block can have");
     kernels[of(function)].shared = value;
   }
-  // CU_FUNC_ATTRIBUTE_SHARED_MEMORY_MODE, which Triton 3.8 tries first, is of a later GPU.
+  // Triton 3.8 first tries CU_FUNC_ATTRIBUTE_SHARED_MEMORY_MODE, which only later GPUs have.
   if (attribute >= 17) return refused("an attribute that a Hopper GPU does not have");
   return CUDA_SUCCESS;
 }
@@ -92,7 +92,7 @@ static FILE *opened(void) {
   return path ? fopen(path, "a") : NULL;
 }
 
-// Of what CUDA's driver API asks of a descriptor of the bulk copy engine.
+// Some of the conditions of CUDA's driver API for a descriptor of the bulk copy engine.
 CUresult cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType type, cuuint32_t rank, void *address,
                                 const cuuint64_t *sizes, const cuuint64_t *strides, const cuuint32_t *box,
                                 const cuuint32_t *steps, CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle,

@@ -1,4 +1,4 @@
-"""Compiles the flash kernels for a device that is not there, and prints what came of each as one line of JSON.
+"""Compiles the flash kernels for any device, and prints the properties of each as one line of JSON.
 
     python tests/triton/flash_compile.py CAPABILITY DTYPE HEAD_DIM [CASE [VALUE_DIM]]
 
@@ -6,8 +6,8 @@ CASE: one of PROGRAMS, "plain" a causal mask and a scale, "dropout" and "grouped
 heads to a key head, "padded" with a mask that hides keys unless a query would see none; or one of `chunked_cases`,
 grouped, and "everything" with dropout.
 
-The kernels are launched as always, through a driver that only says which device it would be. A process of its own:
-Triton's interpreter cannot be on here, and a compiler pass that fails may end the process.
+The kernels are launched as usual, with a driver that only names the device. This runs in a process of its own, because
+Triton's interpreter must be off, and a failing compiler pass may end the process.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from attn_fuse.kernels.triton.flash import forward as flash_forward
 from attn_fuse.kernels.triton.flash import hopper, hopper_backward, spans_kernel
 from attn_fuse.kernels.triton.flash import launch as flash
 from attn_fuse.kernels.triton.flash.bulk import Bulk
-from attn_fuse.kernels.triton.flash.configs import GROUP_ROWS, Config, together_or_apart
+from attn_fuse.kernels.triton.flash.configs import Config, together_or_apart
 from attn_fuse.kernels.triton.flash.spans import spans
 from tests.graph.chunked_cases import CASE, CAUSAL, S, Sizes, const, where
 from tests.triton.sass import loops
@@ -60,7 +60,7 @@ PADDED = ScoreProgram(ADDED, visible=SEEN, hides_only_if_others_seen=True)
 BIASED = ["add", SCALED, ["input", 0]]
 CAPPED = ["mul", const(30.0), ["tanh", ["div", SCALED, const(30.0)]]]
 SLOPED = ["add", SCALED, ["mul", ["input", 0], ["sub", ["j"], ["i"]]]]
-# Each with the shape of what it reads.
+# Each with the shape of its input.
 PROGRAMS: dict[str, tuple[ScoreProgram, tuple[int, ...] | None]] = {
     "plain": (PLAIN, None),
     "dropout": (PLAIN, None),
@@ -73,15 +73,15 @@ PROGRAMS: dict[str, tuple[ScoreProgram, tuple[int, ...] | None]] = {
     "softcap": (ScoreProgram(where(CAUSAL, CAPPED), upper=["number", 0]), None),
     "slopes": (ScoreProgram(where(CAUSAL, SLOPED), upper=["number", 0]), (1, 4, 1, 1)),
 }
-# The dtype of what is read, where it is not that of the operands.
+# The dtype of the input, if it is not that of the operands.
 READ = {"padded": torch.bool, "mask": torch.bool, "slopes": torch.float32}
-# Bytes of shared memory that one program can have.
+# The max bytes of shared memory of a program.
 SHARED = {80: 163 * 1024, 86: 99 * 1024, 90: 232448, 100: 232448}
 SEED = torch.zeros(1, dtype=torch.int64)
 
 
 class NoDevice:
-    """As much of a driver as compiling asks for."""
+    """The part of a driver that compiling needs."""
 
     def __init__(self, capability: int) -> None:
         self.capability = capability
@@ -112,8 +112,8 @@ def facts(compiled: Any, tile: Config | Bulk) -> dict[str, Any]:
     known["misdescribed"] = misdescribed(code)
     whole = loops(code)[:1]
     if isinstance(tile, Bulk):
-        # Each group of warps has rows, and loops, of its own.
-        elements = GROUP_ROWS * tile.block / 128
+        # Each of the two warp groups has its own rows and loops.
+        elements = tile.block_m * tile.block_n / 256
     else:
         elements = tile.block_m * tile.block_n / (32 * tile.num_warps)
     for loop in whole:
@@ -130,7 +130,7 @@ def only_compile(kernel: Any, found: list[Any], most_shared: int) -> None:
     launch = kernel.run
 
     def run(*args: Any, grid: Any, warmup: bool, **how: Any) -> None:
-        if warmup:  # what follows is the launch
+        if warmup:  # the launch itself follows
             compiled = launch(*args, grid=grid, warmup=True, **how)
             if compiled.metadata.shared > most_shared:
                 raise OutOfResources(compiled.metadata.shared, most_shared, "shared memory")
@@ -145,7 +145,7 @@ def main(capability: int, dtype: torch.dtype, head_dim: int, name: str = "plain"
     made: dict[str, list[Any]] = {kernel: [] for kernel in KERNELS}
     for kernel, function in KERNELS.items():
         only_compile(function, made[kernel], SHARED[capability])
-    # Where no head is shared, the kernels know it when they are compiled.
+    # Kernels are compiled differently if no heads share keys.
     kv_heads = 4 if name in PROGRAMS and name != "grouped" else 2
     s = Sizes(2, 4, kv_heads, 1024, 1024, head_dim, int(value_dim or head_dim))
     if name in PROGRAMS:
@@ -173,7 +173,7 @@ def main(capability: int, dtype: torch.dtype, head_dim: int, name: str = "plain"
         flash.attend(given, tables)
         flash.attend_backward(given, tables, outputs, outputs[0], [True] * len(inputs))
     for kernel, several in made.items():
-        # The gradients of key and value come of one function, which is compiled for each where rows are wide.
+        # One function computes the gradients of key and value. For wide rows it is compiled once for each.
         names = together_or_apart(dtype, known.widths) if kernel == "key_value" else [kernel] * len(several)
         for name, compiled in zip(names, several, strict=True):
             tile = in_bulk.get(name) or known.configs[name if name in known.configs else "query"]

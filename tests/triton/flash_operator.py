@@ -1,4 +1,4 @@
-"""What the tests of triton_flash share: the operator on small tiles, in a process that interprets."""
+"""The operator on small tiles, for the tests of triton_flash in a process that interprets."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def use_tiles(monkeypatch: pytest.MonkeyPatch, tiles: Config) -> None:
-    """Every kernel runs with `tiles` from here on. Facts of earlier calls keep other ones."""
+    """Run every kernel with `tiles` from here on, and forget the facts of earlier calls."""
     monkeypatch.setattr(CallFacts, "config", lambda *_: tiles)
     monkeypatch.setattr(facts, "_known", {})
 
 
 @pytest.fixture
 def products_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensor cores add up a product in one order, whatever the tile; numpy rounds otherwise when it is transposed."""
+    """Sum products in one order whatever the tile, as tensor cores do; numpy rounds a transposed product otherwise."""
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     from tests.triton.gluon_machine import floats

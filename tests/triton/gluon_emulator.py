@@ -1,15 +1,15 @@
 """An emulator of Gluon kernels for Hopper GPUs on the CPU: `emulate` runs a kernel's Python on Triton's interpreter.
 
 Only one partition of warps runs at a time. At every operation on shared memory or a barrier, random numbers choose what
-goes on: a partition, a copy by TMA, or a product of a warpgroup. A seed stands for one such order, so faults repeat.
+goes on next: a partition, a copy by TMA, or a product of a warpgroup. A seed fixes the order, so faults repeat.
 
-Most faults show in every order. An access to shared memory has a number, and a partition knows the numbers of all that
-has ended before: its own accesses, the copies and products that it waited for, and all that was known to those whose
-arrivals completed a phase it waited for. An access that conflicts with an unknown one is a fault.
+Most faults show in every order. Each access to shared memory has a number, and each partition knows the numbers of the
+accesses that have ended for it: its own, the copies and products it waited for, and those known to the partitions whose
+arrivals completed a phase it waited for. An access that conflicts with an unknown access is a fault.
 
-Layouts and types are left to the compiler, and missing fences go unseen. Global memory has no log, but accesses outside
-of the tensors are faults. Copies from shared memory by TMA are not emulated, nor are clusters. As in the interpreter, a
-maximum passes over NaN, and bfloat16 is rounded towards 0.
+Layouts and types are left to the compiler, and missing fences go unnoticed. Global memory has no log, but accesses
+outside the tensors are faults. Clusters and copies from shared memory by TMA are not emulated. As in the interpreter, a
+maximum ignores NaN, and bfloat16 is rounded towards 0.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ from tests.triton.gluon_machine import (
 def emulate(kernel: Any, grid: int | tuple[int, ...], *arguments: Any, seed: int = 0, **constants: Any) -> None:
     """Run `kernel`, a gluon.jit function, for each program of `grid`, one after another.
 
-    arguments: CPU tensors, which are written in place, descriptors over them, numbers, and tuples of these. constants:
-    other arguments by name. seed: chooses the order of what happens at the same time.
+    arguments: CPU tensors, which are written in place, descriptors of them, numbers, and tuples of these. constants:
+    other arguments by name. seed: chooses the order of simultaneous events.
 
-    Raises Fault where the kernel misuses shared memory or barriers.
+    Raises Fault if the kernel misuses shared memory or barriers.
     """
     assert interpreted.INTERPRETED, "needs TRITON_INTERPRET=1 from the start"
     bound = inspect.signature(kernel.fn).bind(*arguments, **constants)
@@ -71,7 +71,7 @@ def emulate(kernel: Any, grid: int | tuple[int, ...], *arguments: Any, seed: int
         leaf for leaf in pytree.tree_leaves(list(bound.arguments.values())) if isinstance(leaf, torch.Tensor)
     )
     scope = interpreter._patch_lang(types.SimpleNamespace(__globals__={"tl": tl}))
-    # Shared memory is loaded with the layout of a tensor.
+    # Kernels load shared memory with a tensor's layout.
     scope.set_attr(tl.core.dtype, "layout", None)
     try:
         interpreter.interpreter_builder.set_grid_dim(x, y, z)
@@ -91,7 +91,7 @@ def emulate(kernel: Any, grid: int | tuple[int, ...], *arguments: Any, seed: int
 
 
 def argument(x: Any) -> Any:
-    """An argument of the kernel as Triton's interpreter would pass it."""
+    """A kernel's argument as Triton's interpreter would pass it."""
     if isinstance(x, TensorDescriptor):
         return Descriptor(x)
     if isinstance(x, tuple):
@@ -102,12 +102,12 @@ def argument(x: Any) -> Any:
 
 
 def loop(*bounds: Any) -> Iterator[Any]:
-    """`range`, which counts in tensors in a kernel."""
+    """`range` in a kernel, which counts in tensors."""
     return map(interpreter.interpreter_semantic.to_tensor, builtins.range(*map(number, bounds)))
 
 
 def assigned(value: Any, name: str) -> Any:
-    """What a variable called `name` holds after `value` is assigned to it: numbers become tensors."""
+    """`value` as the variable `name` holds it, with numbers as tensors."""
     if isinstance(value, Shared) and value.name.startswith("allocation "):
         value.name = name
     if type(value) is tuple:
@@ -116,7 +116,7 @@ def assigned(value: Any, name: str) -> Any:
 
 
 class Assignments(ast.NodeTransformer):
-    """Passes what is assigned through `assigned`."""
+    """Passes every assigned value through `assigned`."""
 
     def visit_Assign(self, node: ast.Assign) -> ast.Assign:
         name = ast.Constant(", ".join(ast.unparse(target) for target in node.targets))
@@ -125,7 +125,7 @@ class Assignments(ast.NodeTransformer):
 
 
 class Function:
-    """A gluon.jit function that can be called here."""
+    """A gluon.jit function that can be called in the emulator."""
 
     def __init__(self, function: Any) -> None:
         self.fn, self.__name__ = function.fn, function.fn.__name__
@@ -149,14 +149,14 @@ def python_of(fn: Any) -> Any:
 
 
 def emulated(x: Any) -> Any:
-    """`x`, or what stands for it here."""
+    """`x`, or its replacement in the emulator."""
     if isinstance(x, GluonJITFunction):
         return Function(x)
     return next((ours for theirs, ours in EMULATED if theirs is x), x)
 
 
 class Language:
-    """`triton.experimental.gluon.language`: mostly Triton's own, without layouts."""
+    """`triton.experimental.gluon.language`, mostly Triton's own language, without layouts."""
 
     allocate_shared_memory = staticmethod(allocate_shared_memory)
     warp_specialize = staticmethod(warp_specialize)
@@ -187,11 +187,11 @@ class Language:
         return value
 
     def thread_barrier(self) -> None:
-        """A partition is one thread here."""
+        """Do nothing, because a partition is one thread here."""
 
 
 def fence_async_shared(cluster: Any = False) -> None:
-    """Missing fences go unseen."""
+    """Do nothing; missing fences go unnoticed."""
 
 
 def within(module: Any, *replaced: Any) -> types.SimpleNamespace:

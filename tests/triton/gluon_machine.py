@@ -18,32 +18,32 @@ from triton.runtime import interpreter
 
 
 class Fault(Exception):
-    """The kernel does what would give wrong results or hang on a GPU, in this order or another."""
+    """An error in the kernel that would give wrong results or hang on a GPU, in this order or another."""
 
 
 class Deadlock(Fault):
-    """No partition can go on, and no copy is under way."""
+    """A state in which no partition can go on, and no copy is under way."""
 
 
 class _Stop(BaseException):
-    """Ends the thread of a partition after a fault in another one."""
+    """Ends a partition's thread after a fault in another partition."""
 
 
 machine: Machine
 
 
 def begin(drawn: random.Random) -> Machine:
-    """The machine of one program, from here on."""
+    """Make and return the machine of one program, which is the current one from here on."""
     global machine
     machine = Machine(drawn)
     return machine
 
 
-# ---- what happens at the same time
+# ---- simultaneous events
 
 
 class Actor:
-    """Something that goes on whenever `Machine` chooses it. Some actors are a thousand times as slow as others."""
+    """Something that takes a step whenever `Machine` chooses it. The slowest actors are a thousand times slower."""
 
     def __init__(self) -> None:
         self.speed = 10 ** machine.random.uniform(-1.5, 1.5)
@@ -53,9 +53,9 @@ class Actor:
 
 
 class Partition(Actor):
-    """A partition of warps: a thread that runs between two calls of `Machine.turn`.
+    """A partition of warps, as a thread that runs between two calls of `Machine.turn`.
 
-    known: the numbers of the accesses that have ended for this partition. products: those it has not waited for.
+    known: the numbers of the accesses that have ended for this partition. products: the products not waited for yet.
     """
 
     def __init__(self, name: str, function: Callable[..., Any], arguments: tuple[Any, ...], known: set[int]) -> None:
@@ -93,9 +93,9 @@ class Partition(Actor):
 
 
 class Machine:
-    """One program: its partitions, its copies under way and its barriers.
+    """One program: its partitions, its copies under way, and its barriers.
 
-    unfinished: what each copy and product is, by its number.
+    unfinished: descriptions of copies and products by number.
     """
 
     running: Partition
@@ -129,7 +129,7 @@ class Machine:
                 raise Fault(f"nothing waits for the {what} before the program ends")
 
     def actors(self) -> list[Actor]:
-        """All that can go on. The products of a partition are computed in the order in which they were issued."""
+        """The actors that can take a step. A partition's products are computed in the order of their issue."""
         found: list[Actor] = [*self.copies]
         for partition in self.partitions:
             if not partition.done and partition.ready():
@@ -138,7 +138,7 @@ class Machine:
         return found
 
     def turn(self, ready: Callable[[], bool] = lambda: True, *waits_for: Any) -> Partition:
-        """Let others go on, and then the caller once it is `ready`."""
+        """Let other actors go on, and return once the caller is `ready` and chosen."""
         me = self.running
         me.ready, me.waits_for = ready, waits_for
         self.back.release()
@@ -168,7 +168,7 @@ def warp_specialize(parts: Any, worker_num_warps: Any, worker_num_regs: Any) -> 
 class Shared:
     """Shared memory, or a part of it.
 
-    log: the accesses to the whole allocation that matter still: the part, the number, whether it writes, what it is.
+    log: the accesses to the whole allocation that can still conflict: part, number, whether it writes, description.
     """
 
     def __init__(self, data: np.ndarray, dtype: Any, layout: Any, name: str, log: list[Any]) -> None:
@@ -213,7 +213,7 @@ class Shared:
         self.data[...] = value.handle.data
 
     def access(self, me: Partition, what: str, *, writes: bool) -> int:
-        """The number of an access by `me`; raises Fault where it conflicts with an access unknown to `me`."""
+        """The number of an access by `me`. Raises Fault if the access conflicts with one unknown to `me`."""
         for data, before, wrote, earlier in self.log:
             if (writes or wrote) and before not in me.known and np.shares_memory(data, self.data):
                 raise Fault(f"{what} in {me.name}: {self.name} has a {earlier} that it has not waited for")
@@ -224,7 +224,7 @@ class Shared:
         return mine
 
     def spoil(self) -> None:
-        """Fill with NaN, or with -1 of integers."""
+        """Fill with NaN, or with -1 if the dtype is an integer."""
         self.data[...] = np.frombuffer(b"\xff" * self.data.itemsize, self.data.dtype)[0]
 
 
@@ -247,7 +247,7 @@ def allocate_shared_memory(element_ty: Any, shape: Any, layout: Any, value: Any 
 class Barrier:
     """An mbarrier.
 
-    gathered: the accesses known to those that arrived in this phase. released: the same of all phases before.
+    gathered: the accesses known to the partitions that arrived in this phase. released: the same for all phases before.
     """
 
     def __init__(self, memory: Shared, count: int) -> None:
@@ -298,7 +298,7 @@ def invalidate(mbarrier: Shared) -> None:
 
 
 def expect(mbarrier: Shared, bytes: Any, pred: Any = True) -> None:
-    """Arrives once, too, as on the GPU."""
+    """Expect `bytes`, and arrive once, as on the GPU."""
     me = machine.turn()
     if pred:
         barrier_at(mbarrier).change(me.known, arrivals=1, bytes=number(bytes))
@@ -380,7 +380,7 @@ def async_copy_global_to_shared(
 
 
 class UnfinishedProduct(Actor):
-    """A product that a warpgroup has issued. It is no tensor: only a wait gives one.
+    """A product issued by a warpgroup. It is not a tensor; only a wait returns one.
 
     accesses: to the operands in shared memory.
     """
@@ -393,7 +393,7 @@ class UnfinishedProduct(Actor):
         self.waited = False
 
     def step(self) -> None:
-        # Rounded once: numpy would round each sum otherwise for another shape.
+        # Rounded once, because numpy's own rounding of sums depends on the shape.
         value = np.matmul(operand(self.a), operand(self.b))
         if self.acc is not None:
             acc = self.acc.value if isinstance(self.acc, UnfinishedProduct) else self.acc
@@ -402,12 +402,12 @@ class UnfinishedProduct(Actor):
 
 
 def operand(x: Any) -> np.ndarray:
-    """The numbers of an operand, a tensor or shared memory."""
+    """The numbers of an operand, which is a tensor or shared memory."""
     return floats(x.data if isinstance(x, Shared) else x.handle.data, x.dtype)
 
 
 def floats(data: np.ndarray, dtype: Any) -> np.ndarray:
-    """`data` of the interpreter's, which holds bfloat16 in integers, in float64."""
+    """`data` of the interpreter, which stores bfloat16 in integers, as float64."""
     if dtype == tl.bfloat16:
         data = (data.astype(np.uint32) << 16).view(np.float32)
     return data.astype(np.float64)

@@ -1,16 +1,13 @@
 """Tests of Triton kernels on a machine without a GPU.
 
-Triton is told to interpret before it is imported, so such tests run in a process of their own: a module of them has one
-test for every other process, `test_in_a_process_that_interprets`, which runs it there.
+Triton must be told to interpret before it is imported, so test_interpreted.py runs these tests in processes of their
+own. `TRITON_INTERPRET=1 pytest tests/triton/test_flash.py` runs those of one file.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
-import subprocess
-import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -28,10 +25,10 @@ if INTERPRETED:
 
     @functools.cache
     def prepared(function: Any) -> Any:
-        """`function` as the interpreter runs it, with what its module calls of Triton's language prepared, too.
+        """`function` as the interpreter runs it, with the parts of Triton's language that its module uses.
 
-        The interpreter would prepare the whole language again for each call of one function from another, a third of
-        all its time. The kernel that calls has done so for `tl`, and what is prepared in `tl.core` stays.
+        The interpreter would spend a third of its time preparing the whole language at every call from one function to
+        another. The calling kernel has prepared `tl` already, and changes of `tl.core` stay.
         """
         if any(value is tl.core for value in function.fn.__globals__.values()):
             interpreter._patch_lang(function.fn)
@@ -44,7 +41,7 @@ if INTERPRETED:
             raise interpreter.InterpreterError(repr(problem)) from problem
 
     class TupleType(tl.core.tuple_type):
-        """The type of a tuple, worked out when it is asked for: the shape of each tensor is one, and hardly any is."""
+        """The type of a tuple, computed on demand, because every tensor's shape is a tuple and few types are needed."""
 
         def __init__(self, values: Any, fields: Any = None) -> None:
             self._values, self._fields = values, fields
@@ -65,15 +62,14 @@ if INTERPRETED:
     of_element = functools.cache(slow)
 
     def numpy_dtype(kind: Any) -> Any:
-        """As the interpreter's, which fills a table of all dtypes for each call."""
+        """Like the interpreter's function, which fills a table of all dtypes at each call."""
         element = kind.scalar
         return of_element(element) if type(element) is tl.core.dtype else slow(element)
 
     class Memory:
-        """What a kernel may touch: the bytes from the first to the last element of each tensor that it is given.
+        """The memory that a kernel may touch: from the first to the last byte of each tensor argument.
 
-        A GPU stops a kernel only where it leaves the memory that is mapped, which is coarse: a read beyond a tensor
-        mostly goes unseen there, and here, too.
+        A GPU stops a kernel only when it leaves mapped memory, so most reads beyond a tensor go unnoticed there.
         """
 
         def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -86,7 +82,7 @@ if INTERPRETED:
             self._begins, self._ends = np.array(merged, dtype=np.int64).reshape(-1, 2).T
 
         def check(self, pointers: Any, active: Any) -> None:
-            """Raises IndexError for the first of the `active` pointers that is not inside."""
+            """Raise IndexError if any of the `active` pointers is outside."""
             size = pointers.get_element_ty().primitive_bitwidth // 8
             begins = pointers.data[np.broadcast_to(active.data, pointers.data.shape)].astype(np.int64)
             of = np.searchsorted(self._begins, begins, "right") - 1
@@ -123,14 +119,3 @@ if INTERPRETED:
     interpreter.InterpretedFunction.__call__ = call
     interpreter._get_np_dtype = numpy_dtype
     tl.core._type_for_tuple_values = TupleType
-
-
-def run_interpreted(file: str, which: str = "not slow") -> None:
-    """Run the tests in `file` in a process that interprets, by their marks `which` of them."""
-    if INTERPRETED:
-        pytest.skip("runs in that process")
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("needs Triton")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", which, "-p", "no:cacheprovider", file]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "1"})
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

@@ -1,6 +1,8 @@
-"""Launches the flash kernels on a GPU that is not there, and prints what came of it as lines of JSON.
+"""Launches the flash kernels on a pretended GPU, and prints the launches as lines of JSON.
 
-python tests/triton/launched.py shapes|all|lengths|growing|kept|bulk    # in the environment that `device.pretend` gives
+    python -m tests.triton.launched MODE...    # in the environment that `device.pretend` gives
+
+MODE: shapes, all, lengths, growing, bulk or kept. `kept` changes settings of the process, so it is the last.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +30,9 @@ from attn_fuse.kernels.triton.flash import facts as flash_facts  # noqa: E402
 from attn_fuse.kernels.triton.flash import forward as flash_forward  # noqa: E402
 from attn_fuse.kernels.triton.flash import launch as flash  # noqa: E402
 from tests.graph.chunked_cases import CASE, Sizes  # noqa: E402
-from tests.triton.flash_compile import PLAIN, SEED  # noqa: E402
+from tests.triton.flash_compile import KERNELS, PLAIN, SEED  # noqa: E402
 
 LOG = Path(os.environ["FAKE_CUDA_LOG"]).parent
-# Batch, heads, key heads, queries, keys: usual, grouped, ragged, a single query, empty.
 SHAPES = {
     "usual": Sizes(2, 4, 4, 256, 256, 64, 64),
     "grouped": Sizes(2, 4, 2, 256, 256, 64, 64),
@@ -52,7 +53,7 @@ def operands(s: Sizes, dtype: torch.dtype = HALF) -> list[Tensor]:
 
 
 def step(s: Sizes, name: str, dtype: torch.dtype = HALF) -> None:
-    """Forward and backward of one program."""
+    """Run forward and backward of one program."""
     query, key, value = operands(s, dtype)
     simple = name in ("plain", "dropout")
     inputs = [] if simple else CASE[name].inputs(s)
@@ -65,7 +66,7 @@ def step(s: Sizes, name: str, dtype: torch.dtype = HALF) -> None:
 
 
 def reported(shape: str, program: str, run: Callable[..., None], *args: Any) -> None:
-    """Runs it, and prints what was launched."""
+    """Call `run`, and print its launches."""
     launched = len(launches(LOG))
     run(*args)
     print(json.dumps({"shape": shape, "program": program, "launched": launches(LOG)[launched:]}), flush=True)
@@ -78,7 +79,7 @@ def shapes() -> None:
 
 
 def everything() -> None:
-    """All widths, dtypes and tables of tiles."""
+    """Launch all widths, dtypes and tables of tiles."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for head_dim, value_dim in ((16, 16), (40, 24), (64, 64), (80, 80), (64, 128), (128, 128), (256, 256)):
             about = f"{dtype} {head_dim} {value_dim}"
@@ -92,7 +93,7 @@ def everything() -> None:
 
 
 def lengths() -> None:
-    """Over many lengths, and the bounds that go with them, few kernels are compiled."""
+    """Launch calls of many lengths and bounds, for which few kernels are compiled."""
     for length in range(100, 164):
         step(Sizes(1, 4, 4, length, length + length % 3, 64, 64), "plain")
     kernels = (flash_forward.forward, flash_backward.backward_query, flash_backward.backward_key_value)
@@ -101,7 +102,7 @@ def lengths() -> None:
 
 
 def growing() -> None:
-    """One query, and a cache that is concatenated anew or is the first part of a longer one."""
+    """Launch one query and a growing KV cache, contiguous or part of a longer one."""
     query, cache = torch.empty(2, 8, 1, 64, dtype=HALF), torch.empty(2, 2, 256, 64, dtype=HALF)
     for kv_len in range(100, 164):
         for keys in (cache[:, :, :kv_len], cache[:, :, :kv_len].contiguous()):
@@ -110,7 +111,7 @@ def growing() -> None:
 
 
 def kept() -> None:
-    """What may change between calls of the same shapes: the program, where tensors lie, tiles, hooks of Triton's."""
+    """Launch calls of the same shapes that differ in program, alignment, tiles, or hooks of Triton."""
     shifted = torch.empty(2 * 4 * 256 * 64 + 1, dtype=HALF)[1:].view(2, 256, 4, 64).transpose(1, 2)
     query, key, value = operands(SHAPES["usual"])
 
@@ -132,17 +133,17 @@ def kept() -> None:
     told: list[Any] = []
     knobs.runtime.launch_enter_hook.add(lambda about: told.append(about.get()["name"]))
     attended("hook")
-    flash_facts.KEPT = 3
+    flash_facts.KEPT = flash.KEPT = 3
     for length in range(1, 9):
         step(dataclasses.replace(SHAPES["ragged"], q_len=length), "plain")
     facts = [*flash_facts._known.values()][-1]
     for which in range(8):
-        facts.launches(which)
-    print(json.dumps({"told": told, "facts": len(flash_facts._known), "launches": len(facts._launches)}))
+        flash._call(Operands(query, key, value, [], [0], None, 0.0, ""), (None, None), value, facts, how=which)
+    print(json.dumps({"told": told, "facts": len(flash_facts._known), "launches": len(facts.launches)}))
 
 
 def bulk() -> None:
-    """Where tensors lie, and sizes without elements, of a call that takes the forward kernel with bulk copies."""
+    """Launch calls for bulk copies with misaligned and empty tensors."""
 
     def attended(what: str, query: Tensor, key: Tensor, value: Tensor, name: str = "plain") -> None:
         before = len(launches(LOG))
@@ -155,7 +156,7 @@ def bulk() -> None:
     query, key, value, *_ = operands(usual)
     attended("first", query, key, value)
     for name, x in (("query", query), ("key", key), ("value", value)):
-        # 8 bytes further on.
+        # Shifted by 8 bytes.
         shifted = torch.empty(x.numel() + 4, dtype=x.dtype)[4:].as_strided(x.shape, x.stride(), 4)
         attended(f"{name} shifted", **{"query": query, "key": key, "value": value} | {name: shifted})
     attended("again", query, key, value)
@@ -169,10 +170,19 @@ def count(kernel: Any) -> int:
 
 
 def compiled(kernel: Any) -> None:
-    """Prints how often it was compiled."""
+    """Print how often `kernel` was compiled."""
     print(json.dumps({"kernel": kernel.__name__, "compiled": count(kernel)}), flush=True)
 
 
+def main(modes: Sequence[str]) -> None:
+    runs = {"shapes": shapes, "all": everything, "lengths": lengths, "growing": growing, "bulk": bulk, "kept": kept}
+    for mode in modes:
+        print(json.dumps({"mode": mode}), flush=True)
+        flash_facts._known.clear()
+        for kernel in KERNELS.values():
+            kernel.device_caches.clear()
+        runs[mode]()
+
+
 if __name__ == "__main__":
-    modes = {"shapes": shapes, "all": everything, "lengths": lengths, "growing": growing, "kept": kept, "bulk": bulk}
-    modes[sys.argv[1]]()
+    main(sys.argv[1:])

@@ -1,9 +1,9 @@
-"""The program of which ptxas 12.8 makes a wrong kernel for sm_90, launched without a GPU.
+"""A program that ptxas 12.8 compiles to a wrong kernel for sm_90, launched without a GPU.
 
     PYTHONPATH=.:benchmarks TRITON_CACHE_DIR=FOLDER/triton python tests/triton/misassembled.py FOLDER
 
-Prints, as a line of JSON, what was compiled and which tiles run. On an H100 such a kernel read beyond shared
-memory, or gave a wrong sum.
+Prints the compiled kernels and the tiles that run as a line of JSON. On an H100 such a kernel read beyond shared memory
+or gave a wrong sum.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""What the machine code of a kernel says of its speed: the loops that hold its matrix products.
+"""The speed of a kernel according to its machine code: the loops with its matrix products.
 
-A multiprocessor issues four instructions of a warp in a clock, and multiplies and adds 2,048 times in one on Hopper,
-1,024 times on Ampere, in 16 bits dense. A loop whose instructions take longer than its products is bound by issue,
-whatever its memory does.
+In one clock a multiprocessor issues four warp instructions, and performs 2,048 dense 16-bit multiply-adds on Hopper or
+1,024 on Ampere. A loop whose instructions take longer than its products is bound by issue, whatever its memory does.
 """
 
 from __future__ import annotations
@@ -20,10 +19,14 @@ _BARRIER = re.compile(r"BAR\.SYNC\S* 0x[0-9a-f]+(?:, 0x([0-9a-f]+))?")
 
 @dataclass(frozen=True)
 class Loop:
-    """An innermost loop. instructions: of each warp, a turn. products: clocks of the tensor cores a turn, by warp
-    group, in issue slots of a warp: so both are of one unit. counts: by the first part of their names. in_flight: how
-    many groups of copies may still be under way at any time that the loop waits for some; 0 where it copies none.
-    meeting: the most threads that a barrier has wait for each other; 0 without a barrier, -1 for all of the program."""
+    """An innermost loop.
+
+    instructions: per iteration and warp. products: the time of the tensor cores per iteration and warp group, in issue
+        slots of a warp, so that both have the same unit.
+    counts: of instructions, by the first part of their names.
+    in_flight: the min number of groups of copies still under way when the loop waits; 0 if it copies nothing.
+    meeting: the max number of threads that wait for each other at a barrier; 0 without barriers, -1 for all threads.
+    """
 
     instructions: int
     products: float
@@ -33,12 +36,12 @@ class Loop:
 
     @property
     def bound_by_issue(self) -> float:
-        """Above 1 the tensor cores wait for instructions."""
+        """Instructions over products. Above 1 the tensor cores wait for instructions."""
         return self.instructions / self.products
 
 
 def loops(sass: str) -> list[Loop]:
-    """The innermost loops with products, the shortest first: that over whole blocks."""
+    """The innermost loops with products. The first one is the shortest, over whole blocks."""
     lines = instructions(sass)
     at = {address: n for n, (address, _) in enumerate(lines)}
     spans = []
@@ -51,8 +54,8 @@ def loops(sass: str) -> list[Loop]:
     for first, last in inner:
         texts = [text for _, text in lines[first : last + 1]]
         names = [text.split()[0] for text in texts]
-        # 64 rows of one warp group times N columns, 16 deep, take N / 2 of the slots in which its warps issue; 16 rows
-        # of one warp times 8 columns on Ampere, half as fast, take 8.
+        # A product of 64 rows and N columns, 16 deep, takes N / 2 issue slots of the warp group. On Ampere, which is
+        # half as fast, a warp's product of 16 rows and 8 columns takes 8.
         products = sum(int(product[1] or 16) for product in map(_PRODUCT.match, names) if product) / 2
         if products:
             counts = collections.Counter(name.partition(".")[0] for name in names)

@@ -1,4 +1,4 @@
-"""Kernels that are not assembled as they are written: how they are told, and what runs in their place."""
+"""Misassembled kernels: how they are detected, and which tiles run in their place."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_others_are_not(lines: list[str]) -> None:
 
 
 class Kernel:
-    """As much of a compiled kernel as is looked at, which counts how often it runs."""
+    """The parts of a compiled kernel that the check reads, and a counter of launches."""
 
     def __init__(self, sass: str | None, ptx: str | None = "wgmma", spills: int = 8) -> None:
         self.asm = {"cubin": b""} | ({} if ptx is None else {"ptx": ptx})
@@ -91,7 +91,7 @@ def test_only_what_puts_registers_away_and_multiplies_by_groups_is_looked_at(mon
     assert not is_wrong(Kernel(wrong, ptx="mma.sync"), monkeypatch)
     assert not is_wrong(Kernel(wrong, spills=0), monkeypatch)
     assert not is_wrong(Kernel(code(LOW)), monkeypatch)
-    # What cannot be looked at is not trusted; a cache may have no PTX.
+    # A kernel that cannot be checked is not trusted. A packed cache may lack the PTX.
     assert is_wrong(Kernel(None), monkeypatch)
     assert is_wrong(Kernel(wrong, ptx=None), monkeypatch)
     other = Kernel(wrong)
@@ -110,10 +110,10 @@ def test_a_wrong_kernel_is_never_launched(monkeypatch) -> None:
     monkeypatch.setattr(assembled, "_machine_code", machine_code)
     launch = Launch(wrong, 1, ())
     for again in (launch, launch, Launch(wrong, 1, ())):
-        with pytest.raises(MisassembledError, match="kernel is not assembled as it is written"):
+        with pytest.raises(MisassembledError, match="kernel was assembled wrongly by ptxas"):
             again(0, ())
     assert not wrong.launched
-    # Decoding asks for its kernel with every token: the code is looked at once.
+    # Decoding uses its kernel for every token, so the code is checked once only.
     assert len(looked) == 1
     right = Kernel(code(LOW))
     monkeypatch.setattr(assembled, "_machine_code", lambda cubin: right.sass)
@@ -157,6 +157,6 @@ def test_smaller_tiles_run_in_its_place(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, SCRIPT, tmp_path], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     said = json.loads(done.stdout.splitlines()[-1])
-    # Without and with values that are the identity's columns, each of which was tried on wide tiles first.
+    # Both calls, with random values and with columns of the identity, began with wide tiles.
     assert said["wrong"] >= 1 and said["compiled"] > said["wrong"], said
     assert said["rows of a tile"] == [32], said

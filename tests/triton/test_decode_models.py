@@ -12,16 +12,13 @@ from torch import Tensor, nn
 from attn_fuse.backend import attn_fuse as backend
 from attn_fuse.report import collecting
 from tests.models.surroundings import GrowingCache, SlicedCache
-from tests.triton.interpreted import interpreted, run_interpreted
+from tests.triton.interpreted import interpreted
 
-
-@pytest.mark.thorough
-def test_in_a_process_that_interprets() -> None:
-    run_interpreted(__file__)
+pytestmark = pytest.mark.thorough
 
 
 class Decoder(nn.Module):
-    """Two layers with grouped queries and a static cache, masked by a buffer that is read at the positions."""
+    """Two layers with grouped queries and a static cache, masked by rows of a buffer."""
 
     def __init__(self, length: int = 96, fill: float = float("-inf")) -> None:
         super().__init__()
@@ -47,7 +44,7 @@ class Decoder(nn.Module):
 
 
 def steps(model: nn.Module, calls: list[tuple[Any, ...]], attentions: int, inner: str = "eager") -> None:
-    """Each call of `model` compiled gives what the same call gives in float64; every attention is fused."""
+    """Assert that every call of the compiled `model` agrees with float64, and that every attention is fused."""
     wide = copy.deepcopy(model).double()
     with torch.no_grad(), collecting() as graphs:
         run = torch.compile(model, backend=backend, options={"kernels": ["triton_flash"], "inner_backend": inner})

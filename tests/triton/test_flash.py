@@ -1,7 +1,4 @@
-"""triton_flash, interpreted on the CPU: every score program of `chunked_cases` against dense float64, and gradients.
-
-Triton is told to interpret before it is imported, so the tests run in a process of their own.
-"""
+"""triton_flash, interpreted on the CPU: every score program of `chunked_cases` against float64, with gradients."""
 
 from __future__ import annotations
 
@@ -35,7 +32,6 @@ from tests.graph.chunked_cases import (
     S,
     Sizes,
     assert_near,
-    biased,
     const,
     drawn,
     naive,
@@ -46,7 +42,7 @@ from tests.graph.chunked_cases import (
 from tests.graph.random_cases import random_case
 from tests.grid.features import At
 from tests.triton.flash_operator import operator, products_in_one_order, small_tiles, use_tiles  # noqa: F401
-from tests.triton.interpreted import INTERPRETED, interpreted, run_interpreted
+from tests.triton.interpreted import INTERPRETED, interpreted
 
 pytestmark = pytest.mark.thorough
 
@@ -58,12 +54,8 @@ if INTERPRETED:
     from attn_fuse.kernels.triton.flash.spans import spans
 
 
-def test_in_a_process_that_interprets() -> None:
-    run_interpreted(__file__)
-
-
 def check(case: Case, s: Sizes, dtype: torch.dtype = torch.float32, inner: bool | None = None) -> None:
-    """inner: whether spans say where all is seen; None for no spans."""
+    """Compare with `naive`. inner: whether the spans say where every key is seen; None without spans."""
     tensors = drawn(case, s, dtype)
     grad_out = torch.randn(s.batch, s.heads, s.q_len, s.value_dim).to(dtype)
     how: dict[str, Any] = {"numbers": case.numbers(s)}
@@ -130,7 +122,7 @@ def test_half_precision(name: str) -> None:
 @interpreted
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(40, 24), (80, 80), (128, 128), (3, 130), (256, 16)])
 def test_widths(head_dim: int, value_dim: int) -> None:
-    """Scaled as programs do: scores of 40, computed again in the backward, differ by how a machine adds 256 up."""
+    """The scores are scaled, because a backward cannot repeat the rounding of unscaled scores of about 40."""
     scale, causal = head_dim**-0.5, CASE["causal"]
     scaled = replace(
         causal,
@@ -140,11 +132,11 @@ def test_widths(head_dim: int, value_dim: int) -> None:
     check(scaled, replace(USUAL, batch=1, heads=2, kv_heads=1, head_dim=head_dim, value_dim=value_dim))
 
 
-# ---- what is left out
+# ---- blocks that are skipped
 
 
 def banded(lower: int | None, upper: int | None) -> Case:
-    """Hidden outside of lower <= j - i <= upper, said in the words of the program and as bounds."""
+    """A mask that shows lower <= j - i <= upper, as a condition of the program and as bounds."""
     parts = [] if upper is None else [["le", ["sub", K, Q], const(upper)]]
     parts += [] if lower is None else [["ge", K, ["add", Q, const(lower)]]]
     condition = ["and", *parts]
@@ -164,7 +156,7 @@ def banded(lower: int | None, upper: int | None) -> Case:
 )
 @pytest.mark.parametrize("lengths", [(70, 70), (33, 97), (97, 64)], ids=str)
 def test_bounds(lower: int | None, upper: int | None, lengths: tuple[int, int]) -> None:
-    """Bands that begin and end within tiles and between them, that hide whole rows, and everything."""
+    """Bands that begin or end within tiles or between them, that hide whole rows, or hide everything."""
     check(banded(lower, upper), Sizes(1, 1, 1, *lengths, 16, 16))
 
 
@@ -174,7 +166,7 @@ def test_within_the_bounds_nothing_is_compared() -> None:
 
     for lower, upper in ((None, 0), (-5, 5)):
         code = score_code(banded(lower, upper).program.dumps(), [], [])
-        assert "where" not in code.path.read_text().split("def score_whole")[1].split("def ")[0]
+        assert "where" not in code.source.split("def score_whole")[1].split("def ")[0]
     other = ScoreProgram(where(["le", K, ["add", Q, const(1)]], S), upper=const(2)).dumps()
     assert score_code(other, [], []).score_whole is score_code(other, [], []).score
 
@@ -218,7 +210,7 @@ def test_statistics_loaded_together(case: Case, count: int, monkeypatch: pytest.
 
 
 LOWEST = torch.finfo(torch.float32).min
-# What Hugging Face's models add: a query that sees no key gets the mean of the values.
+# The mask of Hugging Face's models, whose fully masked queries get the mean of the values.
 SOFTLY = ["and", ["le", K, Q], ["ge", K, ["gather", 0, B]], ["lt", K, ["gather", 1, B]]]
 
 
@@ -246,7 +238,7 @@ def test_a_finite_fill_hides_from_queries_that_see_a_key(tile: tuple[int, int], 
 
 @interpreted
 def test_hidden_keys_are_not_read() -> None:
-    """NaN in a value that nobody sees does not come out, where whole blocks are left out."""
+    """NaN in a hidden value does not reach the output if its whole block is skipped."""
     case = seen_by("key padding", ["not", ["ge", K, ["gather", 0, B]]])
     s = Sizes(2, 1, 1, 70, 300, 16, 16)
     tensors = drawn(case, s, torch.float32)
@@ -287,7 +279,7 @@ def test_spans_by_the_mask_itself(visible: list[Any], mask: Tensor, softly: bool
     of_queries, of_keys = spans(inputs, [], 2, 3, 150, 201, program, torch.device("cpu"), inner)
     every = mask
     if softly:
-        # A query that sees no key has weights for all, and so its block is taken whole.
+        # A query that sees no key has weights for all, so its block sees every key.
         empty = ~mask.any(-1, keepdim=True)
         mask = mask | torch.cat([x.any(2, keepdim=True).expand_as(x) for x in empty.split(64, 2)], 2)
     for table, seen, all_seen in ((of_queries, mask, every), (of_keys, mask.mT, every.mT)):
@@ -307,7 +299,7 @@ def test_spans_by_the_mask_itself(visible: list[Any], mask: Tensor, softly: bool
 @pytest.mark.parametrize("fill", [-math.inf, LOWEST])
 @pytest.mark.parametrize("at", [(70, 70), (149, 0), (0, 200)], ids=str)
 def test_a_single_hidden_key(at: tuple[int, int], fill: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One key that one query does not see makes its blocks no whole ones; those of other batch entries stay."""
+    """A single hidden pair of query and key makes its blocks cut ones, but not those of other batch entries."""
     use_tiles(monkeypatch, Config(64, 32, 4, 1))
     keep = torch.ones(2, 1, 150, 201, dtype=torch.bool)
     keep[1, 0, at[0], at[1]] = False
@@ -320,7 +312,7 @@ def test_a_single_hidden_key(at: tuple[int, int], fill: float, monkeypatch: pyte
 
 @interpreted
 def test_spans_are_found_on_the_device_of_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton launches on the current device, which may be another."""
+    """Triton launches on the current device, which may be a different one."""
     entered: list[torch.device] = []
     launched: list[int] = []
 
@@ -347,34 +339,6 @@ def test_opcheck_of_spans() -> None:
 
 
 # ---- memory
-
-
-@interpreted
-@pytest.mark.parametrize("name", ["plain", "bias", "everything"])
-def test_strides(name: str) -> None:
-    """Transposed tensors, one head for all, a mask's expanded input, and a gradient that is one number."""
-    case, s = CASE[name], replace(USUAL, kv_heads=4, value_dim=24)
-    query, key, value, *inputs = drawn(case, s, torch.float32)
-    transposed = query.transpose(1, 2).contiguous().transpose(1, 2)
-    one_head = key[:, :1].expand(-1, s.kv_heads, -1, -1)
-    flipped = value.mT.contiguous().mT
-    inputs = [x[:1].expand(x.shape) for x in inputs]
-    tensors = [transposed, one_head, flipped, *inputs]
-    grad_out = torch.full((), 0.7).expand(s.batch, s.heads, s.q_len, s.value_dim)
-    got = results(lambda *x: operator(case, *x, numbers=case.numbers(s)), tensors, grad_out)
-    assert_near(got, partial(naive, case), tensors, grad_out)
-
-
-@interpreted
-@pytest.mark.parametrize("s", [replace(USUAL, q_len=0), replace(USUAL, kv_len=0), replace(USUAL, batch=0)], ids=str)
-@pytest.mark.parametrize("name", ["bias", "sink of each head", "everything"])
-def test_empty(name: str, s: Sizes) -> None:
-    case = CASE[name]
-    tensors = drawn(case, s, torch.float32)
-    grad_out = torch.randn(s.batch, s.heads, s.q_len, s.value_dim)
-    got = results(lambda *x: operator(case, *x, numbers=case.numbers(s)), tensors, grad_out)
-    assert got["out"].shape == grad_out.shape
-    assert all((x == 0).all() for x in got.values())
 
 
 @interpreted
@@ -417,44 +381,4 @@ def test_sums_in_parts(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
         check(CASE[name], USUAL)
 
 
-# ---- rows that see nothing, or only fills
-
-
-@interpreted
-@pytest.mark.parametrize("with_sink", [False, True], ids=["no sink", "sink"])
-def test_queries_that_see_no_key(with_sink: bool) -> None:
-    keep = torch.ones(1, 1, 19, 1, dtype=torch.bool)
-    keep[:, :, ::3] = False
-    program = ScoreProgram(where(["input", 0], S), sink=const(0.5) if with_sink else None).dumps()
-    query, key, value = (x.requires_grad_() for x in torch.randn(3, 1, 2, 19, 8).unbind(0))
-    out, row_max, row_sum, _ = triton_flash(query, key, value, [keep], [], None, None, None, 0.0, program, False)
-    gradients = torch.autograd.grad(out.sum(), [query, key, value])
-    assert (out[:, :, ::3] == 0).all() and (gradients[0][:, :, ::3] == 0).all()
-    assert all(x.isfinite().all() for x in (out, *gradients))
-    assert not row_max.requires_grad and not row_sum.requires_grad
-
-
-@interpreted
-@pytest.mark.parametrize("fill", [-1e4, -1e9, -3e38, torch.finfo(torch.float32).min])
-@pytest.mark.parametrize("scale", [1.0, 0.3])
-def test_a_finite_fill_gives_the_mean(fill: float, scale: float) -> None:
-    """log(kv_len) is lost beside the fill, so that a backward from the log-sum-exp alone would be kv_len times off."""
-    program = ScoreProgram(where(const(False), ["mul", S, const(scale)], fill)).dumps()
-    query, key, value = (x.requires_grad_() for x in torch.randn(3, 1, 2, 75, 8).unbind(0))
-    out = triton_flash(query, key, value, [], [], None, None, None, 0.0, program, False)[0]
-    grad_out = torch.randn(out.shape)
-    dquery, dkey, dvalue = torch.autograd.grad(out, [query, key, value], grad_out)
-    torch.testing.assert_close(out, value.mean(2, keepdim=True).expand_as(out))
-    torch.testing.assert_close(dvalue, (grad_out.sum(2, keepdim=True) / 75).expand_as(dvalue), rtol=1e-5, atol=1e-6)
-    assert (dquery == 0).all() and (dkey == 0).all()
-
-
-@interpreted
-@pytest.mark.parametrize("bad", [math.nan, INF])
-def test_not_a_number_stays_one(bad: float) -> None:
-    bias = torch.zeros(1, 1, 19, 23)
-    bias[0, 0, 5, 20] = bad
-    tensors = [torch.randn(1, 1, n, 8) for n in (19, 23, 23)]
-    out = operator(biased("", -1, -1, -1, -1), *tensors, bias, numbers=[])
-    assert out[:, :, 5].isnan().all()
-    assert out[:, :, :5].isfinite().all() and out[:, :, 6:].isfinite().all()
+# ---- rows without a visible key

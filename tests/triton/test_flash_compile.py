@@ -1,4 +1,4 @@
-"""The flash kernels compiled for devices that are not there: what they keep in registers and in shared memory."""
+"""The flash kernels compiled for several devices: their registers, spills, shared memory and machine code."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from typing import Any
 import pytest
 
 SCRIPT = Path(__file__).with_name("flash_compile.py")
-# Bytes that one program can have.
+# The max bytes of a program.
 SHARED = {80: 163 * 1024, 86: 99 * 1024, 90: 232448, 100: 232448}
 TENSOR_CORES = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}
-# Bytes known to be put away where rows are padded, by capability, width and kernel: around the loops, in none.
+# Bytes known to spill where rows are padded, outside all loops, by capability, width and kernel.
 STACK = {(80, 80, "forward"): 48, (80, 80, "key_value"): 16, (90, 80, "key_value"): 40}
-# The kernels with bulk copies, by width of a row.
+# The kernels with bulk copies, by row width.
 IN_BULK = {80: ["bulk_forward", "bulk_query"], 128: ["bulk_forward", "bulk_query"], 256: ["bulk_forward"]}
-# On 9.0, by width of a row and case: of each kernel the most instructions that a whole block may take for an element.
-# As compiled by Triton 3.6, and a tenth more. Tiles of 64 queries and 64 keys take more instructions than larger ones,
-# and an H200 ran them faster: several programs share a multiprocessor, which instructions do not show.
+# On 9.0, by row width and case: the max instructions per element of a whole block, for each kernel. The figures are
+# those of Triton 3.6, and a tenth more. Tiles of 64 queries and 64 keys take more instructions than larger tiles, but
+# an H200 ran them faster, because several programs share a multiprocessor.
 BUDGETS = {
     (32, "plain"): {"forward": 8.1, "query": 9.2, "key_value": 10.3},
     (32, "dense bias"): {"forward": 14.5, "query": 12.7, "key_value": 18.9, "input": 16.7},
@@ -53,27 +53,27 @@ BUDGETS = {
     (256, "dropout"): {"forward": 19.8, "query": 25.4, "key": 30.6, "value": 23.9},
 }  # fmt: skip
 SLOW = {"grouped", "causal bias", "mask"}
-# The cases of which every loop, but those named, takes no longer than its matrix products. Narrow rows have few, and 8
-# instructions an element are all there is: 3 of dropout's are too many. For small tiles the H200's times decide, as in
-# BUDGETS.
+# The cases in which every loop takes no longer than its matrix products, and the exceptions. Narrow rows have so few
+# products that they leave time for 8 instructions per element, and dropout's 3 are too many. For small tiles the times
+# on an H200 decide, as in BUDGETS.
 BY_PRODUCTS = {"plain", "grouped", "dropout"}
 WAITING = {
     (32, "plain"): {"forward", "query", "key_value"},
     (64, "plain"): {"forward"}, (64, "grouped"): {"forward"}, (64, "dropout"): {"forward", "query", "key_value"},
 }  # fmt: skip
-# Bytes that are put away before the loops and fetched after them, or in those over blocks that a mask cuts.
+# Bytes that spill before the loops and are fetched after them, or spill in loops over blocks that a mask cuts.
 PUT_AWAY = {
     (32, "plain", "key_value"): 32, (128, "dense bias", "key_value"): 112, (256, "dropout", "forward"): 16,
 }  # fmt: skip
-# Where two stages were faster on the H200, though each copy is waited for at once: `query` leaves room for a second
-# program, `forward` for a tile of twice as many keys. Where a bias is read, there are three.
+# Two stages were faster here on the H200, although the loop waits for each copy at once, because they leave room: in
+# `query` for a second program, and in `forward` for a tile with twice the keys. With a bias there are three stages.
 TWO_STAGES = {(128, "query"), (256, "forward")}
-# Reads of a whole block that are not copies, and barriers: where keys are rows, Triton reads a bias ahead into
-# registers, sixteen bytes at a time, and turns it there; so it does with what `input` reads of each query.
+# The max reads of a whole block that are not copies, and barriers. Where keys are rows, Triton reads a bias ahead into
+# registers, sixteen bytes at a time, and transposes it there. It does the same with the statistics in `input`.
 READS = {"key_value": 4, "input": 6}
 BARRIERS = {"key_value": 9}
 
-# () where there is none.
+# () without Triton.
 TRITON = (
     tuple(map(int, importlib.metadata.version("triton").split(".")[:2])) if importlib.util.find_spec("triton") else ()
 )
@@ -109,14 +109,14 @@ def test_nothing_spills(capability: int, head_dim: int) -> None:
         assert not x.get("spills"), x
         assert x["shared"] <= SHARED[capability] and x["registers"] <= 255, x
         assert not x.get("ATOM") and not x.get("RED"), x
-        # Tiles of 256 wide rows are too narrow for the tensor cores' own instructions on 10.0.
+        # On 10.0, tiles for rows of 256 are too small for the instructions of its tensor cores.
         if x["kernel"] != "statistics" and (head_dim <= 128 or capability == 90):
             assert x.get(TENSOR_CORES[capability]), x
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_the_kernel_of_spans(capability: int) -> None:
-    """Once for queries and once for keys; the registers hold all that it looks at."""
+    """The kernel is compiled for queries and for keys, and nothing spills."""
     found = [x for x in compiled(capability, "bfloat16", 64, "padded") if x["kernel"] == "seen"]
     assert len(found) == 2
     for x in found:
@@ -128,8 +128,8 @@ def test_the_kernel_of_spans(capability: int) -> None:
     "head_dim, case", [pytest.param(*x, marks=pytest.mark.slow if x[1] in SLOW or x[0] > 128 else ()) for x in BUDGETS]
 )
 def test_loops_over_whole_blocks(head_dim: int, case: str) -> None:
-    """What a GPU would show as slow: too many instructions for the products, registers spilled, products too narrow,
-    copies that are waited for at once, a bias read an element at a time."""
+    """Nothing makes the loops slow: too many instructions for the products, spills, narrow products, waiting for each
+    copy at once, or reading a bias one element at a time."""
     every = compiled(90, "bfloat16", head_dim, case)
     found = {x["kernel"]: x for x in every if x["kernel"] not in ("statistics", "seen")}
     budget = BUDGETS[head_dim, case]
@@ -142,15 +142,15 @@ def test_loops_over_whole_blocks(head_dim: int, case: str) -> None:
         assert x["bound_by_issue"] <= 1.0 or waiting, x
         assert x["HGMMA"] and not x.get("HMMA") and not x["spills"] and x["registers"] <= 255, x
         assert x["stack"] <= PUT_AWAY.get((head_dim, case, kernel), 0) and x["shared"] <= SHARED[90], x
-        # Twice for each, to begin and to wait, where ptxas lets no product begin before the last has ended (C7515).
+        # There are two for each product if ptxas starts no product before the last has ended (C7515).
         assert x["loop"]["WARPGROUP"] < 2 * x["loop"]["HGMMA"], x
         biased = "bias" in case
         assert x["loop"]["LDG"] <= (READS.get(kernel, 0) if biased else 0) or (case, kernel) == ("slopes", "input"), x
         assert x["loop"]["SHFL"] <= 16 and x["loop"]["BAR"] <= (BARRIERS.get(kernel, 3) if biased else 3), x
-        # Keys and values, or queries, come while others are computed; a slope's gradient visits blocks by a branch.
+        # Copies overlap with computation, except in a slope's gradient, which has a branch in its loop.
         at_once = (case, kernel) == ("slopes", "input") or ((head_dim, kernel) in TWO_STAGES and not biased)
         assert (x["in_flight"] > 0) is not at_once, x
-        # Two programs of queries share a multiprocessor.
+        # Two programs of `query` fit a multiprocessor.
         assert (head_dim, kernel) != (128, "query") or biased or 2 * x["shared"] <= SHARED[90], x
 
 
@@ -164,7 +164,7 @@ def test_loops_over_whole_blocks(head_dim: int, case: str) -> None:
     ],
 )
 def test_loops_with_bulk_copies(head_dim: int, case: str) -> None:
-    """One thread copies; the two groups of warps, whose loops these are, do not wait for each other."""
+    """One thread copies, and the two warp groups, whose loops these are, do not wait for each other."""
     budget = BUDGETS[head_dim, case]
     for x in compiled(90, "bfloat16", head_dim, case):
         kernel = x["kernel"]
@@ -182,7 +182,7 @@ def test_loops_with_bulk_copies(head_dim: int, case: str) -> None:
 @pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", ["plain", pytest.param("dense bias", marks=pytest.mark.slow)])
 def test_copies_are_in_flight_on_ampere(head_dim: int, case: str) -> None:
-    """8.0 holds three stages. A device of 99 KiB takes fewer where it must, and runs."""
+    """Three stages fit 8.0. A device with 99 KiB uses fewer where necessary, and runs."""
     for x in compiled(80, "bfloat16", head_dim, case):
         assert x["kernel"] == "statistics" or (x["in_flight"] > 0 and not x["spills"]), x
     for x in compiled(86, "bfloat16", head_dim, case):
@@ -200,13 +200,13 @@ def test_float32_compiles(capability: int, head_dim: int) -> None:
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("head_dim", [16, 40])
 def test_narrow_rows_compile(capability: int, head_dim: int) -> None:
-    """Two warps that share 16 columns of a product are more than Triton 3.6 compiles for 9.0."""
+    """Triton 3.6 cannot compile a product of 16 columns shared by two warps for 9.0."""
     assert len(compiled(capability, "float16", head_dim, "alibi")) == 5
 
 
 @pytest.mark.parametrize("capability", [80, pytest.param(90, marks=pytest.mark.slow)])
 def test_everything_compiles(capability: int) -> None:
-    """A table looked up, a factor, sinks, dropout, and the gradients of what is learned, without atomic additions."""
+    """A table, a factor, sinks, dropout, and all gradients compile without atomic additions."""
     found = compiled(capability, "float16", 64, "everything")
     assert sum(x["kernel"] == "input" for x in found) == 2
     assert all(x["shared"] <= SHARED[capability] and not x.get("ATOM") and not x.get("RED") for x in found), found

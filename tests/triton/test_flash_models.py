@@ -1,7 +1,4 @@
-"""triton_flash through torch.compile: query, key and value as parts of one projection, interpreted on the CPU.
-
-Triton is told to interpret before it is imported, so the tests run in a process of their own.
-"""
+"""triton_flash through torch.compile, interpreted on the CPU: query, key and value as parts of one projection."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 from attn_fuse.backend import attn_fuse as backend
 from tests.harness import assert_fused
-from tests.triton.interpreted import interpreted, run_interpreted
+from tests.triton.interpreted import interpreted
 
 pytestmark = pytest.mark.thorough
 
@@ -26,15 +23,11 @@ BATCH, LENGTH, HEADS, DIM = 2, 19, 4, 16
 WIDTH = HEADS * DIM
 
 
-def test_in_a_process_that_interprets() -> None:
-    run_interpreted(__file__)
-
-
-# ---- programs: the projection in, [batch, len, everything]; [batch, len, heads * dim] out
+# ---- programs from a projection, [batch, len, everything], to [batch, len, heads * dim]
 
 
 def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """[batch, len, heads, dim] in; fewer key heads are repeated."""
+    """Causal attention of [batch, len, heads, dim], with key heads repeated if there are fewer."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if q.shape[1] != k.shape[1]:
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
@@ -66,7 +59,7 @@ def grouped(x: Tensor) -> Tensor:
 
 
 def with_a_rest(x: Tensor) -> Tensor:
-    """Between the three lies something else, which is used otherwise."""
+    """A gate lies between query, key and value."""
     q, k, gate, v = x.split([WIDTH, WIDTH, DIM, WIDTH], 2)
     return attended(*(part.unflatten(2, (HEADS, DIM)) for part in (q, k, v))) * gate.sigmoid().mean(-1, keepdim=True)
 
@@ -82,19 +75,19 @@ def overlapping(x: Tensor) -> Tensor:
 
 
 def shared_by_all(x: Tensor) -> Tensor:
-    """The keys and values of the first batch entry, for each: batch entries are read as queries grouped to a key."""
+    """All batch entries attend to the first one's keys, which reads batch entries as grouped queries."""
     q, k, v = (part.unflatten(2, (HEADS, DIM)) for part in x.split(WIDTH, 2))
     return attended(q, k[:1].expand(q.shape), v[:1].expand(q.shape))
 
 
 def in_groups(x: Tensor) -> Tensor:
-    """The query heads of each key head beside it, as in Falcon: no one step leads from head to head."""
+    """Each key head lies beside its query heads, as in Falcon, so no single stride leads from head to head."""
     x = x.unflatten(2, (2, 6, DIM))
     return attended(x[:, :, :, :4].flatten(2, 3), x[:, :, :, 4], x[:, :, :, 5])
 
 
 def turned(x: Tensor) -> Tensor:
-    """Queries are reversed in time first: no step of a view is negative."""
+    """The queries are reversed in time, which no view can do, because strides are not negative."""
     q, k, v = (part.unflatten(2, (HEADS, DIM)) for part in x.split(WIDTH, 2))
     return attended(q.flip(1), k, v)
 
@@ -136,7 +129,7 @@ def test_views_are_read_where_they_lie(program: Program, dynamic: bool) -> None:
     inner = aot_autograd(fw_compiler=make_boxed_compiler(keep))
     options = {"inner_backend": inner, "kernels": ["triton_flash"]}
     run = torch.compile(program, backend=backend, options=options, dynamic=dynamic)
-    # In float32 the values are centred, which copies them.
+    # Half precision, because centring copies float32 values.
     with torch.no_grad():
         run(torch.randn(BATCH, LENGTH, WIDTHS[program]).half())
     (names,) = graphs
@@ -145,7 +138,7 @@ def test_views_are_read_where_they_lie(program: Program, dynamic: bool) -> None:
     assert bool(copies) == (program in COPIED), names
 
 
-# ---- tables that are looked up for each query and key
+# ---- tables looked up for each query and key
 
 
 def distances(length: int) -> Tensor:
@@ -154,8 +147,8 @@ def distances(length: int) -> Tensor:
 
 
 class RelativeLayers(nn.Module):
-    """Two layers with one learned table, as in T5: it is looked up once. stored: at places in a buffer, as in Swin.
-    frozen: the first has no gradients."""
+    """Two layers that share a learned table, as in T5. stored: look it up at places in a buffer, as Swin does.
+    frozen: give the first layer no gradients."""
 
     def __init__(self, stored: bool, frozen: bool = False) -> None:
         super().__init__()

@@ -1,7 +1,6 @@
-"""The shared grid on the kernels in Triton, interpreted on the CPU: as operators, and through the backend.
+"""The shared grid on the kernels in Triton, interpreted on the CPU, as operators and through the backend.
 
-Triton is told to interpret before it is imported, so the tests run in a process of their own. The interpreter computes
-bfloat16 wrongly; on a GPU tests/gpu has it.
+The interpreter computes bfloat16 wrongly, so only tests/gpu covers it.
 """
 
 from __future__ import annotations
@@ -13,20 +12,16 @@ from attn_fuse.kernels import KERNELS
 from tests.grid.backend import Grid, grids
 from tests.grid.case import SMALLER, Case
 from tests.grid.operators import FLASH, check, operators
-from tests.triton.interpreted import interpreted, run_interpreted
+from tests.triton.interpreted import interpreted
 
 pytestmark = pytest.mark.thorough
 
 CPU = torch.device("cpu")
-# With gradients, where a kernel gives any.
+# With gradients, if a kernel has them.
 GRIDS = {
     grid.kernel.name: grid for grid in reversed(grids(KERNELS, CPU, SMALLER)) if grid.kernel.name.startswith("triton")
 }
 OPERATED = [Case.of(row) for row in FLASH.rows(other=SMALLER) if row["dtype"] != "bfloat16"]
-
-
-def test_in_a_process_that_interprets() -> None:
-    run_interpreted(__file__)
 
 
 @interpreted

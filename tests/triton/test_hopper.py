@@ -1,5 +1,7 @@
-"""The kernels with bulk copies in the emulator, beside those without in Triton's interpreter; which calls they take;
-and that the emulator finds every wait or arrival that is missing in them."""
+"""The kernels with bulk copies in the emulator, compared with those without in Triton's interpreter.
+
+Also which calls use them, and that the emulator notices every missing wait or arrival.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,9 @@ import torch
 from torch import Tensor
 
 from tests.graph.chunked_cases import CASE, Case, Sizes
+from tests.harness import every_day
 from tests.triton.flash_operator import products_in_one_order  # noqa: F401
-from tests.triton.interpreted import INTERPRETED, interpreted, run_interpreted
+from tests.triton.interpreted import INTERPRETED, interpreted
 
 pytest.importorskip("triton")
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
@@ -48,44 +51,32 @@ pytestmark = [
 ]
 
 
-def test_in_a_process_that_interprets() -> None:
-    run_interpreted(__file__, "not slow and not thorough")
-
-
-@pytest.mark.thorough
-def test_the_rest_in_a_process_that_interprets() -> None:
-    run_interpreted(__file__, "thorough and not slow")
-
-
 @pytest.fixture(autouse=True)
 def a_hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls on the CPU are taken for calls on such a device."""
+    """Calls on the CPU count as calls on a Hopper GPU."""
     monkeypatch.setattr(flash_facts, "_capability", lambda device: 9)
     monkeypatch.setattr(flash_facts, "_known", {})
 
 
-# ---- beside the other kernels
+# ---- compared with the other kernels
 
 
-# Many turns of the rings in little time.
+# Small blocks, for many turns of the rings in little time.
 SMALL = Bulk(32, 2)
 thorough = pytest.mark.thorough
 
 
 @interpreted
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=thorough), pytest.param(2, marks=thorough)])
-@pytest.mark.parametrize("name", TAKEN)
+@pytest.mark.parametrize("seed", every_day(range(3), 0))
+@pytest.mark.parametrize("name", every_day(TAKEN, "causal", "documents", "bias of the heads"))
 def test_it_gives_what_the_other_gives(name: str, seed: int) -> None:
-    """In its own blocks, and in smaller ones."""
+    """In the shipped blocks, and in smaller ones."""
     dtype = (torch.float16, torch.bfloat16)[(seed + TAKEN.index(name)) % 2]
     made(CASE[name], Sizes(1, 2, 1, 150, 217, 96, 80), dtype).check(seed, None if seed == 1 else SMALL)
 
 
-EVERYDAY = ("plain", "causal", "window", "documents", "alibi", "sink of each head")
-
-
 @interpreted
-@pytest.mark.parametrize("name", [x if x in EVERYDAY else pytest.param(x, marks=thorough) for x in TAKEN])
+@pytest.mark.parametrize("name", every_day(TAKEN, "window"))
 def test_gradients(name: str) -> None:
     seed = TAKEN.index(name)
     attention = made(CASE[name], Sizes(1, 2, 1, 150, 217, 96, 80), (torch.float16, torch.bfloat16)[seed % 2])
@@ -94,8 +85,8 @@ def test_gradients(name: str) -> None:
     attention.check(seed, SMALL, backward=True)
 
 
-# Heads that share keys or do not, fewer and more keys than queries, one key, whole blocks and others; widths for both
-# of its sizes, and value rows of another width.
+# Grouped heads or not, fewer and more keys than queries, one key, whole and cut blocks, widths for both block sizes,
+# and value rows of another width.
 SIZES = (
     Sizes(1, 3, 1, 129, 65, 128, 72),
     Sizes(2, 2, 2, 128, 1, 72, 128),
@@ -107,18 +98,19 @@ SIZES = (
 
 
 @interpreted
-@pytest.mark.parametrize("name", ["causal", *(pytest.param(x, marks=thorough) for x in ("window", "plain", "softcap"))])
-@pytest.mark.parametrize("s", SIZES, ids=str)
+@pytest.mark.parametrize("name", every_day(["causal", "window", "plain", "softcap"], "causal"))
+@pytest.mark.parametrize("s", every_day(SIZES, SIZES[0], SIZES[1]), ids=str)
 def test_sizes(name: str, s: Sizes) -> None:
     for seed in range(1 if name == "causal" else 3):
         made(CASE[name], s).check(seed)
 
 
 @interpreted
-@pytest.mark.parametrize("inner", [pytest.param(False, marks=thorough), True])
+@thorough
+@pytest.mark.parametrize("inner", [False, True])
 @pytest.mark.parametrize("case", SPANNED, ids=lambda c: c.name)
 def test_spans(case: Case, inner: bool) -> None:
-    """Blocks that a mask hides are not visited."""
+    """The kernels skip blocks that the mask hides."""
     s = Sizes(2, 1, 1, 200, 170, 80, 80)
     attention = made(case, s)
     found = with_spans(attention, inner).check(1, SMALL)
@@ -137,7 +129,7 @@ def test_spans_of_all_sizes(case: Case, inner: bool) -> None:
 @interpreted
 @pytest.mark.parametrize("sink", [None, ["const", 0.5]], ids=["no sink", "sink"])
 def test_queries_that_see_no_key(sink: list[Any] | None) -> None:
-    """The last queries, and one whole program, are past the window; one program sees some of the keys."""
+    """The last queries, among them a whole program, are past the window, and one program is partly past it."""
     case = replace(CASE["window"], program=replace(CASE["window"].program, sink=sink))
     out, row_max, row_sum = made(case, Sizes(1, 1, 1, 400, 140, 128, 128)).check().values()
     assert bool((out[:, :, 144:] == 0).all()) and bool((out[:, :, :144] != 0).all())
@@ -148,7 +140,7 @@ def test_queries_that_see_no_key(sink: list[Any] | None) -> None:
 
 @interpreted
 def test_a_fully_masked_query_with_a_finite_fill() -> None:
-    """It attends to every key: spans leave none of the blocks out."""
+    """The query attends to every key, so the spans skip no block."""
     attention = with_spans(made(SOFT, Sizes(2, 1, 1, 200, 170, 80, 80)))
     attention.inputs[0][1] = False
     attention = with_spans(replace(attention, table=(None, None)))
@@ -159,11 +151,11 @@ def test_a_fully_masked_query_with_a_finite_fill() -> None:
 
 
 @interpreted
+@thorough
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("s", [Sizes(2, 2, 1, 150, 65, 96, 80), Sizes(2, 2, 1, 150, 65, 192, 80)], ids=str)
 def test_what_lies_beside_a_tensor_does_not_come_in(s: Sizes, bad: float) -> None:
-    """In memory [B, L, H, D] the other batch entry and memory that is not the tensor's follow the last key, and another
-    head each row."""
+    """In memory [B, L, H, D], each row is followed by that of another head, and the last key by foreign memory."""
     clean = made(CASE["causal"], s)
     wanted = clean.in_bulk()
     surrounded = []
@@ -188,15 +180,19 @@ def test_what_lies_beside_a_tensor_does_not_come_in(s: Sizes, bad: float) -> Non
 
 SOURCES = {"hopper": Path(hopper.__file__).read_text(), "hopper_backward": Path(hopper_backward.__file__).read_text()}
 NEEDED = re.compile(r"mbarrier\.(wait|arrive|expect)\(|mma_wait\(")
-WAITS = [
-    pytest.param(name, n, id=f"{name} {n + 1} {line.strip()}")
+LINES = [
+    (name, n, f"{name} {n + 1} {line.strip()}")
     for name, text in SOURCES.items()
     for n, line in enumerate(text.splitlines())
     if NEEDED.search(line)
 ]
-# Faults that are no missing line: text, and what stands there instead; {} is a line's indentation. To free keys before
-# their product is none, but for the first keys: one warp copies all, and waits for the values of the block before to be
-# free, which is later.
+WAITS = [
+    pytest.param(name, n, id=words, marks=thorough if place % 12 else ())
+    for place, (name, n, words) in enumerate(LINES)
+]
+# Faults other than missing lines: a text and its replacement; {} is a line's indentation. Freeing keys before their
+# product is a fault only for the first keys, because the copying warp also waits until the previous block's values are
+# free, which happens later.
 OTHERS = {
     "keys in the wrong phase": ("k_free.index(stage), turn ^ 1", "k_free.index(stage), turn"),
     "values in the wrong phase": ("v_free.index(stage), turn ^ 1", "v_free.index(stage), turn"),
@@ -226,12 +222,12 @@ OTHERS = {
 }  # fmt: skip
 
 
-# A wait gives the products that it waits for.
+# A wait returns the products that it waited for.
 WAITED = re.compile(r"= warpgroup_mma_wait\(\d, deps=\((.*?),?\)\)")
 
 
 def without(text: str, line: int) -> str:
-    """Without a wait or an arrival."""
+    """`text` without the wait or arrival in this line."""
     lines = text.splitlines(keepends=True)
     kept = WAITED.sub(r"= \1", lines[line])
     lines[line] = kept if kept != lines[line] else re.sub(r"\S.*", "pass", kept)
@@ -248,7 +244,7 @@ names = itertools.count()
 
 
 def module(text: str, folder: Path) -> Any:
-    """A module of `text`, in a file: Triton reads the source of its functions."""
+    """A module with the source `text`, in a file from which Triton can read the source of its functions."""
     file = folder / f"hopper_{next(names)}.py"
     file.write_text(text)
     spec = importlib.util.spec_from_file_location(file.stem, file)
@@ -259,7 +255,7 @@ def module(text: str, folder: Path) -> Any:
 
 
 def found_by(name: str, text: str, monkeypatch: pytest.MonkeyPatch, folder: Path, seeds: int = 8) -> str | None:
-    """What shows that `text` is wrong in place of the module `name`."""
+    """The first failure with `text` in place of the module `name`, or None."""
     attention = made(CASE["causal"], Sizes(1, 1, 1, 200, 170, 80, 40))
     backward = name == "hopper_backward"
     wanted = attention.in_bulk(0, SMALL, backward)
@@ -279,12 +275,12 @@ def test_every_wait_and_arrival_is_needed(name: str, line: int, monkeypatch: Any
 
 
 @interpreted
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", every_day(OTHERS, "keys in the wrong phase", "one block too few"))
 def test_a_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert found_by("hopper", with_fault(name), monkeypatch, tmp_path) is not None
 
 
-# ---- which calls it takes
+# ---- which calls use bulk copies
 
 
 USUAL = Sizes(2, 4, 2, 150, 130, 128, 96)
@@ -307,14 +303,14 @@ def test_the_programs_that_it_takes() -> None:
         ({"kv_len": 1}, Bulk(128, 2)),
         ({"kv_len": 0}, None),
         ({"batch": 0}, None),
-        # Rows that are no multiple of 16 bytes.
+        # Rows that are not a multiple of 16 bytes.
         ({"head_dim": 100}, None),
         ({"value_dim": 90}, None),
     ],
     ids=str,
 )
 def test_sizes_that_it_takes(changes: dict[str, int], expected: Bulk | None) -> None:
-    # With a sink a call without keys is computed, too.
+    # With a sink, a call without keys also launches a kernel.
     assert made(CASE["sink"], replace(USUAL, **changes)).taken == expected
 
 
@@ -337,10 +333,10 @@ def test_dropout_and_another_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_layouts_that_it_takes() -> None:
-    """Exactly those of which Triton makes descriptors; a stride of 0 it lets through, the engine does not."""
+    """Exactly the layouts of which Triton makes descriptors, except for strides of 0, which the engine rejects."""
     drawn, taken = random.Random(0), 0
     for _ in range(300):
-        # Rows with room between them, in memory by heads or by positions; one batch entry or several; some repeated.
+        # Rows with gaps, by heads or by positions in memory, one or two batch entries, and some heads expanded.
         s = replace(USUAL, batch=drawn.choice((1, 2)), head_dim=96)
         several = []
         for heads, length in ((4, 150), (2, 130), (2, 130)):

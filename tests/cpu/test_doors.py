@@ -1,18 +1,23 @@
-"""attn_fuse.install: plain torch.compile fuses, and everything else about it stays as it was."""
+"""attn_fuse.install, and Inductor's own options: what plain torch.compile and Inductor get of both."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch._inductor import config
+from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import attn_fuse
+from attn_fuse.backend import attn_fuse as backend
 from attn_fuse.doors import install as door
-from attn_fuse.options import Fuel, Options
+from attn_fuse.options import Fuel, Options, parse_options
 from attn_fuse.report import collecting
+from tests.block import Block
 
 ORIGINAL = torch._TorchCompileInductorWrapper.__init__
 
@@ -22,16 +27,6 @@ def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 QKV = torch.randn(3, 1, 2, 32, 16).unbind()
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
-        return x + self.out(plain(q, k, v).transpose(1, 2).flatten(2))
 
 
 @pytest.fixture(autouse=True)
@@ -106,9 +101,9 @@ def test_max_autotune_measures_unless_a_pick_was_installed(seen, options, monkey
     picks = []
     original = door.Attempt
 
-    def attempt(options: Options, fuel: Fuel, *, draws: bool) -> Any:
+    def attempt(options: Options, fuel: Fuel, **more: Any) -> Any:
         picks.append(options.pick)
-        return original(options, fuel, draws=draws)
+        return original(replace(options, pick="fused"), fuel, **more)
 
     monkeypatch.setattr("attn_fuse.doors.install.Attempt", attempt)
     with attn_fuse.install(options):
@@ -188,3 +183,93 @@ def test_bad_options_are_refused_and_nothing_is_installed(options: dict[str, Any
     with pytest.raises(attn_fuse.OptionError, match=said):
         attn_fuse.install(options)
     assert torch._TorchCompileInductorWrapper.__init__ is ORIGINAL
+
+
+# ---- options of torch's own beside ours
+
+
+def run(**options: Any) -> None:
+    torch.compiler.reset()
+    with collecting() as graphs:
+        out = torch.compile(plain, backend="attn_fuse", options={"pick": "fused", **options})(*QKV)
+    assert [site.status for graph in graphs for site in graph.sites] == ["fused"]
+    torch.testing.assert_close(out, plain(*QKV))
+
+
+def test_a_mode_and_options_reach_inductor_together(seen) -> None:
+    run(mode="reduce-overhead", inductor={"epilogue-fusion": False})
+    assert seen[0]["triton.cudagraphs"] is True and seen[0]["epilogue_fusion"] is False
+
+
+def test_an_option_goes_before_the_mode(seen) -> None:
+    run(mode="max-autotune-no-cudagraphs", inductor={"max_autotune": False})
+    assert seen[-1]["max_autotune"] is False and seen[-1]["coordinate_descent_tuning"] is True
+
+
+def test_a_measuring_mode_measures_unless_a_pick_is_given() -> None:
+    for mode in ("max-autotune", "max-autotune-no-cudagraphs"):
+        assert parse_options({"mode": mode}).pick == parse_options({}, mode).pick == "measured"
+        for given in (parse_options({"mode": mode, "pick": "fused"}), parse_options({"pick": "fused"}, mode)):
+            assert given.pick == "fused"
+    assert parse_options({}, "reduce-overhead").pick == "fastest"
+    assert parse_options({"mode": "default"}) == parse_options({})
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"mode": "reduce"}, "Inductor has no mode 'reduce'. Did you mean 'reduce-overhead'?"),
+        ({"mode": 3}, "mode=3: it must be a name or None"),
+        ({"inductor": {"max_autotun": True}}, "Inductor has no option 'max_autotun'. Did you mean 'max_autotune'?"),
+        ({"inductor": {"qqqqqq": 1}}, "Inductor has no option 'qqqqqq'. torch._inductor.list_options() names all."),
+        ({"inductor": {"max_autotune": "yes"}}, "max_autotune='yes': it must be of type bool"),
+        ({"inductor": ["max_autotune"]}, "it must be a dictionary of Inductor's options"),
+        ({"max_autotune": True}, "Inductor's options go into options={'inductor': {'max_autotune': ...}}"),
+        ({"inner_backend": "eager", "inductor": {"max_autotune": True}}, "the inner backend is 'eager', not Inductor"),
+        ({"inner_backend": backend}, "inner_backend='attn_fuse': the inner backend compiles"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(attn_fuse.OptionError) as raised:
+        run(**options)
+    assert said in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_two_modes_contradict_each_other() -> None:
+    with pytest.raises(attn_fuse.OptionError, match="contradict each other"):
+        parse_options({"mode": "max-autotune"}, mode="reduce-overhead")
+
+
+class Counting(CustomGraphPass):
+    def __init__(self) -> None:
+        self.runs = 0
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        self.runs += 1
+
+    def uuid(self) -> str:
+        return "counts its runs"
+
+
+def test_a_plain_callable_as_custom_pass_runs_whenever_a_graph_is_compiled() -> None:
+    """Inductor cannot know what a plain callable does, so a cached graph must not stand for its result."""
+    counting = Counting()
+
+    def count(graph: torch.fx.Graph) -> None:
+        counting(graph)
+
+    run(inductor={"joint_custom_post_pass": count})
+    run(inductor={"joint_custom_post_pass": count})
+    assert counting.runs == 2
+    with config.patch(joint_custom_post_pass=[count, counting]):
+        run()
+        run()
+    assert counting.runs == 6
+
+
+def test_a_custom_pass_with_a_key_is_cached() -> None:
+    counting = Counting()
+    with torch._inductor.utils.fresh_cache():
+        run(inductor={"joint_custom_post_pass": counting})
+        run(inductor={"joint_custom_post_pass": counting})
+    assert counting.runs == 1
