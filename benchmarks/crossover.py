@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from attn_fuse.bench.calibrate import as_table
-from attn_fuse.bench.cases import grid
+from attn_fuse.bench.calibrate import as_table, grid
 from attn_fuse.bench.measure import Effort, row_of, timed
 from attn_fuse.picker.case import Case
 from attn_fuse.picker.evidence import Row, read_table, write_table
@@ -54,7 +53,7 @@ def measured_quietly(
     """The times of `case`, once more while other programs keep the machine busy, at most `tries` times."""
     for left in reversed(range(tries)):
         load = OtherLoad()
-        row = row_of(case, timed(case, device, effort, kernels)[0])
+        row = row_of(case, timed(case, device, effort, kernels))
         if load.share() < 0.04:
             return row
         if left:

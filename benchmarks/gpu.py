@@ -13,7 +13,7 @@ Triton, no network, and nothing is written but to DIRECTORY and to a folder for 
 Triton's cache hits only there: --cache names the archive of `make gpu-cache`. Each row is measured in a process of its
 own or one that is replaced where a kernel kills it, hangs or breaks the device, and has a deadline. A later call reads
 what an earlier one left in the folder for caches or in --earlier: which kernels are right, and the evidence.
-benchmarks/gpu_results.py makes evidence that ships and the tables of docs/results.md from DIRECTORY.
+benchmarks/gpu_results.py makes evidence that ships and the tables of benchmarks/README.md from DIRECTORY.
 
 With --device cpu everything runs at tiny sizes, but for what only CUDA can do, to see that it runs.
 """

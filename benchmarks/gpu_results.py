@@ -1,10 +1,10 @@
-"""What benchmarks/gpu.py brought back, into the package and docs/results.md: evidence that ships, and tables.
+"""What benchmarks/gpu.py brought back, into the package and benchmarks/README.md: evidence that ships, and tables.
 
     PYTHONPATH=. python benchmarks/gpu_results.py DIRECTORY
 
 The evidence goes to attn_fuse/picker/evidence_cuda_DEVICE.json, where rows of cases that were measured again replace
 those of the same torch; the result files to benchmarks/results; the tables between the two gpu comments of
-docs/results.md. It may be run again.
+benchmarks/README.md. It may be run again; `make results` then writes docs/results.md.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from harness import ROOT, bytes_in_words, seconds_in_words
 Row = dict[str, Any]
 # Result files, by call.
 Found = dict[str, dict[str, Any]]
-RESULTS_PAGE = "docs/results.md"
+RESULTS_PAGE = "benchmarks/README.md"
 BEGIN, END = "<!-- gpu: benchmarks/gpu_results.py writes this -->", "<!-- gpu: end -->"
 TORCHS = ("cudnn", "flash", "efficient", "flex", "sdpa")
 OWN = ("triton_flash",)
@@ -314,11 +314,11 @@ def origin(content: dict[str, Any]) -> str:
 
 
 def block(found: Found) -> str:
-    """What stands in docs/results.md about the GPU."""
+    """What stands in benchmarks/README.md about the GPU."""
     machine = next(iter(found.values()))["machine"]
     parts = [
         f"On one {machine['gpu']}, torch {machine['torch']}, bfloat16 but where it says so (`make gpu`; "
-        f"[benchmarks/results/](../benchmarks/results)), {origins(found)}."
+        f"[results/](results)), {origins(found)}."
     ]
     for row in rows_of(found, "correct", "ceilings"):
         if "us" in row:

@@ -37,8 +37,6 @@ from pool import Pool
 # Seconds that a row of the grid may take, a shape, a trial of the sweep, a case, a compilation; and a kernel before the
 # others had theirs.
 CHECK, SHAPE, TRIAL, CASE, COMPILE, FIRST = 40.0, 45.0, 15.0, 40.0, 100.0, 20.0
-# What a worker imports before its first deadline begins.
-TASKS = ("gpu_attention", "gpu_sweep", "gpu_tasks")
 # Processes that compile side by side, at most: all have programs in memory.
 COMPILING = 10
 # So many processes that a kernel broke are enough.
@@ -112,7 +110,7 @@ Section = Callable[[Run, float], Iterator[Row]]
 
 def ceilings(run: Run, end: float) -> Iterator[Row]:
     """What a large matrix product and a large copy reach."""
-    with Worker(imports=TASKS) as worker:
+    with Worker() as worker:
         answer = worker.call(min(60.0, end - time.perf_counter()), gpu_attention.ceilings, run.bench)
     yield from answer.value or [{"failed": answer.problem}]
 
@@ -120,11 +118,11 @@ def ceilings(run: Run, end: float) -> Iterator[Row]:
 def correctness(run: Run, end: float) -> Iterator[Row]:
     """Our operators on the shared grid: 20 s for each, so that none takes the time of the others; then the rest."""
     kernels = run.own
-    with Worker(imports=TASKS) as worker:
+    with Worker() as worker:
         asked = {name: worker.call(60.0, gpu_tasks.grid_rows, name, run.device, run.tiny) for name in kernels}
     waiting = {name: list(answer.value or ()) for name, answer in asked.items()}
     seen = {name: {"right": 0, "wrong": 0, "lost": 0, "not run": 0} for name in kernels}
-    with Pool(run.workers(), gpu_tasks.environment(), TASKS) as pool:
+    with Pool(run.workers(), gpu_tasks.environment()) as pool:
         for first in (True, False):
             for number, name in enumerate(kernels):
                 share = (end - time.perf_counter()) / (len(kernels) - number)
@@ -170,7 +168,7 @@ def _turned(run: Run, rows: Sequence[Any]) -> list[Any]:
 
 def backend(run: Run, end: float) -> Iterator[Row]:
     """Every kernel through the backend on its grids, in turn: rows of what is wrong, and of what each grid declines."""
-    with Worker(imports=TASKS) as worker:
+    with Worker() as worker:
         names = worker.call(60.0, gpu_tasks.grid_names, run.device).value or []
         asked = {
             name: worker.call(60.0, gpu_tasks.backend_rows, name, run.device, run.tiny).value or [] for name in names
@@ -178,7 +176,7 @@ def backend(run: Run, end: float) -> Iterator[Row]:
     turns = itertools.zip_longest(*([(name, row) for row in _turned(run, asked[name])] for name in names))
     calls = [call for turn in turns for call in turn if call]
     seen = {name: dict.fromkeys(("right", "wrong", "declined", "lost"), 0) for name in names}
-    with Pool(run.workers(), gpu_tasks.environment(), TASKS) as pool:
+    with Pool(run.workers(), gpu_tasks.environment()) as pool:
         tasks = [(gpu_tasks.answered, name, row, run.device) for name, row in calls]
         for number, answer in pool.answers(tasks, run.patience(CHECK), end):
             if answer.lost and time.perf_counter() >= end:
@@ -198,7 +196,7 @@ def published(run: Run, end: float) -> Iterator[Row]:
     if not gpu_tasks.installed("transformers"):
         yield {"left out": "transformers is not installed"}
         return
-    with Worker(imports=TASKS) as worker:
+    with Worker() as worker:
         answer = worker.call(60.0, gpu_tasks.published_cases)
     if answer.problem:
         yield {"failed": answer.problem}
@@ -208,7 +206,7 @@ def published(run: Run, end: float) -> Iterator[Row]:
     counted = ("models", "training", "sites", "fused", "wrong", "failed", "broken")
     seen = {order: dict.fromkeys(counted, 0) for order in gpu_tasks.ORDERS}
     environment = gpu_tasks.environment() | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    with Pool(run.workers(), environment, TASKS) as pool:
+    with Pool(run.workers(), environment) as pool:
         calls = [(gpu_tasks.published, *one, run.device) for one in asked]
         for number, answer in pool.answers(calls, run.patience(CASE), end):
             if answer.lost and time.perf_counter() >= end:
@@ -253,7 +251,7 @@ def everything(run: Run, end: float) -> Iterator[Row]:
         calls += [*cases[number * few : (number + 1) * few], step]
     calls += timed
     workers = min(run.workers(), COMPILING)
-    with Pool(workers, gpu_tasks.environment() | {"TORCHINDUCTOR_COMPILE_THREADS": "2"}, TASKS) as pool:
+    with Pool(workers, gpu_tasks.environment() | {"TORCHINDUCTOR_COMPILE_THREADS": "2"}) as pool:
         yield from _compiled(run, pool, calls, end)
 
 
@@ -295,7 +293,7 @@ def _to_time(run: Run) -> list[tuple[Callable[..., Any], list[str], tuple[Any, .
 def speed(run: Run, end: float) -> Iterator[Row]:
     """Plain attention, what torch has no kernel for, and decoding."""
     tasks = _to_time(run)
-    with Worker(imports=TASKS) as worker:
+    with Worker() as worker:
         for function, names, shape in tasks:
             if time.perf_counter() >= end:
                 yield {"not run": f"{function.__name__} {shape}"}
@@ -318,7 +316,7 @@ def sweep(run: Run, end: float) -> Iterator[Row]:
         yield {"left out": why}
         return
     fastest = {}
-    with gpu_sweep.interpreting(run.tiny), Worker(imports=TASKS) as worker:
+    with gpu_sweep.interpreting(run.tiny), Worker() as worker:
         for trial in gpu_sweep.trials(run.tiny):
             if time.perf_counter() >= end:
                 yield {"not run": str(trial)}
@@ -352,7 +350,8 @@ def gathered(run: Run, end: float) -> Iterator[Row]:
                 continue
             rows.append(seen.row)
             _write_evidence(run, rows)
-            times = {"us": dict(seen.row.times), "host_us": dict(seen.row.host)}
+            host = {name: round(t.host * 1e6, 2) for name, t in seen.timings.items() if t.host is not None}
+            times = {"us": dict(seen.row.times), "host_us": host}
             yield head | times | {"why_not": dict(seen.why_not)}
 
 
@@ -389,7 +388,7 @@ def choices(run: Run, end: float) -> Iterator[Row]:
     """What the picker chooses by this evidence, and what that takes over the best there was."""
     found = run.sections.get("evidence", {}).get("rows", [])
     measured = {row["case"]: row["us"] for row in found if "us" in row}
-    with Worker(imports=TASKS) as worker:
+    with Worker() as worker:
         for what, case in _cases(run):
             times = measured.get(str(case))
             if times is None or time.perf_counter() >= end:

@@ -61,7 +61,7 @@ class Trial:
 def written(config: Config | Bulk) -> str:
     """As configs.py or bulk.py has it."""
     if isinstance(config, Bulk):
-        return f"Bulk({config.block}, {config.stages})"
+        return f"Bulk({config.block_n}, {config.num_stages})"
     values = [config.block_m, config.block_n, config.num_warps, config.num_stages]
     return f"Config({', '.join(map(str, values + [config.statistics] * (config.statistics != 1)))})"
 

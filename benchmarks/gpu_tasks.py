@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 import nanogpt
-from attn_fuse.bench.measure import bytes_as_written, in_gib, prepared
+from attn_fuse.bench.measure import bytes_as_written, prepared
 from attn_fuse.picker.case import Case
 from attn_fuse.picker.timing import free_memory, machine
+from attn_fuse.report import bytes_in_words
 from nanogpt import Sizes
 
 # A few wrong rows are of what they are of; from this share on, a kernel is not timed.
@@ -128,7 +129,8 @@ def _wait_for_memory(device: torch.device, needed: int, patience: float = 30.0) 
     end = time.perf_counter() + patience
     while (free := free_memory(device)) is not None and needed > free / 2:
         if time.perf_counter() > end:
-            raise MemoryError(f"as written it takes {in_gib(needed)}, and {in_gib(free)} are free beside others")
+            said = f"{bytes_in_words(needed)}, and {bytes_in_words(free)} are free beside others"
+            raise MemoryError(f"as written it takes {said}")
         time.sleep(0.5)
 
 

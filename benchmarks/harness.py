@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from attn_fuse.bench.memory import bytes_in_words, peak_memory
+from attn_fuse.bench.memory import peak_memory
 from attn_fuse.picker.timing import OtherLoad, Timing, interleaved, seconds_in_words, summary, synchronize, table
 from attn_fuse.picker.timing import machine as facts_of
+from attn_fuse.report import bytes_in_words
 
 __all__ = [
     "RESULTS", "ROOT", "OtherLoad", "Timing", "bytes_in_words", "commit", "interleaved", "machine", "peak_memory",

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from attn_fuse.bench import rows as of_rows
-from attn_fuse.bench.flags import Parser, add_json, check_files, count, device_of, duration, tell, write_json
+from attn_fuse.bench.flags import Parser, add_json, check_files, count, device_of, positive, tell, write_json
 from attn_fuse.bench.rows import Row
 from attn_fuse.bench.ways import EAGER, INDUCTOR, PICKED, Way, sdpa_kernels
 from attn_fuse.errors import BenchError, named
@@ -253,9 +253,9 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(f"--{name}", type=count, metavar="N", help=f"{what} ({said})")
     parser.add_argument("--dtype", choices=[d for d in DTYPES if d != "float64"], help="bfloat16; float32 on the CPU")
     parser.add_argument("--device", help="cpu or cuda; cuda where there is one is the default")
-    parser.add_argument("--seconds", type=duration, default=_SECONDS, help=f"of timing, at most, a row ({_SECONDS:g})")
+    parser.add_argument("--seconds", type=positive, default=_SECONDS, help=f"of timing, at most, a row ({_SECONDS:g})")
     parser.add_argument(
-        "--within", type=duration, default=math.inf, metavar="SECONDS", help="of all, about; what is late is left out"
+        "--within", type=positive, default=math.inf, metavar="SECONDS", help="of all, about; what is late is left out"
     )
     add_json(parser)
     return parser

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import collections
 import math
 import queue
-import threading
 import time
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed, wait
 from typing import Any
 
 from attn_fuse.picker.workers import Answer, Worker
@@ -16,58 +15,46 @@ from attn_fuse.picker.workers import Answer, Worker
 class Pool:
     """Several workers that run calls at the same time."""
 
-    def __init__(self, workers: int, environment: Mapping[str, str] | None = None, imports: Sequence[str] = ()) -> None:
-        self._workers = [Worker(environment, imports) for _ in range(workers)]
+    def __init__(self, workers: int, environment: Mapping[str, str] | None = None) -> None:
+        self._workers = [Worker(environment) for _ in range(workers)]
 
     def answers(
         self, calls: Iterable[tuple[Any, ...]], seconds: float, end: float = math.inf, begin: float = math.inf
     ) -> Generator[tuple[int, Answer]]:
-        """The answers of `calls`, each (function, *arguments), with the numbers of the calls, as they come.
+        """The answers of `calls`, each (function, *arguments), with the numbers of the calls, in the order they finish.
 
-        seconds: of each call, at most. begin: when calls stop to start. end: when all are ended; by
+        seconds: of each call, max. begin: when no further call starts. end: when all calls are ended; both by
             `time.perf_counter`.
         """
-        waiting = collections.deque(enumerate(calls))
-        come: queue.SimpleQueue[tuple[int, Answer] | BaseException | None] = queue.SimpleQueue()
+        idle: queue.LifoQueue[Worker] = queue.LifoQueue()  # the last one used, which has a process, comes first
+        for worker in self._workers:
+            idle.put(worker)
 
-        def work(worker: Worker) -> None:
+        def answered(number: int, call: tuple[Any, ...]) -> tuple[int, Answer] | None:
+            worker = idle.get()
             try:
-                while time.perf_counter() < min(begin, end):
-                    number, call = waiting.popleft()
-                    come.put((number, worker.call(min(seconds, end - time.perf_counter()), *call)))
-                come.put(None)
-            except IndexError:
-                come.put(None)
-            except BaseException as error:
-                come.put(error)
+                now = time.perf_counter()
+                return (number, worker.call(min(seconds, end - now), *call)) if now < min(begin, end) else None
+            finally:
+                idle.put(worker)
 
-        busy = self._workers[: len(waiting)]
-        threads = [threading.Thread(target=work, args=(worker,), daemon=True) for worker in busy]
-        for thread in threads:
-            thread.start()
-        working = len(threads)
-        try:
-            while working:
-                answer = come.get()
-                if isinstance(answer, BaseException):
-                    raise answer
-                if answer is None:
-                    working -= 1
-                else:
-                    yield answer
-        finally:
-            waiting.clear()
-            # One kill may not do: a worker may be about to start its process.
-            for worker, thread in zip(busy, threads, strict=True):
-                while thread.is_alive():
-                    if working:
-                        worker.kill()
-                    thread.join(0.1)
-                if working:
-                    worker.close()
+        with ThreadPoolExecutor(len(self._workers)) as threads:
+            futures = [threads.submit(answered, *numbered) for numbered in enumerate(calls)]
+            try:
+                for future in as_completed(futures):
+                    if (answer := future.result()) is not None:
+                        yield answer
+            finally:
+                for future in futures:
+                    future.cancel()
+                # One kill may not do: a worker may be about to start its process.
+                while wait(futures, 0.1).not_done:
+                    for worker in self._workers:
+                        if worker not in idle.queue:
+                            worker.kill()
 
     def close(self) -> None:
-        """End the processes, whatever they are doing."""
+        """End the processes."""
         for worker in self._workers:
             worker.close()
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from attn_fuse.backend import attn_fuse
-from attn_fuse.bench.cases import grid
+from attn_fuse.bench.calibrate import grid
 from attn_fuse.bench.measure import Effort, timed
 from attn_fuse.bench.workloads import program, runner, tensors
 from attn_fuse.picker.case import Case
@@ -77,8 +77,7 @@ def picked(case: Case, device: torch.device, backend: Callable[..., Any] = attn_
 def measured(case: Case, device: torch.device, effort: Effort) -> tuple[dict[str, Timing], float]:
     """The times of `case` as written and on every kernel that can run it, and what others took of the cores."""
     load = OtherLoad()
-    times, _ = timed(case, device, effort)
-    return times, load.share()
+    return timed(case, device, effort), load.share()
 
 
 def as_table(sites: Sequence[Site]) -> str:

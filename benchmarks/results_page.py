@@ -1,8 +1,8 @@
-"""Write the tables of docs/results.md from benchmarks/results: make results
+"""Write the tables of the documents from benchmarks/results: make results
 
-The prose of the page is written by hand. Each block between `<!-- result: NAME -->` and `<!-- end -->` comes from the
-stored results of that name and ends with their commit, machine and date. gpu_results.py writes the tables of the GPU;
-this script writes the README's sentences about it.
+The prose of the pages is written by hand. Each block between `<!-- result: NAME -->` and `<!-- end -->` comes from the
+stored results of that name. docs/results.md is for users, and its blocks end with the machine and the day;
+benchmarks/README.md has the commits, the samples and, by gpu_results.py, every measurement of the GPU.
 """
 
 from __future__ import annotations
@@ -21,9 +21,15 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import gpu_results
+from attn_fuse.picker.evidence import AS_WRITTEN
+from attn_fuse.picker.timing import Device
 from harness import RESULTS, ROOT, bytes_in_words, seconds_in_words
 
-PAGES = (*(ROOT / "docs" / f"{name}.md" for name in ("results", "bench", "decoding")), ROOT / "README.md")
+PAGES = (
+    *(ROOT / "docs" / f"{name}.md" for name in ("results", "does-it-help", "compare", "bench", "decoding")),
+    ROOT / "benchmarks" / "README.md",
+    ROOT / "README.md",
+)
 _BLOCK = re.compile(r"(<!-- result: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 # The code that decides what is fused, and on what.
 MEASURED = (
@@ -143,6 +149,17 @@ def compiling() -> str:
     return _signed(markdown(["program", "operations", "fused", "our stages"], rows), "compile_time-stages-cpu")
 
 
+def crossings() -> str:
+    """crossings.py: from how many tokens on an attention is faster fused."""
+    sites = stored("crossings-cpu")["sites"]
+    lengths = [sorted(site["measured"] for site in sites if site["training"] is mode) for mode in (False, True)]
+    (first, last), (first_trained, last_trained) = ((of[0], of[-1]) for of in lengths)
+    return (
+        f"Ten attentions of 4 to 8 heads, measured at several lengths, were faster on a fused kernel from {first} to "
+        f"{last} tokens on\nin inference, and from {first_trained} to {last_trained} in training (crossings-cpu.json)."
+    )
+
+
 def recall() -> str:
     """recall.py: how many programs of the spellings are wholly fused."""
     spellings = stored("recall-cpu")["spellings"]
@@ -152,6 +169,22 @@ def recall() -> str:
         ours = sum(row["fused"]["fused"] >= row["sites"] for row in of)
         rows.append([mode, f"{ours} of {len(of)}", str(sum(row["inductor"]["fused"] >= row["sites"] for row in of))])
     return _signed(markdown(["", 'attn_fuse, `pick="fused"`', "Inductor's own patterns"], rows), "recall-cpu")
+
+
+def inductors_patterns() -> str:
+    """recall.py and lookalikes.py: what Inductor's own patterns find, and what they rewrite wrongly."""
+    spellings, rows = stored("recall-cpu")["spellings"], stored("lookalikes-cpu")["rows"]
+    found, wrong = [], []
+    for mode in ("inference", "training"):
+        of = [row for row in spellings if row["mode"] == mode and row["sites"]]
+        found.append(f"{sum(row['inductor']['fused'] >= row['sites'] for row in of)} of {len(of)} in {mode}")
+        wrong.append(f"{sum(row['inductor_wrong'] for row in rows if row['mode'] == mode)} in {mode}")
+    text = (
+        f"They fuse {' and '.join(found)} of our spellings of attention. Of {len(rows) // 2} look-alikes, programs one "
+        f"step from\nan attention, they compute {' and '.join(wrong)} wrongly, and attn_fuse computes "
+        f"{sum(row['wrong'] for row in rows) or 'none'} wrongly."
+    )
+    return _signed(text, "recall-cpu", "lookalikes-cpu")
 
 
 def published() -> str:
@@ -199,9 +232,91 @@ def on_a_gpu() -> str:
     for path in sorted(RESULTS.glob("gpu-4-evidence-*.json")):
         found = gpu_results.stored(RESULTS, path.stem.removeprefix("gpu-4-evidence-"))
         gpu, verdict = found["evidence"]["machine"]["gpu"], gpu_results.verdict(found)
-        origin = gpu_results.origin(found["evidence"])
-        said.append(f"On an {gpu} (commit {origin}) {verdict} {gpu_results.clock(found)}")
+        said.append(f"On an {gpu} {verdict} {gpu_results.clock(found)}")
     return "\n".join(textwrap.wrap(" ".join(said), 120, break_long_words=False, break_on_hyphens=False))
+
+
+def gpu_gains() -> str:
+    """gpu_results.py: the kernel that the picker chose on a GPU, beside the program as written and torch's kernels."""
+    rows = []
+    found = gpu_results.stored(RESULTS, "h200")
+    picked = gpu_results.picks(found)
+    for row in gpu_results.cases_of(found):
+        name = picked.get(row["case"], "").strip("`")
+        if name in row["us"]:
+            beside = gpu_results.ours_beside_torch(row["us"])
+            over = speedup(row["us"][name] / row["us"][AS_WRITTEN])
+            rows.append([row["what"], f"`{name}`", over, "no kernel of torch" if beside is None else f"{beside:.2f}x"])
+        elif name:
+            rows.append([row["what"], name, "1.00x", ""])
+    return _signed(markdown(["", "picked", "vs Inductor", "vs torch's best kernel"], rows), "gpu-4-evidence-h200")
+
+
+def gpu_steps() -> str:
+    """gpu_results.py: the training step of GPT-2 small."""
+    rows, steps = [], _gpu_steps()
+    for name, row in steps.items():
+        over = row["seconds"] / steps["Inductor"]["seconds"]
+        rows.append([name, seconds_in_words(row["seconds"]), speedup(over), bytes_in_words(row["peak_bytes"])])
+    return _signed(markdown(["", "a step", "vs Inductor", "peak memory"], rows), "gpu-5-models-h200")
+
+
+def _gpu_steps() -> dict[str, dict[str, Any]]:
+    rows = gpu_results.rows_of(gpu_results.stored(RESULTS, "h200"), "models", "nanogpt")
+    return {row["what"]: row for row in rows if "seconds" in row}
+
+
+def opened_in_short() -> str:
+    """explain_repositories.py: on how many files explain reported that nobody had looked at before."""
+    unseen = [row for row in stored("explain_repositories")["files"] if "new" in row]
+    counts = Counter(row["new"] for row in unseen)
+    return (
+        f"When nobody had looked at a file before, explain reported on the whole model for {counts['report']} of "
+        f"{len(unseen)}, and on a part for\n{counts['part']} more."
+    )
+
+
+def tools_in_short() -> str:
+    """ecosystem.py: how many of the tests pass that run other projects' tools."""
+    outcomes = [*stored("ecosystem-cpu")["tests"].values()]
+    return _signed(f"{outcomes.count('passed')} of {len(outcomes)} tests pass.", "ecosystem-cpu")
+
+
+def repositories_in_short() -> str:
+    """Sites of models that explain opens in public repositories."""
+    part = stored("repositories-cpu")["total"]
+    said = [f"{part[mode]['fused']} of {part[mode]['sites']} in {mode}" for mode in ("inference", "training")]
+    return f"Of the attentions in models of public repositories, opened by explain, {' and '.join(said)} are fused."
+
+
+def gains() -> str:
+    """What a few programs gain, in words."""
+    blocks, rows = stored("nanogpt-cpu")["results"], []
+    for name, result in blocks.items():
+        if "blocks" in name:
+            over, peak = result["attn_fuse_over"], result["peak_bytes"]
+            rows.append(_gain(name, over["inductor"], peak["inductor"], peak["attn_fuse"], "nanogpt-cpu"))
+    for row in stored("features-cpu")["rows"]:
+        if (row["program"], row["length"]) in GAINS:
+            name, memory = f"{row['program']}, 8 heads of 64, {row['length']} tokens", row["memory"]
+            over = row["over_inductor"]["attn_fuse"]
+            rows.append(_gain(name, over, memory["inductor"], memory["attn_fuse"], "features-cpu"))
+    inductor, ours = (_gpu_steps()[way] for way in ("Inductor", "attn_fuse, its own choice"))
+    name = "GPT-2 small, a training step of 12 x 1024 tokens, bfloat16, on an H200"
+    over = ours["seconds"] / inductor["seconds"]
+    rows.append(_gain(name, over, inductor["peak_bytes"], ours["peak_bytes"], "gpu-5-models-h200"))
+    return markdown(["", "as fast as under Inductor", "peak memory", "stored in"], rows).replace("--:", "---")
+
+
+def _gain(name: str, over: float, before: float, after: float, source: str) -> list[str]:
+    memory = f"{bytes_in_words(after)} instead of {bytes_in_words(before)}"
+    return [name, f"{1 / over:.1f} times", memory, f"{source}.json"]
+
+
+def origins() -> str:
+    """Where each result comes from."""
+    rows = [[f"[{path.stem}](results/{path.name})", *_origin(path.stem)] for path in sorted(RESULTS.glob("*.json"))]
+    return markdown(["", "day", "machine", "commits"], rows).replace("--:", "---")
 
 
 def opened() -> str:
@@ -299,12 +414,14 @@ def _printed(command: str) -> Callable[[], str]:
 
 
 HEADLINES = (("causal and padding, training", 2048), ("window 256, inference", 4096))
+GAINS = (*HEADLINES, ("T5 bias with gradient, training", 2048), ("causal, dropout 0.1, training", 2048))
 BLOCKS: Mapping[str, Callable[[], str]] = {
     **{
         block.__name__: block
         for block in (
             speed, features, choices, calls, compiling, recall, published, repositories, headline, recognised,
-            on_a_gpu, opened, walked, busy, cold_threads, tools, generated,
+            on_a_gpu, opened, walked, busy, cold_threads, tools, generated, crossings, gpu_gains, gpu_steps,
+            inductors_patterns, opened_in_short, tools_in_short, repositories_in_short, gains, origins,
         )
     },
     **{f"bench_{command}": _printed(command) for command in ("model", "sweep", "nanogpt")},
@@ -312,21 +429,25 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
 
 
 def _signed(text: str, *names: str) -> str:
-    return "\n".join([text, "", *(f"<sub>{line}</sub>" for line in _origins(names))])
+    lines = [" · ".join(part for part in (*_origin(name)[1::-1], f"{name}.json") if part) for name in names]
+    return f"{text}\n\n<sub>{'<br>'.join(lines)}</sub>"
 
 
-def _origins(names: Sequence[str]) -> Iterator[str]:
-    """Where each result comes from: its commit, the days of its measuring, and the machine."""
-    for name in names:
-        content = stored(name)
-        head = content.get("machine", {})
-        commits = content.get("commits") or [head.get("commit") or content.get("commit") or content["measured"]]
-        rows = content["rows"] if isinstance(content.get("rows"), list) else []
-        commits = dict.fromkeys([*commits, *(row["machine"]["commit"] for row in rows if "machine" in row)])
-        said = ", ".join(c[:7] + ("+changes" if c.endswith("+changes") else "") for c in commits if c)
-        machine = f"{head['cpu']}, {head['threads']} threads, torch {head['torch']}" if head else ""
-        parts = [f"benchmarks/results/{name}.json", f"commit {said}", head.get("date", ""), machine]
-        yield " · ".join(part for part in parts if part)
+def _origin(name: str) -> tuple[str, str, str]:
+    """The day, the machine and the commits of a result."""
+    content = stored(name)
+    head = content.get("machine") or {}
+    if not isinstance(head, dict):
+        return content.get("day", ""), head, content.get("commit", "")[:7]
+    commits = content.get("commits") or [head.get("commit") or content.get("commit") or content.get("measured", "")]
+    rows = content["rows"] if isinstance(content.get("rows"), list) else []
+    commits = dict.fromkeys([*commits, *(row["machine"]["commit"] for row in rows if "machine" in row)])
+    said = ", ".join(c[:7] + ("+changes" if c.endswith("+changes") else "") for c in commits if c)
+    machine = ""
+    if head:
+        name = head.get("gpu") or str(Device("cpu", head["cpu"], head["threads"]))
+        machine = f"{name}, torch {head['torch']}"
+    return head.get("date", ""), machine, said
 
 
 def filled(text: str) -> str:
@@ -338,7 +459,8 @@ def outdated() -> Iterator[str]:
     """A line for each result whose commit is older than a change of the code that it measures."""
     for path in sorted(RESULTS.glob("*.json")):
         content = json.loads(path.read_text())
-        commit = content.get("machine", content).get("commit", "")
+        head = content.get("machine")
+        commit = (head if isinstance(head, dict) else content).get("commit", "")
         if not commit:
             continue
         paths = [f"attn_fuse/{part}" for part in EXPLAIN.get(path.stem, MEASURED)]

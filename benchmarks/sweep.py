@@ -22,16 +22,16 @@ from attn_fuse.bench.flags import (
     check_files,
     count,
     device_of,
-    duration,
     kernels_of,
+    positive,
     tell,
     write_json,
 )
 from attn_fuse.bench.measure import Effort, Measuring, Observation, kernels_on
-from attn_fuse.bench.memory import bytes_in_words
 from attn_fuse.picker.case import DTYPES, Case, visible_share
 from attn_fuse.picker.evidence import AS_WRITTEN
 from attn_fuse.picker.timing import machine, seconds_in_words, table, this_device
+from attn_fuse.report import bytes_in_words
 
 MASKS = ("none", "causal", "window", "documents", "dense")
 _LENGTHS = {"cpu": (256, 512, 1024, 2048), "cuda": (512, 1024, 2048, 4096, 8192)}
@@ -128,7 +128,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--kernels", **named, help="only these kernels")
     parser.add_argument("--device", help="cpu or cuda; cuda where there is one is the default")
     said = f"of timing, at most, a kernel and case ({_SECONDS:g})"
-    parser.add_argument("--seconds", type=duration, default=_SECONDS, help=said)
+    parser.add_argument("--seconds", type=positive, default=_SECONDS, help=said)
     add_json(parser)
     return parser
 
