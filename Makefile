@@ -13,7 +13,7 @@ endif
 gpu_python = PYTHONPATH=. "$(or $(PYTHON),$(wildcard $(python)),python3)"
 RESULTS ?= build/gpu
 
-.PHONY: help demo test test-thorough test-versions slow fuzz test-models test-ecosystem test-gpu gpu gpu-cache gpu-results results docs package lint types hooks bench recall recall-published evidence regret clean
+.PHONY: help demo test test-thorough test-versions slow fuzz test-models test-ecosystem test-gpu gpu gpu-cache gpu-results results docs site package lint types hooks bench recall recall-published evidence regret clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -56,18 +56,23 @@ gpu: ## measure on CUDA in six calls of 9 minutes together, CALL=correct, compil
 gpu-cache: ## compile what `make gpu` will need, without a GPU; PYTHON=... of the GPU machine's version, with its torch and Triton
 	$(gpu_python) benchmarks/gpu_cache.py $(ARGS)
 
-gpu-results: ## what `make gpu` brought back in RESULTS=build/gpu, into the evidence that ships and docs/results.md
+gpu-results: ## what `make gpu` brought back in RESULTS=build/gpu, into the evidence that ships and benchmarks/README.md
 	$(gpu_python) benchmarks/gpu_results.py $(RESULTS) $(ARGS)
 
 test-gpu: ## the GPU tests, the whole grid among them, which takes hours; ARGS=-k test_kernel: some
 	@$(gpu_python) -c "import torch; raise SystemExit(not torch.cuda.is_available() and 'make test-gpu: torch sees no CUDA device')"
 	$(gpu_python) -m pytest tests/gpu $(ARGS)
 
-results: .venv/ready-dev ## the tables of docs/results.md anew, from benchmarks/results; it names the results that are older than the code
+results: .venv/ready-dev ## the tables of the documents anew, from benchmarks/results; it names the results that are older than the code
 	$(python) benchmarks/results_page.py
 
-docs: .venv/ready-dev ## docs/api.md anew, from the docstrings
+docs: .venv/ready-dev ## docs/api.md anew, from the docstrings, and docs/masks.md, from its programs
 	PYTHONPATH=. $(python) tools/api.py
+	PYTHONPATH=. $(python) tools/gallery.py
+
+site: .venv/ready-docs ## the documents as a site in build/site; a broken link or a page that the menu lacks fails
+	NO_MKDOCS_2_WARNING=1 $(python) -m mkdocs build --strict
+	@echo "site: $(python) -m http.server --directory build/site"
 
 package: .venv/ready-package ## build the wheel and the sdist into dist/, check them, try each in an empty environment
 	tools/package.sh
@@ -91,6 +96,7 @@ bench: .venv/ready-dev ## the benchmarks on the CPU that have no line here; resu
 	$(python) benchmarks/left_out.py
 	$(python) benchmarks/common_part.py
 	$(python) benchmarks/bench_outputs.py
+	$(python) benchmarks/crossings.py
 
 recall: .venv/ready-dev ## how many spellings of attention are fused, beside Inductor's own
 	$(python) benchmarks/recall.py $(ARGS)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Make .venv, with what `make` needs in it: tools/setup.sh demo|dev|models|package|published|ecosystem. Safe to run again.
-# The published models and the ecosystem come in environments of their own, .venv/published and .venv/ecosystem, which
-# see the packages of .venv.
+# Make .venv, with what `make` needs in it: tools/setup.sh demo|dev|docs|models|package|published|ecosystem. It is safe
+# to run again. The published models and the ecosystem come in environments of their own, .venv/published and
+# .venv/ecosystem, which see the packages of .venv.
 #
 # A supported torch that the user's Python already has is used as it is, whatever its build. Otherwise the CPU build is
 # installed; one for a GPU never is, because that is several gigabytes: install it yourself first to use one.
@@ -13,7 +13,7 @@
 # outside of it, into the user's cache.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-extra=${1:?usage: tools/setup.sh demo|dev|models|package|published|ecosystem, or torch FOLDER}
+extra=${1:?usage: tools/setup.sh demo|dev|docs|models|package|published|ecosystem, or torch FOLDER}
 torch=${TORCH:-2.13.0}
 # The version that the kernels' registers and shared memory are held to in the tests; its interpreter wants this numpy.
 triton=3.6.0 numpy='<2.4'
