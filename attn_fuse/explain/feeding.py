@@ -107,9 +107,9 @@ class Feeder:
         return [layer for layer in self.model.modules() if isinstance(layer, kind)]
 
     def run(self, inputs: Inputs) -> Fed | Failed[Inputs]:
-        """Run the model on `inputs`, for RUN_SECONDS at most."""
+        """Run the model on `inputs`, for RUN_SECONDS and until `end` at most."""
         calls = Calls()
-        left = min(RUN_SECONDS, max(self.end - now(), 1.0))
+        left = min(RUN_SECONDS, self.end - now())
         try:
             with trying(left, RUN_BYTES), calls:
                 self.model(*inputs.args, **inputs.kwargs)

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 from torch.overrides import TorchFunctionMode
 
 from attn_fuse.explain.asked import Asked
-from attn_fuse.explain.steps import now
+from attn_fuse.explain.steps import TimeUp, now
 
 # Changes of one candidate before another that came equally far gets its turn.
 _TURN = 24
@@ -60,6 +60,7 @@ def searched(
 
     starts: candidates to try first, all of them. changes: candidates derived from a failed one.
     end: when to stop, by now(). most: how many candidates to try after the starts.
+    Raises TimeUp if a caller's limit ends before anything failed.
     key: equal for candidates of which one is enough.
     """
     failed: list[Failed[T]] = []
@@ -100,8 +101,13 @@ def searched(
             yield candidate
 
     ran: Ran | None = None
-    for candidate in itertools.chain(fresh(starts), after_starts()):
-        ran = found(candidate)
-        if ran is not None or now() > end:
-            break
+    try:
+        for candidate in itertools.chain(fresh(starts), after_starts()):
+            ran = found(candidate)
+            if ran is not None or now() > end:
+                break
+    except TimeUp:
+        # A caller's limit may end within one operation that began before `end`; what failed until then says more.
+        if not failed:
+            raise
     return ran, sorted(failed, key=lambda one: -one.reached)

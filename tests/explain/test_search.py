@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ from torch import nn
 
 from attn_fuse.explain.asked import Asked
 from attn_fuse.explain.search import Calls, Failed, searched
-from attn_fuse.explain.steps import now
+from attn_fuse.explain.steps import TimeUp, now
 
 
 def failed(tried: int, reached: int, kind: str = "") -> Failed[int]:
@@ -123,6 +124,19 @@ def test_it_stops_at_its_time(starts: Iterator[int]) -> None:
     start = now()
     ran, _ = searched(starts, attempt, lambda one: itertools.count(one.tried + 1), start + 0.3, 10**9)
     assert ran is None and now() - start < 3
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_callers_limit_ends_it_with_what_failed_before(before: int) -> None:
+    def attempt(number: int) -> str | Failed[int]:
+        if number < before:
+            return failed(number, number)
+        raise TimeUp
+
+    ended = contextlib.nullcontext() if before else pytest.raises(TimeUp)
+    with ended:
+        ran, tried = searched([0, 1], attempt, lambda one: iter(()), now() + 60, 10)
+        assert ran is None and [one.tried for one in tried] == [0]
 
 
 class TestCalls:
