@@ -1,7 +1,9 @@
-"""Crossings: the length from which on the report promises a kernel, beside the length at which one is measured faster.
+"""Crossings: the length from which on the report promises a kernel, beside the lengths at which one is measured faster.
 
 Ten attentions of 32 tokens, which are left as written. The report names a length; the attention is measured as written
-and on every kernel at that length and at two lengths per octave around it. The goal is a factor of 1.5 at most.
+and on every kernel at that length and at two lengths per octave around it. A ratio within 5% of 1 tells the two apart
+on no machine that we have, so what is measured is a span: from the length at which a kernel stops being slower by 5% to
+the one at which it is faster by 5%. The goal is a promise within that span, or a factor of 1.5 off it at most.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from harness import OtherLoad, store, table
 from regret import picked
 
 SHORT, GOAL = 32, 1.5
+# Ratios of two runs of one program differ by this much.
+NOISE = 0.05
 _PLAIN = Case("float32", False, 2, 8, SHORT, SHORT, 64)
 _TRAINED = replace(_PLAIN, training=True)
 CASES = (
@@ -29,7 +33,7 @@ CASES = (
     replace(_PLAIN, mask="causal", visible=0.5),
     replace(_PLAIN, mask="padding"),
     replace(_PLAIN, bias="constant"),
-    replace(_PLAIN, dtype="bfloat16", mask="causal", visible=0.5),
+    replace(_PLAIN, head_dim=128, value_dim=128),
     replace(_PLAIN, batch=1, heads=4, kv_heads=4, head_dim=32, value_dim=32),
     _TRAINED,
     replace(_TRAINED, mask="causal", visible=0.5),
@@ -40,19 +44,30 @@ CASES = (
 
 @dataclass(frozen=True)
 class Crossing:
-    """Of one attention: the promised length, the first measured length at which a kernel is faster, and the ratios."""
+    """The promised length for an attention, and the measured ratios by length: a kernel's time over that as written."""
 
     case: Case
     promised: int | None
-    measured: int | None
     ratios: dict[int, float]
     load: float
 
     @property
+    def span(self) -> tuple[int, int] | None:
+        """The lengths from which on a kernel is not slower, and faster, by more than NOISE; None if it never is."""
+        first, last = self._below(1 + NOISE), self._below(1 - NOISE)
+        return None if first is None or last is None else (first, last)
+
+    @property
     def factor(self) -> float | None:
-        if self.promised is None or self.measured is None:
+        """How far the promise is off the span; 1 within it, None without a promise or a span."""
+        if self.promised is None or self.span is None:
             return None
-        return max(self.promised / self.measured, self.measured / self.promised)
+        first, last = self.span
+        return max(first / self.promised, self.promised / last, 1.0)
+
+    def _below(self, ratio: float) -> int | None:
+        slow = max((n for n in self.ratios if self.ratios[n] >= ratio), default=0)
+        return min((n for n in self.ratios if n > slow), default=None)
 
 
 def promised(case: Case, device: torch.device) -> int | None:
@@ -65,9 +80,9 @@ def promised(case: Case, device: torch.device) -> int | None:
 
 
 def lengths_around(length: int) -> list[int]:
-    """Two for each octave, from half of `length` to twice it."""
+    """Two for each octave, from a third of `length` to twice it."""
     steps = sorted({n for k in range(4, 15) for n in (1 << k, 3 << (k - 1))})
-    return [n for n in steps if length / 2 <= n <= length * 2]
+    return [n for n in steps if length / 3 <= n <= length * 2]
 
 
 def crossing(case: Case, device: torch.device, effort: Effort) -> Crossing:
@@ -76,13 +91,7 @@ def crossing(case: Case, device: torch.device, effort: Effort) -> Crossing:
         times = timed(replace(case, q_len=n, kv_len=n), device, effort)
         written = times.pop(AS_WRITTEN).median
         ratios[n] = min((timing.median / written for timing in times.values()), default=float("inf"))
-    # The first length from which on a kernel stays faster.
-    faster = None
-    for n in sorted(ratios, reverse=True):
-        if ratios[n] >= 1:
-            break
-        faster = n
-    return Crossing(case, length, faster, ratios, round(load.share(), 3))
+    return Crossing(case, length, ratios, round(load.share(), 3))
 
 
 def main() -> None:
@@ -93,18 +102,24 @@ def main() -> None:
     device, found = torch.device("cpu"), list[Crossing]()
     for case in CASES:
         found.append(crossing(case, device, Effort(args.rounds, args.seconds)))
-        print(case, found[-1].promised, found[-1].measured, found[-1].ratios, flush=True)
+        print(case, found[-1].promised, found[-1].span, found[-1].ratios, flush=True)
     lines = [
-        [str(x.case), str(x.promised), str(x.measured), "" if x.factor is None else f"{x.factor:.2f}"] for x in found
+        [
+            str(x.case),
+            str(x.promised),
+            "-" if x.span is None else "{} to {}".format(*x.span),
+            "-" if x.promised not in x.ratios else f"{x.ratios[x.promised]:.2f}",
+            "-" if x.factor is None else f"{x.factor:.2f}",
+        ]
+        for x in found
     ]
-    print("\n" + table(["attention", "promised", "measured", "factor"], lines))
+    print("\n" + table(["attention", "promised", "measured", "ratio there", "factor"], lines))
     within = sum(x.factor is not None and x.factor <= GOAL for x in found)
     print(f"\n{within} of {len(found)} within a factor of {GOAL}")
     rows = [
-        {**x.case.as_json(), "promised": x.promised, "measured": x.measured, "ratios": x.ratios, "load": x.load}
-        for x in found
+        {**x.case.as_json(), "promised": x.promised, "span": x.span, "ratios": x.ratios, "load": x.load} for x in found
     ]
-    print(f"stored in {store('crossings', device, {'goal': GOAL, 'within': within, 'sites': rows})}")
+    print(f"stored in {store('crossings', device, {'goal': GOAL, 'noise': NOISE, 'within': within, 'sites': rows})}")
 
 
 if __name__ == "__main__":

@@ -143,6 +143,7 @@ def step(what: str, seconds: float, advice: str) -> Iterator[None]:
         with limited(seconds):
             yield
     except TimeUp:
-        raise ExplainError(f"{what} takes more than {seconds:g} s; {advice}, or give more with --time-limit") from None
+        more = f"{advice}, or give more with --time-limit"
+        raise ExplainError(f"{what} takes more than {seconds:.3g} s; {more}") from None
     finally:
         words.cancel()
