@@ -23,6 +23,8 @@ from attn_fuse.graph.names import tensors_of
 
 # The seconds and bytes of one run.
 RUN_SECONDS, RUN_BYTES = 20.0, 6 << 30
+# After that many seconds without an error, a model most likely runs to its end.
+LONG_SECONDS = 5.0
 # The bytes of one change of the inputs, and the errors of a change that cannot be made.
 _CHANGE_BYTES = 1 << 30
 _UNMADE = (RuntimeError, ValueError, TypeError, MemoryError)
@@ -75,7 +77,7 @@ def fed(model: nn.Module, slots: Mapping[str, Any], wish: Wish, end: float) -> F
 class Feeder:
     """Makes inputs for a model and runs it on them, until `end` by now().
 
-    slow: the first inputs on which it ran for RUN_SECONDS without an error.
+    slow: the first inputs on which it ran for LONG_SECONDS or more without an error until its time was up.
     """
 
     def __init__(self, model: nn.Module, slots: Mapping[str, Any], wish: Wish, end: float = math.inf) -> None:
@@ -117,8 +119,8 @@ class Feeder:
         except ExplainError:
             raise
         except TimeUp as error:
-            # After that long without an error, the model most likely runs to its end; changed inputs may yet fail.
-            self.slow = self.slow or (inputs if left == RUN_SECONDS and not self.is_changing else None)
+            # Changed inputs may yet fail.
+            self.slow = self.slow or (inputs if left >= LONG_SECONDS and not self.is_changing else None)
             return Failed(inputs, replace(asked_by(error), numbers=()), calls.count)
         except Exception as error:
             return Failed(inputs, asked_by(error), calls.count)

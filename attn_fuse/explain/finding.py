@@ -89,10 +89,10 @@ class Finding:
         return Found(model, ran.inputs, (*notes, *_without_masks(model, ran.inputs)), ran.attends)
 
     def _first(self, classes: list[type[nn.Module]], failures: list[ExplainError]) -> Found | None:
-        # The first that attends, else the first that runs.
+        # The first that attends, else the first that runs. The likeliest gets two shares of the time.
         start, idle = now(), None
         for number, cls in enumerate(classes):
-            found = self._of(cls, start + self.limit * (1 + number) / (1 + len(classes)), failures)
+            found = self._of(cls, start + self.limit * (2 + number) / (1 + len(classes)), failures)
             if found is not None and found.attends:
                 return found
             idle = idle or found

@@ -371,16 +371,20 @@ class TestEnds:
                 fed(model, {}, Wish(), now() + 500)
             assert len(module.TRIES) < 2000
 
+    @pytest.mark.parametrize("run, seconds", [(0.3, 3.0), (20.0, 1.5)], ids=["in its own time", "in the search's"])
     def test_what_runs_long_without_an_error_is_taken_where_nothing_else_runs(
-        self, write: Write, monkeypatch: pytest.MonkeyPatch
+        self, write: Write, monkeypatch: pytest.MonkeyPatch, run: float, seconds: float
     ) -> None:
-        monkeypatch.setattr("attn_fuse.explain.feeding.RUN_SECONDS", 0.3)
-        path = write(
-            "import time\n"
-            + source("self.layer = nn.Linear(6, 6)", "x", "assert x.shape[-1] == 6\nwhile True: time.sleep(0.01)")
-        )
+        monkeypatch.setattr("attn_fuse.explain.feeding.RUN_SECONDS", run)
+        monkeypatch.setattr("attn_fuse.explain.feeding.LONG_SECONDS", 0.3)
+        path = write(source("self.layer = nn.Linear(6, 6)", "x", "assert x.shape[-1] == 6\nwhile True: pass"))
         with imported(path) as module:
-            assert fed(module.Net(), {}, Wish(), now() + 3).inputs.args[0].shape == (1, 64, 6)
+            assert fed(module.Net(), {}, Wish(), now() + seconds).inputs.args[0].shape == (1, 64, 6)
+
+    def test_what_was_cut_short_says_nothing(self, write: Write) -> None:
+        path = write(source("self.layer = nn.Linear(6, 6)", "x", "while True: pass"))
+        with imported(path) as module, pytest.raises(ExplainError, match="no inputs found"):
+            fed(module.Net(), {}, Wish(), now() + 1)
 
     def test_no_guess_takes_all_memory(self, write: Write) -> None:
         text = source("self.layer = nn.Linear(6, 6)", "x", "assert x.shape == (16000, 16000, 16000)")
