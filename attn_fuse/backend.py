@@ -185,7 +185,7 @@ class Attempt:
             constants=self.constants,
             compiled=options.inner_backend == "inductor",
             draws=self.draws or not options.compiles,
-            coder=by_hand if self.codes else None,
+            coder=functools.partial(by_hand, original) if self.codes else None,
             changer=change if self.draws or not options.compiles else None,
             repro=None if options.repro is None else writer(options, graph, inputs),
         )

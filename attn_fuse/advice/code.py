@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypeAlias
 
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from attn_fuse.advice.calls import Written, flex, sdpa
 from attn_fuse.advice.place import Place
@@ -32,6 +32,7 @@ _FORMS: dict[Form, Callable[[Place], Written]] = {"sdpa": sdpa, "flex": flex}
 
 
 def by_hand(
+    original: GraphModule,
     found: Recognised,
     judged: Judge,
     values: Callable[[Region], Mapping[Node, Any]],
@@ -39,11 +40,12 @@ def by_hand(
 ) -> Code | str:
     """The code for an attention, or why there is none.
 
+    original: the whole graph, before writes in place became values.
     judged: reads a region that is cut at variables of the program. values: the example values of its leaves.
     forms: the calls to try, in order; by default those that suit the device.
     """
     between = {*reach(filter(is_product, found.region.nodes), lambda node: node.users.keys() & {*found.region.nodes})}
-    source = source_of(found.region)
+    source = source_of(found.region, original)
     if source is None:
         return "no line of the program computes its output"
     objections = []

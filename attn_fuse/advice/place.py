@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import itertools
+import keyword
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -90,7 +92,7 @@ class Place:
         roles = [role for role, x in operands if any(isinstance(y, ex.Load) and y.leaf == leaf for y in ex.walk(x))]
         base = re.sub(r"^l_|_\d*$", "", node.name) or "tensor"
         name = roles[0] if len(roles) == 1 else base
-        taken = {*self.used.values(), *self.source.variables, *_ARGUMENTS}
+        taken = {*self.used.values(), *self.source.variables, *_ARGUMENTS, *dir(builtins), *keyword.kwlist}
         name = next(one for one in (name, *(f"{name}_{n}" for n in range(2, 100))) if one not in taken)
         value, where = value_of(node), locate(node)
         shape = f"a tensor {[*value.shape]}" if isinstance(value, torch.Tensor) else "a number"

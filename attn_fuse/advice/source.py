@@ -17,11 +17,14 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
+from attn_fuse.advice.overwritten import Operation, Overwritten, assigned
 from attn_fuse.graph.location import locate, user_frames
-from attn_fuse.graph.names import DROPOUT, op_name
+from attn_fuse.graph.memory import writes_in
+from attn_fuse.graph.names import DROPOUT, op_name, storages
 from attn_fuse.graph.region import Region
+from attn_fuse.graph.scopes import scopes
 
 Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 # The names of the operations that an operator of Python makes.
@@ -69,7 +72,7 @@ class Source:
     dropout: an expression for the probability of the dropout, which is 0 outside training; "" if it is not found.
     """
 
-    def __init__(self, region: Region, frames: Sequence[Frame]) -> None:
+    def __init__(self, region: Region, frames: Sequence[Frame], original: GraphModule) -> None:
         self.file, self.function = frames[-1].file, frames[-1].function
         self._frames = frames
         self._depth = len(frames) - 1
@@ -79,6 +82,8 @@ class Source:
         simple = at(frames[-1], ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.Expr)
         holding = (one for one in simple if self._expression is not None and self._expression in ast.walk(one))
         self._statement: ast.stmt | None = next(holding, None)
+        self._output = region.output.name
+        self._overwritten = self._overwritten_in(original)
         self.names: dict[Node, str] = {}
         self.expressions: dict[Node, ast.expr] = {}
         for user in region.nodes:
@@ -117,9 +122,11 @@ class Source:
         units = _beside(self._definition, self._statement)
         private = self._private(region, units, moved)
         served = [unit for unit in units if private.get(unit, False)]
-        assigned = set[str]().union(*map(_stored, served))
+        served_names = set[str]().union(*map(_stored, served))
         # A branch that this run did not take, or a `del`, would change what is gone.
-        beside = [x for x in units if isinstance(x, ast.If | ast.Delete) and x not in private and _stored(x) & assigned]
+        beside = [
+            x for x in units if isinstance(x, ast.If | ast.Delete) and x not in private and _stored(x) & served_names
+        ]
         gone = [unit for unit in (*served, *beside) if not _leaves(unit)]
         own = {id(node) for node in ast.walk(self._expression)}
         written = _read(ast.walk(ast.parse("\n".join(code))))
@@ -191,8 +198,17 @@ class Source:
             and (frames[self._depth].file, frames[self._depth].function) == (own.file, own.function)
         )
 
-    def _operands(self, user: Node) -> Iterator[tuple[Node, ast.expr]]:
-        """(node, expression) for each operand of `user` that the function writes and can still read at the output."""
+    def _overwritten_in(self, original: GraphModule) -> Overwritten:
+        operations = [
+            Operation(node.name, frame.line, tuple((x, storages(read)) for read, x in self._reads(node)), writes)
+            for scope in scopes(original)
+            for node, writes in writes_in(scope.module, scope.modes).items()
+            if (frame := self.here(node)) is not None
+        ]
+        return Overwritten(self._definition or ast.Module([], []), self._statement, self._frames[-1].line, operations)
+
+    def _reads(self, user: Node) -> Iterator[tuple[Node, ast.expr]]:
+        """(node, expression) for each operand of `user` that the function writes."""
         frames = frames_of(user)
         if not self._are_here(frames):
             return
@@ -202,8 +218,18 @@ class Source:
             # An operand within a function that this one calls is written here if it is an argument of the call.
             for outer, inner in reversed([*zip(frames[self._depth :], frames[self._depth + 1 :], strict=False)]):
                 written = None if written is None else _argument(written, outer, inner)
-            if written is not None and self._keeps(written, frames[self._depth].line):
+            if written is not None:
                 yield node, written
+
+    def _operands(self, user: Node) -> Iterator[tuple[Node, ast.expr]]:
+        """(node, expression) for each operand of `user` that the function can still read at the output."""
+        for node, written in self._reads(user):
+            if not self._is_overwritten(written, frames_of(user)[self._depth].line, user):
+                yield node, written
+
+    def _is_overwritten(self, expression: ast.expr, line: int, user: Node, made_by: ast.stmt | None = None) -> bool:
+        names = {"user": user.name, "output": self._output}
+        return self._definition is None or self._overwritten.since(expression, line, made_by, **names)
 
     def _variable(self, node: Node) -> str:
         """The variable that holds `node`; "" for none."""
@@ -216,20 +242,11 @@ class Source:
                     if not isinstance(one, ast.Name) or one.id not in (node.name, re.sub(r"_\d+$", "", node.name)):
                         continue
                     is_it = node.args[1:] == (number,) if several else _begins(statement.value, frame)
-                    if is_it and self._keeps(one, statement.end_lineno or statement.lineno):
+                    if is_it and not self._is_overwritten(
+                        one, statement.end_lineno or statement.lineno, node, statement
+                    ):
                         return one.id
         return ""
-
-    def _keeps(self, expression: ast.expr, line: int) -> bool:
-        """Whether the variables of an expression on `line` have the same values at the output."""
-        read = {node.id for node in ast.walk(expression) if isinstance(node, ast.Name)}
-        return self._definition is not None and not any(
-            isinstance(node, ast.stmt)
-            and not hasattr(node, "body")
-            and line < node.lineno < self._frames[-1].line
-            and _stored(node) & read
-            for node in ast.walk(self._definition)
-        )
 
     def _dropout(self, node: Node) -> str:
         """The probability of a dropout as an expression that is 0 outside training; "" if it is not found."""
@@ -249,10 +266,10 @@ class Source:
         return ""
 
 
-def source_of(region: Region) -> Source | None:
-    """The place of `region`; None if no line of the user's program computes its output."""
+def source_of(region: Region, original: GraphModule) -> Source | None:
+    """The place of `region`; None if no line of the user's program computes its output. original: as in `by_hand`."""
     frames = frames_of(region.output)
-    return Source(region, frames) if frames else None
+    return Source(region, frames, original) if frames else None
 
 
 def _beside(function: Function, statement: ast.stmt) -> list[ast.stmt]:
@@ -290,17 +307,8 @@ def _negated(test: ast.expr) -> ast.expr:
 
 def _stored(unit: ast.AST) -> set[str]:
     """The variables that a statement assigns or writes into."""
-    found = set()
-    for node in ast.walk(unit):
-        # A call whose result nobody takes is there for its writes, such as `scores.mul_(2)`.
-        if isinstance(node, ast.Expr):
-            found |= _read(ast.walk(node))
-        if isinstance(node, ast.Name | ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
-            base: ast.AST = node
-            while isinstance(base, ast.Attribute | ast.Subscript):
-                base = base.value
-            found.add(base.id if isinstance(base, ast.Name) else "")
-    return found
+    # A call whose result nobody takes is there for its writes, such as `scores.mul_(2)`.
+    return assigned(unit).union(*(_read(ast.walk(node)) for node in ast.walk(unit) if isinstance(node, ast.Expr)))
 
 
 def _read(nodes: Iterable[ast.AST]) -> set[str]:

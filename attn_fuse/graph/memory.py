@@ -235,6 +235,20 @@ class Memory:
                 detached.add(node)
 
 
+def writes_in(module: GraphModule, modes: dict[Node, Mode]) -> dict[Node, set[int]]:
+    """The storages that each node of `module` may write.
+
+    Where that cannot be told, each node may write all memory that any node writes and that it reads or gives.
+    """
+    written = written_memory(module.graph)
+    try:
+        writes = Memory(module, written, modes).writes if written else {}
+    except NotFunctional:
+        touched = {node: storages(node).union(*map(storages, node.all_input_nodes)) for node in module.graph.nodes}
+        writes = {node: memory & written for node, memory in touched.items()}
+    return {node: writes.get(node, set()) for node in module.graph.nodes}
+
+
 def requiring(node: Node) -> set[int]:
     """The storages of those tensors of `node` that require a gradient."""
     return {storage_of(t) for t in tensors_of(value_of(node)) if t.requires_grad}

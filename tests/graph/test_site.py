@@ -17,7 +17,10 @@ import pytest
 pytest.importorskip("mkdocs", reason="make site installs it")
 
 ROOT = Path(__file__).parents[2]
-BUILT_FROM = [*ROOT.glob("*.md"), *(ROOT / name for name in ("mkdocs.yml", "docs", "examples", "benchmarks", "tools"))]
+BUILT_FROM = (
+    *(path.name for path in ROOT.glob("*.md")),
+    *("mkdocs.yml", "docs", "examples", "benchmarks", "tools", "attn_fuse/explain/reasons.md"),
+)
 
 
 def build(source: Path, into: Path) -> subprocess.CompletedProcess[str]:
@@ -80,8 +83,9 @@ def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
 
 
 def test_mistakes_end_the_build(tmp_path: Path) -> None:
-    for path in BUILT_FROM:
-        (shutil.copytree if path.is_dir() else shutil.copy)(path, tmp_path / path.name)
+    for name in BUILT_FROM:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, tmp_path / name)
     for page, text in (
         ("docs/run.md", "[a](nowhere.md), [b](report.md#no-heading)"),
         ("README.md", "[c](docs/no-page.md)"),
