@@ -123,6 +123,8 @@ def _code(place: Place, made: Written, between: set[Node]) -> Code | None:
     if any(source.expressions[node].lineno not in lines for node in moved):
         return None
     notes = [*made.notes, *(f"in this run: {test}" for test in edit.conditions)]
+    if held := place.held():
+        notes.append(f"for what {', '.join(held)} {'holds' if len(held) == 1 else 'hold'} in this run")
     if edit.kept:
         them = "it" if len(edit.kept) == 1 else "them"
         notes.append(f"{', '.join(edit.kept)}: still computed as written, because the function reads {them} elsewhere")

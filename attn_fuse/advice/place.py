@@ -78,6 +78,12 @@ class Place:
         detached = self.found.region.leaves[leaf] in self.found.region.detached
         return f"{self.used[leaf]}.detach()" if detached else self.used[leaf]
 
+    def held(self) -> list[str]:
+        """The names of the tensors on whose contents in this run the attention rests."""
+        proofs = ((leaf, proof) for leaf, proof in self.found.proofs.items() if proof in self.found.used)
+        names = (self.source.names.get(leaf) or self._attribute(leaf) or plain(proof.source) for leaf, proof in proofs)
+        return sorted(dict.fromkeys(names))
+
     def _attribute(self, node: Node) -> str:
         """The attribute of `self` that holds `node`; "" for none."""
         top = self.found.region.scope.top(node)

@@ -28,7 +28,10 @@ def wrong(place: Place, code: Written, values: Mapping[Node, Any], learns: bool)
     values: of the leaves. Random numbers stand for the others. learns: whether to compare gradients.
     """
     region = place.found.region
-    inputs = [_input(leaf, region, values.get(leaf), learns) for leaf in region.leaves]
+    # What has known contents is no parameter.
+    inputs = [
+        _input(leaf, region, values.get(leaf), learns and leaf not in place.found.proofs) for leaf in region.leaves
+    ]
     text = "\n".join((*code.setup, f"_result_ = {code.undropped}"))
 
     def run(*given: Any) -> Any:

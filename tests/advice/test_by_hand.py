@@ -112,7 +112,8 @@ def test_the_usual_attention() -> None:
     assert_expected_inline(
         code_for(Usual().eval(), *square()(torch.float32)).partition("\n")[2],
         """\
-y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.drop.p if self.drop.training else 0.0)""",
+y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.drop.p if self.drop.training else 0.0)
+# for what self.bias holds in this run""",
     )
 
 
@@ -294,6 +295,21 @@ def test_edits(program: object, training: bool) -> None:
     with edited([site.code], training):
         got = _results(program, program, args, training)  # type: ignore[arg-type]
     assert_as_good_as_eager(got, program, args, training)  # type: ignore[arg-type]
+
+
+def test_contents_of_a_buffer_that_the_code_rests_on_are_named() -> None:
+    class Biased(nn.Module):
+        def __init__(self, bias: Tensor) -> None:
+            super().__init__()
+            self.register_buffer("bias", bias)
+
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return (q @ k.mT + self.bias).softmax(-1) @ v
+
+    # A checkpoint may yet fill the buffer.
+    empty, full = (code_for(Biased(bias), *square()(torch.float32)) for bias in (torch.zeros(7, 7), torch.randn(7, 7)))
+    assert "self.bias" in empty.splitlines()[-1] and ONLY_FORWARD not in empty, empty
+    assert "attn_mask=self.bias" in full and "in this run" not in full, full
 
 
 def test_a_name_that_means_something_else_by_then_is_not_used() -> None:
