@@ -86,7 +86,9 @@ class Feeder:
         lengths = [value for name, value in known.items() if type(value) is int and value > 1 and says(name, "128")]
         self.length = wish.length or min(lengths[0] if lengths else _USUAL, _LONGEST)
         sides = [value for name, value in known.items() if says(name, "picture")]
-        pairs = [(s, s) if type(s) is int else tuple(s) if isinstance(s, (tuple, list)) else () for s in sides]
+        pairs = [(s,) if type(s) is int else tuple(s) if isinstance(s, (tuple, list)) else () for s in sides]
+        # A single side is that of a square.
+        pairs = [pair * 2 if len(pair) == 1 else pair for pair in pairs]
         self.sides = next((pair for pair in pairs if len(pair) > 1 and all(type(n) is int for n in pair)), None)
         parameters = inspect.signature(model.forward).parameters.values()
         self.named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
@@ -114,7 +116,9 @@ class Feeder:
         left = min(RUN_SECONDS, self.end - now())
         try:
             with trying(left, RUN_BYTES), calls:
-                self.model(*inputs.args, **inputs.kwargs)
+                if self.model(*inputs.args, **inputs.kwargs) is None and not calls.count:
+                    # A mode among its arguments may be one that it does not know.
+                    raise ValueError(f"{type(self.model).__name__} computes nothing")
             return Fed(inputs, calls.attends)
         except ExplainError:
             raise

@@ -176,6 +176,10 @@ AS_ERRORS_ASK: dict[str, tuple[str, Callable[[Run], object]]] = {
         ),
         lambda run: run.shapes == [[1, 3, 224, 224]],
     ),
+    "a side that is declared in a list": (
+        source("self.patches = nn.Conv2d(3, 8, 16, 16)", "x", "return self.patches(x)", "img_size=[96]"),
+        lambda run: run.shapes == [[1, 3, 96, 96]],
+    ),
     "sides of two sizes": (
         source(
             "self.patches = nn.Conv2d(3, 8, 16, 16)", "x", "assert x.shape[-2:] == (256, 512)\nreturn self.patches(x)"
@@ -385,6 +389,13 @@ class TestEnds:
         path = write(source("self.layer = nn.Linear(6, 6)", "x", "while True: pass"))
         with imported(path) as module, pytest.raises(ExplainError, match="no inputs found"):
             fed(module.Net(), {}, Wish(), now() + 1)
+
+    def test_what_computes_nothing_has_not_run(self, write: Write) -> None:
+        text = source(
+            "self.layer = nn.Linear(6, 6)", "x", "if self.mode == 'long':\n    return self.layer(x)", "mode=None"
+        )
+        with pytest.raises(ExplainError, match="Net computes nothing"):
+            run_in(write(text.replace("self.layer =", "self.mode, self.layer = mode,")))
 
     def test_no_guess_takes_all_memory(self, write: Write) -> None:
         text = source("self.layer = nn.Linear(6, 6)", "x", "assert x.shape == (16000, 16000, 16000)")
